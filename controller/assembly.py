@@ -1,0 +1,59 @@
+"""Puts a controller together, in one place: lease, journal, launcher, gateway and loop."""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from controller.drivers import Mover, move_nothing
+from controller.fleet_file import FleetFile, FleetFileError
+from controller.gateway_client import GatewayClient
+from controller.journal import Journal
+from controller.launcher import Launcher
+from controller.lease import Lease
+from controller.local_launcher import LocalLauncher
+from controller.loop import Controller
+
+LOGGER = logging.getLogger("heddle.controller")
+
+
+def launcher_of(fleet: FleetFile) -> Launcher:
+    """The launcher that the file names. Raises FleetFileError where its options are wrong."""
+    try:
+        match fleet.launcher:
+            case "local":
+                pin = None if fleet.cpu_slots else "CUDA_VISIBLE_DEVICES"
+                return LocalLauncher(fleet.state_dir / "servers", fleet.local_devices, pin)
+            case "ray":
+                from controller.ray_launcher import ray_launcher
+
+                return ray_launcher(fleet, fleet.launcher_options)
+            case "kubernetes":
+                from controller.kubernetes_launcher import kubernetes_launcher
+
+                return kubernetes_launcher(fleet, fleet.launcher_options)
+    except (ImportError, ValueError) as error:
+        raise FleetFileError(f"launcher {fleet.launcher}: {error}") from None
+
+
+@asynccontextmanager
+async def controller(fleet: FleetFile, launcher: Launcher, mover: Mover = move_nothing) -> AsyncIterator[Controller]:
+    """A controller with the fleet's lease, for which it waits; its loop is not run.
+
+    Raises:
+        ValueError: the journal is damaged.
+    """
+    lease = Lease(fleet.state_dir / "lease")
+    if not lease.try_take():
+        LOGGER.info("another controller acts; waiting", extra={"fields": {"process": lease.holder()}})
+        await lease.take()
+    try:
+        journal = Journal(fleet.state_dir / "journal.jsonl")
+        key = fleet.admin_key.get_secret_value() if fleet.admin_key else None
+        made = Controller(fleet, launcher, GatewayClient(fleet.gateway, key), journal, mover)
+        try:
+            yield made
+        finally:
+            await made.close()
+            journal.close()
+    finally:
+        lease.give_back()

@@ -1,0 +1,95 @@
+"""The command and environment of an engine server, with what makes its start fast where that is safe.
+
+vLLM (0.33, docs of `vllm serve` and its environment variables):
+- a fixed KV size (`--kv-cache-memory-bytes`) where the file gives one, so that nothing is profiled; else the result of
+  profiling is kept (`VLLM_ENABLE_STARTUP_PLAN`);
+- compiled code is kept, in a folder for each TP size: its key covers the TP size, so one folder would grow with all;
+- priorities, cached tokens and token routes are on, which the gateway uses.
+
+SGLang (0.5.23): our own warm-up request takes the place of the server's (`--skip-server-warmup`), compiled kernels are
+kept by the same rule.
+
+Neither has anything that changes what an engine answers.
+"""
+
+import sys
+from pathlib import Path
+
+from controller.fleet_file import FleetFile
+from controller.launcher import ServerSpec
+from controller.steps import Wanted
+
+
+def server_spec(fleet: FleetFile, wanted: Wanted) -> ServerSpec:
+    """What the launcher is told."""
+    command, environment = {"vllm": _vllm, "sglang": _sglang, "sim": _sim}[fleet.engine.kind](fleet, wanted.tp)
+    flags = (*fleet.engine.flags, *fleet.engine.flags_by_tp.get(wanted.tp, ()))
+    return ServerSpec(
+        server_id=wanted.server_id,
+        fleet_id=fleet.fleet,
+        tp=wanted.tp,
+        devices=wanted.devices,
+        command=(*command, *flags),
+        environment={**environment, **fleet.engine.environment},
+    )
+
+
+def served_name(fleet: FleetFile) -> str:
+    """The model's name in requests."""
+    return fleet.served_name or fleet.model
+
+
+def _vllm(fleet: FleetFile, tp: int) -> tuple[list[str], dict[str, str]]:
+    program = fleet.engine.program or ("vllm", "serve")
+    is_module = program[-1].startswith("vllm.")  # `python -m vllm.entrypoints.openai.api_server`
+    command = [
+        *program,
+        *(("--model", fleet.model) if is_module else (fleet.model,)),
+        *("--served-model-name", served_name(fleet), "--host", "{host}", "--port", "{port}"),
+        *("--tensor-parallel-size", str(tp)),
+        *("--scheduling-policy", "priority", "--enable-prompt-tokens-details", "--enable-scale-out"),
+    ]
+    environment: dict[str, str] = {}
+    if fleet.engine.slots:
+        command += ["--max-num-seqs", str(fleet.engine.slots)]
+    if tp in fleet.engine.kv_bytes_by_tp:
+        command += ["--kv-cache-memory-bytes", str(fleet.engine.kv_bytes_by_tp[tp])]
+    elif fleet.engine.is_fast_start:
+        environment["VLLM_ENABLE_STARTUP_PLAN"] = "1"
+    if fleet.engine.is_fast_start:
+        environment["VLLM_CACHE_ROOT"] = str(_cache_dir(fleet, tp))
+    return command, environment
+
+
+def _sglang(fleet: FleetFile, tp: int) -> tuple[list[str], dict[str, str]]:
+    command = [
+        *(fleet.engine.program or ("python3", "-m", "sglang.launch_server")),
+        *("--model-path", fleet.model, "--served-model-name", served_name(fleet)),
+        *("--host", "{host}", "--port", "{port}", "--tp-size", str(tp)),
+        *("--enable-priority-scheduling", "--schedule-low-priority-values-first", "--enable-cache-report"),
+    ]
+    environment: dict[str, str] = {}
+    if fleet.engine.slots:
+        command += ["--max-running-requests", str(fleet.engine.slots)]
+    if fleet.engine.is_fast_start:
+        if fleet.warm_up.max_tokens:
+            command.append("--skip-server-warmup")
+        environment |= {
+            "TORCHINDUCTOR_CACHE_DIR": str(_cache_dir(fleet, tp) / "inductor"),
+            "TRITON_CACHE_DIR": str(_cache_dir(fleet, tp) / "triton"),
+        }
+    return command, environment
+
+
+def _sim(fleet: FleetFile, tp: int) -> tuple[list[str], dict[str, str]]:
+    program = fleet.engine.program or (sys.executable, "-m", "heddle", "sim-engine")
+    command = [*program, "--host", "{host}", "--port", "{port}", "--model", served_name(fleet)]
+    if tp in fleet.engine.profiles:
+        command += ["--profile", fleet.engine.profiles[tp]]
+    if fleet.engine.slots:
+        command += ["--slots", str(fleet.engine.slots)]
+    return command, {}
+
+
+def _cache_dir(fleet: FleetFile, tp: int) -> Path:
+    return fleet.state_dir / "cache" / f"tp{tp}"

@@ -1,0 +1,203 @@
+"""Carries single steps out: against the launcher, the gateway and the new server. Each is safe to repeat.
+
+What takes long is measured, and written down for the next plan's relaunch cost: `drain` (until no turn runs), `stop`,
+`start` (launch until warm) and `register` (until the gateway gives it turns).
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import assert_never
+
+import orjson
+
+from controller.commands import served_name, server_spec
+from controller.fleet_file import FleetFile
+from controller.gateway_client import GatewayClient
+from controller.journal import Journal, step_record
+from controller.launcher import Launcher
+from controller.steps import Drain, Launch, MakeReady, MoveKv, Register, Remove, Reopen, Seen, Step, Stop
+from engines.http import BadResponse, ConnectionBroken, EngineUnreachable, HttpClient, ResponseTimeout
+
+_POLL_S = 0.2
+_PROBE_TIMEOUT_S = 5.0
+_NO_ANSWER = (BadResponse, ConnectionBroken, EngineUnreachable, ResponseTimeout)
+
+Mover = Callable[[str], Awaitable[None]]
+"""Called with a drained engine's id at the gateway: lets the trajectories that live there take their KV along."""
+
+
+async def move_nothing(_: str) -> None:
+    """Trajectories are prefilled at their new home."""
+
+
+class StartFailed(Exception):
+    """A server did not become ready; the message is the cause."""
+
+
+class Drivers:
+    """What steps are carried out with.
+
+    Args:
+        mover: moves KV away from a drained engine.
+        clock: gives wall-clock seconds, for the journal.
+    """
+
+    def __init__(
+        self,
+        fleet: FleetFile,
+        launcher: Launcher,
+        gateway: GatewayClient,
+        journal: Journal,
+        mover: Mover = move_nothing,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.ready: set[str] = set()
+        self.launched: set[str] = set()
+        self._fleet = fleet
+        self._launcher = launcher
+        self._gateway = gateway
+        self._journal = journal
+        self._mover = mover
+        self._clock = clock
+        self._began: dict[tuple[str, str], float] = {}
+
+    async def perform(self, step: Step) -> None:
+        """Carry a step out, with a record before it and one after.
+
+        Raises:
+            StartFailed: a server did not get ready. LaunchFailed: it could not even be launched.
+            GatewayAway, GatewayRefused: see there.
+        """
+        more = {"url": await self._url(step.server_id)} if isinstance(step, Register) else {}
+        self._journal.write(**step_record("begun", step, self._clock(), **more))
+        await self._do(step)
+        self._journal.write(**step_record("done", step, self._clock(), **more))
+
+    def note(self, one: Seen) -> None:
+        """Take notice of what ends by itself: a server that was registered serves now."""
+        if one.is_serving:
+            self._ended("register", one.server_id, one.tp)
+
+    async def _do(self, step: Step) -> None:
+        server_id = step.server_id
+        match step:
+            case Launch():
+                self._begins("start", server_id)
+                await self._launcher.launch(server_spec(self._fleet, step.wanted))
+                self.launched.add(server_id)
+            case MakeReady():
+                await self._make_ready(server_id)
+                self.ready.add(server_id)
+                self._ended("start", server_id, await self._tp(server_id))
+            case Register():
+                self._begins("register", server_id)
+                await self._register(server_id)
+            case Drain():
+                self._begins("drain", server_id)
+                await self._at_gateway(server_id, self._gateway.drain)
+            case Reopen():
+                self._began.pop(("drain", server_id), None)
+                await self._at_gateway(server_id, self._gateway.uncordon)
+            case MoveKv():
+                self._ended("drain", server_id, await self._tp(server_id))
+                await self._at_gateway(server_id, self._mover)
+            case Stop():
+                self._begins("stop", server_id)
+                tp = await self._tp(server_id)
+                await self._launcher.stop(server_id, self._fleet.limits.stop_grace_s)
+                self._ended("stop", server_id, tp)
+            case Remove():
+                await self._at_gateway(server_id, self._gateway.remove)
+            case _:
+                assert_never(step)
+
+    async def _make_ready(self, server_id: str) -> None:
+        try:
+            async with asyncio.timeout(self._fleet.limits.start_timeout_s):
+                while (url := await self._url(server_id)) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_S)
+                http = HttpClient(url)
+                try:
+                    while not await _answers(http):  # noqa: ASYNC110
+                        await asyncio.sleep(_POLL_S)
+                    await self._warm_up(http)
+                finally:
+                    http.close()
+        except TimeoutError:
+            raise StartFailed(f"not ready in {self._fleet.limits.start_timeout_s:g} s") from None
+
+    async def _warm_up(self, http: HttpClient) -> None:
+        warm_up = self._fleet.warm_up
+        if not warm_up.max_tokens:
+            return
+        request = {
+            "model": served_name(self._fleet),
+            "prompt": warm_up.prompt,
+            "max_tokens": warm_up.max_tokens,
+            "temperature": 0,
+        }
+        try:
+            status, said = await http.post("/v1/completions", orjson.dumps(request), warm_up.timeout_s)
+        except _NO_ANSWER as fault:
+            raise StartFailed(f"the warm-up request was not answered: {fault or type(fault).__name__}") from None
+        if status != 200:
+            raise StartFailed(f"the warm-up request was answered with {status}: {said[:300].decode(errors='replace')}")
+
+    async def _register(self, server_id: str) -> None:
+        url, tp = await self._url(server_id), await self._tp(server_id)
+        for other, taken in self._journal.state.urls.items():
+            if taken == url and other != server_id:  # an address that was used before
+                await self._at_gateway(other, self._gateway.remove)
+                self._journal.write(**step_record("done", Remove(other), self._clock()))
+        engine = self._fleet.engine
+        said = {
+            "url": url,
+            "tp": tp,
+            "kind": None if engine.kind == "sim" else engine.kind,
+            "profile": engine.profiles.get(tp),
+            "slots": engine.slots,
+        }
+        await self._gateway.add({name: value for name, value in said.items() if value is not None})
+
+    async def _at_gateway(self, server_id: str, act: Callable[[str], Awaitable[None]]) -> None:
+        """Act on the engine that the gateway has at the server's address, if it has one."""
+        url = self._journal.state.urls.get(server_id)
+        for member in await self._gateway.engines():
+            if member.url == url:
+                await act(member.engine_id)
+
+    async def _url(self, server_id: str) -> str | None:
+        for server in await self._launcher.find(self._fleet.fleet):
+            if server.spec.server_id == server_id:
+                return server.url
+        return None
+
+    async def _tp(self, server_id: str) -> int:
+        for server in await self._launcher.find(self._fleet.fleet):
+            if server.spec.server_id == server_id:
+                return server.spec.tp
+        return 0
+
+    def _begins(self, phase: str, server_id: str) -> None:
+        self._began[phase, server_id] = time.monotonic()
+
+    def _ended(self, phase: str, server_id: str, tp: int) -> None:
+        """Write a phase down; one that began under another controller is not measured."""
+        began_at = self._began.pop((phase, server_id), None)
+        if began_at is not None and tp:
+            seconds = round(time.monotonic() - began_at, 3)
+            self._journal.write(
+                kind="phase", at=self._clock(), phase=phase, tp=tp, server_id=server_id, seconds=seconds
+            )
+
+
+async def _answers(http: HttpClient) -> bool:
+    """Whether a server serves: SGLang answers `/health` before it can generate, vLLM `/v1/models` only when it can."""
+    with contextlib.suppress(*_NO_ANSWER):
+        for target in ("/health", "/v1/models"):
+            if (await http.get(target, _PROBE_TIMEOUT_S))[0] != 200:
+                return False
+        return True
+    return False

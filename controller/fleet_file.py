@@ -1,0 +1,182 @@
+"""The file that says what a fleet is: `fleet.toml`. What is malformed or unknown stops the start with one line."""
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+
+from controller.tending import RetryRule
+from engines.profiles import load_profile
+from scheduling.cost import EngineProfile
+
+ADMIN_KEY_VARIABLE = "HEDDLE_ADMIN_KEY"
+
+
+class FleetFileError(Exception):
+    """The fleet file cannot be used; the message is one clear line."""
+
+
+def _base_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:8080")
+    return url.rstrip("/")
+
+
+def _power_of_two(tp: int) -> int:
+    if tp & (tp - 1):
+        raise ValueError(f"TP {tp} is not a power of two")
+    return tp
+
+
+Tp = Annotated[int, Field(ge=1, le=1024), AfterValidator(_power_of_two)]
+_STRICT = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineTable(BaseModel):
+    """How an engine is launched."""
+
+    model_config = _STRICT
+
+    kind: Literal["vllm", "sglang", "sim"] = "vllm"
+    program: tuple[str, ...] = Field((), description="What runs the server; the kind's own by default.")
+    flags: tuple[str, ...] = Field((), description="Of every engine, behind ours: where a flag is given twice, yours.")
+    flags_by_tp: dict[Tp, tuple[str, ...]] = Field({}, description="Further flags of one TP size.")
+    environment: dict[str, str] = Field({}, description="Of every engine.")
+    slots: int | None = Field(None, ge=1, le=65_536, description="Turns at once of one engine; asked when absent.")
+    kv_bytes_by_tp: dict[Tp, int] = Field(
+        {}, description="KV cache of each GPU in bytes, by TP size: nothing is profiled then, which saves seconds."
+    )
+    profiles: dict[Tp, str] = Field({}, description="Engine profile of each TP size; plans need them.")
+    is_fast_start: bool = Field(True, description="What makes a relaunch faster and changes nothing else.")
+
+
+class WarmUp(BaseModel):
+    """The request that a new engine serves before its first turn; it compiles what is compiled late."""
+
+    model_config = _STRICT
+
+    prompt: str = "Say hello."
+    max_tokens: int = Field(8, ge=0, le=4096, description="0: no request.")
+    timeout_s: float = Field(120.0, gt=0, description="A first compilation takes a minute.")
+
+
+class Limits(BaseModel):
+    """Bounds of what the controller waits for and repeats."""
+
+    model_config = _STRICT
+
+    start_timeout_s: float = Field(900.0, gt=0, description="Weights of a large model from a network disk: 10 min.")
+    max_tries: int = Field(3, ge=1, description="Starts of one server; what fails three times fails for a reason.")
+    back_off_s: float = Field(5.0, ge=0, description="Before the second start; doubles.")
+    max_back_off_s: float = Field(300.0, ge=0, description="Of the doubling.")
+    stop_grace_s: float = Field(20.0, ge=0, description="Between SIGTERM and SIGKILL; vLLM ends within 10 s.")
+    max_starting: int = Field(8, ge=1, description="Servers that start at once; they share disks and cores.")
+    min_engines: int = Field(0, ge=0, description="That go on serving during a change. 0: turns wait meanwhile.")
+    drain_alarm_s: float = Field(1800.0, gt=0, description="A drain that takes longer is told; nothing is killed.")
+    observe_interval_s: float = Field(1.0, gt=0, description="Between looks at launcher and gateway.")
+
+
+class Planning(BaseModel):
+    """When the fleet is cut anew without being asked."""
+
+    model_config = _STRICT
+
+    is_automatic: bool = Field(False, description="Act on plans; without it they are shown.")
+    interval_s: float = Field(30.0, gt=0, description="Between plans.")
+    min_gain_share: float = Field(
+        0.15, ge=0, le=1, description="Of the time left, when the relaunch is paid; less did harm in the study."
+    )
+    min_correlation: float = Field(
+        0.9, ge=0, le=1, description="Log-Pearson that the predictor has shown; the study's bound."
+    )
+    min_trajectories: int = Field(2, ge=1, description="Fewer are no reason to move an engine.")
+
+
+class FleetFile(BaseModel):
+    """Everything one can say of a fleet."""
+
+    model_config = _STRICT
+
+    fleet: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", description="Its id; servers are named by it.")
+    model: str = Field(min_length=1, description="As the engine's own --model takes it.")
+    served_name: str | None = Field(None, description="As clients call it; the model's by default.")
+    gateway: Annotated[str, AfterValidator(_base_url)] = "http://127.0.0.1:8080"
+    listen: str = Field("127.0.0.1:8070", description="Where the controller itself answers.")
+    state_dir: Path = Field(Path("heddle-fleet"), description="Journal, lease, local servers' logs, compile caches.")
+    launcher: Literal["local", "ray", "kubernetes"] = "local"
+    launcher_options: dict[str, Any] = Field({}, description="Of Ray and Kubernetes: see their pages.")
+    gpus: int = Field(0, ge=0, le=4096, description="Of this machine: devices 0, 1, ...")
+    devices: tuple[str, ...] = Field((), description="In place of `gpus`: which ones.")
+    cpu_slots: int = Field(0, ge=0, le=4096, description="In place of `gpus`: places for engines without a GPU.")
+    gpus_per_node: int = Field(8, ge=1, le=1024, description="No engine is split over nodes.")
+    tp_sizes: tuple[Tp, ...] = Field((1,), min_length=1, description="That engines may have.")
+    first: tuple[Tp, ...] | None = Field(None, description="TP sizes of the first fleet; none: TP 1 on every device.")
+    engine: EngineTable = EngineTable()
+    warm_up: WarmUp = WarmUp()
+    limits: Limits = Limits()
+    planning: Planning = Planning()
+    admin_key: SecretStr | None = Field(None, exclude=True, description=f"Only by {ADMIN_KEY_VARIABLE}.")
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> "FleetFile":
+        said = [name for name in ("gpus", "devices", "cpu_slots") if getattr(self, name)]
+        if self.launcher == "local" and len(said) != 1:
+            raise ValueError(f"a local fleet needs one of gpus, devices and cpu_slots, not {said or 'none'}")
+        if self.launcher != "local" and said:
+            raise ValueError(f"{said[0]} is for local fleets; {self.launcher} says itself which devices there are")
+        if too_large := [tp for tp in self.tp_sizes if tp > self.gpus_per_node]:
+            raise ValueError(f"TP {too_large[0]} is more than the {self.gpus_per_node} GPUs of a node")
+        if unknown := set(self.first or ()) - set(self.tp_sizes):
+            raise ValueError(f"first: TP {min(unknown)} is not among tp_sizes")
+        if self.planning.is_automatic and (missing := set(self.tp_sizes) - set(self.engine.profiles)):
+            raise ValueError(f"planning needs a profile of TP {min(missing)} in engine.profiles")
+        for tp, name in self.engine.profiles.items():
+            if load_profile(name).tp != tp:
+                raise ValueError(f"engine.profiles: {name} is of TP {load_profile(name).tp}, not {tp}")
+        host, colon, port = self.listen.rpartition(":")
+        if not (host and colon and port.isdecimal() and int(port) < 65_536):
+            raise ValueError(f"listen: {self.listen!r} is not HOST:PORT")
+        return self
+
+    @property
+    def local_devices(self) -> tuple[str, ...]:
+        """Devices of a local fleet."""
+        if self.cpu_slots:
+            return tuple(f"cpu{number}" for number in range(self.cpu_slots))
+        return self.devices or tuple(str(number) for number in range(self.gpus))
+
+    @property
+    def retry_rule(self) -> RetryRule:
+        return RetryRule(self.limits.max_tries, self.limits.back_off_s, self.limits.max_back_off_s)
+
+    def profiles(self) -> dict[int, EngineProfile]:
+        """Of each TP size that has one, with the slots that engines are launched with."""
+        return {tp: load_profile(self.engine.profiles[tp]) for tp in self.tp_sizes if tp in self.engine.profiles}
+
+
+def load_fleet_file(path: str | Path) -> FleetFile:
+    """The fleet of a file; relative paths in it are relative to it. The admin key comes from the environment.
+
+    Raises:
+        FleetFileError: it cannot be read, or something in it is wrong.
+    """
+    path = Path(path)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FleetFileError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise FleetFileError(f"{path} is not TOML: {error}") from None
+    if "admin_key" in content:
+        raise FleetFileError(f"{path}: admin_key does not belong into a file; set {ADMIN_KEY_VARIABLE}")
+    try:
+        fleet = FleetFile(**content, admin_key=os.environ.get(ADMIN_KEY_VARIABLE))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise FleetFileError(f"{path}: {f'{where}: ' if where else ''}{first['msg']}") from None
+    return fleet.model_copy(update={"state_dir": (path.parent / fleet.state_dir).absolute()})

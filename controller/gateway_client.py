@@ -1,0 +1,113 @@
+"""The gateway as the controller uses it: its HTTP API with the admin key."""
+
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+
+from engines.http import FAULTS, HttpClient
+from scheduling.estimate import Remaining
+
+_TIMEOUT_S = 10.0
+
+
+class GatewayAway(Exception):
+    """The gateway was not heard. Nothing may be concluded from that, least of all that its engines are idle."""
+
+
+class GatewayRefused(Exception):
+    """The gateway said no; the message is its own. Repeating helps once its cause is gone, such as a wrong key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An engine as the gateway has it.
+
+    Args:
+        is_cordoned: it gets no turns, by an operator's word, ours, or because the gateway holds it back.
+        num_turns: running on it, by the gateway's count or, while it is seen, its own.
+    """
+
+    engine_id: str
+    url: str
+    is_ready: bool
+    is_cordoned: bool
+    num_turns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What there is to do: one for each active trajectory; and how well such predictions came true so far."""
+
+    remaining: tuple[Remaining, ...]
+    num_waiting_turns: int
+    correlation: float | None
+
+
+class GatewayClient:
+    """One gateway. Every method raises GatewayAway and GatewayRefused; all are safe to repeat."""
+
+    def __init__(self, url: str, admin_key: str | None) -> None:
+        headers = (("authorization", f"Bearer {admin_key}"),) if admin_key else ()
+        self._http = HttpClient(url, headers=headers)
+
+    async def engines(self) -> list[Member]:
+        """All engines that it knows."""
+        answer = await self._ask("GET", "/v1/engines")
+        return [
+            Member(
+                engine_id=one["id"],
+                url=one["url"],
+                is_ready=one["state"] == "ready",
+                is_cordoned=one["is_cordoned"],
+                num_turns=max(one["num_legs"], (one["num_running"] or 0) if one["state"] == "ready" else 0),
+            )
+            for one in answer["data"]
+        ]
+
+    async def work(self) -> Work:
+        """The work at hand."""
+        answer = await self._ask("GET", "/v1/demand")
+        remaining = (
+            Remaining(one["output_tokens"], one["context_tokens"], one["new_tokens"]) for one in answer["trajectories"]
+        )
+        return Work(tuple(remaining), answer["num_waiting_turns"], answer["correlation"])
+
+    async def add(self, engine: dict[str, Any]) -> None:
+        """Take an engine into the fleet: its `url`, and what else is to be said. Known already, it stays as it is."""
+        if all(one.url != engine["url"] for one in await self.engines()):
+            await self._ask("POST", "/v1/engines", orjson.dumps(engine))
+
+    async def drain(self, engine_id: str) -> None:
+        """Give it no more turns, and have those that can go on elsewhere now; waits for none."""
+        await self._ask("POST", f"/v1/engines/{quote(engine_id, safe='')}/drain?timeout_s=0")
+
+    async def uncordon(self, engine_id: str) -> None:
+        """Give it turns again."""
+        await self._ask("POST", f"/v1/engines/{quote(engine_id, safe='')}/uncordon")
+
+    async def remove(self, engine_id: str) -> None:
+        """Forget it."""
+        await self._ask("DELETE", f"/v1/engines/{quote(engine_id, safe='')}")
+
+    def close(self) -> None:
+        self._http.close()
+
+    async def _ask(self, method: str, target: str, body: bytes = b"") -> Any:
+        try:
+            response = await self._http.request(method, target, body, timeout_s=_TIMEOUT_S)
+            said = await response.body(64 * 2**20, _TIMEOUT_S)
+        except FAULTS as fault:
+            raise GatewayAway(str(fault) or type(fault).__name__) from None
+        if response.status >= 500:
+            raise GatewayAway(f"{method} {target}: status {response.status}")
+        if response.status == 404 and method != "GET":
+            return None  # it is gone already
+        try:
+            answer = orjson.loads(said)
+        except orjson.JSONDecodeError:
+            raise GatewayAway(f"{method} {target}: not the answer of a gateway") from None
+        if response.status >= 400:
+            raise GatewayRefused(f"{method} {target}: {answer.get('error', {}).get('message', response.status)}")
+        return answer

@@ -1,0 +1,268 @@
+"""What the controller must know after SIGKILL and cannot see: a file of records, each on the disk before what it says.
+
+The fleet itself is seen at the launcher and the gateway. Here is the rest: what is wanted and what was wanted before,
+which engines this controller drained, moved and stopped, which failed, and how long each phase took. Records are JSON
+lines; the state is their fold, and nothing else changes it. A last line that is torn was never acted upon.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from controller.steps import Step, Wanted
+
+MAX_TIMES_KEPT = 5  # of one phase and TP size: the median follows a change of disk or model soon
+MAX_FAILURES_KEPT = 20
+_MAX_RECORDS = 5_000
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A server that ended, or never answered, though it was wanted."""
+
+    server_id: str
+    tp: int
+    at: float
+    cause: str
+    last_lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the records say.
+
+    Args:
+        wanted: the fleet that should be there.
+        proven: the last fleet that was reached; it comes back when another does not start. Empty: there was none.
+        is_manual: an operator chose the fleet; plans are made, but not acted upon.
+        resting: devices that an operator took out of use.
+        urls: where servers were registered at the gateway, by server id.
+        num_tries: starts of a server that failed, counted over those that took its place, by server id.
+        begun: steps begun and not known to be done, for people.
+        phase_s: the last times of each phase and TP size, such as ("start", 2).
+        blocked_tps: sizes that failed to start for good; not planned until an operator scales.
+    """
+
+    wanted: tuple[Wanted, ...] = ()
+    proven: tuple[Wanted, ...] = ()
+    is_manual: bool = False
+    why: str = ""
+    serial: int = 0
+    resting: frozenset[str] = frozenset()
+    drained: frozenset[str] = frozenset()
+    moved: frozenset[str] = frozenset()
+    stopped: frozenset[str] = frozenset()
+    urls: dict[str, str] = field(default_factory=dict)
+    num_tries: dict[str, int] = field(default_factory=dict)
+    not_before: dict[str, float] = field(default_factory=dict)
+    begun: dict[str, str] = field(default_factory=dict)
+    failures: tuple[Failure, ...] = ()
+    phase_s: dict[tuple[str, int], tuple[float, ...]] = field(default_factory=dict)
+    blocked_tps: frozenset[int] = frozenset()
+    changed_at: float | None = None
+
+
+def fold(state: State, record: Json) -> State:
+    """The state after one more record. Unknown kinds are of a later version, and skipped."""
+    match record["kind"]:
+        case "state":
+            return _loaded(record["state"])
+        case "wanted":
+            return _wanted(state, record)
+        case "proven":
+            return replace(state, proven=state.wanted)
+        case "begun":
+            return replace(_begun(state, record), begun=state.begun | {record["server_id"]: record["step"]})
+        case "done":
+            begun = {server_id: step for server_id, step in state.begun.items() if server_id != record["server_id"]}
+            return replace(_done(state, record), begun=begun)
+        case "failed":
+            failure = Failure(**{**record["failure"], "last_lines": tuple(record["failure"]["last_lines"])})
+            return replace(state, failures=(*state.failures, failure)[-MAX_FAILURES_KEPT:])
+        case "phase":
+            key = record["phase"], record["tp"]
+            times = (*state.phase_s.get(key, ()), record["seconds"])[-MAX_TIMES_KEPT:]
+            return replace(state, phase_s=state.phase_s | {key: times})
+        case "blocked":
+            return replace(state, blocked_tps=state.blocked_tps | {record["tp"]})
+        case "gone":
+            return _gone(state, set(record["server_ids"]))
+    return state
+
+
+def _wanted(state: State, record: Json) -> State:
+    """What is absent from the record stays as it is."""
+    wanted = tuple(Wanted(one["server_id"], one["tp"], tuple(one["devices"])) for one in record["wanted"])
+    return replace(
+        state,
+        wanted=wanted,
+        serial=record["serial"],
+        changed_at=record["at"],
+        why=record["why"],
+        is_manual=record.get("is_manual", state.is_manual),
+        resting=frozenset(record.get("resting", state.resting)),
+        blocked_tps=frozenset(record.get("blocked_tps", state.blocked_tps)),
+        num_tries=record.get("num_tries", state.num_tries),
+        not_before=record.get("not_before", state.not_before),
+    )
+
+
+def _begun(state: State, record: Json) -> State:
+    """A drain counts from its beginning: it may have happened though nobody could write that it was done."""
+    server_id = record["server_id"]
+    match record["step"]:
+        case "Drain":
+            return replace(state, drained=state.drained | {server_id}, moved=state.moved - {server_id})
+        case "Register":
+            return replace(state, urls=state.urls | {server_id: record["url"]})
+    return state
+
+
+def _done(state: State, record: Json) -> State:
+    server_id = record["server_id"]
+    match record["step"]:
+        case "Reopen":
+            return replace(state, drained=state.drained - {server_id}, moved=state.moved - {server_id})
+        case "MoveKv":
+            return replace(state, moved=state.moved | {server_id})
+        case "Stop":
+            return replace(state, stopped=state.stopped | {server_id})
+        case "Remove":
+            return replace(state, urls={one: url for one, url in state.urls.items() if one != server_id})
+    return state
+
+
+def _gone(state: State, server_ids: set[str]) -> State:
+    """Neither wanted nor anywhere to be seen: nothing about them matters any more."""
+    return replace(
+        state,
+        drained=state.drained - server_ids,
+        moved=state.moved - server_ids,
+        stopped=state.stopped - server_ids,
+        urls={one: url for one, url in state.urls.items() if one not in server_ids},
+        begun={one: step for one, step in state.begun.items() if one not in server_ids},
+    )
+
+
+class Journal:
+    """The records of one fleet, and their fold.
+
+    Args:
+        path: the file; its folder is made. Only the holder of the fleet's lease may open it.
+
+    Raises:
+        ValueError: the file is damaged before its last line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        records = list(_records(path))
+        self.state = State()
+        for record in records:
+            self.state = fold(self.state, record)
+        # What a reader may find torn is written anew, whole.
+        draft = path.with_suffix(".draft")
+        keep = [{"kind": "state", "state": dumped(self.state)}] if len(records) > _MAX_RECORDS else records
+        with draft.open("wb") as file:
+            file.writelines(_line(record) for record in keep)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(path)
+        self._file = path.open("ab")
+
+    def write(self, **record: Any) -> State:
+        """Put a record onto the disk; on return it survives a power cut. Gives the state after it."""
+        self._file.write(_line(record))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.state = fold(self.state, record)
+        return self.state
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_state(path: Path) -> State:
+    """What a journal says, whoever writes it. Raises ValueError: see `Journal`."""
+    state = State()
+    for record in _records(path):
+        state = fold(state, record)
+    return state
+
+
+def step_record(kind: str, step: Step, at: float, **more: Any) -> Json:
+    """The record before (`begun`) or after (`done`) a step."""
+    return {"kind": kind, "at": at, "step": type(step).__name__, "server_id": step.server_id, **more}
+
+
+def wanted_record(wanted: Iterable[Wanted], serial: int, at: float, why: str, **more: Any) -> Json:
+    """The record of a decision. `more`: see `State`; what is not there stays as it is."""
+    return {
+        "kind": "wanted",
+        "at": at,
+        "why": why,
+        "serial": serial,
+        "wanted": [asdict(one) for one in wanted],
+        **{name: sorted(value) if isinstance(value, (set, frozenset)) else value for name, value in more.items()},
+    }
+
+
+def new_ids(fleet_id: str, state: State) -> tuple[Callable[[], str], Callable[[], int]]:
+    """Gives ids that no server of this fleet ever had, and the serial number to write down with them.
+
+    A few random digits keep them apart from those of a journal that was moved away.
+    """
+    serial = state.serial
+
+    def new_id() -> str:
+        nonlocal serial
+        serial += 1
+        return f"{fleet_id}-{serial}-{os.urandom(2).hex()}"
+
+    return new_id, lambda: serial
+
+
+def dumped(state: State) -> Json:
+    """The state as JSON: for the journal's first record, and for people."""
+    fields = asdict(state)
+    fields["phase_s"] = [[phase, tp, times] for (phase, tp), times in state.phase_s.items()]
+    return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in fields.items()}
+
+
+def _loaded(fields: Json) -> State:
+    def wanted(items: list[Json]) -> tuple[Wanted, ...]:
+        return tuple(Wanted(one["server_id"], one["tp"], tuple(one["devices"])) for one in items)
+
+    sets = ("resting", "drained", "moved", "stopped", "blocked_tps")
+    return State(
+        **{
+            **fields,
+            **{name: frozenset(fields[name]) for name in sets},
+            "wanted": wanted(fields["wanted"]),
+            "proven": wanted(fields["proven"]),
+            "failures": tuple(Failure(**{**one, "last_lines": tuple(one["last_lines"])}) for one in fields["failures"]),
+            "phase_s": {(phase, tp): tuple(times) for phase, tp, times in fields["phase_s"]},
+        }
+    )
+
+
+def _records(path: Path) -> Iterable[Json]:
+    if not path.exists():
+        return
+    *lines, _torn = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            record: Json = json.loads(line)
+        except ValueError:
+            raise ValueError(f"{path}, line {number}, is damaged; move the file away to begin anew") from None
+        yield record
+
+
+def _line(record: Json) -> bytes:
+    return json.dumps(record).encode() + b"\n"

@@ -1,0 +1,249 @@
+"""Launches servers as Pods of a Kubernetes cluster, with the official client.
+
+Rules:
+
+- A device is one of a node's GPUs, "node/number". The controller chooses the node and how many; which of its GPUs
+  these are is the choice of the node's device plugin.
+- A Pod is its server's only record: its specification is an annotation, its labels say whose it is. There is no
+  Service: a Pod that is never restarted keeps its address.
+- A Pod is never deleted by force. Where a lost node cannot confirm its end, that is said, and a person decides.
+"""
+
+import asyncio
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from controller.kubernetes_pod import FLEET_LABEL, MANAGED, Json, engine_pod, is_of, pod_name, server_of
+from controller.launcher import Launcher, LaunchFailed, Server, ServerSpec, ServerState
+
+try:
+    import kubernetes
+except ModuleNotFoundError:
+    message = "launcher = \"kubernetes\" needs its client: pip install 'heddle[kubernetes]'"
+    raise ModuleNotFoundError(message, name="kubernetes") from None
+import yaml
+from kubernetes.client import ApiException
+from urllib3.exceptions import HTTPError
+
+NUM_LAST_LINES = 30  # enough to show a Python traceback's end
+_TAIL_BYTES = 16 * 1024
+REQUEST_TIMEOUT_S = 30.0
+_POLL_S = 0.2
+_SELECTOR = ",".join(f"{name}={value}" for name, value in MANAGED.items())
+
+
+class KubernetesLauncher:
+    """Pods of one namespace.
+
+    Args:
+        template: a Pod manifest; see `kubernetes_pod`.
+        kubeconfig: file; None inside a cluster is the Pod's own account, and else ~/.kube/config.
+        context: of the kubeconfig; None is its current one.
+        resource: what the nodes' device plugin calls a GPU.
+        nodes: label selector of the nodes to use, such as "pool=rollout"; "" is all that have the resource.
+        port: of each server.
+        owner: name of a ConfigMap; when it is deleted, the engines are too. "" is nobody.
+        confirm_timeout_s: how long a node may take beyond a server's grace: unmounting a network disk, or giving GPU
+            memory back, takes a while.
+    """
+
+    def __init__(
+        self,
+        template: Mapping[str, Any],
+        namespace: str = "default",
+        kubeconfig: str | None = None,
+        context: str | None = None,
+        resource: str = "nvidia.com/gpu",
+        nodes: str = "",
+        port: int = 8000,
+        owner: str = "",
+        confirm_timeout_s: float = 120.0,
+    ) -> None:
+        self._template, self._namespace = template, namespace
+        self._resource, self._nodes, self._port, self._owner = resource, nodes, port, owner
+        self._confirm_timeout_s = confirm_timeout_s
+        configuration = kubernetes.client.Configuration()
+        if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+            kubernetes.config.load_incluster_config(client_configuration=configuration)
+        else:
+            kubernetes.config.load_kube_config(kubeconfig, context, configuration)
+        configuration.retries = False  # A request that changes something is not repeated unseen.
+        self._client = kubernetes.client.ApiClient(configuration)
+        self._core = kubernetes.client.CoreV1Api(self._client)
+
+    def inventory(self) -> tuple[str, ...]:
+        """The GPUs of each node that is ready and takes Pods, node by node. Asks the API server."""
+        devices = []
+        for name, node in sorted(self._read_nodes(self._nodes).items()):
+            if _is_ready(node) and not (node.get("spec") or {}).get("unschedulable"):
+                num_gpus = int(node["status"].get("allocatable", {}).get(self._resource, 0))
+                devices += [f"{name}/{number}" for number in range(num_gpus)]
+        return tuple(devices)
+
+    async def launch(self, spec: ServerSpec) -> Server:
+        """Create a server's Pod, or give the one of this id that is there.
+
+        Raises:
+            LaunchFailed: a device is unknown or held, or the API server refused the Pod.
+        """
+        try:
+            return await asyncio.to_thread(self._launch, spec)
+        except (ValueError, HTTPError, ApiException) as error:
+            raise LaunchFailed(f"Kubernetes: {_words(error)}") from error
+
+    async def find(self, fleet_id: str) -> list[Server]:
+        """All servers of a fleet whose Pods exist, oldest first.
+
+        Raises:
+            ConnectionError: the API server cannot be asked; safe to repeat.
+        """
+        try:
+            return await asyncio.to_thread(self._find, f"{FLEET_LABEL}={fleet_id}")
+        except (HTTPError, ApiException) as error:
+            raise ConnectionError(f"Kubernetes: {_words(error)}") from error
+
+    async def stop(self, server_id: str, grace_s: float) -> None:
+        """Delete a server's Pod and wait until its node says that it has ended.
+
+        Raises:
+            TimeoutError: the node has not said so; safe to repeat.
+            ConnectionError: the API server cannot be asked; safe to repeat.
+        """
+        try:
+            await asyncio.to_thread(self._stop, server_id, grace_s)
+        except (HTTPError, ApiException) as error:
+            raise ConnectionError(f"Kubernetes: {_words(error)}") from error
+
+    def _launch(self, spec: ServerSpec) -> Server:
+        pod = engine_pod(spec, self._template, self._resource, self._port)
+        if (there := self._read_pod(pod["metadata"]["name"])) is None:
+            self._check_devices(spec)
+            if self._owner:
+                pod["metadata"]["ownerReferences"] = [self._owner_reference()]
+            try:
+                created = self._core.create_namespaced_pod(self._namespace, pod, _request_timeout=REQUEST_TIMEOUT_S)
+                there = self._as_json(created)
+            except ApiException as error:
+                if error.status != 409:
+                    raise
+                there = self._read_pod(pod["metadata"]["name"])  # Another controller was first.
+        if there is None or not is_of(there, spec.server_id):
+            raise LaunchFailed(f"the Pod {pod['metadata']['name']} is another one, or goes away")
+        return server_of(there, (), "", self._port)
+
+    def _check_devices(self, spec: ServerSpec) -> None:
+        if unknown := set(spec.devices) - set(self.inventory()):
+            raise LaunchFailed(f"no such device, or its node is not ready: {', '.join(sorted(unknown))}")
+        for pod in self._read_pods(_SELECTOR):
+            server = server_of(pod, (), "", self._port)
+            held = set(spec.devices) & set(server.spec.devices)
+            if held and server.state is not ServerState.EXITED:
+                raise LaunchFailed(f"{server.spec.server_id} holds {', '.join(sorted(held))}")
+
+    def _find(self, selector: str) -> list[Server]:
+        pods = sorted(self._read_pods(f"{_SELECTOR},{selector}"), key=lambda pod: pod["metadata"]["creationTimestamp"])
+        nodes = self._read_nodes() if pods else {}
+        return [server_of(pod, self._last_lines(pod), _node_cause(pod, nodes), self._port) for pod in pods]
+
+    def _stop(self, server_id: str, grace_s: float) -> None:
+        name = pod_name(server_id)
+        # A grace of 0 would be a deletion by force: the Pod is forgotten while it runs.
+        grace = max(1, math.ceil(grace_s))
+        deadline = time.monotonic() + grace + self._confirm_timeout_s
+        pod = self._read_pod(name)
+        if pod is None or not is_of(pod, server_id):
+            return
+        # All in the body: where there is one, the API server does not look at the query.
+        how = {"gracePeriodSeconds": grace, "preconditions": {"uid": pod["metadata"]["uid"]}}
+        try:
+            self._core.delete_namespaced_pod(name, self._namespace, body=how, _request_timeout=REQUEST_TIMEOUT_S)
+        except ApiException as error:
+            if error.status not in (404, 409):  # It has gone meanwhile.
+                raise
+        while (there := self._read_pod(name)) is not None and there["metadata"]["uid"] == pod["metadata"]["uid"]:
+            if time.monotonic() > deadline:
+                node = pod["spec"].get("nodeName")
+                raise TimeoutError(f"node {node} does not say that Pod {name} has ended; is the node lost?")
+            time.sleep(_POLL_S)
+
+    def _last_lines(self, pod: Json) -> tuple[str, ...]:
+        if (pod.get("status") or {}).get("phase") in (None, "Pending"):
+            return ()
+        options = {"tail_lines": NUM_LAST_LINES, "limit_bytes": _TAIL_BYTES, "_request_timeout": REQUEST_TIMEOUT_S}
+        container = pod["spec"]["containers"][0]["name"]
+        try:
+            answer = self._core.read_namespaced_pod_log(
+                pod["metadata"]["name"], self._namespace, container=container, _preload_content=False, **options
+            )
+        except ApiException:
+            return ()  # Its node is not heard, or the container's log is gone with it.
+        return tuple(answer.data.decode(errors="replace").splitlines())
+
+    def _owner_reference(self) -> Json:
+        owner = self._core.read_namespaced_config_map(self._owner, self._namespace, _request_timeout=REQUEST_TIMEOUT_S)
+        return {"apiVersion": "v1", "kind": "ConfigMap", "name": self._owner, "uid": owner.metadata.uid}
+
+    def _read_pod(self, name: str) -> Json | None:
+        try:
+            return self._as_json(
+                self._core.read_namespaced_pod(name, self._namespace, _request_timeout=REQUEST_TIMEOUT_S)
+            )
+        except ApiException as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def _read_pods(self, selector: str) -> list[Json]:
+        options = {"label_selector": selector, "_request_timeout": REQUEST_TIMEOUT_S}
+        pods: list[Json] = self._as_json(self._core.list_namespaced_pod(self._namespace, **options))["items"]
+        return pods
+
+    def _read_nodes(self, selector: str = "") -> dict[str, Json]:
+        nodes = self._core.list_node(label_selector=selector, _request_timeout=REQUEST_TIMEOUT_S)
+        return {node["metadata"]["name"]: node for node in self._as_json(nodes)["items"]}
+
+    def _as_json(self, model: Any) -> Json:
+        value: Json = self._client.sanitize_for_serialization(model)
+        return value
+
+
+def kubernetes_launcher(fleet: object, options: Mapping[str, Any]) -> Launcher:
+    """The launcher of a fleet file with launcher = "kubernetes"; the options are KubernetesLauncher's arguments.
+
+    `template` is the path of a YAML file there.
+
+    Raises:
+        ValueError: an option is unknown, or the template or the kubeconfig cannot be used.
+    """
+    try:
+        path = Path(options["template"])
+        return KubernetesLauncher(**{**options, "template": yaml.safe_load(path.read_text())})
+    except KeyError:
+        raise ValueError("template is missing: the path of a Pod manifest") from None
+    except (TypeError, OSError, yaml.YAMLError, kubernetes.config.ConfigException) as error:
+        raise ValueError(str(error)) from None
+
+
+def _node_cause(pod: Json, nodes: Mapping[str, Json]) -> str:
+    """What became of a Pod's node, once Kubernetes has given the Pod up; a node may be out of sight for a while."""
+    name = pod["spec"].get("nodeName")
+    if name and name not in nodes:
+        return f"its node {name} is gone"
+    if name and pod["metadata"].get("deletionTimestamp") and not _is_ready(nodes[name]):
+        return f"its node {name} is lost; Kubernetes has given it up"
+    return ""
+
+
+def _is_ready(node: Json) -> bool:
+    conditions = (node.get("status") or {}).get("conditions") or ()
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, ApiException):
+        return f"{error.status} {error.reason}: {error.body}"
+    return str(error)

@@ -1,0 +1,139 @@
+"""The Pod of an engine server, and what a Pod tells of its server. Pure: dictionaries in, dictionaries out.
+
+A Pod is made of a template, a Pod manifest of the operator's (image, volumes, tolerations, security), whose first
+container is the engine's. Set over it are names, labels, command, GPUs, node and restart policy; see `engine_pod`.
+"""
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from controller.launcher import Server, ServerSpec, ServerState
+
+Json = dict[str, Any]
+
+FLEET_LABEL, SPEC_ANNOTATION = "heddle/fleet", "heddle/spec"
+MANAGED = {"app.kubernetes.io/name": "heddle-engine", "app.kubernetes.io/managed-by": "heddle-controller"}
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+def engine_pod(spec: ServerSpec, template: Mapping[str, Any], resource: str, port: int) -> Json:
+    """The Pod to create.
+
+    Args:
+        resource: what the node's device plugin calls a GPU, such as nvidia.com/gpu. The plugin also decides which of
+            the node's GPUs the container sees, so nothing is pinned here.
+        port: that the server listens on; each Pod has an address of its own.
+
+    Raises:
+        ValueError: the fleet's id cannot be a label, or the devices are on several nodes.
+    """
+    if not _LABEL.fullmatch(spec.fleet_id):
+        raise ValueError(f"fleet id {spec.fleet_id!r} cannot be a label's value")
+    nodes = {device.rpartition("/")[0] for device in spec.devices}
+    if len(nodes) != 1:
+        raise ValueError(f"{spec.server_id} would span {len(nodes)} nodes; a Pod is on one")
+    pod = copy.deepcopy(dict(template))
+    metadata = pod.setdefault("metadata", {})
+    metadata["name"] = pod_name(spec.server_id)
+    metadata.setdefault("labels", {}).update({**MANAGED, FLEET_LABEL: spec.fleet_id})
+    metadata.setdefault("annotations", {})[SPEC_ANNOTATION] = json.dumps(asdict(spec), sort_keys=True)
+    # The controller is the only writer of the fleet: what has ended stays ended, and tells why.
+    pod["spec"]["restartPolicy"] = "Never"
+    on_node = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": sorted(nodes)}]}
+    required = {"nodeSelectorTerms": [on_node]}
+    pod["spec"].setdefault("affinity", {})["nodeAffinity"] = {
+        "requiredDuringSchedulingIgnoredDuringExecution": required
+    }
+    _fill_container(pod["spec"]["containers"][0], spec, resource, port)
+    return pod
+
+
+def pod_name(server_id: str) -> str:
+    """A name that Kubernetes takes: the server's id, or where that cannot be one, something like it."""
+    if _NAME.fullmatch(server_id):
+        return server_id
+    readable = re.sub(r"[^a-z0-9]+", "-", server_id.lower()).strip("-")[:50]
+    return f"{readable}-{hashlib.sha256(server_id.encode()).hexdigest()[:8]}".lstrip("-")
+
+
+def is_of(pod: Mapping[str, Any], server_id: str) -> bool:
+    """Whether a Pod is this server's, and not somebody else's of the same name."""
+    return SPEC_ANNOTATION in pod["metadata"].get("annotations", {}) and spec_of(pod).server_id == server_id
+
+
+def spec_of(pod: Mapping[str, Any]) -> ServerSpec:
+    """The server that a Pod was made for."""
+    written = json.loads(pod["metadata"]["annotations"][SPEC_ANNOTATION])
+    return ServerSpec(**written | {"devices": tuple(written["devices"]), "command": tuple(written["command"])})
+
+
+def server_of(pod: Mapping[str, Any], last_lines: tuple[str, ...], node_cause: str, port: int) -> Server:
+    """The server as its Pod shows it.
+
+    Args:
+        node_cause: what became of its node, in words; "" while that is well.
+    """
+    status = pod.get("status") or {}
+    state, cause = ServerState.STARTING, ""
+    if status.get("phase") in ("Succeeded", "Failed"):
+        state, cause = ServerState.EXITED, _exit_cause(pod)
+    elif node_cause:
+        state, cause = ServerState.EXITED, node_cause
+    elif status.get("phase") == "Running":
+        state = ServerState.RUNNING
+    address = status.get("podIP")
+    host = f"[{address}]" if address and ":" in address else address
+    return Server(
+        spec_of(pod), state, f"http://{host}:{port}" if host else None, cause, last_lines or _why_it_waits(status)
+    )
+
+
+def _fill_container(container: Json, spec: ServerSpec, resource: str, port: int) -> None:
+    # Kubernetes fills "$(POD_IP)" in; any other "$(" is the engine's and must stay.
+    escaped = (argument.replace("$(", "$$(") for argument in spec.command)
+    container["command"] = [part.replace("{port}", str(port)).replace("{host}", "$(POD_IP)") for part in escaped]
+    container.pop("args", None)
+    environment = {"POD_IP": {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}}
+    environment |= {entry["name"]: entry for entry in container.get("env", [])}
+    environment |= {
+        name: {"name": name, "value": value.replace("$(", "$$(")} for name, value in spec.environment.items()
+    }
+    container["env"] = list(environment.values())
+    container["ports"] = [{"name": "http", "containerPort": port}]
+    container.setdefault("readinessProbe", {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5})
+    resources = container.setdefault("resources", {})
+    # What is not divisible must be asked for and limited alike.
+    for kind in ("requests", "limits"):
+        resources.setdefault(kind, {})[resource] = str(len(spec.devices))
+
+
+def _exit_cause(pod: Mapping[str, Any]) -> str:
+    status = pod["status"]
+    ended = [terminated for _, terminated in _containers(status, "terminated")]
+    if not ended or status.get("reason"):
+        return f"{status.get('reason') or status['phase']}: {status.get('message') or 'no container has run'}"
+    why = ended[0].get("reason")
+    told = f" ({why})" if why not in (None, "Error", "Completed") else ""
+    return f"exit status {ended[0]['exitCode']}{told}"
+
+
+def _why_it_waits(status: Mapping[str, Any]) -> tuple[str, ...]:
+    """What Kubernetes says of a Pod that does not run: no room, no image."""
+    conditions = [each for each in status.get("conditions") or () if each["status"] == "False"]
+    if status.get("phase") != "Pending":
+        return ()
+    waiting = [state for _, state in _containers(status, "waiting")]
+    return tuple(
+        f"{each['reason']}: {each.get('message', '')}" for each in [*conditions, *waiting] if each.get("reason")
+    )
+
+
+def _containers(status: Mapping[str, Any], state: str) -> list[tuple[str, Json]]:
+    found = [(each["name"], (each.get("state") or {}).get(state)) for each in status.get("containerStatuses") or ()]
+    return [(name, value) for name, value in found if value]

@@ -1,0 +1,96 @@
+"""The process above one local server: runs it, says how it ended, and outlives the controller that launched it.
+
+Run as a script (`python local_guard.py FOLDER`) with nothing but the standard library, so that it starts in 30 ms. It
+detaches itself into a session of its own; all processes of the server are in that session. Rules:
+
+- It holds the folder's `lock` for as long as it lives, so a second guard of the same server ends at once.
+- Where `stop` lies in the folder, no server is started any more.
+- The server dies with the guard; when the server ends, the guard kills what is left of the session, itself last.
+"""
+
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(folder: Path) -> None:
+    """Detach, and return when `process.json` is written; the rest happens in the background."""
+    lock = (folder / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return  # another guard runs this server
+    if (folder / "stop").exists() or (folder / "exit.json").exists():
+        return
+    written, told = os.pipe()
+    if os.fork():
+        os.close(told)
+        os.read(written, 1)
+        return
+    os.close(written)
+    os.setsid()
+    write_json(folder / "process.json", {"pid": os.getpid(), "started": started(os.getpid()), "boot": boot_id()})
+    os.close(told)
+    cause = _run(folder, json.loads((folder / "server.json").read_text()))
+    write_json(folder / "exit.json", {"cause": cause})
+    os.killpg(0, signal.SIGKILL)
+
+
+def _run(folder: Path, server: dict[str, object]) -> str:
+    """Run the server until it ends; how it ended, in words."""
+    with (folder / "log").open("ab") as log:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(log.fileno(), stream.fileno())
+    try:
+        process = subprocess.Popen(
+            server["command"],  # type: ignore[call-overload]
+            stdin=subprocess.DEVNULL,
+            env={**_inherited(), **server["environment"]},  # type: ignore[dict-item]
+            preexec_fn=_die_with_parent,
+        )
+    except OSError as error:
+        return f"it could not be started: {error}"
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    status = process.wait()
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
+def _inherited() -> dict[str, str]:
+    """The launcher's environment without our own settings: an engine needs no admin key."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("HEDDLE_")}
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a file so that it is there whole or not at all."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(value))
+    draft.rename(path)
+
+
+def started(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None when there is none, or it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def boot_id() -> str:
+    """Names the machine's present boot: process ids mean nothing in another one."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,246 @@
+"""Launches servers as processes of this machine, each pinned to its devices.
+
+All that is known of a server lies in a folder of its own below the run folder, so any controller finds it:
+
+    <run folder>/<fleet id>/<server id>/server.json    what was asked for: spec, port, command, environment
+                                        process.json   its guard's pid, start time and boot (local_guard.py)
+                                        exit.json      how it ended
+                                        stop           somebody wanted its end: it is never started again
+                                        lock           held by its guard, so that there is one
+                                        log            its output
+
+A server runs while anything is left in its guard's session. A pid is believed only together with its start time and
+the machine's boot.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from controller import local_guard
+from controller.launcher import LaunchFailed, Server, ServerSpec, ServerState
+from engines.children import free_port
+
+NUM_LAST_LINES = 30  # enough to show a Python traceback's end
+_TAIL_BYTES = 16 * 1024
+_POLL_S = 0.02
+# Logs of servers that were stopped; older ones go when another is launched.
+MAX_STOPPED_KEPT = 50
+
+
+class LocalLauncher:
+    """Processes of this machine.
+
+    Args:
+        run_dir: where servers are written down; one for each machine, for it is also what keeps devices apart.
+        devices: the inventory, such as `("0", "1", "2", "3")` for GPUs, or any names for CPU slots.
+        pin_variable: environment variable that gets a server's devices. None: nothing to pin to, such as CPU slots.
+    """
+
+    def __init__(
+        self, run_dir: Path, devices: Sequence[str], pin_variable: str | None = "CUDA_VISIBLE_DEVICES"
+    ) -> None:
+        self._run_dir = run_dir
+        self._devices = tuple(devices)
+        self._pin_variable = pin_variable
+
+    def inventory(self) -> tuple[str, ...]:
+        """All devices."""
+        return self._devices
+
+    async def launch(self, spec: ServerSpec) -> Server:
+        """Start a server, or give the one of this id that is or was there.
+
+        Raises:
+            LaunchFailed: a device is unknown, or another server holds it, of whatever fleet.
+        """
+        return await asyncio.to_thread(self._launch, spec)
+
+    async def find(self, fleet_id: str) -> list[Server]:
+        """All servers of a fleet whose folders are kept, oldest first."""
+        return await asyncio.to_thread(lambda: [_server(folder) for folder in self._folders(fleet_id)])
+
+    async def stop(self, server_id: str, grace_s: float) -> None:
+        """SIGTERM, then SIGKILL to all its processes; returns when none is left."""
+        for folder in self._folders("*"):
+            if folder.name == server_id:
+                await asyncio.to_thread(_stop, folder, grace_s)
+
+    def _launch(self, spec: ServerSpec) -> Server:
+        folder = self._run_dir / spec.fleet_id / spec.server_id
+        with self._locked():
+            if not folder.exists():
+                servers = [_server(other) for other in self._folders("*")]
+                self._check_devices(spec, servers)
+                self._write(folder, spec, {server.url for server in servers})
+                self._prune(spec.fleet_id)
+        # Outside the lock, and again where an earlier launch broke off here: the guard knows whether it is too late.
+        guard = [sys.executable, "-I", "-S", str(Path(local_guard.__file__)), str(folder)]
+        subprocess.run(guard, stdin=subprocess.DEVNULL, check=True)
+        return _server(folder)
+
+    def _check_devices(self, spec: ServerSpec, servers: Sequence[Server]) -> None:
+        if unknown := set(spec.devices) - set(self._devices):
+            raise LaunchFailed(f"no such device here: {', '.join(sorted(unknown))}; there are {self._devices}")
+        for server in servers:
+            held = set(spec.devices) & set(server.spec.devices)
+            if held and server.state is not ServerState.EXITED:
+                raise LaunchFailed(f"{server.spec.server_id} holds {', '.join(sorted(held))}")
+
+    def _write(self, folder: Path, spec: ServerSpec, taken_urls: set[str | None]) -> None:
+        port = free_port()
+        while _url(port) in taken_urls:  # given to a server that does not listen yet
+            port = free_port()
+        pinned = {self._pin_variable: ",".join(spec.devices)} if self._pin_variable else {}
+        draft = folder.with_name(f".{folder.name}")
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        local_guard.write_json(
+            draft / "server.json",
+            {
+                "spec": asdict(spec),
+                "port": port,
+                "launched_at": time.time(),
+                "command": [part.replace("{port}", str(port)).replace("{host}", "127.0.0.1") for part in spec.command],
+                "environment": {**pinned, **spec.environment},
+            },
+        )
+        draft.rename(folder)
+
+    def _prune(self, fleet_id: str) -> None:
+        stopped = [folder for folder in self._folders(fleet_id) if (folder / "stop").exists() and not _lives(folder)]
+        for folder in stopped[:-MAX_STOPPED_KEPT]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _folders(self, fleet_id: str) -> list[Path]:
+        """Folders of servers, oldest first; of every fleet for `*`."""
+        written = self._run_dir.glob(f"{fleet_id}/[!.]*/server.json")
+        return [path.parent for path in sorted(written, key=lambda path: path.stat().st_mtime_ns)]
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One launch at a time, so that none takes devices that another is about to take."""
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        with (self._run_dir / "launching").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def _server(folder: Path) -> Server:
+    written = json.loads((folder / "server.json").read_text())
+    asked = written["spec"]
+    spec = ServerSpec(**asked | {"devices": tuple(asked["devices"]), "command": tuple(asked["command"])})
+    if _lives(folder):
+        state, cause = ServerState.RUNNING, ""
+    elif (folder / "process.json").exists():
+        state, cause = ServerState.EXITED, _exit_cause(folder)
+    elif (folder / "stop").exists():
+        state, cause = ServerState.EXITED, "stopped before it began"
+    else:
+        state, cause = ServerState.STARTING, ""
+    return Server(spec, state, _url(written["port"]), cause, _last_lines(folder / "log"))
+
+
+def _exit_cause(folder: Path) -> str:
+    process, ended = _read(folder / "process.json"), _read(folder / "exit.json")
+    if (folder / "stop").exists():
+        return "stopped"
+    if ended is not None:
+        return str(ended["cause"])
+    if process is not None and process["boot"] != local_guard.boot_id():
+        return "the machine was restarted"
+    return "killed with its guard"
+
+
+def _stop(folder: Path, grace_s: float) -> None:
+    (folder / "stop").touch()
+    deadline = time.monotonic() + grace_s
+    was_asked = False
+    while _is_guarded(folder) or _lives(folder):
+        guard, pids = _read_process(folder).get("pid"), _processes(folder)
+        if guard not in pids or time.monotonic() >= deadline:
+            for pid in pids:
+                _signal(pid, signal.SIGKILL)
+        elif not was_asked:
+            _signal(guard, signal.SIGTERM)
+            was_asked = True
+        time.sleep(_POLL_S)
+
+
+def _is_guarded(folder: Path) -> bool:
+    """Whether a guard lives or is about to. Only where `stop` lies: a guard that meets our lock here gives up."""
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _lives(folder: Path) -> bool:
+    """Whether the guard or anything in its session is there."""
+    process = _read_process(folder)
+    if not process or process["boot"] != local_guard.boot_id():
+        return False
+    return local_guard.started(process["pid"]) == process["started"] or bool(_processes(folder))
+
+
+def _processes(folder: Path) -> list[int]:
+    """Living processes of the server's session, its guard among them."""
+    process = _read_process(folder)
+    if not process or process["boot"] != local_guard.boot_id():
+        return []
+    session, since = process["pid"], process["started"]
+    # A session's number is free for others only when nobody is left in it; then its leader is another process.
+    if local_guard.started(session) not in (None, since):
+        return []
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            pid = int(path.name)
+            started = local_guard.started(pid)
+            if started is not None and started >= since and os.getsid(pid) == session:
+                found.append(pid)
+    return found
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _read_process(folder: Path) -> dict[str, Any]:
+    return _read(folder / "process.json") or {}
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        value: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    return value
+
+
+def _last_lines(log: Path) -> tuple[str, ...]:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            return tuple(file.read().decode(errors="replace").splitlines()[-NUM_LAST_LINES:])
+    except FileNotFoundError:
+        return ()
+
+
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"

@@ -1,0 +1,273 @@
+"""The controller: looks at the fleet, decides what is wanted, and takes the steps that lead there, again and again.
+
+Everything is decided from what is seen now and from the journal, so a controller that was killed goes on where the
+fleet is. Rules:
+
+- Only the holder of the lease acts.
+- What cannot be seen is not judged: while the gateway or the launcher is not heard, nothing is launched, drained or
+  stopped. Engines work on.
+- One step at a time for each server; those of different servers are taken at the same time.
+- A look that was overtaken by the end of a step or by a change of mind is thrown away.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from controller.drivers import Drivers, Mover, StartFailed, move_nothing
+from controller.fleet_file import FleetFile
+from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused
+from controller.journal import Journal, Json, new_ids, step_record
+from controller.launcher import Launcher, LaunchFailed, Server, ServerState
+from controller.planning import Proposal
+from controller.sight import put_together
+from controller.steps import Launch, MakeReady, Remove, Seen, Step, Wanted, is_reached, next_steps
+from controller.tending import Ended, held_back, tend
+from controller.will import Refused, Will
+
+LOGGER = logging.getLogger("heddle.controller")
+
+
+class Controller:
+    """One fleet.
+
+    Args:
+        clock: gives wall-clock seconds.
+    """
+
+    def __init__(
+        self,
+        fleet: FleetFile,
+        launcher: Launcher,
+        gateway: GatewayClient,
+        journal: Journal,
+        mover: Mover = move_nothing,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.fleet = fleet
+        self.journal = journal
+        self.alarms: dict[str, str] = {}
+        self.seen: list[Seen] = []
+        self.has_looked = False
+        self.servers: list[Server] = []
+        self.proposal: Proposal | str = "no plan was made yet"
+        self.will = Will(fleet, launcher, lambda: journal.state, clock)
+        self._launcher = launcher
+        self._gateway = gateway
+        self._clock = clock
+        self._drivers = Drivers(fleet, launcher, gateway, journal, mover, clock)
+        self._tasks: dict[str, tuple[Step, asyncio.Task[None]]] = {}
+        self._failed: dict[str, str] = {}
+        self._draining_since: dict[str, float] = {}
+        self._num_changes = 0
+        self._planned_at = 0.0
+        self._wake = asyncio.Event()
+
+    # --- the loop -------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Go on until cancelled. Engines stay as they are."""
+        try:
+            while True:
+                await self.tick()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.fleet.limits.observe_interval_s):
+                        await self._wake.wait()
+                self._wake.clear()
+        finally:
+            await self.close()
+
+    async def tick(self) -> None:
+        """Look once, decide, and begin what can be begun."""
+        before = self._num_changes
+        if not await self.look() or before != self._num_changes:
+            return
+        self._decide()
+        await self._plan()
+        if before == self._num_changes:
+            self._act()
+
+    async def look(self) -> bool:
+        """See the fleet; False if that was not possible."""
+        try:
+            self.servers = await self._launcher.find(self.fleet.fleet)
+        except Exception as fault:  # whatever Ray's or Kubernetes' client raises: it is out of sight
+            self._alarm("launcher_away", f"{type(fault).__name__}: {fault}")
+            return False
+        self._clear("launcher_away")
+        try:
+            members = await self._gateway.engines()
+        except (GatewayAway, GatewayRefused) as fault:
+            self._alarm("gateway_away", str(fault))
+            return False
+        self._clear("gateway_away")
+        launching = [step for step, _ in self._tasks.values() if isinstance(step, Launch)]
+        drivers, state = self._drivers, self.journal.state
+        self.seen = put_together(self.servers, members, state, drivers.ready, drivers.launched, launching)
+        self.has_looked = True
+        for one in self.seen:
+            drivers.note(one)
+        return True
+
+    def in_sight(self) -> list[Seen]:
+        """What was seen last. Raises Refused before the first look: nobody may decide blindly."""
+        if not self.has_looked:
+            raise Refused(f"the fleet was not seen yet: {'; '.join(self.alarms.values()) or 'wait a second'}")
+        return self.seen
+
+    def ask(self, records: Sequence[Json]) -> None:
+        """Have what `will` decided."""
+        self._write_all(records)
+
+    async def close(self) -> None:
+        """Let go of what is under way; the next controller goes on with it."""
+        tasks = [task for _, task in self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._gateway.close()
+
+    # --- deciding -------------------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        state = self.journal.state
+        if state.changed_at is None:
+            self._begin()
+        self._write_all(self._tended())
+        state = self.journal.state
+        if is_reached(state.wanted, self.seen) and state.wanted != state.proven:
+            self.journal.write(kind="proven", at=self._clock())
+        wanted_ids = {one.server_id for one in state.wanted}
+        known = {one.server_id for one in self.seen} | wanted_ids
+        noted = {*state.drained, *state.moved, *state.stopped, *state.urls, *state.begun}
+        if gone := sorted(noted - known - self._tasks.keys()):
+            self.journal.write(kind="gone", server_ids=gone)
+        for one in self.seen:  # a controller that was killed behind its request may not have written that it was done
+            if one.server_id in state.urls and one.server_id not in wanted_ids and not (one.is_alive or one.is_member):
+                self.journal.write(**step_record("done", Remove(one.server_id), self._clock()))
+        self._watch_drains()
+
+    def _begin(self) -> None:
+        """A fleet without a journal: what runs is adopted, else the first fleet is wanted."""
+        alive = [server.spec for server in self.servers if server.state is not ServerState.EXITED]
+        if alive:
+            self._write_all(self.will.adopted([Wanted(one.server_id, one.tp, one.devices) for one in alive]))
+        else:
+            self._write_all(self.will.first())
+
+    def _tended(self) -> list[Json]:
+        state = self.journal.state
+        wanted = {one.server_id for one in state.wanted}
+        ended = [
+            Ended(server.spec.server_id, server.exit_cause, server.last_lines)
+            for server in self.servers
+            if server.state is ServerState.EXITED and server.spec.server_id in wanted
+        ]
+        lines = {server.spec.server_id: server.last_lines for server in self.servers}
+        told = {failed.server_id for failed in ended}
+        for server_id, cause in self._failed.items():
+            if server_id in wanted and server_id not in told:
+                ended.append(Ended(server_id, cause, lines.get(server_id, ())))
+        alive = {one.server_id: Wanted(one.server_id, one.tp, one.devices) for one in self.seen if one.is_alive}
+        for server_id in told | self._failed.keys():
+            alive.pop(server_id, None)
+        self._failed.clear()
+        new_id, serial = new_ids(self.fleet.fleet, state)
+        return tend(state, ended, alive, self._clock(), self.fleet.retry_rule, new_id, serial)
+
+    async def _plan(self) -> None:
+        """Make a plan when it is time, and act on it if that is wanted and the fleet is at rest."""
+        planning = self.fleet.planning
+        now = time.monotonic()
+        if not self.fleet.engine.profiles or now - self._planned_at < planning.interval_s:
+            return
+        self._planned_at = now
+        try:
+            work = await self._gateway.work()
+        except (GatewayAway, GatewayRefused) as fault:
+            self._alarm("gateway_away", str(fault))
+            return
+        self.proposal = proposal = self.will.proposed(work)
+        state = self.journal.state
+        may_act = planning.is_automatic and not state.is_manual and is_reached(state.wanted, self.seen)
+        if may_act and isinstance(proposal, Proposal) and proposal.is_worth_it:
+            try:
+                self.ask(self.will.planned(proposal, self.seen))
+            except Refused as refused:
+                self.proposal = f"{proposal.why}; but {refused}"
+
+    # --- acting ---------------------------------------------------------------------------------------------
+
+    def _act(self) -> None:
+        state, limits = self.journal.state, self.fleet.limits
+        wanted_ids = {one.server_id for one in state.wanted}
+        alive_ids = {one.server_id for one in self.seen if one.is_alive}
+        for server_id, (step, task) in self._tasks.items():
+            if isinstance(step, MakeReady) and server_id not in wanted_ids & alive_ids:
+                task.cancel()
+        steps = next_steps(
+            state.wanted,
+            self.seen,
+            min_engines=limits.min_engines,
+            max_starting=limits.max_starting,
+            held_back=held_back(state, self._clock()),
+        )
+        for step in steps:
+            if step.server_id not in self._tasks:
+                self._tasks[step.server_id] = step, asyncio.create_task(self._perform(step), name=str(step))
+
+    async def _perform(self, step: Step) -> None:
+        server_id = step.server_id
+        LOGGER.info("step", extra={"fields": {"step": type(step).__name__, "server": server_id}})
+        try:
+            await self._drivers.perform(step)
+            self._clear("gateway_refused")
+            self._clear("step_failed")
+        except (StartFailed, LaunchFailed) as failure:
+            self._failed[server_id] = str(failure)
+        except GatewayAway as fault:
+            self._alarm("gateway_away", str(fault))
+        except GatewayRefused as fault:
+            self._alarm("gateway_refused", str(fault))
+        except Exception as fault:
+            LOGGER.exception("defect", extra={"fields": {"step": type(step).__name__, "server": server_id}})
+            self._alarm("step_failed", f"{type(step).__name__} of {server_id}: {fault}")
+        finally:
+            self._tasks.pop(server_id, None)
+            self._changed()
+
+    def _write_all(self, records: Sequence[Json]) -> None:
+        for record in records:
+            self.journal.write(**record)
+            if record["kind"] == "wanted":
+                LOGGER.info("wanted", extra={"fields": {"why": record["why"], "tps": _tps(record)}})
+            self._changed()
+
+    def _changed(self) -> None:
+        self._num_changes += 1
+        self._wake.set()
+
+    def _watch_drains(self) -> None:
+        now = time.monotonic()
+        draining = {one.server_id for one in self.seen if one.was_drained and one.is_cordoned and one.num_turns}
+        self._draining_since = {one: self._draining_since.get(one, now) for one in draining}
+        overdue = [one for one, since in self._draining_since.items() if now - since > self.fleet.limits.drain_alarm_s]
+        if overdue:
+            self._alarm("drain_overdue", f"turns still run on {', '.join(sorted(overdue))}")
+        else:
+            self._clear("drain_overdue")
+
+    def _alarm(self, name: str, why: str) -> None:
+        if name not in self.alarms:
+            LOGGER.warning("alarm", extra={"fields": {"alarm": name, "why": why}})
+        self.alarms[name] = why
+
+    def _clear(self, name: str) -> None:
+        self.alarms.pop(name, None)
+
+
+def _tps(record: Json) -> str:
+    return json.dumps(sorted((one["tp"] for one in record["wanted"]), reverse=True))

@@ -1,0 +1,67 @@
+"""What the controller would do now, told without doing anything: for `heddle controller --dry-run`."""
+
+import time
+from collections.abc import Sequence
+
+from controller.fleet_file import FleetFile
+from controller.gateway_client import GatewayClient
+from controller.journal import read_state
+from controller.launcher import Launcher
+from controller.planning import Proposal
+from controller.report import in_words
+from controller.sight import put_together
+from controller.steps import Seen, Step, is_reached, itinerary
+from controller.will import Refused, Will
+from scheduling.fleets import in_words as sizes_in_words
+from scheduling.fleets import largest_first
+
+
+async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
+    """Lines for a person: how the fleet is, what the plan is and why, and each step to it.
+
+    Raises:
+        GatewayAway, GatewayRefused: see there. ValueError: the journal is damaged.
+    """
+    state = read_state(fleet.state_dir / "journal.jsonl")
+    key = fleet.admin_key.get_secret_value() if fleet.admin_key else None
+    gateway = GatewayClient(fleet.gateway, key)
+    try:
+        seen = put_together(await launcher.find(fleet.fleet), await gateway.engines(), state)
+        work = await gateway.work()
+    finally:
+        gateway.close()
+    sizes = largest_first(one.tp for one in seen if one.is_serving)
+    lines = [f"Fleet {fleet.fleet}: {sizes_in_words(sizes) or 'nothing'} serves."]
+    limits = fleet.limits
+    will = Will(fleet, launcher, lambda: state, time.time)
+    if state.changed_at is None:
+        lines.append("It has no journal: what runs is adopted; if nothing does, the first fleet is launched.")
+        rounds = will.steps_to(fleet.first, seen) if fleet.first and not any(one.is_alive for one in seen) else []
+    elif not is_reached(state.wanted, seen):
+        wanted = sizes_in_words(largest_first(one.tp for one in state.wanted))
+        lines.append(f"It is on its way to {wanted or 'nothing'} ({state.why}).")
+        rounds = itinerary(state.wanted, seen, min_engines=limits.min_engines, max_starting=limits.max_starting)
+    else:
+        more, rounds = _planned(fleet, will, will.proposed(work), state.is_manual, seen)
+        lines += more
+    lines += in_words(rounds, state, seen) or ["There is nothing to do."]
+    return [*lines, "Nothing was done."]
+
+
+def _planned(
+    fleet: FleetFile, will: Will, proposal: Proposal | str, is_manual: bool, seen: Sequence[Seen]
+) -> tuple[list[str], list[list[Step]]]:
+    if isinstance(proposal, str):
+        return [f"No plan: {proposal}."], []
+    lines = [f"Plan: {sizes_in_words(proposal.tps)}. {proposal.why}."]
+    if proposal.relaunch_s:
+        lines.append(f"Gain: {proposal.gain_s:.0f} s; cost: {proposal.relaunch_s:.0f} s, which the gain has paid.")
+    if not proposal.is_worth_it:
+        return [*lines, "It would not be carried out."], []
+    if is_manual or not fleet.planning.is_automatic:
+        why = "an operator's fleet stays" if is_manual else "planning.is_automatic is off"
+        lines.append(f"It would only be shown: {why}.")
+    try:
+        return lines, will.steps_to(proposal.tps, seen)
+    except Refused as refused:
+        return [*lines, f"It cannot be carried out: {refused}."], []

@@ -1,0 +1,142 @@
+"""How the fleet is, as JSON and in words: for the controller's HTTP API and the commands `heddle fleet`."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from controller.journal import State
+from controller.launcher import Server
+from controller.loop import Controller
+from controller.planning import Proposal
+from controller.steps import Launch, Seen, Step, is_reached
+from controller.tending import held_back
+
+Json = dict[str, Any]
+
+
+def status(controller: Controller, now: float) -> Json:
+    """Everything about the fleet."""
+    state, seen = controller.journal.state, controller.seen
+    return {
+        "fleet": controller.fleet.fleet,
+        "is_reached": is_reached(state.wanted, seen),
+        "is_manual": state.is_manual,
+        "why": state.why,
+        "alarms": alarms(controller, now),
+        "servers": _servers(state, seen, controller.servers, now),
+        "resting_devices": sorted(state.resting),
+        "phase_seconds": [
+            {"phase": phase, "tp": tp, "median": median(times), "last": list(times)}
+            for (phase, tp), times in sorted(state.phase_s.items())
+        ],
+        "failures": [asdict(failure) for failure in state.failures],
+        "proposal": proposal_json(controller.proposal),
+    }
+
+
+def alarms(controller: Controller, now: float) -> dict[str, str]:
+    """What a person should know of, by name; each is explained in docs/controller.md."""
+    state = controller.journal.state
+    found = dict(controller.alarms)
+    if state.blocked_tps:
+        sizes = ", ".join(f"TP {tp}" for tp in sorted(state.blocked_tps))
+        found["size_given_up"] = f"{sizes}: {state.failures[-1].cause if state.failures else ''}"
+    if waiting := held_back(state, now):
+        found["start_failed"] = f"{', '.join(sorted(waiting))} is tried again after a pause; see failures"
+    lost = [one.server_id for one in controller.seen if _is_lost(one, state)]
+    if lost:
+        found["engine_lost"] = f"{', '.join(lost)} runs, but the gateway cannot use it"
+    return found
+
+
+def proposal_json(proposal: Proposal | str) -> Json:
+    """A plan, or why there is none."""
+    if isinstance(proposal, str):
+        return {"why": proposal}
+    gain_s = proposal.gain_s if proposal.current_s < float("inf") else None
+    current_s = proposal.current_s if gain_s is not None else None
+    return {**asdict(proposal), "current_s": current_s, "gain_s": gain_s}
+
+
+def in_words(rounds: Sequence[Sequence[Step]], state: State, seen: Sequence[Seen]) -> list[str]:
+    """A line for each step: what, why, and how long it took lately."""
+    tps = {one.server_id: one.tp for one in seen}
+    lines = []
+    for number, steps in enumerate(rounds, 1):
+        for step in steps:
+            if isinstance(step, Launch):
+                tps[step.server_id] = step.wanted.tp
+            lines.append(f"{number}. {_line(step, tps.get(step.server_id, 0), state)}")
+    return lines
+
+
+_WHY = {
+    "Drain": ("drain", "it gets no more turns; those that run end there", "drain"),
+    "MoveKv": ("move KV", "nothing runs there now; trajectories may take their KV along", None),
+    "Stop": ("stop", "its devices are wanted by others", "stop"),
+    "Launch": ("launch", "its devices are free", None),
+    "MakeReady": ("make ready", "it answers and is warm before it gets turns", "start"),
+    "Register": ("register", "the gateway gives it turns", "register"),
+    "Remove": ("remove", "another serves, so the gateway may forget it", None),
+    "Reopen": ("reopen", "it stays after all", None),
+}
+
+
+def _line(step: Step, tp: int, state: State) -> str:
+    name, why, phase = _WHY[type(step).__name__]
+    where = f" on {','.join(step.wanted.devices)}" if isinstance(step, Launch) else ""
+    size = f" (TP {tp}{where})" if tp else ""
+    times = state.phase_s.get((phase, tp), ()) if phase else ()
+    cost = f" [{median(times):.1f} s lately]" if times else ""
+    return f"{name} {step.server_id}{size}: {why}{cost}"
+
+
+def _servers(state: State, seen: Sequence[Seen], servers: Sequence[Server], now: float) -> list[Json]:
+    by_id = {server.spec.server_id: server for server in servers}
+    wanted = {one.server_id: one for one in state.wanted}
+    shown = [one for one in seen if one.is_alive or one.is_member or one.server_id in wanted]
+    listed = [
+        {
+            "id": one.server_id,
+            "tp": one.tp,
+            "devices": list(one.devices),
+            "state": _state(one, one.server_id in wanted),
+            "is_wanted": one.server_id in wanted,
+            "num_turns": one.num_turns,
+            "url": by_id[one.server_id].url if one.server_id in by_id else None,
+            "step": state.begun.get(one.server_id),
+        }
+        for one in shown
+    ]
+    absent = wanted.keys() - {one.server_id for one in seen}
+    for server_id in sorted(absent):
+        one_wanted = wanted[server_id]
+        held = server_id in held_back(state, now)
+        listed.append(
+            {
+                "id": server_id,
+                "tp": one_wanted.tp,
+                "devices": list(one_wanted.devices),
+                "state": "backing off" if held else "waiting for its devices",
+                "is_wanted": True,
+                "num_turns": 0,
+                "url": None,
+                "step": None,
+            }
+        )
+    return listed
+
+
+def _state(one: Seen, is_wanted: bool) -> str:
+    if not one.is_alive:
+        return "ended"
+    if one.is_serving:
+        return "serving" if is_wanted else "leaving"
+    if one.is_cordoned:
+        return "draining" if one.num_turns else "drained"
+    return "lost" if one.is_member else "ready" if one.is_ready else "starting"
+
+
+def _is_lost(one: Seen, state: State) -> bool:
+    return one.is_alive and one.is_member and not one.is_serving and not one.is_cordoned and one.server_id in state.urls

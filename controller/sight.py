@@ -1,0 +1,61 @@
+"""What is seen of the fleet: launcher, gateway and journal put together, server by server. Pure."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from controller.gateway_client import Member
+from controller.journal import State
+from controller.launcher import Server, ServerState
+from controller.steps import Launch, Seen
+
+
+def put_together(
+    servers: Sequence[Server],
+    members: Sequence[Member],
+    state: State,
+    ready: Collection[str] = (),
+    launched: Collection[str] = (),
+    launching: Iterable[Launch] = (),
+) -> list[Seen]:
+    """Every server that the launcher has, is launching, or that the gateway has from us.
+
+    Args:
+        ready: ids of servers that this process saw answer.
+        launched: ids of servers that this process launched to the end; an earlier one may have broken off.
+        launching: launches under way, which the launcher may not show yet.
+    """
+    by_url = {member.url: member for member in members}
+    seen = {server.spec.server_id: _seen(server, by_url, state, ready, launched) for server in servers}
+    for launch in launching:
+        one = launch.wanted
+        seen.setdefault(one.server_id, Seen(one.server_id, one.tp, one.devices))
+    shown_urls = {server.url for server in servers}
+    for server_id, url in state.urls.items():
+        if server_id not in seen and url in by_url and url not in shown_urls:
+            # Its launcher has forgotten it, so it holds nothing.
+            seen[server_id] = Seen(server_id, 0, (), is_alive=False, is_member=True, was_stopped=True)
+    return list(seen.values())
+
+
+def _seen(
+    server: Server, by_url: dict[str, Member], state: State, ready: Collection[str], launched: Collection[str]
+) -> Seen:
+    server_id = server.spec.server_id
+    # Only what was registered counts as a member: another server may have had this address before.
+    member = by_url.get(server.url or "") if server_id in state.urls else None
+    is_alive = server.state is not ServerState.EXITED
+    return Seen(
+        server_id=server_id,
+        tp=server.spec.tp,
+        devices=server.spec.devices,
+        is_alive=is_alive,
+        is_begun=server.state is not ServerState.STARTING or server_id in launched,
+        # It is registered when it is ready; a gateway that was restarted is told again at once.
+        is_ready=is_alive and (server_id in ready or server_id in state.urls),
+        is_member=member is not None,
+        is_cordoned=member is not None and member.is_cordoned,
+        is_serving=is_alive and member is not None and member.is_ready and not member.is_cordoned,
+        num_turns=member.num_turns if member else 0,
+        was_drained=server_id in state.drained,
+        was_moved=server_id in state.moved,
+        was_stopped=server_id in state.stopped,
+    )

@@ -1,0 +1,132 @@
+"""What is wanted of the fleet, by whom: the first fleet, plans, and operators. Decisions as records; nothing is done.
+
+An operator's fleet stays until plans are let decide again. A server that is drained by hand is not replaced, and its
+devices rest, until the fleet is scaled.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from controller.fleet_file import FleetFile, FleetFileError
+from controller.gateway_client import Work
+from controller.journal import Json, State, new_ids, wanted_record
+from controller.launcher import Launcher
+from controller.layout import DoesNotFit, Floor, lay_out
+from controller.planning import Proposal, propose
+from controller.steps import Seen, Step, Wanted, is_reachable, itinerary
+from scheduling.reshaping import ReshapeRule
+
+
+class Refused(Exception):
+    """What was asked for cannot be; the message says why."""
+
+
+class Will:
+    """Decides what is wanted.
+
+    Args:
+        launcher: only its inventory is read.
+        state: gives what the journal says now.
+        clock: gives wall-clock seconds.
+    """
+
+    def __init__(
+        self, fleet: FleetFile, launcher: Launcher, state: Callable[[], State], clock: Callable[[], float]
+    ) -> None:
+        self._fleet = fleet
+        self._launcher = launcher
+        self._state = state
+        self._clock = clock
+
+    def first(self) -> list[Json]:
+        """The first fleet: as the file says, else the least TP size on every device. Raises FleetFileError."""
+        least = min(self._fleet.tp_sizes)
+        tps = self._fleet.first
+        if tps is None:
+            tps = (least,) * (len(self._launcher.inventory()) // least)
+        try:
+            return self._wanted(tps, [], frozenset(), "the first fleet")
+        except Refused as refused:
+            raise FleetFileError(f"the first fleet cannot be: {refused}") from None
+
+    def adopted(self, running: Sequence[Wanted]) -> list[Json]:
+        """What runs already, though no journal tells of it."""
+        return [wanted_record(running, 0, self._clock(), "adopted what runs")]
+
+    def proposed(self, work: Work) -> Proposal | str:
+        """The fleet for this work, or why there is none."""
+        planning, state = self._fleet.planning, self._state()
+        rule = ReshapeRule(planning.min_gain_share, min_correlation=planning.min_correlation)
+        floor = self._floor(state.resting)
+        return propose(work, state, self._fleet.profiles(), floor, rule, planning.min_trajectories)
+
+    def planned(self, proposal: Proposal, seen: Sequence[Seen]) -> list[Json]:
+        """A plan's fleet. Raises Refused."""
+        return self._wanted(proposal.tps, seen, self._state().resting, proposal.why)
+
+    def scaled(self, tps: Sequence[int], seen: Sequence[Seen]) -> list[Json]:
+        """An operator's fleet: every device and every size may be used again. Raises Refused."""
+        more = {"is_manual": True, "blocked_tps": [], "not_before": {}, "num_tries": {}}
+        return self._wanted(tps, seen, frozenset(), "scaled by hand", **more)
+
+    def let_plans_decide(self) -> list[Json]:
+        """The same fleet until a plan pays."""
+        state = self._state()
+        return [wanted_record(state.wanted, state.serial, self._clock(), "plans decide", is_manual=False)]
+
+    def drained(self, server_id: str, seen: Sequence[Seen]) -> list[Json]:
+        """Without this server, whose devices rest. Raises Refused."""
+        state = self._state()
+        leaving = next((one for one in state.wanted if one.server_id == server_id), None)
+        if leaving is None:
+            raise Refused(f"{server_id} is no server of this fleet")
+        wanted = [one for one in state.wanted if one is not leaving]
+        self._check(wanted, seen)
+        resting = state.resting | set(leaving.devices)
+        why = f"{server_id} was drained by hand"
+        return [wanted_record(wanted, state.serial, self._clock(), why, resting=resting, is_manual=True)]
+
+    def steps_to(self, tps: Sequence[int], seen: Sequence[Seen]) -> list[list[Step]]:
+        """All rounds of steps to a fleet of these sizes. Raises Refused."""
+        limits = self._fleet.limits
+        wanted, _ = self._laid_out(tps, seen, self._state().resting)
+        self._check(wanted, seen)
+        return itinerary(wanted, seen, min_engines=limits.min_engines, max_starting=limits.max_starting)
+
+    def _wanted(
+        self, tps: Sequence[int], seen: Sequence[Seen], resting: frozenset[str], why: str, **more: Any
+    ) -> list[Json]:
+        wanted, serial = self._laid_out(tps, seen, resting)
+        self._check(wanted, seen)
+        return [wanted_record(wanted, serial, self._clock(), why, resting=resting, **more)]
+
+    def _laid_out(self, tps: Sequence[int], seen: Sequence[Seen], resting: frozenset[str]) -> tuple[list[Wanted], int]:
+        """The servers, and the serial number that their ids have used up. One that drains may stay after all."""
+        state = self._state()
+        if unknown := set(tps) - set(self._fleet.tp_sizes):
+            raise Refused(f"TP {min(unknown)} is not among tp_sizes {list(self._fleet.tp_sizes)}")
+        new_id, serial = new_ids(self._fleet.fleet, state)
+        try:
+            wanted = lay_out(tps, [*state.wanted, *_leaving(state, seen)], self._floor(resting), new_id)
+        except DoesNotFit as error:
+            raise Refused(str(error)) from None
+        return wanted, serial()
+
+    def _check(self, wanted: Sequence[Wanted], seen: Sequence[Seen]) -> None:
+        limits = self._fleet.limits
+        if not is_reachable(wanted, seen, min_engines=limits.min_engines, max_starting=limits.max_starting):
+            raise Refused(f"fewer than {limits.min_engines} engines (limits.min_engines) would serve on the way")
+
+    def _floor(self, resting: frozenset[str]) -> Floor:
+        devices = self._launcher.inventory()
+        return Floor(devices, min(self._fleet.gpus_per_node, len(devices) or 1), resting)
+
+
+def _leaving(state: State, seen: Sequence[Seen]) -> list[Wanted]:
+    """Servers that are not wanted, but run, and whose end has not begun."""
+    wanted_ids = {one.server_id for one in state.wanted}
+    return [
+        Wanted(one.server_id, one.tp, one.devices)
+        for one in seen
+        if one.is_alive and one.server_id not in wanted_ids and state.begun.get(one.server_id) != "Stop"
+    ]

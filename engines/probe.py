@@ -1,0 +1,62 @@
+"""Tells what an unknown server is: which dialect it speaks and which models it serves."""
+
+import contextlib
+from dataclasses import dataclass
+
+import orjson
+
+from engines.dialect import Dialect, ObservationError
+from engines.http import AnswerTooLarge, BadResponse, ConnectionBroken, HttpClient, ResponseTimeout
+from engines.sglang import Sglang
+from engines.vllm import Vllm
+
+DIALECTS: dict[str, type[Vllm] | type[Sglang]] = {Vllm.kind: Vllm, Sglang.kind: Sglang}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model of an engine, as its `/v1/models` says."""
+
+    model_id: str
+    max_context_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Discovery:
+    """What a server turned out to be."""
+
+    dialect: Dialect
+    models: tuple[Model, ...]
+
+
+async def discover(http: HttpClient, kind: str | None, timeout_s: float, seeks_tokens: bool = False) -> Discovery:
+    """Ask a server for its models and, unless `kind` says it, for its dialect.
+
+    Args:
+        seeks_tokens: whether to ask for token routes too.
+
+    Raises:
+        ObservationError: it answers, but not as a model server does. What HttpClient raises, otherwise.
+    """
+    status, body = await http.get("/v1/models", timeout_s)
+    if status != 200:
+        raise ObservationError(f"/v1/models answered {status}")
+    try:
+        cards = orjson.loads(body)["data"]
+        models = tuple(Model(str(card["id"]), _positive(card.get("max_model_len"))) for card in cards)
+        owners = {card.get("owned_by") for card in cards}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ObservationError(f"/v1/models is not a list of models: {error!r}") from None
+    if kind is None:
+        kind = next((owner for owner in sorted(map(str, owners)) if owner in DIALECTS), None)
+    if kind is None:
+        raise ObservationError(f"neither vLLM nor SGLang (models owned by {sorted(map(str, owners))}); name its kind")
+    dialect = DIALECTS[kind]()
+    if seeks_tokens:
+        with contextlib.suppress(ConnectionBroken, BadResponse, ResponseTimeout, AnswerTooLarge):
+            await dialect.find_tokens(http, timeout_s)  # a server that breaks over them does not offer them
+    return Discovery(dialect, models)
+
+
+def _positive(value: object) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None

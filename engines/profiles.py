@@ -1,0 +1,79 @@
+"""Reads engine profiles: the ones in `engines/profiles/`, and those of a user's own TOML file in the same form."""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from scheduling.cost import EngineProfile
+
+_DIRECTORY = Path(__file__).parent / "profiles"
+
+
+def load_profile(name: str) -> EngineProfile:
+    """The profile of that name, such as `qwen3-14b-h100-tp1`.
+
+    Args:
+        name: a name of `profile_names()`, or `path/to/file.toml:name` for a profile of one's own.
+
+    Raises:
+        ValueError: there is no such profile or file, or the file is malformed; the message names the nearest.
+    """
+    path, separator, in_file = name.rpartition(":")
+    if separator and path.endswith(".toml"):
+        profiles = _read_file(Path(path))
+        wanted = in_file
+    else:
+        profiles = _read_built_in()
+        wanted = name
+    if wanted in profiles:
+        return profiles[wanted]
+    near = difflib.get_close_matches(wanted, profiles, n=5, cutoff=0.4) or sorted(profiles)
+    raise ValueError(f"unknown engine profile {name!r}; did you mean one of: {', '.join(near)}")
+
+
+def profile_names() -> list[str]:
+    """The names of the profiles that come with Heddle, sorted."""
+    return sorted(_read_built_in())
+
+
+def _read_built_in() -> dict[str, EngineProfile]:
+    return {name: profile for path in sorted(_DIRECTORY.glob("*.toml")) for name, profile in _read_file(path).items()}
+
+
+def _read_file(path: Path) -> dict[str, EngineProfile]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        profiles = [
+            _profile(content, short_name, model, engine)
+            for short_name, model in content["models"].items()
+            for engine in model["engines"]
+        ]
+    except OSError as error:
+        raise ValueError(f"cannot read engine profiles from {path}: {error.strerror}") from error
+    except KeyError as error:
+        raise ValueError(f"{path} is not a profile file: {error} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a profile file: {error}") from error
+    return {profile.name: profile for profile in profiles}
+
+
+def _profile(content: dict[str, Any], short_name: str, model: dict[str, Any], engine: dict[str, Any]) -> EngineProfile:
+    tp = int(engine["tp"])
+    base_ms, per_sequence_ms, per_kv_ktoken_ms = map(float, engine["kernel_ms"])
+    prefill_per_ktoken_ms, prefill_per_ktoken2_ms = map(float, engine["prefill_ms"])
+    return EngineProfile(
+        name=f"{short_name}-{content['gpu']}-tp{tp}",
+        model=model["model"],
+        gpu=content["gpu"],
+        tp=tp,
+        slots=round(content["slots_per_gpu"] * tp),
+        kv_capacity_tokens=int(engine["kv_capacity_tokens"]),
+        kv_bytes_per_token=int(model["kv_bytes_per_token"]),
+        decode_base_ms=base_ms + float(content["overhead_ms"]["base"]),
+        decode_per_sequence_ms=per_sequence_ms + float(content["overhead_ms"]["per_sequence"]),
+        decode_per_kv_ktoken_ms=per_kv_ktoken_ms,
+        prefill_per_ktoken_ms=prefill_per_ktoken_ms,
+        prefill_per_ktoken2_ms=prefill_per_ktoken2_ms,
+        source=content["source"],
+    )

@@ -1,0 +1,224 @@
+"""Fits an engine profile to measured batches: what to measure, what the simulated engine makes of it, and the fit.
+
+Pure: no clock, no sockets; `heddle profile` measures. The wall time of a batch is linear in the profile's coefficients,
+for which steps follow on which depends on lengths and slots alone. So the simulated engine itself, with one coefficient
+set to 1 and the others to 0, gives the columns of the least squares: a fit is the simulator turned round, with chunked
+prefill and shrinking batches in it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.simulated.model import SimulatedEngine
+from engines.simulated.prefix_cache import Piece
+from engines.simulated.sequence import SimulatedSequence
+from scheduling.cost import EngineProfile
+
+BLOCK_TOKENS = 16  # of the prefix cache
+NUM_COEFFICIENTS = 5  # of decode: base, per sequence, per KV; of prefill: linear, quadratic
+_NUM_REWEIGHTINGS = 20
+_SMALL_RESIDUAL = 1e-3  # Relative errors below a per mille count as none.
+Matrix = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Like requests sent at once.
+
+    Args:
+        is_cached: their prompts were sent just before, so that hardly anything is prefilled; else they are new.
+    """
+
+    num_sequences: int
+    prompt_tokens: int
+    output_tokens: int
+    is_cached: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A batch and the seconds from its sending to the end of its last answer."""
+
+    batch: Batch
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A profile, and how well it explains what was measured.
+
+    Args:
+        request_ms: what a batch takes beside the engine's steps: HTTP, tokens to text and back. No part of the profile.
+        predicted_s: of each measurement, in their order.
+        mape: mean absolute error of the predictions, as a share of what was measured.
+    """
+
+    profile: EngineProfile
+    request_ms: float
+    predicted_s: tuple[float, ...]
+    mape: float
+
+
+def plan(slots: int, kv_capacity_tokens: int, max_context_tokens: int, *, is_quick: bool) -> list[Batch]:
+    """Batches that tell the coefficients apart, to be measured in this order.
+
+    Single prefills of several lengths; then, at several batch sizes and contexts, a prefill and answers to the same
+    prompts. Were those prompts new, a large batch would nearly all be prefill, and say little of what its KV costs.
+
+    Raises:
+        ValueError: the engine holds so little that there is nothing to vary.
+    """
+    output_tokens = 64 if is_quick else 128
+    room = min(max_context_tokens, kv_capacity_tokens)
+    if room < 8 * output_tokens:
+        raise ValueError(f"the engine holds contexts of {room} tokens: too little to fit a profile to")
+    longest = min(room - output_tokens, 4096 if is_quick else 16_384)
+    batches = [Batch(1, tokens, 1) for tokens in _spread(64, longest, 4 if is_quick else 6)]
+    for num_sequences in _spread(1, slots, 3 if is_quick else 5):
+        # Nine tenths: the engine may round blocks up, and must not preempt.
+        share = min(room, kv_capacity_tokens * 9 // 10 // num_sequences)
+        answers = [(tokens, output_tokens) for tokens in _spread(64, min(longest, share - output_tokens), 3)]
+        # A longer answer tells what a step takes from what a request takes.
+        answers.append((64, 4 * output_tokens))
+        for prompt_tokens, num_tokens in answers:
+            if 64 <= prompt_tokens <= share - num_tokens:
+                batches.append(Batch(num_sequences, prompt_tokens, 1))
+                batches.append(Batch(num_sequences, prompt_tokens, num_tokens, is_cached=True))
+    return batches
+
+
+def fit(measurements: Sequence[Measurement], engine: EngineProfile) -> Fit:
+    """The non-negative coefficients with the least mean absolute relative error.
+
+    Absolute and not squared, so that a batch that a busy machine spoilt has no more say than any other.
+
+    Args:
+        engine: gives name, slots, capacity and source; its coefficients are replaced.
+
+    Raises:
+        ValueError: there are too few different batches to tell the coefficients apart.
+    """
+    if len({measurement.batch for measurement in measurements}) <= NUM_COEFFICIENTS:
+        raise ValueError(f"{NUM_COEFFICIENTS + 1} different batches are wanted, not {len(measurements)}")
+    walls = np.array([measurement.wall_s for measurement in measurements])
+    columns = np.array([[*response(engine, measurement.batch), 1e-3] for measurement in measurements])
+    # Dividing by the wall time makes a second of a long batch count as much as a millisecond of a short one.
+    solution = _least_absolute(columns / walls[:, None], np.ones(len(walls)))
+    predicted = columns @ solution
+    *coefficients, request_ms = map(float, solution)
+    mape = fmean(abs(float(error)) for error in predicted / walls - 1)
+    return Fit(_with_coefficients(engine, coefficients), request_ms, tuple(map(float, predicted)), mape)
+
+
+def response(engine: EngineProfile, batch: Batch) -> list[float]:
+    """Seconds that each coefficient adds to a batch when it is 1, by the simulated engine."""
+    units = np.eye(NUM_COEFFICIENTS).tolist()
+    return [simulated_s(_with_coefficients(engine, unit), batch) for unit in units]
+
+
+def simulated_s(profile: EngineProfile, batch: Batch) -> float:
+    """How long a batch takes on a simulated engine of this profile."""
+    engine = SimulatedEngine(profile)
+    began_at = _play(engine, 0.0, replace(batch, output_tokens=1)) if batch.is_cached else 0.0
+    return _play(engine, began_at, batch) - began_at
+
+
+def to_toml(short_name: str, profile: EngineProfile) -> str:
+    """The profile as a file that `engines.profiles.load_profile` reads, under `short_name-gpu-tpN`."""
+    decode = [profile.decode_base_ms, profile.decode_per_sequence_ms, profile.decode_per_kv_ktoken_ms]
+    prefill = [profile.prefill_per_ktoken_ms, profile.prefill_per_ktoken2_ms]
+    return f"""\
+# Measured end to end: the engine's overhead is in kernel_ms. For the fields see engines/profiles/h100.toml.
+gpu = {_text(profile.gpu)}
+slots_per_gpu = {profile.slots / profile.tp}
+source = {_text(profile.source)}
+
+[overhead_ms]
+base = 0.0
+per_sequence = 0.0
+
+[models.{_text(short_name)}]
+model = {_text(profile.model)}
+kv_bytes_per_token = {profile.kv_bytes_per_token}
+engines = [
+    {{ tp = {profile.tp}, kernel_ms = {_numbers(decode)}, prefill_ms = {_numbers(prefill)}, \
+kv_capacity_tokens = {profile.kv_capacity_tokens} }},
+]
+"""
+
+
+def _play(engine: SimulatedEngine, at: float, batch: Batch) -> float:
+    """When a batch ends that begins `at`; the n-th prompts of all batches have the same tokens."""
+
+    kept_tokens = batch.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+    def pieces(number: int, num_tokens: int) -> list[Piece]:
+        return [((number,), kept_tokens)] if num_tokens >= kept_tokens else []
+
+    for number in range(batch.num_sequences):
+        sequence = SimulatedSequence(
+            f"{number}/{batch.output_tokens}", batch.prompt_tokens, batch.output_tokens, partial(pieces, number)
+        )
+        engine.submit(at, sequence)
+    while (due_at := engine.next_event_at()) is not None:
+        engine.advance(due_at)
+        at = due_at
+    return at
+
+
+def _with_coefficients(engine: EngineProfile, coefficients: Sequence[float]) -> EngineProfile:
+    base, per_sequence, per_kv, linear, quadratic = coefficients
+    return replace(
+        engine,
+        decode_base_ms=base,
+        decode_per_sequence_ms=per_sequence,
+        decode_per_kv_ktoken_ms=per_kv,
+        prefill_per_ktoken_ms=linear,
+        prefill_per_ktoken2_ms=quadratic,
+    )
+
+
+def _spread(least: int, most: int, count: int) -> list[int]:
+    """At most `count` different whole numbers from `least` to `most`, evenly spread on a logarithmic scale."""
+    if most <= least:
+        return [most]
+    return sorted({round(least * (most / least) ** (step / (count - 1))) for step in range(count)})
+
+
+def _least_absolute(columns: Matrix, wanted: Matrix) -> Matrix:
+    """The non-negative solution with the least absolute residuals: least squares, weighted anew each time."""
+    weights = np.ones(len(wanted))
+    for _ in range(_NUM_REWEIGHTINGS):
+        solution = _non_negative_least_squares(columns * weights[:, None], wanted * weights)
+        residuals = np.abs(columns @ solution - wanted)
+        weights = 1 / np.sqrt(np.maximum(residuals, _SMALL_RESIDUAL))
+    return solution
+
+
+def _non_negative_least_squares(columns: Matrix, wanted: Matrix) -> Matrix:
+    """The best solution without negative numbers: with six columns, all 63 choices of them are tried."""
+    best, least = np.zeros(columns.shape[1]), float(wanted @ wanted)
+    for size in range(1, columns.shape[1] + 1):
+        for chosen in combinations(range(columns.shape[1]), size):
+            solution = np.linalg.lstsq(columns[:, chosen], wanted, rcond=None)[0]
+            residual = columns[:, chosen] @ solution - wanted
+            if (solution >= 0).all() and float(residual @ residual) < least:
+                least = float(residual @ residual)
+                best = np.zeros(columns.shape[1])
+                best[list(chosen)] = solution
+    return best
+
+
+def _text(value: str) -> str:
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return "[" + ", ".join(repr(float(f"{value:.6g}")) for value in values) + "]"

@@ -1,0 +1,71 @@
+"""SGLang's dialect, as of 0.5.23: priorities travel in the body, and an abort is asked for by request id.
+
+Start it with `--enable-priority-scheduling --schedule-low-priority-values-first`, so that lower is earlier as in vLLM.
+"""
+
+from typing import Any
+
+import orjson
+
+from engines.dialect import (
+    Leg,
+    Observation,
+    ObservationError,
+    Upstream,
+    salted,
+    stream_options,
+    with_fields,
+)
+from engines.http import HttpClient
+from engines.tokens import TokenRoutes
+
+# The routes whose body takes `rid` and `priority`; the others check their fields or do not know them.
+_TAGGED = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+
+class Sglang:
+    """Speaks to `python -m sglang.launch_server`."""
+
+    kind = "sglang"
+
+    def __init__(self) -> None:
+        self.tokens: TokenRoutes | None = None
+
+    async def find_tokens(self, http: HttpClient, timeout_s: float) -> None:
+        return None
+
+    def upstream(self, leg: Leg) -> Upstream:
+        fields: dict[str, Any] = stream_options(leg)
+        if leg.path in _TAGGED:
+            fields |= {"rid": leg.request_id, "priority": leg.priority}
+        if leg.cache_salt and leg.path != "/v1/messages":  # which takes none: its KV is flushed at each update
+            fields |= salted(leg.request, leg.cache_salt)
+        headers = f"x-smg-routing-key: {leg.trajectory_id}\r\n"
+        return Upstream(leg.path, headers.encode("latin-1", "replace"), with_fields(leg.body, leg.request, fields))
+
+    async def observe(self, http: HttpClient, timeout_s: float) -> Observation:
+        status, body = await http.get("/v1/loads?include=core", timeout_s)
+        if status != 200:
+            raise ObservationError(f"/v1/loads answered {status}")
+        try:
+            loads = orjson.loads(body)["loads"]
+            used = sum(load["num_used_tokens"] for load in loads)
+            capacity = sum(load["max_total_num_tokens"] for load in loads)
+            return Observation(
+                num_running=sum(load["num_running_reqs"] for load in loads),
+                num_waiting=sum(load["num_waiting_reqs"] for load in loads),
+                kv_used_share=used / capacity if capacity else 0.0,
+                kv_capacity_tokens=capacity or None,
+                slots=sum(load["max_running_requests"] for load in loads) or None,
+                work_counter=float(sum(load["num_total_tokens"] + load.get("gen_throughput", 0) for load in loads)),
+                started_at=None,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ObservationError(f"/v1/loads is not as SGLang's: {error!r}") from None
+
+    async def slots(self, http: HttpClient, timeout_s: float) -> int | None:
+        return None
+
+    async def abort(self, http: HttpClient, request_id: str, timeout_s: float) -> None:
+        # Closing the connection stops a stream after 2 s, and other requests later; this stops them at once.
+        await http.post("/abort_request", orjson.dumps({"rid": request_id}), timeout_s)

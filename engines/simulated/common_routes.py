@@ -1,0 +1,92 @@
+"""Routes that both engines have in the same form: models, messages, responses, tokens, embeddings."""
+
+import base64
+import struct
+from functools import partial
+from zlib import crc32
+
+from engines.simulated.anthropic_api import anthropic_routes
+from engines.simulated.dialect import Dialect
+from engines.simulated.exchange import ApiError, Exchange, InvalidField
+from engines.simulated.fields import Body, flag, items
+from engines.simulated.openai_api import chat_prompt, prompts_of
+from engines.simulated.responses_api import responses_routes
+from engines.simulated.routes import Routes
+from engines.simulated.service import EngineService
+from engines.simulated.text import packed
+
+_EMBEDDING_SIZE = 32
+
+
+def common_routes(service: EngineService, dialect: Dialect) -> Routes:
+    """The table of these routes."""
+    return {
+        **anthropic_routes(service, dialect),
+        **responses_routes(service, dialect),
+        ("GET", "/v1/models"): partial(_models, service),
+        ("POST", "/tokenize"): partial(_tokenize, service, dialect),
+        ("POST", "/detokenize"): partial(_detokenize, service, dialect),
+        ("POST", "/v1/embeddings"): partial(_embeddings, service, dialect),
+    }
+
+
+def model_card(service: EngineService) -> Body:
+    """One entry of the list of models."""
+    return {
+        "id": service.served_name,
+        "object": "model",
+        "created": int(service.started_at),
+        "owned_by": service.settings.dialect,
+        "root": service.settings.profile.model,
+        "parent": None,
+        "max_model_len": service.max_model_len,
+    }
+
+
+async def _models(service: EngineService, exchange: Exchange) -> None:
+    await exchange.respond_json({"object": "list", "data": [model_card(service)]})
+
+
+async def _tokenize(service: EngineService, dialect: Dialect, exchange: Exchange) -> None:
+    body = await exchange.json()
+    dialect.check_model(body)
+    if "messages" in body:
+        ids = chat_prompt(service, body)
+    elif isinstance(body.get("prompt"), str):
+        ids = list(service.tokenizer.encode(body["prompt"]))
+    else:
+        raise InvalidField("prompt", "Input should be a valid string")
+    answer: Body = {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids, "token_strs": None}
+    if flag(body, "return_token_strs"):
+        answer["token_strs"] = [service.tokenizer.decode([id]) for id in ids]
+    await exchange.respond_json(answer)
+
+
+async def _detokenize(service: EngineService, dialect: Dialect, exchange: Exchange) -> None:
+    body = await exchange.json()
+    dialect.check_model(body)
+    ids = items(body, "tokens")
+    try:
+        packed(ids)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="tokens") from error
+    text = service.tokenizer.decode(ids)
+    await exchange.respond_json({"prompt": text, "text": text})
+
+
+async def _embeddings(service: EngineService, dialect: Dialect, exchange: Exchange) -> None:
+    """Vectors that are equal for equal texts, and mean nothing else."""
+    body = await exchange.json()
+    dialect.check_model(body)
+    prompts = prompts_of(service, body, "input")
+    data = []
+    for index, prompt in enumerate(prompts):
+        raw = packed(prompt)
+        vector = [(crc32(raw, number) % 2001 - 1000) / 1000 for number in range(_EMBEDDING_SIZE)]
+        embedding: object = vector
+        if body.get("encoding_format") == "base64":
+            embedding = base64.b64encode(struct.pack(f"<{_EMBEDDING_SIZE}f", *vector)).decode()
+        data.append({"object": "embedding", "index": index, "embedding": embedding})
+    count = sum(map(len, prompts))
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    await exchange.respond_json({"object": "list", "data": data, "model": service.settings.model, "usage": usage})

@@ -1,0 +1,40 @@
+"""What an engine may have beyond a plain one: speculative decoding, and a second tier for KV."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Speculative decoding while the batch is small enough to have compute to spare.
+
+    Args:
+        speed_up: how much faster decode steps are; 1.6 is what drafts that are accepted at usual rates give.
+        max_batch: in steps of at most so many sequences.
+    """
+
+    speed_up: float = 1.6
+    max_batch: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class HostTier:
+    """Host memory that takes evicted KV; what is found there is copied back instead of computed anew.
+
+    Args:
+        capacity_tokens: KV tokens that it holds, the least recently evicted go first.
+        bytes_per_s: of copies to the engine, which nothing overlaps.
+    """
+
+    capacity_tokens: int
+    bytes_per_s: float = 25e9
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """An engine's features; None: it has not got it."""
+
+    speculation: Speculation | None = None
+    host_tier: HostTier | None = None
+
+
+PLAIN = Features()

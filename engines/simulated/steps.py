@@ -1,0 +1,45 @@
+"""Like steps of one batch, in closed form: `n` steps take `n * first + growth * n * (n - 1) / 2`."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Steps:
+    """Consecutive engine steps between two changes of the batch.
+
+    Args:
+        start_at: seconds.
+        num_steps: after so many the batch changes; may be lowered, not below `num_done`.
+        first_s: how long the first one takes.
+        growth_s: how much longer each is than the one before, for the KV cache grows.
+        num_done: steps that are over.
+    """
+
+    start_at: float
+    num_steps: int
+    first_s: float
+    growth_s: float
+    num_done: int = 0
+
+    def end_of(self, num_steps: int) -> float:
+        """When the first so many steps are over."""
+        return self.start_at + num_steps * self.first_s + self.growth_s * (num_steps * (num_steps - 1) / 2)
+
+    def pass_until(self, at: float) -> bool:
+        """Counts the steps that are over at `at`, a step that ends just then included; says whether all are."""
+        if at >= self.end_of(self.num_steps):
+            self.num_done = self.num_steps
+            return True
+        # The quadratic's root, in the form that stays exact when growth is nearly nothing; then corrected
+        # so that it agrees with end_of to the last bit.
+        half = self.growth_s / 2
+        linear = self.first_s - half
+        elapsed = at - self.start_at
+        done = int(2 * elapsed / (linear + math.sqrt(linear * linear + 4 * half * elapsed)))
+        while self.end_of(done + 1) <= at:
+            done += 1
+        while done > self.num_done and self.end_of(done) > at:
+            done -= 1
+        self.num_done = max(done, self.num_done)
+        return False

@@ -1,0 +1,140 @@
+"""What an engine offers at token level: a request to prompt ids, ids to further ids, ids to an answer.
+
+A turn that is served so can stop at any token and go on from there, on any engine of the same model. Each method pair
+is one request and the reading of its answer; the gateway sends it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engines.dialect import Upstream
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A request at token level.
+
+    Args:
+        call: what the engine is to be sent with the ids, in its own words.
+        stop: strings that end the answer; with `includes_stop` they belong to it.
+        needs_parser: the text holds tool calls or reasoning, which only the engine can tell apart.
+        has_grammar: the answer is held to a grammar, whose state is lost where a leg ends.
+    """
+
+    prompt_ids: list[int]
+    call: Mapping[str, Any]
+    max_tokens: int
+    min_tokens: int
+    stop: tuple[str, ...]
+    includes_stop: bool
+    needs_parser: bool
+    has_grammar: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLeg:
+    """What one leg asks for.
+
+    Args:
+        prompt_ids: the prompt and all that was made after it.
+        num_made: how many of them were made.
+        cache_salt: KV is shared only under the same salt; "" for none but the client's own.
+        is_coarse: nobody waits for single tokens, so that few large events are best.
+        wants_logprobs: of the chosen tokens, even where the request asks for none.
+    """
+
+    request_id: str
+    trajectory_id: str
+    priority: int
+    prompt_ids: Sequence[int]
+    num_made: int
+    cache_salt: str
+    is_coarse: bool
+    wants_logprobs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one event of a leg's stream says.
+
+    Args:
+        text: what came to the text by these tokens; "" where a parser is needed.
+        logprobs: an entry for each token, in the engine's form; None where not asked for.
+        versions: weight version, first and last + 1 of the leg's tokens; told at the end, if at all.
+    """
+
+    ids: list[int]
+    text: str = ""
+    logprobs: list[dict[str, Any]] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    versions: tuple[tuple[str, int, int], ...] = ()
+    cached_tokens: int | None = None
+
+
+class TokenRoutes(Protocol):
+    """How one kind of engine is spoken to at token level."""
+
+    def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream:
+        """Ask for the prompt ids of a request."""
+        ...
+
+    def rendered(self, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
+        """What came of it; None for a request that only the engine's own route can serve."""
+        ...
+
+    def generate(self, rendered: Rendered, leg: TokenLeg) -> Upstream:
+        """Ask for further ids, as a stream."""
+        ...
+
+    def reader(self) -> Callable[[Event], Piece]:
+        """Reads the events of one such stream. Raises ValueError, KeyError or TypeError for nonsense."""
+        ...
+
+    def texts(self, rendered: Rendered, outputs: Sequence[Sequence[int]]) -> Upstream:
+        """Ask for the texts of several outputs of the same prompt."""
+        ...
+
+    def read_texts(self, answer: bytes) -> list[str]:
+        """What came of it; a character that is not complete is not in it."""
+        ...
+
+    def derender(self, request: Mapping[str, Any], prompt_ids: Sequence[int], last: "Whole | Delta") -> Upstream:
+        """Ask for the message that an output is, whole or what some tokens add to it."""
+        ...
+
+    def derendered(self, answer: bytes) -> tuple[dict[str, Any], Any]:
+        """The choice of an OpenAI answer or chunk, and the state to ask on with."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole output."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[Mapping[str, Any]] | None
+    finish_reason: str
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of an output that is streamed.
+
+    Args:
+        state: what `derendered` gave for the tokens before; None at the first.
+    """
+
+    ids: Sequence[int]
+    finish_reason: str | None
+    stop_reason: str | int | None
+    state: Any
+
+
+def has_tools(request: Mapping[str, Any]) -> bool:
+    """Whether the answer may call a tool."""
+    return bool(request.get("tools")) and request.get("tool_choice") != "none"

@@ -1,0 +1,94 @@
+"""vLLM's dialect, as of 0.32 and 0.33: lower priority is earlier, and closing the connection aborts a request."""
+
+import re
+
+import orjson
+
+from engines.dialect import (
+    Leg,
+    Observation,
+    ObservationError,
+    Upstream,
+    metric_sum,
+    salted,
+    stream_options,
+    with_fields,
+)
+from engines.http import HttpClient
+from engines.tokens import TokenRoutes
+from engines.vllm_tokens import VllmTokens, offers_tokens
+
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+class Vllm:
+    """Speaks to `vllm serve`, started with `--scheduling-policy priority` (with fcfs it ignores priorities)."""
+
+    kind = "vllm"
+
+    def __init__(self) -> None:
+        self.tokens: TokenRoutes | None = None
+
+    async def find_tokens(self, http: HttpClient, timeout_s: float) -> None:
+        self.tokens = VllmTokens() if await offers_tokens(http, timeout_s) else None
+
+    def upstream(self, leg: Leg) -> Upstream:
+        # Headers, not body fields: the body stays as it came, and the header outranks a priority in it.
+        headers = (
+            f"x-request-id: {leg.request_id}\r\n"
+            f"x-vllm-priority: {leg.priority}\r\n"
+            f"x-session-id: {leg.trajectory_id}\r\n"
+        )
+        fields = stream_options(leg)
+        if leg.cache_salt:
+            fields |= salted(leg.request, leg.cache_salt)
+        body = with_fields(leg.body, leg.request, fields)
+        return Upstream(leg.path, headers.encode("latin-1", "replace"), body)
+
+    async def observe(self, http: HttpClient, timeout_s: float) -> Observation:
+        status, page = await http.get("/metrics", timeout_s)
+        if status != 200:
+            raise ObservationError(f"/metrics answered {status}")
+        text = page.decode("utf-8", "replace")
+        running = metric_sum(text, "vllm:num_requests_running")
+        if running is None:
+            raise ObservationError("/metrics has no vllm:num_requests_running")
+        tokens = (metric_sum(text, "vllm:generation_tokens_total") or 0) + (
+            metric_sum(text, "vllm:prompt_tokens_total") or 0
+        )
+        return Observation(
+            num_running=int(running),
+            num_waiting=int(metric_sum(text, "vllm:num_requests_waiting") or 0),
+            kv_used_share=metric_sum(text, "vllm:kv_cache_usage_perc") or 0.0,
+            kv_capacity_tokens=_kv_capacity(text),
+            slots=None,
+            work_counter=tokens,
+            started_at=metric_sum(text, "process_start_time_seconds"),
+        )
+
+    async def slots(self, http: HttpClient, timeout_s: float) -> int | None:
+        # Only a server in development mode tells its configuration.
+        status, body = await http.get("/server_info?config_format=json", timeout_s)
+        if status != 200:
+            return None
+        try:
+            scheduler = orjson.loads(body)["vllm_config"]["scheduler_config"]
+            return int(scheduler["max_num_seqs"])
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    async def abort(self, http: HttpClient, request_id: str, timeout_s: float) -> None:
+        return None
+
+
+def _kv_capacity(text: str) -> int | None:
+    line = re.search(r"^vllm:cache_config_info\{(.*)\}", text, re.MULTILINE)
+    if line is None:
+        return None
+    labels = dict(_LABEL.findall(line[1]))
+    try:
+        if labels.get("kv_cache_size_tokens", "None") != "None":
+            return int(labels["kv_cache_size_tokens"])
+        return int(labels["num_gpu_blocks"]) * int(labels["block_size"])
+    except (KeyError, ValueError):
+        return None

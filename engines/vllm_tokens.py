@@ -1,0 +1,146 @@
+"""vLLM's token routes: render, generate, derender (vLLM 0.32, entrypoints/scale_out; `--enable-scale-out`).
+
+Where no parser is needed, generate gives text beside the ids (`output_mode: text`): the very text of its own chat
+route, stop strings held back and cut off. Where one is, the ids go to derender, which reads a whole output at once, or
+new tokens after a replay of all before them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from engines.dialect import Upstream
+from engines.http import HttpClient
+from engines.tokens import Delta, Event, Piece, Rendered, TokenLeg, Whole, has_tools
+
+_RENDER = "/v1/completions/render"
+_DERENDER = "/v1/completions/derender"
+# What render says of a request besides, and generate wants to hear again.
+_PASSED_ON = ("model", "reasoning_ended", "reasoning_parser_kwargs", "cache_salt")
+# A client that waits for the whole answer gets nothing from single tokens, and an event costs as much for one as for
+# many. More would be lost with an engine.
+_COARSE_TOKENS = 32
+
+
+async def offers_tokens(http: HttpClient, timeout_s: float) -> bool:
+    """Whether these routes are there: they refuse an empty request as malformed, not as unknown or forbidden."""
+    for path in (_RENDER, _DERENDER):
+        status, _ = await http.post(path, b"{}", timeout_s)
+        if status not in (400, 422):
+            return False
+    return True
+
+
+class VllmTokens:
+    """Speaks to `vllm serve --enable-scale-out`."""
+
+    def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream:
+        return Upstream(f"{path}/render", b"", body)
+
+    def rendered(self, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
+        made = orjson.loads(answer)
+        if isinstance(made, list):  # one for each prompt of a completion
+            if len(made) != 1:
+                return None
+            made = made[0]
+        if made.get("features"):
+            return None
+        sampling = made["sampling_params"]
+        needs_parser = has_tools(request) or made.get("reasoning_parser_kwargs") is not None
+        stop = sampling.get("stop") or ()
+        return Rendered(
+            prompt_ids=made["token_ids"],
+            call={"sampling_params": sampling}
+            | {name: made[name] for name in _PASSED_ON if made.get(name) is not None},
+            max_tokens=sampling["max_tokens"],
+            min_tokens=sampling.get("min_tokens") or 0,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            includes_stop=bool(sampling.get("include_stop_str_in_output")),
+            needs_parser=needs_parser,
+            has_grammar=sampling.get("structured_outputs") is not None,
+        )
+
+    def generate(self, rendered: Rendered, leg: TokenLeg) -> Upstream:
+        sampling: dict[str, Any] = rendered.call["sampling_params"]
+        if leg.num_made:
+            sampling = sampling | {
+                "max_tokens": rendered.max_tokens - leg.num_made,
+                "min_tokens": max(rendered.min_tokens - leg.num_made, 0),
+            }
+            if sampling.get("seed") is not None:  # the dice of the first leg would fall as they did at its start
+                sampling["seed"] += leg.num_made
+        if leg.wants_logprobs and sampling.get("logprobs") is None:
+            sampling = sampling | {"logprobs": 0}
+        if leg.is_coarse:
+            sampling = sampling | {"stream_interval": _COARSE_TOKENS}
+        call: dict[str, Any] = {
+            **rendered.call,
+            "request_id": leg.request_id,
+            "token_ids": leg.prompt_ids,
+            "sampling_params": sampling,
+            "output_mode": "tokens" if rendered.needs_parser else "text",
+            "priority": leg.priority,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if leg.cache_salt:
+            own = call.get("cache_salt")
+            call["cache_salt"] = f"{own}.{leg.cache_salt}" if own else leg.cache_salt
+        headers = f"x-request-id: {leg.request_id}\r\nx-session-id: {leg.trajectory_id}\r\n"
+        return Upstream("/inference/v1/generate", headers.encode("latin-1", "replace"), orjson.dumps(call))
+
+    def reader(self) -> Callable[[Event], Piece]:
+        return _piece
+
+    def texts(self, rendered: Rendered, outputs: Sequence[Sequence[int]]) -> Upstream:
+        made = [_response(f"part-{i}", {"token_ids": ids, "finish_reason": "length"}) for i, ids in enumerate(outputs)]
+        call = {"generate_responses": made, "prompt_token_ids": [rendered.prompt_ids[-16:]] * len(made)}
+        return Upstream(_DERENDER, b"", orjson.dumps(call))
+
+    def read_texts(self, answer: bytes) -> list[str]:
+        return [choice["text"] for choice in orjson.loads(answer)["choices"]]
+
+    def derender(self, request: Mapping[str, Any], prompt_ids: Sequence[int], last: Whole | Delta) -> Upstream:
+        choice: dict[str, Any] = {
+            "token_ids": last.ids,
+            "finish_reason": last.finish_reason,
+            "stop_reason": last.stop_reason,
+        }
+        call: dict[str, Any] = {"prompt_token_ids": prompt_ids, "chat_request": request}
+        if isinstance(last, Delta):
+            made = _response("part", choice)
+            call |= {"stream": True, "generate_chunk": made, "stream_state": last.state}
+        else:
+            if last.logprobs is not None:
+                choice["logprobs"] = {"content": last.logprobs}
+            # A parser that must know whether the prompt left reasoning open looks here for the prompt.
+            call["generate_response"] = _response("whole", choice) | {"prompt_token_ids": prompt_ids}
+        return Upstream("/v1/chat/completions/derender", b"", orjson.dumps(call))
+
+    def derendered(self, answer: bytes) -> tuple[dict[str, Any], Any]:
+        made = orjson.loads(answer)
+        state = made.get("stream_state")
+        choice: dict[str, Any] = (made["chunk"] if state is not None else made)["choices"][0]
+        return choice, state
+
+
+def _response(request_id: str, choice: dict[str, Any]) -> dict[str, Any]:
+    return {"request_id": request_id, "choices": [{"index": 0, **choice}]}
+
+
+def _piece(event: Event) -> Piece:
+    choices = event["choices"]
+    if not choices:
+        details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
+        return Piece([], cached_tokens=details.get("cached_tokens"))
+    choice = choices[0]
+    logprobs, versions = choice.get("logprobs"), choice.get("weight_versions")
+    return Piece(
+        choice["token_ids"] or [],
+        choice.get("text") or "",
+        logprobs["content"] if logprobs else None,
+        choice["finish_reason"],
+        choice.get("stop_reason"),
+        tuple((span["version"], span["start"], span["end"]) for span in versions) if versions else (),
+    )

@@ -1,0 +1,1 @@
+"""Everything beside the hot routes, in FastAPI."""

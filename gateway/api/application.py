@@ -1,0 +1,170 @@
+"""The API beside the hot routes, all of it in FastAPI: health, metrics and models here, the rest in `*_api.py`."""
+
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from gateway import metrics as metrics_page
+from gateway.api.fleet import Engines, add_engines
+from gateway.api.tokens import Tokens, add_tokens
+from gateway.api.trajectories import Trajectories, add_trajectories
+from gateway.config import Settings
+from gateway.fleet.fleet import Fleet, UnknownEngine
+from gateway.fleet.member import EngineState
+from gateway.http.errors import api_error, error_body
+from gateway.http.refusals import Refused, bad_request, internal_error, not_found
+from gateway.metrics import Metrics
+from gateway.state.driver import Driver
+from gateway.tokens.book import StoredTokens
+from store.port import Store
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
+    for status, text in (
+        (400, "Bad request"),
+        (401, "No or wrong key"),
+        (403, "Needs the admin key"),
+        (404, "Unknown"),
+        (408, "The body stopped coming"),
+        (409, "Conflict"),
+        (413, "The body is too large"),
+        (431, "The headers are too large"),
+        (500, "The gateway failed"),
+    )
+}
+
+
+class Health:
+    """How the gateway is."""
+
+    def __init__(
+        self, settings: Settings, driver: Driver, fleet: Fleet, store: Store, metrics: Metrics, book: StoredTokens
+    ) -> None:
+        self.fleet = fleet
+        self.metrics = metrics
+        self._settings = settings
+        self._driver = driver
+        self._store = store
+        self._book = book
+
+    def view(self) -> dict[str, Any]:
+        """It serves even while its store is away."""
+        store = self._store.health()
+        engines = self.fleet.members()
+        return {
+            "status": "ok" if store.ok else "degraded",
+            "policy": self._settings.policy,
+            "store": {
+                "ok": store.ok,
+                "detail": store.detail,
+                "num_pending": store.num_pending,
+                "lag_s": store.lag_s,
+                "num_dropped": store.num_dropped,
+            },
+            "tokens": self._book.view(),
+            "engines": {state.value: sum(member.state is state for member in engines) for state in EngineState},
+            "waiting_turns": self._driver.scheduler.num_waiting,
+        }
+
+
+def build_api(health: Health, trajectories: Trajectories, engines: Engines, tokens: Tokens) -> FastAPI:
+    """The FastAPI application."""
+    app = FastAPI(
+        title="Heddle",
+        version="0.1.0",
+        description="An OpenAI-compatible gateway for agentic RL rollouts.",
+        redoc_url=None,
+        default_response_class=_Json,
+        responses=_ERRORS,
+    )
+    app.add_exception_handler(Refused, _refused)
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(Exception, _defect)
+    app.add_exception_handler(UnknownEngine, _unknown_engine)
+    _add_health(app, health)
+    _add_models(app, health.fleet)
+    add_tokens(app, tokens)  # before the trajectories, whose paths would swallow its own
+    add_trajectories(app, trajectories)
+    add_engines(app, engines)
+    return app
+
+
+def _add_health(app: FastAPI, health: Health) -> None:
+    @app.get("/healthz", tags=["health"])
+    async def healthz() -> dict[str, Any]:
+        """Whether the process lives, and how its store and engines are."""
+        return health.view()
+
+    @app.get("/readyz", tags=["health"], responses={503: {"description": "No engine is ready"}})
+    async def readyz() -> Response:
+        """200 while at least one engine can take turns."""
+        ready = bool(health.fleet.serving(None))
+        return _Json({"ready": ready}, status_code=200 if ready else 503)
+
+    @app.get("/metrics", tags=["health"], response_class=Response)
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(health.metrics.page(), media_type=metrics_page.CONTENT_TYPE)
+
+
+def _add_models(app: FastAPI, fleet: Fleet) -> None:
+    def card(model_id: str) -> dict[str, Any]:
+        limit = fleet.models()[model_id].max_context_tokens
+        return {"id": model_id, "object": "model", "created": 0, "owned_by": "heddle", "max_model_len": limit}
+
+    @app.get("/v1/models", tags=["openai"])
+    async def models() -> dict[str, Any]:
+        """The models that the fleet serves."""
+        return {"object": "list", "data": [card(model_id) for model_id in sorted(fleet.models())]}
+
+    @app.get("/v1/models/{model_id:path}", tags=["openai"])
+    async def model(model_id: str) -> dict[str, Any]:
+        """One model."""
+        if model_id not in fleet.models():
+            raise not_found(f"The model {model_id[:200]!r} does not exist.", "model_not_found")
+        return card(model_id)
+
+
+class _Json(JSONResponse):
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content, default=str)
+
+
+def _refused_response(refused: Refused) -> Response:
+    headers = {name.decode(): value.decode() for name, value in refused.headers()}
+    return Response(error_body("other", refused.error), refused.error.status, headers, "application/json")
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return _refused_response(error)
+
+
+async def _unknown_engine(_: Request, error: Exception) -> Response:
+    return _refused_response(not_found(f"{error}."))
+
+
+async def _defect(_: Request, error: Exception) -> Response:
+    return _refused_response(internal_error())
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    message = f"Unknown route: {request.method} {request.url.path[:200]}." if status == 404 else error.detail
+    refused = Refused(api_error(status, message, {404: "unknown_route", 405: "method_not_allowed"}.get(status)))
+    response = _refused_response(refused)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _validation_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(step) for step in first["loc"] if step not in ("body", "query", "path"))
+    return _refused_response(bad_request(f"{where}: {first['msg']}." if where else f"{first['msg']}.", where or None))

@@ -1,0 +1,143 @@
+"""The API of the fleet: its engines, and the events of the scheduler."""
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Query, Request
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from gateway.config import EngineSettings
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.member import Member
+from gateway.http.access import Access
+from gateway.http.refusals import bad_request
+from gateway.state.driver import Driver
+from gateway.state.eventlog import EventLog
+
+
+class NewEngine(BaseModel):
+    """An engine to take into the fleet."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: Annotated[str, Field(max_length=2048)]
+    kind: str | None = None
+    slots: Annotated[int | None, Field(ge=1, le=65_536)] = None
+    kv_capacity_tokens: Annotated[int | None, Field(ge=1, le=2**53)] = None
+    tp: Annotated[int, Field(ge=1, le=1024)] = 1
+    profile: str | None = None
+
+
+class Engines:
+    """What the routes of the fleet read and do.
+
+    Args:
+        access: checks the admin key of what changes the fleet.
+        heartbeat_s: of a stream of events that has nothing to tell.
+    """
+
+    def __init__(self, fleet: Fleet, driver: Driver, event_log: EventLog, access: Access, heartbeat_s: float) -> None:
+        self.fleet = fleet
+        self.event_log = event_log
+        self.access = access
+        self.heartbeat_s = heartbeat_s
+        self._driver = driver
+
+    def view(self, member: Member) -> dict[str, Any]:
+        """One engine, as the API shows it."""
+        known = self._driver.scheduler.engines.get(member.engine_id)
+        seen = member.observation
+        return {
+            "id": member.engine_id,
+            "object": "engine",
+            "url": member.settings.url,
+            "kind": member.dialect.kind if member.dialect else member.settings.kind,
+            "state": member.state.value,
+            "is_cordoned": member.is_cordoned or bool(member.held),
+            "cordon_reason": member.held or None,
+            "weight_version": member.weight_version or None,
+            "models": [model.model_id for model in member.models],
+            "tp": member.settings.tp,
+            "profile": member.settings.profile,
+            "slots": known.spec.slots if known else member.slots,
+            "kv_capacity_tokens": known.spec.kv_capacity_tokens if known else None,
+            "kv_claimed_tokens": known.kv_claimed if known else 0,
+            "kv_used_share": seen.kv_used_share if seen else None,
+            "num_running": seen.num_running if seen else None,
+            "num_waiting": seen.num_waiting if seen else None,
+            "token_legs": member.dialect is not None and member.dialect.tokens is not None,
+            "num_legs": member.num_legs,
+            "num_faults": member.num_faults,
+            "last_fault": member.last_fault or None,
+        }
+
+    def move_away(self, engine_id: str) -> None:
+        """Have an engine's turns go on from their tokens elsewhere, if another one serves its models."""
+        member = self.fleet.cordon(engine_id, True)
+        if all(self.fleet.serving(model.model_id) for model in member.models):
+            for turn in self._driver.live_turns():
+                if turn.engine_id == engine_id:
+                    turn.pause()
+
+
+def add_engines(app: FastAPI, engines: Engines) -> None:
+    """Add the routes."""
+
+    async def need_admin(request: Request) -> None:
+        engines.access.admin(request.scope["headers"])
+
+    admin = [Depends(need_admin)]
+
+    @app.get("/v1/engines", tags=["fleet"])
+    async def all_engines() -> dict[str, Any]:
+        """The fleet: state, load and KV of each engine."""
+        return {"object": "list", "data": [engines.view(member) for member in engines.fleet.members()]}
+
+    @app.post("/v1/engines", tags=["fleet"], status_code=201, dependencies=admin)
+    async def add(engine: NewEngine) -> dict[str, Any]:
+        """Take an engine into the fleet. Needs the admin key."""
+        try:
+            parsed = EngineSettings.parse(engine.url)
+            given = engine.model_dump(exclude={"url"}, exclude_none=True)
+            member = engines.fleet.add(EngineSettings(**{**parsed.model_dump(), **given}))
+        except ValueError as error:
+            raise bad_request(str(error).splitlines()[0], "url") from None
+        return engines.view(member)
+
+    @app.delete("/v1/engines/{engine_id}", tags=["fleet"], dependencies=admin)
+    async def remove(engine_id: str) -> dict[str, Any]:
+        """Take an engine out of the fleet; turns that run there go on elsewhere. Needs the admin key."""
+        await engines.fleet.remove(engine_id)
+        return {"id": engine_id, "removed": True}
+
+    @app.post("/v1/engines/{engine_id}/cordon", tags=["fleet"], dependencies=admin)
+    async def cordon(engine_id: str) -> dict[str, Any]:
+        """Give an engine no more turns. Needs the admin key."""
+        return engines.view(engines.fleet.cordon(engine_id, True))
+
+    @app.post("/v1/engines/{engine_id}/uncordon", tags=["fleet"], dependencies=admin)
+    async def uncordon(engine_id: str) -> dict[str, Any]:
+        """Give an engine turns again. Needs the admin key."""
+        return engines.view(engines.fleet.cordon(engine_id, False))
+
+    @app.post("/v1/engines/{engine_id}/drain", tags=["fleet"], dependencies=admin)
+    async def drain(engine_id: str, timeout_s: Annotated[float, Query(ge=0, le=86_400)] = 600.0) -> dict[str, Any]:
+        """Cordon an engine and wait until none of its turns runs; those that can go on elsewhere now. Needs the admin
+        key."""
+        engines.move_away(engine_id)
+        drained = await engines.fleet.drained(engine_id, timeout_s)
+        return {**engines.view(engines.fleet.get(engine_id)), "is_drained": drained}
+
+    @app.get("/v1/events", tags=["fleet"], response_class=StreamingResponse)
+    async def events() -> StreamingResponse:
+        """Everything the scheduler hears and decides, as it happens (SSE)."""
+
+        async def stream() -> AsyncIterator[bytes]:
+            yield b": watching\n\n"
+            async for batch in engines.event_log.watch(engines.heartbeat_s):
+                lines = batch.splitlines()
+                yield b"".join(b"data: " + line + b"\n\n" for line in lines) if lines else b": nothing yet\n\n"
+
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)

@@ -1,0 +1,133 @@
+"""Declares the hot routes in FastAPI: for its documentation, and so that they answer alike below and through it."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.http.client import AsgiClient
+from gateway.http.outlet import Outlet
+from gateway.passthrough import PASSTHROUGH_ROUTES, Passthrough
+from gateway.turns.turns import TURN_ROUTES, Turns
+
+_MESSAGES = {"type": "array", "items": {"type": "object", "required": ["role"]}}
+_MODEL = {"type": "string", "description": "A name from /v1/models."}
+_STREAM = {"type": "boolean", "default": False, "description": "Answer as server-sent events."}
+_TEXT = {"type": "string"}
+_BODIES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "/v1/chat/completions": ("Chat completion (OpenAI)", {"messages": _MESSAGES, "stream": _STREAM}, ["messages"]),
+    "/v1/completions": ("Completion (OpenAI)", {"prompt": {}, "stream": _STREAM}, ["prompt"]),
+    "/v1/responses": ("Response (OpenAI)", {"input": {}, "stream": _STREAM}, ["input"]),
+    "/v1/messages": (
+        "Message (Anthropic)",
+        {"messages": _MESSAGES, "max_tokens": {"type": "integer"}, "stream": _STREAM},
+        ["messages", "max_tokens"],
+    ),
+    "/v1/embeddings": ("Embeddings (OpenAI)", {"input": {}}, ["input"]),
+    "/v1/messages/count_tokens": ("Tokens of a message (Anthropic)", {"messages": _MESSAGES}, ["messages"]),
+    "/tokenize": ("Tokens of a text (vLLM, SGLang)", {"prompt": _TEXT}, []),
+    "/detokenize": ("Text of tokens (vLLM, SGLang)", {"tokens": {"type": "array", "items": {"type": "integer"}}}, []),
+}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
+    },
+}
+_STATUSES = (400, 401, 404, 408, 409, 413, 429, 431, 500, 502, 503, 504)
+
+
+def declare_hot_routes(app: FastAPI, turns: Turns, passthrough: Passthrough) -> None:
+    """Add the routes of `turns` and `passthrough` to FastAPI."""
+
+    async def turn_response(request: Request) -> Response:
+        path = request.scope["path"]
+        return _Served(lambda client: turns.serve(client, path, ""))
+
+    async def passed_response(request: Request) -> Response:
+        path = request.scope["path"]
+
+        async def serve(client: AsgiClient) -> None:
+            outlet = Outlet(client, PASSTHROUGH_ROUTES[path], "", keeps=False, max_kept_bytes=0)
+            await passthrough.serve(client, outlet, path)
+            await client.drain()
+
+        return _Served(serve)
+
+    for path, (summary, fields, required) in _BODIES.items():
+        app.add_api_route(
+            path,
+            turn_response if path in TURN_ROUTES else passed_response,
+            methods=["POST"],
+            tags=["openai"],
+            summary=summary,
+            response_class=Response,
+            openapi_extra=_described(path, fields, required),
+            operation_id=path.strip("/").replace("/", "_"),
+        )
+    _describe_errors(app)
+
+
+class _Served(Response):
+    """A response that serves the request itself."""
+
+    def __init__(self, serve: Any) -> None:
+        super().__init__()
+        self._serve = serve
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._serve(AsgiClient(scope, receive, send))
+
+
+def _described(path: str, fields: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": {"model": _MODEL, **fields},
+        "required": required,
+        "additionalProperties": True,
+    }
+    name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    error = {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}}
+    answer = {"description": "The answer", "content": {"application/json": {"schema": {}}, "text/event-stream": {}}}
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "responses": {
+            "200": answer,
+            **{str(status): {"description": "An error", **error} for status in _STATUSES},
+        },
+    }
+
+
+def _describe_errors(app: FastAPI) -> None:
+    build = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = build()
+        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+        schemas |= {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

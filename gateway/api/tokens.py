@@ -1,0 +1,123 @@
+"""What a trainer asks for: a trajectory's tokens, a rollout's as a file; and what it says: a reward."""
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi import FastAPI, Header, Query, Response
+from fastapi.responses import StreamingResponse
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from gateway.api.trajectories import storable
+from gateway.http.refusals import not_acceptable, not_found, store_away
+from gateway.state import ledger as ledgers
+from gateway.state.ledger import Entry, Ledger
+from gateway.tokens.book import StoredTokens
+from gateway.tokens.branches import tree
+from gateway.tokens.export import jsonl, parquet
+from gateway.tokens.parquet import ParquetFile
+from scheduling.types import TrajectoryState
+from store.port import StoreError
+
+JSONL, PARQUET = "application/jsonl", "application/vnd.apache.parquet"
+
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class Reward(BaseModel):
+    """What a trajectory was worth."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reward: _Number
+    components: dict[str, _Number] = {}
+    metadata: Annotated[dict[str, Any], AfterValidator(storable)] = {}
+
+
+class Tokens:
+    """What the routes read and do."""
+
+    def __init__(self, ledger: Ledger, book: StoredTokens) -> None:
+        self._ledger = ledger
+        self._book = book
+
+    async def tree(self, trajectory_id: str) -> bytes:
+        """All turns of a trajectory, as JSON. Raises Refused (404, 503)."""
+        entry = self._entry(trajectory_id)
+        try:
+            turns = await self._book.turns(trajectory_id)
+        except StoreError as error:
+            raise store_away(str(error)) from error
+        return orjson.dumps(tree(entry, turns), option=orjson.OPT_SERIALIZE_NUMPY)
+
+    def reward(self, trajectory_id: str, reward: Reward) -> Entry:
+        """Keep a reward; the last one counts. Raises Refused (404)."""
+        self._entry(trajectory_id)
+        self._ledger.rewarded(trajectory_id, reward.model_dump())
+        return self._entry(trajectory_id)
+
+    def export(self, rollout_id: str, state: TrajectoryState | None, as_parquet: bool) -> AsyncIterator[bytes]:
+        """A rollout's trajectories in the order of their ids, as a file in parts. Raises Refused (404, 406)."""
+        entries = [entry for entry in self._ledger if entry.record.rollout_id == rollout_id]
+        if not entries:
+            raise not_found(f"No rollout {rollout_id[:256]!r}.")
+        chosen = [entry for entry in entries if state is None or entry.record.state is state]
+        chosen.sort(key=lambda entry: entry.record.trajectory_id)
+        if not as_parquet:
+            return jsonl(chosen, self._book)
+        try:
+            return parquet(ParquetFile(), chosen, self._book)
+        except ImportError:
+            raise not_acceptable(
+                "The gateway cannot write Parquet: install it with pip install 'heddle[export]'. JSONL works without."
+            ) from None
+
+    def _entry(self, trajectory_id: str) -> Entry:
+        entry = self._ledger.get(trajectory_id)
+        if entry is None:
+            raise not_found(f"No trajectory {trajectory_id[:256]!r}.")
+        return entry
+
+
+def add_tokens(app: FastAPI, tokens: Tokens) -> None:
+    """Add the routes; before those of trajectories, whose paths would swallow these."""
+
+    @app.get("/v1/trajectories/{trajectory_id:path}/tokens", tags=["training"])
+    async def trajectory_tokens(trajectory_id: str) -> Response:
+        """All turns of a trajectory at token level: ids, log-probabilities, loss mask, weight versions, branches."""
+        return Response(await tokens.tree(trajectory_id), media_type="application/json")
+
+    @app.post("/v1/trajectories/{trajectory_id:path}/reward", tags=["training"])
+    async def reward(trajectory_id: str, reward: Reward) -> dict[str, Any]:
+        """Say what a trajectory was worth; the last word counts."""
+        return ledgers.as_json(tokens.reward(trajectory_id, reward))
+
+    @app.post(
+        "/v1/rollouts/{rollout_id:path}/export",
+        tags=["training"],
+        response_class=StreamingResponse,
+        responses={
+            200: {"description": "One record for each branch", "content": {JSONL: {}, PARQUET: {}}},
+            406: {"description": "No such form of file here"},
+        },
+    )
+    async def export(
+        rollout_id: str,
+        accept: Annotated[str, Header()] = "",
+        form: Annotated[Literal["jsonl", "parquet"] | None, Query(alias="format")] = None,
+        state: TrajectoryState | None = None,
+    ) -> StreamingResponse:
+        """The tokens of a rollout's trajectories, one record for each branch, as JSON lines or Parquet."""
+        as_parquet = form == "parquet" if form else "parquet" in accept
+        parts = tokens.export(rollout_id, state, as_parquet)
+        try:  # while the status can still say that the store is away
+            first = await anext(parts, b"")
+        except StoreError as error:
+            raise store_away(str(error)) from error
+        return StreamingResponse(_with(first, parts), media_type=PARQUET if as_parquet else JSONL)
+
+
+async def _with(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for part in parts:
+        yield part

@@ -1,0 +1,213 @@
+"""The API of trajectories and rollouts: declare, look, page, finish, abort."""
+
+import os
+from typing import Annotated, Any
+
+import orjson
+from fastapi import FastAPI, Query, Request, Response
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from gateway.clock import Clock
+from gateway.http.refusals import bad_request, conflict, not_found
+from gateway.state import ledger as ledgers
+from gateway.state.driver import Driver
+from gateway.state.ledger import Entry, Ledger
+from gateway.tokens.book import wants_tokens
+from gateway.turns.turn import Turn
+from predictor.progress import Predictor, Progress
+from scheduling.types import Prediction, TrajectoryClosed, TrajectoryDeclared, TrajectoryState
+
+MAX_PAGE = 1000
+_ID = Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")
+
+
+def storable(metadata: dict[str, Any]) -> dict[str, Any]:
+    """JSON as FastAPI reads it has numbers and strings that no store can hold. Raises ValueError."""
+    try:
+        orjson.dumps(metadata)
+    except orjson.JSONEncodeError as error:
+        raise ValueError(str(error)) from None
+    return metadata
+
+
+class Declaration(BaseModel):
+    """What a client says of a trajectory before its first turn."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: Annotated[str | None, _ID] = None
+    group_id: Annotated[str, Field(max_length=256)] = ""
+    rollout_id: Annotated[str | None, _ID] = None
+    expected_output_tokens: Annotated[int | None, Field(ge=1, le=2**31)] = None
+    metadata: Annotated[dict[str, Any], AfterValidator(storable)] = {}
+
+
+class Trajectories:
+    """What the routes of trajectories and rollouts read and do."""
+
+    def __init__(self, clock: Clock, driver: Driver, ledger: Ledger, predictor: Predictor) -> None:
+        self._clock = clock
+        self._driver = driver
+        self._ledger = ledger
+        self._predictor = predictor
+
+    def declare(self, declaration: Declaration, keeps_tokens: bool = True) -> Entry:
+        """Make a trajectory known. Raises Refused (409) when its id is known already."""
+        trajectory_id = declaration.id or f"t-{os.urandom(12).hex()}"
+        if self._ledger.get(trajectory_id) is not None:
+            raise conflict(f"The trajectory {trajectory_id!r} is there already.")
+        expected = declaration.expected_output_tokens
+        progress = Progress(trajectory_id, declaration.group_id)
+        prediction = Prediction(expected, expected) if expected else self._predictor.predict(progress)
+        self._driver.post(
+            TrajectoryDeclared(self._clock(), trajectory_id, prediction, declaration.group_id, declaration.rollout_id)
+        )
+        declared = {"expected_output_tokens": expected, "metadata": declaration.metadata}
+        self._ledger.declare(trajectory_id, declared if keeps_tokens else declared | {"tokens": "none"})
+        return self.entry(trajectory_id)
+
+    def entry(self, trajectory_id: str) -> Entry:
+        """Raises Refused (404)."""
+        entry = self._ledger.get(trajectory_id)
+        if entry is None:
+            raise not_found(f"No trajectory {trajectory_id[:256]!r}.")
+        return entry
+
+    def close(self, trajectory_id: str, abort: bool) -> Entry:
+        """Finish a trajectory, or abort it with its turns. Repeating it changes nothing."""
+        self.entry(trajectory_id)
+        self._driver.post(TrajectoryClosed(self._clock(), trajectory_id, abort))
+        return self.entry(trajectory_id)
+
+    def page(self, rollout_id: str | None, state: str | None, after: str | None, limit: int) -> dict[str, Any]:
+        """Trajectories in the order of their ids, after one of them."""
+        matching = sorted(
+            (
+                entry
+                for entry in self._ledger
+                if (rollout_id is None or entry.record.rollout_id == rollout_id)
+                and (state is None or entry.record.state == state)
+                and (after is None or entry.record.trajectory_id > after)
+            ),
+            key=lambda entry: entry.record.trajectory_id,
+        )
+        shown = [ledgers.as_json(entry) for entry in matching[:limit]]
+        return {
+            "object": "list",
+            "data": shown,
+            "has_more": len(matching) > limit,
+            "last_id": shown[-1]["id"] if shown else None,
+        }
+
+    def live_turns(self, trajectory_id: str) -> list[dict[str, Any]]:
+        """The turns of a trajectory that wait or run."""
+        now = self._clock()
+        return [
+            {
+                "turn_id": turn.turn_id,
+                "api": turn.ask.api,
+                "state": "running" if turn.leg else "waiting",
+                "legs": turn.leg,
+                "arrived_at": turn.arrived_at,
+                "waited_s": (turn.first_dispatch_at or now) - turn.arrived_at,
+                "chunks": turn.num_chunks,
+            }
+            for turn in self._driver.live_turns()
+            if isinstance(turn, Turn) and turn.ask.trajectory_id == trajectory_id
+        ]
+
+    def rollout(self, rollout_id: str) -> dict[str, Any]:
+        """A rollout as the sum of its trajectories. Raises Refused (404)."""
+        records = [entry.record for entry in self._ledger if entry.record.rollout_id == rollout_id]
+        if not records:
+            raise not_found(f"No rollout {rollout_id[:256]!r}.")
+        began_at = min(record.created_at for record in records)
+        return {
+            "id": rollout_id,
+            "object": "rollout",
+            "num_trajectories": {
+                state.value: sum(record.state is state for record in records) for state in TrajectoryState
+            },
+            "num_turns": sum(record.num_turns for record in records),
+            "output_tokens": sum(record.output_tokens for record in records),
+            "began_at": began_at,
+            "elapsed_s": max(record.last_at for record in records) - began_at,
+        }
+
+    def abort_rollout(self, rollout_id: str) -> int:
+        """Abort all active trajectories of a rollout; how many they were. Raises Refused (404)."""
+        records = [entry.record for entry in self._ledger if entry.record.rollout_id == rollout_id]
+        if not records:
+            raise not_found(f"No rollout {rollout_id[:256]!r}.")
+        active = [record for record in records if record.state is TrajectoryState.ACTIVE]
+        for record in active:
+            self.close(record.trajectory_id, abort=True)
+        return len(active)
+
+
+def add_trajectories(app: FastAPI, trajectories: Trajectories) -> None:
+    """Add the routes."""
+
+    @app.post("/v1/trajectories", tags=["trajectories"], status_code=201)
+    async def declare(declaration: Declaration, request: Request, response: Response) -> dict[str, Any]:
+        """Declare a trajectory before its first turn: its group, its rollout, what is expected of it.
+
+        With `Prefer: tokens=none` no tokens of it are kept.
+        """
+        keeps_tokens = wants_tokens(request.scope["headers"])
+        if not keeps_tokens:
+            response.headers["preference-applied"] = "tokens=none"
+        return ledgers.as_json(trajectories.declare(declaration, keeps_tokens))
+
+    @app.get("/v1/trajectories", tags=["trajectories"])
+    async def page(
+        rollout: str | None = None,
+        state: TrajectoryState | None = None,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
+    ) -> dict[str, Any]:
+        """Trajectories by rollout and state, paged: ask again with `after` set to `last_id`."""
+        return trajectories.page(rollout, state, after, limit)
+
+    @app.get("/v1/trajectories/{trajectory_id:path}", tags=["trajectories"])
+    async def trajectory(trajectory_id: str) -> dict[str, Any]:
+        """One trajectory with its turns: times, tokens, engine, priority, and why."""
+        entry = trajectories.entry(trajectory_id)
+        return {
+            **ledgers.as_json(entry),
+            "turns": list(entry.turns),
+            "live_turns": trajectories.live_turns(trajectory_id),
+        }
+
+    @app.post("/v1/trajectories/{trajectory_id:path}/finish", tags=["trajectories"])
+    async def finish(trajectory_id: str) -> dict[str, Any]:
+        """The trajectory ended well; its KV is given up."""
+        return ledgers.as_json(trajectories.close(trajectory_id, abort=False))
+
+    @app.delete("/v1/trajectories/{trajectory_id:path}", tags=["trajectories"])
+    async def abort(trajectory_id: str) -> dict[str, Any]:
+        """Stop a trajectory: what runs is aborted, later turns are refused."""
+        return ledgers.as_json(trajectories.close(trajectory_id, abort=True))
+
+    @app.post("/finish_session", tags=["trajectories"])
+    async def finish_session(session_id: str) -> dict[str, Any]:
+        """As `finish`, in the form that vllm-router's clients use."""
+        return ledgers.as_json(trajectories.close(session_id, abort=False))
+
+    @app.post("/programs/release", tags=["trajectories"])
+    async def release_program(body: dict[str, Any]) -> dict[str, Any]:
+        """As `finish`, in the form that ThunderAgent's clients use: `{"program_id": ...}`."""
+        program_id = body.get("program_id")
+        if not isinstance(program_id, str):
+            raise bad_request("'program_id' must be a string.", "program_id")
+        return ledgers.as_json(trajectories.close(program_id, abort=False))
+
+    @app.get("/v1/rollouts/{rollout_id:path}", tags=["trajectories"])
+    async def rollout(rollout_id: str) -> dict[str, Any]:
+        """A rollout: how many trajectories are in which state, tokens, time."""
+        return trajectories.rollout(rollout_id)
+
+    @app.delete("/v1/rollouts/{rollout_id:path}", tags=["trajectories"])
+    async def abort_rollout(rollout_id: str) -> dict[str, Any]:
+        """Abort every active trajectory of a rollout."""
+        return {"id": rollout_id, "num_aborted": trajectories.abort_rollout(rollout_id)}

@@ -1,0 +1,69 @@
+"""The API of weight updates."""
+
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from engines.weights import NewWeights, UpdateMode
+from gateway.http.access import Access
+from gateway.http.errors import api_error
+from gateway.turns.weight_updates import Update, Weights
+
+
+class Order(BaseModel):
+    """New weights for the fleet."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
+    path: Annotated[str | None, Field(min_length=1, max_length=4096)] = None
+    transfer: dict[str, Any] | None = None
+    transfer_of: Annotated[dict[str, dict[str, Any]], Field(description="By engine id: joined to `transfer`.")] = {}
+    engines: Annotated[list[str] | None, Field(min_length=1, max_length=10_000)] = None
+    mode: UpdateMode = UpdateMode.KEEP
+    wait: Annotated[bool, Field(description="Answer at the update's end; else at once, and `GET` tells.")] = True
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> "Order":
+        if (self.path is None) == (self.transfer is None):
+            raise ValueError("give either 'path' or 'transfer'")
+        if self.transfer_of and self.transfer is None:
+            raise ValueError("'transfer_of' goes with 'transfer'")
+        return self
+
+
+def add_weights(app: FastAPI, weights: Weights, access: Access) -> None:
+    """Add the routes."""
+
+    async def need_admin(request: Request) -> None:
+        access.admin(request.scope["headers"])
+
+    @app.post("/v1/weights", tags=["fleet"], dependencies=[Depends(need_admin)])
+    async def update(order: Order) -> JSONResponse:
+        """Give the fleet new weights while turns run; safe to repeat. Needs the admin key.
+
+        200: done, or some engines failed and are held. 202: it runs. 409: another runs. 502: no engine took them.
+        """
+        given = NewWeights(order.version, order.mode, order.path, order.transfer)
+        begun = weights.begin(given, order.engines, order.transfer_of)
+        if order.wait:
+            await weights.finished(begun)
+        return _answered(begun)
+
+    @app.get("/v1/weights", tags=["fleet"])
+    async def current() -> dict[str, Any]:
+        """The current version, the version of each engine, and how the last update went or goes."""
+        return weights.view()
+
+
+def _answered(update: Update) -> JSONResponse:
+    match update.status():
+        case "running":
+            return JSONResponse(update.view(), 202)
+        case "failed":
+            reasons = [one.error for one in update.engines.values() if one.error]
+            error = api_error(502, f"No engine took weights {update.weights.version!r}: {reasons[0]}", "weights_failed")
+            return JSONResponse({"error": error.openai(), **update.view()}, 502)
+    return JSONResponse(update.view())

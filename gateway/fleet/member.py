@@ -1,0 +1,88 @@
+"""One engine of the fleet, as this process knows it."""
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engines.dialect import Dialect, Observation
+from engines.http import HttpClient
+from engines.probe import Model
+from gateway.config import EngineSettings
+from scheduling.cost import EngineProfile
+
+
+class EngineState(StrEnum):
+    """`starting`: not seen yet. `ready`: it may be used. `lost`: its circuit is open."""
+
+    STARTING = "starting"
+    READY = "ready"
+    LOST = "lost"
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One engine of the fleet.
+
+    Args:
+        address: host, port and path of its URL.
+        generation: counts the processes seen at this address.
+        is_cordoned: an operator, or the controller, wants it to get no more turns.
+        held: why the gateway itself gives it none: its weights are not the fleet's. "" when they are.
+        is_in_doubt: an update began and did not end well, so its weights may not be what it tells.
+        is_updating: it is being given weights. It is not looked at meanwhile, for it may stand still for minutes.
+        versions: of its weights since this process was first seen, in order; none where it does not tell.
+        cache_salt: goes with every request, so that none meets KV of other weights; "" until a version was set.
+        num_legs: legs that this gateway runs on it.
+        num_faults: connection faults since the last good look or answer.
+        is_busy: turns ran when it was last looked at, by its own word or because legs of ours did.
+        worked_at: when it was last seen to get on, or to have nothing to do.
+    """
+
+    settings: EngineSettings
+    http: HttpClient
+    profile: EngineProfile | None
+    address: str
+    generation: int = 1
+    started_at: float | None = None
+    state: EngineState = EngineState.STARTING
+    is_cordoned: bool = False
+    held: str = ""
+    is_in_doubt: bool = False
+    is_updating: bool = False
+    versions: list[str] = field(default_factory=list)
+    cache_salt: str = ""
+    dialect: Dialect | None = None
+    models: tuple[Model, ...] = ()
+    slots: int | None = None
+    observation: Observation | None = None
+    num_legs: int = 0
+    num_faults: int = 0
+    last_fault: str = ""
+    is_busy: bool = False
+    worked_at: float = 0.0
+    recheck: asyncio.Event = field(default_factory=asyncio.Event)
+    task: "asyncio.Task[None] | None" = None
+
+    @property
+    def engine_id(self) -> str:
+        """Its address, and which process there."""
+        return self.address if self.generation == 1 else f"{self.address}~{self.generation}"
+
+    @property
+    def weight_version(self) -> str:
+        """Which weights its next token is made with; "" where it does not tell."""
+        return self.versions[-1] if self.versions else ""
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether new turns may go there, as far as the gateway decides it."""
+        return not (self.is_cordoned or self.held or self.is_updating)
+
+    def took(self, version: str, number: int) -> None:
+        """It has these weights now; `number` is the version's, 0 if it was never set by this gateway.
+
+        The salt is no name: vLLM takes no slash in one (0.33, generate/base/protocol.py), and a version that is set
+        again must not meet what it left behind.
+        """
+        self.versions.append(version)
+        self.cache_salt = f"w{number}" if number else ""

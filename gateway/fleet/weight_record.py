@@ -1,0 +1,98 @@
+"""Which weights the fleet is to have, and in which order versions were set; it outlives the process."""
+
+from typing import Any
+
+import orjson
+
+from engines.weights import NewWeights, UpdateMode
+from store.port import Store
+
+_STATE_NAME = "weights"
+# A run sets a version per training step, and these are written at each. Older ones count as older than all known.
+_MAX_VERSIONS = 1_000
+
+
+class WeightRecord:
+    """The current weights, and a number for each version that was set: 1 for the first, 2 for the next.
+
+    Rules: what is current changes when an update begins, so that whoever joins meanwhile takes the new weights; an
+    update that no engine took is taken back.
+
+    Attributes:
+        current: None until a version is set. Its transfer is not kept: who joins later cannot have it.
+        is_unfinished: an update began and was not ended; engines may be paused.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.current: NewWeights | None = None
+        self.is_unfinished = False
+        self._store = store
+        self._numbers: dict[str, int] = {}
+        self._latest = 0
+        self._paths: dict[str, None] = {}
+        self._before: tuple[NewWeights | None, dict[str, int], int] = (None, {}, 0)
+
+    async def restore(self) -> None:
+        """Read what an earlier process knew. Raises StoreAway."""
+        stored = await self._store.get_state(_STATE_NAME)
+        if stored is None:
+            return
+        known = orjson.loads(stored)
+        self._numbers, self._latest = known["numbers"], known["latest"]
+        self._paths = dict.fromkeys(known["paths"])
+        self.is_unfinished = known["is_unfinished"]
+        if (current := known["current"]) is not None:
+            self.current = NewWeights(current["version"], UpdateMode(current["mode"]), current["path"])
+
+    def begin(self, weights: NewWeights) -> None:
+        """These are to be the fleet's from now on."""
+        self._before = (self.current, dict(self._numbers), self._latest)
+        if self.current is None or self.current.version != weights.version:
+            self._latest += 1
+            self._numbers.pop(weights.version, None)
+            self._numbers[weights.version] = self._latest
+            _bound(self._numbers)
+        if weights.path is not None:
+            self._paths[weights.path] = None
+            _bound(self._paths)
+        self.current, self.is_unfinished = weights, True
+        self.remember()
+
+    def end(self) -> None:
+        """The update is over, for better or worse."""
+        self.is_unfinished = False
+        self.remember()
+
+    def take_back(self) -> None:
+        """No engine took them: all is as it was."""
+        self.current, self._numbers, self._latest = self._before
+        self.end()
+
+    def number(self, version: str) -> int:
+        """Which one it was; 0 for one that was never set here, as the weights that engines start with."""
+        return self._numbers.get(version, 0)
+
+    def age(self, version: str) -> int:
+        """How many versions were set since this one."""
+        return self._latest - self.number(version)
+
+    def is_path(self, model_id: str) -> bool:
+        """Whether this is no model's name but where weights lay: SGLang goes by it once it loaded them."""
+        return model_id in self._paths
+
+    def remember(self) -> None:
+        """Write it down; also after the store lost it."""
+        current = self.current
+        known = {
+            "numbers": self._numbers,
+            "latest": self._latest,
+            "paths": list(self._paths),
+            "is_unfinished": self.is_unfinished,
+            "current": current and {"version": current.version, "mode": current.mode, "path": current.path},
+        }
+        self._store.put_state(_STATE_NAME, orjson.dumps(known))
+
+
+def _bound(known: dict[str, Any]) -> None:
+    if len(known) > _MAX_VERSIONS:
+        del known[next(iter(known))]

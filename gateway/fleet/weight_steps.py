@@ -1,0 +1,94 @@
+"""Gives one engine weights, step by step; and what a process that is new here must do before its first turn."""
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from engines.dialect import ObservationError
+from engines.weights import WEIGHTS, NewWeights, WeightsError
+from gateway.config import Settings
+from gateway.fleet.member import Member
+from gateway.fleet.weight_record import WeightRecord
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far an engine is with an update.
+
+    Args:
+        state: waiting, pausing, loading, resuming, done, failed; absent: it could not be asked, and takes the weights
+            when it is back; untouched: it was spared, because the first engine refused them.
+        load_s: what loading took.
+        paused_s: how long it made no token.
+    """
+
+    state: str = "waiting"
+    error: str | None = None
+    load_s: float | None = None
+    paused_s: float | None = None
+
+    def view(self) -> dict[str, Any]:
+        """As the API shows it."""
+        return asdict(self)
+
+
+async def give_weights(
+    member: Member, weights: NewWeights, number: int, settings: Settings, progress: Progress
+) -> None:
+    """Pause, load, resume. Raises WeightsError, whose step says what is known of the weights; may be repeated."""
+    assert member.dialect is not None
+    control, http = WEIGHTS[member.dialect.kind], member.http
+    progress.state, began_at = "pausing", time.perf_counter()
+    try:
+        await control.pause(http, weights.mode, settings.weight_pause_timeout_s)
+    except WeightsError:  # it may be paused all the same; with its old weights it can go on
+        await control.resume(http, settings.weight_pause_timeout_s)
+        raise
+    progress.state, paused_at = "loading", time.perf_counter()
+    await control.load(http, weights, settings.weight_load_timeout_s)
+    progress.load_s = time.perf_counter() - paused_at
+    member.took(weights.version, number)
+    member.is_in_doubt = False
+    progress.state = "resuming"
+    await control.resume(http, settings.weight_pause_timeout_s)
+    progress.paused_s = time.perf_counter() - began_at
+    progress.state, member.held = "done", ""
+
+
+async def join(member: Member, record: WeightRecord, settings: Settings) -> None:
+    """Bring a process that is new here to the fleet's weights, or hold it with the reason. Raises ObservationError."""
+    assert member.dialect is not None
+    control = WEIGHTS[member.dialect.kind]
+    try:
+        told = await control.version(member.http, settings.observe_timeout_s)
+    except WeightsError as error:
+        if record.current is not None:
+            raise ObservationError(str(error)) from None
+        told = None
+    member.held = ""
+    member.versions.clear()
+    if told is not None:
+        member.took(told, record.number(told))
+    while (wanted := record.current) is not None:
+        member.held = await _brought_to(member, wanted, record, settings)
+        if record.current is wanted:  # it may have changed in all that time
+            return
+
+
+async def _brought_to(member: Member, wanted: NewWeights, record: WeightRecord, settings: Settings) -> str:
+    """Why it could not be, or ""."""
+    assert member.dialect is not None
+    has = member.weight_version
+    try:
+        if has == wanted.version and not member.is_in_doubt:
+            if record.is_unfinished:  # the gateway may have died between its pause and its resume
+                await WEIGHTS[member.dialect.kind].resume(member.http, settings.weight_pause_timeout_s)
+        elif not has:
+            return f"it does not tell its weights, and the fleet's are {wanted.version!r}"
+        elif wanted.path is None:
+            return f"it has weights {has!r}; {wanted.version!r} came by transfer: send them again"
+        else:
+            await give_weights(member, wanted, record.number(wanted.version), settings, Progress())
+    except WeightsError as error:
+        return f"it could not take weights {wanted.version!r}: {error}"
+    return ""

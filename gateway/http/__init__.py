@@ -1,0 +1,1 @@
+"""A client and the way of its answer: bytes, errors, refusals."""

@@ -1,0 +1,167 @@
+"""The client's side of one request: its answer on the way out, whole or as a stream.
+
+What is sent is kept while the turn may be joined, so that a repeated request gets the same answer from its first byte.
+"""
+
+import asyncio
+
+from gateway.http.client import Client, Headers
+from gateway.http.errors import Api, error_body, error_event
+from gateway.http.refusals import Refused
+
+_JSON: Headers = [(b"content-type", b"application/json")]
+# Proxies buffer and compress streams unless they are told not to.
+_STREAM: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+HEARTBEAT = b": waiting\n\n"
+
+
+class Outlet:
+    """Sends one answer. What is sent is taken at once; who sends much drains it while `is_full`.
+
+    Args:
+        client: who gets it; None for an answer that was sent by an earlier process.
+        keeps: whether others may follow; `max_kept_bytes` ends that for a huge answer.
+
+    Attributes:
+        has_begun: some of the answer is out, so the turn cannot start over.
+        num_events: events of the answer that are out; numbers the one that ends a broken stream.
+        num_bytes: of the answer's bodies so far.
+    """
+
+    def __init__(self, client: Client | None, api: Api, request_id: str, keeps: bool, max_kept_bytes: int) -> None:
+        self.headers: Headers = [(b"x-request-id", request_id.encode())]
+        self.has_begun = False
+        self.num_events = 0
+        self.num_bytes = 0
+        self._about: Headers = []
+        self._client = client
+        self._api = api
+        self._request_id = request_id
+        self._head: tuple[int, Headers, int | None] | None = None
+        self._kept: list[bytes] | None = [] if keeps else None
+        self._max_kept_bytes = max_kept_bytes
+        self._has_ended = False
+        self._followers: list[asyncio.Future[None]] = []
+        self._num_following = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the status line is out; only comments may have followed."""
+        return self._head is not None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether to drain before more is sent."""
+        return self._client is not None and self._client.is_full
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether all that was sent is still here."""
+        return self._kept is not None
+
+    @property
+    def kept(self) -> list[bytes] | None:
+        """The pieces of the answer's body so far; None where its beginning is not kept."""
+        return self._kept
+
+    def seal(self) -> None:
+        """The answer is out: keep what a follower needs of it, and nothing of the client's connection."""
+        self._client = None
+
+    def about(self, engine_id: str, queued_s: float) -> None:
+        """Tell in the headers which engine answers and how long the turn waited for it."""
+        if self._head is None:
+            self._about = [
+                (b"x-heddle-engine", engine_id.encode()),
+                (b"x-heddle-queued-ms", b"%d" % round(queued_s * 1000)),
+            ]
+
+    def whole(self, status: int, body: bytes, headers: Headers | None = None) -> None:
+        """Send a whole JSON answer."""
+        self.has_begun = True
+        self._start(status, [*_JSON, *(headers or [])], len(body))
+        self._write(body, more=False)
+
+    def stream(self, data: bytes, more: bool = True) -> None:
+        """Send events of a stream, after its head if they are the first; its last ones, with no more to come."""
+        if self._head is None:
+            self._start(200, _STREAM, None)
+        self.has_begun = True
+        self._write(data, more)
+
+    def heartbeat(self) -> None:
+        """Send a comment into a stream that has not begun."""
+        if not self.has_begun:
+            if self._head is None:
+                self._start(200, _STREAM, None)
+            self._write(HEARTBEAT, more=True)
+
+    def refuse(self, refused: Refused) -> None:
+        """Send an error, as an answer if nothing is out yet, else as the stream's last event."""
+        if self._head is not None:
+            self.stream(error_event(self._api, refused.error, self._request_id, self.num_events), more=False)
+        else:
+            body = error_body(self._api, refused.error, self._request_id)
+            self.whole(refused.error.status, body, refused.headers())
+
+    async def drain(self) -> None:
+        """Wait until the client takes more."""
+        if self._client is not None:
+            await self._client.drain()
+
+    async def follow(self, client: Client) -> None:
+        """Send another client all that was and will be sent here."""
+        assert self._kept is not None
+        kept, index = self._kept, 0
+        self._num_following += 1
+        try:
+            while True:
+                if self._head is not None and index == 0:
+                    client.start(*self._head)
+                while index < len(kept):
+                    index += 1
+                    client.write(kept[index - 1], more=not (self._has_ended and index == len(kept)))
+                    if client.is_full:
+                        await client.drain()
+                if self._has_ended:
+                    return
+                news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._followers.append(news)
+                await news
+        finally:
+            self._num_following -= 1
+
+    def _start(self, status: int, headers: Headers, length: int | None) -> None:
+        self._head = (status, [*headers, *self.headers, *self._about], length)
+        if self._client is not None:
+            self._client.start(*self._head)
+
+    def _write(self, data: bytes, more: bool) -> None:
+        self.num_bytes += len(data)
+        self._has_ended = not more
+        if self._kept is not None:
+            if self.num_bytes > self._max_kept_bytes and not self._num_following:
+                self._kept = None
+            else:
+                self._kept.append(data)
+                for news in self._followers:
+                    if not news.done():
+                        news.set_result(None)
+                self._followers.clear()
+        if self._client is not None:
+            self._client.write(data, more)
+
+
+def kept_outlet(api: Api, request_id: str, trajectory_id: str, body: bytes, is_stream: bool) -> Outlet:
+    """An answer that was sent by an earlier process, to be followed."""
+    outlet = Outlet(None, api, request_id, keeps=True, max_kept_bytes=len(body))
+    outlet.headers.append((b"x-trajectory-id", trajectory_id.encode()))
+    if is_stream:
+        outlet.stream(body, more=False)
+    else:
+        outlet.whole(200, body)
+    return outlet

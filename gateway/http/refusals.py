@@ -1,0 +1,133 @@
+"""The one table that turns what can go wrong into an HTTP status and an error body."""
+
+from gateway.http.errors import ApiError, api_error
+from scheduling.types import Refusal
+
+
+class Refused(Exception):
+    """A request is answered with an error.
+
+    Args:
+        retry_after_s: when to try again; None says nothing. The OpenAI SDK waits at most 120 s.
+        should_retry: overrules what SDKs do by status (they retry 408, 409, 429 and 5xx).
+        more_headers: sent besides.
+    """
+
+    def __init__(
+        self,
+        error: ApiError,
+        retry_after_s: float | None = None,
+        should_retry: bool | None = None,
+        more_headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.retry_after_s = retry_after_s
+        self.should_retry = should_retry
+        self._more_headers = more_headers
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers that tell clients about trying again, and the like."""
+        headers = list(self._more_headers)
+        if self.retry_after_s is not None:
+            headers.append((b"retry-after", str(max(1, round(self.retry_after_s))).encode()))
+        if self.should_retry is not None:
+            headers.append((b"x-should-retry", b"true" if self.should_retry else b"false"))
+        return headers
+
+
+_REFUSALS = {
+    Refusal.QUEUE_FULL: (429, "The queue is full."),
+    Refusal.QUEUE_TIMEOUT: (503, "The turn waited for an engine for too long."),
+    Refusal.TRAJECTORY_ABORTED: (409, "The trajectory was aborted."),
+    Refusal.ENGINE_FAILED: (502, "The engines failed the turn repeatedly."),
+    Refusal.DUPLICATE_TURN: (409, "A turn with this id is there already."),
+}
+
+
+def refused_turn(refusal: Refusal, retry_after_s: float | None, last_error: ApiError | None = None) -> Refused:
+    """What the scheduler refused, as its client sees it; engines that were only busy are no bad gateway."""
+    status, message = _REFUSALS[refusal]
+    if last_error is not None and refusal in (Refusal.ENGINE_FAILED, Refusal.QUEUE_TIMEOUT):
+        message = f"{message} {last_error.message}"
+        status = 503 if last_error.status in (429, 503) else status
+    error = api_error(status, message, refusal.value)
+    return Refused(error, retry_after_s, should_retry=retry_after_s is not None)
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> Refused:
+    """400: the client's mistake."""
+    return Refused(api_error(400, message, code, param))
+
+
+def unauthorised(message: str) -> Refused:
+    """401: no key, or a wrong one."""
+    return Refused(api_error(401, message, "invalid_api_key"))
+
+
+def forbidden(message: str) -> Refused:
+    """403: another key would be needed."""
+    return Refused(api_error(403, message, "forbidden"))
+
+
+def not_found(message: str, code: str = "not_found") -> Refused:
+    """404."""
+    return Refused(api_error(404, message, code))
+
+
+def method_not_allowed(method: str, path: str, allowed: str) -> Refused:
+    """405."""
+    error = api_error(405, f"{method} is not allowed on {path}.", "method_not_allowed")
+    return Refused(error, more_headers=((b"allow", allowed.encode()),))
+
+
+def not_acceptable(message: str) -> Refused:
+    """406: an answer cannot be given in this form."""
+    return Refused(api_error(406, message, "not_acceptable"))
+
+
+def conflict(message: str) -> Refused:
+    """409, and trying again does not help."""
+    return Refused(api_error(409, message, "conflict"), should_retry=False)
+
+
+def body_too_large(limit_bytes: int) -> Refused:
+    """413."""
+    return Refused(api_error(413, f"The request body is larger than {limit_bytes} bytes.", "body_too_large"))
+
+
+def headers_too_large(limit_bytes: int) -> Refused:
+    """431."""
+    return Refused(api_error(431, f"The request headers are larger than {limit_bytes} bytes.", "headers_too_large"))
+
+
+def body_too_slow(timeout_s: float) -> Refused:
+    """408: the body stopped coming. Its rest would be taken for the next request, so the connection is closed."""
+    error = api_error(408, f"No byte of the request body came for {timeout_s:g} s.", "body_timeout")
+    return Refused(error, more_headers=((b"connection", b"close"),))
+
+
+def too_many_turns(limit: int) -> Refused:
+    """429 for one key."""
+    error = api_error(429, f"This key has {limit} turns under way, its limit.", "too_many_turns")
+    return Refused(error, retry_after_s=1.0, should_retry=True)
+
+
+def no_engine(message: str = "No engine is ready.") -> Refused:
+    """503: nothing can serve it now."""
+    return Refused(api_error(503, message, "no_engine"), retry_after_s=5.0, should_retry=True)
+
+
+def store_away(message: str) -> Refused:
+    """503: what is asked is in the store, which does not answer."""
+    return Refused(api_error(503, message, "store_away"), retry_after_s=1.0, should_retry=True)
+
+
+def shutting_down() -> Refused:
+    """503: the process ends; the one that follows it, or another, may serve the request."""
+    return Refused(api_error(503, "The gateway is shutting down.", "shutting_down"), 1.0, should_retry=True)
+
+
+def internal_error() -> Refused:
+    """500: a defect of the gateway."""
+    return Refused(api_error(500, "The gateway failed; its log says why.", "internal_error"))

@@ -1,0 +1,1 @@
+"""What clients and engines say, read: whose a request is, what an answer holds."""

@@ -1,0 +1,254 @@
+"""A stream of events, watched on its way: what it says of its end, its usage and its faults.
+
+On the path of every chunk, so bytes are searched first and JSON is parsed only where a search hit. A quoted
+name such as `"error"` cannot occur within a JSON string, where quotes are escaped; a string that is nothing
+but that name can, and parsing tells the two apart. Events pass as the bytes they came in; changed are only a
+finish reason outside OpenAI's set and, taken out, a usage event that the client did not ask for, whose system
+fingerprint goes back to where it would have been.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import orjson
+
+from gateway.http.errors import Api, ApiError, api_error, engine_error
+from gateway.http.sse import data_of, split_events
+from gateway.messages.answers import Usage, content_of_parsed, dicts, fault_of, openai_reason, usage_of
+
+_OPENAI_MARKS = re.compile(rb'"(?:error"|usage": ?\{|finish_reason": ?")')
+_MARKS = {
+    "chat": _OPENAI_MARKS,
+    "completions": _OPENAI_MARKS,
+    "messages": re.compile(rb'"(?:error"|message_)'),
+    "responses": re.compile(rb'"(?:error"|response")'),
+    "other": re.compile(rb'"error"'),
+}
+# An answer cut by its token limit is one all the same, and its client goes on from it.
+_ENDS_OF_RESPONSES = ("response.completed", "response.incomplete")
+
+
+class StreamReader:
+    """One answer's stream. Feed it blocks of whole events; give the client what comes back.
+
+    Args:
+        wants_usage: whether the client asked for the usage event; else it is taken out.
+        keep: whether to keep the events for `content_of_stream`.
+
+    Attributes:
+        error: the fault that ended the stream; nothing comes back from then on.
+        done: whether the stream's own end was seen.
+        finish_reason: of the first choice that finished (Anthropic: stop reason; responses: status).
+        num_chunks: events with data so far, comments and [DONE] not counted.
+    """
+
+    def __init__(self, api: Api, wants_usage: bool = True, keep: bool = False) -> None:
+        self.error: ApiError | None = None
+        self.done = False
+        self.finish_reason: str | None = None
+        self.usage: Usage | None = None
+        self.num_chunks = 0
+        self.kept: list[bytes] = []
+        self._api = api
+        self._wants_usage = wants_usage
+        self._keep = keep
+        self._search = _MARKS[api].search
+        self._anthropic_usage: dict[str, Any] = {}
+        # Events that finish a choice, until the usage event that the client does not get has come.
+        self._held: list[tuple[bytes, dict[str, Any]]] = []
+
+    def read(self, block: bytes) -> bytes:
+        """What of these events goes to the client: most often the block itself. Cost: 1 us a chunk."""
+        if self.error or self.done:
+            return b""
+        # The first event is parsed, for what is no answer at all can still go elsewhere; of later ones the ends are
+        # looked at, which tells [DONE] and most nonsense from JSON.
+        is_json = block.endswith(b"}\n\n") and block.count(b"\n\n") == block.count(b"}\n\n")
+        if self.num_chunks and is_json and self._search(block) is None:
+            self.num_chunks += block.startswith(b"data:") + block.count(b"\ndata:")
+        else:
+            block = self._read_events(block)
+        if self._keep:
+            self.kept.append(block)
+        return block
+
+    def end(self) -> ApiError | None:
+        """The fault of a stream whose connection has closed: its own, or that it ended without its end."""
+        if self.error is None and not self.done:
+            self.error = api_error(502, "The engine's stream broke off before its end.", "stream_broken")
+        return self.error
+
+    def _read_events(self, block: bytes) -> bytes:
+        passed = []
+        for event in split_events(block):
+            passed.append(self._read_event(event))
+            if self.error or self.done:
+                break
+        whole = b"".join(passed)
+        return block if whole == block else whole
+
+    def _read_event(self, event: bytes) -> bytes:
+        data = data_of(event)
+        if not data:
+            return event
+        if data.startswith(b"[DONE]"):
+            # Anthropic and responses streams have ends of their own; engines may add this one.
+            self.done = self.done or self._api in ("chat", "completions", "other")
+            return self._release({}) + event
+        self.num_chunks += 1
+        if self.num_chunks > 1 and data.endswith(b"}") and self._search(data) is None:
+            return event
+        try:
+            parsed = orjson.loads(data)
+        except orjson.JSONDecodeError:
+            self.error = api_error(502, "The engine sent an event that is not JSON.", "engine_error")
+            return b""
+        if not isinstance(parsed, dict):
+            return event
+        if parsed.get("error") or parsed.get("object") == "error" or parsed.get("type") == "error":
+            self.error = engine_error(200, parsed)
+            return b""
+        if self._api == "messages":
+            self._read_anthropic(parsed)
+        elif self._api == "responses":
+            self._read_response(parsed)
+        else:
+            return self._read_choices(event, parsed)
+        return b"" if self.error else event
+
+    def _read_choices(self, event: bytes, parsed: dict[str, Any]) -> bytes:
+        choices = dicts(parsed.get("choices"))
+        if usage := usage_of(parsed.get("usage")):
+            self.usage = usage
+            if not choices and not self._wants_usage:
+                return self._release(parsed)
+        changed = False
+        for choice in choices:
+            reason = choice.get("finish_reason")
+            if fault := fault_of(reason):
+                self.error = fault
+                return b""
+            if isinstance(reason, str):
+                choice["finish_reason"] = openai_reason(reason)
+                changed = changed or choice["finish_reason"] != reason
+                self.finish_reason = self.finish_reason or choice["finish_reason"]
+        if changed:
+            event = b"data: " + orjson.dumps(parsed) + b"\n\n"
+        if self._wants_usage or not any(choice.get("finish_reason") for choice in choices):
+            return event
+        self._held.append((event, parsed))
+        return b""
+
+    def _release(self, usage_event: dict[str, Any]) -> bytes:
+        """The held events, with what the usage event, which is taken out, says in their place.
+
+        vLLM puts the system fingerprint into its last event, which without usage is the one that finishes
+        (vLLM 0.32, openai/chat_completion/serving.py).
+        """
+        held, self._held = self._held, []
+        fingerprint = usage_event.get("system_fingerprint")
+        if fingerprint is None:
+            return b"".join([event for event, _ in held])
+        return b"".join(
+            [b"data: " + orjson.dumps({**parsed, "system_fingerprint": fingerprint}) + b"\n\n" for _, parsed in held]
+        )
+
+    def _read_anthropic(self, parsed: dict[str, Any]) -> None:
+        """Input tokens come with the first event, output tokens with the last but one; both are totals."""
+        kind = parsed.get("type")
+        if kind == "message_stop":
+            self.done = True
+        elif kind in ("message_start", "message_delta"):
+            holder = parsed.get("message") if kind == "message_start" else parsed
+            usage = holder.get("usage") if isinstance(holder, dict) else None
+            if isinstance(usage, dict):
+                self._anthropic_usage |= {name: count for name, count in usage.items() if count is not None}
+                self.usage = usage_of(self._anthropic_usage)
+            delta = parsed.get("delta")
+            reason = delta.get("stop_reason") if isinstance(delta, dict) else None
+            self.error = fault_of(reason)
+            self.finish_reason = reason if isinstance(reason, str) else self.finish_reason
+
+    def _read_response(self, parsed: dict[str, Any]) -> None:
+        response = parsed.get("response")
+        if parsed.get("type") in (*_ENDS_OF_RESPONSES, "response.failed"):
+            response = response if isinstance(response, dict) else {}
+            status = response.get("status") or str(parsed["type"]).removeprefix("response.")
+            self.usage = usage_of(response.get("usage"))
+            self.error = engine_error(200, response) if response.get("error") else fault_of(status)
+            self.finish_reason = status
+            self.done = self.error is None
+
+
+def content_of_stream(api: Api, blocks: Iterable[bytes]) -> dict[str, Any] | str | None:
+    """As `answers.content_of`, from the events of a finished stream; None where an engine broke the format."""
+    try:
+        return _content(api, blocks)
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return None
+
+
+def _content(api: Api, blocks: Iterable[bytes]) -> dict[str, Any] | str | None:
+    parsed = [orjson.loads(data) for data in map(data_of, split_events(b"".join(blocks))) if data[:1] == b"{"]
+    match api:
+        case "chat":
+            return _chat_message(parsed)
+        case "completions":
+            return "".join([str(choice.get("text") or "") for choice in _choices(parsed)]) or None
+        case "messages":
+            return _anthropic_message(parsed)
+        case "responses":
+            ends = [event.get("response") for event in parsed if event.get("type") in _ENDS_OF_RESPONSES]
+            return content_of_parsed(api, ends[-1]) if ends else None
+        case _:
+            return None
+
+
+def _choices(events: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    return (choice for event in events for choice in dicts(event.get("choices")) if choice.get("index", 0) == 0)
+
+
+def _chat_message(events: list[dict[str, Any]]) -> dict[str, Any] | None:
+    content: list[str] = []
+    calls: dict[int, dict[str, Any]] = {}
+    seen = False
+    for choice in _choices(events):
+        delta = choice.get("delta")
+        if not isinstance(delta, dict):
+            continue
+        seen = True
+        content.append(delta.get("content") or "")
+        for part in dicts(delta.get("tool_calls")):
+            call = calls.setdefault(part.get("index") or 0, {"id": None, "name": "", "arguments": ""})
+            function = part.get("function") or {}
+            call["id"] = part.get("id") or call["id"]
+            call["name"] += function.get("name") or ""
+            call["arguments"] += function.get("arguments") or ""
+    if not seen:
+        return None
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(content)}
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.pop("id"), "type": "function", "function": call} for _, call in sorted(calls.items())
+        ]
+    return message
+
+
+def _anthropic_message(events: list[dict[str, Any]]) -> dict[str, Any] | None:
+    blocks: dict[int, dict[str, Any]] = {}
+    arguments: dict[int, str] = {}
+    for event in events:
+        index, delta = event.get("index", 0), event.get("delta") or {}
+        match event.get("type"), delta.get("type"):
+            case "content_block_start", _:
+                blocks[index] = dict(event.get("content_block") or {})
+            case "content_block_delta", "text_delta":
+                block = blocks.setdefault(index, {"type": "text"})
+                block["text"] = block.get("text", "") + delta.get("text", "")
+            case "content_block_delta", "input_json_delta":
+                arguments[index] = arguments.get(index, "") + delta.get("partial_json", "")
+    for index, text in arguments.items():
+        if text and index in blocks:
+            blocks[index]["input"] = orjson.loads(text)
+    return {"role": "assistant", "content": [blocks[index] for index in sorted(blocks)]} if blocks else None

@@ -1,0 +1,151 @@
+"""Every metric of the gateway process. Names end in their unit; no ids in labels."""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.member import EngineState
+from gateway.state.ledger import Ledger
+from scheduling.scheduler import Scheduler
+from store.port import Store
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800)
+
+
+class Metrics:
+    """Counts what happens; what is, is read from its owners when the page is made."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._turns = _Counts("heddle_turns", "Turns that ended.", ("api", "outcome"))
+        self._tokens = _Counts("heddle_tokens", "Tokens of finished turns.", ("kind",))
+        self._tokens.counts.update({("prompt",): 0, ("cached",): 0, ("output",): 0})
+        self._turn_seconds = _Times("heddle_turn_seconds", "From a turn's arrival to its end.")
+        self._queued_seconds = _Times("heddle_turn_queued_seconds", "From a turn's arrival to its first leg.")
+        self._first_token_seconds = _Times(
+            "heddle_turn_first_token_seconds", "From a turn's arrival to its first byte."
+        )
+        for metric in (self._turns, self._tokens, self._turn_seconds, self._queued_seconds, self._first_token_seconds):
+            self.registry.register(metric)
+        self.joined_turns = Counter(
+            "heddle_joined_turns", "Repeated requests that joined a running turn.", registry=self.registry
+        )
+        self.refused = Counter(
+            "heddle_refused_requests", "Requests that were answered with an error.", ["status"], registry=self.registry
+        )
+        self.retried_legs = Counter(
+            "heddle_retried_legs", "Legs lost to an engine whose turns go on.", ["fault"], registry=self.registry
+        )
+
+    def turn_ended(self, api: str, outcome: str, total_s: float) -> None:
+        """A turn of this API ended as `finished`, `failed`, `refused`, `left`, `aborted` or `stopped`."""
+        self._turns.counts[api, outcome] += 1
+        self._turn_seconds.observe(total_s)
+
+    def turn_timed(self, queued_s: float, first_token_s: float) -> None:
+        """A turn began to answer."""
+        self._queued_seconds.observe(queued_s)
+        self._first_token_seconds.observe(first_token_s)
+
+    def tokens(self, prompt: int, cached: int, output: int) -> None:
+        """A turn finished with these tokens."""
+        counts = self._tokens.counts
+        counts["prompt",] += prompt
+        counts["cached",] += cached
+        counts["output",] += output
+
+    def watch(self, scheduler: Scheduler, fleet: Fleet, ledger: Ledger, store: Store) -> None:
+        """Show the state of these too."""
+        self.registry.register(_State(scheduler, fleet, ledger, store))
+
+    def page(self) -> bytes:
+        """The page for Prometheus."""
+        return generate_latest(self.registry)
+
+
+# What every turn counts is kept in plain numbers: prometheus_client's own take four times as long, for they lock.
+
+
+class _Counts(Collector):
+    """A counter by labels."""
+
+    def __init__(self, name: str, text: str, labels: tuple[str, ...]) -> None:
+        self.counts: defaultdict[tuple[str, ...], int] = defaultdict(int)
+        self._name, self._text, self._labels = name, text, labels
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Its values now."""
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for labels, count in self.counts.items():
+            family.add_metric(labels, count)
+        yield family
+
+
+class _Times(Collector):
+    """A histogram of seconds."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name, self._text = name, text
+        self._counts = [0] * (len(_SECONDS) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one."""
+        self._counts[bisect_left(_SECONDS, seconds)] += 1
+        self._sum_s += seconds
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Its values now."""
+        bounds = [*map(str, map(float, _SECONDS)), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum_s)
+
+
+class _State(Collector):
+    def __init__(self, scheduler: Scheduler, fleet: Fleet, ledger: Ledger, store: Store) -> None:
+        self._scheduler, self._fleet, self._ledger, self._store = scheduler, fleet, ledger, store
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        """Gauges of this instant."""
+        health = self._store.health()
+        members = self._fleet.members()
+        running = sum(len(engine.running) for engine in self._scheduler.engines.values())
+        gauges = [
+            _gauge("heddle_waiting_turns", "Turns in the queue.", self._scheduler.num_waiting),
+            _gauge("heddle_running_turns", "Turns on engines.", running),
+            _gauge("heddle_trajectories", "Trajectories in memory.", len(self._ledger)),
+            _gauge("heddle_store_ok", "1 if the store keeps up.", float(health.ok)),
+            _gauge("heddle_store_pending_records", "Records not yet at the store.", health.num_pending),
+            _gauge("heddle_store_lag_seconds", "Age of the oldest of them.", health.lag_s),
+            _gauge("heddle_store_dropped_records", "Dropped since the start.", health.num_dropped),
+        ]
+        engines = GaugeMetricFamily("heddle_engines", "Engines by state.", labels=["state"])
+        for state in EngineState:
+            engines.add_metric([state.value], sum(member.state is state for member in members))
+        return [*gauges, engines, *self._per_engine()]
+
+    def _per_engine(self) -> list[GaugeMetricFamily]:
+        up = GaugeMetricFamily("heddle_engine_up", "1 while its circuit is closed.", labels=["engine"])
+        legs = GaugeMetricFamily("heddle_engine_legs", "Legs that run on it.", labels=["engine"])
+        claimed = GaugeMetricFamily("heddle_engine_kv_claimed_tokens", "KV of its residents.", labels=["engine"])
+        used = GaugeMetricFamily("heddle_engine_kv_used_ratio", "KV in use, by its own word.", labels=["engine"])
+        for member in self._fleet.members():
+            # The address, not the id: a relaunched server goes on with its series.
+            name = [member.settings.url.partition("://")[2]]
+            engine = self._scheduler.engines.get(member.engine_id)
+            up.add_metric(name, float(member.state is EngineState.READY))
+            legs.add_metric(name, member.num_legs)
+            claimed.add_metric(name, engine.kv_claimed if engine is not None else 0)
+            used.add_metric(name, member.observation.kv_used_share if member.observation else 0.0)
+        return [up, legs, claimed, used]
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value=value)

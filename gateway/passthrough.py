@@ -1,0 +1,63 @@
+"""Requests that belong to no trajectory: embeddings, tokenizing, token counts. Any engine with the model will do."""
+
+from engines.http import FAULTS
+from gateway.config import Settings
+from gateway.fleet.fleet import Fleet
+from gateway.http.client import Client
+from gateway.http.errors import Api, api_error, engine_error
+from gateway.http.outlet import Outlet
+from gateway.http.refusals import Refused, bad_request, no_engine, not_found
+from gateway.turns.turns import parse_object
+
+# An allow-list: what is not here, an engine's control routes above all, cannot be reached.
+PASSTHROUGH_ROUTES: dict[str, Api] = {
+    "/v1/embeddings": "other",
+    "/v1/messages/count_tokens": "messages",
+    "/tokenize": "other",
+    "/detokenize": "other",
+    "/v1/tokenize": "other",
+    "/v1/detokenize": "other",
+}
+
+
+class Passthrough:
+    """Passes whole requests on, to another engine if the first one fails."""
+
+    def __init__(self, settings: Settings, fleet: Fleet) -> None:
+        self._settings = settings
+        self._fleet = fleet
+
+    async def serve(self, client: Client, outlet: Outlet, path: str) -> None:
+        """Answer one request. Raises Refused, or ClientLeft."""
+        settings = self._settings
+        body = await client.read(settings.max_body_bytes, settings.body_timeout_s)
+        request = parse_object(body)
+        model = request.get("model")
+        if model is not None and not isinstance(model, str):
+            raise bad_request("'model' must be the name of a model.", "model")
+        known = self._fleet.models()
+        if model is not None and known and model not in known:
+            raise not_found(f"The model {model[:200]!r} does not exist.", "model_not_found")
+        status, answer = await self._ask(path, body, model)
+        if status != 200:
+            raise Refused(engine_error(status, answer))
+        outlet.whole(200, answer)
+
+    async def _ask(self, path: str, body: bytes, model: str | None) -> tuple[int, bytes]:
+        members = sorted(self._fleet.serving(model), key=lambda member: member.num_legs)
+        if not members:
+            raise no_engine()
+        fault: Exception | None = None
+        for member in members[: self._settings.max_attempts]:
+            self._fleet.leg_began(member)
+            fault, has_answered = None, False
+            try:
+                response = await member.http.request("POST", path, body, timeout_s=self._settings.silence_timeout_s)
+                answer = await response.body(self._settings.max_answer_bytes, self._settings.silence_timeout_s)
+                has_answered = True
+                return response.status, answer
+            except FAULTS as error:
+                fault = error
+            finally:
+                self._fleet.leg_ended(member, fault, has_answered)
+        raise Refused(api_error(502, f"The engine failed: {fault}.", "engine_failed"), retry_after_s=1.0)

@@ -1,0 +1,1 @@
+"""What happens, in order: the scheduler is told, its actions are performed and written down."""

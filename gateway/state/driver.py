@@ -1,0 +1,141 @@
+"""The only asyncio round the scheduler: gives it events, performs its actions, wakes it when it asks to be woken."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol, assert_never
+
+from gateway.clock import Clock
+from gateway.state.eventlog import EventLog
+from gateway.state.ledger import Ledger
+from scheduling.scheduler import TICK_S, Scheduler
+from scheduling.types import (
+    Abort,
+    Action,
+    Dispatch,
+    Event,
+    Forget,
+    Preempt,
+    Reject,
+    Save,
+    Tick,
+    TrajectoryRecord,
+    TrajectoryState,
+)
+
+
+class LiveTurn(Protocol):
+    """A turn whose client is being served: what the scheduler decides of it arrives here."""
+
+    engine_id: str
+
+    def pause(self) -> bool:
+        """Stop the running leg, to be dispatched again; False where it cannot."""
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        """Run this leg."""
+
+    def rejected(self, reject: Reject) -> None:
+        """It will not be served."""
+
+    def aborted(self, abort: Abort) -> None:
+        """Stop the running leg."""
+
+    def preempted(self, preempt: Preempt) -> None:
+        """Pause the running leg, if it can be."""
+
+
+class Driver:
+    """Connects the scheduler with the world.
+
+    Args:
+        on_finished: told of every trajectory that ended well.
+        on_forget: told of every trajectory that is forgotten.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        clock: Clock,
+        ledger: Ledger,
+        event_log: EventLog,
+        on_finished: Callable[[TrajectoryRecord], None],
+        on_forget: Callable[[str], None],
+    ) -> None:
+        self.scheduler = scheduler
+        self.clock = clock
+        self._ledger = ledger
+        self._event_log = event_log
+        self._on_finished = on_finished
+        self._on_forget = on_forget
+        self._live: dict[str, LiveTurn] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+
+    def begin(self, turn_id: str, turn: LiveTurn) -> None:
+        """Send what is decided of this turn to `turn`, until `end`."""
+        self._live[turn_id] = turn
+
+    def end(self, turn_id: str) -> None:
+        """The turn is over."""
+        del self._live[turn_id]
+
+    def live_turns(self) -> list[LiveTurn]:
+        """All turns between `begin` and `end`."""
+        return list(self._live.values())
+
+    def post(self, event: Event) -> None:
+        """Tell the scheduler and do what it says."""
+        actions = self.scheduler.handle(event)
+        self._event_log.add(event, actions)
+        for action in actions:
+            self._perform(action)
+        self._set_timer(event.at)
+
+    def close(self) -> None:
+        """No more ticks."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Save(record):
+                before = self._ledger.get(record.trajectory_id)
+                was_active = before is None or before.record.state is TrajectoryState.ACTIVE
+                self._ledger.save(record)
+                if was_active and record.state is TrajectoryState.FINISHED:
+                    self._on_finished(record)
+            case Dispatch():
+                if (turn := self._live.get(action.turn_id)) is not None:
+                    turn.dispatched(action)
+            case Reject():
+                if (turn := self._live.get(action.turn_id)) is not None:
+                    turn.rejected(action)
+            case Abort():
+                if (turn := self._live.get(action.turn_id)) is not None:
+                    turn.aborted(action)
+            case Forget(trajectory_id):
+                self._ledger.forget(trajectory_id)
+                self._on_forget(trajectory_id)
+            case Preempt():
+                if (turn := self._live.get(action.turn_id)) is not None:
+                    turn.preempted(action)
+            case _:
+                assert_never(action)
+
+    def _set_timer(self, at: float) -> None:
+        # While turns are live there is a Tick a second anyway; to ask the scheduler after every event costs 10 us.
+        if self._timer is not None and self._timer_at <= at + TICK_S:
+            return
+        wakeup = self.scheduler.next_wakeup()
+        if wakeup is None:
+            return
+        if self._live:
+            wakeup = min(wakeup, at + TICK_S)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(max(wakeup - self.clock(), 0.0), self._tick)
+        self._timer_at = wakeup
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.post(Tick(self.clock()))

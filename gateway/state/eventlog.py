@@ -1,0 +1,111 @@
+"""The log of what happened and what was decided: a bounded JSONL file, and a feed for those who watch.
+
+A line is `{"at", "kind": "event" | "action", "type", ...fields}`. Before the first event of a process, a line of kind
+`start` says in the file how its scheduler was made, so that `heddle simulate replay` can make it again. Watchers that
+fall behind lose the oldest lines and are told how many.
+"""
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import AsyncIterator
+
+import orjson
+
+from scheduling.limits import Limits
+from scheduling.logged import logged
+from scheduling.types import Action, Event, TrajectoryRecord
+
+MAX_LINES_BEHIND = 10_000
+
+
+class _Watcher:
+    def __init__(self) -> None:
+        self.lines: deque[bytes] = deque(maxlen=MAX_LINES_BEHIND)
+        self.num_lost = 0
+        self.wake = asyncio.Event()
+
+
+class EventLog:
+    """Writes and hands out lines; does nothing while there is neither file nor watcher.
+
+    Args:
+        path: the JSONL file, or None. When it is full it becomes `path.1`, and a new one is begun.
+        max_bytes: size at which it is full.
+    """
+
+    def __init__(self, path: str | None, max_bytes: int) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115 - it lives as long as this
+        self._size = self._file.tell() if self._file else 0
+        self._watchers: set[_Watcher] = set()
+        self._has_ended = False
+
+    def begin(
+        self, at: float, policy: str, limits: Limits, records: list[TrajectoryRecord], can_preempt: bool = False
+    ) -> None:
+        """Note in the file how the scheduler is made: when, with what, and which trajectories it knows."""
+        if self._file is not None:
+            start = {"at": at, "kind": "start", "policy": policy, "limits": limits, "can_preempt": can_preempt}
+            self._write(orjson.dumps(start | {"records": records}, option=orjson.OPT_APPEND_NEWLINE))
+
+    def add(self, event: Event, actions: list[Action]) -> None:
+        """Note an event and the actions that followed from it."""
+        if self._file is None and not self._watchers:
+            return
+        lines = [_line(event.at, "event", event)]
+        lines += [_line(event.at, "action", action) for action in actions]
+        if self._file is not None:
+            self._write(b"".join(lines))
+        for watcher in self._watchers:
+            watcher.num_lost += max(0, len(watcher.lines) + len(lines) - MAX_LINES_BEHIND)
+            watcher.lines.extend(lines)
+            watcher.wake.set()
+
+    async def watch(self, silence_s: float) -> AsyncIterator[bytes]:
+        """Lines as they come, in batches, until the process stops; b"" after `silence_s` without one."""
+        watcher = _Watcher()
+        self._watchers.add(watcher)
+        try:
+            while not self._has_ended:
+                try:
+                    async with asyncio.timeout(silence_s):
+                        await watcher.wake.wait()
+                except TimeoutError:
+                    yield b""
+                    continue
+                watcher.wake.clear()
+                batch = b"".join(watcher.lines)
+                watcher.lines.clear()
+                if watcher.num_lost:
+                    batch = orjson.dumps({"kind": "lost", "num_lines": watcher.num_lost}) + b"\n" + batch
+                    watcher.num_lost = 0
+                yield batch
+        finally:
+            self._watchers.discard(watcher)
+
+    def end_watches(self) -> None:
+        """Let go of those who watch; a shutdown would wait for them in vain."""
+        self._has_ended = True
+        for watcher in self._watchers:
+            watcher.wake.set()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, data: bytes) -> None:
+        assert self._file is not None and self._path is not None
+        if self._size + len(data) > self._max_bytes and self._size:
+            self._file.close()
+            os.replace(self._path, f"{self._path}.1")
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - it lives as long as this
+            self._size = 0
+        self._file.write(data)
+        self._size += len(data)
+
+
+def _line(at: float, kind: str, said: Event | Action) -> bytes:
+    return orjson.dumps(logged(at, kind, said), default=sorted, option=orjson.OPT_APPEND_NEWLINE)

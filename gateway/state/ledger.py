@@ -1,0 +1,139 @@
+"""What is known of each trajectory beyond what scheduling needs: its turns, what its client declared. It feeds the API
+and the store; after a restart it is filled from the store.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from scheduling.types import TrajectoryRecord, TrajectoryState
+from store.port import Store, StoredTrajectory
+
+
+@dataclass(slots=True)
+class Entry:
+    """One trajectory.
+
+    Args:
+        record: the scheduler's last word on it.
+        turns: its ended turns, oldest first, as the API shows them.
+        declared: what its client told when it declared it: metadata and hints.
+        conversation: digests, one a turn, by which a client without an id is known again.
+        reward: what its client said that it was worth: `reward`, `components`, `metadata`.
+    """
+
+    record: TrajectoryRecord
+    turns: deque[dict[str, Any]]
+    declared: dict[str, Any] = field(default_factory=dict)
+    conversation: list[str] = field(default_factory=list)
+    reward: dict[str, Any] | None = None
+
+
+class Ledger:
+    """All trajectories that are not forgotten.
+
+    Args:
+        store: where it is written down.
+        max_turns_kept: history of one trajectory.
+    """
+
+    def __init__(self, store: Store, max_turns_kept: int) -> None:
+        self._store = store
+        self._max_turns_kept = max_turns_kept
+        self._entries: dict[str, Entry] = {}
+        self._answers: dict[str, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def get(self, trajectory_id: str) -> Entry | None:
+        """The entry of a trajectory, if there is one."""
+        return self._entries.get(trajectory_id)
+
+    def save(self, record: TrajectoryRecord) -> None:
+        """Take the scheduler's record of a trajectory and write it down."""
+        entry = self._entries.get(record.trajectory_id)
+        if entry is None:
+            entry = self._entries[record.trajectory_id] = Entry(record, deque(maxlen=self._max_turns_kept))
+        else:
+            entry.record = record
+        self._put(entry)
+
+    def declare(self, trajectory_id: str, declared: dict[str, Any]) -> None:
+        """Note what a client says of a trajectory that was saved before."""
+        entry = self._entries[trajectory_id]
+        entry.declared |= declared
+        self._put(entry)
+
+    def rewarded(self, trajectory_id: str, reward: dict[str, Any]) -> None:
+        """Note what a client says that a trajectory was worth; the last word counts."""
+        entry = self._entries[trajectory_id]
+        entry.reward = reward
+        self._put(entry)
+
+    def add_turn(self, trajectory_id: str, turn: dict[str, Any]) -> None:
+        """Add an ended turn to its trajectory's history."""
+        entry = self._entries.get(trajectory_id)
+        if entry is not None:
+            entry.turns.append(turn)
+            self._store.append_turn(trajectory_id, turn)
+
+    def answered(self, trajectory_id: str, answer: bytes) -> None:
+        """Write this answer down with the trajectory's next record. It is not kept here: it may be long."""
+        self._answers[trajectory_id] = answer
+
+    def forget(self, trajectory_id: str) -> None:
+        """Drop a trajectory, here and in the store."""
+        self._answers.pop(trajectory_id, None)
+        if self._entries.pop(trajectory_id, None) is not None:
+            self._store.forget_trajectory(trajectory_id)
+
+    def restore(self, stored: list[StoredTrajectory]) -> list[TrajectoryRecord]:
+        """Fill an empty ledger; gives the records for the scheduler, oldest trajectory first."""
+        for item in stored:
+            if item.record:
+                self._entries[item.trajectory_id] = self._entry(item)
+        return sorted((entry.record for entry in self._entries.values()), key=lambda record: record.created_at)
+
+    def _entry(self, item: StoredTrajectory) -> Entry:
+        fields = dict(item.record)
+        declared = fields.pop("declared", {})
+        conversation = fields.pop("conversation", [])
+        reward = fields.pop("reward", None)
+        record = TrajectoryRecord(**fields)
+        record = replace(record, state=TrajectoryState(record.state))
+        return Entry(record, deque(item.turns, self._max_turns_kept), declared, conversation, reward)
+
+    def _put(self, entry: Entry) -> None:
+        fields = {name: getattr(entry.record, name) for name in _RECORD_FIELDS}
+        fields["declared"] = entry.declared
+        fields["conversation"] = entry.conversation
+        if entry.reward is not None:
+            fields["reward"] = entry.reward
+        trajectory_id = entry.record.trajectory_id
+        self._store.put_trajectory(trajectory_id, fields, self._answers.pop(trajectory_id, None))
+
+    def rewrite(self) -> None:
+        """Write everything down again, after the store lost something."""
+        for trajectory_id, entry in self._entries.items():
+            self._put(entry)
+            for turn in entry.turns:
+                self._store.append_turn(trajectory_id, turn)
+
+
+_RECORD_FIELDS = tuple(TrajectoryRecord.__dataclass_fields__)
+
+
+def as_json(entry: Entry) -> dict[str, Any]:
+    """An entry as the API shows it, without its turns."""
+    return {
+        "id": entry.record.trajectory_id,
+        "object": "trajectory",
+        **{name: value for name, value in asdict(entry.record).items() if name != "trajectory_id"},
+        "declared": entry.declared,
+        "reward": entry.reward,
+    }

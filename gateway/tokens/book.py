@@ -1,0 +1,234 @@
+"""The token book: the tokens of all trajectories, in memory while they are used, in the store for longer.
+
+1. Every added turn is put into the store at once; memory holds those used last, up to a limit, and the rest is read
+   from the store when it is wanted.
+2. What the store holds is limited in bytes and age. The trajectory that was added to longest ago goes first, whole: a
+   turn is kept as what it adds to its parent.
+3. Nothing is missing silently: the history of a trajectory says of which turns tokens were kept, so what is not found
+   any more was dropped.
+"""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from gateway.clock import Clock
+from gateway.state.ledger import Ledger
+from gateway.tokens.packed import ID_BYTES, KeptTurn, all_ids, chain, decoded, encoded, id_bytes, rooted
+from gateway.tokens.turn_tokens import TurnTokens
+from store.port import Store, StoreError
+
+PREFIX = "tokens/"
+TURN_BYTES = 1_000
+"""What a turn costs in memory beside its tokens: the objects, the names."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimits:
+    """How much is kept.
+
+    Args:
+        keep: False where nothing is.
+        memory_bytes: in memory.
+        stored_bytes: in the store.
+        age_s: since the last turn of a trajectory.
+    """
+
+    keep: bool
+    memory_bytes: int
+    stored_bytes: int
+    age_s: float
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """One trajectory's turns, oldest first.
+
+    Args:
+        added_at: when the last one was added, in seconds since the epoch.
+        is_whole: all of them are in memory.
+    """
+
+    added_at: float
+    is_whole: bool
+    stored_bytes: int = 0
+    memory_bytes: int = 0
+    turns: dict[str, KeptTurn] = field(default_factory=dict)
+
+
+class StoredTokens:
+    """The TokenBook of a gateway."""
+
+    def __init__(self, store: Store, ledger: Ledger, clock: Clock, limits: TokenLimits) -> None:
+        self._store = store
+        self._ledger = ledger
+        self._clock = clock
+        self._limits = limits
+        self._shelves: dict[str, _Shelf] = {}  # that which was added to longest ago is first
+        self._in_memory: dict[str, None] = {}  # that which was used longest ago is first
+        self._stored_bytes = self._memory_bytes = 0
+        self.num_dropped = 0
+
+    def view(self) -> dict[str, int]:
+        """How much is kept, for the health page."""
+        return {
+            "num_trajectories": len(self._shelves),
+            "memory_bytes": self._memory_bytes,
+            "stored_bytes": self._stored_bytes,
+            "num_dropped": self.num_dropped,
+        }
+
+    async def restore(self) -> None:
+        """Learn what the store has; once, after the ledger was restored. Raises StoreError."""
+        sizes = await self._store.piece_sizes()
+        ages = {name: entry.record.last_at for name in sizes if (entry := self._ledger.get(name)) is not None}
+        for trajectory_id in sizes.keys() - ages.keys():  # forgotten while the store was away
+            self._store.drop_pieces(trajectory_id)
+        for trajectory_id in sorted(ages, key=ages.__getitem__):
+            shelf = _Shelf(ages[trajectory_id], is_whole=False, stored_bytes=sizes[trajectory_id])
+            self._shelves[trajectory_id] = shelf
+            self._stored_bytes += shelf.stored_bytes
+        self._bound()
+
+    def wants(self, trajectory_id: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether a turn's tokens are to be kept: the settings, its trajectory's declaration, its own headers."""
+        if not self._limits.keep or not wants_tokens(headers):
+            return False
+        entry = self._ledger.get(trajectory_id)
+        return entry is None or entry.declared.get("tokens") != "none"
+
+    async def ready(self, trajectory_id: str) -> None:
+        """Have all that is kept of a trajectory in memory; await it before `continued` and before `add`.
+
+        It raises nothing: of a store that is away nothing is had.
+        """
+        shelf = self._shelves.get(trajectory_id)
+        if shelf is None or shelf.is_whole:
+            return
+        try:
+            found = await self._read(trajectory_id)
+        except StoreError:
+            return
+        if self._shelves.get(trajectory_id) is shelf and not shelf.is_whole:
+            shelf.turns = found | shelf.turns
+            shelf.is_whole = True
+            self._use(trajectory_id, shelf, sum(map(_memory_bytes, shelf.turns.values())) - shelf.memory_bytes)
+            self._bound()
+
+    def continued(self, trajectory_id: str, history: str) -> TurnTokens | None:
+        """The kept turn of this trajectory whose conversation is `history`; its sequences are arrays of 32 bits."""
+        shelf = self._shelves.get(trajectory_id)
+        if shelf is None or not history:  # "" is that of turns which nothing can continue
+            return None
+        turn = next((turn for turn in reversed(shelf.turns.values()) if turn.history == history), None)
+        if turn is None:
+            return None
+        self._use(trajectory_id, shelf, 0)
+        ids = array("I", all_ids(chain(shelf.turns, turn)))
+        middle = turn.num_before + turn.num_new
+        return TurnTokens(
+            trajectory_id=trajectory_id,
+            turn_id=turn.turn_id,
+            prompt_ids=ids[:middle],
+            output_ids=ids[middle:],
+            logprobs=None if turn.logprobs is None else array("f", turn.logprobs.tobytes()),
+            versions=turn.versions,
+            finish_reason=turn.finish_reason,
+            parent=turn.parent,
+            history=turn.history,
+            ended_at=turn.ended_at,
+        )
+
+    def add(self, tokens: TurnTokens) -> None:
+        """Keep an ended turn's tokens.
+
+        A turn that is there already stays as it is. One whose parent is not in memory, or whose prompt does not begin
+        with the parent's tokens, is kept without a parent.
+        Cost: 25 us for 2,000 tokens in 32-bit arrays, 75 in lists; 100 us where 100,000 come before them.
+        """
+        trajectory_id, now = tokens.trajectory_id, self._clock()
+        shelf = self._shelves.pop(trajectory_id, None) or _Shelf(now, is_whole=True)
+        self._shelves[trajectory_id] = shelf
+        if tokens.turn_id in shelf.turns:
+            return
+        prompt = id_bytes(tokens.prompt_ids)
+        parent = shelf.turns.get(tokens.parent) if tokens.parent else None
+        before = all_ids(chain(shelf.turns, parent)) if parent else b""
+        if parent and not prompt.startswith(before):
+            parent, before = None, b""
+        data = encoded(tokens, parent.turn_id if parent else None, prompt, len(before) // ID_BYTES)
+        turn = shelf.turns[tokens.turn_id] = decoded(data)
+        shelf.added_at = now
+        shelf.stored_bytes += len(data)
+        self._stored_bytes += len(data)
+        self._store.put_piece(trajectory_id, PREFIX + tokens.turn_id, data)
+        self._use(trajectory_id, shelf, _memory_bytes(turn))
+        self._bound()
+
+    def forget(self, trajectory_id: str) -> None:
+        """Drop a trajectory's tokens."""
+        shelf = self._shelves.pop(trajectory_id, None)
+        if shelf is not None:
+            self._stored_bytes -= shelf.stored_bytes
+            self._put_away(trajectory_id, shelf)
+            self._store.drop_pieces(trajectory_id, PREFIX)
+
+    async def turns(self, trajectory_id: str) -> dict[str, KeptTurn]:
+        """All that is kept of a trajectory, by turn id, oldest first; memory stays as it is. Raises StoreError."""
+        self._bound()
+        shelf = self._shelves.get(trajectory_id)
+        if shelf is None:
+            return {}
+        return dict(shelf.turns) if shelf.is_whole else await self._read(trajectory_id) | shelf.turns
+
+    def rewrite(self) -> None:
+        """Put what is in memory into the store again, after the store lost something."""
+        for trajectory_id in self._in_memory:
+            for turn in self._shelves[trajectory_id].turns.values():
+                self._store.put_piece(trajectory_id, PREFIX + turn.turn_id, turn.data)
+
+    async def _read(self, trajectory_id: str) -> dict[str, KeptTurn]:
+        pieces = await self._store.get_pieces(trajectory_id, PREFIX)
+        return rooted(map(decoded, pieces.values()))
+
+    def _use(self, trajectory_id: str, shelf: _Shelf, more_bytes: int) -> None:
+        self._in_memory.pop(trajectory_id, None)
+        self._in_memory[trajectory_id] = None
+        shelf.memory_bytes += more_bytes
+        self._memory_bytes += more_bytes
+
+    def _bound(self) -> None:
+        limits, oldest_at = self._limits, self._clock() - self._limits.age_s
+        while self._shelves:
+            trajectory_id, shelf = next(iter(self._shelves.items()))
+            if self._stored_bytes <= limits.stored_bytes and shelf.added_at >= oldest_at:
+                break
+            self.forget(trajectory_id)
+            self.num_dropped += 1
+        while self._memory_bytes > limits.memory_bytes and len(self._in_memory) > 1:  # that which is used now stays
+            trajectory_id = next(iter(self._in_memory))
+            self._put_away(trajectory_id, self._shelves[trajectory_id])
+
+    def _put_away(self, trajectory_id: str, shelf: _Shelf) -> None:
+        self._in_memory.pop(trajectory_id, None)
+        self._memory_bytes -= shelf.memory_bytes
+        shelf.turns, shelf.memory_bytes, shelf.is_whole = {}, 0, False
+
+
+def wants_tokens(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether a request's headers leave its tokens to be kept: no `Prefer: tokens=none` is among them."""
+    for name, value in headers:
+        if name == b"prefer":
+            preferences = (part.partition(b";")[0].replace(b" ", b"").lower() for part in value.split(b","))
+            if any(preference in (b"tokens=none", b'tokens="none"') for preference in preferences):
+                return False
+    return True
+
+
+def choice_id(turn_id: str, index: int) -> str:
+    """Under which id the tokens of one choice of a turn are kept; the first has the turn's own."""
+    return f"{turn_id}/{index}" if index else turn_id
+
+
+def _memory_bytes(turn: KeptTurn) -> int:
+    return len(turn.data) + TURN_BYTES

@@ -1,0 +1,154 @@
+"""The turns of a trajectory as a trainer takes them: one sequence of tokens for each branch, from its root to its leaf.
+
+A turn that several branches share is trained on once: its tokens are marked in the loss mask of the first of them, the
+one whose leaf ended first. So the masks of a trajectory mark each token that was generated exactly once.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gateway.state.ledger import Entry
+from gateway.tokens.packed import KeptTurn, all_ids, chain
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A root, what continues it, and so on to a turn that none continues.
+
+    Args:
+        num_repeated: so many of its turns, the first ones, are in an earlier branch too.
+    """
+
+    turns: list[KeptTurn]
+    num_repeated: int
+
+
+def branches(turns: dict[str, KeptTurn]) -> list[Branch]:
+    """All branches, in the order of their leaves; the turns are in the order of their ends."""
+    parents = {turn.parent for turn in turns.values()}
+    seen: set[str] = set()
+    found = []
+    for leaf in turns.values():
+        if leaf.turn_id in parents:
+            continue
+        path = chain(turns, leaf)
+        found.append(Branch(path, sum(turn.turn_id in seen for turn in path)))
+        seen.update(turn.turn_id for turn in path)
+    return found
+
+
+def missing(entry: Entry, turns: dict[str, KeptTurn]) -> list[dict[str, str]]:
+    """The finished turns of a trajectory whose tokens are not there, and why: `dropped`, `not_wanted`, or
+    `no_token_legs`, as an engine served them that only passes on.
+    """
+    return [
+        {"turn_id": row["turn_id"], "why": _WHY.get(row.get("tokens", ""), "no_token_legs")}
+        for row in entry.turns
+        if row.get("outcome") == "finished" and row["turn_id"] not in turns
+    ]
+
+
+_WHY = {"kept": "dropped", "not_wanted": "not_wanted"}
+
+
+def records(entry: Entry, turns: dict[str, KeptTurn]) -> list[dict[str, Any]]:
+    """A trajectory's branches as they are exported, arrays as numpy's; one without tokens where nothing is kept."""
+    found = branches(turns)
+    about = {
+        "trajectory_id": entry.record.trajectory_id,
+        "group_id": entry.record.group_id,
+        "rollout_id": entry.record.rollout_id,
+        "state": entry.record.state.value,
+        **_reward(entry),
+        "metadata": entry.declared.get("metadata", {}),
+        "num_branches": len(found),
+        "missing": missing(entry, turns),
+    }
+    return [{**about, "branch": number, **_sequence(branch)} for number, branch in enumerate(found or [Branch([], 0)])]
+
+
+def tree(entry: Entry, turns: dict[str, KeptTurn]) -> dict[str, Any]:
+    """A trajectory's turns one by one, as `GET /v1/trajectories/{id}/tokens` shows them, arrays as numpy's."""
+    return {
+        "id": entry.record.trajectory_id,
+        "object": "trajectory.tokens",
+        "group_id": entry.record.group_id,
+        "rollout_id": entry.record.rollout_id,
+        "state": entry.record.state.value,
+        **_reward(entry),
+        "turns": [_turn(turn) for turn in turns.values()],
+        "branches": [[turn.turn_id for turn in branch.turns] for branch in branches(turns)],
+        "missing": missing(entry, turns),
+    }
+
+
+def _reward(entry: Entry) -> dict[str, Any]:
+    reward = entry.reward or {}
+    return {
+        "reward": reward.get("reward"),
+        "reward_components": reward.get("components", {}),
+        "reward_metadata": reward.get("metadata", {}),
+    }
+
+
+def _turn(turn: KeptTurn) -> dict[str, Any]:
+    mask = np.zeros(turn.num_new + turn.num_output, np.int8)
+    mask[turn.num_new :] = 1
+    return {
+        "turn_id": turn.turn_id,
+        "parent": turn.parent,
+        "num_before": turn.num_before,
+        "prompt_ids": turn.new_ids,
+        "output_ids": turn.output_ids,
+        "logprobs": turn.logprobs,
+        "loss_mask": mask,
+        "versions": [{"version": each.version, "start": each.start, "end": each.end} for each in turn.versions],
+        "finish_reason": turn.finish_reason,
+        "ended_at": turn.ended_at,
+    }
+
+
+def _sequence(branch: Branch) -> dict[str, Any]:
+    ids = np.frombuffer(all_ids(branch.turns), np.uint32)
+    mask = np.zeros(len(ids), np.int8)
+    versions, boundaries = [], []
+    for number, turn in enumerate(branch.turns):
+        start, is_repeated = turn.num_before + turn.num_new, number < branch.num_repeated
+        if not is_repeated:
+            mask[start : turn.num_tokens] = 1
+        versions += [
+            {"version": span.version, "start": start + span.start, "end": start + span.end} for span in turn.versions
+        ]
+        boundaries.append(
+            {
+                "turn_id": turn.turn_id,
+                "prompt_start": turn.num_before,
+                "output_start": start,
+                "end": turn.num_tokens,
+                "finish_reason": turn.finish_reason,
+                "ended_at": turn.ended_at,
+                "is_repeated": is_repeated,
+            }
+        )
+    return {
+        "prompt_length": boundaries[0]["output_start"] if boundaries else 0,
+        "finish_reason": branch.turns[-1].finish_reason if branch.turns else None,
+        "token_ids": ids,
+        "loss_mask": mask,
+        "logprobs": _logprobs(branch.turns, len(ids)),
+        "versions": versions,
+        "turns": boundaries,
+    }
+
+
+def _logprobs(turns: list[KeptTurn], num_tokens: int) -> NDArray[np.float32] | None:
+    """Of each token, 0 where it was not generated; None where they are not known of all that were."""
+    aligned = np.zeros(num_tokens, np.float32)
+    for turn in turns:
+        if turn.logprobs is None:
+            return None
+        aligned[turn.num_before + turn.num_new : turn.num_tokens] = turn.logprobs
+    return aligned

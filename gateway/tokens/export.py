@@ -1,0 +1,43 @@
+"""A rollout's branches as a file, made while it is sent, one trajectory after the other: JSON lines or Parquet."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import orjson
+
+from gateway.state.ledger import Entry
+from gateway.tokens.book import StoredTokens
+from gateway.tokens.branches import records
+from gateway.tokens.parquet import ParquetFile
+
+GROUP_TOKENS = 2**20
+"""Of one row group in Parquet: some 10 MB in memory, of which the columns are compressed at once."""
+
+
+async def rows(entries: Iterable[Entry], book: StoredTokens) -> AsyncIterator[dict[str, Any]]:
+    """The records of all branches. Raises StoreError."""
+    for entry in entries:
+        for record in records(entry, await book.turns(entry.record.trajectory_id)):
+            yield record
+        await asyncio.sleep(0)  # turns are served meanwhile
+
+
+async def jsonl(entries: Iterable[Entry], book: StoredTokens) -> AsyncIterator[bytes]:
+    """One line for each branch. Raises StoreError."""
+    async for row in rows(entries, book):
+        yield orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+
+
+async def parquet(file: ParquetFile, entries: Iterable[Entry], book: StoredTokens) -> AsyncIterator[bytes]:
+    """One row for each branch. Raises StoreError."""
+    group: list[dict[str, Any]] = []
+    num_tokens = 0
+    async for row in rows(entries, book):
+        group.append(row)
+        num_tokens += len(row["token_ids"])
+        if num_tokens >= GROUP_TOKENS:
+            yield await asyncio.to_thread(file.add, group)
+            group, num_tokens = [], 0
+    yield await asyncio.to_thread(file.add, group)
+    yield file.end()

@@ -1,0 +1,254 @@
+"""One turn at token level: what was made so far, with which weights, and what of its text the client was told.
+
+A chain outlives its legs. Where a leg ends early, the next one goes on from the prompt and what was made after it:
+
+1. Tokens whose character is not complete are made again: an engine would begin its text in the middle of it.
+2. A stop string that begins before the seam is found here, since the next engine sees only what follows it.
+3. What is held to a grammar is made again from its beginning, for the grammar's state is lost. If some of it is told,
+   the same must come again, as it does without dice; else the turn fails as any broken stream.
+4. A seed cannot give the tokens that it would have given in one piece, and penalties count from the seam on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engines.tokens import Piece, Rendered
+from gateway.tokens.turn_tokens import VersionSpan
+
+_CHARACTER_TOKENS = 4
+"""At most so many tokens make a character of UTF-8, of which all but the last have no text."""
+
+
+class Diverged(Exception):
+    """What was made again is not what the client was told before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What is new for the client."""
+
+    text: str
+    ids: Sequence[int]
+    logprobs: Sequence[dict[str, Any]]
+
+
+class Chain:
+    """The tokens of a turn.
+
+    Args:
+        parent: the turn whose prompt and output the prompt begins with.
+        tells: the client is told as tokens come, so nothing of it can be taken back.
+        tells_logprobs: the client asked for log-probabilities; others may be for the record only.
+
+    Attributes:
+        text: of all tokens, as far as it may be told.
+        finish_reason: once the answer is complete.
+        voice_state: of who reads the tokens for the client; kept from leg to leg.
+    """
+
+    def __init__(
+        self, rendered: Rendered, prompt_ids: list[int], parent: str | None, tells: bool, tells_logprobs: bool
+    ) -> None:
+        self.rendered = rendered
+        self.prompt_ids = prompt_ids
+        self.parent = parent
+        self.output_ids: list[int] = []
+        self.logprobs: list[dict[str, Any]] = []
+        self.versions: list[VersionSpan] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.cached_tokens: int | None = None
+        self._tells = tells
+        self._tells_logprobs = tells_logprobs
+        self._told_ids: list[int] = []
+        self._leg_start = 0
+        self._seam: _Seam | None = None
+        self._text_again = ""  # of what the client was told before, and must come again
+        self._ids_again: list[int] = []
+
+    def restore(self, ids: list[int], logprobs: list[dict[str, Any]], versions: list[VersionSpan]) -> None:
+        """Take up what an earlier process had made; nothing of it is told."""
+        self.output_ids, self.logprobs, self.versions = ids, logprobs, versions
+
+    @property
+    def told_logprobs(self) -> list[dict[str, Any]]:
+        """What the client may hear of them."""
+        return self.logprobs if self._tells_logprobs else []
+
+    # --- at a seam ------------------------------------------------------------------------------------------
+
+    def candidates(self) -> list[list[int]]:
+        """Outputs without their last tokens, whose texts `mend` is to be told; none where it need not be."""
+        ids = self.output_ids
+        if self.rendered.has_grammar:
+            self._begin_again()
+        elif not self.rendered.needs_parser:
+            return [ids[: len(ids) - cut] for cut in range(min(_CHARACTER_TOKENS + 1, len(ids)))]
+        return []
+
+    def mend(self, texts: Sequence[str]) -> Said:
+        """Drop the tokens that have no text yet, and say what was held back, or was told to nobody.
+
+        Args:
+            texts: of the `candidates`.
+
+        Raises:
+            Diverged: these texts do not begin with what was told.
+        """
+        num_told = len(self._told_ids)
+        if not texts:
+            return self._said("", num_told)
+        cut = 0
+        while cut + 1 < len(texts) and texts[cut] == texts[cut + 1]:
+            cut += 1
+        if len(texts) == len(self.output_ids) and cut + 1 == len(texts) and not texts[cut]:
+            cut += 1  # not even the first token has a text
+        text = texts[0]
+        if not text.startswith(self.text):
+            raise Diverged
+        length = len(self.output_ids) - cut
+        self._ids_again = self._told_ids[length:]
+        self._cut(length)
+        held = text[len(self.text) :]
+        if self.rendered.stop:
+            self._seam = _Seam(text, held, self.rendered.stop, self.rendered.includes_stop)
+            held = self._seam.free_at_once()
+        return self._said(held, num_told)
+
+    def begin_leg(self) -> None:
+        """What comes now is another leg's."""
+        self._leg_start = len(self.output_ids)
+
+    def _begin_again(self) -> None:
+        if not self._tells:
+            self.text = ""
+        self._text_again, self._ids_again = self.text, list(self._told_ids)
+        self._cut(0)
+
+    def _cut(self, length: int) -> None:
+        self.output_ids = self.output_ids[:length]
+        self.logprobs = self.logprobs[:length]
+        self.versions = _until(length, self.versions)
+
+    # --- as tokens come -------------------------------------------------------------------------------------
+
+    def add(self, piece: Piece, version: str) -> Said:
+        """Take what a leg made.
+
+        Args:
+            version: of the weights, unless the engine tells.
+
+        Raises:
+            Diverged: it is not what the client was told before.
+        """
+        if piece.cached_tokens is not None and self.cached_tokens is None and not self._leg_start:
+            self.cached_tokens = piece.cached_tokens
+        self._note_versions(piece, version)
+        start = len(self.output_ids) + self._again(piece.ids)
+        self.output_ids += piece.ids
+        self.logprobs += piece.logprobs or ()
+        text = self._unsaid(piece.text) if self._text_again else piece.text
+        if piece.finish_reason is not None:
+            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+        if self._seam is not None:
+            text = self._through_seam(text)
+        return self._said(text, start)
+
+    def finish(self, reason: str) -> Said:
+        """Nothing more is to be made."""
+        self.finish_reason = reason
+        return self._said(self._through_seam("") if self._seam is not None else "", len(self.output_ids))
+
+    def _said(self, text: str, start: int) -> Said:
+        self.text += text
+        if not self._tells:
+            return Said(text, (), ())
+        ids = self.output_ids[start:]
+        self._told_ids += ids
+        return Said(text, ids, self.told_logprobs[start:])
+
+    def _note_versions(self, piece: Piece, version: str) -> None:
+        start, end = len(self.output_ids), len(self.output_ids) + len(piece.ids)
+        spans = [VersionSpan(version, start, end)] if end > start else []
+        if piece.versions:
+            spans = [
+                VersionSpan(told, self._leg_start + first, self._leg_start + last)
+                for told, first, last in piece.versions
+                if last > first
+            ]
+            self.versions = _until(self._leg_start, self.versions)
+        for span in spans:
+            last = self.versions[-1] if self.versions else None
+            if last is not None and last.version == span.version and last.end == span.start:
+                self.versions[-1] = VersionSpan(span.version, last.start, span.end)
+            else:
+                self.versions.append(span)
+
+    def _again(self, ids: list[int]) -> int:
+        """How many of these tokens the client was told before."""
+        num_again = min(len(ids), len(self._ids_again))
+        if ids[:num_again] == self._ids_again[:num_again]:
+            self._ids_again = self._ids_again[num_again:]
+        elif self.rendered.has_grammar:
+            raise Diverged
+        else:
+            start = len(self.output_ids)  # the rest of a character fell otherwise, which nobody has seen
+            self._told_ids[start:], self._ids_again = ids[:num_again], []
+        return num_again
+
+    def _unsaid(self, text: str) -> str:
+        num_again = min(len(text), len(self._text_again))
+        if text[:num_again] != self._text_again[:num_again]:
+            raise Diverged
+        self._text_again = self._text_again[num_again:]
+        return text[num_again:]
+
+    def _through_seam(self, text: str) -> str:
+        assert self._seam is not None
+        text, stop = self._seam.feed(text, is_last=self.finish_reason is not None)
+        if stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+        if self._seam.is_passed:
+            self._seam = None
+        return text
+
+
+def _until(end: int, spans: Sequence[VersionSpan]) -> list[VersionSpan]:
+    return [VersionSpan(span.version, span.start, min(span.end, end)) for span in spans if span.start < end]
+
+
+class _Seam:
+    """Looks for a stop string that begins before a seam and ends after it.
+
+    Args:
+        text: all of the text before the seam, the last of which is `held`: not said yet.
+    """
+
+    def __init__(self, text: str, held: str, stops: Sequence[str], includes_stop: bool) -> None:
+        self._stops = stops
+        self._includes_stop = includes_stop
+        self._reach = max(map(len, stops)) - 1
+        self._size = min(self._reach, len(text))
+        self._buffer = text[len(text) - self._size :]
+        self._held = held
+        self._said = max(self._size - len(held), 0)
+        self.is_passed = False
+
+    def free_at_once(self) -> str:
+        """What was held and is too far from the seam to be in a stop string."""
+        return self._held[: max(len(self._held) - self._size, 0)]
+
+    def feed(self, text: str, is_last: bool) -> tuple[str, str | None]:
+        """What may be said now, and the stop string that ended it."""
+        self._buffer += text
+        found = [(at, stop) for stop in self._stops if 0 <= (at := self._buffer.find(stop)) < self._size]
+        if found:
+            at, stop = min(found)
+            self.is_passed = True
+            return self._buffer[self._said : at + (len(stop) if self._includes_stop else 0)], stop
+        if not is_last and len(self._buffer) < self._size + self._reach:
+            return "", None
+        self.is_passed = True
+        return self._buffer[self._said :], None

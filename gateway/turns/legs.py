@@ -1,0 +1,207 @@
+"""Runs one leg: sends the client's request to an engine and passes its answer on.
+
+Whatever an engine does instead of answering becomes a LegFailed that says whose fault it was.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from engines.dialect import Leg, Upstream
+from engines.http import CONNECTION_FAULTS, FAULTS, AnswerTooLarge, BadResponse, NoMoreConnections, Response, ResponseTimeout
+from gateway.clock import Clock
+from gateway.config import Settings
+from gateway.fleet.fleet import Fleet, UnknownEngine
+from gateway.fleet.member import Member
+from gateway.http.errors import api_error, engine_error
+from gateway.http.sse import EventTooLarge
+from gateway.messages.answers import content_of, read_answer
+from gateway.messages.streams import content_of_stream
+from gateway.metrics import Metrics
+from gateway.state.driver import Driver
+from gateway.tokens.turn_tokens import TokenBook
+from gateway.turns.outcome import Outcome, refused_leg
+from gateway.turns.relay import Relay
+from gateway.turns.staleness import Staleness
+from gateway.turns.token_legs import TokenLegs, may_take_tokens
+from gateway.turns.turn import LegFailed, Stopped, Turn
+from scheduling.types import Dispatch, Fault, TurnProgressed
+
+_ABORT_TIMEOUT_S = 5.0
+
+
+class Legs:
+    """Runs legs on the fleet."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        driver: Driver,
+        fleet: Fleet,
+        metrics: Metrics,
+        book: TokenBook,
+        save_tokens: Callable[[Turn], None],
+        staleness: Staleness,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._driver = driver
+        self._fleet = fleet
+        self._metrics = metrics
+        self._staleness = staleness
+        self._token_legs = TokenLegs(settings, clock, book, self._note_first_byte, self._note_progress, save_tokens)
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def run(self, turn: Turn, dispatch: Dispatch) -> Outcome:
+        """Run a leg to its end.
+
+        Raises:
+            LegFailed: the engine or the request failed.
+            Stopped: the client left, the trajectory was aborted, or the leg is paused.
+        """
+        try:
+            member = self._fleet.get(dispatch.engine_id)
+        except UnknownEngine as error:
+            raise LegFailed(Fault.ENGINE, api_error(502, "The engine left the fleet.", "engine_lost")) from error
+        fault: Exception | None = None
+        has_answered = False
+        response: Response | None = None
+        first_version = max(len(member.versions) - 1, 0)
+        turn.versions = member.versions[first_version:]
+        self._fleet.leg_began(member)
+        try:
+            with turn.stoppable():
+                outcome = await self._by_tokens(turn, dispatch, member)
+                if outcome is None:
+                    turn.begin_again()  # tokens of an earlier leg are of another answer
+                    turn.run_by_tokens(dispatch.engine_id, False)
+                    response = await self._ask(turn, dispatch, member)
+                    is_stream = turn.ask.wants_stream and response.status == 200
+                    outcome = await (self._relay(turn, response) if is_stream else self._whole(turn, response))
+                has_answered = True
+                return outcome
+        except CONNECTION_FAULTS as error:
+            fault = error
+            raise LegFailed(Fault.ENGINE, api_error(502, f"The engine failed: {error}.", "engine_failed")) from None
+        except NoMoreConnections as error:
+            raise LegFailed(Fault.BUSY, api_error(503, f"The gateway is full: {error}.", "gateway_full")) from None
+        except ResponseTimeout as error:
+            self._abort(turn, member)
+            raise LegFailed(Fault.ENGINE, api_error(504, f"The engine is late: {error}.", "engine_late")) from None
+        except AnswerTooLarge as error:
+            self._abort(turn, member)
+            raise LegFailed(Fault.REQUEST, api_error(502, f"{error}.", "answer_too_large")) from None
+        except Stopped as stop:
+            self._abort(turn, member)
+            if turn.is_stale and stop.fault is Fault.ENGINE:
+                raise self._staleness.stopped(turn) from None
+            if stop.fault is Fault.ENGINE:
+                raise LegFailed(Fault.ENGINE, api_error(502, "The engine was lost.", "engine_lost")) from None
+            raise
+        except LegFailed as failure:
+            has_answered = True
+            if failure.fault is Fault.ENGINE:
+                self._abort(turn, member)
+            raise
+        finally:
+            turn.run_by_tokens("", False)
+            turn.versions = member.versions[first_version:]
+            if response is not None:
+                response.close()
+            self._fleet.leg_ended(member, fault, has_answered)
+
+    async def _by_tokens(self, turn: Turn, dispatch: Dispatch, member: Member) -> Outcome | None:
+        if turn.chain is None and (self._settings.token_legs == "off" or not may_take_tokens(turn.ask)):
+            return None
+        turn.run_by_tokens(dispatch.engine_id, True)
+        self._tell_about(turn, dispatch)
+        return await self._token_legs.run(turn, member, _request_id(turn), dispatch.priority)
+
+    async def _ask(self, turn: Turn, dispatch: Dispatch, member: Member) -> Response:
+        assert member.dialect is not None
+        ask = turn.ask
+        upstream: Upstream = member.dialect.upstream(
+            Leg(
+                path=ask.path,
+                request_id=_request_id(turn),
+                trajectory_id=ask.trajectory_id,
+                priority=dispatch.priority,
+                body=ask.body,
+                request=ask.request,
+                counts_tokens=ask.wants_stream and ask.api in ("chat", "completions") and not ask.wants_usage,
+                cache_salt=member.cache_salt,
+            )
+        )
+        self._tell_about(turn, dispatch)
+        timeout_s = self._settings.turn_timeout_s
+        return await member.http.request("POST", upstream.path, upstream.body, upstream.headers, timeout_s)
+
+    def _tell_about(self, turn: Turn, dispatch: Dispatch) -> None:
+        turn.outlet.about(dispatch.engine_id, (turn.first_dispatch_at or turn.arrived_at) - turn.arrived_at)
+
+    async def _whole(self, turn: Turn, response: Response) -> Outcome:
+        body = await response.body(self._settings.max_answer_bytes, self._settings.silence_timeout_s)
+        if response.status != 200:
+            raise refused_leg(engine_error(response.status, body))
+        answer = read_answer(turn.ask.api, body)
+        if answer.error is not None:
+            raise refused_leg(answer.error)
+        turn.usage, turn.finish_reason = answer.usage, answer.finish_reason
+        self._note_first_byte(turn)
+        api, outlet = turn.ask.api, turn.outlet
+        return Outcome(answer.body, lambda: outlet.whole(200, answer.body), lambda: content_of(api, body))
+
+    async def _relay(self, turn: Turn, response: Response) -> Outcome:
+        if b"event-stream" not in response.headers.get(b"content-type", b""):
+            raise BadResponse("it answered a stream request with something else")
+        api, outlet = turn.ask.api, turn.outlet
+        relay = Relay(turn, self._note_first_byte, self._note_progress)
+        reader = relay.reader
+        while not relay.is_over:
+            settings = self._settings
+            timeout_s = settings.turn_timeout_s if turn.first_byte_at is None else settings.silence_timeout_s
+            try:
+                has_more = await response.pour(relay.take, timeout_s)
+            except EventTooLarge as error:
+                raise BadResponse(str(error)) from None
+            if not has_more:
+                raise refused_leg(reader.end() or api_error(502, "The engine's stream broke off."))
+            await outlet.drain()
+        last = relay.last
+        if reader.error is not None:
+            if last and reader.num_chunks > 1:  # more than the error itself and comments before it
+                outlet.stream(last)
+            raise refused_leg(reader.error)
+        if turn.first_byte_at is None:
+            self._note_first_byte(turn)
+        response.release()
+        turn.usage, turn.finish_reason, turn.num_chunks = reader.usage, reader.finish_reason, reader.num_chunks
+        return Outcome(last, lambda: outlet.stream(last, more=False), lambda: content_of_stream(api, reader.kept))
+
+    def _note_first_byte(self, turn: Turn) -> None:
+        now = turn.first_byte_at = self._clock()
+        self._metrics.turn_timed((turn.first_dispatch_at or now) - turn.arrived_at, now - turn.arrived_at)
+
+    def _note_progress(self, turn: Turn) -> None:
+        self._driver.post(TurnProgressed(self._clock(), turn.turn_id, turn.leg, turn.num_chunks))
+
+    def _abort(self, turn: Turn, member: Member) -> None:
+        """Have an engine stop at once where a closed connection is not enough; nobody waits for it."""
+        dialect = member.dialect
+        if dialect is None:
+            return
+
+        async def abort() -> None:
+            try:
+                await dialect.abort(member.http, _request_id(turn), _ABORT_TIMEOUT_S)
+            except FAULTS:
+                return  # An engine that cannot be reached runs nothing of ours, or its watch will tell.
+
+        task = asyncio.create_task(abort())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+
+def _request_id(turn: Turn) -> str:
+    """One per leg: an engine may still know the turn's earlier one. The end mark guards against prefix matches."""
+    return f"{turn.turn_id}-{turn.leg:03d}"

@@ -1,0 +1,49 @@
+"""What the predictor is told of a trajectory, from what the ledger knows."""
+
+from gateway.state.ledger import Entry
+from predictor.progress import Progress
+from scheduling.types import TrajectoryRecord
+
+
+def begun(
+    trajectory_id: str,
+    group_id: str,
+    prompt_id: str,
+    context_tokens: int,
+    entry: Entry | None,
+    outcomes: tuple[str, ...] = (),
+) -> Progress:
+    """A turn begins, with a prompt of `context_tokens`; of its trajectory `entry` is known, if anything.
+
+    Args:
+        outcomes: of its tools, for a predictor that reads them.
+    """
+    if entry is None or not entry.record.num_turns:
+        return Progress(trajectory_id, group_id, prompt_id, context_tokens, context_tokens)
+    record, turns = entry.record, entry.turns
+    # The first turn is looked for where all are there, and the last one from the end: hundreds may lie between.
+    is_whole = record.num_turns <= len(turns) != turns.maxlen
+    first = next((turn for turn in turns if turn["outcome"] == "finished"), None) if is_whole else None
+    last = next((turn for turn in reversed(turns) if turn["outcome"] == "finished"), None)
+    return Progress(
+        trajectory_id,
+        group_id,
+        prompt_id,
+        prompt_tokens=(first["prompt_tokens"] or 0) if first else 0,
+        context_tokens=context_tokens,
+        output_tokens=record.output_tokens,
+        last_output_tokens=last["output_tokens"] if last else 0,
+        num_turns=record.num_turns,
+        outcomes=outcomes,
+    )
+
+
+def ended(record: TrajectoryRecord) -> Progress:
+    """A trajectory ended well."""
+    return Progress(
+        record.trajectory_id,
+        record.group_id,
+        context_tokens=record.context_tokens,
+        output_tokens=record.output_tokens,
+        num_turns=record.num_turns,
+    )

@@ -1,0 +1,63 @@
+"""Passes a stream's events on to the client, within the very callback that brings their bytes from the engine."""
+
+from collections.abc import Callable
+
+from gateway.http.sse import EventSplitter
+from gateway.messages.streams import StreamReader
+from gateway.turns.turn import Turn
+
+# The scheduler's view of a context may lag by this many tokens; a word per chunk would cost more than it tells.
+_PROGRESS_CHUNKS = 64
+
+
+class Relay:
+    """One leg's stream.
+
+    Args:
+        note_first_byte: called before the first of the answer goes out.
+        note_progress: called now and then, once `turn.num_chunks` has grown.
+
+    Attributes:
+        is_over: the stream has ended, well or by the reader's error; what is still to be sent of it is `last`.
+    """
+
+    def __init__(self, turn: Turn, note_first_byte: Callable[[Turn], None], note_progress: Callable[[Turn], None]):
+        self.reader = StreamReader(turn.ask.api, turn.ask.wants_usage, keep=turn.ask.is_inferred)
+        self.is_over = False
+        self.last = b""
+        self._turn = turn
+        self._note_first_byte = note_first_byte
+        self._note_progress = note_progress
+        self._report_at = _PROGRESS_CHUNKS
+        self._splitter = EventSplitter()
+
+    def take(self, piece: bytes) -> bool:
+        """Pass on the events that end in this piece.
+
+        Returns: whether more may come at once; not after the first, since from then on the engine must not be silent,
+            nor when the client has to be waited for, nor at the end.
+        Raises: EventTooLarge.
+        """
+        block = self._splitter.feed(piece)
+        if not block:
+            return True
+        reader = self.reader
+        block = reader.read(block)
+        if reader.done or reader.error is not None:
+            self.is_over, self.last = True, block
+            return False
+        num_chunks = reader.num_chunks
+        if not num_chunks:
+            return True  # comments that keep a waiting stream open: nothing of an answer yet, so it can start over
+        turn = self._turn
+        outlet = turn.outlet
+        is_first = turn.first_byte_at is None
+        if is_first:
+            self._note_first_byte(turn)
+        if block:
+            outlet.stream(block)
+        turn.num_chunks = outlet.num_events = num_chunks
+        if num_chunks >= self._report_at:
+            self._report_at = num_chunks + _PROGRESS_CHUNKS
+            self._note_progress(turn)
+        return not is_first and not outlet.is_full

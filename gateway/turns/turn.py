@@ -1,0 +1,255 @@
+"""One turn of one client, from its request to its answer: what it asked, and what was decided of it."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from gateway.http.errors import Api, ApiError
+from gateway.http.outlet import Outlet
+from gateway.http.refusals import Refused, refused_turn
+from gateway.messages.answers import Usage
+from gateway.tokens.turn_tokens import VersionSpan
+from scheduling.types import Abort, Dispatch, Fault, Preempt, Reject
+from scheduling.values import value_class
+
+if TYPE_CHECKING:
+    from gateway.turns.chain import Chain
+    from gateway.turns.voices import ParsedVoice, TextVoice
+
+Made = tuple[list[int], list[dict[str, Any]], list[VersionSpan]]
+"""Output ids, their log-probabilities if asked for, and the versions of the weights that made them."""
+
+
+@value_class(frozen=True, slots=True)
+class Ask:
+    """What a client asked for.
+
+    Args:
+        path: the API route, without an identity in front of it.
+        is_inferred: the trajectory was recognised by its conversation, or is new, without an id sent.
+        may_be_joined: the same request again, while this one runs, is a retry.
+        keeps_tokens: its tokens are kept for later turns and for a trainer.
+    """
+
+    api: Api
+    path: str
+    model: str
+    body: bytes
+    request: dict[str, Any]
+    trajectory_id: str
+    group_id: str
+    rollout_id: str | None
+    priority: int
+    is_inferred: bool
+    may_be_joined: bool
+    keeps_tokens: bool = False
+
+    @property
+    def wants_stream(self) -> bool:
+        """Whether the answer is to be a stream."""
+        return self.request.get("stream") is True
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the client asked its stream for a usage event."""
+        options = self.request.get("stream_options")
+        return isinstance(options, dict) and bool(options.get("include_usage"))
+
+
+class LegFailed(Exception):
+    """A leg ended without its turn being finished; `error` is for the client, unless it can start over."""
+
+    def __init__(self, fault: Fault, error: ApiError) -> None:
+        super().__init__(error.message)
+        self.fault = fault
+        self.error = error
+
+
+class Stopped(Exception):
+    """The turn must stop where it is: its client left, it was aborted, or its engine is lost; without a fault, it is to
+    pause."""
+
+    def __init__(self, fault: Fault | None) -> None:
+        super().__init__(fault.value if fault else "pause")
+        self.fault = fault
+
+
+class Turn:
+    """A turn under way; the driver tells it what the scheduler decides.
+
+    Attributes:
+        turn_id: also its request id; of fixed length, because SGLang aborts by prefix.
+        num_clients: connections that wait for its answer.
+        priority: what its last leg's engine was told, lower is earlier.
+        engine_id: where its leg runs; "" while none does.
+        chain: its tokens, where it is served at token level; `voice` tells them to the client.
+        made_before: tokens that an earlier process made for it.
+        last_events: of a stream of token legs, held back until the turn has finished.
+        versions: of weights that the engine of its last leg had meanwhile.
+        is_stale: it was stopped because these are too old.
+        last_error: why its last leg failed.
+        digest: of its request, once somebody needed it.
+    """
+
+    def __init__(self, turn_id: str, ask: Ask, outlet: Outlet, arrived_at: float, predicted_tokens: float) -> None:
+        self.turn_id = turn_id
+        self.ask = ask
+        self.outlet = outlet
+        self.arrived_at = arrived_at
+        self.predicted_tokens = predicted_tokens
+        self.num_clients = 1
+        self.leg = 0
+        self.priority: int | None = None
+        self.first_dispatch_at: float | None = None
+        self.first_byte_at: float | None = None
+        self.dispatch: Dispatch | None = None
+        self.usage: Usage | None = None
+        self.num_chunks = 0
+        self.finish_reason: str | None = None
+        self.versions: list[str] = []
+        self.is_stale = False
+        self.last_error: ApiError | None = None
+        self.digest = ""
+        self.engine_id = ""
+        self.chain: Chain | None = None
+        self.voice: TextVoice | ParsedVoice | None = None
+        self.made_before: Made | None = None
+        self.last_events = b""
+        self.saved_at, self.num_saved, self.num_parts = arrived_at, 0, 0  # of its tokens, while it runs
+        self._can_pause = False
+        self._reject: Reject | None = None
+        self._decision: asyncio.Future[None] | None = None
+        self._is_stopping = False
+        self._fault: Fault | None = None
+        self._task: asyncio.Task[Any] | None = None
+
+    # --- what the scheduler decides -------------------------------------------------------------------------
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        """Run this leg."""
+        self.dispatch, self.leg, self.priority = dispatch, dispatch.leg, dispatch.priority
+        self._decide()
+
+    def rejected(self, reject: Reject) -> None:
+        """It will not be served."""
+        self._reject = reject
+        self._decide()
+
+    def aborted(self, abort: Abort) -> None:
+        """Stop the running leg."""
+        if abort.leg == self.leg:
+            self.stop(abort.fault)
+
+    def preempted(self, preempt: Preempt) -> None:
+        """Pause the running leg; one that passes through goes on to its end instead."""
+        if preempt.leg == self.leg:
+            self.pause()
+
+    async def next_leg(self) -> Dispatch:
+        """Wait for the scheduler's word. Raises Refused, or Stopped."""
+        if self.dispatch is None and self._reject is None:
+            self._decision = asyncio.get_running_loop().create_future()
+            with self.stoppable():
+                await self._decision
+        if self._reject is not None:
+            raise refused_turn(self._reject.refusal, self._reject.retry_after_s, self.last_error)
+        dispatch, self.dispatch = self.dispatch, None
+        assert dispatch is not None
+        return dispatch
+
+    def _decide(self) -> None:
+        if self._decision is not None and not self._decision.done():
+            self._decision.set_result(None)
+
+    # --- being stopped --------------------------------------------------------------------------------------
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another leg may follow one that failed: nothing of the answer is out, or its tokens are here."""
+        return self.chain is not None or not self.outlet.has_begun
+
+    def run_by_tokens(self, engine_id: str, by_tokens: bool) -> None:
+        """A leg runs there; at token level, so that it can be paused, or not."""
+        self.engine_id, self._can_pause = engine_id, by_tokens
+
+    def pause(self) -> bool:
+        """Have the running leg stop with its tokens kept; the scheduler hears TurnPaused and dispatches it again.
+
+        Returns: False where it cannot, for it passes through or has no leg: then it just goes on.
+        """
+        if self._can_pause:
+            self.stop(None)
+        return self._can_pause
+
+    def stop(self, fault: Fault | None) -> None:
+        """Break off what is awaited within `stoppable`, now or as soon as it is entered."""
+        is_first, self._is_stopping = not self._is_stopping, True
+        if is_first or fault not in (None, Fault.ENGINE):  # a pause or a lost engine ends a leg only, others the turn
+            self._fault = fault
+        if is_first and self._task is not None:
+            self._task.cancel()
+
+    def begin_again(self) -> bool:
+        """Drop what was made of its answer; False if some of it is out."""
+        if self.outlet.has_begun:
+            return False
+        self.chain, self.voice, self.made_before = None, None, None
+        self.num_chunks = self.num_saved = 0
+        return True
+
+    def leg_failed(self, error: ApiError) -> None:
+        """Its leg is over: a pause, or an engine that is lost with it, has nothing more to stop."""
+        self.last_error = error
+        if self._fault in (None, Fault.ENGINE):
+            self._is_stopping, self._fault = False, None
+
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """What is awaited here ends with Stopped when `stop` is called; any other cancellation passes."""
+        self._raise_if_stopped()
+        task = self._task = asyncio.current_task()
+        assert task is not None
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._is_stopping or task.uncancel() > 0:
+                raise
+            self._raise_if_stopped()
+        finally:
+            self._task = None
+
+    def _raise_if_stopped(self) -> None:
+        if self._is_stopping:
+            fault, self._fault, self._is_stopping = self._fault, None, False
+            raise Stopped(fault) from None
+
+    # --- its history ----------------------------------------------------------------------------------------
+
+    def row(
+        self, outcome: str, ended_at: float, engine_id: str | None, why: str, error: Refused | None
+    ) -> dict[str, Any]:
+        """The turn as its trajectory's history shows it. Times are seconds since the epoch."""
+        first_dispatch_at = self.first_dispatch_at
+        return {
+            "turn_id": self.turn_id,
+            "api": self.ask.api,
+            "outcome": outcome,
+            "engine": engine_id,
+            "why": why,
+            "priority": self.priority,
+            "predicted_tokens": round(self.predicted_tokens),
+            "legs": self.leg,
+            "arrived_at": self.arrived_at,
+            "dispatched_at": first_dispatch_at,
+            "first_byte_at": self.first_byte_at,
+            "ended_at": ended_at,
+            "queued_s": (ended_at if first_dispatch_at is None else first_dispatch_at) - self.arrived_at,
+            "prompt_tokens": self.usage.prompt_tokens if self.usage else None,
+            "cached_tokens": self.usage.cached_tokens if self.usage else None,
+            "output_tokens": self.usage.completion_tokens if self.usage else self.num_chunks,
+            "finish_reason": self.finish_reason,
+            "weight_versions": [span.version for span in self.chain.versions] if self.chain else self.versions,
+            "tokens": "none" if self.chain is None else "kept" if self.ask.keeps_tokens else "not_wanted",
+            "error": error.error.openai() if error else None,
+        }

@@ -1,0 +1,220 @@
+"""Tells a client in OpenAI's words what a chain of token legs made: whole, or in the events of a stream.
+
+Where the engine gave text beside the tokens, `TextVoice` only puts it into its frame. Where tool calls or reasoning are
+to be told apart, `ParsedVoice` has an engine read the tokens, any engine of the model, since what it needs to go on
+reading is kept here.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from engines.http import HttpClient
+from engines.tokens import Delta, TokenRoutes, Whole
+from gateway.http.errors import api_error
+from gateway.messages.answers import Usage, openai_reason
+from gateway.turns.chain import Chain
+from gateway.turns.turn import Ask, LegFailed
+from scheduling.types import Fault
+
+_DONE = b"data: [DONE]\n\n"
+_MAX_DERENDERED_BYTES = 64 * 2**20
+# A parser reads all tokens anew for each event, so events grow with the answer: the work is n log n, not n squared.
+_SHARE_OF_ANSWER = 16
+
+
+class Frame:
+    """What stands around every answer of a turn."""
+
+    def __init__(self, ask: Ask, turn_id: str, created_at: float) -> None:
+        is_chat = ask.api == "chat"
+        kind = ("chat.completion.chunk" if ask.wants_stream else "chat.completion") if is_chat else "text_completion"
+        answer_id = f"chatcmpl-{turn_id}" if is_chat else f"cmpl-{turn_id}"
+        self._head = {"id": answer_id, "object": kind, "created": int(created_at), "model": ask.model}
+        self._start = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":['
+        self._wants_usage = ask.wants_usage
+
+    def event(self, choice: bytes) -> bytes:
+        """One event of a stream."""
+        return self._start + choice + b"]}\n\n"
+
+    def end(self, last: bytes, usage: Usage) -> bytes:
+        """The events that end a stream."""
+        told = b""
+        if self._wants_usage:
+            told = self._start + b'],"usage":' + orjson.dumps(_usage(usage)) + b"}\n\n"
+        return last + told + _DONE
+
+    def whole(self, choice: Mapping[str, Any], usage: Usage) -> bytes:
+        """A whole answer."""
+        return orjson.dumps({**self._head, "choices": [choice], "usage": _usage(usage)})
+
+
+def _chat_logprobs(request: Mapping[str, Any], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """With rivals only where they were asked for: token routes name the token itself as one (vLLM 0.32)."""
+    if not request.get("top_logprobs"):
+        entries = [entry | {"top_logprobs": []} for entry in entries]
+    return {"content": entries}
+
+
+class TextVoice:
+    """For answers that are the very text that came."""
+
+    def __init__(self, ask: Ask, frame: Frame) -> None:
+        self._request = ask.request
+        self._is_chat = ask.api == "chat"
+        self._frame = frame
+        self._has_begun = not self._is_chat
+        self._text_offset = 0
+
+    def say(
+        self, text: str, logprobs: Sequence[dict[str, Any]], reason: str | None = None, stop: str | int | None = None
+    ) -> bytes:
+        """The events for what is new."""
+        begin = b""
+        if not self._has_begun:
+            self._has_begun = True
+            begin = self._frame.event(
+                b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+            )
+        if not text and not logprobs and reason is None:
+            return begin
+        said = b'"delta":{"content":%b}' if self._is_chat else b'"text":%b'
+        told = orjson.dumps(self._logprobs(logprobs)) if logprobs else b"null"
+        end = b"null"
+        if reason is not None:
+            end = orjson.dumps(openai_reason(reason)) + b',"stop_reason":' + orjson.dumps(stop)
+        choice = b'{"index":0,' + said % orjson.dumps(text) + b',"logprobs":' + told + b',"finish_reason":' + end + b"}"
+        return begin + self._frame.event(choice)
+
+    def whole(self, chain: Chain) -> dict[str, Any]:
+        """The one choice of a whole answer."""
+        message = {"role": "assistant", "content": chain.text}
+        return {
+            "index": 0,
+            **({"message": message} if self._is_chat else {"text": chain.text}),
+            "logprobs": self._logprobs(chain.told_logprobs) if chain.told_logprobs else None,
+            "finish_reason": openai_reason(chain.finish_reason or ""),
+            "stop_reason": chain.stop_reason,
+        }
+
+    def content(self, chain: Chain) -> dict[str, Any] | str:
+        """The answer as the client will send it back with its next turn."""
+        return {"role": "assistant", "content": chain.text} if self._is_chat else chain.text
+
+    def _logprobs(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        if self._is_chat:
+            return _chat_logprobs(self._request, entries)
+        tokens = [entry["token"] for entry in entries]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._text_offset)
+            self._text_offset += len(token)
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "tokens": tokens,
+            "top_logprobs": [
+                {rival["token"]: rival["logprob"] for rival in entry.get("top_logprobs") or ()} for entry in entries
+            ],
+        }
+
+
+class ParsedVoice:
+    """For answers that an engine must read.
+
+    Attributes:
+        kept: the events so far, from which the answer's message can be made.
+    """
+
+    def __init__(self, ask: Ask, frame: Frame) -> None:
+        self.kept: list[bytes] = []
+        self._request = ask.request
+        self._frame = frame
+        self._unsaid: list[int] = []
+        self._num_said = 0
+        self._state: Any = None
+        self._message: dict[str, Any] | None = None
+
+    def hear(self, ids: Sequence[int]) -> bool:
+        """Take what is new; whether it is time to say it."""
+        self._unsaid += ids
+        return len(self._unsaid) > self._num_said // _SHARE_OF_ANSWER
+
+    async def say(self, routes: TokenRoutes, http: HttpClient, chain: Chain, timeout_s: float) -> bytes:
+        """The events for what was heard; with the finish reason when the chain has one."""
+        ids, reason = list(self._unsaid), chain.finish_reason
+        if not ids and reason is None:
+            return b""
+        part = Delta(ids, reason, chain.stop_reason, self._state)
+        choice, self._state = await self._ask(routes, http, chain, part, timeout_s)
+        del self._unsaid[: len(ids)]
+        self._num_said += len(ids)
+        delta = {name: value for name, value in choice["delta"].items() if value not in (None, [], "")}
+        events: list[dict[str, Any]] = []
+        if delta.pop("role", None):
+            events.append({"delta": {"role": "assistant", "content": ""}})
+        if delta or reason is not None:
+            events.append({"delta": _with_whole_calls(_without_nulls(delta))})
+        if reason is not None:
+            told_reason = choice["finish_reason"] if reason == "stop" else reason
+            events[-1] |= {"finish_reason": openai_reason(told_reason), "stop_reason": chain.stop_reason}
+        nulls = {"index": 0, "logprobs": None, "finish_reason": None}
+        told = [self._frame.event(orjson.dumps(nulls | event)) for event in events]
+        self.kept += told
+        return b"".join(told)
+
+    async def whole(self, routes: TokenRoutes, http: HttpClient, chain: Chain, timeout_s: float) -> dict[str, Any]:
+        """The one choice of a whole answer."""
+        whole = Whole(chain.output_ids, chain.told_logprobs or None, chain.finish_reason or "", chain.stop_reason)
+        choice, _ = await self._ask(routes, http, chain, whole, timeout_s)
+        is_named = isinstance(self._request.get("tool_choice"), dict)
+        if choice["message"].get("tool_calls") and choice["finish_reason"] == "stop" and not is_named:
+            choice["finish_reason"] = "tool_calls"
+        choice["finish_reason"] = openai_reason(choice["finish_reason"])
+        if choice.get("logprobs"):
+            choice["logprobs"] = _chat_logprobs(self._request, choice["logprobs"]["content"])
+        self._message = choice["message"]
+        return choice
+
+    @property
+    def message(self) -> dict[str, Any] | None:
+        """The message of the whole answer."""
+        return self._message
+
+    async def _ask(
+        self, routes: TokenRoutes, http: HttpClient, chain: Chain, part: Whole | Delta, timeout_s: float
+    ) -> tuple[dict[str, Any], Any]:
+        asked = routes.derender(self._request, chain.prompt_ids, part)
+        status, body = await http.post(asked.path, asked.body, timeout_s, _MAX_DERENDERED_BYTES)
+        if status != 200:
+            raise LegFailed(Fault.ENGINE, api_error(502, "The engine cannot read what it made.", "engine_error"))
+        return routes.derendered(body)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _with_whole_calls(delta: dict[str, Any]) -> dict[str, Any]:
+    """One entry for each call, which several tokens at once may bring in parts."""
+    calls: dict[int, dict[str, Any]] = {}
+    for call in delta.get("tool_calls", ()):
+        known = calls.setdefault(call["index"], call)
+        if known is not call:
+            function = known.setdefault("function", {})
+            for name, part in call.get("function", {}).items():
+                function[name] = function.get(name, "") + part
+    return delta | {"tool_calls": list(calls.values())} if calls else delta
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "prompt_tokens_details": None if usage.cached_tokens is None else {"cached_tokens": usage.cached_tokens},
+    }

@@ -1,0 +1,233 @@
+"""New weights for the fleet while turns run: one update at a time, many engines at once.
+
+1. An engine is told to pause, to load, to resume (see `engines/weights.py`). Meanwhile it gets no new turns; what runs
+   there just waits. The others go on.
+2. Weights from a path go to one engine first: a path that it refuses ends the update before the fleet is touched. A
+   transfer goes to all at once, for its collectives wait for each other.
+3. An engine that fails is held: it gets no turns until an update reaches it. If its weights may have been touched, its
+   turns go on elsewhere.
+4. It is idempotent by version: again, it goes to the engines that do not have it.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engines.weights import NewWeights, WeightsError, transfer_fields
+from gateway.clock import Clock
+from gateway.config import Settings
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.member import EngineState, Member
+from gateway.fleet.weight_record import WeightRecord
+from gateway.fleet.weight_steps import Progress, give_weights
+from gateway.http.refusals import bad_request, conflict
+from gateway.state.driver import LiveTurn
+from gateway.turnlog import LOGGER
+from gateway.turns.staleness import Staleness
+from store.port import Store
+
+
+@dataclass(slots=True, eq=False)
+class Update:
+    """One update, under way or ended. Times are seconds since the epoch."""
+
+    weights: NewWeights
+    number: int
+    began_at: float
+    ended_at: float | None = None
+    engines: dict[str, Progress] = field(default_factory=dict)
+
+    def status(self) -> str:
+        """running; done; partial: some engines failed; failed: no engine has the weights."""
+        if self.ended_at is None:
+            return "running"
+        states = {progress.state for progress in self.engines.values()}
+        if not states & {"failed", "untouched"}:
+            return "done"
+        return "partial" if "done" in states else "failed"
+
+    def view(self) -> dict[str, Any]:
+        """As the API shows it."""
+        return {
+            "object": "weight_update",
+            "version": self.weights.version,
+            "mode": self.weights.mode.value,
+            "status": self.status(),
+            "began_at": self.began_at,
+            "ended_at": self.ended_at,
+            "engines": {engine_id: progress.view() for engine_id, progress in self.engines.items()},
+        }
+
+
+class Weights:
+    """Gives the fleet its weights.
+
+    Args:
+        record: what is current, and what an earlier process was at.
+        live_turns: all turns that are being served.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        fleet: Fleet,
+        store: Store,
+        record: WeightRecord,
+        staleness: Staleness,
+        live_turns: Callable[[], list[LiveTurn]],
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._fleet = fleet
+        self._store = store
+        self._record = record
+        self._staleness = staleness
+        self._live_turns = live_turns
+        self._update: Update | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(
+        self,
+        weights: NewWeights,
+        engine_ids: Sequence[str] | None = None,
+        of_engine: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> Update:
+        """Begin an update; `finished` waits for its end.
+
+        Args:
+            engine_ids: which engines; None means all.
+            of_engine: what a transfer has besides for one engine, such as its rank.
+
+        Raises:
+            UnknownEngine: one of these.
+            Refused: 409 while another update runs, 400 for what an engine's kind cannot use.
+        """
+        if self._update is not None and self._update.ended_at is None:
+            if self._update.weights.version == weights.version:
+                return self._update
+            raise conflict(f"The update to {self._update.weights.version!r} is under way.")
+        members = (
+            self._fleet.members() if engine_ids is None else [self._fleet.get(one) for one in dict.fromkeys(engine_ids)]
+        )
+        for member in members:
+            _check(weights, member)
+        self._record.begin(weights)
+        update = Update(weights, self._record.number(weights.version), self._clock())
+        update.engines = {member.engine_id: Progress() for member in members}
+        self._update = update
+        self._task = asyncio.create_task(self._run(update, members, of_engine or {}), name="weights")
+        return update
+
+    async def finished(self, update: Update) -> Update:
+        """The update once it ended. Who no longer waits does not stop it."""
+        while update.ended_at is None and self._task is not None:
+            await asyncio.wait((self._task,))
+        return update
+
+    async def close(self) -> None:
+        """Break off. The record says that it was unfinished."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+
+    def view(self) -> dict[str, Any]:
+        """The current version, who has which, and the last update."""
+        current = self._record.current
+        return {
+            "object": "weights",
+            "version": current.version if current else None,
+            "number": self._record.number(current.version) if current else 0,
+            "path": current.path if current else None,
+            "engines": {
+                member.engine_id: {"version": member.weight_version or None, "held": member.held or None}
+                for member in self._fleet.members()
+            },
+            "update": self._update.view() if self._update else None,
+        }
+
+    # --- running --------------------------------------------------------------------------------------------
+
+    async def _run(self, update: Update, members: list[Member], of_engine: Mapping[str, Mapping[str, Any]]) -> None:
+        try:
+            await self._store.settle(self._settings.settle_timeout_s)
+            there = [member for member in members if self._is_there(member, update)]
+            if update.weights.path is not None:
+                await self._from_disk(update, there)
+            else:
+                await asyncio.gather(*(self._give(member, update, of_engine) for member in there))
+        finally:
+            self._end(update, is_broken_off=any(one.state not in _ENDS for one in update.engines.values()))
+
+    async def _from_disk(self, update: Update, members: list[Member]) -> None:
+        wanting = [member for member in members if not _has(member, update)]
+        if wanting and len(wanting) == len(members):
+            first = min(wanting, key=lambda member: member.num_legs)
+            refused = await self._give(first, update, {})
+            members = [member for member in members if member is not first]
+            if refused:
+                for member in members:
+                    update.engines[member.engine_id].state = "untouched"
+                return
+        at_once = asyncio.Semaphore(self._settings.weight_loads_at_once)
+
+        async def give(member: Member) -> None:
+            async with at_once:
+                await self._give(member, update, {})
+
+        await asyncio.gather(*(give(member) for member in members))
+
+    async def _give(self, member: Member, update: Update, of_engine: Mapping[str, Mapping[str, Any]]) -> bool:
+        """Give one engine the weights; whether it refused them."""
+        progress, weights = update.engines[member.engine_id], update.weights
+        if _has(member, update):
+            progress.state = "done"
+            return False
+        if weights.transfer is not None:
+            weights = replace(weights, transfer={**weights.transfer, **of_engine.get(member.engine_id, {})})
+        self._fleet.begin_update(member)
+        held, keeps_turns = "the update to its weights was broken off", False
+        try:
+            await give_weights(member, weights, update.number, self._settings, progress)
+            held, keeps_turns = "", True
+            self._staleness.stop_stale(self._live_turns(), member)
+        except WeightsError as error:
+            held, keeps_turns = f"it could not take weights {weights.version!r}: {error}", error.step == "pause"
+            progress.state, progress.error = "failed", str(error)
+            return error.is_refusal
+        finally:
+            self._fleet.end_update(member, held, keeps_turns)
+        return False
+
+    def _is_there(self, member: Member, update: Update) -> bool:
+        if member.state is EngineState.READY:
+            return True
+        update.engines[member.engine_id].state = "absent"
+        return False
+
+    def _end(self, update: Update, is_broken_off: bool) -> None:
+        update.ended_at = self._clock()
+        if is_broken_off:
+            return
+        if update.status() == "failed" and not any(_has(member, update) for member in self._fleet.members()):
+            self._record.take_back()
+        else:
+            self._record.end()
+        LOGGER.info("weights", extra={"fields": update.view()})
+
+
+_ENDS = frozenset({"done", "failed", "absent", "untouched"})
+
+
+def _has(member: Member, update: Update) -> bool:
+    return member.weight_version == update.weights.version and not member.held
+
+
+def _check(weights: NewWeights, member: Member) -> None:
+    kind = member.dialect.kind if member.dialect else member.settings.kind
+    if weights.transfer is None or kind is None:
+        return
+    fields = transfer_fields(kind)
+    if not fields & set(weights.transfer):
+        raise bad_request(f"A transfer to {kind} needs one of: {', '.join(sorted(fields))}.", "transfer")

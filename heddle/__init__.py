@@ -1,0 +1,1 @@
+"""The command `heddle`: puts processes together."""

@@ -1,0 +1,7 @@
+"""`python -m heddle`."""
+
+import sys
+
+from heddle.cli import main
+
+sys.exit(main())

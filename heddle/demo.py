@@ -1,0 +1,95 @@
+"""`heddle demo`: the same rollout on simulated engines, scheduled step by step and by Heddle, side by side."""
+
+import argparse
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+
+from engines.children import LaunchError, child, free_port
+from heddle.rollouts import START_TIMEOUT_S, local_gateway, play
+from loadtest.display import print_results
+from loadtest.replayer import ReplaySettings
+from loadtest.results import RolloutResult
+from workloads.laws import draw, law_named
+
+POLICIES = (("round-robin", "round-robin / fcfs"), ("heddle", "Heddle"))
+PROFILE = "qwen3-14b-h100-tp1"
+_NEXT = (
+    "Times are the engines' virtual seconds. The gateway, its queues and its HTTP are real.",
+    "",
+    "Try next, in two shells:",
+    "",
+    "  .venv/bin/heddle sim-engine --port 8000 & .venv/bin/heddle serve --engine http://127.0.0.1:8000",
+    "  curl http://127.0.0.1:8080/t/my-trajectory/v1/chat/completions -H 'content-type: application/json' \\",
+    """       -d '{"messages":[{"role":"user","content":"hello"}],"max_tokens":20}'""",
+)
+_EPILOG = """examples:
+  heddle demo
+  heddle demo --law search --trajectories 96 --seed 7
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What one may vary."""
+    parser.epilog = _EPILOG
+    parser.add_argument("--law", default="coding", help="coding, search or math, alone or with -light, -heavy, -pareto")
+    parser.add_argument("--trajectories", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--slots", type=int, default=32, help="turns that an engine runs at once")
+    parser.add_argument("--kv-tokens", type=int, default=60_000, help="KV that an engine holds")
+    parser.add_argument("--scale", type=float, default=0.7, help="multiplies lengths")
+    parser.add_argument("--speed-up", type=float, default=10.0, help="virtual seconds per second")
+    parser.add_argument("--work-dir", type=Path, default=Path(".work/demo"), help="for logs and stores")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Play both; 1 if a turn failed."""
+    try:
+        return uvloop.run(_run(parsed))
+    except (LaunchError, ValueError) as error:
+        print(f"heddle demo: {error}", file=sys.stderr)
+        return 2
+
+
+async def _run(parsed: argparse.Namespace) -> int:
+    console = Console()
+    workload = draw(law_named(parsed.law), parsed.trajectories, parsed.seed, scale=parsed.scale)
+    console.print(
+        f"{len(workload.trajectories)} trajectories of the {workload.name} law, {workload.num_turns} turns, "
+        f"{workload.output_tokens:,} output tokens, on {parsed.engines} simulated engines ({PROFILE}, "
+        f"{parsed.slots} slots, {parsed.kv_tokens:,} KV tokens), {parsed.speed_up:g} times as fast as real ones."
+    )
+    results: list[RolloutResult] = []
+    for policy, title in POLICIES:
+        # Engines of its own for each, so that no cache is warm.
+        async with (
+            _engines(parsed) as engines,
+            local_gateway(engines, policy, parsed.work_dir, "--log-level", "warning") as url,
+        ):
+            settings = ReplaySettings(base_url=f"{url}/v1", speed_up=parsed.speed_up, rollout_id=policy)
+            results.append(await play(workload, url, title, settings, console))
+    print_results([result.times(parsed.speed_up) for result in results], console)
+    for line in _NEXT:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return 1 if any(result.errors for result in results) else 0
+
+
+@asynccontextmanager
+async def _engines(parsed: argparse.Namespace) -> AsyncIterator[list[str]]:
+    async with AsyncExitStack() as stack:
+        children = []
+        for number in range(parsed.engines):
+            port = free_port()
+            command = [sys.executable, "-m", "heddle", "sim-engine", "--port", str(port), "--profile", PROFILE]
+            command += ["--slots", str(parsed.slots), "--kv-tokens", str(parsed.kv_tokens)]
+            command += ["--speed-up", str(parsed.speed_up), "--chunk-interval", "0.05"]
+            engine = await stack.enter_async_context(child(command, parsed.work_dir / f"engine-{number}.log"))
+            children.append((engine, f"http://127.0.0.1:{port}"))
+        for engine, url in children:
+            await engine.until_ready(f"engine at {url}", [f"{url}/health"], START_TIMEOUT_S)
+        yield [url for _, url in children]

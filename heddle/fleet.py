@@ -1,0 +1,121 @@
+"""`heddle fleet`: how the fleet is, what a plan would do, and what an operator wants of it."""
+
+import argparse
+import json
+import os
+import re
+import sys
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import urlencode
+
+from controller.fleet_file import ADMIN_KEY_VARIABLE
+
+_TIMEOUT_S = 30.0
+_EPILOG = """examples:
+  heddle fleet show
+  heddle fleet plan            what the last plan says, and its steps
+  heddle fleet plan 2xTP4      the steps to two engines of TP 4
+  HEDDLE_ADMIN_KEY=... heddle fleet scale 4xTP1 2xTP2
+  HEDDLE_ADMIN_KEY=... heddle fleet scale --plans     let plans decide again
+  HEDDLE_ADMIN_KEY=... heddle fleet drain SERVER
+"""
+
+
+class _Failed(Exception):
+    """The command cannot be carried out; the message is for a person."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Verbs and where the controller is."""
+    parser.epilog = _EPILOG
+    parser.add_argument("what", choices=("show", "plan", "scale", "drain"))
+    parser.add_argument("of", nargs="*", metavar="COUNTxTP | SERVER", help="engines such as 2xTP4, or a server's id")
+    parser.add_argument("--plans", action="store_true", help="with scale: let plans decide again")
+    parser.add_argument("--controller", default="http://127.0.0.1:8070", metavar="URL", help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="as the API gives it")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """1 if the controller said no or is not there, 2 if the command makes no sense."""
+    try:
+        answer = _asked(parsed)
+    except _Failed as failed:
+        print(f"heddle fleet: {failed}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(f"heddle fleet: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(answer, indent=2) if parsed.json else _plan(answer) if parsed.what == "plan" else _fleet(answer))
+    return 0
+
+
+def _asked(parsed: argparse.Namespace) -> Any:
+    match parsed.what:
+        case "show":
+            return _ask(parsed.controller, "GET", "/v1/fleet")
+        case "plan":
+            sizes = urlencode([("tps", tp) for tp in _sizes(parsed.of)])
+            return _ask(parsed.controller, "GET", f"/v1/plan{'?' if sizes else ''}{sizes}")
+        case "scale":
+            if parsed.plans == bool(parsed.of):
+                raise ValueError("say how many engines of which size, such as 2xTP4, or --plans")
+            asked = {"plans": True} if parsed.plans else {"tps": _sizes(parsed.of)}
+            return _ask(parsed.controller, "POST", "/v1/scale", asked)
+        case _:
+            if len(parsed.of) != 1:
+                raise ValueError("say which server; `heddle fleet show` names them")
+            return _ask(parsed.controller, "POST", "/v1/drain", {"server": parsed.of[0]})
+
+
+def _sizes(texts: list[str]) -> list[int]:
+    """`["2xTP4", "1x1"]` is `[4, 4, 1]`."""
+    sizes: list[int] = []
+    for text in texts:
+        found = re.fullmatch(r"(\d+)x(?:TP)?(\d+)", text, re.IGNORECASE)
+        if not found:
+            raise ValueError(f"{text!r} is not COUNTxTP, such as 2xTP4")
+        sizes += [int(found[2])] * int(found[1])
+    return sizes
+
+
+def _ask(url: str, method: str, target: str, body: dict[str, Any] | None = None) -> Any:
+    request = urllib.request.Request(url.rstrip("/") + target, method=method)
+    if body is not None:
+        request.data = json.dumps(body).encode()
+        request.add_header("content-type", "application/json")
+    if key := os.environ.get(ADMIN_KEY_VARIABLE):
+        request.add_header("authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            return json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        said = error.read().decode(errors="replace")
+        try:
+            message = json.loads(said)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = f"status {error.code}: {said[:300]}"
+        raise _Failed(message) from None
+    except (OSError, ValueError) as error:
+        raise _Failed(f"no controller at {url}: {error}") from None
+
+
+def _fleet(told: dict[str, Any]) -> str:
+    lines = [f"fleet {told['fleet']}: {'as wanted' if told['is_reached'] else 'on its way'} ({told['why']})"]
+    lines += [f"ALARM {name}: {why}" for name, why in told["alarms"].items()]
+    for one in told["servers"]:
+        on = ",".join(one["devices"])
+        lines.append(f"  {one['id']:28} TP {one['tp']}  {one['state']:10} {one['num_turns']:4} turns  on {on}")
+    if told["resting_devices"]:
+        lines.append(f"resting: {', '.join(told['resting_devices'])}")
+    lines += [f"{one['phase']} of TP {one['tp']}: {one['median']:.1f} s" for one in told["phase_seconds"]]
+    lines += [
+        f"failed: {one['server_id']} (TP {one['tp']}): {one['cause']}; {' | '.join(one['last_lines'][-3:])}"
+        for one in told["failures"][-3:]
+    ]
+    return "\n".join(lines)
+
+
+def _plan(told: dict[str, Any]) -> str:
+    return "\n".join([told["proposal"]["why"], *told["steps"]])

@@ -1,0 +1,39 @@
+"""`heddle import`: traces of other programs and logs of engines, made traces that every `--trace` here reads."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from workloads.importers import READERS, detect_format, import_trace
+from workloads.importers.native import write_trace
+from workloads.traces import TraceError
+
+_EPILOG = """examples:
+  heddle import conversation_trace.jsonl --out conversations.jsonl.gz
+  heddle import traces/ --format kv-cache-tester --out agents.jsonl.gz
+  heddle import server.log --out yesterday.jsonl.gz
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What one may vary."""
+    parser.epilog = _EPILOG
+    parser.add_argument("file", type=Path, help="a trace or a log; for kv-cache-tester a folder of them, too")
+    parser.add_argument("--out", type=Path, required=True, help="the trace to write, gzipped if it ends in .gz")
+    parser.add_argument("--format", choices=sorted(READERS), help="the form of the file; without it, it is found out")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Read, write and say what it was."""
+    try:
+        format_name = parsed.format or detect_format(parsed.file)
+        workload = import_trace(parsed.file, format_name)
+        write_trace(workload, parsed.out)
+    except (TraceError, OSError) as error:
+        print(f"heddle import: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{parsed.out}: {len(workload.trajectories):,} trajectories in {len(workload.groups):,} groups, "
+        f"{workload.num_turns:,} turns, {workload.output_tokens:,} output tokens, from {format_name}."
+    )
+    return 0

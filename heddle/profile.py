@@ -1,0 +1,210 @@
+"""`heddle profile`: measures a running engine and writes the profile that simulation and placement reckon with.
+
+The engine should be idle. Answers are not streamed, so that what is measured is the engine and not who reads it.
+"""
+
+import argparse
+import asyncio
+import random
+import re
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import orjson
+import uvloop
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from engines.dialect import ObservationError
+from engines.http import BadResponse, ConnectionBroken, EngineUnreachable, HttpClient, ResponseTimeout
+from engines.probe import discover
+from engines.profiling import Batch, Fit, Measurement, fit, plan, to_toml
+from scheduling.cost import EngineProfile
+
+_PROBE_TIMEOUT_S = 10.0
+_REQUEST_TIMEOUT_S = 600.0  # The largest batch of a slow engine takes minutes; more than this is a hung one.
+_NAME = re.compile(r"([A-Za-z0-9._-]+)-([A-Za-z0-9._]+)-tp([1-9]\d*)")
+_EPILOG = """examples:
+  heddle profile http://10.0.0.5:8000 --name qwen3-14b-h100-tp2 --out qwen.toml
+  heddle sim-engine --profile qwen.toml:qwen3-14b-h100-tp2
+"""
+
+
+class ProfilingError(Exception):
+    """The engine cannot be measured; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What an engine says of itself. `profile` has no coefficients yet."""
+
+    http: HttpClient
+    max_context_tokens: int
+    profile: EngineProfile
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What one may say of the engine and the file."""
+    parser.epilog = _EPILOG
+    parser.add_argument("engine", help="base URL of a vLLM or SGLang server, without /v1")
+    parser.add_argument("--out", type=Path, default=Path("profile.toml"), help="the file to write")
+    parser.add_argument("--model", help="the served model (default: the first one)")
+    parser.add_argument("--name", default="model-gpu-tp1", help="the profile's name: MODEL-GPU-tpN (%(default)s)")
+    parser.add_argument("--slots", type=int, help="turns it runs at once, if it does not say: vLLM's --max-num-seqs")
+    parser.add_argument("--kv-bytes-per-token", type=int, default=0, help="no engine says it (default: 0, not known)")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter batches, each once")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Measure, print the fit, write the file."""
+    console = Console()
+    try:
+        fitted, measurements = uvloop.run(measure(parsed, console))
+        short_name = fitted.profile.name.rpartition(f"-{fitted.profile.gpu}-tp")[0]
+        parsed.out.write_text(to_toml(short_name, fitted.profile), encoding="utf-8")
+    except (ProfilingError, OSError, ValueError) as error:
+        print(f"heddle profile: {error}", file=sys.stderr)
+        return 2
+    _print(fitted, measurements, console)
+    console.print(f"Written: {parsed.out}:{fitted.profile.name}", soft_wrap=True)
+    return 0
+
+
+async def measure(parsed: argparse.Namespace, console: Console) -> tuple[Fit, list[Measurement]]:
+    """The fit to an engine, and the batches it stands on.
+
+    Raises:
+        ProfilingError: the engine does not answer as it must.
+        ValueError: it holds too little to measure.
+    """
+    http = HttpClient(parsed.engine)
+    try:
+        engine = await _ask(http, parsed)
+        profile = engine.profile
+        batches = plan(profile.slots, profile.kv_capacity_tokens, engine.max_context_tokens, is_quick=parsed.quick)
+        measurements = await _measure_all(engine, batches, 1 if parsed.quick else 3, console)
+    except (BadResponse, ConnectionBroken, EngineUnreachable, ResponseTimeout, ObservationError) as error:
+        raise ProfilingError(f"{parsed.engine}: {error}") from None
+    finally:
+        http.close()
+    return fit(measurements, profile), measurements
+
+
+async def _ask(http: HttpClient, parsed: argparse.Namespace) -> Engine:
+    """What the engine says of itself, and what the user says for it."""
+    name = _NAME.fullmatch(parsed.name)
+    if name is None:
+        raise ProfilingError(f"--name {parsed.name!r} is not MODEL-GPU-tpN, such as qwen3-14b-h100-tp2")
+    discovery = await discover(http, None, _PROBE_TIMEOUT_S)
+    models = {model.model_id: model for model in discovery.models}
+    if not models or (parsed.model is not None and parsed.model not in models):
+        raise ProfilingError(f"no model {parsed.model or ''!r} there; it serves: {', '.join(models) or 'none'}")
+    model = models[parsed.model or next(iter(models))]
+    seen = await discovery.dialect.observe(http, _PROBE_TIMEOUT_S)
+    if seen.num_running or seen.num_waiting:
+        raise ProfilingError(f"the engine is busy ({seen.num_running} running, {seen.num_waiting} waiting): drain it")
+    slots = parsed.slots or seen.slots or await discovery.dialect.slots(http, _PROBE_TIMEOUT_S)
+    if slots is None:
+        raise ProfilingError("the engine does not say how many turns it runs at once; pass --slots")
+    if seen.kv_capacity_tokens is None or model.max_context_tokens is None:
+        raise ProfilingError("the engine does not say how many tokens its KV cache or its context holds")
+    profile = EngineProfile(
+        name=parsed.name,
+        model=model.model_id,
+        gpu=name[2],
+        tp=int(name[3]),
+        slots=slots,
+        kv_capacity_tokens=seen.kv_capacity_tokens,
+        kv_bytes_per_token=parsed.kv_bytes_per_token,
+        decode_base_ms=0.0,
+        decode_per_sequence_ms=0.0,
+        decode_per_kv_ktoken_ms=0.0,
+        prefill_per_ktoken_ms=0.0,
+        prefill_per_ktoken2_ms=0.0,
+        source=f"heddle profile of a {discovery.dialect.kind} server, {time.strftime('%Y-%m-%d')}",
+    )
+    return Engine(http, model.max_context_tokens, profile)
+
+
+async def _measure_all(engine: Engine, batches: list[Batch], repeats: int, console: Console) -> list[Measurement]:
+    """The median of so many runs of each batch; runs of one batch lie apart, so a busy minute spoils one of them."""
+    walls: dict[Batch, list[float]] = {batch: [] for batch in batches}
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("warming up", total=repeats * len(batches))
+        await _warm_up(engine, max(batch.prompt_tokens for batch in batches))
+        for _ in range(repeats):
+            prompts: list[list[int]] = []
+            for batch in batches:
+                progress.update(task, description=_words(batch))
+                prompts = prompts if batch.is_cached else _new_prompts(batch)
+                walls[batch].append(await _wall_s(engine, batch, prompts))
+                progress.advance(task)
+    return [Measurement(batch, median(times)) for batch, times in walls.items()]
+
+
+async def _warm_up(engine: Engine, prompt_tokens: int) -> None:
+    """Lets the engine do what it does once, and makes sure that it keeps prefixes."""
+    once = Batch(1, prompt_tokens, 1)
+    await _wall_s(engine, once, _new_prompts(once))
+    prompts = _new_prompts(once)
+    new_s = await _wall_s(engine, once, prompts)
+    cached_s = min([await _wall_s(engine, once, prompts) for _ in range(3)])
+    if cached_s > 0.8 * new_s:
+        raise ProfilingError(
+            f"a prompt of {prompt_tokens} tokens took {new_s:.3f} s, and {cached_s:.3f} s again: "
+            "turn the engine's prefix cache on, which is what agents need anyway"
+        )
+
+
+def _new_prompts(batch: Batch) -> list[list[int]]:
+    """Random ones, which no prefix cache holds. Ids below 250 are single bytes to most tokenizers: all have them."""
+    return [random.choices(range(130, 250), k=batch.prompt_tokens) for _ in range(batch.num_sequences)]
+
+
+async def _wall_s(engine: Engine, batch: Batch, prompts: list[list[int]]) -> float:
+    """Seconds from sending a batch to the end of its last answer."""
+    fields = {"model": engine.profile.model, "max_tokens": batch.output_tokens, "temperature": 0, "ignore_eos": True}
+    bodies = [orjson.dumps(fields | {"prompt": prompt}) for prompt in prompts]
+    began_at = time.perf_counter()
+    answers = await asyncio.gather(*(engine.http.post("/v1/completions", body, _REQUEST_TIMEOUT_S) for body in bodies))
+    wall_s = time.perf_counter() - began_at
+    for status, body in answers:
+        if status != 200:
+            raise ProfilingError(f"/v1/completions answered {status}: {body[:300].decode(errors='replace')}")
+        if (made := _output_tokens(body)) != batch.output_tokens:
+            raise ProfilingError(f"asked for {batch.output_tokens} tokens, got {made}: the engine ignores ignore_eos")
+    return wall_s
+
+
+def _output_tokens(body: bytes) -> int:
+    try:
+        return int(orjson.loads(body)["usage"]["completion_tokens"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProfilingError(f"/v1/completions answered without usage: {error!r}") from None
+
+
+def _print(fitted: Fit, measurements: Iterable[Measurement], console: Console) -> None:
+    table = Table("batch", "measured s", "fitted s", "error", title=fitted.profile.name)
+    for measurement, predicted_s in zip(measurements, fitted.predicted_s, strict=True):
+        error = predicted_s / measurement.wall_s - 1
+        table.add_row(_words(measurement.batch), f"{measurement.wall_s:.3f}", f"{predicted_s:.3f}", f"{error:+.1%}")
+    console.print(table)
+    profile = fitted.profile
+    console.print(
+        f"A decode step: {profile.decode_base_ms:.3f} ms + {profile.decode_per_sequence_ms:.4f} a sequence"
+        f" + {profile.decode_per_kv_ktoken_ms:.4f} per 1,000 KV tokens.\n"
+        f"Prefill: {profile.prefill_per_ktoken_ms:.3f} ms per 1,000 tokens + {profile.prefill_per_ktoken2_ms:.4f}"
+        f" per square of them. Beside the engine's steps: {fitted.request_ms:.1f} ms a batch.\n"
+        f"{profile.slots} slots, {profile.kv_capacity_tokens:,} KV tokens. Mean absolute error {fitted.mape:.1%}.",
+        highlight=False,
+    )
+
+
+def _words(batch: Batch) -> str:
+    source = "cached" if batch.is_cached else "new"
+    return f"{batch.num_sequences} x {batch.prompt_tokens:,} {source} tokens in, {batch.output_tokens} out"

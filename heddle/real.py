@@ -1,0 +1,109 @@
+"""`heddle real`: a rollout on real vLLM servers with no GPU, scheduled step by step and by Heddle, side by side."""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+import orjson
+import uvloop
+from rich.console import Console
+
+from engines.children import LaunchError
+from engines.http import HttpClient
+from engines.local_vllm import DEFAULT_VENV, LocalVllm, launch_all
+from engines.tiny_model import make_tiny_model
+from heddle.rollouts import local_gateway, play
+from loadtest.display import print_results
+from loadtest.replayer import ReplaySettings
+from loadtest.results import RolloutResult
+from workloads.laws import draw, law_named
+from workloads.traces import load_trace
+from workloads.trajectories import Workload
+
+POLICIES = (("round-robin", "round-robin / fcfs"), ("heddle", "Heddle"))
+_EPILOG = """examples:
+  heddle real
+  heddle real --trace agents.jsonl.gz --trajectories 32 --engines 3
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What one may vary."""
+    parser.epilog = _EPILOG
+    parser.add_argument("--trace", type=Path, help="JSON lines of trajectories; without it, the coding law")
+    parser.add_argument("--trajectories", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--slots", type=int, default=4, help="turns that an engine runs at once")
+    parser.add_argument("--max-context-tokens", type=int, default=3_000, help="lengths are scaled to fit")
+    parser.add_argument("--max-turns", type=int, default=12)
+    parser.add_argument("--venv", type=Path, default=DEFAULT_VENV, help="where vLLM is installed")
+    parser.add_argument("--work-dir", type=Path, default=Path(".work/real"), help="for the model, logs and stores")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Play both; 1 if a turn failed."""
+    try:
+        workload = _workload(parsed)
+        return uvloop.run(_run(parsed, workload, make_tiny_model(parsed.work_dir / "tiny")))
+    except (LaunchError, OSError, ValueError) as error:
+        print(f"heddle real: {error}", file=sys.stderr)
+        return 2
+
+
+def _workload(parsed: argparse.Namespace) -> Workload:
+    if parsed.trace is not None:
+        return load_trace(
+            parsed.trace,
+            limit=parsed.trajectories,
+            seed=parsed.seed,
+            max_context_tokens=parsed.max_context_tokens,
+            max_turns=parsed.max_turns,
+            # Tool times go down as answers do; a person's coffee break is not a tool call.
+            max_tool_s=1.0,
+        )
+    workload = draw(law_named("coding"), parsed.trajectories, parsed.seed).with_max_turns(parsed.max_turns)
+    return workload.fitted(parsed.max_context_tokens).with_max_tool_s(1.0)
+
+
+async def _run(parsed: argparse.Namespace, workload: Workload, model: Path) -> int:
+    console = Console()
+    console.print(
+        f"{len(workload.trajectories)} trajectories of {workload.name}, {workload.num_turns} turns, "
+        f"{workload.output_tokens:,} output tokens, on {parsed.engines} vLLM servers of {parsed.slots} slots (CPU)."
+    )
+    specs = [LocalVllm(model, max_num_seqs=parsed.slots, venv=parsed.venv) for _ in range(parsed.engines)]
+    results: list[RolloutResult] = []
+    async with launch_all(specs, parsed.work_dir, console.print) as engines:
+        urls = [engine.url for engine in engines]
+        await asyncio.gather(*(_warm_up(url) for url in urls))
+        for policy, title in POLICIES:
+            for url in urls:
+                await _clear_prefix_cache(url)
+            async with local_gateway(urls, policy, parsed.work_dir, "--log-level", "warning") as gateway:
+                settings = ReplaySettings(base_url=f"{gateway}/v1", rollout_id=policy)
+                results.append(await play(workload, gateway, title, settings, console))
+    print_results(results, console)
+    return 1 if any(result.errors for result in results) else 0
+
+
+async def _warm_up(engine_url: str) -> None:
+    """So that the first policy does not pay for what an engine does once: its first prefill and its first steps."""
+    http = HttpClient(engine_url)
+    body = {"prompt": "warm " * 400, "max_tokens": 64, "ignore_eos": True}
+    try:
+        await http.post("/v1/completions", orjson.dumps(body), timeout_s=60.0)
+    finally:
+        http.close()
+
+
+async def _clear_prefix_cache(engine_url: str) -> None:
+    """So that no policy finds what the one before it left. A route of vLLM's development mode."""
+    http = HttpClient(engine_url)
+    try:
+        status, body = await http.post("/reset_prefix_cache", b"", timeout_s=30.0)
+    finally:
+        http.close()
+    if status != 200 or b"true" not in body:
+        raise LaunchError(f"vLLM at {engine_url} keeps its prefix cache: {status} {body[:200]!r}")

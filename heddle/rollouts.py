@@ -1,0 +1,45 @@
+"""One rollout through a gateway of its own: what the demo and `heddle real` compare policies with."""
+
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from engines.children import child, free_port
+from loadtest.display import RolloutProgress
+from loadtest.replayer import ReplaySettings, replay
+from loadtest.results import RolloutResult
+from workloads.trajectories import Workload
+
+START_TIMEOUT_S = 60.0
+
+
+@asynccontextmanager
+async def local_gateway(engines: Sequence[str], policy: str, work_dir: Path, *flags: str) -> AsyncIterator[str]:
+    """A gateway process before these engines, with an embedded store of its own; gives its URL."""
+    port = free_port()
+    store = _new_store(work_dir / f"{policy}.sqlite3")
+    command = [sys.executable, "-m", "heddle", "serve", "--port", str(port), "--policy", policy]
+    command += ["--store", f"sqlite:{store}", *flags]
+    for engine in engines:
+        command += ["--engine", engine]
+    async with child(command, work_dir / f"gateway-{policy}.log") as gateway:
+        url = f"http://127.0.0.1:{port}"
+        await gateway.until_ready("gateway", [f"{url}/readyz"], START_TIMEOUT_S)
+        yield url
+
+
+async def play(
+    workload: Workload, gateway_url: str, title: str, settings: ReplaySettings, console: Console
+) -> RolloutResult:
+    """Play a workload against a gateway, with a progress bar."""
+    with RolloutProgress(workload, title, console) as progress:
+        return await replay(workload, settings, name=title, on_turn=progress.on_turn)
+
+
+def _new_store(path: Path) -> Path:
+    for old in path.parent.glob(f"{path.name}*"):
+        old.unlink()
+    return path

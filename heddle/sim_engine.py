@@ -1,0 +1,59 @@
+"""`heddle sim-engine`: a simulated model server on a port."""
+
+import argparse
+import dataclasses
+import sys
+
+from engines.profiles import load_profile, profile_names
+from engines.simulated.server import run as run_engine
+from engines.simulated.settings import SimulatedEngineSettings
+
+_EPILOG = """examples:
+  heddle sim-engine --port 8000
+  heddle sim-engine --dialect sglang --port 30000 --profile qwen3-14b-h100-tp4 --speed-up 20
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
+       -d '{"model":"simulated","messages":[{"role":"user","content":"hi"}]}'
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What one sets of a simulated engine."""
+    parser.epilog = _EPILOG
+    parser.add_argument("--dialect", choices=("vllm", "sglang"), default="vllm")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--model", default="simulated", help="the model's name")
+    parser.add_argument("--profile", default="qwen3-14b-h100-tp1", help="timing and KV; 'list' shows all")
+    parser.add_argument("--slots", type=int, help="turns at once (default: the profile's)")
+    parser.add_argument("--kv-tokens", type=int, help="KV capacity (default: the profile's)")
+    parser.add_argument("--speed-up", type=float, default=1.0, help="virtual seconds per second")
+    parser.add_argument("--chunk-interval", type=float, default=0.0, metavar="S", help="seconds between chunks")
+    parser.add_argument("--scheduling-policy", choices=("fcfs", "priority"), default="priority")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Serve until stopped."""
+    if parsed.profile == "list":
+        print("\n".join(profile_names()))
+        return 0
+    try:
+        profile = load_profile(parsed.profile)
+    except ValueError as error:
+        print(f"heddle sim-engine: {error}", file=sys.stderr)
+        return 2
+    if parsed.slots:
+        profile = dataclasses.replace(profile, slots=parsed.slots)
+    if parsed.kv_tokens:
+        profile = dataclasses.replace(profile, kv_capacity_tokens=parsed.kv_tokens)
+    settings = SimulatedEngineSettings(
+        dialect=parsed.dialect,
+        profile=profile,
+        speed_up=parsed.speed_up,
+        model=parsed.model,
+        scheduling_policy=parsed.scheduling_policy,
+        chunk_interval_s=parsed.chunk_interval,
+        seed=parsed.seed,
+    )
+    run_engine(settings, parsed.host, parsed.port)
+    return 0

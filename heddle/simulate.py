@@ -1,0 +1,158 @@
+"""`heddle simulate`: policies side by side in virtual time, on any fleet, under any workload."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+
+from simulator.display import RunProgress, print_runs
+from simulator.outcome import FORMAT, run_json
+from simulator.replay import LogWriter, replay
+from simulator.runs import Run, bounds_of, play, policy_named, predictor_named
+from simulator.scenario import Scenario, WorkloadSettings, load_scenario
+
+REPLAY = "replay"
+_EPILOG = """examples:
+  heddle simulate scenarios/coding-14b.toml
+  heddle simulate scenarios/coding-14b.toml --policy heddle --policy verl --seed 1 --seed 2 --predictor oracle
+  heddle simulate scenarios/sessions-14b.toml --trace sessions.jsonl.gz --json runs.json
+  heddle simulate --trace sessions.jsonl.gz --fleet fleet.toml
+  heddle simulate scenarios/coding-14b.toml --tp 4 --policy heddle --seed 1 --log events.jsonl
+  heddle simulate replay events.jsonl
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What one may vary."""
+    parser.epilog = _EPILOG
+    parser.add_argument("scenario", type=Path, nargs="?", metavar="SCENARIO.toml", help="or the word replay")
+    parser.add_argument("events", type=Path, nargs="?", metavar="EVENTS.jsonl", help="the log to replay")
+    parser.add_argument("--policy", action="append", help="instead of the scenario's; the first is the baseline")
+    parser.add_argument("--seed", action="append", type=int, help="instead of the scenario's")
+    parser.add_argument("--predictor", help="siblings, tabular, tree, oracle, or noisy:CORRELATION")
+    parser.add_argument("--trace", help="agents from this file instead of the scenario's")
+    parser.add_argument("--trajectories", type=int, help="so many of them")
+    parser.add_argument("--fleet", type=Path, metavar="FLEET.toml", help="engines from this file")
+    parser.add_argument("--tp", action="append", type=int, help="only this TP degree, of those of the scenario")
+    parser.add_argument(
+        "--log", type=Path, metavar="FILE", help="write the scheduler's events; of the last run, if many"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything: figures, timelines, predictions")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Play; 2 if something asked for does not make sense."""
+    console = Console()
+    if str(parsed.scenario) == REPLAY:
+        return _replay(parsed, console)
+    try:
+        if parsed.events:
+            raise ValueError(f"{parsed.events}: only `replay` takes a second file")
+        scenario = _scenario(parsed)
+        runs = _play_all(scenario, parsed.log, console)
+        if parsed.json:
+            _write_json(parsed.json, scenario, runs)
+    except (ValueError, OSError) as error:
+        print(f"heddle simulate: {error}", file=sys.stderr)
+        return 2
+    print_runs(runs, scenario.policies, console)
+    return 0
+
+
+def _scenario(parsed: argparse.Namespace) -> Scenario:
+    path = parsed.scenario or parsed.fleet
+    if path is None:
+        raise ValueError("give a scenario, or a trace and a fleet: see --help")
+    scenario = load_scenario(path)
+    if parsed.fleet:
+        scenario = dataclasses.replace(scenario, fleet=load_scenario(parsed.fleet).fleet)
+    if parsed.trace:
+        is_law = scenario.workload.law is not None
+        workload = (
+            WorkloadSettings(trace=parsed.trace)
+            if is_law
+            else dataclasses.replace(scenario.workload, trace=parsed.trace)
+        )
+        scenario = dataclasses.replace(scenario, workload=workload, epochs=1)
+    if parsed.trajectories:
+        scenario = dataclasses.replace(
+            scenario, workload=dataclasses.replace(scenario.workload, trajectories=parsed.trajectories)
+        )
+    if parsed.tp:
+        missing = [tp for tp in parsed.tp if tp not in scenario.fleet.tp]
+        if missing:
+            raise ValueError(f"the fleet has no TP {missing[0]}; it has {', '.join(map(str, scenario.fleet.tp))}")
+        scenario = dataclasses.replace(scenario, fleet=dataclasses.replace(scenario.fleet, tp=tuple(parsed.tp)))
+    return dataclasses.replace(
+        scenario,
+        policies=tuple(parsed.policy or scenario.policies),
+        seeds=tuple(parsed.seed or scenario.seeds),
+        predictor=parsed.predictor or scenario.predictor,
+    )
+
+
+def _play_all(scenario: Scenario, log: Path | None, console: Console) -> Sequence[Run]:
+    for policy in scenario.policies:
+        policy_named(policy)
+    predictor_named(scenario.predictor, scenario.workloads(scenario.seeds[0])[0].trajectories, 0)
+    fleets = scenario.fleets()
+    runs: list[Run] = []
+    with RunProgress(len(scenario.seeds) * len(fleets) * len(scenario.policies), console) as progress:
+        for seed in scenario.seeds:
+            workloads = scenario.workloads(seed)
+            if seed == scenario.seeds[0]:
+                progress.head(scenario, workloads[-1])
+            for fleet in fleets:
+                bounds = bounds_of(scenario, fleet, workloads[-1])
+                for policy in scenario.policies:
+                    on_ended = progress.begin(f"{policy}, {fleet.name}, seed {seed}", len(workloads[-1].trajectories))
+                    with _log_writer(log, policy, scenario) as write:
+                        run = play(
+                            scenario, policy, fleet, scenario.predictor, seed, workloads, bounds, on_ended, write
+                        )
+                    runs.append(run)
+                    progress.end()
+    return runs
+
+
+def _log_writer(path: Path | None, policy: str, scenario: Scenario) -> AbstractContextManager[LogWriter | None]:
+    return nullcontext() if path is None else LogWriter(path, policy_named(policy), scenario.limits)
+
+
+def _replay(parsed: argparse.Namespace, console: Console) -> int:
+    """Play a log again; 1 if something differs."""
+    try:
+        if parsed.events is None:
+            raise ValueError("replay: which log?")
+        replayed = replay(parsed.events, parsed.policy[0] if parsed.policy else None)
+    except (ValueError, OSError) as error:
+        print(f"heddle simulate: {error}", file=sys.stderr)
+        return 2
+    console.print(f"{replayed.num_events:,} events led to {replayed.num_actions:,} actions, the same as recorded.")
+    difference = replayed.difference
+    if difference is None:
+        return 0
+    nothing = b"nothing more"
+    console.print(f"Then {parsed.events}, line {difference.line_number}, differs. After", soft_wrap=True)
+    for text, line in (
+        ("", difference.event),
+        ("was recorded:", difference.recorded or nothing),
+        ("is decided now:", difference.replayed or nothing),
+    ):
+        console.print(text, line.decode().strip(), soft_wrap=True, markup=False, highlight=False)
+    return 1
+
+
+def _write_json(path: Path, scenario: Scenario, runs: Sequence[Run]) -> None:
+    content = {
+        "format": FORMAT,
+        "scenario": scenario.name,
+        "trace": scenario.workload.trace,
+        "runs": [run_json(run.labels, run.outcome, run.bounds) for run in runs],
+    }
+    path.write_bytes(orjson.dumps(content))

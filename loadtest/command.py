@@ -1,0 +1,141 @@
+"""The command `heddle replay`: its arguments, and a workload played as they say."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+
+from loadtest.agent import Identity
+from loadtest.clients import RequestFailed
+from loadtest.display import RolloutProgress, print_results
+from loadtest.replayer import ReplaySettings, replay
+from workloads.laws import draw, law_named
+from workloads.traces import load_trace
+from workloads.trajectories import Workload
+
+EPILOG = """\
+examples:
+  heddle replay --base-url http://127.0.0.1:8080/v1 --law coding --trajectories 64 --speed-up 20
+  heddle replay --base-url http://127.0.0.1:8080/v1 --trace agents.jsonl.gz --limit 24 --max-turns 8 \\
+      --max-context-tokens 2000 --speed-up 100 --identity path --json out.json
+  heddle replay --base-url http://127.0.0.1:8000/v1 --law math-heavy --no-finish    (an engine, with no gateway)
+
+Exits with 1 if a turn failed and 2 if the arguments or the server's address are wrong.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments, the description and the examples of `heddle replay`."""
+    parser.description = "Play trajectories against any OpenAI base URL, as agents would."
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--base-url", required=True, help="ends in /v1")
+    add("--api-key", default="none")
+    add("--model", help="default: the first that the server lists")
+    _add_workload_arguments(parser)
+    add("--speed-up", type=_positive, default=1.0, help="tools take so many times less (default 1)")
+    add("--identity", choices=get_args(Identity), default="header", help="how agents say who they are")
+    add("--stream", action=argparse.BooleanOptionalAction, default=True, help="stream answers (default)")
+    add("--stream-share", type=_share, help="only this share of the trajectories streams, 0 to 1")
+    add("--concurrency", type=_count, help="so many trajectories at once (default: all)")
+    add("--max-retries", type=int, default=8, help="of a request; 8 bridges a restart of half a minute")
+    add("--client", choices=("sdk", "raw"), default="sdk", help="OpenAI's SDK, or one that costs less")
+    add("--finish", action=argparse.BooleanOptionalAction, default=True, help="tell the gateway of each end")
+    add("--rollout-id", help="begins every trajectory's id (default: a new one)")
+    add("--json", type=Path, metavar="FILE", help="write summary, trajectories and turns here")
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Play what the arguments say; the exit code. Best on uvloop: `uvloop.run(run(args))`."""
+    # Progress goes beside the data, so that standard output can be piped.
+    console = Console(stderr=True)
+    try:
+        workload = _workload(args)
+        settings = _settings(args)
+        with RolloutProgress(workload, workload.name, console) as progress:
+            result = await replay(workload, settings, name=workload.name, on_turn=progress.on_turn)
+        if args.json:
+            args.json.write_text(json.dumps(result.to_json(), indent=1) + "\n")
+    except (OSError, ValueError, RequestFailed) as error:
+        print(f"heddle replay: {error}", file=sys.stderr)
+        return 2
+    print_results([result], Console())
+    return 1 if result.errors else 0
+
+
+def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines of trajectories, .gz or not")
+    source.add_argument("--law", help="coding, search or math, alone or with -light, -heavy, -pareto")
+    add = parser.add_argument
+    add("--trajectories", "--limit", type=_count, metavar="N", help="default: 64 of a law, all of a trace")
+    add("--seed", type=int, default=1)
+    add("--scale", type=_positive, default=1.0, help="multiplies lengths")
+    add("--tool-scale", type=_positive, help="multiplies tool times (default: as lengths)")
+    add("--max-context-tokens", type=_count, help="scale lengths until every trajectory fits")
+    add("--max-turns", type=_count, help="leave out later turns")
+    add("--max-tool-s", type=_positive, help="shorten longer tool calls")
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    if args.trace:
+        return load_trace(
+            args.trace,
+            args.trajectories,
+            args.seed,
+            args.scale,
+            args.max_context_tokens,
+            args.max_turns,
+            tool_scale=args.tool_scale,
+            max_tool_s=args.max_tool_s,
+        )
+    law = law_named(args.law)
+    workload = draw(law, args.trajectories or 64, args.seed, scale=args.scale, tool_scale=args.tool_scale)
+    if args.max_turns:
+        workload = workload.with_max_turns(args.max_turns)
+    if args.max_context_tokens:
+        workload = workload.fitted(args.max_context_tokens)
+    return workload.with_max_tool_s(args.max_tool_s) if args.max_tool_s else workload
+
+
+def _settings(args: argparse.Namespace) -> ReplaySettings:
+    return ReplaySettings(
+        base_url=args.base_url,
+        api_key=args.api_key,
+        model=args.model,
+        identity=args.identity,
+        stream_share=args.stream_share if args.stream_share is not None else float(args.stream),
+        speed_up=args.speed_up,
+        concurrency=args.concurrency,
+        max_retries=args.max_retries,
+        finish=args.finish,
+        client=args.client,
+        rollout_id=args.rollout_id,
+    )
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value

@@ -1,0 +1,100 @@
+"""A replay on the terminal: a progress bar while it runs, and rollouts side by side when they have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from loadtest.results import RolloutResult, TurnResult
+from workloads.trajectories import Workload
+
+MAX_ERRORS_SHOWN = 5
+
+
+class RolloutProgress:
+    """A progress bar of turns, trajectories and tokens. Used with `with`; its `on_turn` goes to `replay`."""
+
+    def __init__(self, workload: Workload, title: str, console: Console) -> None:
+        self._num_turns = {t.trajectory_id: len(t.turns) for t in workload.trajectories}
+        self._num_ended = 0
+        self._num_tokens = 0
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("turns, {task.fields[trajectories]} trajectories, {task.fields[tokens]:,} tokens"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._task = self._progress.add_task(title, total=workload.num_turns, trajectories=self._ended(), tokens=0)
+
+    def __enter__(self) -> RolloutProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def on_turn(self, turn: TurnResult) -> None:
+        self._num_tokens += turn.output_tokens
+        self._num_ended += turn.index + 1 == self._num_turns[turn.trajectory_id]
+        self._progress.update(self._task, advance=1, trajectories=self._ended(), tokens=self._num_tokens)
+
+    def _ended(self) -> str:
+        return f"{self._num_ended}/{len(self._num_turns)}"
+
+
+def comparison_table(results: Sequence[RolloutResult]) -> Table:
+    """Rollouts side by side. A ratio says how many times better a rollout is than the first: above 1 is better."""
+    table = Table()
+    table.add_column("")
+    table.add_column(results[0].name, justify="right")
+    for result in results[1:]:
+        table.add_column(result.name, justify="right")
+        table.add_column("ratio", justify="right")
+    _add_row(table, "makespan", "s", [result.makespan_s for result in results])
+    _add_row(table, "tokens/s", "", [result.tokens_per_s for result in results], more_is_better=True)
+    _add_row(table, "trajectory time, mean", "s", [result.mean_trajectory_s for result in results])
+    _add_row(table, "trajectory time, P99", "s", [result.p99_trajectory_s for result in results])
+    # A step-centric gateway queues nothing itself: its turns wait in the engines. The wait for first tokens holds both.
+    _add_row(table, "queueing and prefill, mean", "s", [result.mean_waited_s for result in results])
+    _add_row(table, "queueing and prefill, longest tenth", "s", [result.mean_waited_longest_s for result in results])
+    failed = [str(result.num_failed_turns) for result in results]
+    table.add_row("failed turns", failed[0], *(cell for number in failed[1:] for cell in (number, "")))
+    return table
+
+
+def print_results(results: Sequence[RolloutResult], console: Console) -> None:
+    """The table, and the first of what went wrong."""
+    console.print(comparison_table(results))
+    for result in results:
+        for error in result.errors[:MAX_ERRORS_SHOWN]:
+            # An error text is a server's, and no markup.
+            console.print(f"{result.name}: {error}", style="red", markup=False)
+        if len(result.errors) > MAX_ERRORS_SHOWN:
+            console.print(f"{result.name}: and {len(result.errors) - MAX_ERRORS_SHOWN} more errors", style="red")
+
+
+def _add_row(
+    table: Table, label: str, unit: str, values: Sequence[float | None], *, more_is_better: bool = False
+) -> None:
+    first = values[0]
+    cells = [_number(first, unit)]
+    for value in values[1:]:
+        cells.append(_number(value, unit))
+        if first and value:
+            cells.append(f"x{value / first if more_is_better else first / value:.2f}")
+        else:
+            cells.append("")
+    table.add_row(label, *cells)
+
+
+def _number(value: float | None, unit: str) -> str:
+    # A server that does not tell its queueing is not one that has none.
+    return "not told" if value is None else f"{value:,.2f} {unit}".rstrip()

@@ -1,0 +1,254 @@
+"""Locust users that are agents: turn, tool, turn; a user plays one trajectory after the other.
+
+    locust -f loadtest/locustfile.py --headless -u 20 -r 20 -t 20s --host http://127.0.0.1:8080 --scale 0.1
+
+Three kinds of agents in the proportion of their weights; with `--law` or `--trace` all play that. Beside each finish
+the statistics have `POST turn` (to the last byte), `TTFT first token`, and `AGENT trajectory` (first question to last
+answer, tools included). An answer that is not exactly as long as asked is a failure, and Locust exits with 1 if there
+was one. Nothing is retried.
+
+Locust runs on gevent and patches the standard library when it is imported: the asyncio replayer is not imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any, get_args
+from uuid import uuid4
+
+import gevent  # type: ignore[import-untyped]
+from gevent.event import Event  # type: ignore[import-untyped]
+from locust import FastHttpUser, constant, task
+from locust import events as locust_events
+from locust.argument_parser import LocustArgumentParser
+from locust.contrib.fasthttp import FAILURE_EXCEPTIONS
+from locust.exception import StopUser
+
+from loadtest.agent import Address, Answer, Conversation, Identity, Writer, address_of, chat_body
+from loadtest.answers import NONSENSE, Assembly, StreamBroken, add_event
+from workloads.laws import draw, law_named
+from workloads.traces import load_trace
+from workloads.trajectories import Trajectory, Workload
+
+# Trajectories of a law that are drawn beforehand; when all have been played they come again under new ids.
+NUM_DRAWN = 1_024
+
+
+class Board:
+    """Hands out trajectories to users.
+
+    Args:
+        rollout_size: So many trajectories make a rollout, and the next begins when the last of one has ended. None: no
+            rollouts, a user never waits.
+        num_rollouts: After so many, users wait to be stopped.
+    """
+
+    def __init__(self, options: Any, environment: Any, rollout_size: int | None = None, num_rollouts: int = 1) -> None:
+        self.writer = Writer()
+        self.num_rollouts_ended = 0
+        self._options = options
+        self._environment = environment
+        self._rollout_size = rollout_size
+        self._num_rollouts = num_rollouts
+        self._run_id = f"l{uuid4().hex[:8]}"
+        self._feeds: dict[str, Iterator[Trajectory]] = {}
+        self._num_taken = 0
+        self._num_ended = 0
+        self._began_at = time.perf_counter()
+        self._next_rollout = Event()
+
+    @property
+    def rollout_id(self) -> str:
+        return f"{self._run_id}-{self.num_rollouts_ended}"
+
+    def take(self, law_name: str) -> tuple[Trajectory, str]:
+        """The next trajectory of the kind, and its id on the wire. Waits while the rollout has none left to begin."""
+        while self._rollout_size is not None and (
+            self._num_taken >= self._rollout_size or self.num_rollouts_ended >= self._num_rollouts
+        ):
+            self._next_rollout.wait()
+        self._num_taken += 1
+        if law_name not in self._feeds:
+            self._feeds[law_name] = _endless(_workload(self._options, law_name))
+        trajectory = next(self._feeds[law_name])
+        return trajectory, f"{self.rollout_id}-{self._num_taken}-{trajectory.trajectory_id}"
+
+    def put_back(self) -> None:
+        """A trajectory that was taken has ended, well or not."""
+        self._num_ended += 1
+        if self._num_ended == self._rollout_size:
+            makespan_ms = (time.perf_counter() - self._began_at) * 1_000
+            report(self._environment, "AGENT", "rollout", makespan_ms)
+            self.num_rollouts_ended += 1
+            self._num_taken = self._num_ended = 0
+            self._began_at = time.perf_counter()
+            waiting, self._next_rollout = self._next_rollout, Event()
+            waiting.set()
+
+
+def add_arguments(parser: LocustArgumentParser) -> None:
+    """Locust's own arguments and these."""
+    parser.add_argument("--trace", default="", help="JSON lines of trajectories, .gz or not")
+    parser.add_argument("--law", default="", help="all agents play this law")
+    parser.add_argument("--seed", type=int, default=1, help="of the law's draw")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies lengths and tool times")
+    parser.add_argument("--tool-speed-up", type=float, default=1.0, help="tools take so many times less")
+    parser.add_argument("--max-context-tokens", type=int, default=0, help="scale lengths until all fit; 0: do not")
+    parser.add_argument("--identity", choices=get_args(Identity), default="header")
+    parser.add_argument("--model", default="", help="default: the first that the server lists")
+    parser.add_argument("--api-key", default="none", is_secret=True)
+
+
+def set_up(environment: Any, **_: Any) -> None:
+    """One board for a process; `loadtest/shapes.py` puts one with rollouts in its place."""
+    environment.board = Board(environment.parsed_options, environment)
+
+
+# Locust's events have no types.
+events: Any = locust_events
+events.init_command_line_parser.add_listener(add_arguments)
+events.init.add_listener(set_up)
+
+
+class Agent(FastHttpUser):
+    """One agent after the other. What distinguishes kinds is the law of their trajectories."""
+
+    abstract = True
+    wait_time = constant(0)
+    # A turn may queue long in a rollout.
+    network_timeout = 3_600.0
+    law_name = ""
+
+    def on_start(self) -> None:
+        self.board: Board = self.environment.board
+        self.options: Any = self.environment.parsed_options
+        self.model = self.options.model or self._first_model()
+
+    @task
+    def play_trajectory(self) -> None:
+        """One trajectory from its first question to its last answer."""
+        trajectory, trajectory_id = self.board.take(self.law_name)
+        began_at = time.perf_counter()
+        error = None
+        try:
+            address = address_of(self.options.identity, trajectory_id, trajectory.group_id, self.board.rollout_id)
+            error = self._play(trajectory, address)
+            report(self.environment, "AGENT", "trajectory", (time.perf_counter() - began_at) * 1_000, error)
+            if self.options.identity != "none":
+                self._finish(trajectory_id)
+        finally:
+            self.board.put_back()
+
+    def _play(self, trajectory: Trajectory, address: Address) -> str | None:
+        """Why the trajectory failed, or None."""
+        conversation = Conversation(trajectory, self.board.writer)
+        for index, turn in enumerate(trajectory.turns):
+            body = chat_body(self.model, conversation.ask(), turn.output_tokens, True, {"ignore_eos": True})
+            error = self._take_turn(body | dict(address.body), address, conversation)
+            if error is not None:
+                return f"turn {index}: {error}"
+            if index + 1 < len(trajectory.turns):
+                gevent.sleep(turn.tool_s / self.options.tool_speed_up)
+        return None
+
+    def _take_turn(self, body: dict[str, Any], address: Address, conversation: Conversation) -> str | None:
+        headers = {"Authorization": f"Bearer {self.options.api_key}", **address.headers}
+        path = f"{address.path_prefix}/v1/chat/completions"
+        began_at = time.perf_counter()
+        with self.client.post(
+            path, json=body, headers=headers, name="turn", stream=True, catch_response=True
+        ) as response:
+            error: str | None
+            if response.status_code != 200:
+                error = f"HTTP {response.status_code}: {getattr(response, 'error', None) or response.text}"[:300]
+            else:
+                try:
+                    answer, first_token_at = _read_stream(response)
+                    error = conversation.hear(answer)
+                    if first_token_at is not None:
+                        report(self.environment, "TTFT", "first token", (first_token_at - began_at) * 1_000)
+                except (StreamBroken, *NONSENSE, *FAILURE_EXCEPTIONS) as broken:
+                    error = f"{type(broken).__name__}: {broken}"
+            # Locust's own figure ends with the headers of a stream.
+            response.request_meta["response_time"] = (time.perf_counter() - began_at) * 1_000
+            if error is not None:
+                response.failure(error)
+        return error
+
+    def _finish(self, trajectory_id: str) -> None:
+        with self.client.post(
+            f"/v1/trajectories/{trajectory_id}/finish", json={}, headers=self._key(), name="finish", catch_response=True
+        ) as response:
+            # An engine with no gateway before it knows no trajectories.
+            if response.status_code in (404, 405):
+                response.success()
+
+    def _first_model(self) -> str:
+        with self.client.get("/v1/models", headers=self._key(), name="models", catch_response=True) as response:
+            if response.status_code != 200:
+                response.failure(f"HTTP {response.status_code}: the server lists no models")
+                raise StopUser
+            return str(response.json()["data"][0]["id"])
+
+    def _key(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.options.api_key}"}
+
+
+class CodingAgent(Agent):
+    """Many turns, quick tools: the most frequent kind."""
+
+    weight = 6
+    law_name = "coding"
+
+
+class SearchAgent(Agent):
+    """Many turns, slow tools."""
+
+    weight = 3
+    law_name = "search"
+
+
+class MathAgent(Agent):
+    """Few long turns."""
+
+    weight = 1
+    law_name = "math"
+
+
+def report(environment: Any, request_type: str, name: str, time_ms: float, error: str | None = None) -> None:
+    """One line of Locust's statistics that is no HTTP request."""
+    environment.events.request.fire(
+        request_type=request_type,
+        name=name,
+        response_time=time_ms,
+        response_length=0,
+        exception=None if error is None else RuntimeError(error),
+        context={},
+    )
+
+
+def _workload(options: Any, law_name: str) -> Workload:
+    fit = options.max_context_tokens or None
+    if options.trace:
+        return load_trace(options.trace, scale=options.scale, max_context_tokens=fit)
+    workload = draw(law_named(options.law or law_name), NUM_DRAWN, options.seed, scale=options.scale)
+    return workload.fitted(fit) if fit else workload
+
+
+def _endless(workload: Workload) -> Iterator[Trajectory]:
+    while True:
+        yield from workload.trajectories
+
+
+def _read_stream(response: Any) -> tuple[Answer, float | None]:
+    """The answer, and the instant of its first token.
+
+    Locust's `iter_lines` waits for whole kilobytes, which hides the first token; the line reader beneath it does not.
+    """
+    assembly = Assembly()
+    while line := response._response.readline(b"\n"):
+        if line.startswith(b"data: {"):
+            add_event(json.loads(line[6:]), assembly)
+    return assembly.answer(), assembly.first_token_at

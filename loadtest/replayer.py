@@ -1,0 +1,268 @@
+"""Plays a workload against any OpenAI base URL, as agents would: turn, tool, turn, all trajectories at once.
+
+Each agent is a task that sends its whole conversation at every turn, waits for the answer, waits as long as
+its tool takes, and goes on. The tools are the only sleeping here. A turn must bring exactly the tokens that
+its trajectory says; whatever else comes is a failed turn with its reason, and a turn without any answer ends
+its trajectory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+from uuid import uuid4
+
+from loadtest.agent import Conversation, Identity, Writer, address_of, chat_body
+from loadtest.clients import ChatClient, RequestFailed, SdkClient
+from loadtest.raw_client import RawClient
+from loadtest.results import RolloutResult, TrajectoryResult, TurnResult
+from workloads.trajectories import Trajectory, Turn, Workload
+
+OnTurn = Callable[[TurnResult], None]
+# The waiting of each turn of a trajectory, in order; None where the server does not tell.
+QueuedSource = Callable[[ChatClient, str], Awaitable[Sequence[float | None] | None]]
+
+# The SDK's connection pool keeps 100 idle connections and searches all of them for each request.
+AGENTS_PER_CLIENT = 100
+# Two prompts of these sizes tell the template's tokens from the text's.
+CALIBRATION_TOKENS = (16, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    """How a workload is played.
+
+    Args:
+        base_url: Ends in `/v1`.
+        model: None: the first that the server lists.
+        identity: How agents say which trajectory they are.
+        stream_share: The share of trajectories that stream: 1 all, 0 none; the same ones in each replay.
+        speed_up: Tools take so many times less.
+        concurrency: So many trajectories at once at most. None: all.
+        max_retries: Of a request; see `loadtest.clients` for how long that bridges a restart.
+        timeout_s: Of a request without a byte; with `raw`, of a whole turn. A turn may queue long in a rollout, so far
+            above the SDK's 600 s.
+        finish: Tell the gateway when a trajectory has ended. A server without that route is left in peace.
+        calibrate: Ask two one-token questions first, to learn how many characters make a token.
+        client: `sdk` is what agents use; `raw` costs less where thousands of agents share a processor.
+        extra_body: Joins each body. `ignore_eos` makes vLLM and SGLang write exactly `max_tokens`.
+        rollout_id: Begins every trajectory's id, so that two replays do not meet. None: a new one.
+    """
+
+    base_url: str
+    api_key: str = "none"
+    model: str | None = None
+    identity: Identity = "header"
+    stream_share: float = 1.0
+    speed_up: float = 1.0
+    concurrency: int | None = None
+    max_retries: int = 8
+    timeout_s: float = 3_600.0
+    finish: bool = True
+    calibrate: bool = True
+    client: Literal["sdk", "raw"] = "sdk"
+    extra_body: Mapping[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
+    rollout_id: str | None = None
+
+
+async def queued_by_trajectory_route(client: ChatClient, trajectory_id: str) -> Sequence[float | None] | None:
+    """The gateway's own word on each turn's waiting: `queued_s` of the turns of `GET /v1/trajectories/{id}`."""
+    record = await client.get(f"/trajectories/{trajectory_id}")
+    return None if record is None else [turn.get("queued_s") for turn in record.get("turns", ())]
+
+
+async def replay(
+    workload: Workload,
+    settings: ReplaySettings,
+    *,
+    name: str = "replay",
+    on_turn: OnTurn | None = None,
+    queued_source: QueuedSource | None = queued_by_trajectory_route,
+) -> RolloutResult:
+    """Every trajectory of the workload played to its end, and what it took.
+
+    Args:
+        name: What tables call the result.
+        on_turn: Called after each turn, for a progress bar; must not block.
+        queued_source: Asked at the end of a trajectory for turns whose answer had no `x-heddle-queued-ms`.
+            None: nobody is asked.
+
+    Raises:
+        RequestFailed: If the server does not even list its models. What fails later is in the result.
+    """
+    rollout_id = settings.rollout_id or f"r{uuid4().hex[:8]}"
+    async with AsyncExitStack() as stack:
+        at_once = min(settings.concurrency or len(workload.trajectories), len(workload.trajectories))
+        num_clients = math.ceil(at_once / AGENTS_PER_CLIENT) if settings.client == "sdk" else 1
+        clients = [await stack.enter_async_context(aclosing(_new_client(settings))) for _ in range(num_clients)]
+        settings = replace(settings, model=settings.model or await _first_model(clients[0]))
+        writer = Writer()
+        if settings.calibrate:
+            await _calibrate(clients[0], writer, settings, rollout_id)
+        limit = asyncio.Semaphore(settings.concurrency) if settings.concurrency else nullcontext()
+        began_at = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            agents = [
+                _Agent(trajectory, clients[index % len(clients)], writer, settings, rollout_id, began_at)
+                for index, trajectory in enumerate(workload.trajectories)
+            ]
+            running = [tasks.create_task(agent.run(limit, on_turn, queued_source)) for agent in agents]
+        results = tuple(task.result() for task in running)
+    # Not the time at which the last task ended: asking for the waiting and finishing are no part of a
+    # trajectory.
+    makespan_s = max(result.ended_at for result in results)
+    return RolloutResult(name, rollout_id, makespan_s, results)
+
+
+def streams(trajectory: Trajectory, stream_share: float) -> bool:
+    """Whether a trajectory is of the share that streams: by its id, so alike in every replay."""
+    return random.Random(trajectory.trajectory_id).random() < stream_share
+
+
+def _new_client(settings: ReplaySettings) -> ChatClient:
+    arguments = (settings.base_url, settings.api_key, settings.max_retries, settings.timeout_s)
+    return SdkClient(*arguments) if settings.client == "sdk" else RawClient(*arguments)
+
+
+async def _first_model(client: ChatClient) -> str:
+    listed = await client.get("/models") or {}
+    if not listed.get("data"):
+        raise RequestFailed("the server lists no model; name one")
+    return str(listed["data"][0]["id"])
+
+
+async def _calibrate(client: ChatClient, writer: Writer, settings: ReplaySettings, rollout_id: str) -> None:
+    for num_tokens in CALIBRATION_TOKENS:
+        turns = (Turn(0, 1, 0.0),)
+        probe = Trajectory(f"calibration-{num_tokens}", f"calibration-{num_tokens}", num_tokens, turns)
+        agent = _Agent(probe, client, writer, settings, rollout_id, time.perf_counter())
+        # A probe that fails says nothing of the text; what is wrong will be said by the first real turn.
+        await agent.run(nullcontext(), None, None)
+
+
+class _Agent:
+    """One trajectory being played. Its results are its only output."""
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        client: ChatClient,
+        writer: Writer,
+        settings: ReplaySettings,
+        rollout_id: str,
+        began_at: float,
+    ) -> None:
+        self._trajectory = trajectory
+        self._client = client
+        self._settings = settings
+        self._began_at = began_at
+        self._conversation = Conversation(trajectory, writer)
+        sent_id = f"{rollout_id}-{trajectory.trajectory_id}"
+        self._address = address_of(settings.identity, sent_id, trajectory.group_id, rollout_id)
+        # An agent that says nothing learns from the answers what the gateway calls it.
+        self._known_as = None if settings.identity == "none" else sent_id
+
+    async def run(
+        self,
+        limit: AbstractAsyncContextManager[Any],
+        on_turn: OnTurn | None,
+        queued_source: QueuedSource | None,
+    ) -> TrajectoryResult:
+        """All turns, then what the gateway knows of them. Never raises for what a server does."""
+        async with limit:
+            started_at = self._now()
+            turns = await self._play(on_turn)
+            ended_at = self._now()
+            error = None
+            try:
+                if queued_source is not None:
+                    turns = await self._with_queued(turns, queued_source)
+                if self._settings.finish and self._known_as is not None:
+                    await self._client.post(f"/trajectories/{self._known_as}/finish")
+            except RequestFailed as failure:
+                error = str(failure)
+        trajectory = self._trajectory
+        return TrajectoryResult(
+            trajectory.trajectory_id,
+            trajectory.group_id,
+            len(trajectory.turns),
+            started_at,
+            ended_at,
+            tuple(turns),
+            error,
+        )
+
+    async def _play(self, on_turn: OnTurn | None) -> list[TurnResult]:
+        results: list[TurnResult] = []
+        for index, turn in enumerate(self._trajectory.turns):
+            result, answered = await self._take_turn(index, turn)
+            results.append(result)
+            if on_turn is not None:
+                on_turn(result)
+            if not answered:
+                break
+            if index + 1 < len(self._trajectory.turns):
+                await asyncio.sleep(turn.tool_s / self._settings.speed_up)
+        return results
+
+    async def _take_turn(self, index: int, turn: Turn) -> tuple[TurnResult, bool]:
+        """The turn's result, and whether the conversation can go on from it."""
+        settings = self._settings
+        assert settings.model is not None, "the model is known before the first turn"
+        stream = streams(self._trajectory, settings.stream_share)
+        messages = self._conversation.ask()
+        body = chat_body(settings.model, messages, turn.output_tokens, stream, settings.extra_body)
+        started_at = self._now()
+        result = TurnResult(
+            self._trajectory.trajectory_id,
+            index,
+            turn.output_tokens,
+            started_at,
+            None,
+            started_at,
+            0,
+            0,
+            0,
+            0,
+            None,
+            None,
+        )
+        try:
+            reply = await self._client.chat(body, self._address)
+        except RequestFailed as failure:
+            failed = replace(result, ended_at=self._now(), num_retries=failure.num_retries, error=str(failure))
+            return failed, False
+        self._known_as = reply.trajectory_id or self._known_as
+        answer = reply.answer
+        result = replace(
+            result,
+            first_token_at=None if reply.first_token_at is None else reply.first_token_at - self._began_at,
+            ended_at=self._now(),
+            prompt_tokens=answer.prompt_tokens,
+            cached_tokens=answer.cached_tokens,
+            output_tokens=answer.output_tokens,
+            num_retries=reply.num_retries,
+            queued_s=reply.queued_s,
+            error=self._conversation.hear(answer),
+        )
+        return result, True
+
+    async def _with_queued(self, turns: list[TurnResult], source: QueuedSource) -> list[TurnResult]:
+        if self._known_as is None or all(turn.queued_s is not None for turn in turns):
+            return turns
+        told = await source(self._client, self._known_as)
+        if told is None or len(told) != len(turns):
+            return turns
+        return [
+            turn if turn.queued_s is not None else replace(turn, queued_s=queued_s)
+            for turn, queued_s in zip(turns, told, strict=True)
+        ]
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._began_at

@@ -1,0 +1,70 @@
+"""Shapes of load for the agents of `loadtest/locustfile.py`: rollouts, or a ramp.
+
+    locust -f loadtest/shapes.py --headless --host http://127.0.0.1:8080 --shape rollout --agents 64 --rollouts 3
+    locust -f loadtest/shapes.py --headless --host http://127.0.0.1:8080 --shape ramp --agents 64 --ramp-s 60
+
+A rollout is a burst: all agents begin at once, each plays one trajectory, and the next rollout begins when the last of
+them has ended; its makespan is reported as `AGENT rollout`. A ramp adds agents evenly, and each plays one trajectory
+after the other.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from locust import LoadTestShape
+from locust.argument_parser import LocustArgumentParser
+
+# Locust takes the user classes that it finds in the file it is given.
+from loadtest.locustfile import Board, CodingAgent, MathAgent, SearchAgent, events
+
+__all__ = ["AgentShape", "CodingAgent", "MathAgent", "SearchAgent"]
+
+# How long a ramp stays at its top, as a share of the ramp.
+TOP_SHARE = 0.25
+
+
+def add_arguments(parser: LocustArgumentParser) -> None:
+    """The shape's arguments, beside those of the agents."""
+    parser.add_argument("--shape", choices=("rollout", "ramp"), default="rollout")
+    parser.add_argument("--agents", type=int, default=16, help="agents at once")
+    parser.add_argument("--rollouts", type=int, default=1, help="so many rollouts, one after the other")
+    parser.add_argument("--ramp-s", type=float, default=60.0, help="seconds from the first agent to all")
+
+
+def set_up(environment: Any, **_: Any) -> None:
+    """A board that hands out rollouts, where the shape is one."""
+    options = environment.parsed_options
+    if options.shape == "rollout":
+        environment.board = Board(options, environment, options.agents, options.rollouts)
+
+
+events.init_command_line_parser.add_listener(add_arguments)
+# After the agents' own listener, so this board is the one that stays.
+events.init.add_listener(set_up)
+
+
+class AgentShape(LoadTestShape):
+    """The shape that `--shape` names."""
+
+    def tick(self) -> tuple[int, float] | None:
+        runner: Any = self.runner
+        environment, options = runner.environment, runner.environment.parsed_options
+        if options.shape == "ramp":
+            return ramp(time.perf_counter() - self.start_time, options.agents, options.ramp_s)
+        return rollout(environment.board.num_rollouts_ended, options.agents, options.rollouts)
+
+
+def rollout(num_ended: int, num_agents: int, num_rollouts: int) -> tuple[int, float] | None:
+    """All agents at once, until so many rollouts have ended."""
+    return None if num_ended >= num_rollouts else (num_agents, float(num_agents))
+
+
+def ramp(run_s: float, num_agents: int, ramp_s: float) -> tuple[int, float] | None:
+    """Agents in proportion to the time, all of them at `ramp_s`, and an end a little later."""
+    if run_s > ramp_s * (1 + TOP_SHARE):
+        return None
+    wanted = min(num_agents, max(1, math.ceil(num_agents * run_s / ramp_s)))
+    return wanted, float(num_agents)

@@ -1,0 +1,1 @@
+"""How much work a trajectory has left."""

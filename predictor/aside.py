@@ -1,0 +1,70 @@
+"""A slow predictor's answers, made while tools run: the turn that comes next never waits for one."""
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from scheduling.types import Prediction
+
+Question = TypeVar("Question")
+
+
+@dataclass(slots=True)
+class AsideCounts:
+    """What came of the questions: for metrics, and to see whether the executor keeps up."""
+
+    num_in_time: int = 0
+    num_late: int = 0
+    num_failed: int = 0
+    num_refused: int = 0
+
+
+class Aside(Generic[Question]):
+    """Asks in the background when a turn ends; gives the answer at the next turn if it is there.
+
+    One loop calls `begin`, `take` and `dropped`; none of them waits.
+
+    Args:
+        predict: the slow predictor, called in the executor.
+        executor: one thread or process is enough; its owner shuts it down.
+        max_open: questions without an answer. Beyond it new ones are refused, for a queue would only make all late.
+    """
+
+    def __init__(self, predict: Callable[[Question], Prediction], executor: Executor, max_open: int = 64) -> None:
+        self._predict = predict
+        self._executor = executor
+        self._max_open = max_open
+        self._asked: dict[str, Future[Prediction]] = {}
+        self._open: list[Future[Prediction]] = []
+        self.counts = AsideCounts()
+
+    def begin(self, trajectory_id: str, question: Question) -> None:
+        """A turn ended and its tool runs: ask. An older question of this trajectory is void."""
+        self.dropped(trajectory_id)
+        self._open = [asked for asked in self._open if not asked.done()]
+        if len(self._open) >= self._max_open:
+            self.counts.num_refused += 1
+            return
+        self._asked[trajectory_id] = self._executor.submit(self._predict, question)
+        self._open.append(self._asked[trajectory_id])
+
+    def take(self, trajectory_id: str) -> Prediction | None:
+        """The answer, once; None where none was asked, it is not there yet, or the predictor failed."""
+        asked = self._asked.pop(trajectory_id, None)
+        if asked is None:
+            return None
+        if not asked.done():
+            asked.cancel()
+            self.counts.num_late += 1
+            return None
+        if asked.cancelled() or asked.exception() is not None:
+            self.counts.num_failed += 1
+            return None
+        self.counts.num_in_time += 1
+        return asked.result()
+
+    def dropped(self, trajectory_id: str) -> None:
+        """The trajectory ended: its answer is not wanted."""
+        if asked := self._asked.pop(trajectory_id, None):
+            asked.cancel()

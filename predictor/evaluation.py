@@ -1,0 +1,116 @@
+"""Compares predictors on the same trajectories: each learns on some groups and is asked about others."""
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from predictor.named import PREDICTORS
+from predictor.progress import Predictor, Progress
+from predictor.replay import STEPS, Arrival, Said, play
+from predictor.scoring import Score, score
+from predictor.singles import FEATURES, Single
+from predictor.tabular import TabularPredictor
+from workloads.trajectories import Trajectory
+
+Split = tuple[Sequence[Trajectory], Sequence[Trajectory]]
+"""Trajectories to learn from before, and trajectories to be asked about; no group is in both."""
+
+# Of fewer trajectories a row says nothing.
+_MIN_TRAJECTORIES = 20
+_COLUMNS = ("pearson", "remaining_pearson", "kendall", "recall_20", "recall_1", "in_top_10", "under_p50", "under_p90")
+_HEADS = ("log-Pearson", "of remaining", "Kendall", "top 20 %", "top 1 %", "1 % in 10 %", "<= p50", "<= p90")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How good one predictor was after one number of turns."""
+
+    predictor: str
+    is_single: bool
+    step: int
+    score: Score
+
+
+def folds(trajectories: Sequence[Trajectory], num: int) -> list[Split]:
+    """Splits in which each group is asked about once, having been learned from in none of that split."""
+
+    def fold(trajectory: Trajectory) -> int:
+        return zlib.crc32(trajectory.group_id.encode()) % num
+
+    return [
+        ([t for t in trajectories if fold(t) != index], [t for t in trajectories if fold(t) == index])
+        for index in range(num)
+    ]
+
+
+def evaluate(splits: Sequence[Split], arrival: Arrival, names: Sequence[str] = tuple(PREDICTORS)) -> list[Row]:
+    """A row for each predictor and each single feature, per step; predictors first."""
+    rows: list[Row] = []
+    for name in names:
+        rows += _rows(name, PREDICTORS[name], False, splits, arrival)
+    for name, feature in FEATURES.items():
+        rows += _rows(name, lambda feature=feature: Single(feature), True, splits, arrival)  # type: ignore[misc]
+    return rows
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table per step, and what the first predictor gains over the best single feature there."""
+    parts = []
+    for step in sorted({row.step for row in rows}):
+        here = [row for row in rows if row.step == step]
+        head = "before the first turn" if step == 0 else f"after {step} turn{'s' if step > 1 else ''}"
+        parts.append(f"**{head.capitalize()}** ({here[0].score.num} trajectories)\n")
+        parts.append("| predictor | " + " | ".join(_HEADS) + " |")
+        parts.append("|---|" + "---|" * len(_HEADS))
+        parts += ["| " + " | ".join(_cells(row)) + " |" for row in here]
+        parts.append(_gain(here))
+    return "\n".join(parts)
+
+
+def _rows(
+    name: str, make: Callable[[], Predictor], is_single: bool, splits: Sequence[Split], arrival: Arrival
+) -> list[Row]:
+    said: list[Said] = []
+    for before, asked in splits:
+        predictor = make()
+        for _ in play(before, predictor, _ask(predictor), arrival):
+            pass
+        said += play(asked, predictor, _ask(predictor), arrival)
+    by_step: Mapping[int, list[Said]] = {step: [one for one in said if one.step == step] for step in STEPS}
+    return [
+        Row(name, is_single, step, score(ones, is_total=not is_single))
+        for step, ones in by_step.items()
+        if len(ones) >= _MIN_TRAJECTORIES
+    ]
+
+
+def _ask(predictor: Predictor) -> Callable[[Progress], tuple[float, tuple[float, float] | None]]:
+    def law(progress: Progress) -> tuple[float, tuple[float, float] | None]:
+        assert isinstance(predictor, TabularPredictor)
+        forecast = predictor.forecast(progress)
+        return forecast.mean(), (forecast.quantile(0.5), forecast.quantile(0.9))
+
+    def numbers(progress: Progress) -> tuple[float, tuple[float, float] | None]:
+        return predictor.predict(progress).total_tokens, None
+
+    return law if isinstance(predictor, TabularPredictor) else numbers
+
+
+def _cells(row: Row) -> list[str]:
+    values = asdict(row.score)
+    name = f"*{row.predictor}*" if row.is_single else row.predictor
+    return [name, *("" if values[column] is None else f"{values[column]:.2f}" for column in _COLUMNS)]
+
+
+def _gain(rows: Sequence[Row]) -> str:
+    """One line: the first predictor against the best single feature, which may be another one for each figure.
+
+    A feature that goes down as length goes up is as good as one that goes up.
+    """
+    first, singles = rows[0], [row for row in rows if row.is_single]
+    gains = []
+    for column, head in zip(_COLUMNS[:6], _HEADS, strict=False):
+        best = max(singles, key=lambda row: abs(getattr(row.score, column)))
+        gain = getattr(first.score, column) - abs(getattr(best.score, column))
+        gains.append(f"{head} {gain:+.2f} ({best.predictor})")
+    return f"\n{first.predictor} against the best single feature: {', '.join(gains)}\n"

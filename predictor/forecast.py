@@ -1,0 +1,50 @@
+"""A law of one trajectory's total output, as shares on the lattice."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from predictor.lattice import BINS, CENTRES, EDGES, NUM_BINS, Weights
+
+# What weights are summed with, a row per bin.
+_SUMMED = np.stack([BINS**0, BINS, BINS**2, np.array(CENTRES)], axis=1)
+
+
+@dataclass(slots=True)
+class Forecast:
+    """Total output of a trajectory that has made `made_tokens`, which lie in bin `from_bin`.
+
+    Args:
+        weights: one number per bin from `from_bin` to the last, in proportion to its probability.
+
+    Attributes:
+        sums: of the weights, and of the weights times bin, squared bin, and length.
+    """
+
+    made_tokens: int
+    from_bin: int
+    weights: Weights
+    sums: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sums = self.weights.dot(_SUMMED[self.from_bin :]).tolist()
+
+    def mean(self) -> float:
+        """Expected total; more than was made."""
+        total, _, _, lengths = self.sums
+        # Of the first bin some is behind.
+        behind = max(self.made_tokens - EDGES[self.from_bin], 0.0)
+        middle = (EDGES[self.from_bin] + behind + EDGES[self.from_bin + 1]) / 2
+        lengths += (middle - CENTRES[self.from_bin]) * self.weights.item(0)
+        return max(lengths / total, self.made_tokens + 1.0)
+
+    def quantile(self, share: float) -> float:
+        """The total that is not exceeded with this probability, in (0, 1)."""
+        wanted = share * self.sums[0]
+        for index, weight in enumerate(self.weights.tolist(), start=self.from_bin):
+            if weight >= wanted:
+                low = max(EDGES[index], self.made_tokens + 1.0)
+                return low * math.pow(max(EDGES[index + 1] / low, 1.0), wanted / weight)
+            wanted -= weight
+        return EDGES[NUM_BINS]

@@ -1,0 +1,194 @@
+"""What siblings say: lengths of one group are a shared level and each trajectory's own part, both log-normal.
+
+The level of a group is inferred from its finished members, from its running ones (each tells the group what its own
+progress says of its length: a normal message, as in expectation propagation) and from the same prompt in earlier
+rollouts. How much of the variance is shared, and how far a prompt's level wanders from rollout to rollout, is learned.
+Levels are counted in bins of the lattice, which are logs of lengths.
+"""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from predictor.lengths import Lengths
+
+# Groups larger than this are known well enough by their newest members; and so their level may drift.
+_MAX_FINISHED = 32
+_MAX_PAST = 24
+_PRIOR_WEIGHT = 20.0
+# Until there are data: siblings' own share of the variance (within-group correlations are 0.24 to 0.88), and the mean
+# square by which a prompt's level moves from one rollout to the next.
+_OWN = 0.4
+_WANDER = 0.2
+
+
+@dataclass(slots=True)
+class Group:
+    """One group.
+
+    Args:
+        past: number of members of the same prompt in earlier rollouts, and their mean above that of all trajectories,
+            as known when this group began.
+        finished: the bins in which its newest members ended, and their sum.
+        num_untold: finished members that the prompt's past does not hold yet.
+        squares: sum of squares about the group's mean that is not told to all groups yet, of `num_squares` terms.
+        precision, weighted: sums over the messages of running members, of which there are `num_messages`.
+    """
+
+    past: tuple[float, float] = (0.0, 0.0)
+    finished: deque[int] = field(default_factory=lambda: deque(maxlen=_MAX_FINISHED))
+    finished_sum: int = 0
+    num_running: int = 0
+    num_untold: int = 0
+    squares: float = 0.0
+    num_squares: int = 0
+    num_messages: int = 0
+    precision: float = 0.0
+    weighted: float = 0.0
+
+
+class Groups:
+    """All groups, and what they have in common.
+
+    Args:
+        lengths: the law of all trajectories.
+        memory: comparisons of siblings over which shares of variance are averaged.
+        max_groups: groups and prompts remembered; the longest unused goes first.
+    """
+
+    def __init__(self, lengths: Lengths, memory: float, max_groups: int) -> None:
+        self._lengths = lengths
+        self._memory = memory
+        self._max_groups = max_groups
+        self._groups: OrderedDict[str, Group] = OrderedDict()
+        self._prompts: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._within = _Average(memory)
+        self._wander = _Average(memory)
+
+    @property
+    def own_variance(self) -> float:
+        """Variance between siblings; between 5 % and 95 % of the variance of all."""
+        total = self._lengths.variance
+        return min(max(self._within.mean(_OWN * total, _PRIOR_WEIGHT), 0.05 * total), 0.95 * total)
+
+    def get(self, group_id: str, prompt_id: str) -> Group:
+        """The group, made where it is new."""
+        group = self._groups.get(group_id)
+        if group is None:
+            past = self._prompts.get(prompt_id, (0.0, 0.0)) if prompt_id != group_id else (0.0, 0.0)
+            group = self._groups[group_id] = Group(past)
+            if len(self._groups) > self._max_groups:
+                self._groups.popitem(last=False)
+        else:
+            self._groups.move_to_end(group_id)
+        return group
+
+    def expectation(self, group: Group, message: tuple[float, float]) -> tuple[float, float]:
+        """Mean and variance of the bin of a member, from all members but itself.
+
+        Args:
+            message: its own, which is left out.
+        """
+        own = self.own_variance
+        mean, variance = self._before(group, self._lengths.variance - own, own)
+        # Those that report first wrote less in their turns than those that have not reported yet.
+        heard = group.num_messages / max(group.num_running, 1)
+        precision = 1.0 / variance + len(group.finished) / own + heard * max(group.precision - message[0], 0.0)
+        weighted = mean / variance + group.finished_sum / own + heard * (group.weighted - message[1])
+        return weighted / precision, 1.0 / precision + own
+
+    def message(self, group: Group, old: tuple[float, float], precision: float, weighted: float) -> tuple[float, float]:
+        """A running member's new word on its bin (precision, and mean times precision), in place of its `old` one.
+
+        Returns: what it says of the group's level, to be given as `old` the next time.
+        """
+        scale = 1.0 / (1.0 + self.own_variance * precision)
+        new = (precision * scale, weighted * scale)
+        group.num_messages += (new[0] > 0.0) - (old[0] > 0.0)
+        group.precision += new[0] - old[0]
+        group.weighted += new[1] - old[1]
+        if group.num_messages == 0:
+            group.precision = group.weighted = 0.0
+        return new
+
+    def ended(self, group: Group, in_bin: int) -> None:
+        """A member ended in this bin."""
+        num = len(group.finished)
+        if num:
+            # These terms add up to the sum of squares about the group's mean, in whatever order its members end.
+            group.squares += num / (num + 1) * (in_bin - group.finished_sum / num) ** 2
+            group.num_squares += 1
+        if num == _MAX_FINISHED:
+            group.finished_sum -= group.finished[0]
+        group.finished.append(in_bin)
+        group.finished_sum += in_bin
+        group.num_untold = min(group.num_untold + 1, _MAX_FINISHED)
+
+    def left(self, group: Group, prompt_id: str) -> None:
+        """A member that ran has ended or was dropped. The last one completes the group: its prompt's past grows."""
+        group.num_running -= 1
+        if group.num_running:
+            return
+        # Not before: those that end first are alike.
+        self._within.note(group.squares, group.num_squares)
+        group.squares, group.num_squares = 0.0, 0
+        if not prompt_id or not group.num_untold:
+            return
+        news = list(group.finished)[-group.num_untold :]
+        group.num_untold = 0
+        above = sum(news) / len(news) - self._lengths.mean
+        if group.past[0]:
+            noise = self.own_variance * (1.0 / len(news) + 1.0 / group.past[0])
+            self._wander.note((above - group.past[1]) ** 2 - noise)
+        num, mean = self._prompts.pop(prompt_id, (0.0, 0.0))
+        num = min(num + len(news), _MAX_PAST)
+        self._prompts[prompt_id] = (num, mean + (above - mean) * min(len(news) / num, 1.0))
+        if len(self._prompts) > self._max_groups:
+            self._prompts.popitem(last=False)
+
+    def dump(self) -> dict[str, Any]:
+        """What was learned. What running members said is not kept: they say it again."""
+        groups = {name: [*group.past, *group.finished] for name, group in self._groups.items()}
+        averages = [average.parts for average in (self._within, self._wander)]
+        return {"averages": averages, "groups": groups, "prompts": dict(self._prompts)}
+
+    def restore(self, dumped: dict[str, Any]) -> None:
+        """Take up a dump. Raises KeyError, TypeError or ValueError."""
+        groups: OrderedDict[str, Group] = OrderedDict()
+        for name, (num_past, past_mean, *finished) in dumped["groups"].items():
+            groups[name] = Group(
+                (float(num_past), float(past_mean)), deque(map(int, finished), _MAX_FINISHED), sum(finished)
+            )
+        prompts = OrderedDict((name, (float(num), float(mean))) for name, (num, mean) in dumped["prompts"].items())
+        parts = [(float(total), float(weight)) for total, weight in dumped["averages"]]
+        self._within, self._wander = (_Average(self._memory, part) for part in parts)
+        self._groups, self._prompts = groups, prompts
+
+    def _before(self, group: Group, shared: float, own: float) -> tuple[float, float]:
+        """Mean and variance of the group's level before any of its members has ended."""
+        num, above = group.past
+        if not num:
+            return self._lengths.mean, shared
+        wander = self._wander.mean(_WANDER * self._lengths.variance, _PRIOR_WEIGHT)
+        kept = min(max(1.0 - wander / (2.0 * shared), 0.0), 1.0)
+        trust = shared / (shared + own / num)
+        return self._lengths.mean + kept * trust * above, shared * max(1.0 - kept * kept * trust, 0.02)
+
+
+class _Average:
+    """A mean of what was noted, of which about `memory` notes count; older ones fade."""
+
+    def __init__(self, memory: float, parts: tuple[float, float] = (0.0, 0.0)) -> None:
+        self._memory = memory
+        self.parts = parts
+
+    def note(self, value: float, num: int = 1) -> None:
+        """Take up `num` values, whose sum is `value`."""
+        total, weight = self.parts[0] + value, self.parts[1] + num
+        fade = min(1.0, self._memory / max(weight, 1.0))
+        self.parts = (total * fade, weight * fade)
+
+    def mean(self, prior: float, prior_weight: float) -> float:
+        """The mean, were `prior` noted so often before."""
+        total, weight = self.parts
+        return (total + prior * prior_weight) / max(weight + prior_weight, 1e-9)

@@ -1,0 +1,35 @@
+"""Lengths on a logarithmic lattice: four bins an octave, from 4 tokens to a million, so each is a fifth longer.
+
+Laws of lengths are kept as one number per bin. A bin is narrow beside the spread of siblings (a factor of 1.8), so
+nothing is lost, and every law is possible: no tail is assumed.
+"""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+Weights = NDArray[np.float64]
+"""One number per bin, or per bin from some bin to the last."""
+
+_PER_OCTAVE = 4
+_FIRST_OCTAVE = 2
+NUM_BINS = 72
+
+
+def bin_of(tokens: float) -> int:
+    """The bin of a length; the first and the last take what lies outside."""
+    if tokens < 4.0:
+        return 0
+    return min(int((math.log2(tokens) - _FIRST_OCTAVE) * _PER_OCTAVE), NUM_BINS - 1)
+
+
+EDGES: list[float] = [2.0 ** (_FIRST_OCTAVE + n / _PER_OCTAVE) for n in range(NUM_BINS + 1)]
+"""Lengths at which bins begin, and at which the last one ends."""
+
+CENTRES = [math.sqrt(low * high) for low, high in pairwise(EDGES)]
+"""The geometric middle of each bin."""
+
+BINS: Weights = np.arange(NUM_BINS, dtype=float)
+"""The number of each bin."""

@@ -1,0 +1,104 @@
+"""How long trajectories are in all: learned from those that run as well as from those that ended.
+
+A rollout's short trajectories end first, so a mean over those that ended is too low at first and too high at last.
+Here each bin of the lattice has a hazard: of the trajectories that came as far, the share that ended there. One that
+still runs counts in every bin that it has passed (Kaplan and Meier's estimate of survival). An end is known at once,
+and that others went on only after their turns: so an end is held back until the others had the time to report.
+
+Nothing is assumed of the tail but what stands in until there are data: a log-normal that turns into a Pareto tail
+where its hazard is high.
+"""
+
+import math
+from collections import deque
+from itertools import pairwise
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from predictor.lattice import EDGES, NUM_BINS, Weights
+
+_REFRESH_AFTER = 64
+# Hazard of half a bin's trajectories: a Pareto tail of index 4. A log-normal's own hazard grows without end.
+_MAX_PRIOR_HAZARD = 0.5
+
+
+class Lengths:
+    """The law of total lengths: the `shares` of bins, and their `mean` and `variance` in bins.
+
+    `surviving` is the share of trajectories that come to each bin: the sum of shares from there on.
+
+    Args:
+        typical_tokens, spread: the log-normal that stands in for data.
+        prior_weight: trajectories that it counts as in each bin.
+        memory: trajectories that count in each bin; older ones fade, so that the law follows drift.
+    """
+
+    def __init__(self, typical_tokens: float, spread: float, prior_weight: float, memory: float) -> None:
+        self._memory = memory
+        self._passed = [prior_weight] * NUM_BINS
+        self._ended = [prior_weight * hazard for hazard in _log_normal_hazards(typical_tokens, spread)]
+        # Ends that are not counted yet, and after how many reports they will be.
+        self._held: deque[tuple[int, int]] = deque()
+        self._num_reports = 0
+        self.shares: Weights
+        self.surviving: list[float]
+        self.mean = self.variance = 0.0
+        self._tabulate()
+
+    def came(self, from_bin: int, to_bin: int) -> None:
+        """A trajectory that was in `from_bin` reports that it is in `to_bin` now."""
+        self._num_reports += 1
+        for index in range(from_bin, to_bin):
+            self._count(index, 0.0)
+        while self._held and self._held[0][0] <= self._num_reports:
+            self._count(self._held.popleft()[1], 1.0)
+
+    def ended(self, in_bin: int, num_running: int) -> None:
+        """A trajectory ended in this bin, while so many others ran."""
+        self._held.append((self._num_reports + num_running, in_bin))
+
+    def refresh(self) -> None:
+        """Bring `shares`, `mean` and `variance` up to date, where enough is new to be worth the time."""
+        if self._num_news >= _REFRESH_AFTER:
+            self._tabulate()
+
+    def dump(self) -> dict[str, Any]:
+        """What was learned."""
+        return {"passed": self._passed, "ended": self._ended, "held": [in_bin for _, in_bin in self._held]}
+
+    def restore(self, dumped: dict[str, Any]) -> None:
+        """Take up a dump. Raises KeyError, TypeError or ValueError."""
+        passed, ended = [float(x) for x in dumped["passed"]], [float(x) for x in dumped["ended"]]
+        if len(passed) != NUM_BINS or len(ended) != NUM_BINS:
+            raise ValueError("another lattice")
+        held = [int(in_bin) for in_bin in dumped["held"]]
+        self._passed, self._ended = passed, ended
+        for in_bin in held:
+            self._count(in_bin, 1.0)
+        self._tabulate()
+
+    def _count(self, index: int, ended: float) -> None:
+        self._num_news += 1
+        fade = min(1.0, self._memory / (self._passed[index] + 1.0))
+        self._passed[index] = (self._passed[index] + 1.0) * fade
+        self._ended[index] = (self._ended[index] + ended) * fade
+
+    def _tabulate(self) -> None:
+        self._num_news = 0
+        surviving, shares, self.surviving = 1.0, [], []
+        for passed, ended in zip(self._passed, self._ended, strict=True):
+            self.surviving.append(surviving)
+            shares.append(surviving * ended / passed)
+            surviving -= shares[-1]
+        shares[-1] += surviving
+        self.shares = np.array(shares)
+        self.mean = sum(index * share for index, share in enumerate(shares))
+        self.variance = sum((index - self.mean) ** 2 * share for index, share in enumerate(shares))
+
+
+def _log_normal_hazards(median: float, spread: float) -> list[float]:
+    law = NormalDist(math.log(median), spread)
+    alive = [max(law.cdf(2 * law.mean - math.log(edge)), 1e-12) for edge in EDGES]
+    return [min(1 - after / before, _MAX_PRIOR_HAZARD) for before, after in pairwise(alive)]

@@ -1,0 +1,186 @@
+"""What tools gave back, read from the messages themselves, each as `tool:size:status`.
+
+Read are OpenAI chat (`tool_calls` and role `tool`), OpenAI Responses items (`function_call`, `function_call_output`
+and their kin) and Anthropic messages (`tool_use`, `tool_result`). Rules:
+- Agents that speak plain text send an observation as a user message. It counts as the tool `user`, where a turn
+  brings no other result: a reminder beside a tool's result is not a result.
+- Tools that ran inside the engine's own answer are not there: no gap belongs to them.
+- What failed is for `predictor/status.py` to say.
+- A malformed message is passed over. Nothing here raises.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from predictor.status import status_of
+
+UNKNOWN_TOOL = "?"
+USER = "user"
+
+# A tool's name comes from a client: it is cut, so that no chain of outcomes grows beyond bounds.
+_MAX_NAME = 48
+_CHARACTERS_PER_TOKEN = 4
+_NAMED_KINDS = ("function_call_output", "custom_tool_call_output")
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeSettings:
+    """Where size classes begin, in characters.
+
+    Args:
+        medium_from: shorter results are small. Libra's defaults are 500 and 5,000.
+        large_from: results from here on are large.
+        image_characters: an image counts as so many: about 750 tokens, whatever its encoding takes.
+    """
+
+    medium_from: int = 500
+    large_from: int = 5_000
+    image_characters: int = 3_000
+
+
+_DEFAULTS = OutcomeSettings()
+
+
+def outcomes(messages: object, settings: OutcomeSettings = _DEFAULTS) -> tuple[str, ...]:
+    """Every outcome of a conversation, oldest first.
+
+    Args:
+        messages: `messages` or `input` of a request's body, as parsed.
+
+    Cost: linear in the messages; of a result's text only its ends are searched, and JSON is parsed up to 64 KB.
+    """
+    return tuple(_read(messages, settings)) if isinstance(messages, Sequence) else ()
+
+
+def latest_outcomes(messages: object, settings: OutcomeSettings = _DEFAULTS) -> tuple[str, ...]:
+    """The outcomes since the last answer: what a new turn adds to those of the turns before it.
+
+    Cost: linear in the messages since then, and in that answer; earlier ones are not looked at.
+    """
+    if not isinstance(messages, Sequence):
+        return ()
+    start = len(messages)
+    while start and not _is_answer(messages[start - 1]):
+        start -= 1
+    # One answer is several items in the Responses API: the calls at its begin name the results at the end.
+    while start and _is_answer(messages[start - 1]):
+        start -= 1
+    return tuple(_read(messages[start:], settings))
+
+
+def outcome(tool: object, characters: int, status: str, settings: OutcomeSettings = _DEFAULTS) -> str:
+    """One outcome from its parts."""
+    name = tool.strip().replace(":", ".")[:_MAX_NAME] if isinstance(tool, str) else ""
+    if characters >= settings.large_from:
+        size = "large"
+    elif characters >= settings.medium_from:
+        size = "medium"
+    else:
+        size = "small"
+    return f"{name or UNKNOWN_TOOL}:{size}:{status}"
+
+
+def outcome_of_length(tokens: int, settings: OutcomeSettings = _DEFAULTS) -> str:
+    """What is left of an outcome in a trace that tells lengths only: `?:size:?`."""
+    return outcome(UNKNOWN_TOOL, tokens * _CHARACTERS_PER_TOKEN, "?", settings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    call_id: object
+    name: object
+    content: object
+    is_error: bool
+
+
+def _read(messages: Sequence[object], settings: OutcomeSettings) -> Iterator[str]:
+    names: dict[str, object] = {}
+    results: list[_Result] = []
+    said: object = None
+    is_answered = False
+    for message in messages:
+        if not isinstance(message, Mapping):
+            continue
+        if _is_answer(message):
+            yield from _turn(results, said, names, settings)
+            results, said, is_answered = [], None, True
+            names.update(_calls(message))
+        elif found := list(_results(message)):
+            results += found
+        elif is_answered and message.get("role") == "user":
+            said = message.get("content")
+    yield from _turn(results, said, names, settings)
+
+
+def _turn(
+    results: list[_Result], said: object, names: Mapping[str, object], settings: OutcomeSettings
+) -> Iterator[str]:
+    """The outcomes between two answers."""
+    if not results and said:
+        results = [_Result(None, USER, said, is_error=False)]
+    for result in results:
+        name = names.get(result.call_id) if isinstance(result.call_id, str) else None
+        text, characters = _text(result.content, settings)
+        yield outcome(name or result.name, characters, status_of(text, result.is_error), settings)
+
+
+def _is_answer(message: object) -> bool:
+    if not isinstance(message, Mapping):
+        return False
+    if message.get("role") == "assistant":
+        return True
+    kind = message.get("type")
+    return isinstance(kind, str) and (kind.endswith("_call") or kind in ("reasoning", "item_reference"))
+
+
+def _calls(answer: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """(call id, tool) of what an answer calls."""
+    if isinstance(call_id := answer.get("call_id"), str):
+        yield call_id, answer.get("name")
+    for call in _mappings(answer.get("tool_calls")):
+        function = call.get("function") or call.get("custom")
+        if isinstance(call_id := call.get("id"), str) and isinstance(function, Mapping):
+            yield call_id, function.get("name")
+    for part in _mappings(answer.get("content")):
+        if part.get("type") == "tool_use" and isinstance(call_id := part.get("id"), str):
+            yield call_id, part.get("name")
+
+
+def _results(message: Mapping[str, object]) -> Iterator[_Result]:
+    """The tool results in one message that is no answer."""
+    kind, role = message.get("type"), message.get("role")
+    if role in ("tool", "function"):
+        # LangChain's messages say `status: error`.
+        failed = message.get("is_error") is True or message.get("status") == "error"
+        yield _Result(message.get("tool_call_id"), message.get("name"), message.get("content"), failed)
+    elif isinstance(kind, str) and kind.endswith("_call_output"):
+        failed = message.get("status") in ("failed", "incomplete")
+        # A shell or an editor of the API's own has no name but its kind.
+        name = None if kind in _NAMED_KINDS else kind.removesuffix("_call_output")
+        yield _Result(message.get("call_id"), name, message.get("output"), failed)
+    else:
+        for part in _mappings(message.get("content")):
+            if part.get("type") == "tool_result":
+                yield _Result(part.get("tool_use_id"), None, part.get("content"), part.get("is_error") is True)
+
+
+def _text(content: object, settings: OutcomeSettings) -> tuple[object, int]:
+    """A result as `status_of` reads it (its text, or data where it is no text), and its length in characters."""
+    if isinstance(content, str):
+        return content, len(content)
+    if isinstance(content, Mapping):
+        return content, sum(len(value) for value in content.values() if isinstance(value, str))
+    parts = list(_mappings(content))
+    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+    images = sum("image" in str(part.get("type")) for part in parts)
+    characters = images * settings.image_characters
+    if not texts and not images and parts:
+        # A shell's output as items of their own (Responses: `shell_call_output`).
+        return parts, sum(len(value) for part in parts for value in part.values() if isinstance(value, str))
+    text = "\n".join(map(str, texts))
+    return text, characters + len(text)
+
+
+def _mappings(value: object) -> Iterator[Mapping[str, object]]:
+    if isinstance(value, list | tuple):
+        yield from (item for item in value if isinstance(item, Mapping))

@@ -1,0 +1,208 @@
+"""Predicts a trajectory's total output from its siblings, its prompt's past, and its own progress.
+
+Everything is learned while it serves. Bayes' rule on a lattice of lengths, in four factors:
+
+- the law of all lengths, by hazards, so that running trajectories count (lengths.py);
+- what siblings say, finished and running, and the same prompt in earlier rollouts (groups.py);
+- what the trajectory's own pace says (pace.py);
+- that it is longer than what it has made.
+"""
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+import orjson
+
+from predictor.forecast import Forecast
+from predictor.groups import Group, Groups
+from predictor.lattice import BINS, EDGES, Weights, bin_of
+from predictor.lengths import Lengths
+from predictor.pace import NUM_FEATURES, NUM_STAGES, Looks, look_of, stage_of
+from predictor.progress import Progress
+from scheduling.types import Prediction
+
+_KIND = "tabular-1"
+# A trajectory is nothing like its siblings once in so many: it hangs, or its tool is broken.
+_ODD = 0.02
+# A bin is as sure as it gets.
+_MIN_VARIANCE = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class TabularSettings:
+    """Assumptions until data overrule them, and bounds.
+
+    Args:
+        typical_tokens: median total output before anything is known.
+        spread: standard deviation of log totals then; long-tailed rollouts have about 1.
+        prior_weight: trajectories that these two count as, in each bin of lengths.
+        memory: trajectories that count in each bin; older ones fade, so that drift is followed.
+        max_groups: groups and prompts remembered; the longest unused goes first.
+        max_running: running trajectories remembered, in case nobody tells of their end.
+        uses_siblings, uses_pace: a part can be left out, to see what it is worth.
+    """
+
+    typical_tokens: float = 2_000.0
+    spread: float = 1.2
+    prior_weight: float = 2.0
+    memory: float = 4_000.0
+    max_groups: int = 20_000
+    max_running: int = 100_000
+    uses_siblings: bool = True
+    uses_pace: bool = True
+
+
+@dataclass(slots=True)
+class _Running:
+    group: Group
+    prompt_id: str
+    in_bin: int = 0
+    message: tuple[float, float] = (0.0, 0.0)
+    prompt_look: list[float] = field(default_factory=list)
+    from_prompt: Weights | None = None
+    looks: dict[int, list[float]] = field(default_factory=dict)
+
+
+class TabularPredictor:
+    """Learns from each trajectory at each turn; predicts at every turn."""
+
+    reads_outcomes = False  # beside the pace they tell nothing more (docs/simulating.md)
+
+    def __init__(self, settings: TabularSettings | None = None) -> None:
+        self._settings = settings = settings or TabularSettings()
+        self._lengths = Lengths(settings.typical_tokens, settings.spread, settings.prior_weight, settings.memory)
+        self._groups = Groups(self._lengths, settings.memory, settings.max_groups)
+        self._looks = [Looks(self._lengths, NUM_FEATURES, settings.memory) for _ in range(NUM_STAGES)]
+        self._prompts = Looks(self._lengths, 1, settings.memory)
+        self._running: OrderedDict[str, _Running] = OrderedDict()
+
+    def predict(self, progress: Progress) -> Prediction:
+        """Mean and 90th percentile of the total output."""
+        forecast = self.forecast(progress)
+        mean = forecast.mean()
+        return Prediction(mean, max(forecast.quantile(0.9), mean))
+
+    def forecast(self, progress: Progress) -> Forecast:
+        """The law of the total output, as known now."""
+        running = self._progressed(progress)
+        group = running.group
+        self._lengths.refresh()
+        mean, variance = self._groups.expectation(group, running.message)
+        weights = self._prior(running.in_bin, mean, variance)
+        if running.from_prompt is not None:
+            weights *= running.from_prompt[running.in_bin :]
+        if progress.num_turns and self._settings.uses_pace:
+            stage, look = stage_of(progress.num_turns), look_of(progress)
+            running.looks.setdefault(stage, look)
+            likelihood = self._looks[stage].likelihood(look, running.in_bin)
+            if likelihood is not None:
+                weights *= likelihood
+        if progress.output_tokens:
+            low, high = EDGES[running.in_bin], EDGES[running.in_bin + 1]
+            weights[0] *= min(max((high - progress.output_tokens) / (high - low), 0.01), 1.0)
+        forecast = Forecast(progress.output_tokens, running.in_bin, weights)
+        if progress.output_tokens:
+            running.message = self._groups.message(group, running.message, *_said(forecast, mean, variance))
+        return forecast
+
+    def ended(self, progress: Progress) -> None:
+        """Learn from a trajectory that ended; one that made nothing says nothing."""
+        if not progress.output_tokens:
+            self.dropped(progress.trajectory_id)
+            return
+        running = self._progressed(progress)
+        self._lengths.ended(running.in_bin, len(self._running) - 1)
+        self._groups.ended(running.group, running.in_bin)
+        for stage, looks in enumerate(self._looks):
+            looks.learn(running.looks.get(stage), running.in_bin)
+        if running.prompt_look:
+            self._prompts.learn(running.prompt_look, running.in_bin)
+        self.dropped(progress.trajectory_id)
+
+    def dropped(self, trajectory_id: str) -> None:
+        """Forget a trajectory that did not end by itself. That it came so far stays known."""
+        running = self._running.pop(trajectory_id, None)
+        if running is not None:
+            self._groups.message(running.group, running.message, 0.0, 0.0)
+            self._groups.left(running.group, running.prompt_id)
+
+    def dump(self) -> bytes:
+        """What was learned."""
+        return orjson.dumps(
+            {
+                "kind": _KIND,
+                "lengths": self._lengths.dump(),
+                "groups": self._groups.dump(),
+                "looks": [looks.dump() for looks in self._looks],
+                "prompts": self._prompts.dump(),
+            }
+        )
+
+    def restore(self, dumped: bytes) -> None:
+        """Take up a dump. Raises ValueError where it is of another kind; nothing changed."""
+        state = orjson.loads(dumped)
+        if not isinstance(state, dict) or state.get("kind") != _KIND:
+            raise ValueError(f"not what a {_KIND} predictor learned")
+        fresh = TabularPredictor(self._settings)
+        try:
+            fresh._lengths.restore(state["lengths"])
+            fresh._groups.restore(state["groups"])
+            for looks, dumped_looks in zip(fresh._looks, state["looks"], strict=True):
+                looks.restore(dumped_looks)
+            fresh._prompts.restore(state["prompts"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not what a {_KIND} predictor learned: {error!r}") from None
+        self._lengths, self._groups = fresh._lengths, fresh._groups
+        self._looks, self._prompts = fresh._looks, fresh._prompts
+        self._running.clear()
+
+    def _progressed(self, progress: Progress) -> _Running:
+        running = self._running.get(progress.trajectory_id)
+        if running is None:
+            prompt_id = progress.prompt_id if self._settings.uses_siblings else ""
+            group_id = progress.group_id if self._settings.uses_siblings else progress.trajectory_id
+            group = self._groups.get(group_id, prompt_id)
+            group.num_running += 1
+            running = self._running[progress.trajectory_id] = _Running(group, prompt_id)
+            if progress.prompt_tokens and self._settings.uses_pace:
+                running.prompt_look = [math.log(progress.prompt_tokens)]
+                running.from_prompt = self._prompts.likelihood(running.prompt_look)
+            if len(self._running) > self._settings.max_running:
+                self.dropped(next(iter(self._running)))
+        in_bin = max(bin_of(progress.output_tokens), running.in_bin)
+        self._lengths.came(running.in_bin, in_bin)
+        running.in_bin = in_bin
+        return running
+
+    def _prior(self, from_bin: int, mean: float, variance: float) -> Weights:
+        """Share of each bin from `from_bin` on, where siblings make its mean and variance what they are.
+
+        The law of all lengths, times what siblings say: the normal law that turns the mean and variance of all into
+        theirs. So without siblings it is the law of all, whatever its shape.
+        """
+        lengths = self._lengths
+        shares = lengths.shares[from_bin:]
+        said = 1.0 / variance - 1.0 / lengths.variance
+        if said < 1e-6:
+            return shares.copy()
+        peak = (mean / variance - lengths.mean / lengths.variance) / said
+        off = BINS[from_bin:] - peak
+        alike = np.exp(off * off * (-0.5 * said))
+        odd = _ODD * max(float(alike.dot(shares)), 1e-9) / lengths.surviving[from_bin]
+        weights: Weights = (alike + odd) * shares
+        return weights
+
+
+def _said(forecast: Forecast, mean: float, variance: float) -> tuple[float, float]:
+    """What a trajectory's own progress adds to what its siblings said of its bin.
+
+    Returns: precision, and mean times precision, of the normal law that turns N(mean, variance) into the forecast.
+    """
+    total, first, second, _ = forecast.sums
+    first /= total
+    narrowed = max(second / total - first * first, _MIN_VARIANCE)
+    if narrowed >= variance:
+        return 0.0, 0.0
+    return 1.0 / narrowed - 1.0 / variance, first / narrowed - mean / variance

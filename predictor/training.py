@@ -1,0 +1,93 @@
+"""Trains a predictor on what was: recorded trajectories, or the gateway's own event log.
+
+The model is what the predictor would have learned had it served them, so that there is one way to learn.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from predictor.progress import Predictor, Progress
+from predictor.replay import play
+from workloads.trajectories import Trajectory
+
+
+def learn_trajectories(predictor: Predictor, trajectories: Sequence[Trajectory]) -> int:
+    """Let the predictor live through trajectories that all start at once; how many they were."""
+    for _ in play(
+        trajectories, predictor, lambda progress: (predictor.predict(progress).total_tokens, None), "together"
+    ):
+        pass
+    return len(trajectories)
+
+
+def learn_events(predictor: Predictor, lines: Iterable[bytes]) -> int:
+    """Let the predictor live through an event log of the gateway; how many trajectories ended in it.
+
+    Raises:
+        ValueError: a line is not one of an event log; the message says which.
+    """
+    log = _Log(predictor)
+    for number, line in enumerate(lines, start=1):
+        try:
+            log.take(orjson.loads(line))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"line {number}: not of an event log ({error!r})") from None
+    return log.num_ended
+
+
+class _Log:
+    """Follows the trajectories of an event log."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+        self._progress: dict[str, Progress] = {}
+        self._turns: dict[str, str] = {}
+        self.num_ended = 0
+
+    def take(self, line: dict[str, Any]) -> None:
+        match line["type"]:
+            case "TurnArrived":
+                self._arrived(line)
+            case "TurnFinished":
+                self._finished(line)
+            case "Save":
+                self._saved(line["record"])
+            case "Forget":
+                self._progress.pop(line["trajectory_id"], None)
+                self._predictor.dropped(line["trajectory_id"])
+
+    def _arrived(self, line: dict[str, Any]) -> None:
+        name, prompt = str(line["trajectory_id"]), int(line["prompt_tokens"])
+        self._turns[str(line["turn_id"])] = name
+        known = self._progress.get(name) or Progress(name, str(line["group_id"]), prompt_tokens=prompt)
+        self._progress[name] = progress = replace(known, context_tokens=prompt)
+        self._predictor.predict(progress)
+
+    def _finished(self, line: dict[str, Any]) -> None:
+        known = self._progress.get(self._turns.pop(str(line["turn_id"]), ""))
+        if known is None:  # its beginning is in an older file
+            return
+        prompt, made = int(line["prompt_tokens"]), int(line["output_tokens"])
+        self._progress[known.trajectory_id] = replace(
+            known,
+            prompt_tokens=known.prompt_tokens if known.num_turns else prompt,
+            context_tokens=prompt + made,
+            output_tokens=known.output_tokens + made,
+            last_output_tokens=made,
+            num_turns=known.num_turns + 1,
+        )
+
+    def _saved(self, record: dict[str, Any]) -> None:
+        if record["state"] == "active":
+            return
+        known = self._progress.pop(str(record["trajectory_id"]), None)
+        if known is None:
+            return
+        if record["state"] == "finished":
+            self._predictor.ended(known)
+            self.num_ended += 1
+        else:
+            self._predictor.dropped(known.trajectory_id)

@@ -1,0 +1,99 @@
+"""Where a turn goes: what the policy is asked, and what it is told of the fleet."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+from scheduling.engine import LONGEST_MAX_AGE_S, Engine
+from scheduling.order import TurnFacts
+from scheduling.placement import EngineFacts
+from scheduling.policy import Policy
+from scheduling.rank_groups import Ranks
+from scheduling.state import Trajectory, Turn
+
+
+class Chooser:
+    """Asks a policy; remembers what is costly to look up anew at every turn.
+
+    Args:
+        engines: the scheduler's.
+    """
+
+    def __init__(self, policy: Policy, engines: Mapping[str, Engine]) -> None:
+        self._policy = policy
+        self._engines = engines
+        self._ranks = Ranks(policy.partition) if policy.partition else None
+        self._serving: dict[str, list[Engine]] = {}
+        self._seen: dict[str, tuple[float, list[EngineFacts]]] = {}
+
+    def note(self, trajectory: Trajectory) -> None:
+        """What is left of a trajectory has changed, or it has ended."""
+        if self._ranks is not None:
+            self._ranks.note(trajectory)
+
+    def drop(self, trajectory: Trajectory) -> None:
+        """A trajectory is over."""
+        if self._ranks is not None:
+            self._ranks.drop(trajectory)
+
+    def look_anew(self) -> None:
+        """An engine came, went or changed."""
+        self._serving.clear()
+        self._seen.clear()
+
+    def engines_for(self, model: str) -> list[Engine]:
+        """Those that serve a model."""
+        engines = self._serving.get(model)
+        if engines is None:
+            engines = self._serving[model] = [engine for engine in self._engines.values() if engine.serves(model)]
+        return engines
+
+    def engine_to_enter(self, turn: Turn, candidates: Sequence[Engine], at: float) -> Engine:
+        """The engine that a trajectory enters: its home, if it can, for some of its KV may be left there."""
+        home = self._engines.get(turn.trajectory.home or "")
+        if self._policy.is_sticky and home is not None and home in candidates:
+            return home
+        chosen = self._policy.place(self._facts(turn, at), [engine.facts(at) for engine in candidates])
+        return self._engines[chosen.engine_id]
+
+    def better_home(self, turn: Turn, home: Engine, may_go: Callable[[Engine], bool], at: float) -> Engine | None:
+        """Where a trajectory moves at a tool return; None: it stays.
+
+        Args:
+            may_go: whether another engine could run its turn now.
+        """
+        policy = self._policy
+        assert policy.move is not None
+        elsewhere = _Elsewhere(self._engines, lambda engine: engine is not home and may_go(engine), at)
+        facts = home.facts(at)
+        facts.without = partial(home.work_without, turn.trajectory.trajectory_id)
+        target = policy.move(self._facts(turn, at), facts, elsewhere, self._fleet(turn.model, at))
+        return None if target is None else self._engines[target.engine_id]
+
+    def _facts(self, turn: Turn, at: float) -> TurnFacts:
+        """What is known of a turn, its trajectory's rank among all included."""
+        if self._ranks is not None:
+            self._ranks.cut(self.engines_for(turn.model), at)
+            turn.facts.rank = self._ranks.rank(turn.trajectory)
+        return turn.facts
+
+    def _fleet(self, model: str, at: float) -> list[EngineFacts]:
+        """What is known of the engines that serve a model: live views, listed once, and seen to once a second."""
+        seen = self._seen.get(model)
+        if seen is None or at - seen[0] >= LONGEST_MAX_AGE_S:
+            seen = self._seen[model] = at, [engine.facts(at) for engine in self.engines_for(model)]
+        return seen[1]
+
+
+class _Elsewhere:
+    """The engines that a turn may move to, each asked only when a policy gets to it."""
+
+    def __init__(self, engines: Mapping[str, Engine], may_go: Callable[[Engine], bool], at: float) -> None:
+        self._engines = engines
+        self._may_go = may_go
+        self._at = at
+
+    def __iter__(self) -> Iterator[EngineFacts]:
+        return (engine.facts(self._at) for engine in self._engines.values() if self._may_go(engine))
+
+    def __contains__(self, engine: object, /) -> bool:
+        return isinstance(engine, EngineFacts) and self._may_go(self._engines[engine.engine_id])

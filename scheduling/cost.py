@@ -1,0 +1,57 @@
+"""How long an engine takes: the one cost model, shared by placement, the simulated engine and the simulator.
+
+A decode step of `B` running sequences over `K` resident KV tokens takes `base + per_sequence * B + per_kv_token * K`;
+prefill is linear plus quadratic in the tokens that are not cached. Coefficients come from profiles (engines/profiles/),
+each with its source.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """Timing and capacity of one engine at one tensor-parallel size.
+
+    Args:
+        name: the profile's name, `model-gpu-tpN`.
+        model: the model that was measured.
+        gpu: the accelerator that was measured.
+        tp: tensor-parallel size, GPUs per engine.
+        slots: concurrent turns the engine runs (its `max_num_seqs`).
+        kv_capacity_tokens: KV tokens that fit beside the weights.
+        kv_bytes_per_token: bytes of KV per token over all GPUs of the engine.
+        decode_base_ms: one decode step with an empty batch, engine overhead included.
+        decode_per_sequence_ms: what one more running sequence adds to a step.
+        decode_per_kv_ktoken_ms: what 1,000 more resident KV tokens add to a step.
+        prefill_per_ktoken_ms: linear prefill cost per 1,000 new tokens.
+        prefill_per_ktoken2_ms: quadratic prefill cost, per (1,000 tokens) squared.
+        source: where the coefficients come from.
+    """
+
+    name: str
+    model: str
+    gpu: str
+    tp: int
+    slots: int
+    kv_capacity_tokens: int
+    kv_bytes_per_token: int
+    decode_base_ms: float
+    decode_per_sequence_ms: float
+    decode_per_kv_ktoken_ms: float
+    prefill_per_ktoken_ms: float
+    prefill_per_ktoken2_ms: float
+    source: str
+
+    def decode_step_s(self, num_running: int, kv_tokens: float) -> float:
+        """Seconds of one decode step that gives one token to each of `num_running` sequences."""
+        return (
+            self.decode_base_ms
+            + self.decode_per_sequence_ms * num_running
+            + self.decode_per_kv_ktoken_ms * kv_tokens / 1000
+        ) / 1000
+
+    def prefill_s(self, new_tokens: float, cached_tokens: float = 0) -> float:
+        """Seconds to prefill `new_tokens` behind `cached_tokens` that are already in the KV cache."""
+        new, cached = new_tokens / 1000, cached_tokens / 1000
+        quadratic = max(self.prefill_per_ktoken2_ms, 0.0) * ((cached + new) ** 2 - cached**2)
+        return (self.prefill_per_ktoken_ms * new + quadratic) / 1000

@@ -1,0 +1,408 @@
+"""Where a waiting turn waits or goes, and what an engine runs next.
+
+The scheduler says what happened; the dispatcher uses the room that it left. Rules:
+
+6. A waiting turn waits in one queue: its home's while its trajectory is resident there, else its model's. Its
+   trajectory's new home calls it there.
+7. An engine gets at most `slots` turns, if the policy holds turns.
+8. A trajectory that is not resident on an engine enters only while the KV claims there, those of trajectories in a tool
+   call included, stay under the watermark with it; or when nothing is claimed at all, so that nothing waits for ever.
+9. The longest idle claims in a tool call give way to an entrant: after their lease, or at once when it has waited for
+   `entry_patience_s`.
+10. When contexts have grown beyond an engine's KV, the least urgent residents that do not run give their claims up, and
+    enter anew, there or elsewhere. An engine that is left to evict by itself evicts everybody in turn (thrash).
+11. A turn that fits nowhere has one engine reserved, so that it is not passed for ever: there only residents and more
+    urgent turns pass it. Those behind it may enter the others; it takes the first engine on which it fits.
+12. A trajectory is saved before a turn of it is dispatched to a new home.
+13. Where policy and driver allow it, a waiting turn that lacks only a slot takes that of the least urgent running one,
+    if it is more urgent by the margin; one at a time on an engine.
+"""
+
+from collections.abc import Iterable, Mapping
+from heapq import merge
+from operator import attrgetter
+
+from scheduling.chooser import Chooser
+from scheduling.engine import Engine
+from scheduling.limits import Limits
+from scheduling.policy import Policy
+from scheduling.preemption import victim_for
+from scheduling.residency import Residency
+from scheduling.state import Queue, Trajectory, Turn, TurnState
+from scheduling.types import Action, Dispatch, Preempt, Save, TrajectoryState
+
+# A client's hint outranks every prediction at the engine too: one step of it is more than any trajectory's output.
+HINT_TOKENS = 10_000_000
+
+_key = attrgetter("key")
+
+
+class Dispatcher:
+    """Owns the queues of one fleet.
+
+    Args:
+        engines, trajectories: the scheduler's, which adds and removes them.
+        at: now; the scheduler sets it at every event.
+        can_preempt: the driver performs Preempt.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        limits: Limits,
+        engines: Mapping[str, Engine],
+        trajectories: Mapping[str, Trajectory],
+        at: float,
+        can_preempt: bool,
+    ) -> None:
+        self.at = at
+        self.num_waiting = 0
+        self.homeless: dict[str, Queue] = {}
+        self._policy = policy
+        self._residency = policy.residency
+        self._looks_every_s = policy.residency.every_s if policy.residency else 0.0
+        self._is_one_queue = policy.residency is not None and policy.residency.is_one_queue
+        self._limits = limits
+        self._engines = engines
+        self._trajectories = trajectories
+        self._chooser = Chooser(policy, engines)
+        self._to_place: set[str] = set()
+        self._to_fill: set[str] = set()
+        self._look_again_at = at
+        self._preempts = policy.preempts and can_preempt
+
+    # --- turns and trajectories that come and go ------------------------------------------------------------
+
+    def admit(self, turn: Turn, actions: list[Action]) -> None:
+        """Let a turn wait, or go at once."""
+        self.num_waiting += 1
+        self.note(turn.trajectory)
+        home = self._home(turn.trajectory)
+        if home is not None:
+            home.in_tool.pop(turn.trajectory.trajectory_id, None)
+        self._route(turn, actions)
+
+    def has_room_for(self, turn: Turn) -> bool:
+        """Whether a turn that is not admitted yet would go at once."""
+        home = self._resident_home(turn)
+        if home is not None and self._may_serve(home, turn):
+            return self._has_room(home)
+        if self._policy.assigns:
+            return False
+        return any(self._may_enter(engine, turn) for engine in self._engines.values())
+
+    def note(self, trajectory: Trajectory) -> None:
+        """What is left of a trajectory has changed, or it has ended."""
+        self._chooser.note(trajectory)
+
+    def withdraw(self, turn: Turn) -> None:
+        """Take a turn away from where it waits or runs."""
+        if turn.state is TurnState.RUNNING:
+            turn.runs_on.stop(turn)
+            turn.engine = None
+        else:
+            self._leave_queue(turn)
+            self.num_waiting -= 1
+
+    def rest(self, trajectory: Trajectory) -> None:
+        """Keep the claim of a trajectory without a live turn if it is in a tool call; else give it up."""
+        home = self._home(trajectory)
+        if home is None or trajectory.trajectory_id not in home.claims:
+            return
+        if trajectory.state is TrajectoryState.ACTIVE and trajectory.num_turns:
+            home.in_tool[trajectory.trajectory_id] = self.at
+            return
+        home.release(trajectory.trajectory_id)
+        self._to_fill.add(home.spec.engine_id)
+        if not trajectory.num_turns:
+            trajectory.home = None
+
+    def leave_home(self, trajectory: Trajectory, actions: list[Action]) -> None:
+        """Give up an ended trajectory's KV claim, and its rank."""
+        self._chooser.drop(trajectory)
+        home = self._home(trajectory)
+        if home is not None:
+            home.release(trajectory.trajectory_id)
+            self.fill(home, actions)
+
+    # --- room that is left to use ---------------------------------------------------------------------------
+
+    @property
+    def is_unsettled(self) -> bool:
+        """There is something for `settle` to do."""
+        return bool(self._to_place or self._to_fill)
+
+    def settle(self, actions: list[Action]) -> None:
+        """Use the room, and place the turns, that the event left over."""
+        while self._to_place or self._to_fill:
+            if self._to_place:
+                self.place_homeless(min(self._to_place), actions)
+            else:
+                engine_id = min(self._to_fill)
+                self._to_fill.discard(engine_id)
+                if engine_id in self._engines:
+                    self.fill(self._engines[engine_id], actions)
+
+    def revisit(self, actions: list[Action]) -> None:
+        """Try every queue and every engine, for time has passed: leases and pauses end, patience runs out."""
+        self.homeless = {model: queue for model, queue in self.homeless.items() if queue}
+        if self._residency is not None and self._looks_every_s and self.at >= self._look_again_at:
+            self._look_again_at = self.at + self._looks_every_s
+            for engine in self._engines.values():
+                self._thin_out(engine, self._residency)
+        for model in list(self.homeless):
+            self.place_homeless(model, actions)
+        for engine in self._engines.values():
+            self.fill(engine, actions)
+
+    @property
+    def looks_regularly(self) -> bool:
+        """Residents are looked at now and then, whatever happens: time must be told though no turn waits."""
+        return self._looks_every_s > 0 and any(engine.claims for engine in self._engines.values())
+
+    # --- routing: where a waiting turn waits, or goes at once -----------------------------------------------
+
+    def route_anew(self, engine: Engine, actions: list[Action]) -> None:
+        """Route what waits for an engine that may not serve it any more, and what waits elsewhere and lives here."""
+        self._chooser.look_anew()
+        engine.reserve(None)
+        waiting = [turn for turn in engine.returning if not engine.serves(turn.model)]
+        if self._policy.is_sticky:
+            for queue in self.homeless.values():
+                waiting += [turn for turn in queue if turn.trajectory.home == engine.spec.engine_id]
+        waiting.sort(key=lambda turn: turn.key)
+        for turn in waiting:
+            self._leave_queue(turn)
+            self.homeless.setdefault(turn.model, Queue()).push(turn)
+        for turn in waiting:
+            if turn.state is TurnState.WAITING:
+                self._leave_queue(turn)
+                self._route(turn, actions)
+
+    def _route(self, turn: Turn, actions: list[Action]) -> None:
+        home = self._resident_home(turn)
+        if home is not None and self._may_serve(home, turn):
+            self._route_home(turn, home, actions)
+            return
+        if home is None and self._policy.assigns:
+            engines = [engine for engine in self._engines.values() if self._may_serve(engine, turn)]
+            if engines:
+                self._wait_at(turn, self._chooser.engine_to_enter(turn, engines, self.at), actions)
+                return
+        self.homeless.setdefault(turn.model, Queue()).push(turn)
+        self._place(turn, self._chooser.engines_for(turn.model), actions)
+
+    def _resident_home(self, turn: Turn) -> Engine | None:
+        home = self._home(turn.trajectory) if self._policy.is_sticky else None
+        return home if home is not None and turn.trajectory.trajectory_id in home.claims else None
+
+    def _route_home(self, turn: Turn, home: Engine, actions: list[Action]) -> None:
+        target = self._better_home(turn, home)
+        if target is None:
+            self._wait_at(turn, home, actions)
+            return
+        if self._policy.assigns:
+            self._wait_at(turn, target, actions)
+        else:
+            self._dispatch(turn, target, f"moved from {home.spec.engine_id}", actions)
+        self.fill(home, actions)
+
+    def _wait_at(self, turn: Turn, engine: Engine, actions: list[Action]) -> None:
+        trajectory = turn.trajectory
+        is_new_home = self._settle_at(trajectory, engine, actions)
+        engine.claim(trajectory, max(engine.claims.get(trajectory.trajectory_id, 0), turn.claim_tokens))
+        if self.num_waiting == 1 and engine.kv_claimed <= engine.spec.kv_capacity_tokens and self._has_room(engine):
+            self._dispatch(turn, engine, "home", actions)  # no other turn waits anywhere, nobody must make room
+            return
+        turn.engine = engine
+        engine.hold(turn)
+        if is_new_home:
+            self._call_home(trajectory, actions)
+        self.relieve(engine)
+        self.fill(engine, actions)
+
+    def _better_home(self, turn: Turn, home: Engine) -> Engine | None:
+        policy = self._policy
+        is_in_tool_gap = len(turn.trajectory.turns) == 1 and not turn.kept_tokens
+        if policy.move is None or not is_in_tool_gap:
+            return None
+        if not policy.moves_from_free_homes and self._fits(home, turn):
+            return None
+        may_go = self._may_serve if policy.assigns else self._may_enter
+        return self._chooser.better_home(turn, home, lambda engine: may_go(engine, turn), self.at)
+
+    def place_homeless(self, model: str, actions: list[Action]) -> None:
+        """Give turns without a home, in their order, to engines that have room for them."""
+        self._to_place.discard(model)
+        engines = self._chooser.engines_for(model)
+        for turn in list(self.homeless.get(model, ())):
+            if turn.engine is not None or turn.state is not TurnState.WAITING:
+                continue  # it went with another one of its trajectory
+            if not self._place(turn, engines, actions) and not any(map(self._is_open, engines)):
+                return
+
+    def _place(self, turn: Turn, engines: list[Engine], actions: list[Action]) -> bool:
+        """Give a turn without a home to an engine that has room for it, or let one gather room."""
+        is_held_back = self._is_one_queue and self.homeless[turn.model].head() is not turn
+        candidates = [] if is_held_back else [engine for engine in engines if self._may_enter(engine, turn)]
+        if candidates:
+            why = f"retried, leg {turn.leg + 1}" if turn.leg else "entered"
+            self._dispatch(turn, self._chooser.engine_to_enter(turn, candidates, self.at), why, actions)
+            return True
+        if turn.awaits is None and not self._is_one_queue:
+            lacking = [engine for engine in engines if self._is_open(engine) and self._may_serve(engine, turn)]
+            if lacking:
+                max(lacking, key=_free_tokens).reserve(turn)
+        self._make_slot(turn, engines, actions)
+        return False
+
+    def _is_open(self, engine: Engine) -> bool:
+        """Whether an engine has room for a turn and gathers none for another one."""
+        return engine.reserved_for is None and engine.accepting and self._has_room(engine)
+
+    def _may_serve(self, engine: Engine, turn: Turn) -> bool:
+        if turn.avoided and turn.avoided.get(engine.spec.engine_id, self.at) > self.at:
+            return False
+        return engine.accepting and turn.model in engine.spec.models
+
+    def _may_enter(self, engine: Engine, turn: Turn) -> bool:
+        """Whether a turn may go to an engine now, without passing one that this engine gathers room for."""
+        if not self._fits(engine, turn) or not self._may_serve(engine, turn):
+            return False
+        first = engine.reserved_for
+        return first is None or first.key >= turn.key or not self._may_serve(engine, first)
+
+    # --- filling: what an engine runs next ------------------------------------------------------------------
+
+    def fill(self, engine: Engine, actions: list[Action]) -> None:
+        """Dispatch waiting turns to an engine, first key first, while it has room."""
+        while self.num_waiting and engine.accepting and self._has_room(engine):
+            entrant, returning = self._next_entrant(engine), engine.returning.head()
+            if entrant is not None and (returning is None or entrant.key < returning.key):
+                self._dispatch(entrant, engine, "entered", actions)
+            elif returning is not None:  # residents may pass an entrant that does not fit: their KV is claimed already
+                self._dispatch(returning, engine, "home", actions)
+            else:
+                return
+        if self._preempts and not engine.has_slot and engine.accepting and (returning := engine.returning.head()):
+            self._make_slot(returning, [engine], actions)
+
+    def _make_slot(self, turn: Turn, engines: list[Engine], actions: list[Action]) -> None:
+        """Preempt the least urgent turn that runs where a much more urgent one lacks only a slot."""
+        if not self._preempts:
+            return
+        full = [engine for engine in engines if not engine.has_slot and self._may_serve(engine, turn)]
+        enterable = [engine for engine in full if self._claims_giving_way(engine, turn) is not None]
+        victim = victim_for(turn, enterable, self.at, self._limits)
+        if victim is not None:
+            victim.is_pausing = True
+            actions.append(Preempt(victim.turn_id, victim.leg))
+
+    def _next_entrant(self, engine: Engine) -> Turn | None:
+        """The first turn that may enter an engine and fits there, past those for which others gather room."""
+        residency = self._residency
+        for turn in self._homeless_for(engine):
+            if not self._may_serve(engine, turn):
+                continue
+            if residency is None or residency.enter(engine, turn, self.at, self._limits) is not None:
+                return turn
+            if self._is_one_queue:
+                return None
+            if turn.awaits is None:
+                engine.reserve(turn)
+            if turn.awaits is engine:
+                return None
+        return None
+
+    def _homeless_for(self, engine: Engine) -> Iterable[Turn]:
+        queues = [queue for model in engine.spec.models if (queue := self.homeless.get(model))]
+        return queues[0] if len(queues) == 1 else merge(*queues, key=_key)
+
+    def _has_room(self, engine: Engine) -> bool:
+        return not self._policy.holds_turns or len(engine.running) < engine.spec.slots
+
+    def _fits(self, engine: Engine, turn: Turn) -> bool:
+        """Whether a turn may run on an engine now, if the idle claims that must give way do so."""
+        return self._has_room(engine) and self._claims_giving_way(engine, turn) is not None
+
+    def relieve(self, engine: Engine) -> None:
+        """Make residents give up their claims while these are more than the engine's KV can hold.
+
+        Their waiting turns are placed when the event has been handled: not amidst a change of the same engine.
+        """
+        if self._residency is not None and not self._looks_every_s:
+            self._thin_out(engine, self._residency)
+
+    def _thin_out(self, engine: Engine, residency: Residency) -> None:
+        for trajectory_id in residency.leave(engine, self._trajectories, self.at):
+            engine.release(trajectory_id)
+            for turn in self._trajectories[trajectory_id].turns.values():
+                self._leave_queue(turn)
+                self.homeless.setdefault(turn.model, Queue()).push(turn)
+                self._to_place.add(turn.model)
+
+    def _claims_giving_way(self, engine: Engine, turn: Turn) -> list[str] | None:
+        return [] if self._residency is None else self._residency.enter(engine, turn, self.at, self._limits)
+
+    # --- dispatching ----------------------------------------------------------------------------------------
+
+    def _dispatch(self, turn: Turn, engine: Engine, why: str, actions: list[Action]) -> None:
+        giving_way = self._claims_giving_way(engine, turn)
+        assert giving_way is not None and self._has_room(engine) and self._may_serve(engine, turn)
+        for trajectory_id in giving_way:
+            engine.release(trajectory_id)
+        trajectory = turn.trajectory
+        self.withdraw(turn)
+        turn.become(TurnState.RUNNING)
+        turn.leg += 1
+        turn.began_at, turn.is_pausing = self.at, False
+        turn.engine = engine
+        engine.run(turn)
+        old_home = self._home(trajectory)
+        enters = trajectory.trajectory_id not in engine.claims
+        is_new_home = self._settle_at(trajectory, engine, actions)
+        if engine.claims.get(trajectory.trajectory_id, -1) < turn.claim_tokens:
+            engine.claim(trajectory, turn.claim_tokens)
+        if not trajectory.num_turns:
+            engine.remember_prompt(trajectory.group_id)
+        priority = turn.key[0] * HINT_TOKENS + int(turn.key[1])
+        actions.append(Dispatch(turn.turn_id, turn.leg, engine.spec.engine_id, priority, why))
+        if enters and self._policy.is_sticky:
+            self._call_home(trajectory, actions)
+            if is_new_home and old_home is not None:
+                self.fill(old_home, actions)
+
+    def _settle_at(self, trajectory: Trajectory, engine: Engine, actions: list[Action]) -> bool:
+        """Make an engine a trajectory's home. Returns whether it was not."""
+        if trajectory.home == engine.spec.engine_id:
+            return False
+        old_home = self._home(trajectory)
+        if old_home is not None:
+            old_home.release(trajectory.trajectory_id)
+        trajectory.home = engine.spec.engine_id
+        actions.append(Save(trajectory.record()))
+        return True
+
+    def _call_home(self, trajectory: Trajectory, actions: list[Action]) -> None:
+        """Route a trajectory's waiting turns to its new home."""
+        for turn in list(trajectory.turns.values()):
+            if turn.state is TurnState.WAITING:
+                self._leave_queue(turn)
+                self._route(turn, actions)
+
+    def _leave_queue(self, turn: Turn) -> None:
+        if turn.engine is not None:
+            turn.engine.let_go(turn)
+        elif turn.queue is not None:
+            turn.queue.remove(turn)
+        turn.engine = None
+        if turn.awaits is not None:
+            self._to_fill.add(turn.awaits.spec.engine_id)
+            turn.awaits.reserve(None)
+
+    def _home(self, trajectory: Trajectory) -> Engine | None:
+        return self._engines.get(trajectory.home or "")
+
+
+def _free_tokens(engine: Engine) -> int:
+    return engine.spec.kv_capacity_tokens - engine.kv_claimed

@@ -1,0 +1,170 @@
+"""What the scheduler remembers of an engine: what runs and waits there, who is resident, and the work before it.
+
+An engine's *claims* are the KV tokens of the trajectories resident on it: those that run there, wait for it, or
+are in a tool call with their context kept. `kv_claimed` is always their sum.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+
+from scheduling.estimate import Work
+from scheduling.placement import UNMEASURED, EngineFacts
+from scheduling.state import Queue, Trajectory, Turn
+from scheduling.types import EngineLoad, EngineSpec
+
+# The longest remaining output of an engine is looked up anew this often after a trajectory left it; a scan of its
+# residents at every event would cost more than the precision is worth.
+LONGEST_MAX_AGE_S = 1.0
+
+# Prompts that are remembered of an engine. A cache holds fewer: 1,000 of 500 tokens and what follows them.
+MAX_PROMPTS = 1_000
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One engine: what it runs, who is resident on it, who waits for it.
+
+    Args:
+        returning: waiting turns of residents; their KV is claimed already.
+        in_tool: residents without a live turn, the longest idle first, with the instant since when.
+        claims: each resident's KV tokens; `kv_claimed` is their sum.
+        shares: each resident's remaining output, mean context and 90th percentile of remaining output, as last summed
+            in `work`.
+        prompts: groups whose first turn came here, the latest last: their prompt may be in its cache.
+        reserved_for: a waiting turn for which it gathers room: others enter only if they are more urgent.
+    """
+
+    spec: EngineSpec
+    load: EngineLoad
+    accepting: bool
+    running: dict[str, Turn] = field(default_factory=dict)
+    returning: Queue = field(default_factory=Queue)
+    in_tool: "OrderedDict[str, float]" = field(default_factory=OrderedDict)
+    claims: dict[str, int] = field(default_factory=dict)
+    kv_claimed: int = 0
+    shares: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    prompts: dict[str, None] = field(default_factory=dict)
+    work: Work = field(default_factory=Work)
+    reserved_for: Turn | None = None
+    longest_is_stale: bool = False
+    longest_at: float = 0.0
+    _facts: EngineFacts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._facts = EngineFacts(self.spec.engine_id, UNMEASURED, num_turns=0, work=self.work, prompts=self.prompts)
+        self._describe()
+
+    @property
+    def has_slot(self) -> bool:
+        return len(self.running) < self.spec.slots
+
+    def serves(self, model: str) -> bool:
+        """Whether new turns of a model may come here."""
+        return self.accepting and model in self.spec.models
+
+    def report(self, spec: EngineSpec, load: EngineLoad, accepting: bool) -> None:
+        """Take in what it says of itself."""
+        self.load, self.accepting = load, accepting
+        if spec != self.spec:
+            self.spec = spec
+            self._describe()
+
+    def give_ranks(self, first: float, end: float) -> None:
+        """The part of all trajectories that a partition gives to it."""
+        self._facts.ranks = first, end
+
+    def run(self, turn: Turn) -> None:
+        """A leg of a turn begins here."""
+        self.running[turn.turn_id] = turn
+        self._facts.num_turns += 1
+
+    def stop(self, turn: Turn) -> None:
+        """A leg of a turn ended here."""
+        del self.running[turn.turn_id]
+        self._facts.num_turns -= 1
+
+    def hold(self, turn: Turn) -> None:
+        """A turn of a resident waits here."""
+        self.returning.push(turn)
+        self._facts.num_turns += 1
+
+    def let_go(self, turn: Turn) -> None:
+        """A turn that waited here does so no more."""
+        self.returning.remove(turn)
+        self._facts.num_turns -= 1
+
+    def reserve(self, turn: Turn | None) -> None:
+        """Gather room for a turn, which no other engine does; for None no more."""
+        if self.reserved_for is not None:
+            self.reserved_for.awaits = None
+        self.reserved_for = turn
+        if turn is not None:
+            turn.awaits = self
+
+    def claim(self, trajectory: Trajectory, tokens: int) -> None:
+        """Count `tokens` of KV, and the work to come, for a trajectory that lives here."""
+        trajectory_id, share = trajectory.trajectory_id, trajectory.share(tokens)
+        self._discount(trajectory_id)
+        self.claims[trajectory_id] = tokens
+        self.shares[trajectory_id] = share
+        self.kv_claimed += tokens
+        self.work.add(*share)
+        self._note_claims()
+
+    def release(self, trajectory_id: str) -> None:
+        """Count no KV and no work for a trajectory any more."""
+        self.in_tool.pop(trajectory_id, None)
+        self._discount(trajectory_id)
+        self._note_claims()
+
+    def remember_prompt(self, group_id: str) -> None:
+        """The prompt of a group is in the cache here."""
+        self.prompts.pop(group_id, None)
+        self.prompts[group_id] = None
+        if len(self.prompts) > MAX_PROMPTS:
+            del self.prompts[next(iter(self.prompts))]
+
+    def facts(self, at: float) -> EngineFacts:
+        """What a placement sees of this engine."""
+        if self.longest_is_stale and at - self.longest_at >= LONGEST_MAX_AGE_S:
+            self.work.longest_tokens = self._longest_but(None)
+            self.longest_is_stale, self.longest_at = False, at
+            self._facts.forget_finish()
+        return self._facts
+
+    def work_without(self, trajectory_id: str) -> Work:
+        """Its work if a resident left."""
+        remaining, context, p90 = self.shares[trajectory_id]
+        longest = self.work.longest_tokens
+        return Work(
+            longest if p90 < longest else self._longest_but(trajectory_id),
+            self.work.total_tokens - remaining,
+            self.work.token_context_products - remaining * context,
+        )
+
+    def _longest_but(self, trajectory_id: str | None) -> float:
+        return max((share[2] for name, share in self.shares.items() if name != trajectory_id), default=0.0)
+
+    def _describe(self) -> None:
+        facts, spec = self._facts, self.spec
+        timing = spec.profile or UNMEASURED
+        facts.profile = replace(timing, slots=spec.slots, kv_capacity_tokens=spec.kv_capacity_tokens)
+        facts.tp = spec.tp
+        facts.forget_finish()
+
+    def _discount(self, trajectory_id: str) -> None:
+        tokens = self.claims.pop(trajectory_id, None)
+        if tokens is None:
+            return
+        remaining, context, p90 = self.shares.pop(trajectory_id)
+        self.kv_claimed -= tokens
+        self.longest_is_stale |= p90 >= self.work.longest_tokens
+        if self.claims:
+            self.work.remove(remaining, context)
+        else:
+            self.work.clear()
+
+    def _note_claims(self) -> None:
+        facts = self._facts
+        facts.kv_claimed, facts.num_trajectories = self.kv_claimed, len(self.claims)
+        facts.forget_finish()

@@ -1,0 +1,58 @@
+"""Trajectories without a live turn, the longest idle first: whose time is over, and who goes when room is short."""
+
+from collections import OrderedDict
+
+from scheduling.limits import Limits
+from scheduling.state import Trajectory
+from scheduling.types import TrajectoryState
+
+
+class IdleTrajectories:
+    """Active and ended trajectories without a live turn.
+
+    They are added in the order of their `last_at`, which is the time of the event at hand, so that each dictionary is
+    sorted by it.
+    """
+
+    def __init__(self) -> None:
+        self._active: OrderedDict[str, Trajectory] = OrderedDict()
+        self._ended: OrderedDict[str, Trajectory] = OrderedDict()
+
+    def add(self, trajectory: Trajectory) -> None:
+        is_active = trajectory.state is TrajectoryState.ACTIVE
+        (self._active if is_active else self._ended)[trajectory.trajectory_id] = trajectory
+
+    def remove(self, trajectory: Trajectory) -> None:
+        self._active.pop(trajectory.trajectory_id, None)
+        self._ended.pop(trajectory.trajectory_id, None)
+
+    def next_due_at(self, limits: Limits) -> float | None:
+        """When the next one's time is over; None when there is none."""
+        due_at = [trajectory.last_at + limits.trajectory_ttl_s for trajectory in _first(self._active)]
+        due_at += [trajectory.last_at + limits.retention_s for trajectory in _first(self._ended)]
+        return min(due_at, default=None)
+
+    def to_finish(self, at: float, limits: Limits) -> list[Trajectory]:
+        """Active ones that were idle for their whole time to live."""
+        return _until(self._active, at - limits.trajectory_ttl_s)
+
+    def to_forget(self, at: float, limits: Limits) -> list[Trajectory]:
+        """Ended ones that were kept for their whole retention."""
+        return _until(self._ended, at - limits.retention_s)
+
+    def first_to_go(self) -> Trajectory | None:
+        """Who is forgotten when there is no room for all: the longest ended, else the longest idle."""
+        return next(iter(_first(self._ended) + _first(self._active)), None)
+
+
+def _first(trajectories: "OrderedDict[str, Trajectory]") -> list[Trajectory]:
+    return [next(iter(trajectories.values()))] if trajectories else []
+
+
+def _until(trajectories: "OrderedDict[str, Trajectory]", last_at: float) -> list[Trajectory]:
+    due: list[Trajectory] = []
+    for trajectory in trajectories.values():
+        if trajectory.last_at > last_at:
+            break
+        due.append(trajectory)
+    return due

@@ -1,0 +1,102 @@
+"""When: the key by which waiting turns are ordered. Lower is earlier.
+
+A key is made once, when its turn arrives, and never changes while the turn waits, so queues are plain heaps. Ageing
+still works: if urgency grows linearly while a turn waits, two turns keep the difference that they arrived with.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scheduling.limits import Limits
+from scheduling.types import Prediction
+
+# The first level of attained service, in output tokens: some two turns of a coding agent.
+ATTAINED_LEVEL_TOKENS = 512
+# A level is later than every instant of an earlier one: a process does not live for 30 years.
+LEVEL_S = 1e9
+# A new trajectory is later than every context that there is.
+NEW_TOKENS = 1e9
+
+
+@dataclass(slots=True)
+class TurnFacts:
+    """What an order or a placement may look at: to read, though not frozen, for one is made at every turn.
+
+    Args:
+        ordinal: counts all turns of this fleet from 0.
+        trajectory_ordinal: counts all trajectories of this fleet from 0.
+        attained_tokens: output that the trajectory already has.
+        num_turns: finished turns of the trajectory.
+        context_tokens: prompt and output of its last finished turn: what may still be in a cache at its home.
+        home: the engine that its last turn went to.
+        rank: share of all live trajectories that have more output before them, as last looked up; 0 unless a policy has
+            a partition.
+    """
+
+    ordinal: int
+    trajectory_ordinal: int
+    arrived_at: float
+    prompt_tokens: int
+    attained_tokens: int
+    prediction: Prediction
+    group_id: str = ""
+    num_turns: int = 0
+    context_tokens: int = 0
+    home: str | None = None
+    rank: float = 0.0
+
+    @property
+    def share(self) -> tuple[float, float, float]:
+        """What its trajectory adds to the work of an engine: remaining output, mean context, and 90th percentile."""
+        remaining = max(self.prediction.total_tokens - self.attained_tokens, 1.0)
+        return remaining, self.prompt_tokens + remaining / 2, self.prediction.p90_tokens - self.attained_tokens
+
+    @property
+    def remaining_tokens(self) -> float:
+        """Predicted output still to come, this turn's included; never less than one token."""
+        return max(self.prediction.total_tokens - self.attained_tokens, 1.0)
+
+
+Order = Callable[[TurnFacts, Limits], float]
+
+
+def longest_total_first(turn: TurnFacts, limits: Limits) -> float:
+    """Progressive priority: predicted total work, longest first, with ageing.
+
+    Total, not remaining: with contexts to keep alive, longest-remaining-first makes equals take turns, and each swap is
+    a prefill (policy study: up to 2x slower).
+    """
+    return turn.arrived_at * limits.ageing_tokens_per_s - turn.prediction.total_tokens
+
+
+def first_come_first_served(turn: TurnFacts, limits: Limits) -> float:
+    """The order of arrival at every turn: what step-centric serving does."""
+    return turn.arrived_at
+
+
+def oldest_trajectory_first(turn: TurnFacts, limits: Limits) -> float:
+    """Trajectories in the order in which they came: program-level FCFS (Continuum, arXiv 2511.02230)."""
+    return float(turn.trajectory_ordinal)
+
+
+def shortest_first(turn: TurnFacts, limits: Limits) -> float:
+    """Least predicted total work first: shortest job first, good for the mean and bad for the makespan."""
+    return turn.prediction.total_tokens
+
+
+def longest_remaining_first(turn: TurnFacts, limits: Limits) -> float:
+    """Longest predicted remaining work first, without ageing: Heddle's progressive priority (arXiv 2603.28101)."""
+    return -turn.remaining_tokens
+
+
+def least_attained_first(turn: TurnFacts, limits: Limits) -> float:
+    """Least service attained by the trajectory's finished turns first, in levels that double; first come first served
+    within a level: Autellix's PLAS (arXiv 2502.13965)."""
+    level = (turn.attained_tokens // ATTAINED_LEVEL_TOKENS).bit_length()
+    return level * LEVEL_S + turn.arrived_at
+
+
+def shortest_context_first(turn: TurnFacts, limits: Limits) -> float:
+    """Trajectories that were at work before new ones, and of each the shortest context first: the order in which
+    ThunderAgent lets paused ones resume (arXiv 2602.13692)."""
+    return turn.prompt_tokens + (0 if turn.num_turns else NEW_TOKENS)

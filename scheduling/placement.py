@@ -1,0 +1,144 @@
+"""Where: which engine a trajectory enters, and when it is worth moving to another one at a tool return.
+
+Engines are compared by the additive cost of estimate.py.
+"""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import exp
+from typing import Protocol
+
+from scheduling.cost import EngineProfile
+from scheduling.estimate import Work, estimate_finish_s, estimate_finish_with_s
+from scheduling.order import TurnFacts
+
+# Used where nobody measured the engine: Qwen3-14B on one H100 (performance model). Like engines compare alike under
+# any profile, and an unlike fleet deserves measured ones.
+UNMEASURED = EngineProfile(
+    name="unmeasured",
+    model="",
+    gpu="",
+    tp=1,
+    slots=100,
+    kv_capacity_tokens=247_000,
+    kv_bytes_per_token=163_840,
+    decode_base_ms=12.18,
+    decode_per_sequence_ms=0.0428,
+    decode_per_kv_ktoken_ms=0.0601,
+    prefill_per_ktoken_ms=38.4,
+    prefill_per_ktoken2_ms=0.65,
+    source="Qwen3-14B, H100 SXM, TP 1: aiconfigurator kernel tables",
+)
+
+# Engines within this share of the latest finish are all taken to set the makespan, the latest most (a soft maximum).
+NEAR_LATEST_SHARE = 0.1
+# A move must lower that maximum by as much as if the latest engine ended so many of those shares sooner: 0.5 % of the
+# makespan. Between 0.02 and 0.1 only the number of moves changes.
+LEAST_GAIN = 0.05
+
+
+@dataclass(slots=True)
+class EngineFacts:
+    """What a placement may look at: a live view of one engine, to read and not to keep.
+
+    Args:
+        profile: its timing; its slots and KV capacity are those of the engine itself.
+        num_turns: turns that it runs or that wait for it.
+        without: tells its work if the trajectory in question left; only of a home that it may move from.
+        num_trajectories: trajectories that live there, those in a tool call included.
+        kv_claimed: their KV tokens.
+        prompts: groups whose prompt may be in its cache.
+        ranks: the part of all trajectories, longest remaining output first, that a partition gives to this engine:
+            from and until, as shares of their number. Nobody's without a partition.
+    """
+
+    engine_id: str
+    profile: EngineProfile
+    num_turns: int
+    work: Work
+    tp: int = 1
+    num_trajectories: int = 0
+    kv_claimed: int = 0
+    prompts: Container[str] = ()
+    ranks: tuple[float, float] = (0.0, 0.0)
+    without: Callable[[], Work] | None = None
+    _finish_s: float | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def finish_s(self) -> float:
+        """Estimated seconds until the work that it has is finished; kept until that changes."""
+        if self._finish_s is None:
+            self._finish_s = estimate_finish_s(self.profile, self.work)
+        return self._finish_s
+
+    def forget_finish(self) -> None:
+        """Its work has changed."""
+        self._finish_s = None
+
+    @property
+    def kv_share(self) -> float:
+        """Claimed KV as a share of the engine's; where that is unknown, its tokens count as they are."""
+        return self.kv_claimed / (self.profile.kv_capacity_tokens or 1)
+
+
+Placement = Callable[[TurnFacts, Sequence[EngineFacts]], EngineFacts]
+"""The engine that a turn goes to, of those that could run it now."""
+
+
+class Candidates(Protocol):
+    """Engines that could run a turn now, each looked up only when it is asked for."""
+
+    def __iter__(self) -> Iterator[EngineFacts]: ...
+
+    def __contains__(self, engine: object, /) -> bool: ...
+
+
+Move = Callable[[TurnFacts, EngineFacts, Candidates, Sequence[EngineFacts]], EngineFacts | None]
+"""Where a trajectory goes from its home at a tool return, or None to stay.
+
+Args: its turn; its home; the other engines that could run the turn now; all engines that serve its model.
+"""
+
+
+def least_estimated_finish(turn: TurnFacts, engines: Sequence[EngineFacts]) -> EngineFacts:
+    """The engine that would finish soonest with this trajectory on it; of equals, the one with fewer turns."""
+    share = turn.share
+
+    def finish(engine: EngineFacts) -> tuple[float, int]:
+        return estimate_finish_with_s(engine.profile, engine.work, *share), engine.num_turns
+
+    return min(engines, key=finish)
+
+
+def lower_the_latest(
+    turn: TurnFacts, home: EngineFacts, candidates: Iterable[EngineFacts], fleet: Sequence[EngineFacts]
+) -> EngineFacts | None:
+    """Where a trajectory should move so that the last engine of the fleet ends sooner, or None to stay.
+
+    What is lowered is the sum of exp(finish / temperature) over the engines. It falls when the latest engine gives work
+    to any earlier one, and also when one of many late engines does, where the maximum itself would not change.
+    """
+    assert home.without is not None
+    if len(fleet) < 2:
+        return None
+    share = turn.share
+    without = home.without()
+    home_s = estimate_finish_with_s(home.profile, without, *share)
+    latest_s = max(home_s, *[engine.finish_s for engine in fleet])
+    temperature = NEAR_LATEST_SHARE * latest_s
+    if home_s < latest_s - 3 * temperature:
+        return None  # its weight is under 5 %: nothing that it gives away can gain enough
+
+    def weight(finish_s: float) -> float:
+        return exp(min((finish_s - latest_s) / temperature, 20.0))  # enough to rule it out, and no overflow
+
+    relief = weight(home_s) - weight(estimate_finish_s(home.profile, without))
+    if relief < LEAST_GAIN:
+        return None
+    best, least_burden = None, relief - LEAST_GAIN
+    for engine in candidates:
+        finish_s = estimate_finish_with_s(engine.profile, engine.work, *share)
+        finish_s += engine.profile.prefill_s(turn.prompt_tokens)
+        if finish_s < home_s and (burden := weight(finish_s) - weight(engine.finish_s)) < least_burden:
+            best, least_burden = engine, burden
+    return best

@@ -1,0 +1,37 @@
+"""Preemption: which running turn gives its slot to a waiting one that is much more urgent.
+
+It pays where a long trajectory would wait behind short ones; the margin and the least time of a leg keep equals from
+taking slots from each other, which would cost a step or two of the whole engine each time.
+"""
+
+from collections.abc import Iterable
+from operator import attrgetter
+
+from scheduling.engine import Engine
+from scheduling.limits import Limits
+from scheduling.state import Turn
+
+_key = attrgetter("key")
+
+
+def victim_for(turn: Turn, engines: Iterable[Engine], at: float, limits: Limits) -> Turn | None:
+    """The least urgent turn that runs on one of some engines, if it must give way to a waiting one.
+
+    An engine where one is stopping already is left alone, for that one leaves its slot.
+    """
+    began_until = at - limits.preempt_after_s
+    running = [
+        running
+        for engine in engines
+        if not any(other.is_pausing for other in engine.running.values())
+        for running in engine.running.values()
+        if running.began_at <= began_until
+    ]
+    victim = max(running, key=_key, default=None)
+    return victim if victim is not None and _yields(victim, turn, limits) else None
+
+
+def _yields(victim: Turn, turn: Turn, limits: Limits) -> bool:
+    """By the clients' hints, else by a clear margin."""
+    (victim_hint, victim_order, _), (hint, order, _) = victim.key, turn.key
+    return hint < victim_hint or (hint == victim_hint and order + limits.preempt_margin_tokens < victim_order)

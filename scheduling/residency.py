@@ -1,0 +1,126 @@
+"""Residency: which trajectories may have their KV on an engine. It is worth more than any order (policy study).
+
+A trajectory in a tool call keeps its KV claim, so that its context is still there when it returns; without that,
+engines evict and prefill every context again and again.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import exp2
+
+from scheduling.engine import Engine
+from scheduling.limits import Limits
+from scheduling.state import Trajectory, Turn, TurnState
+
+# How often ThunderAgent looks whether programs must pause (arXiv 2602.13692).
+PAUSE_EVERY_S = 5.0
+
+Enter = Callable[[Engine, Turn, float, Limits], list[str] | None]
+"""Who must lose their KV claim so that a turn's trajectory may be resident; None when it may not be, now."""
+
+Leave = Callable[[Engine, Mapping[str, Trajectory], float], list[str]]
+"""Which residents, of those that do not run, must give up their claims."""
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Which trajectories may have their KV on an engine.
+
+    Args:
+        every_s: how often `leave` is asked; 0 whenever a context has grown.
+        is_one_queue: a turn that fits nowhere holds back all behind it; else one engine is reserved for it.
+    """
+
+    enter: Enter
+    leave: Leave
+    every_s: float = 0.0
+    is_one_queue: bool = False
+
+
+def claims_giving_way(engine: Engine, turn: Turn, at: float, limits: Limits) -> list[str] | None:
+    """Trajectories in a tool call that must lose their KV claim so that a turn's trajectory may be resident.
+
+    The longest idle go first: after their lease, or at once when the turn has waited for `entry_patience_s`.
+
+    Returns:
+        None when the trajectory may not enter now. An empty list when nobody must give way: it is resident already, or
+        stays under the watermark, or is the only one, so that a context above the watermark does not wait for ever.
+    """
+    capacity_tokens = engine.spec.kv_capacity_tokens * limits.kv_watermark
+    if not capacity_tokens or not engine.claims or turn.trajectory.trajectory_id in engine.claims:
+        return []
+    excess_tokens = engine.kv_claimed + turn.claim_tokens - capacity_tokens
+    if excess_tokens <= 0:
+        return []
+    is_impatient = at - turn.queued_at >= limits.entry_patience_s
+    giving_way: list[str] = []
+    for trajectory_id, since in engine.in_tool.items():
+        if not is_impatient and at - since < limits.in_tool_lease_s:
+            break
+        giving_way.append(trajectory_id)
+        excess_tokens -= engine.claims[trajectory_id]
+        if excess_tokens <= 0 or len(giving_way) == len(engine.claims):
+            return giving_way
+    return None
+
+
+def claims_beyond_capacity(engine: Engine, trajectories: Mapping[str, Trajectory], at: float) -> list[str]:
+    """Residents that must give up their claims because contexts have grown beyond the engine's KV.
+
+    Only those that do not run can; the least urgent go first. Cost: linear in the residents, when there is an excess.
+    """
+    capacity_tokens = engine.spec.kv_capacity_tokens
+    excess_tokens = engine.kv_claimed - capacity_tokens
+    if not capacity_tokens or excess_tokens <= 0:
+        return []
+    idle = [trajectory for trajectory in map(trajectories.__getitem__, engine.claims) if not _runs(trajectory)]
+    idle.sort(key=lambda trajectory: trajectory.key, reverse=True)
+    return _until_freed(engine, (trajectory.trajectory_id for trajectory in idle), excess_tokens)
+
+
+def room_for_a_program(engine: Engine, turn: Turn, at: float, limits: Limits) -> list[str] | None:
+    """ThunderAgent's entry: while active contexts, those in a tool call fading, stay within the engine's KV.
+
+    Nobody gives way. A turn that waited for `entry_patience_s` resumes by force, as there after half an hour.
+    """
+    capacity_tokens = engine.spec.kv_capacity_tokens
+    if not capacity_tokens or not engine.claims or turn.trajectory.trajectory_id in engine.claims:
+        return []
+    fits = _fading_tokens(engine, at) + turn.context_tokens <= capacity_tokens
+    return [] if fits or at - turn.queued_at >= limits.entry_patience_s else None
+
+
+def programs_to_pause(engine: Engine, trajectories: Mapping[str, Trajectory], at: float) -> list[str]:
+    """ThunderAgent's pausing: those in a tool call first, then those that wait; the shortest context first, for it is
+    the cheapest to prefill again. What runs goes on, and can be paused at a later look."""
+    capacity_tokens = engine.spec.kv_capacity_tokens
+    excess_tokens = _fading_tokens(engine, at) - capacity_tokens
+    if not capacity_tokens or excess_tokens <= 0:
+        return []
+    idle = [trajectory_id for trajectory_id in engine.claims if not _runs(trajectories[trajectory_id])]
+    idle.sort(key=lambda trajectory_id: (trajectory_id not in engine.in_tool, engine.claims[trajectory_id]))
+    return _until_freed(engine, idle, excess_tokens)
+
+
+HELD = Residency(claims_giving_way, claims_beyond_capacity)
+PAUSED = Residency(room_for_a_program, programs_to_pause, PAUSE_EVERY_S, is_one_queue=True)
+
+
+def _fading_tokens(engine: Engine, at: float) -> float:
+    """Claimed KV, where a context in a tool call halves every second."""
+    faded = [engine.claims[name] * (1.0 - exp2(since - at)) for name, since in engine.in_tool.items()]
+    return engine.kv_claimed - sum(faded)
+
+
+def _until_freed(engine: Engine, trajectory_ids: Iterable[str], excess_tokens: float) -> list[str]:
+    leaving: list[str] = []
+    for trajectory_id in trajectory_ids:
+        if excess_tokens <= 0:
+            break
+        leaving.append(trajectory_id)
+        excess_tokens -= engine.claims[trajectory_id]
+    return leaving
+
+
+def _runs(trajectory: Trajectory) -> bool:
+    return any(turn.state is TurnState.RUNNING for turn in trajectory.turns.values())

@@ -1,0 +1,403 @@
+"""The state machine that decides when each turn runs and where each trajectory lives.
+
+`handle(event)` is the only door: it is synchronous, changes the state and gives the actions, in order. Rules:
+
+1. A turn is waiting, running or ended (state.TRANSITIONS).
+2. What is said of an unknown turn or of an earlier leg is late, and dropped.
+3. A turn that an engine failed goes elsewhere; to the same engine only after `retry_pause_s`, or when a busy one says.
+4. A trajectory is saved when a turn of it is finished.
+5. An aborted trajectory stays aborted.
+
+The dispatcher decides where a waiting turn waits or goes; its rules, 6 to 12, are at the head of dispatcher.py.
+"""
+
+from collections.abc import Iterable
+from typing import assert_never
+
+from scheduling import invariants
+from scheduling.dispatcher import Dispatcher
+from scheduling.engine import Engine
+from scheduling.idle import IdleTrajectories
+from scheduling.limits import Limits
+from scheduling.order import TurnFacts
+from scheduling.policy import Policy
+from scheduling.state import Trajectory, Turn, TurnState
+from scheduling.types import (
+    Abort,
+    Action,
+    EngineLost,
+    EngineReported,
+    Event,
+    Fault,
+    Forget,
+    Refusal,
+    Reject,
+    Save,
+    Tick,
+    TrajectoryClosed,
+    TrajectoryDeclared,
+    TrajectoryRecord,
+    TrajectoryState,
+    TurnArrived,
+    TurnFailed,
+    TurnFinished,
+    TurnPaused,
+    TurnProgressed,
+)
+
+TICK_S = 1.0
+REFUSED_RETRY_S = 5.0
+
+
+class Scheduler:
+    """Decides for one fleet.
+
+    Args:
+        policy: how.
+        limits: within which bounds.
+        records: trajectories of an earlier process; their homes hold as soon as those engines report.
+        at: now.
+        can_preempt: the driver performs Preempt; where it cannot, no policy preempts.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        limits: Limits,
+        records: Iterable[TrajectoryRecord] = (),
+        at: float = 0.0,
+        *,
+        can_preempt: bool = False,
+    ) -> None:
+        self.policy = policy
+        self.limits = limits
+        self.engines: dict[str, Engine] = {}
+        self.trajectories: dict[str, Trajectory] = {}
+        self._dispatcher = Dispatcher(policy, limits, self.engines, self.trajectories, at, can_preempt)
+        self._at = at
+        self._turns: dict[str, Turn] = {}
+        self._idle = IdleTrajectories()
+        self._num_turns = 0
+        self._num_trajectories = 0
+        self._next_tick_at = at + TICK_S
+        for record in sorted(records, key=lambda record: record.last_at):
+            self._add_trajectory(Trajectory.restored(record, self._num_trajectories))
+
+    # --- the door -------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take in what happened and say what to do, in order."""
+        if event.at > self._at:
+            self._at = self._dispatcher.at = event.at
+        actions: list[Action] = []
+        match event:
+            case TurnArrived():
+                self._turn_arrived(event, actions)
+            case TurnProgressed():
+                self._turn_progressed(event)
+            case TurnFinished():
+                self._turn_finished(event, actions)
+            case TurnFailed():
+                self._turn_failed(event, actions)
+            case TurnPaused():
+                self._turn_paused(event, actions)
+            case EngineReported():
+                self._engine_reported(event, actions)
+            case EngineLost():
+                self._engine_lost(event.engine_id, actions)
+            case TrajectoryDeclared():
+                self._trajectory_declared(event, actions)
+            case TrajectoryClosed():
+                self._trajectory_closed(event, actions)
+            case Tick():
+                self._ticked(actions)
+            case _:
+                assert_never(event)
+        if self._dispatcher.is_unsettled:
+            self._dispatcher.settle(actions)
+        return actions
+
+    @property
+    def num_waiting(self) -> int:
+        """Turns in the queues."""
+        return self._dispatcher.num_waiting
+
+    def next_wakeup(self) -> float | None:
+        """When a Tick is wanted; None while there is nothing to wait for."""
+        if self.num_waiting or self._dispatcher.looks_regularly:
+            return self._next_tick_at
+        due_at = self._idle.next_due_at(self.limits)
+        return None if due_at is None else max(due_at, self._next_tick_at)
+
+    def check(self) -> None:
+        """Assert the invariants; for tests."""
+        waiting = [turn for turn in self._turns.values() if turn.state is TurnState.WAITING]
+        assert len(waiting) == self.num_waiting
+        invariants.check(self.policy, self.engines, self.trajectories, self._turns, self._dispatcher.homeless)
+
+    # --- turns ----------------------------------------------------------------------------------------------
+
+    def _turn_arrived(self, event: TurnArrived, actions: list[Action]) -> None:
+        if event.turn_id in self._turns:
+            actions.append(Reject(event.turn_id, Refusal.DUPLICATE_TURN, None))
+            return
+        trajectory = self.trajectories.get(event.trajectory_id)
+        if trajectory is not None and trajectory.state is TrajectoryState.ABORTED:
+            actions.append(Reject(event.turn_id, Refusal.TRAJECTORY_ABORTED, None))
+            return
+        is_new = trajectory is None
+        if trajectory is None:
+            trajectory = self._trajectory_of(event)
+        turn = self._turn_of(event, trajectory)
+        if self.num_waiting >= self.limits.max_waiting_turns and not self._dispatcher.has_room_for(turn):
+            actions.append(Reject(event.turn_id, Refusal.QUEUE_FULL, REFUSED_RETRY_S))
+            return
+        if is_new:
+            self._begin(trajectory, actions)
+        self._idle.remove(trajectory)
+        if trajectory.state is TrajectoryState.FINISHED:
+            trajectory.state = TrajectoryState.ACTIVE
+            actions.append(Save(trajectory.record()))
+        trajectory.prediction = event.prediction
+        trajectory.group_id = trajectory.group_id or event.group_id
+        trajectory.rollout_id = trajectory.rollout_id or event.rollout_id
+        trajectory.last_at = self._at
+        trajectory.key = turn.key
+        self._num_turns += 1
+        self._turns[turn.turn_id] = trajectory.turns[turn.turn_id] = turn
+        self._dispatcher.admit(turn, actions)
+
+    def _turn_progressed(self, event: TurnProgressed) -> None:
+        turn = self._running_turn(event.turn_id, event.leg)
+        if turn is None:
+            return
+        engine = turn.runs_on
+        context = turn.facts.prompt_tokens + event.output_tokens
+        claimed = engine.claims.get(turn.trajectory.trajectory_id)
+        if claimed is not None and context > claimed:
+            engine.claim(turn.trajectory, context)
+            self._dispatcher.relieve(engine)
+
+    def _turn_finished(self, event: TurnFinished, actions: list[Action]) -> None:
+        turn = self._running_turn(event.turn_id, event.leg)
+        if turn is None:
+            return
+        engine, trajectory = turn.runs_on, turn.trajectory
+        trajectory.context_tokens = event.prompt_tokens + event.output_tokens
+        trajectory.output_tokens += event.output_tokens
+        trajectory.num_turns += 1
+        if trajectory.trajectory_id in engine.claims:
+            engine.claim(trajectory, trajectory.context_tokens)
+        self._end(turn)
+        self._dispatcher.note(trajectory)
+        actions.append(Save(trajectory.record()))
+        self._dispatcher.relieve(engine)
+        self._dispatcher.fill(engine, actions)
+
+    def _turn_failed(self, event: TurnFailed, actions: list[Action]) -> None:
+        turn = self._turns.get(event.turn_id)
+        if turn is None or turn.leg != event.leg:
+            return
+        if turn.state is TurnState.WAITING and event.fault is not Fault.CLIENT_LEFT:
+            return  # it waits because that leg failed: this was said before
+        engine = turn.engine
+        wants_retry = event.can_retry and event.fault in (Fault.ENGINE, Fault.BUSY)
+        is_aborted = turn.trajectory.state is TrajectoryState.ABORTED
+        is_busy = event.fault is Fault.BUSY
+        turn.num_faults += not is_busy
+        if wants_retry and not is_aborted and turn.num_faults < self.limits.max_attempts:
+            pause_s = max(event.retry_after_s or self.limits.retry_pause_s, TICK_S if is_busy else 0.0)
+            turn.avoided[turn.runs_on.spec.engine_id] = self._at + pause_s
+            # A busy engine did nothing for the turn: it has been waiting all the time, and not for ever.
+            self._wait_again(turn, turn.queued_at if is_busy else self._at, actions)
+        else:
+            self._end(turn)
+            if wants_retry and is_aborted:
+                actions.append(Reject(turn.turn_id, Refusal.TRAJECTORY_ABORTED, None))
+            elif wants_retry:
+                actions.append(Reject(turn.turn_id, Refusal.ENGINE_FAILED, REFUSED_RETRY_S))
+        if engine is not None:
+            self._dispatcher.fill(engine, actions)
+
+    def _turn_paused(self, event: TurnPaused, actions: list[Action]) -> None:
+        turn = self._running_turn(event.turn_id, event.leg)
+        if turn is None:
+            return
+        engine, trajectory = turn.runs_on, turn.trajectory
+        turn.claim_tokens += event.output_tokens - turn.kept_tokens
+        turn.kept_tokens = event.output_tokens
+        if trajectory.state is TrajectoryState.ABORTED:
+            self._end(turn)
+            actions.append(Reject(turn.turn_id, Refusal.TRAJECTORY_ABORTED, None))
+        else:
+            self._wait_again(turn, self._at, actions)
+        self._dispatcher.fill(engine, actions)
+
+    def _wait_again(self, turn: Turn, since: float, actions: list[Action]) -> None:
+        self._dispatcher.withdraw(turn)
+        turn.become(TurnState.WAITING)
+        turn.queued_at = since
+        self._dispatcher.admit(turn, actions)
+
+    # --- trajectories ---------------------------------------------------------------------------------------
+
+    def _trajectory_declared(self, event: TrajectoryDeclared, actions: list[Action]) -> None:
+        if event.trajectory_id not in self.trajectories:
+            self._begin(self._trajectory_of(event), actions)
+
+    def _trajectory_closed(self, event: TrajectoryClosed, actions: list[Action]) -> None:
+        trajectory = self.trajectories.get(event.trajectory_id)
+        if trajectory is None or trajectory.state is TrajectoryState.ABORTED:
+            return
+        if trajectory.state is TrajectoryState.FINISHED and not event.abort:
+            return
+        self._idle.remove(trajectory)
+        trajectory.state = TrajectoryState.ABORTED if event.abort else TrajectoryState.FINISHED
+        trajectory.last_at = self._at
+        self._dispatcher.note(trajectory)
+        if event.abort:
+            for turn in list(trajectory.turns.values()):
+                if turn.state is TurnState.RUNNING:
+                    actions.append(Abort(turn.turn_id, turn.leg, Fault.CLOSED))
+                else:
+                    self._end(turn)
+                    actions.append(Reject(turn.turn_id, Refusal.TRAJECTORY_ABORTED, None))
+        actions.append(Save(trajectory.record()))
+        if not trajectory.turns:
+            self._idle.add(trajectory)
+            self._dispatcher.leave_home(trajectory, actions)
+
+    def _ticked(self, actions: list[Action]) -> None:
+        self._next_tick_at = self._at + TICK_S
+        deadline = self._at - self.limits.queue_timeout_s
+        for turn in list(self._turns.values()):
+            if turn.state is TurnState.WAITING and turn.queued_at <= deadline:
+                self._end(turn)
+                actions.append(Reject(turn.turn_id, Refusal.QUEUE_TIMEOUT, REFUSED_RETRY_S))
+        self._expire(actions)
+        self._dispatcher.revisit(actions)
+
+    # --- engines --------------------------------------------------------------------------------------------
+
+    def _engine_reported(self, event: EngineReported, actions: list[Action]) -> None:
+        engine = self.engines.get(event.spec.engine_id)
+        if engine is None:
+            engine = self.engines[event.spec.engine_id] = Engine(event.spec, event.load, accepting=False)
+            self._settle_residents(engine)
+        is_changed = (engine.accepting, engine.spec.models) != (event.accepting, event.spec.models)
+        engine.report(event.spec, event.load, event.accepting)
+        if is_changed:
+            self._dispatcher.route_anew(engine, actions)
+        self._dispatcher.fill(engine, actions)
+
+    def _engine_lost(self, engine_id: str, actions: list[Action]) -> None:
+        engine = self.engines.pop(engine_id, None)
+        if engine is None:
+            return
+        engine.accepting = False
+        for trajectory_id in list(engine.claims):
+            engine.release(trajectory_id)
+        for trajectory in self.trajectories.values():
+            if trajectory.home == engine_id:
+                trajectory.home = None
+                actions.append(Save(trajectory.record()))
+        actions.extend(Abort(turn.turn_id, turn.leg, Fault.ENGINE) for turn in engine.running.values())
+        self._dispatcher.route_anew(engine, actions)
+
+    def _settle_residents(self, engine: Engine) -> None:
+        """Give an engine the trajectories of an earlier process whose home it is."""
+        residents = [
+            trajectory
+            for trajectory in self.trajectories.values()
+            if trajectory.home == engine.spec.engine_id and trajectory.state is TrajectoryState.ACTIVE
+        ]
+        for trajectory in sorted(residents, key=lambda trajectory: trajectory.last_at):
+            engine.claim(trajectory, trajectory.context_tokens)
+            if not trajectory.turns:
+                engine.in_tool[trajectory.trajectory_id] = trajectory.last_at
+
+    # --- changes of state -----------------------------------------------------------------------------------
+
+    def _end(self, turn: Turn) -> None:
+        trajectory = turn.trajectory
+        self._dispatcher.withdraw(turn)
+        turn.become(TurnState.ENDED)
+        del self._turns[turn.turn_id]
+        del trajectory.turns[turn.turn_id]
+        trajectory.last_at = self._at
+        if not trajectory.turns:
+            self._idle.add(trajectory)
+            self._dispatcher.rest(trajectory)
+
+    def _running_turn(self, turn_id: str, leg: int) -> Turn | None:
+        turn = self._turns.get(turn_id)
+        return turn if turn is not None and turn.leg == leg and turn.state is TurnState.RUNNING else None
+
+    def _turn_of(self, event: TurnArrived, trajectory: Trajectory) -> Turn:
+        """The turn that a client asks for; it is in no queue yet."""
+        facts = TurnFacts(
+            self._num_turns,
+            trajectory.ordinal,
+            self._at,
+            event.prompt_tokens,
+            trajectory.output_tokens,
+            event.prediction,
+            trajectory.group_id or event.group_id,
+            trajectory.num_turns,
+            trajectory.context_tokens,
+            trajectory.home,
+        )
+        key = (event.priority, self.policy.order(facts, self.limits), self._num_turns)
+        turn = Turn(event.turn_id, trajectory, event.model, facts, key, self._at)
+        turn.claim_tokens = event.prompt_tokens
+        if self.limits.answer_tokens:
+            made_tokens = trajectory.output_tokens + self.limits.answer_tokens
+            turn.claim_tokens += made_tokens // (trajectory.num_turns + 1)
+        return turn
+
+    def _trajectory_of(self, event: TurnArrived | TrajectoryDeclared) -> Trajectory:
+        """A trajectory that nobody knew; it is not remembered yet."""
+        return Trajectory(
+            trajectory_id=event.trajectory_id,
+            ordinal=self._num_trajectories,
+            group_id=event.group_id,
+            rollout_id=event.rollout_id,
+            created_at=self._at,
+            last_at=self._at,
+            prediction=event.prediction,
+        )
+
+    def _begin(self, trajectory: Trajectory, actions: list[Action]) -> None:
+        self._make_room(1, actions)
+        self._add_trajectory(trajectory)
+        actions.append(Save(trajectory.record()))
+
+    def _add_trajectory(self, trajectory: Trajectory) -> None:
+        self._num_trajectories += 1
+        self.trajectories[trajectory.trajectory_id] = trajectory
+        self._idle.add(trajectory)
+        self._dispatcher.note(trajectory)
+
+    # --- expiry ---------------------------------------------------------------------------------------------
+
+    def _expire(self, actions: list[Action]) -> None:
+        """Finish active trajectories that are idle for too long; forget ended ones after their retention."""
+        for trajectory in self._idle.to_finish(self._at, self.limits):
+            self._trajectory_closed(TrajectoryClosed(self._at, trajectory.trajectory_id), actions)
+        for trajectory in self._idle.to_forget(self._at, self.limits):
+            self._forget(trajectory, actions)
+        self._make_room(0, actions)
+
+    def _make_room(self, num_more: int, actions: list[Action]) -> None:
+        """Forget the longest idle trajectories until so many more may be kept."""
+        while len(self.trajectories) + num_more > self.limits.max_trajectories:
+            trajectory = self._idle.first_to_go()
+            if trajectory is None:
+                return
+            self._forget(trajectory, actions)
+
+    def _forget(self, trajectory: Trajectory, actions: list[Action]) -> None:
+        self._idle.remove(trajectory)
+        self._dispatcher.leave_home(trajectory, actions)
+        del self.trajectories[trajectory.trajectory_id]
+        actions.append(Forget(trajectory.trajectory_id))

@@ -1,0 +1,176 @@
+"""What the scheduler remembers of turns and trajectories, and their queues. Only the scheduler's parts touch it."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from scheduling.order import TurnFacts
+from scheduling.types import Prediction, TrajectoryRecord, TrajectoryState
+
+if TYPE_CHECKING:
+    from scheduling.engine import Engine
+
+Key = tuple[int, float, int]
+"""The client's own priority, the policy's order, and the number of the turn: lower is earlier."""
+
+_key = attrgetter("key")
+
+
+class TurnState(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+TRANSITIONS = {
+    TurnState.WAITING: {TurnState.RUNNING, TurnState.ENDED},
+    TurnState.RUNNING: {TurnState.WAITING, TurnState.ENDED},
+    TurnState.ENDED: set[TurnState](),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One turn between its arrival and its end.
+
+    Args:
+        key: waiting turns are served in the order of their keys; no two are equal.
+        engine: where it runs, or whose queue it waits in.
+        queue: where it waits.
+        queued_at: since when it waits, or waited last.
+        avoided: engines that failed it, each with the instant from which it may be tried again.
+        kept_tokens: output of its earlier legs, which its next leg goes on from.
+        claim_tokens: the KV that it will hold: its prompt, what it has made, and the answer that is expected of it.
+        awaits: the engine that lets nobody else enter until this turn fits.
+        num_faults: legs that engines failed.
+        began_at: when its running leg began.
+        is_pausing: its running leg was asked to stop.
+    """
+
+    turn_id: str
+    trajectory: "Trajectory"
+    model: str
+    facts: TurnFacts
+    key: Key
+    queued_at: float
+    state: TurnState = TurnState.WAITING
+    leg: int = 0
+    engine: "Engine | None" = None
+    queue: "Queue | None" = None
+    avoided: dict[str, float] = field(default_factory=dict)
+    kept_tokens: int = 0
+    claim_tokens: int = 0
+    awaits: "Engine | None" = None
+    num_faults: int = 0
+    began_at: float = 0.0
+    is_pausing: bool = False
+
+    @property
+    def context_tokens(self) -> int:
+        """What its next leg begins with: its prompt, and what it has made."""
+        return self.facts.prompt_tokens + self.kept_tokens
+
+    @property
+    def runs_on(self) -> "Engine":
+        """The engine of a running turn."""
+        assert self.engine is not None and self.state is TurnState.RUNNING
+        return self.engine
+
+    def become(self, state: TurnState) -> None:
+        """Change state, as the transition table allows."""
+        assert state in TRANSITIONS[self.state], f"turn {self.turn_id}: {self.state} -> {state}"
+        self.state = state
+
+
+@dataclass(slots=True, eq=False)
+class Trajectory:
+    """One trajectory: its record in the making, its live turns, and the key of its last one."""
+
+    trajectory_id: str
+    ordinal: int
+    group_id: str
+    rollout_id: str | None
+    created_at: float
+    last_at: float
+    prediction: Prediction
+    state: TrajectoryState = TrajectoryState.ACTIVE
+    home: str | None = None
+    context_tokens: int = 0
+    output_tokens: int = 0
+    num_turns: int = 0
+    key: Key = (0, 0.0, 0)
+    turns: dict[str, Turn] = field(default_factory=dict)
+
+    @classmethod
+    def restored(cls, record: TrajectoryRecord, ordinal: int) -> "Trajectory":
+        """The trajectory of an earlier process."""
+        return cls(
+            trajectory_id=record.trajectory_id,
+            ordinal=ordinal,
+            group_id=record.group_id,
+            rollout_id=record.rollout_id,
+            created_at=record.created_at,
+            last_at=record.last_at,
+            prediction=Prediction(record.predicted_tokens, record.predicted_tokens),
+            state=record.state,
+            home=record.home,
+            context_tokens=record.context_tokens,
+            output_tokens=record.output_tokens,
+            num_turns=record.num_turns,
+        )
+
+    @property
+    def remaining_tokens(self) -> float:
+        """Predicted output still to come; never less than one token while it is active."""
+        if self.state is not TrajectoryState.ACTIVE:
+            return 0.0
+        return max(self.prediction.total_tokens - self.output_tokens, 1.0)
+
+    def share(self, context_tokens: int) -> tuple[float, float, float]:
+        """What it adds to an engine's work: remaining output, mean context, 90th percentile of remaining output."""
+        remaining = self.remaining_tokens
+        p90 = self.prediction.p90_tokens - self.output_tokens
+        return remaining, context_tokens + remaining / 2, p90 if p90 > remaining else remaining
+
+    def record(self) -> TrajectoryRecord:
+        """The record to save."""
+        return TrajectoryRecord(
+            self.trajectory_id,
+            self.group_id,
+            self.rollout_id,
+            self.state,
+            self.home,
+            self.context_tokens,
+            self.output_tokens,
+            self.num_turns,
+            self.prediction.total_tokens,
+            self.created_at,
+            self.last_at,
+        )
+
+
+class Queue:
+    """Waiting turns, first key first. A sorted list: 20,000 pointers move in microseconds, and any turn can leave."""
+
+    def __init__(self) -> None:
+        self._turns: list[Turn] = []
+
+    def push(self, turn: Turn) -> None:
+        insort(self._turns, turn, key=_key)
+        turn.queue = self
+
+    def remove(self, turn: Turn) -> None:
+        del self._turns[bisect_left(self._turns, turn.key, key=_key)]
+        turn.queue = None
+
+    def head(self) -> Turn | None:
+        return self._turns[0] if self._turns else None
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def __iter__(self) -> Iterator[Turn]:
+        return iter(self._turns)

@@ -1,0 +1,201 @@
+"""One agent of a simulated rollout: where it stands in its trajectory, and what its turns took so far."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engines.simulated.prefix_cache import Piece
+from predictor.outcomes import UNKNOWN_TOOL
+from predictor.outcomes import outcome as tool_outcome
+from predictor.progress import Progress
+from predictor.status import TIMEOUT
+from scheduling.types import Dispatch, Prediction
+from simulator.outcome import PREDICTED_TURNS, Ending, PredictionMade, TrajectoryOutcome
+from workloads.trajectories import Trajectory, Turn
+
+UNKNOWN_STATUS = "?"
+CHARACTERS_PER_TOKEN = 4
+
+
+@dataclass(slots=True, eq=False)
+class Agent:
+    """A trajectory on its way.
+
+    Args:
+        turn: index of the turn that is asked for or, while a tool runs, comes next.
+        context_tokens: prompt of that turn.
+        made_tokens: output of the finished turns.
+        leg: of the turn, as the scheduler counts; 0 until it was dispatched.
+        engine_id: where the turn runs; between turns, where the last one ran.
+        priority: of the turn at its engine.
+        is_asking: a turn of it is waiting or running.
+        is_on_engine: an engine was given the turn.
+        is_admitted: the engine runs it.
+        kv_arrives_at: when KV that is on its way will be there.
+        since: when its present waiting, or its present run on an engine, began.
+        rested_at: when its last turn ended.
+        num_retries: how often it asked for this turn again.
+        is_pausing: its leg is being stopped, and what it made is kept.
+        kept_tokens: output that earlier legs of this turn made.
+    """
+
+    trajectory: Trajectory
+    turn: int = 0
+    context_tokens: int = 0
+    made_tokens: int = 0
+    leg: int = 0
+    engine_id: str | None = None
+    priority: int = 0
+    is_asking: bool = False
+    is_on_engine: bool = False
+    is_admitted: bool = False
+    kv_arrives_at: float | None = None
+    since: float = 0.0
+    rested_at: float = 0.0
+    num_retries: int = 0
+    is_pausing: bool = False
+    kept_tokens: int = 0
+    num_pauses: int = 0
+    ending: Ending | None = None
+    ended_at: float = 0.0
+    queued_s: float = 0.0
+    engine_s: float = 0.0
+    tool_s: float = 0.0
+    num_legs: int = 0
+    num_moves: int = 0
+    tool_outcomes: list[str] = field(default_factory=list)
+    predictions: list[PredictionMade] = field(default_factory=list)
+
+    @property
+    def turn_id(self) -> str:
+        return f"{self.trajectory.trajectory_id}/{self.turn}"
+
+    @property
+    def has_leg(self) -> bool:
+        """Whether an engine has the turn, or its KV is on the way there."""
+        return self.is_on_engine or self.kv_arrives_at is not None
+
+    @property
+    def now_asks(self) -> Turn:
+        """The turn that it asks for."""
+        return self.trajectory.turns[self.turn]
+
+    def pieces(self, num_tokens: int) -> Sequence[Piece]:
+        """What the first so many tokens of its context fill: a group shares its prompt, the rest is its own.
+
+        Two pieces, of which the second grows: one for each turn would cost the square of the turns.
+        """
+        shared = self.trajectory.context_tokens
+        prompt = self.trajectory.group_id
+        if num_tokens <= shared:
+            return ((prompt, num_tokens),)
+        return ((prompt, shared), (self.trajectory.trajectory_id, num_tokens - shared))
+
+    def take_prompt(self, at: float) -> None:
+        """Ask for the next turn: what its tool gave back, or at first the prompt, joins the context."""
+        self.context_tokens += self.now_asks.new_tokens if self.turn else self.trajectory.context_tokens
+        self.is_asking = True
+        self.since = at
+        self.num_retries = 0
+
+    def ask(self) -> None:
+        """The turn begins, or begins anew after it was rejected."""
+        self.leg = 0
+        self.kept_tokens = 0
+
+    def begin_leg(self, dispatch: Dispatch) -> None:
+        """The turn goes to an engine."""
+        self.num_moves += self.engine_id is not None and self.engine_id != dispatch.engine_id
+        self.num_legs += 1
+        self.leg = dispatch.leg
+        self.engine_id = dispatch.engine_id
+        self.priority = dispatch.priority
+
+    def admit(self, at: float) -> None:
+        """The engine begins to run the turn."""
+        self.queued_s += at - self.since
+        self.since = at
+        self.is_admitted = True
+
+    def interrupt(self, at: float) -> None:
+        """The turn waits again, here or in its engine's queue, or is over."""
+        if self.is_admitted:
+            self.engine_s += at - self.since
+        else:
+            self.queued_s += at - self.since
+        self.since = at
+        self.is_admitted = False
+
+    def pause(self, num_generated: int) -> int:
+        """The leg was stopped after so many tokens. Gives the tokens that are kept of all legs."""
+        self.is_pausing = self.is_on_engine = False
+        self.kv_arrives_at = None
+        self.num_pauses += 1
+        self.kept_tokens += num_generated
+        return self.kept_tokens
+
+    def finish_turn(self, at: float, timed_out_s: float | None) -> float:
+        """The turn is done: its answer joins the context.
+
+        Args:
+            timed_out_s: the tool hangs, and ends after this long.
+
+        Returns:
+            Seconds of the tool call that follows.
+        """
+        turn = self.now_asks
+        self.context_tokens += turn.output_tokens
+        self.made_tokens += turn.output_tokens
+        self.turn += 1
+        self.rested_at = at
+        self.is_asking = self.is_on_engine = self.is_pausing = False
+        if self.turn == len(self.trajectory.turns):
+            return 0.0
+        # Of a simulated tool only the size of its result is known, and that it timed out.
+        characters = self.now_asks.new_tokens * CHARACTERS_PER_TOKEN
+        status = UNKNOWN_STATUS if timed_out_s is None else TIMEOUT
+        self.tool_outcomes.append(tool_outcome(UNKNOWN_TOOL, characters, status))
+        tool_s = turn.tool_s if timed_out_s is None else timed_out_s
+        self.tool_s += tool_s
+        return tool_s
+
+    def progress(self) -> Progress:
+        """What a predictor is told before the turn, and at the end."""
+        return Progress(
+            trajectory_id=self.trajectory.trajectory_id,
+            group_id=self.trajectory.group_id,
+            prompt_id=self.trajectory.group_id.partition("@")[0],
+            prompt_tokens=self.trajectory.context_tokens,
+            context_tokens=self.context_tokens,
+            output_tokens=self.made_tokens,
+            last_output_tokens=self.trajectory.turns[self.turn - 1].output_tokens if self.turn else 0,
+            num_turns=self.turn,
+            outcomes=tuple(self.tool_outcomes),
+        )
+
+    def note_prediction(self, prediction: Prediction) -> None:
+        """Remember what was predicted before this turn, if it is one of those that reports show."""
+        if self.turn in PREDICTED_TURNS:
+            self.predictions.append(
+                PredictionMade(self.turn, self.made_tokens, prediction.total_tokens, prediction.p90_tokens)
+            )
+
+    def outcome(self) -> TrajectoryOutcome:
+        """How it went."""
+        assert self.ending is not None
+        return TrajectoryOutcome(
+            trajectory_id=self.trajectory.trajectory_id,
+            group_id=self.trajectory.group_id,
+            ending=self.ending,
+            ended_at=self.ended_at,
+            num_turns=self.turn,
+            output_tokens=self.made_tokens,
+            context_tokens=self.context_tokens,
+            queued_s=self.queued_s,
+            engine_s=self.engine_s,
+            tool_s=self.tool_s,
+            num_legs=self.num_legs,
+            num_moves=self.num_moves,
+            engine_id=self.engine_id,
+            num_pauses=self.num_pauses,
+            predictions=tuple(self.predictions),
+        )

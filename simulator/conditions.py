@@ -1,0 +1,76 @@
+"""Under which conditions a rollout is played: what engines can do beyond the plain, and what goes wrong."""
+
+from dataclasses import dataclass, field
+
+from engines.simulated.features import Features
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """KV that is sent to a trajectory's new engine when it moves; one transfer at a time for each engine.
+
+    Where computing the context anew would be sooner, that is done instead.
+
+    Args:
+        start_s: before the first byte comes; 50 ms is an assumption of the performance model.
+        bytes_per_s: 25 to 35 GB/s are assumed for GPUDirect over 400 Gb/s; 9 GB/s fit 200 Gb/s, 20 GB/s one node.
+    """
+
+    start_s: float = 0.05
+    bytes_per_s: float = 30e9
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What goes wrong, by the run's seed.
+
+    Args:
+        leaving_share: trajectories whose client departs, before a turn of theirs is over, without a word.
+        deaths_per_hour: engines that die, in the whole fleet; one of those alive is drawn. Its KV is lost.
+        relaunch_s: until a dead engine is back, cold, as another one; 45 s is a pessimistic cold start.
+        slow_start_s: engines report themselves at times drawn from 0 to this. 0: all at once.
+        tool_timeout_share: tool calls that hang until `tool_timeout_s` are over.
+        turn_retries: how often a client asks again for a turn that the scheduler rejected.
+    """
+
+    leaving_share: float = 0.0
+    deaths_per_hour: float = 0.0
+    relaunch_s: float = 45.0
+    slow_start_s: float = 0.0
+    tool_timeout_share: float = 0.0
+    tool_timeout_s: float = 60.0
+    turn_retries: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape:
+    """The fleet may be cut anew while the rollout runs.
+
+    Args:
+        every_s: so often a plan is made.
+        relaunch_s: until an engine that was cut anew serves; 45 cold, 10.8 activated, 3 woken.
+        min_gain_share: of the time that is left, beyond the relaunch.
+    """
+
+    every_s: float = 30.0
+    relaunch_s: float = 45.0
+    min_gain_share: float = 0.15
+    gpus_per_node: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """Features of all engines, KV transfers, faults, and changes of the fleet.
+
+    Args:
+        transfer: None: contexts are computed anew at the new engine.
+        reshape: None: the fleet stays.
+    """
+
+    features: Features = field(default_factory=Features)
+    transfer: Transfer | None = None
+    faults: Faults = field(default_factory=Faults)
+    reshape: Reshape | None = None
+
+
+PLAIN = Conditions()

@@ -1,0 +1,129 @@
+"""Runs for people: progress while they are played, and a table of what they came to."""
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from simulator.runs import Run
+from simulator.scenario import Scenario
+from workloads.trajectories import Workload
+
+REDRAW_EVERY = 64
+"""Trajectories between two changes of the bar, which cost more than an event of the rollout."""
+
+
+WIDE = 124
+"""Columns of a console that takes the whole table side by side."""
+
+
+class RunProgress:
+    """A bar for all runs, and one for the trajectories of the run that is played."""
+
+    def __init__(self, num_runs: int, console: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._console = console
+        self._all = self._progress.add_task("runs", total=num_runs)
+        self._one = self._progress.add_task("", total=None)
+
+    def __enter__(self) -> "RunProgress":
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def head(self, scenario: Scenario, workload: Workload) -> None:
+        """Say what is played."""
+        self._console.print(f"{scenario.name}: {scenario.about}" if scenario.about else scenario.name)
+        self._console.print(
+            f"{len(workload.trajectories):,} trajectories, {workload.num_turns:,} turns, "
+            f"{workload.output_tokens:,} output tokens of {workload.total_tokens:,}; predictor: {scenario.predictor}"
+        )
+
+    def begin(self, title: str, num_trajectories: int) -> Callable[[float], None]:
+        """A run begins; what it gives is to be called at the end of each trajectory."""
+        self._progress.reset(self._one, description=title, total=num_trajectories)
+        num_ended = 0
+
+        def ended(at: float) -> None:
+            nonlocal num_ended
+            num_ended += 1
+            if num_ended % REDRAW_EVERY == 0:
+                self._progress.update(self._one, completed=num_ended, description=f"{title}: {at:,.0f} s")
+
+        return ended
+
+    def end(self) -> None:
+        """A run is over."""
+        self._progress.advance(self._all)
+
+
+def print_runs(runs: Sequence[Run], policies: Sequence[str], console: Console) -> None:
+    """A line for each policy and fleet, means over seeds; the fleet on which a policy is fastest has a star."""
+    lines: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        lines.setdefault((run.labels.policy, run.labels.fleet), []).append(run)
+    best = {policy: _best_line(lines, policy) for policy in policies}
+    base_s = _makespan_s(lines[best[policies[0]]])
+    rows: list[tuple[str, str, dict[str, str]]] = []
+    for (policy, fleet), line in sorted(lines.items(), key=lambda item: policies.index(item[0][0])):
+        star = " *" if best[policy] == (policy, fleet) and len(best) < len(lines) else ""
+        rows.append((policy, fleet + star, _cells(line, base_s)))
+    names = list(rows[0][2])
+    for some in [names] if console.width >= WIDE else [names[:6], names[6:]]:
+        table = Table("policy", "fleet", box=SIMPLE_HEAD, pad_edge=False)
+        for name in some:
+            table.add_column(name, justify="right", no_wrap=True)
+        for policy, fleet, cells in rows:
+            table.add_row(policy, fleet, *(cells[name] for name in some))
+        console.print(table)
+    console.print("* its best fleet. ratio: first policy's best makespan / this one. regret: makespan / bound.")
+    console.print(f"No policy beats {_bounds(runs)}.", soft_wrap=True)
+
+
+def _cells(line: Sequence[Run], base_s: float) -> dict[str, str]:
+    outcomes = [run.outcome for run in line]
+    makespans = [outcome.makespan_s for outcome in outcomes]
+    spread = f" ±{(max(makespans) - min(makespans)) / 2:.0f}" if len(makespans) > 1 else ""
+    summaries = [outcome.summary() for outcome in outcomes]
+
+    def mean(name: str) -> float:
+        return fmean(summary[name] for summary in summaries)
+
+    return {
+        "makespan s": f"{fmean(makespans):,.1f}{spread}",
+        "ratio": f"{base_s / fmean(makespans):.2f}",
+        "regret": f"{fmean(run.regret for run in line):.2f}",
+        "tokens/s": f"{mean('tokens_per_s'):,.0f}",
+        "mean s": f"{mean('mean_trajectory_s'):,.1f}",
+        "p99 s": f"{mean('p99_trajectory_s'):,.1f}",
+        "queued s": f"{mean('mean_queued_s'):,.1f}",
+        "prefix hits": f"{100 * mean('prefix_hit_share'):.1f} %",
+        "preempted": f"{mean('num_preemptions') + mean('num_pauses'):,.0f}",
+        "moves": f"{mean('num_moves'):,.0f}",
+        "lost": f"{mean('num_trajectories') - mean('num_finished'):,.0f}",
+    }
+
+
+def _best_line(lines: dict[tuple[str, str], list[Run]], policy: str) -> tuple[str, str]:
+    return min((key for key in lines if key[0] == policy), key=lambda key: _makespan_s(lines[key]))
+
+
+def _makespan_s(line: Sequence[Run]) -> float:
+    return fmean(run.outcome.makespan_s for run in line)
+
+
+def _bounds(runs: Sequence[Run]) -> str:
+    of_fleets = {
+        run.labels.fleet: fmean(r.bounds.fleet_s for r in runs if r.labels.fleet == run.labels.fleet) for run in runs
+    }
+    texts = [f"{bound:,.1f} s on {fleet}" for fleet, bound in of_fleets.items()]
+    best = [run.bounds.best_fleet_s for run in runs if run.bounds.best_fleet_s is not None]
+    if best:
+        texts.append(f"{fmean(best):,.1f} s on any fleet of as many GPUs")
+    return ", ".join(texts)

@@ -1,0 +1,137 @@
+"""The engines of a simulated rollout: how they start, die, come back, and make room for a fleet that is cut anew."""
+
+from collections.abc import Callable, Sequence
+
+from scheduling.cost import EngineProfile
+from scheduling.estimate import Remaining
+from scheduling.types import EngineLost, EngineReported, EngineSpec, Event
+from simulator.agenda import Agenda
+from simulator.conditions import Conditions
+from simulator.host import Host
+from simulator.mishaps import Mishaps
+from simulator.reshape import Reshaper
+
+MODEL = "simulated"
+
+
+class EngineRoom:
+    """Owns the engines, those that are gone included.
+
+    Args:
+        family: profiles of which a fleet that is cut anew may be made.
+        by_priority: engines sort their queues by priority.
+        handle: tells the scheduler.
+        pause_legs: stops what runs on an engine that a controller retires, tokens kept.
+        remaining: what is left to do of each trajectory, as predicted.
+    """
+
+    def __init__(
+        self,
+        conditions: Conditions,
+        mishaps: Mishaps,
+        family: Sequence[EngineProfile],
+        agenda: Agenda,
+        *,
+        by_priority: bool,
+        handle: Callable[[Event], None],
+        pause_legs: Callable[[Host], None],
+        remaining: Callable[[], list[Remaining]],
+    ) -> None:
+        self.hosts: dict[str, Host] = {}
+        self.num_relaunches = 0
+        self._conditions = conditions
+        self._mishaps = mishaps
+        self._family = family
+        self._agenda = agenda
+        self._by_priority = by_priority
+        self._handle = handle
+        self._pause_legs = pause_legs
+        self._remaining = remaining
+        self._profiles: dict[str, EngineProfile] = {}
+        self._nodes: dict[str, int] = {}
+        self._num_launching = 0
+
+    def open(self, fleet: Sequence[EngineProfile]) -> None:
+        """Start the first engines, and note what will become of them."""
+        nodes = [0] * len(fleet)
+        if self._conditions.reshape is not None:
+            reshaper = Reshaper(self._conditions.reshape, self._family, sum(profile.tp for profile in fleet))
+            nodes = reshaper.nodes_of(fleet)
+            self._note_reshape(reshaper)
+        for number, (profile, node) in enumerate(zip(fleet, nodes, strict=True)):
+            self._launch(f"e{number:03d}", profile, node, self._mishaps.start_s())
+        self._note_death()
+
+    def _launch(self, engine_id: str, profile: EngineProfile, node: int, after_s: float) -> None:
+        self._profiles[engine_id] = profile
+        self._nodes[engine_id] = node
+        self._num_launching += 1
+        if after_s:
+            self._agenda.note(self._agenda.now + after_s, self._start, engine_id)
+        else:
+            self._start(engine_id)
+
+    def _start(self, engine_id: str) -> None:
+        self._num_launching -= 1
+        profile, now = self._profiles[engine_id], self._agenda.now
+        host = Host(engine_id, profile, self._conditions.features, now, by_priority=self._by_priority)
+        self.hosts[engine_id] = host
+        self._handle(EngineReported(now, _spec(host)))
+
+    def _alive(self) -> list[Host]:
+        return [host for host in self.hosts.values() if host.ended_at is None]
+
+    # --- death ----------------------------------------------------------------------------------------------
+
+    def _note_death(self) -> None:
+        death_s = self._mishaps.next_death_s()
+        if death_s is not None:
+            self._agenda.note(self._agenda.now + death_s, self._die)
+
+    def _die(self, _: str) -> None:
+        self._note_death()
+        alive = [host.engine_id for host in self._alive()]
+        if not alive:
+            return
+        host = self.hosts[self._mishaps.one_of(alive)]
+        self.num_relaunches += 1
+        again = f"{host.engine_id.partition('.')[0]}.{self.num_relaunches}"
+        self._launch(again, host.profile, self._nodes[host.engine_id], self._conditions.faults.relaunch_s)
+        self._lose(host)
+
+    def _lose(self, host: Host) -> None:
+        host.end(self._agenda.now)
+        self._handle(EngineLost(self._agenda.now, host.engine_id))
+
+    # --- a fleet that is cut anew ---------------------------------------------------------------------------
+
+    def _note_reshape(self, reshaper: Reshaper) -> None:
+        self._agenda.note(self._agenda.now + reshaper.settings.every_s, lambda _: self._reshape(reshaper))
+
+    def _reshape(self, reshaper: Reshaper) -> None:
+        self._note_reshape(reshaper)
+        remaining = self._remaining()
+        if self._num_launching or not remaining:
+            return
+        alive = self._alive()
+        change = reshaper.change(remaining, [(host.profile.tp, self._nodes[host.engine_id]) for host in alive])
+        if change is None:
+            return
+        for host in alive:
+            if self._nodes[host.engine_id] in change.nodes:
+                self._retire(host)
+        for node, profile in change.launches:
+            self.num_relaunches += 1
+            self._launch(f"r{self.num_relaunches:03d}", profile, node, reshaper.settings.relaunch_s)
+
+    def _retire(self, host: Host) -> None:
+        """Stop an engine as a controller does: nothing new comes, what runs there is paused, it is gone."""
+        self._handle(EngineReported(self._agenda.now, _spec(host), accepting=False))
+        self._pause_legs(host)
+        self._lose(host)
+
+
+def _spec(host: Host) -> EngineSpec:
+    profile = host.profile
+    models = frozenset({MODEL})
+    return EngineSpec(host.engine_id, models, profile.slots, profile.kv_capacity_tokens, profile.tp, profile)

@@ -1,0 +1,46 @@
+"""Dice for what goes wrong. Every trajectory has its own, so that the same ones leave whatever the policy does."""
+
+import random
+
+from simulator.conditions import Faults
+from workloads.trajectories import Trajectory
+
+PATIENCE_S = 30.0
+"""A client that will leave does so within this time after it asked for its last turn."""
+
+
+class Mishaps:
+    """What goes wrong in one rollout."""
+
+    def __init__(self, faults: Faults, seed: int) -> None:
+        self.faults = faults
+        self._seed = seed
+        self._dice = random.Random(f"engines/{seed}")
+
+    def leaving(self, trajectory: Trajectory) -> tuple[int, float] | None:
+        """The turn that its client does not wait for, and when it leaves after it asked; None if it stays."""
+        if not self.faults.leaving_share:
+            return None
+        dice = random.Random(f"leaving/{self._seed}/{trajectory.trajectory_id}")
+        if dice.random() >= self.faults.leaving_share:
+            return None
+        return dice.randrange(len(trajectory.turns)), dice.uniform(0.0, PATIENCE_S)
+
+    def tool_hangs(self, trajectory: Trajectory, turn: int) -> bool:
+        """Whether the tool call after this turn hangs until its time-out."""
+        if not self.faults.tool_timeout_share:
+            return False
+        dice = random.Random(f"tools/{self._seed}/{trajectory.trajectory_id}/{turn}")
+        return dice.random() < self.faults.tool_timeout_share
+
+    def next_death_s(self) -> float | None:
+        """How long until the next engine dies; None: never."""
+        return self._dice.expovariate(self.faults.deaths_per_hour / 3600) if self.faults.deaths_per_hour else None
+
+    def one_of(self, engine_ids: list[str]) -> str:
+        """The engine that dies."""
+        return self._dice.choice(engine_ids)
+
+    def start_s(self) -> float:
+        """How long after the rollout's start an engine is there."""
+        return self._dice.uniform(0.0, self.faults.slow_start_s) if self.faults.slow_start_s else 0.0

@@ -1,0 +1,83 @@
+"""Predictors that know what is to come, wholly or in part: what prediction is worth is measured against them."""
+
+import math
+import random
+from collections.abc import Sequence
+from statistics import fmean, pvariance
+
+from predictor.progress import Progress
+from scheduling.types import Prediction
+from workloads.trajectories import Trajectory
+
+MEMORY_OF_NOISE = 0.7
+"""Correlation of the error from one turn to the next."""
+
+_P90 = 1.2815515655446004
+
+
+class Oracle:
+    """Predicts the true totals."""
+
+    reads_outcomes = False
+
+    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
+        self._totals = {t.trajectory_id: float(t.output_tokens) for t in trajectories}
+
+    def predict(self, progress: Progress) -> Prediction:
+        """The total output that it will come to."""
+        total = self._totals[progress.trajectory_id]
+        return Prediction(total, total)
+
+    def ended(self, progress: Progress) -> None:
+        """Nothing is learned."""
+
+    def dropped(self, trajectory_id: str) -> None:
+        """Nothing is learned."""
+
+    def dump(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def restore(self, dumped: bytes) -> None:
+        """Nothing."""
+
+
+class Noisy(Oracle):
+    """Predicts remaining work with an error of its own making.
+
+    The log of the remaining output is seen through normal noise, of such a spread that truth and observation correlate
+    by `correlation`; the prediction is the mean of the truth given what is seen, so it is calibrated and shrunk towards
+    the mean of all. The noise of a trajectory goes on from turn to turn (autoregressive, 0.7).
+
+    Args:
+        correlation: log-Pearson of observed and true remaining work, in (0, 1].
+        max_tokens: no trajectory makes more.
+    """
+
+    def __init__(self, trajectories: Sequence[Trajectory], correlation: float, seed: int) -> None:
+        super().__init__(trajectories)
+        logs = [math.log(total) for total in self._totals.values()]
+        self._mean, self._variance = fmean(logs), max(pvariance(logs), 1e-9)
+        self._correlation = correlation
+        self._max_tokens = max(self._totals.values())
+        self._dice = random.Random(f"noise/{seed}")
+        self._noise: dict[str, float] = {}
+
+    def predict(self, progress: Progress) -> Prediction:
+        """What it has made, and the expected remaining output given what is seen of it."""
+        share = self._correlation**2  # of the variance that is explained
+        remaining = max(self._totals[progress.trajectory_id] - progress.output_tokens, 1.0)
+        noise = self._next_noise(progress.trajectory_id)
+        seen = math.log(remaining) + noise * math.sqrt(self._variance * (1 / share - 1))
+        mean = self._mean + share * (seen - self._mean)
+        spread = math.sqrt(self._variance * (1 - share))
+        made, most = progress.output_tokens, max(self._max_tokens, progress.output_tokens + 1.0)
+        total = min(made + math.exp(mean + spread**2 / 2), most)
+        return Prediction(total, max(total, min(made + math.exp(mean + _P90 * spread), most)))
+
+    def _next_noise(self, trajectory_id: str) -> float:
+        fresh = self._dice.gauss(0.0, 1.0)
+        before = self._noise.get(trajectory_id)
+        noise = fresh if before is None else MEMORY_OF_NOISE * before + math.sqrt(1 - MEMORY_OF_NOISE**2) * fresh
+        self._noise[trajectory_id] = noise
+        return noise

@@ -1,0 +1,141 @@
+"""A scheduler's log played again: the same events must lead to the same actions, byte for byte.
+
+A log is what the gateway's event log and `heddle simulate --log` write: a JSON line for each event, `{"at", "kind":
+"event", "type", ...fields}`, followed by a line of kind `action` for each action. A first line `{"kind": "start",
+"policy", "limits", "can_preempt", "records"}` says how the scheduler was made, and another one that a new process made
+another; where there is none, the log must begin with an empty scheduler, and the caller says which policy it had. Lines
+of other kinds are passed over.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, get_args
+
+import orjson
+
+from scheduling.limits import Limits
+from scheduling.logged import logged
+from scheduling.policy import Policy
+from scheduling.scheduler import Scheduler
+from scheduling.types import Action, Event, TrajectoryRecord
+from simulator.runs import policy_named
+from simulator.tables import from_table
+
+_EVENTS = {kind.__name__: kind for kind in get_args(Event)}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first line at which a replay decides otherwise; None stands for no further action."""
+
+    line_number: int
+    event: bytes
+    recorded: bytes | None
+    replayed: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a replay came to: how much was the same before the difference, if there is one."""
+
+    num_events: int
+    num_actions: int
+    difference: Difference | None
+
+
+class LogWriter:
+    """Writes a rollout's log; to be given to a `Rollout` as its `log`."""
+
+    def __init__(self, path: Path, policy: Policy, limits: Limits) -> None:
+        self._file: BinaryIO = path.open("wb")
+        start = {"at": 0.0, "kind": "start", "policy": policy.name, "limits": asdict(limits), "can_preempt": True}
+        self._file.write(orjson.dumps(start, option=orjson.OPT_APPEND_NEWLINE))
+
+    def __enter__(self) -> "LogWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+
+    def __call__(self, event: Event, actions: list[Action]) -> None:
+        """Write an event and the actions that followed."""
+        self._file.write(log_line(event.at, "event", event))
+        self._file.writelines(log_line(event.at, "action", action) for action in actions)
+
+
+def log_line(at: float, kind: str, said: Event | Action) -> bytes:
+    """The line of an event or an action."""
+    return orjson.dumps(logged(at, kind, said), default=sorted, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def replay(path: Path, policy_name: str | None = None) -> Replayed:
+    """Plays a log again until it ends or something differs.
+
+    Args:
+        policy_name: what the log had, if it does not say so itself; None: the default policy.
+
+    Raises:
+        ValueError: a line is malformed, or there is no such policy.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as lines:
+        return _replay(_parsed(lines, path), policy_name)
+
+
+def _replay(lines: Iterator[tuple[int, bytes, dict[str, Any]]], policy_name: str | None) -> Replayed:
+    scheduler: Scheduler | None = None
+    due: list[bytes] = []
+    event_line = b""
+    num_events = num_actions = number = 0
+    for number, line, said in lines:
+        match said.get("kind"):
+            case "start":
+                scheduler = _started(said)
+            case "event":
+                if due:
+                    return Replayed(num_events, num_actions, Difference(number, event_line, None, due[0]))
+                event = _event(said, number)
+                if scheduler is None:
+                    scheduler = Scheduler(policy_named(policy_name or "heddle"), Limits(), at=event.at)
+                event_line, num_events = line, num_events + 1
+                due = [log_line(event.at, "action", action) for action in scheduler.handle(event)]
+            case "action":
+                if not due or due[0] != line:
+                    return Replayed(
+                        num_events, num_actions, Difference(number, event_line, line, due[0] if due else None)
+                    )
+                num_actions += 1
+                due.pop(0)
+    difference = Difference(number + 1, event_line, None, due[0]) if due else None
+    return Replayed(num_events, num_actions, difference)
+
+
+def _parsed(lines: Iterable[bytes], path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            said = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        if not isinstance(said, dict):
+            raise ValueError(f"{path}, line {number}: not a JSON object")
+        yield number, line, said
+
+
+def _started(said: dict[str, Any]) -> Scheduler:
+    missing = [name for name in ("at", "policy", "can_preempt") if name not in said]
+    if missing:
+        raise ValueError(f"the line of kind start lacks {missing[0]!r}")
+    records = [from_table(TrajectoryRecord, record, "records.") for record in said.get("records", ())]
+    limits = from_table(Limits, said.get("limits", {}), "limits.")
+    return Scheduler(policy_named(said["policy"]), limits, records, said["at"], can_preempt=said["can_preempt"])
+
+
+def _event(said: dict[str, Any], number: int) -> Event:
+    kind = _EVENTS.get(said.get("type", ""))
+    if kind is None:
+        raise ValueError(f"line {number}: no event is called {said.get('type')!r}")
+    fields = {name: value for name, value in said.items() if name not in ("kind", "type")}
+    event: Event = from_table(kind, fields, f"line {number}: ")
+    return event

@@ -1,0 +1,216 @@
+"""docs/results-simulated.md from the rows of a study: tables, plots, and in words what does not pay.
+
+Every sentence follows from the figures beside it. Ratios are paired: the same workload, seed by seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from scheduling.policy import HEDDLE
+from simulator.comparison import Results, Spread, ablation_ratios
+from simulator.planned_fleets import MIXED, PLANNED
+from simulator.showcase import draw_plots
+from simulator.study import CLAIRVOYANT, MECHANISMS, Case, Job, Row, baselines, variants
+
+# Means that differ by less say nothing (policy study: with three seeds, 2 %).
+_SAME = 0.01
+
+
+def write_page(rows: Mapping[Job, Row], cases: Sequence[Case], folder: Path, path: Path, command: str) -> None:
+    """The page and, in `plots/` beside it, its plots.
+
+    Args:
+        folder: where the study keeps the runs that plots show.
+        command: what makes the page.
+    """
+    results = Results(rows)
+    plots = draw_plots(results, cases, folder, path.parent / "plots")
+    sections = [
+        _against_baselines(results, cases),
+        *(f"![{title}](plots/{name})\n" for name, title in plots),
+        _all_policies(results, cases),
+        _variants(results, cases),
+        _ablations(results, cases),
+        _planned(results, cases),
+        _in_words(results, cases),
+    ]
+    made_by = _made_by(rows, command)
+    parts = [_head(rows), *(f"{section}\n{made_by}" for section in sections if section)]
+    path.write_text("\n".join(parts), encoding="utf-8")
+
+
+def _head(rows: Mapping[Job, Row]) -> str:
+    sources = {row.source for row in rows.values()}
+    cases = {job.case for job in rows}
+    sizes = sorted({f"{case.num_trajectories:,} trajectories on {case.gpus} GPUs" for case in cases})
+    minutes = sum(row.took_s for row in rows.values()) / 60
+    warning = "" if len(sources) <= 1 else f" **The rows come from {len(sources)} states of the sources.**"
+    num_unfinished = sum(row.figures["num_finished"] < row.figures["num_trajectories"] for row in rows.values())
+    if num_unfinished:
+        warning += f" **{num_unfinished} rollouts lost trajectories.**"
+    return f"""# Simulated results
+
+The scheduler that ships, in virtual time (`simulator/`), on engines after measured profiles; nothing on this page ran
+on a GPU. Makespans in virtual seconds. Each policy, Heddle and the baselines alike, has the homogeneous TP degree that
+is its best in hindsight, and as many slots per GPU as any other. Ratios are paired by seed: mean (smallest to largest).
+The clairvoyant is Heddle with true lengths; the bound is what no policy on any fleet of these GPUs can beat.
+
+{len(rows):,} rollouts, {minutes:,.0f} minutes of one core; {"; ".join(sizes)}.{warning}
+"""
+
+
+def _made_by(rows: Mapping[Job, Row], command: str) -> str:
+    """What stands under every figure."""
+    seeds = ", ".join(map(str, sorted({job.seed for job in rows})))
+    commits = ", ".join(sorted({row.commit for row in rows.values()}))
+    return f"*`{command}`, seeds {seeds}, commit {commits}*\n"
+
+
+def _against_baselines(results: Results, cases: Sequence[Case]) -> str:
+    lines = [
+        "## Against the best and the worst baseline\n",
+        "| case | Heddle, s | best baseline, s | x | worst baseline | x | over clairvoyant | over the bound | seeds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case in cases:
+        ours, best = results.best(case, HEDDLE.name), results.best_baseline(case)
+        worst, clairvoyant = results.worst_baseline(case), results.best(case, HEDDLE.name, CLAIRVOYANT)
+        if ours is None:
+            continue
+        ratio = results.ratio(case, best, ours)
+        cells = [
+            case.name,
+            f"{_seconds(results.makespan(case, ours))}, TP{ours.tp}",
+            "-" if best is None else f"{_seconds(results.makespan(case, best))}, {best}",
+            f"**{_spread(ratio)}**" if ratio else "-",
+            "-" if worst is None else str(worst),
+            _spread(results.ratio(case, worst, ours)),
+            _spread(results.ratio(case, ours, clairvoyant)),
+            _spread(results.to_bound(case, ours)),
+            str(ratio.num if ratio else 0),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _all_policies(results: Results, cases: Sequence[Case]) -> str:
+    words = (
+        "How many times as long as Heddle each takes, paired by seed; in brackets its TP. Bold: it beats Heddle.\n\n"
+    )
+    return "## Every policy at its best TP\n\n" + words + _matrix(results, cases, baselines())
+
+
+def _variants(results: Results, cases: Sequence[Case]) -> str:
+    shown = [case for case in cases if any(results.best(case, name) for name in variants())]
+    if not shown:
+        return ""
+    words = "Residency, placement and all else are Heddle's; the name says what is another's.\n\n"
+    return "## Heddle with one thing changed\n\n" + words + _matrix(results, shown, variants())
+
+
+def _matrix(results: Results, cases: Sequence[Case], policies: Sequence[str]) -> str:
+    """A row for each case."""
+    lines = [f"| case | heddle, s | {' | '.join(policies)} |", "|---" * (len(policies) + 2) + "|"]
+    for case in cases:
+        ours = results.best(case, HEDDLE.name)
+        if ours is None:
+            continue
+        makespan = results.makespan(case, ours)
+        cells = [f"{makespan.mean:,.0f} [{ours.tp}]" if makespan else "-"]
+        for policy in policies:
+            choice = results.best(case, policy)
+            ratio = results.ratio(case, choice, ours)
+            cells.append("-" if choice is None or ratio is None else _cell(ratio.mean, choice.tp))
+        lines.append(f"| {case.name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(ratio: float, tp: int) -> str:
+    words = f"x{ratio:.2f} [{tp}]"
+    return f"**{words}**" if ratio < 1 - _SAME else words
+
+
+def _ablations(results: Results, cases: Sequence[Case]) -> str:
+    tables = {case: ratios for case in cases if (ratios := ablation_ratios(results, case))}
+    if not tables:
+        return ""
+    lines = [
+        "## What each mechanism is worth\n",
+        "On Heddle's best fleet. *Needed*: how much longer Heddle takes without it. *Alone*: how much longer sticky",
+        "round robin (`verl`) takes than with it alone. Above 1 it pays.\n",
+        f"| mechanism | {' | '.join(f'{case.name}: needed | alone' for case in tables)} |",
+        "|---" * (2 * len(tables) + 1) + "|",
+    ]
+    for name in MECHANISMS:
+        pairs = [ratios.get(name) for ratios in tables.values()]
+        cells = [_spread(pair[kind]) if pair else "-" for pair in pairs for kind in ("without", "alone")]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _planned(results: Results, cases: Sequence[Case]) -> str:
+    shown = [case for case in cases if any(results.planned(case, kind) for kind in (PLANNED, MIXED))]
+    if not shown:
+        return ""
+    lines = [
+        "## Fleets that are planned\n",
+        "Heddle on what `scheduling.scaling.plan` makes of the GPUs when it is told the lengths of an earlier rollout",
+        "of other prompts. *Planned*: a mixed fleet only where that promises 5 %. *Mixed*: whatever promises most.",
+        "x: how many times as long the best homogeneous fleet in hindsight takes; below 1 the plan loses.\n",
+        "| case | best homogeneous, s | planned | x | mixed | x |",
+        "|---" * 6 + "|",
+    ]
+    for case in shown:
+        ours = results.best(case, HEDDLE.name)
+        cells = [case.name, "-" if ours is None else f"{_seconds(results.makespan(case, ours))}, TP{ours.tp}"]
+        for kind in (PLANNED, MIXED):
+            fleets = sorted({row.fleet for row in results.planned(case, kind).values()})
+            cells += ["; ".join(fleets) or "-", _spread(results.gain_of_plan(case, kind))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _in_words(results: Results, cases: Sequence[Case]) -> str:
+    """What the tables say about where Heddle and its mechanisms do not pay."""
+    sentences = []
+    for case in cases:
+        ratio = results.ratio(case, results.best_baseline(case), results.best(case, HEDDLE.name))
+        if ratio is not None and ratio.mean < 1 - _SAME:
+            sentences.append(
+                f"Heddle loses {case.name}: the best baseline, {results.best_baseline(case)}, takes only "
+                f"{ratio.mean:.2f} of its makespan ({ratio.low:.2f} to {ratio.high:.2f})."
+            )
+        elif ratio is not None and ratio.mean <= 1 + _SAME:
+            sentences.append(f"Heddle gains nothing over the best baseline in {case.name} ({_spread(ratio)}).")
+        elif ratio is not None and ratio.low < 1:
+            sentences.append(f"Heddle gains in {case.name} in the mean ({_spread(ratio)}), but not with every seed.")
+    for case in cases:
+        for name, pair in ablation_ratios(results, case).items():
+            sentences += _verdict(name, case, pair["without"])
+    if not sentences:
+        sentences = ["Nothing that was measured: Heddle wins every case, and every mechanism is needed in each."]
+    return "## Where it does not pay\n\n" + "\n".join(f"- {sentence}" for sentence in sentences) + "\n"
+
+
+def _verdict(mechanism: str, case: Case, without: Spread) -> list[str]:
+    if without.mean < 1 - _SAME:
+        return [
+            f"{mechanism.capitalize()} costs in {case.name}: without it the makespan is {_spread(without)} of Heddle's."
+        ]
+    if without.mean <= 1 + _SAME:
+        return [f"{mechanism.capitalize()} makes no difference in {case.name} ({_spread(without)} without it)."]
+    return []
+
+
+def _seconds(spread: Spread | None) -> str:
+    if spread is None:
+        return "-"
+    return f"{spread.mean:,.0f}" + (f" ({spread.low:,.0f} to {spread.high:,.0f})" if spread.num > 1 else "")
+
+
+def _spread(spread: Spread | None) -> str:
+    if spread is None:
+        return "-"
+    return f"x{spread.mean:.2f}" + (f" ({spread.low:.2f} to {spread.high:.2f})" if spread.num > 1 else "")

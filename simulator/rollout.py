@@ -1,0 +1,339 @@
+"""One rollout in virtual time: agents, the scheduler that ships, and simulated engines.
+
+Everything that happens is in one agenda, ordered by time. An engine's model says when something of it changes next; the
+agenda may hold an older word of it, which is then passed over. Pure but for its own state: the same workload, fleet,
+policy and seed give the same result.
+
+Agents behave like clients of the gateway, and this like the gateway: a leg that an engine lost is told as failed and
+may be retried; a turn that is rejected is asked for again, a few times; a client that leaves says nothing more.
+"""
+
+from collections.abc import Callable, Sequence
+
+from engines.simulated.sequence import SimulatedSequence
+from predictor.progress import Predictor
+from scheduling.cost import EngineProfile
+from scheduling.estimate import Remaining
+from scheduling.limits import Limits
+from scheduling.policy import Policy
+from scheduling.scheduler import Scheduler
+from scheduling.types import (
+    Abort,
+    Action,
+    Dispatch,
+    Event,
+    Fault,
+    Preempt,
+    Reject,
+    Tick,
+    TrajectoryClosed,
+    TurnArrived,
+    TurnFailed,
+    TurnFinished,
+    TurnPaused,
+)
+from simulator.agenda import Agenda
+from simulator.agent import Agent
+from simulator.conditions import PLAIN, Conditions
+from simulator.engine_room import MODEL, EngineRoom
+from simulator.host import Host
+from simulator.mishaps import Mishaps
+from simulator.outcome import Ending, Outcome
+from simulator.predictors import Oracle
+from simulator.transfers import Transfers
+from workloads.trajectories import Workload
+
+Log = Callable[[Event, list[Action]], None]
+
+
+class Rollout:
+    """Plays a workload.
+
+    Args:
+        fleet: the profile of each engine.
+        oracle: predictions are the true lengths.
+        conditions: what engines can do, and what goes wrong.
+        family: profiles of which a fleet that is cut anew may be made.
+        seed: of the dice for what goes wrong.
+        on_ended: called with the virtual time whenever a trajectory has ended, for progress bars.
+        log: told every event with the actions that followed from it.
+
+    Raises:
+        ValueError: a trajectory is too long for the KV of some engine.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        fleet: Sequence[EngineProfile],
+        policy: Policy,
+        limits: Limits,
+        predictor: Predictor,
+        *,
+        oracle: bool = False,
+        conditions: Conditions = PLAIN,
+        family: Sequence[EngineProfile] = (),
+        seed: int = 0,
+        on_ended: Callable[[float], None] | None = None,
+        log: Log | None = None,
+    ) -> None:
+        smallest = min(fleet, key=lambda profile: profile.kv_capacity_tokens)
+        if workload.max_context_tokens > smallest.kv_capacity_tokens:
+            raise ValueError(
+                f"a trajectory comes to {workload.max_context_tokens:,} tokens, and the KV of {smallest.name} holds "
+                f"{smallest.kv_capacity_tokens:,}"
+            )
+        self._policy = policy
+        self._predictor = Oracle(workload.trajectories) if oracle else predictor
+        self._conditions = conditions
+        self._mishaps = Mishaps(conditions.faults, seed)
+        self._transfers = Transfers(conditions.transfer)
+        self._on_ended = on_ended
+        self._log = log
+        self._scheduler = Scheduler(policy, limits, can_preempt=True)
+        self._agents = {t.trajectory_id: Agent(t) for t in workload.trajectories}
+        self._agenda = Agenda()
+        self._left = len(self._agents)
+        self._wakeup = float("inf")
+        self._engines = EngineRoom(
+            conditions,
+            self._mishaps,
+            family,
+            self._agenda,
+            by_priority=policy.holds_turns,
+            handle=self._handle,
+            pause_legs=self._pause_legs,
+            remaining=self._remaining,
+        )
+        self._engines.open(fleet)
+
+    def run(self) -> Outcome:
+        """Play it to its end."""
+        for trajectory_id in self._agents:
+            self._agenda.note(0.0, self._turn_due, trajectory_id)
+        while self._left:
+            self._agenda.go_on()
+        return Outcome(
+            self._policy.name,
+            tuple(agent.outcome() for agent in self._agents.values()),
+            tuple(host.outcome() for host in self._engines.hosts.values()),
+            self._engines.num_relaunches,
+        )
+
+    # --- agents ---------------------------------------------------------------------------------------------
+
+    def _turn_due(self, trajectory_id: str) -> None:
+        agent = self._agents[trajectory_id]
+        if agent.ending is not None:
+            return
+        agent.take_prompt(self._agenda.now)
+        leaving = self._mishaps.leaving(agent.trajectory)
+        if leaving is not None and leaving[0] == agent.turn:
+            self._agenda.note(self._agenda.now + leaving[1], self._client_leaves, trajectory_id)
+        self._ask(agent)
+
+    def _ask(self, agent: Agent) -> None:
+        agent.ask()
+        prediction = self._predictor.predict(agent.progress())
+        agent.note_prediction(prediction)
+        trajectory_id, group_id = agent.trajectory.trajectory_id, agent.trajectory.group_id
+        self._handle(
+            TurnArrived(
+                self._agenda.now, agent.turn_id, trajectory_id, MODEL, agent.context_tokens, prediction, group_id
+            )
+        )
+
+    def _ask_again(self, trajectory_id: str) -> None:
+        agent = self._agents[trajectory_id]
+        if agent.ending is None:
+            self._ask(agent)
+
+    def _rejected(self, action: Reject) -> None:
+        agent = self._agents[_trajectory_of(action.turn_id)]
+        agent.interrupt(self._agenda.now)
+        if action.retry_after_s is not None and agent.num_retries < self._conditions.faults.turn_retries:
+            agent.num_retries += 1
+            self._agenda.note(self._agenda.now + action.retry_after_s, self._ask_again, agent.trajectory.trajectory_id)
+            return
+        self._end(agent, Ending.FAILED)
+        self._predictor.dropped(agent.trajectory.trajectory_id)
+        self._agenda.note(self._agenda.now, self._close, agent.trajectory.trajectory_id)
+
+    def _client_leaves(self, trajectory_id: str) -> None:
+        agent = self._agents[trajectory_id]
+        if agent.ending is not None:
+            return
+        if agent.is_asking:
+            if agent.is_on_engine and agent.engine_id is not None:
+                host = self._engines.hosts[agent.engine_id]
+                host.engine.abort(self._agenda.now, trajectory_id)
+                self._note_due(host)
+            agent.interrupt(self._agenda.now)
+            self._handle(TurnFailed(self._agenda.now, agent.turn_id, agent.leg, Fault.CLIENT_LEFT, can_retry=False))
+        self._predictor.dropped(trajectory_id)
+        self._end(agent, Ending.LEFT)
+
+    def _end(self, agent: Agent, ending: Ending) -> None:
+        assert agent.ending is None
+        agent.ending = ending
+        agent.ended_at = self._agenda.now
+        agent.is_pausing = False
+        agent.kv_arrives_at = None
+        self._left -= 1
+        if self._on_ended is not None:
+            self._on_ended(self._agenda.now)
+
+    def _close(self, trajectory_id: str) -> None:
+        self._handle(TrajectoryClosed(self._agenda.now, trajectory_id))
+
+    # --- turns on engines -----------------------------------------------------------------------------------
+
+    def _dispatch(self, action: Dispatch) -> None:
+        agent = self._agents[_trajectory_of(action.turn_id)]
+        old = self._engines.hosts.get(agent.engine_id or "")
+        new = self._engines.hosts[action.engine_id]
+        agent.begin_leg(action)
+        if old is not None and old is not new and old.ended_at is None:
+            pieces = agent.pieces(agent.context_tokens + agent.kept_tokens)
+            arrives_at = self._transfers.arrival(self._agenda.now, agent.rested_at, old, new, pieces)
+            if arrives_at is not None:
+                agent.kv_arrives_at = arrives_at
+                self._agenda.note(arrives_at, self._kv_arrives, agent.trajectory.trajectory_id)
+                return
+        self._submit(agent, new)
+
+    def _kv_arrives(self, trajectory_id: str) -> None:
+        agent = self._agents[trajectory_id]
+        if agent.kv_arrives_at != self._agenda.now or agent.is_pausing or agent.engine_id is None:
+            return  # its engine died, its client left, or it is preempted
+        host = self._engines.hosts[agent.engine_id]
+        host.engine.adopt(self._agenda.now, agent.pieces(agent.context_tokens + agent.kept_tokens))
+        self._submit(agent, host)
+
+    def _submit(self, agent: Agent, host: Host) -> None:
+        agent.kv_arrives_at = None
+        agent.is_on_engine = True
+        kept = agent.kept_tokens
+        sequence = SimulatedSequence(
+            agent.trajectory.trajectory_id,
+            agent.context_tokens + kept,
+            agent.now_asks.output_tokens - kept,
+            agent.pieces,
+            agent.priority,
+        )
+        host.engine.submit(self._agenda.now, sequence)
+        self._note_due(host)
+
+    def _engine_due(self, engine_id: str) -> None:
+        host = self._engines.hosts[engine_id]
+        if host.due_at == self._agenda.now:
+            self._advance(host)
+
+    def _advance(self, host: Host) -> None:
+        for event in host.engine.advance(self._agenda.now):
+            agent = self._agents[event.id]
+            if agent.ending is not None:
+                continue  # it left, and the engine ends its step
+            match event.kind:
+                case "admitted":
+                    agent.admit(event.at)
+                case "preempted":
+                    agent.interrupt(event.at)
+                case "finished":
+                    agent.interrupt(event.at)
+                    self._finished(agent, event.at)
+                case "aborted" if agent.is_pausing:
+                    self._paused(agent, event.at, event.num_generated)
+        host.sample(self._agenda.now, self._scheduler.engines[host.engine_id].kv_claimed)
+        self._note_due(host)
+
+    def _finished(self, agent: Agent, at: float) -> None:
+        turn_id, trajectory = agent.turn_id, agent.trajectory
+        prompt_tokens, output_tokens = agent.context_tokens, agent.now_asks.output_tokens
+        hangs = self._mishaps.tool_hangs(trajectory, agent.turn)
+        tool_s = agent.finish_turn(at, self._conditions.faults.tool_timeout_s if hangs else None)
+        self._handle(TurnFinished(at, turn_id, agent.leg, prompt_tokens, output_tokens))
+        if agent.turn < len(trajectory.turns):
+            self._agenda.note(at + tool_s, self._turn_due, trajectory.trajectory_id)
+        else:
+            self._end(agent, Ending.FINISHED)
+            self._predictor.ended(agent.progress())
+            self._close(trajectory.trajectory_id)
+
+    def _preempt(self, turn_id: str, leg: int) -> None:
+        agent = self._agents[_trajectory_of(turn_id)]
+        assert agent.turn_id == turn_id and agent.leg == leg and agent.engine_id is not None
+        agent.is_pausing = True
+        if agent.is_on_engine:  # told when the step ends, if the turn is not finished with it
+            host = self._engines.hosts[agent.engine_id]
+            host.engine.abort(self._agenda.now, agent.trajectory.trajectory_id)
+            self._note_due(host)
+        else:
+            self._agenda.note(self._agenda.now, self._paused_early, turn_id)
+
+    def _paused_early(self, turn_id: str) -> None:
+        """Its KV was still on its way."""
+        agent = self._agents[_trajectory_of(turn_id)]
+        if agent.is_pausing and agent.turn_id == turn_id:
+            self._paused(agent, self._agenda.now, 0)
+
+    def _paused(self, agent: Agent, at: float, num_generated: int) -> None:
+        agent.interrupt(at)
+        self._handle(TurnPaused(at, agent.turn_id, agent.leg, agent.pause(num_generated)))
+
+    def _leg_lost(self, name: str) -> None:
+        turn_id, _, leg = name.rpartition("#")
+        agent = self._agents[_trajectory_of(turn_id)]
+        if agent.is_asking and agent.turn_id == turn_id and agent.leg == int(leg):
+            agent.interrupt(self._agenda.now)
+            agent.is_on_engine = agent.is_pausing = False
+            agent.kv_arrives_at = None
+            self._handle(TurnFailed(self._agenda.now, turn_id, agent.leg, Fault.ENGINE, can_retry=True))
+
+    def _pause_legs(self, host: Host) -> None:
+        self._advance(host)
+        for agent in self._agents.values():
+            if agent.ending is None and agent.has_leg and agent.engine_id == host.engine_id:
+                made = host.engine.num_generated(agent.trajectory.trajectory_id) if agent.is_on_engine else 0
+                self._paused(agent, self._agenda.now, made)
+
+    # --- the scheduler ----------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> None:
+        actions = self._scheduler.handle(event)
+        if self._log is not None:
+            self._log(event, actions)
+        for action in actions:
+            match action:
+                case Dispatch():
+                    self._dispatch(action)
+                case Reject():
+                    self._rejected(action)
+                case Preempt(turn_id, leg):
+                    self._preempt(turn_id, leg)
+                case Abort(turn_id, leg, _):
+                    self._agenda.note(self._agenda.now, self._leg_lost, f"{turn_id}#{leg}")
+        wakeup = self._scheduler.next_wakeup()
+        if wakeup is not None and wakeup < self._wakeup:
+            self._wakeup = wakeup
+            self._agenda.note(max(wakeup, self._agenda.now), self._tick, "")
+
+    def _remaining(self) -> list[Remaining]:
+        known = self._scheduler.trajectories
+        going = [known[id] for id, agent in self._agents.items() if agent.ending is None and id in known]
+        return [Remaining(trajectory.remaining_tokens, trajectory.context_tokens) for trajectory in going]
+
+    def _tick(self, _: str) -> None:
+        if self._agenda.now >= self._wakeup:
+            self._wakeup = float("inf")
+            self._handle(Tick(self._agenda.now))
+
+    def _note_due(self, host: Host) -> None:
+        due_at = self._agenda.now if host.engine.has_ended_some else host.engine.next_event_at()
+        if due_at is not None and host.ended_at is None:
+            host.due_at = max(due_at, self._agenda.now)
+            self._agenda.note(host.due_at, self._engine_due, host.engine_id)
+
+
+def _trajectory_of(turn_id: str) -> str:
+    return turn_id.rpartition("/")[0]

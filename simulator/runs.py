@@ -1,0 +1,150 @@
+"""Plays scenarios: one policy on one fleet with one seed, through all epochs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from predictor import replay
+from predictor.prefix_tree import TreePredictor
+from predictor.progress import Predictor, Progress
+from predictor.siblings import SiblingPredictor
+from predictor.tabular import TabularPredictor
+from scheduling.policy import POLICIES, Policy
+from simulator.bound import best_fleet_bound_s, fleet_bound_s
+from simulator.outcome import Bounds, Labels, Outcome
+from simulator.predictors import Noisy, Oracle
+from simulator.rollout import Log, Rollout
+from simulator.scenario import Fleet, Scenario
+from workloads.trajectories import Trajectory, Workload
+
+PREDICTORS: dict[str, Callable[[], Predictor]] = {
+    "siblings": SiblingPredictor,
+    "tabular": TabularPredictor,
+    "tree": TreePredictor,
+}
+"""Those that learn, by name; `oracle` and `noisy:CORRELATION` know the truth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one policy came to on one fleet with one seed, in the last epoch."""
+
+    labels: Labels
+    outcome: Outcome
+    bounds: Bounds
+
+    @property
+    def regret(self) -> float:
+        """The makespan in terms of the bound on this fleet."""
+        return self.outcome.makespan_s / self.bounds.fleet_s
+
+
+def play(
+    scenario: Scenario,
+    policy_name: str,
+    fleet: Fleet,
+    predictor_name: str,
+    seed: int,
+    workloads: Sequence[Workload],
+    bounds: Bounds,
+    on_ended: Callable[[float], None] | None = None,
+    log: Log | None = None,
+) -> Run:
+    """One policy through all epochs.
+
+    Args:
+        workloads: `scenario.workloads(seed)`; they are the same for every policy, so the caller keeps them.
+        bounds: `bounds_of` the last of them, likewise.
+        on_ended: told the virtual time whenever a trajectory of the last epoch has ended.
+        log: told the events and actions of the last epoch.
+
+    Raises:
+        ValueError: there is no such policy or predictor, or an engine is too small for a trajectory.
+    """
+    policy = policy_named(policy_name)
+    predictor = experienced(scenario, predictor_name, workloads, seed)
+    outcome: Outcome | None = None
+    for epoch, workload in enumerate(workloads):
+        is_last = epoch == len(workloads) - 1
+        outcome = Rollout(
+            workload,
+            fleet.profiles,
+            policy,
+            scenario.limits,
+            predictor,
+            conditions=scenario.conditions,
+            family=fleet.family,
+            seed=seed,
+            on_ended=on_ended if is_last else None,
+            log=log if is_last else None,
+        ).run()
+    assert outcome is not None
+    return Run(Labels(policy_name, fleet.name, predictor_name, seed, len(workloads) - 1), outcome, bounds)
+
+
+def bounds_of(scenario: Scenario, fleet: Fleet, workload: Workload) -> Bounds:
+    """Makespans that no policy beats on this workload."""
+    speculation = scenario.features.speculation
+    trajectories = workload.trajectories
+    best_s = best_fleet_bound_s(trajectories, fleet.family, fleet.gpus, speculation)
+    if scenario.reshape is not None:  # a fleet that changes is bound by the best only
+        return Bounds(best_s, best_s)
+    return Bounds(fleet_bound_s(trajectories, fleet.profiles, speculation), best_s)
+
+
+def policy_named(name: str) -> Policy:
+    """The policy of that name. Raises ValueError, which lists them."""
+    if name not in POLICIES:
+        raise ValueError(f"no policy {name!r}; there are: {', '.join(POLICIES)}")
+    return POLICIES[name]
+
+
+def experienced(scenario: Scenario, name: str, workloads: Sequence[Workload], seed: int) -> Predictor:
+    """A predictor of that name that has learned from the scenario's earlier rollouts.
+
+    Args:
+        workloads: those to come; who knows the truth knows theirs.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    predictor = predictor_named(name, [t for workload in workloads for t in workload.trajectories], seed)
+    if name in PREDICTORS and scenario.earlier:
+        predictor.restore(_learned(scenario, name, seed))
+    return predictor
+
+
+@lru_cache(maxsize=8)
+def _learned(scenario: Scenario, name: str, seed: int) -> bytes:
+    """What a predictor learns from earlier rollouts: the order of events, without engines: nobody waits."""
+    predictor = PREDICTORS[name]()
+
+    def ask(progress: Progress) -> tuple[float, None]:
+        return predictor.predict(progress).total_tokens, None
+
+    for workload in scenario.earlier_workloads(seed):
+        for _ in replay.play(workload.trajectories, predictor, ask, "together"):
+            pass
+    return predictor.dump()
+
+
+def predictor_named(name: str, trajectories: Sequence[Trajectory], seed: int) -> Predictor:
+    """A new predictor of that name: one of `PREDICTORS`, `oracle`, or `noisy:CORRELATION`.
+
+    Raises:
+        ValueError: there is none of that name, or the correlation is not in (0, 1].
+    """
+    kind, separator, parameter = name.partition(":")
+    if name == "oracle":
+        return Oracle(trajectories)
+    if kind == "noisy" and separator:
+        try:
+            correlation = float(parameter)
+        except ValueError:
+            correlation = 0.0
+        if not 0 < correlation <= 1:
+            raise ValueError(f"predictor {name!r}: a correlation above 0 and up to 1 is wanted, as in noisy:0.7")
+        return Noisy(trajectories, correlation, seed)
+    if name not in PREDICTORS:
+        raise ValueError(f"no predictor {name!r}; there are: {', '.join(PREDICTORS)}, oracle, noisy:CORRELATION")
+    return PREDICTORS[name]()

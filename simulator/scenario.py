@@ -1,0 +1,241 @@
+"""A scenario: which agents, on which fleets, under which policies. Read from TOML; a fleet file is one without agents.
+
+name = "coding-14b"
+policies = ["heddle", "verl"]               # the first is what the others are compared with
+seeds = [1, 2, 3]
+predictor = "siblings"                      # or oracle, or noisy:0.7
+earlier = 1                                 # rollouts of other prompts that the predictor has learned from
+epochs = 1                                  # rollouts of the same prompts in a row; the last one counts
+
+[workload]
+law = "coding"                              # or trace = "FILE.jsonl.gz"
+trajectories = 6400
+
+[fleet]
+gpus = 64
+profile = "qwen3-14b-h100"
+tp = [1, 2, 4, 8]                           # one fleet for each; or [[fleet.engines]] with profile and count
+
+[limits] [features.speculation] [features.host_tier] [transfer] [faults] [reshape]
+"""
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from engines.profiles import load_profile, profile_names
+from engines.simulated.features import Features
+from scheduling.cost import EngineProfile
+from scheduling.fleets import in_words
+from scheduling.limits import Limits
+from simulator.conditions import Conditions, Faults, Reshape, Transfer
+from simulator.tables import from_table
+from workloads.laws import draw, law_named
+from workloads.traces import load_trace
+from workloads.trajectories import Workload
+
+# Seeds of earlier rollouts; nobody asks for one of these.
+_OTHER_SEEDS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadSettings:
+    """What agents do: trajectories of a law, or of a trace, which the command line may name.
+
+    Args:
+        law: as `workloads.laws.law_named` knows it, such as `coding-heavy`.
+        trace: a file of this project's trace form, relative to the working directory.
+        trajectories: so many; of a trace at most so many, in whole groups drawn by the seed. None: all of a trace.
+        scale, tool_scale: multiply lengths and tool times; tool times as lengths where `tool_scale` is not given.
+        max_context_tokens, max_turns, max_tool_s: of a trace, see `workloads.traces.load_trace`.
+    """
+
+    law: str | None = None
+    trace: str | None = None
+    trajectories: int | None = None
+    scale: float = 1.0
+    tool_scale: float | None = None
+    max_context_tokens: int | None = None
+    max_turns: int | None = None
+    max_tool_s: float | None = None
+
+    def __post_init__(self) -> None:
+        assert self.law is None or self.trace is None, "a law or a trace, not both"
+        assert self.trajectories is None or self.trajectories > 0, "trajectories: at least 1"
+        assert self.law is None or self.trajectories, "a law needs a number of trajectories"
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """So many engines of one profile."""
+
+    profile: str
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """The engines: listed, or as many of each TP degree as the GPUs allow.
+
+    Args:
+        profile: of a model on a GPU, without the degree: `qwen3-14b-h100`.
+        tp: degrees; each makes a fleet of its own, for the same scenario.
+        slots_per_gpu: turns that an engine runs at once, for each of its GPUs. None: the profile's.
+    """
+
+    engines: tuple[Engines, ...] = ()
+    gpus: int | None = None
+    profile: str | None = None
+    tp: tuple[int, ...] = ()
+    slots_per_gpu: int | None = None
+
+    def __post_init__(self) -> None:
+        by_degree = (self.gpus is not None, self.profile is not None, bool(self.tp))
+        assert all(by_degree) if not self.engines else not any(by_degree), "either engines, or gpus, profile and tp"
+        assert all(engines.count > 0 for engines in self.engines), "engines: a count of at least 1"
+        for tp in self.tp:
+            assert tp > 0 and self.gpus and self.gpus % tp == 0, f"tp {tp} does not divide {self.gpus} GPUs"
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Engines under a name for tables.
+
+    Args:
+        family: profiles of the same model and GPU at all TP degrees: what a best fleet might be made of.
+    """
+
+    name: str
+    profiles: tuple[EngineProfile, ...]
+    family: tuple[EngineProfile, ...]
+
+    @property
+    def gpus(self) -> int:
+        return sum(profile.tp for profile in self.profiles)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """All of it; see the module's head. Later fields are tables of their own."""
+
+    fleet: FleetSettings
+    name: str = "unnamed"
+    about: str = ""
+    policies: tuple[str, ...] = ("heddle", "slime", "verl", "verl-hybrid")
+    seeds: tuple[int, ...] = (1,)
+    predictor: str = "siblings"
+    earlier: int = 0
+    epochs: int = 1
+    workload: WorkloadSettings = field(default_factory=WorkloadSettings)
+    limits: Limits = field(default_factory=Limits)
+    features: Features = field(default_factory=Features)
+    transfer: Transfer | None = None
+    faults: Faults = field(default_factory=Faults)
+    reshape: Reshape | None = None
+
+    def __post_init__(self) -> None:
+        assert self.policies and self.seeds, "policies and seeds: at least one of each"
+        assert self.epochs >= 1, "epochs: at least 1"
+        assert self.earlier >= 0, "earlier: at least 0"
+        has_one_rollout = self.epochs == 1 and not self.earlier
+        assert has_one_rollout or self.workload.law is not None, "epochs need a law, as does earlier"
+
+    @property
+    def conditions(self) -> Conditions:
+        return Conditions(self.features, self.transfer, self.faults, self.reshape)
+
+    def fleets(self) -> list[Fleet]:
+        """The fleets that each policy is tried on.
+
+        Raises:
+            ValueError: there is no such profile.
+        """
+        if self.fleet.engines:
+            names = [f"{engines.count} x {engines.profile}" for engines in self.fleet.engines]
+            profiles = [load_profile(e.profile) for e in self.fleet.engines for _ in range(e.count)]
+            return [self._fleet(" + ".join(names), profiles)]
+        assert self.fleet.gpus is not None
+        counts = {tp: self.fleet.gpus // tp for tp in self.fleet.tp}
+        return [
+            self._fleet(f"{count} x TP{tp}", [load_profile(f"{self.fleet.profile}-tp{tp}")] * count)
+            for tp, count in counts.items()
+        ]
+
+    def fleet_of(self, tps: Sequence[int]) -> Fleet:
+        """A fleet of engines of these TP degrees.
+
+        Raises:
+            ValueError: there is no such profile.
+        """
+        return self._fleet(in_words(tuple(tps)), [load_profile(f"{self.fleet.profile}-tp{tp}") for tp in tps])
+
+    def earlier_workloads(self, seed: int) -> list[Workload]:
+        """Rollouts of other prompts under the same law, from which a predictor learned before."""
+        asked = self.workload
+        if asked.law is None or asked.trajectories is None:
+            return []
+        return [
+            draw(law_named(asked.law), asked.trajectories, other, scale=asked.scale, tool_scale=asked.tool_scale)
+            for other in range(_OTHER_SEEDS + seed * self.earlier, _OTHER_SEEDS + (seed + 1) * self.earlier)
+        ]
+
+    def workloads(self, seed: int) -> list[Workload]:
+        """The rollouts of all epochs.
+
+        Raises:
+            ValueError: there is neither law nor trace, no such law, or the trace is malformed.
+            OSError: the trace cannot be read.
+        """
+        asked = self.workload
+        if asked.law is not None:
+            assert asked.trajectories is not None
+            law = law_named(asked.law)
+            return [
+                draw(law, asked.trajectories, seed, scale=asked.scale, tool_scale=asked.tool_scale, epoch=epoch)
+                for epoch in range(self.epochs)
+            ]
+        if asked.trace is None:
+            raise ValueError("no agents: the scenario has neither law nor trace; give --trace FILE")
+        return [
+            load_trace(
+                asked.trace,
+                asked.trajectories,
+                seed,
+                asked.scale,
+                asked.max_context_tokens,
+                asked.max_turns,
+                tool_scale=asked.tool_scale,
+                max_tool_s=asked.max_tool_s,
+            )
+        ]
+
+    def _fleet(self, name: str, profiles: list[EngineProfile]) -> Fleet:
+        slots = self.fleet.slots_per_gpu
+        if slots is not None:
+            profiles = [replace(profile, slots=slots * profile.tp) for profile in profiles]
+        return Fleet(name, tuple(profiles), _family(profiles, slots))
+
+
+def load_scenario(path: Path) -> Scenario:
+    """The scenario, or the fleet, that a file describes.
+
+    Raises:
+        ValueError: it is malformed; the message says where.
+        OSError: it cannot be read.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return from_table(Scenario, {"name": path.stem, **table})
+    except ValueError as error:  # TOML that does not parse is one, too
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _family(profiles: list[EngineProfile], slots_per_gpu: int | None) -> tuple[EngineProfile, ...]:
+    """The built-in profiles of the same model and GPU, and the fleet's own."""
+    stems = {profile.name.rpartition("-tp")[0] for profile in profiles}
+    names = [name for name in profile_names() if name.rpartition("-tp")[0] in stems]
+    family = {name: load_profile(name) for name in names}
+    if slots_per_gpu is not None:
+        family = {name: replace(profile, slots=slots_per_gpu * profile.tp) for name, profile in family.items()}
+    return tuple({**family, **{profile.name: profile for profile in profiles}}.values())

@@ -1,0 +1,346 @@
+"""The embedded store: one SQLite file in WAL mode, owned by one process.
+
+What it promises: a put is in the kernel's page cache when it has settled, at the end of the event loop's round, so it
+survives SIGKILL of the process. A power cut or a kernel crash may take the last moments, never the file's consistency
+(`synchronous=NORMAL`: the WAL is synced before it is copied into the database).
+
+How puts stay cheap on the event loop: those of one round are one transaction, written when it ends with one call for
+each statement, a few pages appended to the WAL. Rows
+are in order of arrival, so that most puts touch the last pages only; which rows belong to which trajectory is known
+in memory. The WAL is copied back by a thread with its own connection, so that no put waits for a sync.
+"""
+
+import asyncio
+import fcntl
+import os
+import sqlite3
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+from store.piece_file import PieceFile
+from store.port import StoreCorrupt, StoredTrajectory, StoreError, StoreHealth, StoreInUse
+from store.settings import StoreSettings
+
+FORMAT = 2
+
+SCHEMA = """
+    CREATE TABLE record (number INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, value BLOB NOT NULL, answer BLOB);
+    CREATE TABLE turn (number INTEGER PRIMARY KEY, record INTEGER NOT NULL, value BLOB NOT NULL);
+    CREATE TABLE state (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+"""
+PUT_RECORD = """
+    INSERT INTO record VALUES (?, ?, ?, ?) ON CONFLICT (number)
+    DO UPDATE SET value = excluded.value, answer = coalesce(excluded.answer, answer)
+"""
+FORGET_RECORD = "DELETE FROM record WHERE number = ?"
+PUT_TURN = "INSERT INTO turn VALUES (?, ?, ?)"
+FORGET_TURN = "DELETE FROM turn WHERE number = ?"
+FORGET_STRAYS = "DELETE FROM turn WHERE record NOT IN (SELECT number FROM record)"
+PUT_STATE = "INSERT OR REPLACE INTO state VALUES (?, ?)"
+IN_THIS_ORDER = (PUT_RECORD, PUT_TURN, PUT_STATE, FORGET_TURN, FORGET_RECORD)
+"""As one transaction runs them: numbers are not used again, so what is forgotten is not put after it."""
+
+CHECKPOINT_EVERY = 1_000
+"""Puts between checkpoints, as SQLite's own default is 1,000 pages: the WAL stays at some 8 MB."""
+
+MAX_PUTS_BEHIND = 4_000
+"""When the disk has not finished a checkpoint by then, puts wait for it; only tens of thousands a second get there."""
+
+MAX_WAL_PAGES = 8_000
+"""Copying beside running puts never empties the WAL; at 32 MB it is emptied, for which a put may wait once."""
+
+BUSY_TIMEOUT_S = 2.0
+"""How long a put may wait for that; the copy takes some 10 ms, a slow disk's sync a few times that."""
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Where a trajectory is in the file: the numbers of its record and of its turns, oldest first."""
+
+    record: int
+    turns: deque[int] = field(default_factory=deque)
+
+
+class EmbeddedStore:
+    """A Store in one SQLite file."""
+
+    def __init__(self, path: Path, settings: StoreSettings) -> None:
+        self._path = path
+        self._max_turns = settings.max_turns_kept
+        self._pieces = PieceFile(path.with_name(path.name + "-pieces"), settings)
+        self._rows: dict[str, _Rows] = {}
+        self._last_record = self._last_turn = 0
+        self._puts_since_checkpoint = 0
+        self._heal_every_s = settings.backoff_max_s
+        self._heal_timer: asyncio.TimerHandle | None = None
+        self._rewrite: Callable[[], None] | None = None
+        self._fault = ""
+        self._num_dropped = self._num_losses = 0
+        self._waiting: dict[str, list[tuple[Any, ...]]] = {statement: [] for statement in IN_THIS_ORDER}
+        self._has_waiting = False
+        self._unsettled: list[asyncio.Future[None]] = []
+        self._checkpoint: Future[None] | None = None
+        self._checkpointer = ThreadPoolExecutor(1, thread_name_prefix="store-checkpoint")
+        self._database: sqlite3.Connection
+        self._lock_file: IO[str]
+        self._loop: asyncio.AbstractEventLoop
+
+    async def open(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock_file = _lock(self._path)
+        except OSError as fault:
+            raise StoreError(f"store {self._path} cannot be used: {fault}") from fault
+        try:
+            self._database = _connect(self._path)
+            self._read_rows()
+            await self._pieces.open()
+        except StoreError:
+            self._lock_file.close()
+            raise
+
+    async def load(self) -> list[StoredTrajectory]:
+        self._commit()
+        loads = orjson.loads
+        try:
+            found = {
+                number: StoredTrajectory(trajectory_id, loads(value), [], answer)
+                for number, trajectory_id, value, answer in self._database.execute("SELECT * FROM record")
+            }
+            for record, value in self._database.execute("SELECT record, value FROM turn ORDER BY number"):
+                found[record].turns.append(loads(value))
+        except (sqlite3.Error, orjson.JSONDecodeError) as fault:
+            raise _explained(self._path, fault) from fault
+        for trajectory in found.values():
+            del trajectory.turns[: -self._max_turns]
+        return list(found.values())
+
+    def on_loss(self, rewrite: Callable[[], None]) -> None:
+        self._rewrite = rewrite
+
+    def put_trajectory(self, trajectory_id: str, record: dict[str, Any], answer: bytes | None = None) -> None:
+        value = orjson.dumps(record)
+        rows = self._rows.get(trajectory_id) or self._new_rows(trajectory_id)
+        self._write(PUT_RECORD, (rows.record, trajectory_id, value, answer))
+
+    def append_turn(self, trajectory_id: str, turn: dict[str, Any]) -> None:
+        value = orjson.dumps(turn)
+        rows = self._rows.get(trajectory_id)
+        if rows is None:
+            rows = self._new_rows(trajectory_id)
+            self._write(PUT_RECORD, (rows.record, trajectory_id, b"{}", None))
+        while len(rows.turns) >= self._max_turns:
+            self._write(FORGET_TURN, (rows.turns.popleft(),))
+        self._last_turn += 1
+        self._write(PUT_TURN, (self._last_turn, rows.record, value))
+        rows.turns.append(self._last_turn)
+
+    def forget_trajectory(self, trajectory_id: str) -> None:
+        self._pieces.drop(trajectory_id, "")
+        rows = self._rows.pop(trajectory_id, None)
+        if rows is None:
+            return
+        self._write(FORGET_RECORD, (rows.record,))
+        for number in rows.turns:
+            self._write(FORGET_TURN, (number,))
+
+    def put_piece(self, trajectory_id: str, name: str, data: bytes) -> None:
+        self._pieces.put(trajectory_id, name, data)
+
+    def drop_pieces(self, trajectory_id: str, prefix: str = "") -> None:
+        self._pieces.drop(trajectory_id, prefix)
+
+    async def get_pieces(self, trajectory_id: str, prefix: str = "") -> dict[str, bytes]:
+        return await self._pieces.get(trajectory_id, prefix)
+
+    async def piece_sizes(self) -> dict[str, int]:
+        return await self._pieces.sizes()
+
+    def put_state(self, name: str, value: bytes) -> None:
+        self._write(PUT_STATE, (name, value))
+
+    async def get_state(self, name: str) -> bytes | None:
+        self._commit()
+        try:
+            row = self._database.execute("SELECT value FROM state WHERE name = ?", (name,)).fetchone()
+        except sqlite3.Error as fault:
+            raise _explained(self._path, fault) from fault
+        return bytes(row[0]) if row else None
+
+    async def settle(self, timeout_s: float) -> bool:
+        if self._has_waiting:
+            committed = self._loop.create_future()
+            self._unsettled.append(committed)
+            await committed
+        return await self._pieces.settle(timeout_s) and not self._fault
+
+    def health(self) -> StoreHealth:
+        return StoreHealth(
+            ok=not (self._fault or self._pieces.fault),
+            detail=self._fault or self._pieces.fault or f"embedded: {self._path}",
+            num_pending=len(self._pieces),
+            num_dropped=self._num_dropped + self._pieces.num_dropped,
+            num_losses=self._num_losses,
+        )
+
+    async def close(self) -> None:
+        if self._heal_timer:
+            self._heal_timer.cancel()
+        self._commit()
+        await self._pieces.close()
+        self._checkpointer.shutdown(wait=True)
+        self._database.close()
+        self._lock_file.close()
+
+    def _read_rows(self) -> None:
+        by_number: dict[int, _Rows] = {}
+        try:
+            # A disk that was full for a moment may have taken a turn and not the record before it.
+            self._database.execute(FORGET_STRAYS)
+            for number, trajectory_id in self._database.execute("SELECT number, trajectory_id FROM record"):
+                self._rows[trajectory_id] = by_number[number] = _Rows(number)
+                self._last_record = max(self._last_record, number)
+            for number, record in self._database.execute("SELECT number, record FROM turn ORDER BY number"):
+                by_number[record].turns.append(number)
+                self._last_turn = number
+        except sqlite3.Error as fault:
+            raise _explained(self._path, fault) from fault
+
+    def _new_rows(self, trajectory_id: str) -> _Rows:
+        self._last_record += 1
+        rows = self._rows[trajectory_id] = _Rows(self._last_record)
+        return rows
+
+    def _write(self, statement: str, values: tuple[Any, ...]) -> None:
+        self._waiting[statement].append(values)
+        if not self._has_waiting:
+            self._has_waiting = True
+            self._loop.call_soon(self._commit)
+
+    def _commit(self) -> None:
+        """Write what was put in this round of the event loop; those who settle wait for it."""
+        if not self._has_waiting:
+            return
+        try:
+            self._database.execute("BEGIN")
+            self._write_waiting()
+            self._database.execute("COMMIT")
+        except sqlite3.Error as fault:
+            with suppress(sqlite3.Error):
+                self._database.execute("ROLLBACK")
+            self._note_fault(fault)
+        for committed in self._unsettled:
+            if not committed.done():  # nobody gave up waiting
+                committed.set_result(None)
+        self._unsettled.clear()
+
+    def _write_waiting(self) -> None:
+        """Within a transaction. Whether or not it succeeds, nothing waits any more."""
+        self._has_waiting = False
+        waiting = [(statement, rows) for statement, rows in self._waiting.items() if rows]
+        self._waiting = {statement: [] for statement in IN_THIS_ORDER}
+        for statement, rows in waiting:
+            self._database.executemany(statement, rows)
+        self._count_puts(sum(len(rows) for _, rows in waiting))
+
+    def _count_puts(self, num: int) -> None:
+        self._puts_since_checkpoint += num
+        if self._puts_since_checkpoint < CHECKPOINT_EVERY:
+            return
+        if self._checkpoint and not self._checkpoint.done():
+            if self._puts_since_checkpoint < MAX_PUTS_BEHIND:
+                return
+            self._checkpoint.result()
+        self._puts_since_checkpoint = 0
+        self._checkpoint = self._checkpointer.submit(_checkpoint, self._path)
+
+    def _note_fault(self, fault: sqlite3.Error) -> None:
+        # Serving goes on without the record, which is rewritten once it takes writes again.
+        self._fault = f"embedded store {self._path} takes no writes: {fault}"
+        self._num_dropped += 1
+        if not self._heal_timer:
+            self._heal_timer = self._loop.call_later(self._heal_every_s, self._heal)
+
+    def _heal(self) -> None:
+        """Replace all trajectories by what the owner puts now, in one transaction; try again later if it fails."""
+        self._heal_timer = None
+        self._commit()
+        self._fault = ""
+        try:
+            self._database.execute("BEGIN")
+            self._database.execute(f"PRAGMA user_version = {FORMAT}")  # a write, even with nothing to rewrite
+            if self._rewrite:
+                self._database.execute("DELETE FROM record")
+                self._database.execute("DELETE FROM turn")
+                self._rows.clear()
+                self._rewrite()
+            self._write_waiting()
+            self._database.execute("COMMIT")
+        except sqlite3.Error as fault:
+            with suppress(sqlite3.Error):
+                self._database.execute("ROLLBACK")
+            self._note_fault(fault)
+        if not self._fault:
+            self._num_losses += 1
+
+
+def _lock(path: Path) -> IO[str]:
+    # The lock is the kernel's, so it ends with the process however that dies; the number in the file is for people.
+    lock_file = open(f"{path}.lock", "a+")  # noqa: SIM115
+    try:
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock_file.seek(0)
+        owner = lock_file.read().strip()
+        lock_file.close()
+        raise StoreInUse(f"store {path} is in use by process {owner}; stop it or choose another file") from None
+    lock_file.truncate(0)
+    lock_file.write(str(os.getpid()))
+    lock_file.flush()
+    return lock_file
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """A connection to a file that is sound and of this format; an empty file gets its tables."""
+    try:
+        database = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        database.execute("PRAGMA wal_autocheckpoint = 0")
+        [version] = database.execute("PRAGMA user_version").fetchone()
+        [num_tables] = database.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        if version == 0 and num_tables == 0:
+            database.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
+            return database
+        [verdict] = database.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.Error as fault:
+        raise _explained(path, fault) from fault
+    if version != FORMAT:
+        raise StoreCorrupt(f"store {path} has format {version}, this program reads {FORMAT}: choose another file")
+    if verdict != "ok":
+        raise StoreCorrupt(f"store {path} is damaged ({verdict}); move it away to start anew")
+    return database
+
+
+def _checkpoint(path: Path) -> None:
+    """Copy the WAL into the database beside running puts; wait for none of them unless the WAL is large."""
+    with suppress(sqlite3.Error):  # a busy or full disk: the puts report it, and the next checkpoint comes
+        database = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        [_, num_pages, _] = database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        if num_pages > MAX_WAL_PAGES:
+            database.execute("PRAGMA wal_checkpoint(RESTART)")
+        database.close()
+
+
+def _explained(path: Path, fault: Exception) -> StoreError:
+    if isinstance(fault, sqlite3.OperationalError):
+        return StoreError(f"store {path} cannot be used: {fault}")
+    return StoreCorrupt(f"store {path} is damaged ({fault}); move it away to start anew")

@@ -1,0 +1,48 @@
+"""Which store a URL names: the one place where stores are chosen."""
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from store.embedded import EmbeddedStore
+from store.memory import MemoryStore
+from store.port import BadStoreUrl, Store
+from store.redis import RedisStore
+from store.settings import StoreSettings
+
+FORMS = "sqlite:PATH, memory:, redis://[user:password@]host[:port][/db] or rediss://..."
+
+
+def open_store(url: str, settings: StoreSettings | None = None) -> Store:
+    """The store that the URL names, not opened yet.
+
+    Args:
+        url: `sqlite:PATH`, `memory:`, `redis://host:port/db` or `rediss://...`.
+
+    Raises:
+        BadStoreUrl: the URL has none of these forms. The message repeats no password.
+    """
+    settings = settings or StoreSettings()
+    scheme, _, rest = url.partition(":")
+    match scheme:
+        case "memory" if not rest:
+            return MemoryStore(settings)
+        case "sqlite" if rest.strip("/") and not rest.endswith("/"):
+            return EmbeddedStore(Path(rest.removeprefix("//")), settings)
+        case "redis" | "rediss" if _names_a_server(url):
+            return RedisStore(url, settings)
+        case _:
+            raise BadStoreUrl(f"store URL {_without_secrets(url)!r} is not one of: {FORMS}")
+
+
+def _names_a_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        database = parts.path.strip("/")
+        return bool(parts.hostname) and parts.port != 0 and (not database or database.isdecimal())
+    except ValueError:
+        return False
+
+
+def _without_secrets(url: str) -> str:
+    head, at, tail = url.rpartition("@")
+    return f"{head.partition(':')[0]}://...@{tail}" if at else url

@@ -1,0 +1,89 @@
+"""The store that forgets at exit: for tests, for simulated runs, and as the double of the others.
+
+It keeps JSON text, not the caller's objects, so that it fails and copies exactly where the others do.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from store.port import StoredTrajectory, StoreHealth
+from store.settings import StoreSettings
+
+
+class MemoryStore:
+    """A Store in plain dictionaries; everything put is at the record at once, until the process ends."""
+
+    def __init__(self, settings: StoreSettings) -> None:
+        self._max_turns = settings.max_turns_kept
+        self._records: dict[str, bytes] = {}
+        self._turns: dict[str, deque[bytes]] = {}
+        self._answers: dict[str, bytes] = {}
+        self._states: dict[str, bytes] = {}
+        self._pieces: dict[str, dict[str, bytes]] = {}
+
+    async def open(self) -> None:
+        pass
+
+    async def load(self) -> list[StoredTrajectory]:
+        return [
+            StoredTrajectory(
+                trajectory_id,
+                orjson.loads(record),
+                [orjson.loads(turn) for turn in self._turns.get(trajectory_id, ())],
+                self._answers.get(trajectory_id),
+            )
+            for trajectory_id, record in self._records.items()
+        ]
+
+    def on_loss(self, rewrite: Callable[[], None]) -> None:
+        """Nothing can be lost here."""
+
+    def put_trajectory(self, trajectory_id: str, record: dict[str, Any], answer: bytes | None = None) -> None:
+        self._records[trajectory_id] = orjson.dumps(record)
+        if answer is not None:
+            self._answers[trajectory_id] = answer
+
+    def append_turn(self, trajectory_id: str, turn: dict[str, Any]) -> None:
+        value = orjson.dumps(turn)
+        self._records.setdefault(trajectory_id, b"{}")
+        self._turns.setdefault(trajectory_id, deque(maxlen=self._max_turns)).append(value)
+
+    def forget_trajectory(self, trajectory_id: str) -> None:
+        self._records.pop(trajectory_id, None)
+        self._turns.pop(trajectory_id, None)
+        self._answers.pop(trajectory_id, None)
+        self._pieces.pop(trajectory_id, None)
+
+    def put_piece(self, trajectory_id: str, name: str, data: bytes) -> None:
+        self._pieces.setdefault(trajectory_id, {}).setdefault(name, data)
+
+    def drop_pieces(self, trajectory_id: str, prefix: str = "") -> None:
+        pieces = self._pieces.pop(trajectory_id, {})
+        left = {name: data for name, data in pieces.items() if not name.startswith(prefix)}
+        if left:
+            self._pieces[trajectory_id] = left
+
+    async def get_pieces(self, trajectory_id: str, prefix: str = "") -> dict[str, bytes]:
+        pieces = self._pieces.get(trajectory_id, {})
+        return {name: data for name, data in pieces.items() if name.startswith(prefix)}
+
+    async def piece_sizes(self) -> dict[str, int]:
+        return {trajectory_id: sum(map(len, pieces.values())) for trajectory_id, pieces in self._pieces.items()}
+
+    def put_state(self, name: str, value: bytes) -> None:
+        self._states[name] = value
+
+    async def get_state(self, name: str) -> bytes | None:
+        return self._states.get(name)
+
+    async def settle(self, timeout_s: float) -> bool:
+        return True
+
+    def health(self) -> StoreHealth:
+        return StoreHealth(ok=True, detail="in memory: nothing outlives the process")
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,176 @@
+"""What waits to be sent to Redis: the latest record and answer, the newest turns, pieces and a forgetting, of
+each trajectory.
+
+Rules: puts of one trajectory coalesce; the order between trajectories does not matter; count and bytes are bounded,
+and what has waited longest is dropped first, and counted.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from store.settings import StoreSettings
+
+ENTRY_BYTES = 500
+"""What an entry costs beside its values: the object, its deque, the key."""
+
+
+class Operation(NamedTuple):
+    """One step of a batch; safe to apply only in its place, once."""
+
+    name: Literal["record", "answer", "turn", "piece", "drop", "state", "forget", "clear"]
+    id: str
+    value: bytes
+    part: str = ""
+    """The name of a piece, or how the names of those to be dropped begin."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    turns: deque[bytes]
+    record: bytes | None = None
+    answer: bytes | None = None
+    forget: bool = False
+    drops: list[str] = field(default_factory=list)
+    pieces: dict[str, bytes] = field(default_factory=dict)
+    num_bytes: int = ENTRY_BYTES
+
+
+class Pending:
+    """A bounded, coalescing queue of puts; `take` empties it into batches."""
+
+    def __init__(self, settings: StoreSettings) -> None:
+        self._settings = settings
+        self._entries: dict[str, _Entry] = {}
+        self._states: dict[str, bytes] = {}
+        self._num_bytes = 0
+        self._clear = False
+        self._bounded = True
+        self.num_puts = 0
+        self.num_dropped = 0
+        self.since = 0.0
+        """When the oldest put was made, on the monotonic clock; 0 when there is none."""
+
+    def __len__(self) -> int:
+        return len(self._entries) + len(self._states)
+
+    def put_trajectory(self, trajectory_id: str, record: bytes, answer: bytes | None = None) -> None:
+        entry = self._entry(trajectory_id)
+        self._grow(entry, len(record) - len(entry.record or b""))
+        entry.record = record
+        if answer is not None:
+            self._grow(entry, len(answer) - len(entry.answer or b""))
+            entry.answer = answer
+        self._bound()
+
+    def append_turn(self, trajectory_id: str, turn: bytes) -> None:
+        entry = self._entry(trajectory_id)
+        if len(entry.turns) == entry.turns.maxlen:
+            self._grow(entry, -len(entry.turns[0]))
+        self._grow(entry, len(turn))
+        entry.turns.append(turn)
+        self._bound()
+
+    def forget_trajectory(self, trajectory_id: str) -> None:
+        entry = self._entry(trajectory_id)
+        self._grow(entry, ENTRY_BYTES - entry.num_bytes)
+        entry.record = entry.answer = None
+        entry.forget = True
+        entry.turns.clear()
+        entry.drops.clear()
+        entry.pieces.clear()
+        self._bound()
+
+    def put_piece(self, trajectory_id: str, name: str, data: bytes) -> None:
+        entry = self._entry(trajectory_id)
+        if name not in entry.pieces:
+            self._grow(entry, len(name) + len(data))
+            entry.pieces[name] = data
+            self._bound()
+
+    def drop_pieces(self, trajectory_id: str, prefix: str) -> None:
+        entry = self._entry(trajectory_id)
+        for name in [name for name in entry.pieces if name.startswith(prefix)]:
+            self._grow(entry, -len(name) - len(entry.pieces.pop(name)))
+        if prefix not in entry.drops:
+            self._grow(entry, len(prefix))
+            entry.drops.append(prefix)
+        self._bound()
+
+    def put_state(self, name: str, value: bytes) -> None:
+        self._note_put()
+        self._states[name] = value  # a handful of names, so not bounded
+
+    def replace_all(self, rewrite: Callable[[], None]) -> None:
+        """Let `rewrite` put everything there is, without bound, and clear the record just before that is sent.
+
+        What waits is dropped: it is put again, or is of a trajectory that was forgotten.
+        """
+        self._note_put()
+        self._entries, self._num_bytes = {}, 0
+        self._clear, self._bounded = True, False
+        try:
+            rewrite()
+        finally:
+            self._bounded = True
+
+    def take(self) -> Iterator[list[Operation]]:
+        """Empty the queue into batches of about `batch_bytes`; a larger single value is a batch of its own."""
+        entries, states, clear = self._entries, self._states, self._clear
+        self._entries, self._states, self._clear = {}, {}, False
+        self._num_bytes, self.since = 0, 0.0
+        batch = [Operation("clear", "", b"")] if clear else []
+        num_bytes = 0
+        for operation in _operations(entries, states):
+            batch.append(operation)
+            num_bytes += len(operation.id) + len(operation.value)
+            if num_bytes >= self._settings.batch_bytes:
+                yield batch
+                batch, num_bytes = [], 0
+        if batch:
+            yield batch
+
+    def _entry(self, trajectory_id: str) -> _Entry:
+        self._note_put()
+        entry = self._entries.get(trajectory_id)
+        if entry is None:
+            entry = self._entries[trajectory_id] = _Entry(deque(maxlen=self._settings.max_turns_kept))
+            self._num_bytes += ENTRY_BYTES
+        return entry
+
+    def _note_put(self) -> None:
+        self.num_puts += 1
+        self.since = self.since or time.monotonic()
+
+    def _grow(self, entry: _Entry, num_bytes: int) -> None:
+        entry.num_bytes += num_bytes
+        self._num_bytes += num_bytes
+
+    def _bound(self) -> None:
+        while self._bounded and (
+            len(self._entries) > self._settings.max_pending_trajectories
+            or self._num_bytes > self._settings.max_pending_bytes
+        ):
+            dropped = self._entries.pop(next(iter(self._entries)))
+            self._num_bytes -= dropped.num_bytes
+            self.num_dropped += 1
+
+
+def _operations(entries: dict[str, _Entry], states: dict[str, bytes]) -> Iterator[Operation]:
+    for trajectory_id, entry in entries.items():
+        if entry.forget:
+            yield Operation("forget", trajectory_id, b"")
+        if entry.record is not None:
+            yield Operation("record", trajectory_id, entry.record)
+        if entry.answer is not None:
+            yield Operation("answer", trajectory_id, entry.answer)
+        for turn in entry.turns:
+            yield Operation("turn", trajectory_id, turn)
+        for prefix in entry.drops:
+            yield Operation("drop", trajectory_id, b"", prefix)
+        for name, data in entry.pieces.items():
+            yield Operation("piece", trajectory_id, data, name)
+    for name, value in states.items():
+        yield Operation("state", name, value)

@@ -1,0 +1,147 @@
+"""What every store gives: a record of trajectories, their turns, and small named blobs, that outlives the process.
+
+Rules:
+- Puts are synchronous, wait for no network and raise for no operating fault: `health()` says what went wrong.
+- Records and turns are JSON objects that the store does not look into; they are copied at the put. Beside its record a
+  trajectory may have an answer: bytes, because as text within JSON 15 KB of events cost 100 us more.
+- Large things of a trajectory are pieces: bytes under a name, each put once, read when they are wanted and not at the
+  start. What is lost of them is not healed, unless the owner has them still and puts them again.
+- One process owns a record. A second one is refused (embedded) or takes over, and the first is fenced off (Redis).
+- What the record may have lost (a full queue, a Redis restarted without its data, a full disk) is healed by the
+  owner: it puts everything again when `on_loss` calls it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTrajectory:
+    """One trajectory as it was put: its latest record, its newest turns, oldest first, and its latest answer."""
+
+    trajectory_id: str
+    record: dict[str, Any]
+    turns: list[dict[str, Any]]
+    answer: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHealth:
+    """How well the record keeps up with what was put.
+
+    Args:
+        ok: Puts reach the record.
+        detail: One sentence for a person; no secrets.
+        num_pending: Trajectories and state blobs with something that is not at the record yet.
+        lag_s: Age of the oldest put that is not at the record yet; 0 when there is none.
+        num_dropped: Trajectories whose pending puts were dropped since the start.
+        num_losses: How often the record was found to lack something that was put.
+    """
+
+    ok: bool
+    detail: str
+    num_pending: int = 0
+    lag_s: float = 0.0
+    num_dropped: int = 0
+    num_losses: int = 0
+
+
+class StoreError(Exception):
+    """The store cannot do what was asked; the message says why and what to do."""
+
+
+class BadStoreUrl(StoreError, ValueError):
+    """The configured store URL names no store. Repeating it does not help."""
+
+
+class StoreInUse(StoreError):
+    """Another process owns this record. Safe to repeat once that process has ended."""
+
+
+class StoreCorrupt(StoreError):
+    """The record is damaged or of another format version. Repeating does not help."""
+
+
+class StoreAway(StoreError):
+    """The record cannot be reached now. Safe to repeat."""
+
+
+class Store(Protocol):
+    """The record of one process: restore with `open` and `load`, then put, and `settle` where it must be safe."""
+
+    async def open(self) -> None:
+        """Take ownership of the record; once in the life of a store.
+
+        Raises:
+            StoreInUse, StoreCorrupt: see there. A Redis that is away does not raise: see `health`.
+        """
+
+    async def load(self) -> list[StoredTrajectory]:
+        """Everything at the record, in no order. A trajectory of which only turns were put has an empty record.
+
+        Raises:
+            StoreAway: the record cannot be read now. StoreCorrupt: it can be read, but not understood.
+        """
+
+    def on_loss(self, rewrite: Callable[[], None]) -> None:
+        """Have `rewrite` called, on the loop, when the record may lack something that was put.
+
+        It must put, synchronously, everything that is to be found after a restart: the trajectories at the record
+        are cleared just before. Named blobs and pieces stay where they were not lost too, so it should put those again
+        as well.
+        """
+
+    def put_trajectory(self, trajectory_id: str, record: dict[str, Any], answer: bytes | None = None) -> None:
+        """Keep this record for the trajectory, and this answer if there is one; the last of each wins."""
+
+    def append_turn(self, trajectory_id: str, turn: dict[str, Any]) -> None:
+        """Add a turn to the trajectory's history, of which the newest `max_turns_kept` stay."""
+
+    def forget_trajectory(self, trajectory_id: str) -> None:
+        """Remove record, history, answer and pieces; nothing happens when there are none."""
+
+    def put_piece(self, trajectory_id: str, name: str, data: bytes) -> None:
+        """Keep these bytes of a trajectory. A name that is there already keeps what it has."""
+
+    def drop_pieces(self, trajectory_id: str, prefix: str = "") -> None:
+        """Remove the trajectory's pieces whose names begin so."""
+
+    async def get_pieces(self, trajectory_id: str, prefix: str = "") -> dict[str, bytes]:
+        """The trajectory's pieces whose names begin so, by name, in no order.
+
+        Raises:
+            StoreAway: the record cannot be read now.
+        """
+
+    async def piece_sizes(self) -> dict[str, int]:
+        """Bytes of all pieces of each trajectory that has any.
+
+        Raises:
+            StoreAway: the record cannot be read now.
+        """
+
+    def put_state(self, name: str, value: bytes) -> None:
+        """Keep a small blob (predictor state, cordoned engines) under a name; the last one wins."""
+
+    async def get_state(self, name: str) -> bytes | None:
+        """The blob last put under the name, or None.
+
+        Raises:
+            StoreAway: the record cannot be read now.
+        """
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Wait until everything put so far is at the record.
+
+        Returns:
+            False after `timeout_s`, or at once when the store is known to be away.
+
+        Cost: nothing when nothing is pending; concurrent callers share one flush (embedded: one round of the loop).
+        """
+
+    def health(self) -> StoreHealth:
+        """How well the record keeps up; reads memory only."""
+
+    async def close(self) -> None:
+        """Settle for a moment, then give the record back."""

@@ -1,0 +1,348 @@
+"""The Redis store: the record of a gateway on a server that outlives its machine. Redis 6.2 or later, not Cluster.
+
+How it writes: puts coalesce in memory per trajectory; a flusher sends them as numbered batches as soon as there are
+any, and what is put while one is under way forms the next. A batch is one script, so it is applied whole; the
+server keeps the number of the last one, so it is applied once, however often it is sent.
+
+What that number tells:
+- the same number: the answer to an earlier try was lost, nothing is to be done;
+- another writer: a later process owns the record, and this one stops writing;
+- a gap or nothing: the server came back with less than it had confirmed, so the owner is asked to put everything
+  again, and the old trajectories are cleared just before that. The same happens when puts had to be dropped.
+
+Keys, after the namespace: `records` (hash: trajectory id to JSON; also the index), `turns:ID` (list of JSON), `answers`
+(hash), `pieces:ID` (hash), `sizes` (hash: trajectory id to bytes of its pieces), `states` (hash), `owner` (hash:
+format, writer, batch). Nothing expires: the owner forgets what has ended. The server should not evict
+(`maxmemory-policy noeviction`) and is as durable as its own persistence makes it.
+"""
+
+import asyncio
+import random
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import orjson
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, RedisError
+
+from store.pending import Operation, Pending
+from store.port import StoreAway, StoreCorrupt, StoredTrajectory, StoreError, StoreHealth
+from store.settings import StoreSettings
+
+FORMAT = b"1"
+
+FIRST_BATCH = 1
+"""The number that a claim leaves at the server; a server without data counts as being at -1, so they never meet."""
+
+APPLY = """
+local prefix, writer, number, max_turns = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local records, answers, states, owner = prefix .. 'records', prefix .. 'answers', prefix .. 'states', prefix .. 'owner'
+local sizes = prefix .. 'sizes'
+local known = redis.call('HMGET', owner, 'writer', 'batch')
+if known[1] and known[1] ~= writer then return 'fenced' end
+local last = tonumber(known[2] or -1)
+if last == number then return 'ok' end
+for i = 5, #ARGV, 4 do
+  local operation, id, value, part = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]
+  local turns, pieces = prefix .. 'turns:' .. id, prefix .. 'pieces:' .. id
+  if operation == 'record' then
+    redis.call('HSET', records, id, value)
+  elseif operation == 'turn' then
+    redis.call('HSETNX', records, id, '{}')
+    redis.call('RPUSH', turns, value)
+    redis.call('LTRIM', turns, -max_turns, -1)
+  elseif operation == 'answer' then
+    redis.call('HSET', answers, id, value)
+  elseif operation == 'state' then
+    redis.call('HSET', states, id, value)
+  elseif operation == 'piece' then
+    if redis.call('HSETNX', pieces, part, value) == 1 then redis.call('HINCRBY', sizes, id, #value) end
+  elseif operation == 'drop' then
+    for _, name in ipairs(redis.call('HKEYS', pieces)) do
+      if string.sub(name, 1, #part) == part then
+        redis.call('HINCRBY', sizes, id, -redis.call('HSTRLEN', pieces, name))
+        redis.call('HDEL', pieces, name)
+      end
+    end
+    if redis.call('EXISTS', pieces) == 0 then redis.call('HDEL', sizes, id) end
+  elseif operation == 'forget' then
+    redis.call('HDEL', records, id)
+    redis.call('HDEL', answers, id)
+    redis.call('HDEL', sizes, id)
+    redis.call('DEL', turns, pieces)
+  elseif operation == 'clear' then
+    for _, each in ipairs(redis.call('HKEYS', records)) do redis.call('DEL', prefix .. 'turns:' .. each) end
+    redis.call('DEL', records, answers)
+  end
+end
+redis.call('HSET', owner, 'format', '1', 'writer', writer, 'batch', number)
+if last == number - 1 then return 'ok' end
+return 'lost'
+"""
+
+# The values are JSON already, so the server can put the answer together, and one parse reads it all.
+READ = """
+local prefix, max_turns, answers = ARGV[1], tonumber(ARGV[2]), {}
+for i = 3, #ARGV do
+  local record = redis.call('HGET', prefix .. 'records', ARGV[i]) or 'null'
+  local turns = redis.call('LRANGE', prefix .. 'turns:' .. ARGV[i], -max_turns, -1)
+  answers[#answers + 1] = '[' .. record .. ',[' .. table.concat(turns, ',') .. ']]'
+end
+return '[' .. table.concat(answers, ',') .. ']'
+"""
+
+FAULTS = (RedisError, OSError, TimeoutError)
+FENCED = "another process has taken over this namespace: this one writes no more; give each fleet its own"
+
+
+class RedisStore:
+    """A Store on a Redis server, behind a queue in memory."""
+
+    def __init__(self, url: str, settings: StoreSettings) -> None:
+        self._settings = settings
+        self._where = url.rpartition("@")[2].partition("://")[2] or url.rpartition("@")[2]
+        try:
+            # Retries are the flusher's, which knows what is safe to send again.
+            self._redis = Redis.from_url(
+                url,
+                socket_timeout=settings.op_timeout_s,
+                socket_connect_timeout=settings.connect_timeout_s,
+                retry=Retry(NoBackoff(), 0),
+            )
+        except ValueError as fault:
+            raise StoreError(f"Redis URL for {self._where}: {fault}") from None
+        self._pending = Pending(settings)
+        self._outbox: deque[tuple[int, list[Operation]]] = deque()
+        self._outbox_since = 0.0
+        self._outbox_len = 0
+        self._writer = uuid.uuid4().hex
+        self._claimed = False
+        self._batch_number = FIRST_BATCH
+        self._num_puts_sent = self._num_puts_confirmed = 0
+        self._rewrite: Callable[[], None] | None = None
+        self._lost = False
+        self._num_losses = self._num_drops_seen = 0
+        self._fault = "not connected yet"
+        self._wanted = asyncio.Event()
+        self._progress: asyncio.Future[None]
+        self._flusher: asyncio.Task[None]
+
+    async def open(self) -> None:
+        self._progress = asyncio.get_running_loop().create_future()
+        try:
+            await self._claim()
+            self._fault = ""
+        except StoreCorrupt:
+            await self._redis.aclose()
+            raise
+        except AuthenticationError as fault:
+            await self._redis.aclose()
+            raise StoreError(f"Redis at {self._where} refuses the login: {fault}") from None
+        except FAULTS as fault:
+            self._fault = self._away(fault)
+        self._flusher = asyncio.create_task(self._flush_forever(), name="store-flusher")
+
+    async def load(self) -> list[StoredTrajectory]:
+        await self._settle_or_raise()
+        found: list[StoredTrajectory] = []
+        at_once = self._settings.load_batch
+        try:
+            ids: list[Any] = await self._redis.hkeys(self._key("records"))
+            for start in range(0, len(ids), at_once):
+                some = ids[start : start + at_once]
+                read = await self._eval(READ, self._settings.max_turns_kept, *some)
+                answers: list[Any] = await self._redis.hmget(self._key("answers"), some)
+                found += [
+                    StoredTrajectory(str(trajectory_id, "utf-8"), record, turns, answer)
+                    for trajectory_id, (record, turns), answer in zip(some, orjson.loads(read), answers, strict=True)
+                    if record is not None
+                ]
+        except FAULTS as fault:
+            raise StoreAway(self._away(fault)) from fault
+        except orjson.JSONDecodeError as fault:
+            raise StoreCorrupt(f"Redis at {self._where} holds records that are no JSON: {fault}") from fault
+        return found
+
+    def on_loss(self, rewrite: Callable[[], None]) -> None:
+        self._rewrite = rewrite
+
+    def put_trajectory(self, trajectory_id: str, record: dict[str, Any], answer: bytes | None = None) -> None:
+        self._pending.put_trajectory(trajectory_id, orjson.dumps(record), answer)
+        self._wanted.set()
+
+    def append_turn(self, trajectory_id: str, turn: dict[str, Any]) -> None:
+        self._pending.append_turn(trajectory_id, orjson.dumps(turn))
+        self._wanted.set()
+
+    def forget_trajectory(self, trajectory_id: str) -> None:
+        self._pending.forget_trajectory(trajectory_id)
+        self._wanted.set()
+
+    def put_piece(self, trajectory_id: str, name: str, data: bytes) -> None:
+        self._pending.put_piece(trajectory_id, name, data)
+        self._wanted.set()
+
+    def drop_pieces(self, trajectory_id: str, prefix: str = "") -> None:
+        self._pending.drop_pieces(trajectory_id, prefix)
+        self._wanted.set()
+
+    async def get_pieces(self, trajectory_id: str, prefix: str = "") -> dict[str, bytes]:
+        await self._settle_or_raise()
+        try:
+            found: Any = await self._redis.hgetall(self._key("pieces:") + trajectory_id)
+        except FAULTS as fault:
+            raise StoreAway(self._away(fault)) from fault
+        pieces = {str(name, "utf-8"): data for name, data in found.items()}
+        return {name: data for name, data in pieces.items() if name.startswith(prefix)}
+
+    async def piece_sizes(self) -> dict[str, int]:
+        await self._settle_or_raise()
+        try:
+            found: Any = await self._redis.hgetall(self._key("sizes"))
+        except FAULTS as fault:
+            raise StoreAway(self._away(fault)) from fault
+        return {str(trajectory_id, "utf-8"): int(num_bytes) for trajectory_id, num_bytes in found.items()}
+
+    def put_state(self, name: str, value: bytes) -> None:
+        self._pending.put_state(name, value)
+        self._wanted.set()
+
+    async def get_state(self, name: str) -> bytes | None:
+        await self._settle_or_raise()
+        try:
+            value: Any = await self._redis.hget(self._key("states"), name)
+        except FAULTS as fault:
+            raise StoreAway(self._away(fault)) from fault
+        return None if value is None else bytes(value)
+
+    async def settle(self, timeout_s: float) -> bool:
+        wanted = self._pending.num_puts
+        ends_at = time.monotonic() + timeout_s
+        while self._num_puts_confirmed < wanted:
+            left_s = ends_at - time.monotonic()
+            if self._fault or left_s <= 0:
+                return False
+            await asyncio.wait({self._progress}, timeout=left_s)
+        return True
+
+    def health(self) -> StoreHealth:
+        since = self._outbox_since if self._outbox else self._pending.since
+        return StoreHealth(
+            ok=not self._fault,
+            detail=self._fault or f"Redis at {self._where}",
+            num_pending=len(self._pending) + self._outbox_len,
+            lag_s=time.monotonic() - since if since else 0.0,
+            num_dropped=self._pending.num_dropped,
+            num_losses=self._num_losses,
+        )
+
+    async def close(self) -> None:
+        await self.settle(self._settings.close_timeout_s)
+        self._flusher.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._flusher
+        await self._redis.aclose()
+
+    async def _settle_or_raise(self) -> None:
+        if not await self.settle(self._settings.op_timeout_s) or self._fault:
+            raise StoreAway(self._fault or f"Redis at {self._where} does not keep up")
+
+    async def _flush_forever(self) -> None:
+        backoff_s = self._settings.backoff_min_s
+        while True:
+            try:
+                if not self._fault:
+                    await self._wait_for_work()
+                await self._flush()
+                self._fault = ""
+                backoff_s = self._settings.backoff_min_s
+            except FAULTS as fault:
+                self._fault = self._away(fault)
+            except StoreError as fault:
+                self._fault = str(fault)
+                self._tell_waiters()
+                return
+            self._tell_waiters()
+            if self._fault:
+                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+                backoff_s = min(2 * backoff_s, self._settings.backoff_max_s)
+
+    async def _wait_for_work(self) -> None:
+        if not self._wanted.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.check_every_s):
+                    await self._wanted.wait()
+
+    def _tell_waiters(self) -> None:
+        self._progress.set_result(None)
+        self._progress = asyncio.get_running_loop().create_future()
+
+    async def _flush(self) -> None:
+        """Bring everything put so far to the record; with nothing to send, look whether it is still there.
+
+        Safe to repeat after a fault: what was not confirmed stays in the outbox under its number.
+        """
+        if not self._claimed:
+            await self._claim()
+        if not self._outbox:
+            self._fill_outbox()
+        if not self._outbox:
+            await self._send(self._batch_number, [])
+        while self._outbox:
+            await self._send(*self._outbox[0])
+            self._outbox.popleft()
+        self._outbox_len = 0
+        if self._lost or self._pending.num_dropped > self._num_drops_seen:
+            self._heal()
+        else:
+            self._num_puts_confirmed = self._num_puts_sent
+
+    def _fill_outbox(self) -> None:
+        self._wanted.clear()
+        self._outbox_since, self._outbox_len = self._pending.since, len(self._pending)
+        self._num_puts_sent = self._pending.num_puts
+        for batch in self._pending.take():
+            self._batch_number += 1
+            self._outbox.append((self._batch_number, batch))
+
+    async def _send(self, number: int, batch: list[Operation]) -> None:
+        words = [word for operation in batch for word in operation]
+        verdict = await self._eval(APPLY, self._writer, number, self._settings.max_turns_kept, *words)
+        if verdict == b"fenced":
+            raise StoreError(f"Redis at {self._where}: {FENCED}")
+        self._lost = self._lost or verdict == b"lost"
+
+    def _heal(self) -> None:
+        self._lost, self._num_drops_seen = False, self._pending.num_dropped
+        self._num_losses += 1
+        if self._rewrite:
+            self._pending.replace_all(self._rewrite)
+            self._wanted.set()
+
+    async def _claim(self) -> None:
+        """Become the writer of this namespace. Safe to repeat: no batch is sent before."""
+        owner = self._key("owner")
+        known = await self._redis.hget(owner, "format")
+        if known not in (None, FORMAT):
+            raise StoreCorrupt(
+                f"Redis at {self._where}: {owner} has format {known!r}, this program reads {FORMAT!r}; "
+                "choose another namespace"
+            )
+        claim: dict[Any, Any] = {"format": FORMAT, "writer": self._writer, "batch": FIRST_BATCH}
+        await self._redis.hset(owner, mapping=claim)
+        self._claimed = True
+
+    async def _eval(self, script: str, *arguments: Any) -> Any:
+        return await self._redis.eval(script, 0, self._settings.namespace, *arguments)
+
+    def _key(self, name: str) -> str:
+        return self._settings.namespace + name
+
+    def _away(self, fault: BaseException) -> str:
+        return f"Redis at {self._where} is away: {type(fault).__name__}: {fault}"

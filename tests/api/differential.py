@@ -1,0 +1,196 @@
+"""Requests sent straight to an engine and through the gateway, and what must be the same in both answers.
+
+Rules of the comparison:
+
+1. Of a whole answer everything is compared but ids and times; a field that is null is the same as one that is absent.
+2. A stream is compared as the answer that a client puts together from it, and as the order in which kinds of events
+   came. How many tokens are in one event, or made when the first one is sent, is a matter of time, and not compared.
+3. Of an error are compared the status and the message, without web addresses, which the gateway takes out; the rest
+   must be OpenAI's (or Anthropic's), whatever the engine sent. Where the gateway refuses a request that no engine
+   should see, the words are its own (SGLang even serves a model that it does not have).
+4. What an engine has in its prefix cache depends on what it served before, so each request is sent once beforehand.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import orjson
+
+from tests.api.requests_table import Case
+
+Json = dict[str, Any]
+_ADDRESS = re.compile(r"\w+://[^\s'\"<>)]+")
+_IDS = frozenset({"id", "item_id", "call_id", "response_id", "request_id"})
+_TIMES = frozenset({"created", "created_at", "completed_at"})
+_WORDS = frozenset({"id", "type", "role", "name", "object", "model", "finish_reason", "call_id", "system_fingerprint"})
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "invalid_request_error"}
+_ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """One answer: its status, and what rule 1, 2 or 3 leaves of its body."""
+
+    status: int
+    content: Any
+    kinds: list[str]
+    message: str | None = None
+
+
+async def compare(
+    straight: httpx.AsyncClient, through: httpx.AsyncClient, case: Case, untold: frozenset[str] = frozenset()
+) -> list[str]:
+    """What is not as the rules say; nothing where all is well.
+
+    Args:
+        untold: fields that the gateway may leave out.
+    """
+    await exchange(straight, case)
+    direct, passed = await exchange(straight, case), await exchange(through, case)
+    if isinstance(direct.content, dict) and isinstance(passed.content, dict):
+        _leave_out(untold, direct.content, passed.content)
+    return [f"{case.name}: {difference}" for difference in _differences(direct, passed, case)]
+
+
+def _leave_out(names: frozenset[str], direct: Json, passed: Json) -> None:
+    for name in names - passed.keys():
+        direct.pop(name, None)
+    for name in direct.keys() & passed.keys():
+        if isinstance(direct[name], dict) and isinstance(passed[name], dict):
+            _leave_out(names, direct[name], passed[name])
+
+
+async def exchange(client: httpx.AsyncClient, case: Case) -> Exchanged:
+    """Send a request and read its answer."""
+    raw = case.body if isinstance(case.body, bytes) else orjson.dumps(case.body)
+    answer = await client.post(case.path, content=raw, headers={"content-type": "application/json"})
+    if answer.status_code != 200:
+        return Exchanged(answer.status_code, answer.json(), [], message_of(answer.json()))
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        events = events_of(answer.text)
+        return Exchanged(200, normalised(assembled(events)), kinds_of(events))
+    return Exchanged(200, normalised(answer.json()), [])
+
+
+def _differences(direct: Exchanged, passed: Exchanged, case: Case) -> list[str]:
+    if case.refused_with is not None:
+        found = [] if passed.status == case.refused_with else [f"not refused: {passed}"]
+        found += [] if direct.status in (200, case.refused_with) else [f"the engine answers {direct.status}"]
+        return found + error_defects(passed.status, passed.content, case.path)
+    if direct.status != passed.status:
+        return [f"status {direct.status} became {passed.status}: {passed.message} (was: {direct.message})"]
+    if passed.status != 200:
+        found = [f"message {direct.message!r} became {passed.message!r}"] if direct.message != passed.message else []
+        return found + error_defects(passed.status, passed.content, case.path)
+    pairs = (("content", direct.content, passed.content), ("events", direct.kinds, passed.kinds))
+    return [f"{name} {before}\nbecame {after}" for name, before, after in pairs if before != after]
+
+
+def error_defects(status: int, body: Any, path: str) -> list[str]:
+    """What is wrong with the form of an error that the gateway gave."""
+    is_anthropic = path.startswith("/v1/messages")
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict):
+        return [f"no error object: {body}"]
+    known, default = (_ANTHROPIC_TYPES if is_anthropic else _OPENAI_TYPES), "invalid_request_error"
+    defects = [] if error.get("type") == known.get(status, default) or status >= 500 else [f"type {error.get('type')}"]
+    if is_anthropic:
+        return defects if body.get("type") == "error" else [*defects, "not Anthropic's frame"]
+    if set(error) != {"message", "type", "param", "code"}:
+        defects.append(f"fields {sorted(error)}")
+    odd = [name for name in ("param", "code") if not isinstance(error.get(name), str | None)]
+    return defects + [f"{name} is {error[name]!r}" for name in odd]
+
+
+def message_of(body: Any) -> str | None:
+    """An error's message in any of the forms that engines use."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    message = error.get("message", error.get("detail")) if isinstance(error, dict) else error
+    return _ADDRESS.sub("[address]", message) if isinstance(message, str) else None
+
+
+def normalised(value: Any) -> Any:
+    """Rule 1: ids and times become their names, and null fields go."""
+    if isinstance(value, list):
+        return [normalised(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: f"<{name}>" if name in _IDS or name in _TIMES else normalised(item)
+        for name, item in value.items()
+        if item is not None
+    }
+
+
+def events_of(text: str) -> list[tuple[str, Any]]:
+    """Name and JSON of each event with data; `[DONE]` as that text, comments left out."""
+    events: list[tuple[str, Any]] = []
+    for block in text.replace("\r\n", "\n").split("\n\n"):
+        name, data = "", ""
+        for line in block.splitlines():
+            if line.startswith("event:"):
+                name = line[6:].strip()
+            elif line.startswith("data:"):
+                data += line[5:].removeprefix(" ")
+        if data:
+            events.append((name, data if data == "[DONE]" else orjson.loads(data)))
+    return events
+
+
+def assembled(events: list[tuple[str, Any]]) -> Any:
+    """Rule 2: all events in one. Deltas of the same place are joined, other events stand for themselves."""
+    whole: Json = {}
+    for name, data in events:
+        if not isinstance(data, dict):
+            continue
+        if not name:  # chat and completions
+            whole = merged(whole, data)
+            continue
+        place = f"{name} {data.get('output_index', '')} {data.get('content_index', '')} {data.get('index', '')}"
+        data = {key: item for key, item in data.items() if key != "sequence_number"}
+        whole[place] = merged(whole[place], data) if place in whole and name.endswith("delta") else data
+        if name == "message_start":
+            data["message"]["usage"].pop("output_tokens", None)
+    return whole
+
+
+def merged(old: Any, new: Any, name: str = "") -> Any:
+    """Two chunks as one: texts and lists are joined, items with an `index` by it, of numbers the later one counts."""
+    if old is None or new is None:
+        return old if new is None else new
+    if isinstance(old, str) and isinstance(new, str) and name not in _WORDS:
+        return old + new
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {key: merged(old.get(key), new.get(key), key) for key in [*old, *(key for key in new if key not in old)]}
+    if isinstance(old, list) and isinstance(new, list):
+        if all(isinstance(item, dict) and "index" in item for item in old + new):
+            by_index: dict[int, Any] = {}
+            for item in old + new:
+                by_index[item["index"]] = merged(by_index.get(item["index"]), item)
+            return [by_index[index] for index in sorted(by_index)]
+        return old + new
+    return new
+
+
+def kinds_of(events: list[tuple[str, Any]]) -> list[str]:
+    """The kinds of events in their order, repetitions left out; of several choices, one after the other."""
+    lanes: dict[int, list[str]] = {}
+    for name, data in events:
+        if isinstance(data, dict) and isinstance(data.get("choices"), list):
+            for choice in data["choices"]:
+                lane = lanes.setdefault(choice.get("index", 0), [])
+                delta = choice.get("delta", choice)
+                lane += [kind for kind in ("role", "content", "text", "tool_calls", "reasoning") if delta.get(kind)]
+                lane += ["finish"] if choice.get("finish_reason") else []
+                lane += ["usage"] if data.get("usage") else []
+            if not data["choices"]:
+                lanes.setdefault(1_000, []).append("usage event")
+        else:
+            lanes.setdefault(1_001, []).append(name or str(data))
+    kinds = []
+    for index in sorted(lanes):
+        lane = lanes[index]
+        kinds += [f"{index}:{kind}" for place, kind in enumerate(lane) if kind not in lane[:place]]
+    return kinds

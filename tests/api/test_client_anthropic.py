@@ -1,0 +1,100 @@
+"""The Anthropic SDK for Python against the gateway."""
+
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic import AsyncAnthropic
+
+from tests.api.conftest import HELLO, MODEL, Site, running_site
+
+TOOL: Any = {
+    "name": "get_weather",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "enum": ["Oslo"]}},
+        "required": ["city"],
+    },
+}
+
+
+def client_of(site: Site, **options: Any) -> AsyncAnthropic:
+    return AsyncAnthropic(**{"base_url": f"{site.url}/t/run-7", "api_key": "none", "max_retries": 0} | options)
+
+
+def message(**fields: Any) -> Any:
+    return {"model": MODEL, "messages": HELLO, "max_tokens": 8, **fields}
+
+
+async def test_a_message_whole_and_as_a_stream(site: Site) -> None:
+    """The same text in both forms, with stop reason and usage, on the trajectory that the base_url names."""
+    async with client_of(site) as client:
+        whole = await client.messages.create(**message())
+        async with client.messages.stream(**message()) as stream:
+            text = "".join([part async for part in stream.text_stream])
+            final = await stream.get_final_message()
+    assert whole.content[0].text == text
+    assert (whole.stop_reason, final.stop_reason) == ("max_tokens", "max_tokens")
+    assert whole.usage.output_tokens == final.usage.output_tokens == 8
+    shown = await site.trajectory("run-7")
+    assert [turn["output_tokens"] for turn in shown["turns"]] == [8, 8]
+
+
+async def test_tools_and_their_results(site: Site) -> None:
+    """A tool is used with its input parsed, whole and streamed, and its result goes back."""
+    async with client_of(site) as client:
+        fields = message(tools=[TOOL], tool_choice={"type": "any"}, max_tokens=80)
+        whole = await client.messages.create(**fields)
+        async with client.messages.stream(**fields) as stream:
+            streamed = await stream.get_final_message()
+        assert (whole.stop_reason, whole.content[0].input) == ("tool_use", {"city": "Oslo"})
+        assert streamed.content[0].input == whole.content[0].input
+        result = {"type": "tool_result", "tool_use_id": whole.content[0].id, "content": "rain"}
+        said = {"role": "assistant", "content": [whole.content[0].model_dump()]}
+        after = await client.messages.create(**message(messages=[*HELLO, said, {"role": "user", "content": [result]}]))
+        assert after.content
+
+
+async def test_tokens_are_counted(site: Site) -> None:
+    """As many as the message itself then has."""
+    async with client_of(site) as client:
+        counted = await client.messages.count_tokens(model=MODEL, messages=HELLO)
+        usage = (await client.messages.create(**message())).usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("fields", "kind", "word"),
+    [
+        ({"model": "nope"}, anthropic.NotFoundError, "not_found_error"),
+        ({"messages": "Hello"}, anthropic.BadRequestError, "invalid_request_error"),
+    ],
+)
+async def test_a_mistake_raises_its_exception(site: Site, fields: Any, kind: Any, word: str, stream: bool) -> None:
+    """In Anthropic's form, with its words."""
+    async with client_of(site) as client:
+        with pytest.raises(kind) as caught:
+            await client.messages.create(**{**message(stream=stream), **fields})
+    assert caught.value.body["error"]["type"] == word
+    assert caught.value.body["type"] == "error"
+
+
+async def test_a_wrong_key_raises_authentication_error() -> None:
+    """The SDK sends its key as `x-api-key`."""
+    async with running_site(api_keys=("right",)) as site:
+        async with client_of(site, api_key="wrong") as client:
+            with pytest.raises(anthropic.AuthenticationError):
+                await client.messages.create(**message())
+        async with client_of(site, api_key="right") as client:
+            assert (await client.messages.create(**message())).content
+
+
+async def test_an_aborted_trajectory_raises_conflict(site: Site) -> None:
+    """Once, without retries."""
+    async with client_of(site, max_retries=5) as client:
+        await client.messages.create(**message())
+        await site.client.delete("/v1/trajectories/run-7")
+        with pytest.raises(anthropic.ConflictError):
+            await client.messages.create(**message())
+    assert len(site.engine.turns) == 1

@@ -1,0 +1,48 @@
+"""The OpenAI SDK for Node.js against the gateway."""
+
+import asyncio
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.api.conftest import MODEL, Site
+
+pytestmark = pytest.mark.npm
+_CHECKOUT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def node_clients() -> Path:
+    """Where the clients are; a machine without them fails the test, and is told what to run."""
+    home = Path(os.environ.get("HEDDLE_WORK", _CHECKOUT / ".work")) / "npm"
+    if shutil.which("node") is None or not (home / "node_modules" / "openai").is_dir():
+        pytest.fail("no OpenAI SDK for Node.js; get it with: deploy/get-node-clients.sh", pytrace=False)
+    return home
+
+
+async def test_the_node_sdk(site: Site, node_clients: Path) -> None:
+    """Chat, streams, tools, responses, embeddings, models and errors, all on the trajectory of the base_url."""
+    script = Path(__file__).with_name("openai_client.mjs")
+    command = ("node", str(script), str(node_clients), f"{site.url}/t/run-7/v1", MODEL)
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    out, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 0, errors.decode()
+    seen = json.loads(out)
+    assert seen["whole"] == seen["streamed"] != ""
+    assert seen["usages"] == [8, 8]
+    assert (seen["trajectory"], len(seen["requestID"])) == ("run-7", 32)
+    assert (seen["finishReason"], seen["call"]["name"]) == ("tool_calls", "get_weather")
+    assert json.loads(seen["call"]["arguments"]) == {"city": "Oslo"}
+    assert seen["responseText"]
+    assert seen["responseKinds"][0] == "response.created"
+    assert seen["responseKinds"][1] in ("response.completed", "response.incomplete")
+    assert seen["embedding"] > 0
+    assert seen["models"] == [MODEL]
+    unknown, bad = seen["unknownModel"], seen["badRequest"]
+    assert (unknown["name"], unknown["status"], unknown["code"]) == ("NotFoundError", 404, "model_not_found")
+    assert (bad["name"], bad["status"], len(bad["requestID"])) == ("BadRequestError", 400, 32)
+    assert (await site.trajectory("run-7"))["num_turns"] >= 5

@@ -1,0 +1,252 @@
+"""The OpenAI SDK for Python against the gateway, as its users use it."""
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import orjson
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel
+
+from tests.api.conftest import HELLO, MODEL, Site, running_site, toy
+from tests.support.engine import Script, fixed
+from tests.support.gateway import eventually
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Oslo"]}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+class Weather(BaseModel):
+    """What `parse` is asked to make of an answer."""
+
+    city: str
+    degrees: int
+
+
+def client_of(site: Site, trajectory: str = "", **options: Any) -> AsyncOpenAI:
+    base_url = f"{site.url}/t/{trajectory}/v1" if trajectory else f"{site.url}/v1"
+    return AsyncOpenAI(**{"base_url": base_url, "api_key": "none", "max_retries": 0} | options)
+
+
+def chat(**fields: Any) -> Any:
+    return {"model": MODEL, "messages": HELLO, "max_tokens": 8, **fields}
+
+
+async def test_a_chat_whole_and_as_a_stream(site: Site) -> None:
+    """The same text in both forms, with usage, a request id, and one trajectory for the base_url."""
+    async with client_of(site, "run-7") as client:
+        whole = await client.chat.completions.create(**chat())
+        stream = await client.chat.completions.create(**chat(stream=True, stream_options={"include_usage": True}))
+        chunks = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+    assert whole._request_id is not None and len(whole._request_id) == 32
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert (await site.trajectory("run-7"))["num_turns"] == 2
+
+
+async def test_a_stream_that_did_not_ask_for_usage_has_a_choice_in_every_chunk(site: Site) -> None:
+    """Much code reads `chunk.choices[0]` without looking."""
+    async with client_of(site) as client:
+        chunks = [chunk async for chunk in await client.chat.completions.create(**chat(stream=True))]
+    assert all(len(chunk.choices) == 1 and chunk.usage is None for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+async def test_the_synchronous_client(site: Site) -> None:
+    """It works from a thread, streaming and not, with the raw response's headers."""
+
+    def talk() -> tuple[str | None, str, str | None]:
+        with OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0) as client:
+            raw = client.chat.completions.with_raw_response.create(**chat())
+            chunks = list(client.chat.completions.create(**chat(stream=True)))
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            return raw.parse().choices[0].message.content, text, raw.headers.get("x-trajectory-id")
+
+    whole, streamed, trajectory = await asyncio.to_thread(talk)
+    assert whole == streamed
+    assert trajectory is not None
+    assert (await site.trajectory(trajectory))["num_turns"] == 1
+
+
+async def test_tools_whole_and_as_a_stream(site: Site) -> None:
+    """A required tool is called with arguments that are JSON, and its result goes back in the next turn."""
+    async with client_of(site, "run-7") as client:
+        fields = chat(tools=[TOOL], tool_choice="required", max_tokens=80)
+        (call,) = (await client.chat.completions.create(**fields)).choices[0].message.tool_calls or []
+        async with client.chat.completions.stream(**fields) as stream:
+            streamed = (await stream.get_final_completion()).choices[0]
+        assert call.type == "function"
+        assert json.loads(call.function.arguments) == {"city": "Oslo"}
+        (streamed_call,) = streamed.message.tool_calls or []
+        assert streamed.finish_reason == "tool_calls"
+        assert streamed_call.function.arguments == call.function.arguments
+        result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+        said = {"role": "assistant", "tool_calls": [call.model_dump()]}
+        after = await client.chat.completions.create(**chat(messages=[*HELLO, said, result]))
+        assert after.choices[0].finish_reason in ("stop", "length")
+
+
+async def test_parse_gives_an_object(site: Site) -> None:
+    """Structured output arrives as the class that was asked for."""
+    async with client_of(site) as client:
+        answer = await client.chat.completions.parse(**chat(response_format=Weather, max_tokens=100))
+    assert isinstance(answer.choices[0].message.parsed, Weather)
+
+
+async def test_the_responses_api(site: Site) -> None:
+    """Whole, as a stream of typed events, and with a function call."""
+    function: Any = {
+        "type": "function",
+        "name": "run",
+        "strict": False,
+        "parameters": {"type": "object", "properties": {}},
+    }
+    async with client_of(site, "run-7") as client:
+        whole = await client.responses.create(model=MODEL, input="Hello", max_output_tokens=8)
+        async with client.responses.stream(model=MODEL, input="Hello") as stream:
+            kinds = [event.type async for event in stream]
+            final = await stream.get_final_response()
+        called = await client.responses.create(
+            model=MODEL, input="Run.", tools=[function], tool_choice="required", max_output_tokens=80
+        )
+    assert whole.output_text and whole.usage is not None
+    assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+    assert final.output_text
+    assert [item.type for item in called.output] == ["function_call"]
+
+
+async def test_the_other_resources(site: Site) -> None:
+    """Models, embeddings (which the SDK asks for in base64) and legacy completions."""
+    async with client_of(site) as client:
+        assert [model.id async for model in client.models.list()] == [MODEL]
+        assert (await client.models.retrieve(MODEL)).id == MODEL
+        embedding = (await client.embeddings.create(model=MODEL, input="a")).data[0].embedding
+        assert all(isinstance(number, float) for number in embedding)
+        completion = await client.completions.create(model=MODEL, prompt="a", max_tokens=3, n=2)
+        assert [choice.index for choice in completion.choices] == [0, 1]
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("nope")
+
+
+async def test_extra_fields_and_headers_reach_their_goal(site: Site) -> None:
+    """`extra_body` passes to the engine, `extra_headers` name the trajectory."""
+    async with client_of(site) as client:
+        raw = await client.chat.completions.with_raw_response.create(
+            **chat(), extra_body={"my_field": [1]}, extra_headers={"X-Session-ID": "run-7"}
+        )
+    assert raw.headers["x-trajectory-id"] == "run-7"
+    assert site.engine.turns[0].json["my_field"] == [1]
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+ERRORS: list[tuple[str, Any, dict[str, Any], str | None]] = [
+    ("unknown model", openai.NotFoundError, {"model": "nope"}, "model_not_found"),
+    (
+        "too long",
+        openai.BadRequestError,
+        {"messages": [{"role": "user", "content": "word " * 9000}]},
+        "context_length_exceeded",
+    ),
+    ("wrong type", openai.BadRequestError, {"max_tokens": "many"}, None),
+    ("bad id", openai.BadRequestError, {"extra_headers": {"x-trajectory-id": "x" * 300}}, "bad_identity"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("kind", "fields", "code"), [error[1:] for error in ERRORS], ids=[error[0] for error in ERRORS]
+)
+async def test_a_mistake_raises_its_exception(
+    site: Site, kind: Any, fields: Any, code: str | None, stream: bool
+) -> None:
+    """The class by status, with code, message and request id, also where a stream was asked for."""
+    async with client_of(site) as client:
+        with pytest.raises(kind) as caught:
+            await client.chat.completions.create(**{**chat(stream=stream), **fields})
+    error = caught.value
+    assert (error.code, error.type) == (code, "invalid_request_error")
+    assert error.body["message"] and len(error.request_id) == 32
+
+
+async def test_a_wrong_key_raises_authentication_error() -> None:
+    """And the right one is let in."""
+    async with running_site(api_keys=("right",)) as site:
+        async with client_of(site, api_key="wrong") as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.chat.completions.create(**chat())
+        async with client_of(site, api_key="right") as client:
+            assert (await client.chat.completions.create(**chat())).choices
+
+
+async def test_an_aborted_trajectory_raises_conflict_at_once(site: Site) -> None:
+    """The SDK retries a 409 unless it is told not to; here it is told."""
+    await site.chat("/t/a/v1/chat/completions")
+    await site.client.delete("/v1/trajectories/a")
+    async with client_of(site, "a", max_retries=5) as client:
+        with pytest.raises(openai.ConflictError) as caught:
+            await client.chat.completions.create(**chat())
+    assert caught.value.code == "trajectory_aborted"
+    assert caught.value.response.request.headers["x-stainless-retry-count"] == "0"
+
+
+async def test_a_full_gateway_is_retried_until_it_has_room() -> None:
+    """429 with Retry-After; with the SDK's own retries the turn is served once there is room."""
+    async with running_site(max_turns_per_key=1) as site:
+        first = asyncio.create_task(site.chat("/t/a/v1/chat/completions", max_tokens=8000, ignore_eos=True))
+        await eventually(lambda: site.engine.turns)
+        async with client_of(site, "b") as client:
+            with pytest.raises(openai.RateLimitError) as caught:
+                await client.chat.completions.create(**chat())
+            assert float(caught.value.response.headers["retry-after"]) <= 120
+            retrying = asyncio.create_task(client.with_options(max_retries=3).chat.completions.create(**chat()))
+            await eventually(lambda: refused(site, 2))
+            await site.client.delete("/v1/trajectories/a")
+            await first
+            assert (await asyncio.wait_for(retrying, 60)).choices
+
+
+async def refused(site: Site, times: int) -> bool:
+    page = (await site.client.get("/metrics")).text
+    return f'status="429"}} {float(times)}' in page
+
+
+async def test_a_stream_that_breaks_raises(site: Site) -> None:
+    """The SDK takes a stream that just ends for a whole one, so the gateway ends it with an error event."""
+    first = orjson.dumps(
+        {"id": "c", "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": "a"}}]}
+    )
+
+    async def play(_: Any, write: Any) -> None:
+        await write(b"data: " + first + b"\n\n")
+
+    site.engine.scripts["/v1/chat/completions"] = Script(play)
+    async with client_of(site) as client:
+        with pytest.raises(openai.APIError) as caught:
+            async for _ in await client.chat.completions.create(**chat(stream=True)):
+                pass
+    assert caught.value.code == "stream_broken"
+
+
+async def test_an_engine_in_trouble_raises_a_server_error() -> None:
+    """After every attempt has failed; the engine's own body never reaches the client."""
+    async with running_site(toy(), max_attempts=2) as site:
+        site.engine.scripts["/v1/chat/completions"] = fixed(500, b"<html>secret</html>", b"text/html")
+        async with client_of(site) as client:
+            with pytest.raises(openai.InternalServerError) as caught:
+                await client.chat.completions.create(**chat())
+        assert "secret" not in str(caught.value)
+        assert len(site.engine.turns) == 2

@@ -1,0 +1,28 @@
+"""Two hundred requests straight to a simulated engine and through the gateway."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from engines.simulated.server import serve_engine
+from tests.api.conftest import MODEL, toy
+from tests.api.differential import compare
+from tests.api.requests_table import make_cases
+from tests.support.gateway import running_gateway
+
+
+@pytest.mark.parametrize("token_legs", ["off", "auto"])
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+async def test_the_gateway_answers_as_the_engine_does(dialect: Any, token_legs: str) -> None:
+    """A client that moves from an engine to the gateway sees other ids and times, and nothing else; of a turn at token
+    level it does not see the system fingerprint, which token routes do not tell."""
+    async with (
+        serve_engine(toy(dialect)) as engine,
+        running_gateway(engine, token_legs=token_legs) as gateway,
+        httpx.AsyncClient(base_url=engine, timeout=30) as straight,
+        httpx.AsyncClient(base_url=gateway.url, timeout=30) as through,
+    ):
+        untold = frozenset({"system_fingerprint"}) if token_legs == "auto" else frozenset[str]()
+        found = [one for case in make_cases(MODEL) for one in await compare(straight, through, case, untold)]
+    assert not found, "\n\n".join(found)

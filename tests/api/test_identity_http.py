@@ -1,0 +1,227 @@
+"""Which trajectory a request belongs to, seen from outside: every form over HTTP, and clients that send nothing."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.conftest import HELLO, MODEL, Site, running_site
+from tests.api.differential import assembled, events_of
+
+# (name, path before /v1, headers, body fields, the id)
+FORMS: list[tuple[str, str, dict[str, str], dict[str, Any], str]] = [
+    ("path /t/", "/t/run-7", {}, {}, "run-7"),
+    ("path /sessions/", "/sessions/run-7", {}, {}, "run-7"),
+    ("path, escaped", "/t/a%2Fb%20c", {}, {}, "a/b c"),
+    ("X-Trajectory-Id", "", {"X-Trajectory-Id": "run-7"}, {}, "run-7"),
+    ("X-Session-ID", "", {"X-Session-ID": "run-7"}, {}, "run-7"),
+    ("X-SMG-Routing-Key", "", {"X-SMG-Routing-Key": "run-7"}, {}, "run-7"),
+    ("X-Dynamo-Session-ID", "", {"X-Dynamo-Session-ID": "run-7"}, {}, "run-7"),
+    ("x-claude-code-session-id", "", {"x-claude-code-session-id": "run-7"}, {}, "run-7"),
+    (
+        "x-claude-code-session-id and agent",
+        "",
+        {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"},
+        {},
+        "s:a",
+    ),
+    ("session-id", "", {"session-id": "run-7"}, {}, "run-7"),
+    ("session-id and thread-id", "", {"session-id": "s", "thread-id": "t"}, {}, "s:t"),
+    ("X-Correlation-ID", "", {"X-Correlation-ID": "run-7"}, {}, "run-7"),
+    ("metadata.trajectory_id", "", {}, {"metadata": {"trajectory_id": "run-7"}}, "run-7"),
+    ("agentic_context", "", {}, {"vllm_xargs": {"agentic_context": {"program_id": "run-7"}}}, "run-7"),
+    ("program_id", "", {}, {"program_id": "run-7"}, "run-7"),
+    ("session_params.session_id", "", {}, {"session_params": {"session_id": "run-7"}}, "run-7"),
+    ("session_params.id", "", {}, {"session_params": {"id": "run-7"}}, "run-7"),
+    ("session_id", "", {}, {"session_id": "run-7"}, "run-7"),
+    ("metadata.session_id", "", {}, {"metadata": {"session_id": "run-7"}}, "run-7"),
+    ("user", "", {}, {"user": "run-7"}, "run-7"),
+    ("metadata.user_id", "", {}, {"metadata": {"user_id": "user_x_session_run-7"}}, "run-7"),
+]
+APIS = ("chat/completions", "completions", "responses", "messages")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "headers", "fields", "expected"), [form[1:] for form in FORMS], ids=[f[0] for f in FORMS]
+)
+async def test_every_form_names_the_trajectory_over_http(
+    site: Site, prefix: str, headers: dict[str, str], fields: dict[str, Any], expected: str
+) -> None:
+    """Two turns in the same form are one trajectory: the answer says so, the API, and the engine is told."""
+    for _ in range(2):
+        answer = await site.chat(f"{prefix}/v1/chat/completions", headers=headers, **fields)
+        assert (answer.status_code, answer.headers["x-trajectory-id"]) == (200, expected)
+    listed = (await site.client.get("/v1/trajectories")).json()["data"]
+    assert [(one["id"], one["num_turns"]) for one in listed] == [(expected, 2)]
+    assert {asked.headers["x-session-id"] for asked in site.engine.turns} == {expected}
+    assert {asked.path for asked in site.engine.turns} == {"/v1/chat/completions"}
+
+
+@pytest.mark.parametrize("api", APIS)
+async def test_the_path_form_serves_every_api(site: Site, api: str) -> None:
+    """A framework that can set nothing but its base_url is known by it, whichever API it speaks."""
+    answer = await site.client.post(f"/t/run-7/v1/{api}", json=first_turn(api, stream=False))
+    assert (answer.status_code, answer.headers["x-trajectory-id"]) == (200, "run-7")
+
+
+async def test_the_path_form_reaches_the_other_routes_too(site: Site) -> None:
+    """With the base_url set to the path form, an SDK's models and tokens calls go there as well."""
+    for route in ("/v1/models", f"/v1/models/{MODEL}", "/v1/engines"):
+        assert (await site.client.get(f"/t/run-7{route}")).status_code == 200
+    counted = await site.client.post("/sessions/run-7/v1/messages/count_tokens", json={"messages": HELLO})
+    assert counted.json()["input_tokens"] > 0
+    await site.chat(headers={"x-trajectory-id": "a b"})
+    assert (await site.client.get("/t/run-7/v1/trajectories/a%20b")).json()["id"] == "a b"
+
+
+async def test_the_first_form_in_the_order_wins(site: Site) -> None:
+    """Path over header over body, as written in the order of forms."""
+    fields = {"headers": {"x-session-id": "header"}, "session_id": "body"}
+    assert (await site.chat("/t/path/v1/chat/completions", **fields)).headers["x-trajectory-id"] == "path"
+    assert (await site.chat(**fields)).headers["x-trajectory-id"] == "header"
+    assert (await site.chat(session_id="body")).headers["x-trajectory-id"] == "body"
+
+
+async def test_group_and_rollout_are_known_from_headers_and_metadata(site: Site) -> None:
+    """A trajectory shows the group and the rollout that its first turn named."""
+    await site.chat(headers={"x-trajectory-id": "a", "x-group-id": "g1", "x-rollout-id": "r1"})
+    await site.chat(metadata={"trajectory_id": "b", "group_id": "g2", "rollout_id": "r2"})
+    shown = [await site.trajectory(name) for name in ("a", "b")]
+    assert [(one["group_id"], one["rollout_id"]) for one in shown] == [("g1", "r1"), ("g2", "r2")]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("api", APIS)
+async def test_a_conversation_without_an_id_is_known_again(site: Site, api: str, stream: bool) -> None:
+    """A client that sends back what it was answered stays on its trajectory for all its turns."""
+    body = first_turn(api, stream)
+    ids = []
+    for _ in range(3):
+        answer = await site.client.post(f"/v1/{api}", json=body)
+        assert answer.status_code == 200, answer.text
+        ids.append(answer.headers["x-trajectory-id"])
+        body = next_turn(api, body, answer)
+    assert len(set(ids)) == 1
+    assert (await site.trajectory(ids[0]))["num_turns"] == 3
+
+
+@pytest.mark.parametrize("api", APIS)
+async def test_siblings_without_ids_are_trajectories_of_one_group(site: Site, api: str) -> None:
+    """The same first prompt four times is four trajectories of one group, and their second turns go on with them."""
+    firsts = [await site.client.post(f"/v1/{api}", json=first_turn(api, False)) for _ in range(4)]
+    ids = [answer.headers["x-trajectory-id"] for answer in firsts]
+    assert len(set(ids)) == 4
+    groups = {(await site.trajectory(name))["group_id"] for name in ids}
+    assert len(groups) == 1
+    seconds = [
+        await site.client.post(
+            f"/v1/{api}", json=next_turn(api, first_turn(api, False), answer, text=f"go on {number}")
+        )
+        for number, answer in enumerate(firsts)
+    ]
+    assert {answer.headers["x-trajectory-id"] for answer in seconds} <= set(ids)
+
+
+async def test_a_client_that_says_only_user_may_have_siblings_at_once(site: Site) -> None:
+    """Requests that share no more than a `user` are answered each for itself."""
+    answers = [await site.chat(user="someone"), await site.chat(user="someone")]
+    assert len({answer.json()["id"] for answer in answers}) == 2
+
+
+ERRORS: list[tuple[str, int, dict[str, Any]]] = [
+    ("unknown model", 404, {"json": {"model": "nope", "messages": HELLO}}),
+    ("not JSON", 400, {"content": b"{"}),
+    ("refused by the engine", 400, {"json": {"model": MODEL, "messages": "Hello"}}),
+    ("too large", 413, {"content": b"x" * 5000}),
+]
+
+
+@pytest.mark.parametrize(("status", "request_"), [error[1:] for error in ERRORS], ids=[error[0] for error in ERRORS])
+async def test_an_error_carries_the_ids_too(status: int, request_: dict[str, Any]) -> None:
+    """Whoever named its trajectory finds it in every answer, and a request id to ask about."""
+    async with running_site(max_body_bytes=4096) as site:
+        answer = await site.client.post("/t/run-7/v1/chat/completions", **request_)
+        assert (answer.status_code, answer.headers["x-trajectory-id"]) == (status, "run-7")
+        assert len(answer.headers["x-request-id"]) == 32
+
+
+async def test_an_error_knows_the_id_in_the_body() -> None:
+    """The body's id is in the answer even where its model is unknown."""
+    async with running_site() as site:
+        answer = await site.chat(model="nope", session_id="run-7")
+        assert (answer.status_code, answer.headers["x-trajectory-id"]) == (404, "run-7")
+
+
+@pytest.mark.parametrize("bad", ["x" * 257, "ä", [1], {}])
+async def test_a_bad_id_is_the_clients_mistake(site: Site, bad: Any) -> None:
+    """400 in OpenAI's form, and no engine is asked."""
+    answer = await site.chat(session_id=bad)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "bad_identity"
+    assert not site.engine.turns
+
+
+EVERYWHERE = [
+    *(("GET", path) for path in ("/healthz", "/readyz", "/metrics", "/openapi.json", "/v1/models", "/v1/engines")),
+    *(("GET", path) for path in ("/v1/trajectories", "/v1/trajectories/nope", "/v1/models/nope", "/nope")),
+    ("GET", "/v1/chat/completions"),
+    ("PUT", "/v1/models"),
+    ("DELETE", "/tokenize"),
+    ("DELETE", "/v1/rollouts/nope"),
+    ("POST", "/tokenize"),
+    ("POST", "/v1/engines/nope/cordon"),
+    ("POST", "/t/%ff/v1/chat/completions"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), EVERYWHERE)
+async def test_every_answer_has_a_request_id(site: Site, method: str, path: str) -> None:
+    """Of whatever route, good or bad."""
+    answers = [await site.client.request(method, path) for _ in range(2)]
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    assert len(set(ids)) == 2
+    assert all(len(one) == 32 for one in ids)
+
+
+# --- what a client of each API sends ---------------------------------------------------------------------------------
+
+
+def first_turn(api: str, stream: bool) -> dict[str, Any]:
+    match api:
+        case "completions":
+            return {"model": MODEL, "prompt": "Say: hello.", "max_tokens": 5, "stream": stream}
+        case "responses":
+            return {"model": MODEL, "input": HELLO, "max_output_tokens": 5, "stream": stream}
+        case _:
+            return {"model": MODEL, "messages": HELLO, "max_tokens": 5, "stream": stream}
+
+
+def next_turn(api: str, body: dict[str, Any], answer: httpx.Response, text: str = "go on") -> dict[str, Any]:
+    """The request that an ordinary client makes of its last one and the answer."""
+    asked = {"role": "user", "content": text}
+    if body["stream"]:
+        events = events_of(answer.text)
+        whole = assembled(events)
+        match api:
+            case "completions":
+                return {**body, "prompt": body["prompt"] + whole["choices"][0]["text"] + " " + text}
+            case "responses":
+                output = next(data for name, data in events if name == "response.output_item.done")["item"]
+                return {**body, "input": [*body["input"], output, asked]}
+            case "messages":
+                text_block = {"type": "text", "text": whole["content_block_delta   0"]["delta"]["text"]}
+                said = {"role": "assistant", "content": [text_block]}
+            case _:
+                said = {"role": "assistant", "content": whole["choices"][0]["delta"]["content"]}
+        return {**body, "messages": [*body["messages"], said, asked]}
+    given = answer.json()
+    match api:
+        case "completions":
+            return {**body, "prompt": body["prompt"] + given["choices"][0]["text"] + " " + text}
+        case "responses":
+            return {**body, "input": [*body["input"], *given["output"], asked]}
+        case "messages":
+            said = {"role": "assistant", "content": given["content"]}
+        case _:
+            said = given["choices"][0]["message"]
+    return {**body, "messages": [*body["messages"], said, asked]}

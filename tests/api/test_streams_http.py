@@ -1,0 +1,242 @@
+"""Streams and headers on the wire: heartbeats, errors before and after the first event, nothing held back or leaked."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import openai
+import orjson
+import pytest
+
+from tests.api.conftest import HELLO, MODEL, Site, running_site, toy
+from tests.api.differential import assembled, events_of, normalised
+from tests.support.engine import Script, fixed
+from tests.support.gateway import eventually
+
+APIS = ("chat/completions", "completions", "responses", "messages")
+HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "upgrade", "proxy-authenticate", "proxy-connection"}
+CHAT = "/v1/chat/completions"
+
+
+def body_of(api: str, **fields: Any) -> dict[str, Any]:
+    asked = {"completions": {"prompt": "a"}, "responses": {"input": "a"}}.get(api, {"messages": HELLO})
+    limit = "max_output_tokens" if api == "responses" else "max_tokens"
+    return {"model": MODEL, limit: 4, "stream": True, **asked, **fields}
+
+
+def event(data: Any) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def chunk(text: str, reason: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": reason}
+    return event({"id": "c", "object": "chat.completion.chunk", "created": 1, "model": MODEL, "choices": [choice]})
+
+
+DONE = b"data: [DONE]\n\n"
+PAUSED = event(
+    {"error": {"message": "Generation is paused.", "type": "Service Unavailable", "param": None, "code": 503}}
+)
+
+
+def pieces(*parts: bytes) -> Script:
+    """A stream that comes in these writes."""
+
+    async def play(_: Any, write: Any) -> None:
+        for part in parts:
+            await write(part)
+            await asyncio.sleep(0)
+
+    return Script(play)
+
+
+class Busy:
+    """A site whose one slot is taken, until `free`."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self._turn = asyncio.create_task(site.chat(f"/t/first{CHAT}", max_tokens=8000, ignore_eos=True))
+
+    async def free(self) -> None:
+        await self.site.client.delete("/v1/trajectories/first")
+        await self._turn
+
+
+@pytest.fixture
+async def busy() -> AsyncIterator[Busy]:
+    async with running_site(toy(slots=1), heartbeat_s=0.02) as site:
+        taken = Busy(site)
+        await eventually(lambda: site.engine.turns)
+        yield taken
+        await taken.free()
+
+
+@pytest.mark.parametrize("api", APIS)
+async def test_a_queued_stream_is_kept_open_by_comments(busy: Busy, api: str) -> None:
+    """Comments while it waits, then the very answer that it would have had at once."""
+    site = busy.site
+    async with site.client.stream("POST", f"/t/second/v1/{api}", json=body_of(api)) as answer:
+        assert answer.headers["x-trajectory-id"] == "second"
+        text = ""
+        async for piece in answer.aiter_text():
+            text += piece
+            if text.count(": waiting") == 2:
+                await busy.free()
+    waited, _, rest = text.rpartition(": waiting\n\n")
+    assert set(waited.split("\n\n")) <= {"", ": waiting"}
+    at_once = await site.client.post(f"/t/third/v1/{api}", json=body_of(api))
+    assert normalised(assembled(events_of(rest))) == normalised(assembled(events_of(at_once.text)))
+
+
+@pytest.mark.parametrize("api", APIS)
+async def test_an_error_after_a_comment_is_an_event(busy: Busy, api: str) -> None:
+    """Its status line is out, so the stream ends with an error event in its API's form, and the SDKs raise."""
+    base_url = f"{busy.site.url}/t/second"
+    if api == "messages":
+        client: Any = anthropic.AsyncAnthropic(base_url=base_url, api_key="none", max_retries=0)
+        create, raised = client.messages.create, anthropic.APIStatusError
+    else:
+        client = openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0)
+        place = {"chat/completions": client.chat.completions, "completions": client.completions}
+        create, raised = place.get(api, client.responses).create, openai.APIError
+    async with client:
+        stream = await create(**body_of(api))  # returns with the head, hence after the first comment
+        await busy.site.client.delete("/v1/trajectories/second")
+        with pytest.raises(raised) as caught:
+            async for _ in stream:
+                pass
+    assert "aborted" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "num_attempts"),
+    [
+        ({"message": "Generation is paused.", "code": 503}, 503, None),
+        ({"message": "Bad sampling.", "type": "BadRequestError", "code": 400}, 400, 1),
+        ({"message": "EngineCore encountered an issue.", "code": 500}, 502, 2),
+    ],
+)
+async def test_an_error_in_the_first_event_has_a_status(
+    error: dict[str, Any], status: int, num_attempts: int | None
+) -> None:
+    """vLLM answers 200 before it accepts; its refusal comes as an event, and the client gets a status instead. An
+    engine that is only busy is asked again until `queue_timeout_s`."""
+    async with running_site(max_attempts=2, queue_timeout_s=2, retry_pause_s=0) as site:
+        site.engine.scripts[CHAT] = pieces(event({"error": error}), DONE)
+        answer = await site.chat(stream=True)
+        assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json")
+        assert error["message"] in answer.json()["error"]["message"]
+        assert len(site.engine.turns) == num_attempts or (num_attempts is None and len(site.engine.turns) > 1)
+        assert status == 400 or answer.headers["retry-after"]
+
+
+async def test_an_engines_own_comments_are_no_answer() -> None:
+    """vLLM's `--sse-keep-alive-interval` sends comments while it waits; an error after them still has a status."""
+    alive = b": keep-alive\n\n"
+    async with running_site(queue_timeout_s=0.1) as site:
+        for parts in ((alive, PAUSED, DONE), (alive + PAUSED + DONE,)):
+            site.engine.scripts[CHAT] = pieces(*parts)
+            assert (await site.chat(stream=True)).status_code == 503
+        site.engine.scripts[CHAT] = pieces(alive, chunk("a"), alive, chunk("b", "stop"), DONE)
+        events = events_of((await site.chat(stream=True)).text)
+        assert [data["choices"][0]["delta"]["content"] for _, data in events[:-1]] == ["a", "b"]
+
+
+async def test_an_error_in_a_later_event_ends_the_stream(site: Site) -> None:
+    """What came before it stays, the error is OpenAI's, and [DONE] does not follow."""
+    site.engine.scripts[CHAT] = pieces(chunk("a"), PAUSED, DONE)
+    events = events_of((await site.chat(stream=True)).text)
+    assert events[0][1]["choices"][0]["delta"]["content"] == "a"
+    assert set(events[-1][1]["error"]) == {"message", "type", "param", "code"}
+    assert len(events) == 2
+    assert len(site.engine.turns) == 1  # what a client has seen of is not made twice
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_an_aborted_answer_is_made_anew(site: Site, stream: bool) -> None:
+    """vLLM ends what it aborts with 200 and finish_reason `abort`: no end, so the turn runs again before it is told."""
+
+    async def play(_: Any, write: Any) -> None:
+        del site.engine.scripts[CHAT]
+        message = {"role": "assistant", "content": "half"}
+        whole = {"id": "c", "choices": [{"index": 0, "message": message, "finish_reason": "abort"}]}
+        await write(chunk("", "abort") + DONE if stream else orjson.dumps(whole))
+
+    kind = b"text/event-stream" if stream else b"application/json"
+    site.engine.scripts[CHAT] = Script(play, headers=((b"content-type", kind),))
+    answer = await site.chat("/t/a" + CHAT, stream=stream)
+    assert answer.status_code == 200
+    assert "abort" not in answer.text
+    assert (await site.trajectory("a"))["turns"][0]["legs"] == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "expected"),
+    [
+        (400, b'{"object":"error","message":"bad","type":"BadRequest","param":null,"code":400}', 400),
+        (400, b'{"error":{"message":"bad","type":"BadRequestError","param":"n","code":400}}', 400),
+        (422, b'{"detail":[{"loc":["body","n"],"msg":"bad","type":"int"}]}', 400),
+        (401, b'{"error":"Unauthorized"}', 502),
+        (404, b'{"detail":"Not Found"}', 404),
+        (500, b"Internal Server Error", 502),
+        (503, b'{"error":"scaling"}', 503),
+        (502, b"<html>bad gateway</html>", 502),
+        (500, b"", 502),
+    ],
+)
+@pytest.mark.parametrize("api", ["chat/completions", "messages"])
+async def test_every_error_of_an_engine_has_one_form(api: str, status: int, body: bytes, expected: int) -> None:
+    """Flat, nested, a string, FastAPI's, HTML, nothing: the client sees OpenAI's form, or Anthropic's on its route."""
+    async with running_site(max_attempts=1, queue_timeout_s=0.1) as site:
+        site.engine.scripts[f"/v1/{api}"] = fixed(
+            status, body, b"text/html" if body[:1] == b"<" else b"application/json"
+        )
+        answer = await site.client.post(f"/v1/{api}", json=body_of(api, stream=False))
+        assert answer.status_code == expected
+        error = answer.json()["error"]
+        assert {"message", "type"} <= set(error)
+        assert answer.json().get("type") == ("error" if api == "messages" else None)
+        assert "<html" not in error["message"]
+
+
+@pytest.mark.parametrize("api", APIS)
+async def test_the_first_chunk_comes_before_the_last_is_made(site: Site, api: str) -> None:
+    """Nothing is buffered on the way: the engine waits for the client to have read its first event."""
+    seen = asyncio.Event()
+    whole = (await site.client.post(f"/v1/{api}", json=body_of(api))).content
+    first, *rest = [part + b"\n\n" for part in whole.split(b"\n\n") if part]
+
+    async def play(_: Any, write: Any) -> None:
+        await write(first)
+        await seen.wait()
+        await write(b"".join(rest))
+
+    site.engine.scripts[f"/v1/{api}"] = Script(play)
+    async with asyncio.timeout(60), site.client.stream("POST", f"/v1/{api}", json=body_of(api)) as answer:
+        received = b""
+        async for piece in answer.aiter_bytes():
+            received += piece
+            seen.set()
+    assert received == whole
+
+
+async def test_events_cut_anywhere_arrive_whole(site: Site) -> None:
+    """Network reads end in the middle of events, lines and characters; the client gets the same bytes."""
+    stream = chunk("世界🙂") + chunk("é") + chunk("!", "stop") + DONE
+    site.engine.scripts[CHAT] = pieces(*(stream[place : place + 7] for place in range(0, len(stream), 7)))
+    assert (await site.chat(stream=True)).content == stream
+
+
+async def test_the_headers_of_a_stream_keep_proxies_from_buffering(site: Site) -> None:
+    """As proxies ask for it; no compression, nothing hop-by-hop, and nothing of the engine's own headers."""
+
+    async def play(_: Any, write: Any) -> None:
+        await write(chunk("a", "stop") + DONE)
+
+    headers = ((b"content-type", b"text/event-stream"), (b"x-engine-secret", b"1"), (b"keep-alive", b"timeout=5"))
+    site.engine.scripts[CHAT] = Script(play, headers=headers)
+    given = (await site.chat(stream=True, headers={"accept-encoding": "gzip, br"})).headers
+    assert given["content-type"] == "text/event-stream; charset=utf-8"
+    assert (given["cache-control"], given["x-accel-buffering"]) == ("no-cache", "no")
+    assert not (HOP_BY_HOP | {"content-encoding", "x-engine-secret", "content-length", "server"}) & set(given)

@@ -1,0 +1,328 @@
+"""Trajectories, rollouts and engines as resources."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from tests.api.conftest import HELLO, MODEL, Site, running_site, toy
+from tests.support.engine import recorded_engine
+from tests.support.gateway import ADMIN, eventually
+
+LONG = {"max_tokens": 4000, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(
+    "declared", [{}, {"id": "d", "group_id": "g", "rollout_id": "r", "expected_output_tokens": 99}]
+)
+async def test_a_declared_trajectory_is_there_before_its_first_turn(site: Site, declared: dict[str, Any]) -> None:
+    """201 with its id, which turns may then use; what was declared is kept."""
+    made = await site.client.post("/v1/trajectories", json={**declared, "metadata": {"task": 7}})
+    assert made.status_code == 201
+    shown = await site.trajectory(made.json()["id"])
+    assert (shown["state"], shown["num_turns"], shown["turns"]) == ("active", 0, [])
+    assert shown["group_id"] == declared.get("group_id", "")
+    assert shown["rollout_id"] == declared.get("rollout_id")
+    assert shown["declared"] == {
+        "expected_output_tokens": declared.get("expected_output_tokens"),
+        "metadata": {"task": 7},
+    }
+    answer = await site.chat(f"/t/{shown['id']}/v1/chat/completions")
+    assert answer.headers["x-trajectory-id"] == shown["id"]
+    assert (await site.trajectory(shown["id"]))["num_turns"] == 1
+
+
+async def test_declaring_twice_is_a_conflict(site: Site) -> None:
+    """409, and a client's retry does not help."""
+    answers = [await site.client.post("/v1/trajectories", json={"id": "d"}) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [201, 409]
+    assert answers[1].headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    "bad", [{"id": ""}, {"id": "a b"}, {"id": 7}, {"unknown": 1}, {"expected_output_tokens": 0}, []]
+)
+async def test_a_bad_declaration_is_refused(site: Site, bad: Any) -> None:
+    """400 in OpenAI's form."""
+    answer = await site.client.post("/v1/trajectories", json=bad)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_trajectories_are_listed_in_pages(site: Site) -> None:
+    """By rollout and state; asking again with `after` gives the rest, each once."""
+    for number in range(5):
+        await site.client.post("/v1/trajectories", json={"id": f"a{number}", "rollout_id": "r"})
+    await site.client.post("/v1/trajectories", json={"id": "b", "rollout_id": "other"})
+    await site.client.post("/v1/trajectories/a3/finish")
+    seen, query = [], {"rollout": "r", "limit": 2}
+    while True:
+        page = (await site.client.get("/v1/trajectories", params=query)).json()
+        seen += [one["id"] for one in page["data"]]
+        if not page["has_more"]:
+            break
+        query["after"] = page["last_id"]
+    assert seen == ["a0", "a1", "a2", "a3", "a4"]
+    finished = (await site.client.get("/v1/trajectories", params={"state": "finished"})).json()["data"]
+    assert [one["id"] for one in finished] == ["a3"]
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=100000", "limit=many", "state=nope"])
+async def test_a_bad_query_is_refused(site: Site, query: str) -> None:
+    """400 in OpenAI's form, naming the parameter."""
+    answer = await site.client.get(f"/v1/trajectories?{query}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
+
+
+async def test_a_trajectory_shows_its_turns(site: Site) -> None:
+    """Each turn with its times in order, its tokens as the engine counted them, its engine, and why it went there."""
+    told = (await site.chat("/t/a/v1/chat/completions", stream=True)).headers
+    usage = (await site.chat("/t/a/v1/chat/completions")).json()["usage"]
+    shown = await site.trajectory("a")
+    first, second = shown["turns"]
+    for turn in (first, second):
+        assert turn["arrived_at"] <= turn["dispatched_at"] <= turn["first_byte_at"] <= turn["ended_at"]
+        assert (turn["prompt_tokens"], turn["output_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
+        assert (turn["outcome"], turn["finish_reason"], turn["legs"]) == ("finished", "length", 1)
+        assert turn["engine"] == told["x-heddle-engine"]
+        assert turn["why"]
+    assert (first["turn_id"], shown["output_tokens"]) == (told["x-request-id"], 8)
+
+
+@pytest.mark.parametrize("form", ["resource", "finish_session", "programs/release"])
+async def test_a_trajectory_can_be_finished_in_three_forms(site: Site, form: str) -> None:
+    """After it the trajectory is finished; doing it again changes nothing; an unknown one is 404."""
+
+    async def finish(trajectory_id: str) -> httpx.Response:
+        match form:
+            case "resource":
+                return await site.client.post(f"/v1/trajectories/{trajectory_id}/finish")
+            case "finish_session":
+                return await site.client.post("/finish_session", params={"session_id": trajectory_id})
+            case _:
+                return await site.client.post("/programs/release", json={"program_id": trajectory_id})
+
+    await site.chat("/t/a/v1/chat/completions")
+    for _ in range(2):
+        answer = await finish("a")
+        assert (answer.status_code, answer.json()["state"]) == (200, "finished")
+    assert (await finish("nope")).status_code == 404
+
+
+async def test_a_trajectory_with_a_slash_in_its_id_can_be_finished(site: Site) -> None:
+    """Ids such as `task/7` are ordinary; escaped in the path they work everywhere."""
+    await site.chat(headers={"x-trajectory-id": "task/7"})
+    assert (await site.trajectory("task%2F7"))["id"] == "task/7"
+    assert (await site.client.post("/v1/trajectories/task%2F7/finish")).json()["state"] == "finished"
+    assert (await site.client.delete("/v1/trajectories/task%2F7")).status_code == 200
+
+
+@pytest.mark.parametrize("what", ["trajectories/a", "rollouts/r"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_deleting_stops_what_runs(site: Site, what: str, stream: bool) -> None:
+    """The client gets a 409 (in a stream that has begun: an error event), and the engine is free within a second."""
+    headers = {"x-trajectory-id": "a", "x-rollout-id": "r"}
+    turn = asyncio.create_task(site.chat(headers=headers, stream=stream, **LONG))
+    await eventually(lambda: num_running(site, 1))
+    if stream:
+        await eventually(lambda: has_chunks(site, "a"))
+    deleted = await site.client.delete(f"/v1/{what}")
+    assert deleted.status_code == 200
+    answer = await asyncio.wait_for(turn, 60)
+    if stream:
+        assert answer.status_code == 200
+        last = answer.text.strip().rpartition("\n\n")[2]
+        error = orjson.loads(last.removeprefix("data: "))["error"]
+        assert "[DONE]" not in answer.text
+    else:
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
+        error = answer.json()["error"]
+    assert error["code"] == "trajectory_aborted"
+    await eventually(lambda: num_running(site, 0), 1.0)
+    later = await site.chat(headers=headers)
+    assert (later.status_code, later.json()["error"]["code"]) == (409, "trajectory_aborted")
+    assert (await site.trajectory("a"))["state"] == "aborted"
+    assert (await site.trajectory("a"))["turns"][0]["outcome"] == "aborted"
+
+
+async def test_deleting_stops_what_waits() -> None:
+    """A turn in the queue is refused at once, and its engine never hears of it."""
+    async with running_site(toy(slots=1)) as site:
+        running = asyncio.create_task(site.chat("/t/first/v1/chat/completions", **LONG))
+        await eventually(lambda: num_running(site, 1))
+        waiting = asyncio.create_task(site.chat("/t/second/v1/chat/completions", **LONG))
+        await eventually(lambda: num_live(site, "second", 1))
+        await site.client.delete("/v1/trajectories/second")
+        assert (await asyncio.wait_for(waiting, 60)).status_code == 409
+        await site.client.delete("/v1/trajectories/first")
+        await running
+        assert len(site.engine.turns) == 1
+
+
+async def test_a_rollout_is_the_sum_of_its_trajectories(site: Site) -> None:
+    """States, turns and tokens; an unknown one is 404."""
+    for name in ("a", "b"):
+        await site.chat(headers={"x-trajectory-id": name, "x-rollout-id": "r"})
+    await site.client.post("/v1/trajectories/a/finish")
+    rollout = (await site.client.get("/v1/rollouts/r")).json()
+    assert rollout["num_trajectories"] == {"active": 1, "finished": 1, "aborted": 0}
+    assert (rollout["num_turns"], rollout["output_tokens"]) == (2, 8)
+    assert (await site.client.delete("/v1/rollouts/r")).json()["num_aborted"] == 1
+    assert (await site.client.get("/v1/rollouts/nope")).status_code == 404
+
+
+async def test_engines_show_their_state_and_load(site: Site) -> None:
+    """What the scheduler knows of each engine."""
+    turn = asyncio.create_task(site.chat("/t/a/v1/chat/completions", **LONG))
+    await eventually(lambda: num_running(site, 1))
+    (engine,) = (await site.client.get("/v1/engines")).json()["data"]
+    assert (engine["kind"], engine["slots"], engine["models"], engine["num_legs"]) == ("vllm", 8, [MODEL], 1)
+    assert (engine["state"], engine["is_cordoned"], engine["last_fault"]) == ("ready", False, None)
+    assert engine["kv_capacity_tokens"] == 16_384
+    await site.client.delete("/v1/trajectories/a")
+    await turn
+
+
+async def test_a_cordoned_engine_gets_no_new_turns(site: Site) -> None:
+    """Its turns wait until it is uncordoned; the admin key is needed for both."""
+    (engine,) = (await site.client.get("/v1/engines")).json()["data"]
+    refused = await site.client.post(f"/v1/engines/{engine['id']}/cordon")
+    assert refused.status_code == 401
+    cordoned = await site.client.post(f"/v1/engines/{engine['id']}/cordon", headers=ADMIN)
+    assert cordoned.json()["is_cordoned"] is True
+    turn = asyncio.create_task(site.chat("/t/a/v1/chat/completions"))
+    await eventually(lambda: num_live(site, "a", 1))
+    assert not site.engine.turns
+    await site.client.post(f"/v1/engines/{engine['id']}/uncordon", headers=ADMIN)
+    assert (await asyncio.wait_for(turn, 60)).status_code == 200
+
+
+async def test_draining_waits_for_what_runs(site: Site) -> None:
+    """It returns when the engine is empty, or after its time with the turns still running."""
+    (engine,) = (await site.client.get("/v1/engines")).json()["data"]
+    turn = asyncio.create_task(site.chat("/t/a/v1/chat/completions", **LONG))
+    await eventually(lambda: num_running(site, 1))
+    drain = f"/v1/engines/{engine['id']}/drain"
+    assert (await site.client.post(drain, params={"timeout_s": 0.05}, headers=ADMIN)).json()["is_drained"] is False
+    draining = asyncio.create_task(site.client.post(drain, params={"timeout_s": 10}, headers=ADMIN))
+    await site.client.delete("/v1/trajectories/a")
+    assert (await turn).status_code == 409
+    drained = (await asyncio.wait_for(draining, 60)).json()
+    assert (drained["is_drained"], drained["is_cordoned"]) == (True, True)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+async def test_an_engine_can_be_added_and_removed(site: Site, dialect: Any) -> None:
+    """A new engine is probed and takes turns; what ran on a removed one goes on elsewhere."""
+    (first,) = (await site.client.get("/v1/engines")).json()["data"]
+    async with recorded_engine(toy(dialect)) as second:
+        added = await site.client.post("/v1/engines", json={"url": second.url}, headers=ADMIN)
+        assert added.status_code == 201
+        await eventually(lambda: is_ready(site, added.json()["id"]))
+        turn = asyncio.create_task(site.chat("/t/a/v1/chat/completions", max_tokens=500, ignore_eos=True))
+        await eventually(lambda: len(site.engine.turns) + len(second.turns))
+        busy, other = (site.engine, second) if site.engine.turns else (second, site.engine)
+        leaving = first["id"] if busy is site.engine else added.json()["id"]
+        removed = await site.client.delete(f"/v1/engines/{leaving}", headers=ADMIN)
+        assert removed.json() == {"id": leaving, "removed": True}
+        assert (await asyncio.wait_for(turn, 60)).status_code == 200
+        assert [asked.path for asked in other.turns if "abort" not in asked.path] == ["/v1/chat/completions"]
+        left = (await site.client.get("/v1/engines")).json()["data"]
+        assert leaving not in {engine["id"] for engine in left}
+        assert (await site.trajectory("a"))["turns"][0]["legs"] == 2
+
+
+@pytest.mark.parametrize("url", ["", "nonsense", "ftp://host", "http://user@host", "http://host?q=1", "http://host:x"])
+async def test_a_bad_engine_url_is_refused(site: Site, url: str) -> None:
+    """400, and the fleet is as it was."""
+    answer = await site.client.post("/v1/engines", json={"url": url}, headers=ADMIN)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "url")
+    assert len((await site.client.get("/v1/engines")).json()["data"]) == 1
+
+
+CHANGES = [("POST", "/v1/engines"), ("DELETE", "/v1/engines/x")] + [
+    ("POST", f"/v1/engines/x/{verb}") for verb in ("cordon", "uncordon", "drain")
+]
+
+
+@pytest.mark.parametrize(("method", "path"), CHANGES)
+async def test_what_changes_the_fleet_needs_the_admin_key(method: str, path: str) -> None:
+    """No key is 401, a client's key 403; without an admin key in the settings nobody may."""
+    async with running_site(api_keys=("client-key",)) as site:
+        asked = {"method": method, "url": path, "json": {"url": "http://127.0.0.1:1"}}
+        client_key = {"authorization": "Bearer client-key"}
+        statuses = [(await site.client.request(**asked, headers=headers)).status_code for headers in ({}, client_key)]
+        assert statuses == [401, 403]
+        known = (await site.client.request(**asked, headers=ADMIN)).status_code
+        assert known == (201 if path == "/v1/engines" else 404)
+    async with running_site(admin_key=None) as site:
+        assert (await site.client.request(**asked, headers=ADMIN)).status_code == 403
+
+
+async def test_events_tell_what_the_scheduler_hears_and_decides(site: Site) -> None:
+    """As server-sent events, live, in order."""
+    heard: list[str] = []
+    async with site.client.stream("GET", "/v1/events") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["x-accel-buffering"] == "no"
+        lines = answer.aiter_lines()
+        assert (await anext(lines)).startswith(":")
+        await site.chat("/t/watched/v1/chat/completions")
+        while "TurnFinished" not in heard:
+            if (line := await anext(lines)).startswith("data: "):
+                heard.append(orjson.loads(line.removeprefix("data: "))["type"])
+    assert [name for name in heard if name != "Save"] == ["TurnArrived", "Dispatch", "TurnFinished"]
+
+
+async def test_models_can_be_listed_and_looked_up(site: Site) -> None:
+    """vLLM has no /v1/models/{id}; the gateway has, as OpenAI's, and 404 for a model nobody serves."""
+    (card,) = (await site.client.get("/v1/models")).json()["data"]
+    assert card == (await site.client.get(f"/v1/models/{MODEL}")).json()
+    assert {"id", "object", "created", "owned_by"} <= set(card)
+    assert card["object"] == "model"
+    unknown = await site.client.get("/v1/models/org/nope")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+async def test_tokens_and_embeddings_pass(dialect: Any) -> None:
+    """Routes that belong to no trajectory are served by any engine, and make none."""
+    async with running_site(toy(dialect)) as site:
+        tokens = (await site.client.post("/tokenize", json={"model": MODEL, "prompt": "Hé 🙂"})).json()
+        text = (await site.client.post("/detokenize", json={"model": MODEL, "tokens": tokens["tokens"]})).json()
+        assert text["prompt"] == "Hé 🙂"
+        counted = await site.client.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": HELLO})
+        assert counted.json()["input_tokens"] > 0
+        embedded = (await site.client.post("/v1/embeddings", json={"model": MODEL, "input": ["a", "b"]})).json()
+        assert [one["index"] for one in embedded["data"]] == [0, 1]
+        unknown = await site.client.post("/v1/embeddings", json={"model": "nope", "input": "a"})
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+        assert (await site.client.get("/v1/trajectories")).json()["data"] == []
+
+
+# --- looking ---------------------------------------------------------------------------------------------------------
+
+
+async def num_running(site: Site, wanted: int) -> bool:
+    """Whether the engine itself runs so many requests."""
+    async with httpx.AsyncClient(base_url=site.engine.url) as engine:
+        page = (await engine.get("/metrics")).text
+    return f'vllm:num_requests_running{{engine="0",model_name="{MODEL}"}} {float(wanted)}' in page or (
+        f'vllm:num_requests_running{{engine="0",model_name="{MODEL}"}} {wanted}\n' in page
+    )
+
+
+async def num_live(site: Site, trajectory_id: str, wanted: int) -> bool:
+    answer = await site.client.get(f"/v1/trajectories/{trajectory_id}")
+    return answer.status_code == 200 and len(answer.json()["live_turns"]) == wanted
+
+
+async def has_chunks(site: Site, trajectory_id: str) -> bool:
+    return any(turn["chunks"] > 1 for turn in (await site.trajectory(trajectory_id))["live_turns"])
+
+
+async def is_ready(site: Site, engine_id: str) -> bool:
+    engines = (await site.client.get("/v1/engines")).json()["data"]
+    return any(engine["id"] == engine_id and engine["state"] == "ready" for engine in engines)

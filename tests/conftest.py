@@ -1,0 +1,6 @@
+"""What holds for all tests: a busy machine may stand still for seconds, so no example of a property has a deadline."""
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")

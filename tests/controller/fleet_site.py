@@ -1,0 +1,157 @@
+"""A fleet of simulated engines in processes of their own, a gateway, and a controller before them."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from controller.assembly import controller
+from controller.fleet_file import FleetFile
+from controller.local_launcher import LocalLauncher
+from controller.loop import Controller
+from controller.steps import is_reached
+from tests.support.gateway import ADMIN_KEY
+
+TIMEOUT_S = 90.0
+
+# Fast toy engines; planning needs their profiles.
+ENGINE = {"kind": "sim", "profiles": {1: "toy-cpu-tp1", 2: "toy-cpu-tp2"}}
+
+
+def fleet_file(state_dir: Path, gateway_url: str, **more: Any) -> FleetFile:
+    """A fleet of two CPU slots, to be TP 1 twice or TP 2 once."""
+    said: dict[str, Any] = {
+        "fleet": "test",
+        "model": "simulated",
+        "gateway": gateway_url,
+        "state_dir": state_dir,
+        "cpu_slots": 2,
+        "tp_sizes": (1, 2),
+        "engine": ENGINE,
+        "limits": {"observe_interval_s": 0.05, "stop_grace_s": 5.0, "back_off_s": 0.1},
+        "planning": {"interval_s": 0.2},
+        "admin_key": ADMIN_KEY,
+    }
+    return FleetFile(**said | more)
+
+
+def launcher_for(fleet: FleetFile) -> LocalLauncher:
+    return LocalLauncher(fleet.state_dir / "servers", fleet.local_devices, None)
+
+
+@asynccontextmanager
+async def acting(fleet: FleetFile) -> AsyncIterator[Controller]:
+    """A controller that acts in this process."""
+    async with controller(fleet, launcher_for(fleet)) as made:
+        task = asyncio.create_task(made.run())
+        try:
+            yield made
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+@asynccontextmanager
+async def stopped_at_the_end(fleet: FleetFile) -> AsyncIterator[None]:
+    """Servers outlive controllers, but not a test."""
+    try:
+        yield
+    finally:
+        launcher = launcher_for(fleet)
+        servers = await launcher.find(fleet.fleet)
+        await asyncio.gather(*(launcher.stop(server.spec.server_id, 0.0) for server in servers))
+
+
+async def until(holds: Callable[[], bool], what: Callable[[], Any] = lambda: "", timeout_s: float = TIMEOUT_S) -> None:
+    """Wait until that holds; `what` tells what was seen instead."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not holds():  # noqa: ASYNC110 (no event tells of other processes)
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"it never came to be: {what()}") from None
+
+
+async def until_reached(made: Controller, *tps: int, timeout_s: float = TIMEOUT_S) -> None:
+    """Wait until the fleet has these sizes and serves."""
+
+    def holds() -> bool:
+        state = made.journal.state
+        return sorted(one.tp for one in state.wanted) == sorted(tps) and is_reached(state.wanted, made.seen)
+
+    await until(holds, lambda: (made.journal.state, made.seen, made.alarms), timeout_s)
+
+
+async def engines(gateway_url: str) -> list[dict[str, Any]]:
+    """The engines that the gateway has."""
+    async with httpx.AsyncClient() as client:
+        found: list[dict[str, Any]] = (await client.get(f"{gateway_url}/v1/engines")).json()["data"]
+        return found
+
+
+class Rollout:
+    """Agents that go on with greedy turns until told to stop; each knows what its turns must say.
+
+    Args:
+        num_agents: trajectories at once.
+        tool_s: between their turns.
+        num_turns: of each agent; None: until they are told to stop.
+    """
+
+    def __init__(
+        self,
+        gateway_url: str,
+        model: str,
+        num_agents: int,
+        max_tokens: int = 24,
+        tool_s: float = 0.05,
+        num_turns: int | None = None,
+    ) -> None:
+        self.answers: list[list[str]] = [[] for _ in range(num_agents)]
+        self.failures: list[str] = []
+        self._url = gateway_url
+        self._model = model
+        self._max_tokens = max_tokens
+        self._tool_s = tool_s
+        self._num_turns = num_turns
+        self._stopping = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def num_turns(self) -> int:
+        return sum(map(len, self.answers))
+
+    def begin(self, name: str = "agent") -> None:
+        """Send the first turns."""
+        self._tasks = [asyncio.create_task(self._agent(name, number)) for number in range(len(self.answers))]
+
+    async def end(self, stop: bool = True) -> None:
+        """Let the turns under way end; without `stop`, all turns."""
+        self._stopping = stop
+        await asyncio.gather(*self._tasks)
+
+    async def _agent(self, name: str, number: int) -> None:
+        messages = [{"role": "user", "content": f"task {number}"}]
+        url = f"{self._url}/t/{name}-{number}/v1/chat/completions"
+        async with httpx.AsyncClient(timeout=600.0) as client:
+            while not self._stopping and len(self.answers[number]) != self._num_turns:
+                body = {
+                    "model": self._model,
+                    "messages": messages,
+                    "max_tokens": self._max_tokens,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                }
+                response = await client.post(url, json=body)
+                if response.status_code != 200:
+                    self.failures.append(f"{number}: {response.status_code} {response.text[:300]}")
+                    return
+                said = response.json()["choices"][0]["message"]["content"]
+                self.answers[number].append(said)
+                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
+                await asyncio.sleep(self._tool_s)

@@ -1,0 +1,25 @@
+"""Waiting for what a test wants to see."""
+
+import asyncio
+import urllib.request
+from collections.abc import Callable
+
+from tests.controller.launcher_contract import TIMEOUT_S
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Returns as soon as that holds; it is asked in a thread."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            if await asyncio.to_thread(holds):
+                return
+            await asyncio.sleep(0.05)
+
+
+def serves_models(url: str | None) -> bool:
+    """Whether an engine answers there."""
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=5.0) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False

@@ -1,0 +1,200 @@
+"""The launcher contract on Kubernetes, and what only this launcher promises.
+
+Everything runs above our own kubelet, on a double of the API; and on the real kube-apiserver, under the same rules of
+RBAC that the manifests give, where KUBE_APISERVER and ETCD name their programs.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from controller.kubernetes_pod import engine_pod
+from controller.launcher import LaunchFailed, ServerState
+
+pytest.importorskip("kubernetes")
+from tests.controller.launcher_contract import PROMISES, SERVE, STUBBORN, Promise, Site
+from tests.controller.launchers.asking import serves_models, until
+from tests.controller.launchers.kubernetes_site import NAMESPACE, Cluster, double, real, template
+
+has_real = {"KUBE_APISERVER", "ETCD"} <= os.environ.keys()
+
+
+@pytest.fixture(scope="module", params=["double", *(["real"] if has_real else [])])
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp(f"kubernetes-{request.param}")
+    if request.param == "double":
+        with double(folder) as cluster:
+            yield cluster
+    else:
+        with real(folder, os.environ["KUBE_APISERVER"], os.environ["ETCD"]) as cluster:
+            yield cluster
+
+
+@pytest.fixture
+async def site(cluster: Cluster) -> AsyncIterator[Site]:
+    # Which of its node's GPUs a container sees is the device plugin's choice: see the test of that below.
+    site = Site(cluster.launcher, sys.executable)
+    yield site
+    for server in await site.launcher.find(site.fleet_id):
+        await site.launcher.stop(server.spec.server_id, 1.0)
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+async def test_the_kubernetes_launcher_keeps_the_contract(promise: Promise, site: Site) -> None:
+    """What every launcher promises."""
+    await promise(site)
+
+
+async def test_two_servers_of_a_node_see_gpus_of_their_own(site: Site) -> None:
+    """As many as they have devices, on the devices' node."""
+    assert site.launcher.inventory() == ("node-a/0", "node-a/1", "node-b/0", "node-b/1")
+    specs = [site.spec(SERVE, *devices) for devices in (["node-a/1"], ["node-a/0"], ["node-b/0", "node-b/1"])]
+    seen = []
+    for spec in specs:
+        await site.launcher.launch(spec)
+        said = await site.answer(spec.server_id)
+        seen.append(said["environment"]["NVIDIA_VISIBLE_DEVICES"].split(","))
+    assert sorted(seen[0] + seen[1]) == ["0", "1"] and seen[2] == ["0", "1"]
+
+
+async def test_a_simulated_engine_outlives_a_killed_controller(site: Site, cluster: Cluster) -> None:
+    """SIGKILL of the process that launched it does not touch it, and another finds, uses and stops it."""
+    engine = (sys.executable, "-m", "heddle", "sim-engine", "--host", "{host}", "--port", "{port}")
+    spec = site.spec(command=engine)
+    arguments = [str(cluster.folder / "kubeconfig"), spec.server_id, spec.fleet_id, *engine]
+    controller = await asyncio.create_subprocess_exec(sys.executable, "-c", LAUNCH, *arguments)
+    assert await controller.wait() == -signal.SIGKILL
+    found = await site.until(spec.server_id, lambda server: server.state is ServerState.RUNNING)
+    assert (found.spec.command, found.spec.devices) == (engine, ("node-a/0",))
+    await until(lambda: serves_models(found.url))
+    await site.launcher.stop(spec.server_id, 30.0)
+    assert await site.is_gone(spec.server_id)
+
+
+LAUNCH = """
+import asyncio, os, signal, sys
+from controller.kubernetes_launcher import KubernetesLauncher
+from controller.launcher import ServerSpec
+from tests.controller.launchers.kubernetes_site import template
+kubeconfig, server_id, fleet_id, *command = sys.argv[1:]
+spec = ServerSpec(server_id, fleet_id, 1, ("node-a/0",), tuple(command))
+asyncio.run(KubernetesLauncher(template(), namespace="heddle", kubeconfig=kubeconfig).launch(spec))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+async def test_a_server_without_room_says_what_it_waits_for(site: Site, cluster: Cluster) -> None:
+    """Somebody else's Pod has the GPUs: until they are free, Kubernetes' words are its last lines."""
+    stranger, spec = site.spec(SERVE, "node-a/0", "node-a/1"), site.spec(SERVE, "node-a/0")
+    pod = engine_pod(stranger, template(), "nvidia.com/gpu", 8000)
+    del pod["metadata"]["labels"]
+    cluster.core.create_namespaced_pod(NAMESPACE, pod)
+    await until(lambda: cluster.core.read_namespaced_pod(stranger.server_id, NAMESPACE).status.phase == "Running")
+    await site.launcher.launch(spec)
+    waiting = await site.until(spec.server_id, lambda server: bool(server.last_lines))
+    assert waiting.state is ServerState.STARTING
+    assert waiting.last_lines[0].startswith("Unschedulable: 0/2 nodes are available")
+    cluster.core.delete_namespaced_pod(stranger.server_id, NAMESPACE, grace_period_seconds=1)
+    await site.answer(spec.server_id)
+
+
+async def test_a_pod_that_the_api_refuses_is_a_failed_launch(site: Site, cluster: Cluster) -> None:
+    """Its words are passed on, and nothing is left."""
+    with pytest.raises(LaunchFailed, match="403 Forbidden"):
+        await cluster.launcher(namespace="elsewhere").launch(site.spec())
+    broken = cluster.launcher(resource="no resource")
+    with pytest.raises(LaunchFailed):
+        await broken.launch(site.spec())
+    assert await site.launcher.find(site.fleet_id) == []
+
+
+async def test_somebody_elses_pod_of_the_same_name_is_left_alone(site: Site, cluster: Cluster) -> None:
+    """It is neither taken for the server nor deleted."""
+    spec = site.spec()
+    pod = engine_pod(spec, template(), "nvidia.com/gpu", 8000)
+    del pod["metadata"]["labels"], pod["metadata"]["annotations"]
+    cluster.core.create_namespaced_pod(NAMESPACE, pod)
+    try:
+        with pytest.raises(LaunchFailed, match="is another one"):
+            await site.launcher.launch(spec)
+        await site.launcher.stop(spec.server_id, 1.0)
+        assert cluster.core.read_namespaced_pod(spec.server_id, NAMESPACE).metadata.deletion_timestamp is None
+    finally:
+        cluster.core.delete_namespaced_pod(spec.server_id, NAMESPACE, grace_period_seconds=1)
+
+
+async def test_an_api_server_that_is_away_is_told_as_such(site: Site, cluster: Cluster, tmp_path: Path) -> None:
+    """Finding and stopping raise what is safe to repeat; a launch fails."""
+    away = replace(cluster, url="http://127.0.0.1:1", folder=tmp_path).launcher()
+    for asking in (away.find(site.fleet_id), away.stop("engine", 1.0)):
+        with pytest.raises(ConnectionError, match="Kubernetes"):
+            await asking
+    with pytest.raises(LaunchFailed, match="Kubernetes"):
+        await away.launch(site.spec())
+
+
+async def test_a_lost_node_is_an_exit_cause(site: Site, cluster: Cluster) -> None:
+    """Its servers are found as ended, and their devices are no longer in the inventory."""
+    cluster.kubelet.add_node("node-c", 1)
+    spec = site.spec(SERVE, "node-c/0")
+    await site.launcher.launch(spec)
+    await site.answer(spec.server_id)
+    await asyncio.to_thread(cluster.kubelet.lose_node, "node-c")
+    ended = await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
+    assert ended.exit_cause == "its node node-c is gone"
+    assert "node-c/0" not in site.launcher.inventory()
+    # What the cluster's garbage collector does with Pods of nodes that are gone.
+    cluster.core.delete_namespaced_pod(spec.server_id, NAMESPACE, grace_period_seconds=0)
+
+
+async def test_a_node_that_is_not_heard_is_not_taken_for_lost(site: Site, cluster: Cluster) -> None:
+    """Its server goes on as far as anybody knows; stopping it fails, nothing is forced, and then it counts as ended."""
+    cluster.kubelet.add_node("node-d", 1)
+    spec = site.spec(SERVE, "node-d/0")
+    await site.launcher.launch(spec)
+    await site.answer(spec.server_id)
+    await asyncio.to_thread(cluster.kubelet.freeze_node, "node-d")
+    assert "node-d/0" not in site.launcher.inventory()
+    assert (await site.until(spec.server_id, lambda _: True)).state is ServerState.RUNNING
+    with pytest.raises(TimeoutError, match="node node-d does not say"):
+        await cluster.launcher(confirm_timeout_s=0.5).stop(spec.server_id, 1.0)
+    given_up = await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
+    assert given_up.exit_cause == "its node node-d is lost; Kubernetes has given it up"
+    assert cluster.core.read_namespaced_pod(spec.server_id, NAMESPACE).metadata.deletion_grace_period_seconds == 1
+    await asyncio.to_thread(cluster.kubelet.lose_node, "node-d")
+    cluster.core.delete_namespaced_pod(spec.server_id, NAMESPACE, grace_period_seconds=0)
+
+
+async def test_the_grace_is_what_was_asked_for(site: Site, cluster: Cluster) -> None:
+    """Whatever the template says."""
+    spec = site.spec(STUBBORN)
+    await site.launcher.launch(spec)
+    await site.answer(spec.server_id)
+    stopping = asyncio.create_task(site.launcher.stop(spec.server_id, 2.2))
+    read = cluster.core.read_namespaced_pod
+    await until(lambda: read(spec.server_id, NAMESPACE).metadata.deletion_grace_period_seconds == 3)
+    await stopping
+    assert await site.is_gone(spec.server_id)
+
+
+async def test_an_engine_goes_with_its_fleet(site: Site, cluster: Cluster) -> None:
+    """Its owner is the fleet's ConfigMap, not the controller, whose Pod comes and goes."""
+    spec = site.spec()
+    await site.launcher.launch(spec)
+    (owner,) = cluster.core.read_namespaced_pod(spec.server_id, NAMESPACE).metadata.owner_references
+    fleet = cluster.core.read_namespaced_config_map("heddle-fleet", NAMESPACE)
+    assert (owner.kind, owner.name, owner.uid) == ("ConfigMap", "heddle-fleet", fleet.metadata.uid)
+
+
+async def test_a_program_that_is_killed_says_its_status(site: Site) -> None:
+    """As the container runtime counts: 128 and the signal's number."""
+    spec = site.spec("import os, signal; print('so long', flush=True); os.kill(os.getpid(), signal.SIGKILL)")
+    await site.launcher.launch(spec)
+    ended = await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
+    assert (ended.exit_cause, ended.last_lines) == ("exit status 137", ("so long",))

@@ -1,0 +1,174 @@
+"""What deploy/kubernetes holds is what Kubernetes takes and the controller needs.
+
+`python -m tests.controller.launchers.test_kubernetes_manifests` prints deploy/kubernetes/created-engine-pod.yaml.
+"""
+
+import copy
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from controller.commands import server_spec
+from controller.fleet_file import FleetFile, load_fleet_file
+from controller.kubernetes_pod import engine_pod, pod_name, server_of, spec_of
+from controller.launcher import ServerSpec, ServerState
+from controller.steps import Wanted
+
+pytest.importorskip("kubernetes")
+from tests.controller.launcher_contract import FAIL, Site
+from tests.controller.launchers.kubernetes_api import schema_problems
+from tests.controller.launchers.kubernetes_site import MANIFESTS, double, manifests, template
+
+SPEC = ServerSpec("engine-1", "fleet", 2, ("node-a/0", "node-a/1"), ("serve", "--port", "{port}"), {"A": "b"})
+
+
+def example_fleet(folder: Path) -> FleetFile:
+    """As the controller reads it from the ConfigMap."""
+    path = folder / "fleet.toml"
+    path.write_text(manifests("fleet")[0]["data"]["fleet.toml"])
+    return load_fleet_file(path)
+
+
+def created_pod(fleet: FleetFile) -> dict[str, Any]:
+    """What the example fleet makes of one of its engines."""
+    spec = server_spec(fleet, Wanted("qwen3-7", 2, ("gpu-node-1/4", "gpu-node-1/5")))
+    return engine_pod(spec, template(), "nvidia.com/gpu", 8000)
+
+
+@pytest.mark.parametrize(
+    "manifest", manifests(), ids=lambda manifest: f"{manifest['kind']}-{manifest['metadata']['name']}"
+)
+def test_each_manifest_is_of_the_published_schema(manifest: dict[str, Any]) -> None:
+    """No field is misspelt, missing or of the wrong type; all but the cluster's own are in the namespace."""
+    assert schema_problems(manifest, f"V1{manifest['kind']}") == []
+    is_of_cluster = manifest["kind"] in ("Namespace", "ClusterRole", "ClusterRoleBinding")
+    assert manifest["metadata"].get("namespace") == (None if is_of_cluster else "heddle")
+
+
+def test_the_schema_check_finds_mistakes() -> None:
+    """An unknown field, a missing one, and a wrong type."""
+    pod = engine_pod(SPEC, template(), "nvidia.com/gpu", 8000)
+    assert schema_problems(pod, "V1Pod") == []
+    for path, value in (("restartpolicy", "Never"), ("tolerations", "all"), ("containers", [{"image": "x"}])):
+        broken = copy.deepcopy(pod)
+        broken["spec"][path] = value
+        assert schema_problems(broken, "V1Pod") != [], path
+
+
+def test_manifests_name_each_other_rightly() -> None:
+    """Accounts, roles, volumes, ConfigMaps and the options of the fleet are those that are there."""
+    named = {(each["kind"], each["metadata"]["name"]): each for each in manifests()}
+    for binding in (each for each in manifests() if each["kind"].endswith("Binding")):
+        assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) in named
+        assert all((subject["kind"], subject["name"]) in named for subject in binding["subjects"])
+    for deployment in (each for each in manifests() if each["kind"] == "Deployment"):
+        pod = deployment["spec"]["template"]
+        assert deployment["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        for volume in pod["spec"].get("volumes", ()):
+            if claim := volume.get("persistentVolumeClaim"):
+                assert ("PersistentVolumeClaim", claim["claimName"]) in named
+            if content := volume.get("configMap"):
+                assert ("ConfigMap", content["name"]) in named
+        assert ("ServiceAccount", pod["spec"].get("serviceAccountName", "heddle-controller")) in named
+    options = tomllib.loads(named["ConfigMap", "heddle-fleet"]["data"]["fleet.toml"])["launcher_options"]
+    assert ("ConfigMap", options["owner"]) in named and ("Namespace", options["namespace"]) in named
+    assert Path(options["template"]).name in named["ConfigMap", "heddle-fleet"]["data"]
+
+
+async def test_the_controller_may_do_what_it_does_and_nothing_else(tmp_path: Path) -> None:
+    """Each right that the roles give is used by a launch, a look or a stop; what is not given is refused (403)."""
+    with double(tmp_path) as cluster:
+        site = Site(cluster.launcher, sys.executable)
+        spec = site.spec(FAIL)
+        await site.launcher.launch(spec)
+        await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
+        await site.launcher.stop(spec.server_id, 1.0)
+        roles = [each for each in manifests("controller") if each["kind"] in ("Role", "ClusterRole")]
+        rules = [rule for role in roles for rule in role["rules"]]
+        given = {(verb, resource) for rule in rules for verb in rule["verbs"] for resource in rule["resources"]}
+        assert cluster.used == given
+
+
+def test_the_example_of_a_created_pod_is_what_is_created(tmp_path: Path) -> None:
+    """Made of the example fleet by the controller's own code."""
+    shown = yaml.safe_load((MANIFESTS / "created-engine-pod.yaml").read_text())
+    assert shown == created_pod(example_fleet(tmp_path)), f"write there what `python -m {__spec__.name}` prints"
+    assert schema_problems(shown, "V1Pod") == []
+
+
+def test_a_pod_keeps_what_the_template_says() -> None:
+    """Volumes, tolerations, labels and environment of the operator's stay; what is set over them is the launcher's."""
+    ours = template()
+    container = ours["spec"]["containers"][0]
+    container |= {"env": [{"name": "A", "value": "x"}, {"name": "B", "value": "y"}], "args": ["--unused"]}
+    container["resources"] = {"limits": {"memory": "64Gi"}}
+    pod = engine_pod(SPEC, ours, "nvidia.com/gpu", 8000)
+    made = pod["spec"]["containers"][0]
+    assert {each["name"]: each.get("value") for each in made["env"]} == {"POD_IP": None, "A": "b", "B": "y"}
+    assert made["resources"]["limits"] == {"memory": "64Gi", "nvidia.com/gpu": "2"}
+    assert made["command"] == ["serve", "--port", "8000"] and "args" not in made
+    assert pod["spec"]["volumes"] == ours["spec"]["volumes"] and pod["spec"]["restartPolicy"] == "Never"
+    assert spec_of(pod) == SPEC
+
+
+def test_what_looks_like_a_variable_of_kubernetes_is_passed_on_as_it_is() -> None:
+    """`$(...)` in a command is the engine's, not Kubernetes'."""
+    spec = ServerSpec("e", "f", 1, ("n/0",), ("sh", "-c", "echo $(date) {host}"), {"A": "$(B)"})
+    container = engine_pod(spec, template(), "nvidia.com/gpu", 8000)["spec"]["containers"][0]
+    assert container["command"] == ["sh", "-c", "echo $$(date) $(POD_IP)"]
+    assert {"name": "A", "value": "$$(B)"} in container["env"]
+
+
+def test_names_that_kubernetes_does_not_take_become_names_that_differ() -> None:
+    """Servers keep their ids; only their Pods are called otherwise."""
+    names = [pod_name(server_id) for server_id in ("qwen-1", "Qwen_1", "qwen_1", "x" * 80, "_")]
+    assert names[0] == "qwen-1" and len(set(names)) == 5
+    assert all(len(name) <= 63 and name == name.lower() and name.strip("-_") == name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "cause"),
+    [
+        ({"phase": "Pending"}, ServerState.STARTING, ""),
+        ({"phase": "Running"}, ServerState.RUNNING, ""),
+        (
+            {"phase": "Failed", "reason": "Evicted", "message": "low on disk"},
+            ServerState.EXITED,
+            "Evicted: low on disk",
+        ),
+        ({"phase": "Failed"}, ServerState.EXITED, "Failed: no container has run"),
+        (
+            {
+                "phase": "Failed",
+                "containerStatuses": [
+                    {"name": "engine", "state": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}}
+                ],
+            },
+            ServerState.EXITED,
+            "exit status 137 (OOMKilled)",
+        ),
+    ],
+)
+def test_a_pods_status_is_a_servers_state(status: dict[str, Any], state: ServerState, cause: str) -> None:
+    """With the cause in Kubernetes' words."""
+    pod = engine_pod(SPEC, template(), "nvidia.com/gpu", 8000) | {"status": status}
+    server = server_of(pod, (), "", 8000)
+    assert (server.state, server.exit_cause) == (state, cause)
+
+
+def test_an_address_of_version_6_is_a_url() -> None:
+    """In brackets."""
+    pod = engine_pod(SPEC, template(), "nvidia.com/gpu", 8000) | {"status": {"phase": "Running", "podIP": "fd00::7"}}
+    assert server_of(pod, (), "", 8000).url == "http://[fd00::7]:8000"
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        print("# Made by the controller, of the fleet of fleet.yaml; nobody applies it.")
+        print(yaml.safe_dump(created_pod(example_fleet(Path(folder))), sort_keys=False), end="")

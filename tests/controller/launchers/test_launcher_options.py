@@ -1,0 +1,43 @@
+"""A fleet file that asks for a launcher which cannot be had is refused with one clear line."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.fleet_file import FleetFile, FleetFileError
+from controller.process import launcher_of
+
+
+def fleet(launcher: str, **options: Any) -> FleetFile:
+    return FleetFile.model_validate({"fleet": "f", "model": "m", "launcher": launcher, "launcher_options": options})
+
+
+@pytest.mark.parametrize(("launcher", "library"), [("ray", "ray"), ("kubernetes", "kubernetes")])
+def test_a_library_that_is_not_installed_is_named(launcher: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what installs it."""
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, f"controller.{launcher}_launcher", raising=False)
+    with pytest.raises(FleetFileError, match=rf"pip install 'heddle\[{launcher}\]'"):
+        launcher_of(fleet(launcher))
+
+
+def test_options_of_kubernetes_that_cannot_be_used_are_told(tmp_path: Path) -> None:
+    """A missing template, an absent one, one that is no YAML, an unknown option, no cluster."""
+    pytest.importorskip("kubernetes")
+    template = tmp_path / "pod.yaml"
+    template.write_text("{a: [")
+    absent, config = str(tmp_path / "absent.yaml"), str(tmp_path / "no-kubeconfig")
+    for options, words in (
+        ({}, "template is missing"),
+        ({"template": absent}, "absent.yaml"),
+        ({"template": str(template)}, "expected"),
+    ):
+        with pytest.raises(FleetFileError, match=words):
+            launcher_of(fleet("kubernetes", **options))
+    template.write_text("{}")
+    with pytest.raises(FleetFileError, match="colour"):
+        launcher_of(fleet("kubernetes", template=str(template), colour="blue"))
+    with pytest.raises(FleetFileError, match=r"[Ii]nvalid kube-config file"):
+        launcher_of(fleet("kubernetes", template=str(template), kubeconfig=config))

@@ -1,0 +1,162 @@
+"""`heddle controller`, `heddle fleet` and the controller's HTTP API, with everything in processes of its own."""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from controller.fleet_file import ADMIN_KEY_VARIABLE, load_fleet_file
+from controller.launcher import ServerState
+from engines.children import free_port
+from tests.controller.fleet_site import launcher_for, stopped_at_the_end
+from tests.support.gateway import ADMIN, ADMIN_KEY, eventually, running_gateway
+
+TIMEOUT_S = 90.0
+
+
+async def heddle(*arguments: str, admin_key: str | None = ADMIN_KEY) -> tuple[int, str]:
+    """A command's exit status, and all that it said."""
+    environment = {name: value for name, value in os.environ.items() if name != ADMIN_KEY_VARIABLE}
+    if admin_key:
+        environment[ADMIN_KEY_VARIABLE] = admin_key
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "heddle", *arguments),
+        env=environment,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, said.decode()
+
+
+@asynccontextmanager
+async def controller_process(path: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "heddle", "controller", "--fleet", str(path)),
+        env={**os.environ, ADMIN_KEY_VARIABLE: ADMIN_KEY},
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def write_fleet(tmp_path: Path, gateway_url: str, port: int) -> Path:
+    path = tmp_path / "fleet.toml"
+    path.write_text(f"""
+fleet = "toy"
+model = "simulated"
+gateway = "{gateway_url}"
+listen = "127.0.0.1:{port}"
+state_dir = "state"
+cpu_slots = 2
+tp_sizes = [1, 2]
+[engine]
+kind = "sim"
+profiles = {{ 1 = "toy-cpu-tp1", 2 = "toy-cpu-tp2" }}
+[limits]
+observe_interval_s = 0.1
+""")
+    return path
+
+
+@pytest.mark.timeout(300)
+async def test_a_fleet_is_shown_planned_scaled_and_drained(tmp_path: Path) -> None:
+    """From the first dry run to a server that is taken away; SIGTERM of the controller leaves the engines."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        port = free_port()
+        path = write_fleet(tmp_path, gateway.url, port)
+        url = f"http://127.0.0.1:{port}"
+        fleet = load_fleet_file(path)
+        status, said = await heddle("controller", "--fleet", str(path), "--dry-run")
+        assert status == 0 and "nothing serves" in said and said.rstrip().endswith("Nothing was done.")
+        async with stopped_at_the_end(fleet):
+            async with controller_process(path) as process, httpx.AsyncClient() as client:
+
+                async def is_reached(count: int) -> bool:
+                    try:
+                        told = (await client.get(f"{url}/v1/fleet")).json()
+                    except httpx.TransportError:
+                        return False
+                    return bool(told["is_reached"]) and len(told["servers"]) == count
+
+                await eventually(lambda: is_reached(2), TIMEOUT_S)
+                status, said = await heddle("fleet", "show", "--controller", url)
+                assert status == 0 and said.count("serving") == 2 and "start of TP 1" in said
+                status, said = await heddle("fleet", "plan", "2xTP2", "--controller", url)
+                assert status == 1 and "do not fit" in said
+                status, said = await heddle("fleet", "plan", "1xTP2", "--controller", url)
+                steps = [line.split()[1] for line in said.splitlines() if re.match(r"\d+\. ", line)]
+                assert steps[:2] == ["drain", "drain"] and steps[-3:] == ["register", "remove", "remove"]
+
+                status, said = await heddle("fleet", "scale", "1xTP2", "--controller", url, admin_key=None)
+                assert status == 1 and "needs the admin key" in said
+                status, _ = await heddle("fleet", "scale", "1xTP2", "--controller", url)
+                assert status == 0
+                await eventually(lambda: is_reached(1), TIMEOUT_S)
+                status, said = await heddle("controller", "--fleet", str(path), "--dry-run")
+                assert "1 x TP 2 serves" in said and "too few to plan for" in said
+
+                (server,) = (await client.get(f"{url}/v1/fleet")).json()["servers"]
+                assert (await heddle("fleet", "drain", "nobody", "--controller", url))[0] == 1
+                assert (await heddle("fleet", "drain", server["id"], "--controller", url))[0] == 0
+                await eventually(lambda: is_reached(0), TIMEOUT_S)
+                shown = (await heddle("fleet", "show", "--controller", url))[1]
+                assert "resting: cpu0, cpu1" in shown and "drained by hand" in shown
+                assert (await heddle("fleet", "scale", "2x1", "--controller", url))[0] == 0
+                await eventually(lambda: is_reached(2), TIMEOUT_S)
+                metrics = (await client.get(f"{url}/metrics")).text
+                assert 'heddle_fleet_servers{state="serving"} 2' in metrics and "heddle_fleet_reached 1" in metrics
+                assert (await heddle("fleet", "scale", "--plans", "--controller", url))[0] == 0
+                assert not (await client.get(f"{url}/v1/fleet")).json()["is_manual"]
+                process.send_signal(signal.SIGTERM)
+                assert await process.wait() == 0
+            alive = [one for one in await launcher_for(fleet).find("toy") if one.state is not ServerState.EXITED]
+            assert len(alive) == 2
+
+
+async def test_a_command_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    """Before anybody is asked; a controller that is not there is named."""
+    url = f"http://127.0.0.1:{free_port()}"
+    for arguments in (("scale",), ("scale", "4TP1"), ("drain",), ("scale", "1x1", "--plans")):
+        status, said = await heddle("fleet", *arguments, "--controller", url)
+        assert status == 2 and said.startswith("heddle fleet: ")
+    status, said = await heddle("fleet", "show", "--controller", url)
+    assert status == 1 and f"no controller at {url}" in said
+    status, said = await heddle("controller", "--fleet", str(tmp_path / "absent.toml"))
+    assert status == 2 and "cannot read" in said
+
+
+async def test_a_first_fleet_that_does_not_fit_stops_the_start(tmp_path: Path) -> None:
+    """With one line, once the gateway is there to be asked."""
+    async with running_gateway() as gateway:
+        path = write_fleet(tmp_path, gateway.url, free_port())
+        path.write_text(path.read_text().replace("tp_sizes", "first = [2, 2]\ntp_sizes"))
+        status, said = await heddle("controller", "--fleet", str(path))
+        assert status == 2 and "the first fleet cannot be" in said.splitlines()[-1]
+
+
+async def test_the_gateway_tells_the_work_at_hand(tmp_path: Path) -> None:
+    """To who has the admin key: what each active trajectory still needs, and how well predictions came true."""
+    async with running_gateway() as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
+        assert (await client.get("/v1/demand")).status_code == 401
+        for number in range(12):
+            declared = {"id": f"t{number}", "expected_output_tokens": 1000 * (number + 1)}
+            assert (await client.post("/v1/trajectories", json=declared)).status_code == 201
+        told = (await client.get("/v1/demand", headers=ADMIN)).json()
+        assert sorted(one["output_tokens"] for one in told["trajectories"]) == [1000 * n for n in range(1, 13)]
+        assert told["correlation"] is None and told["num_waiting_turns"] == 0
+        await client.delete("/v1/trajectories/t0")
+        told = (await client.get("/v1/demand", headers=ADMIN)).json()
+        assert len(told["trajectories"]) == 11

@@ -1,0 +1,107 @@
+"""SIGKILL of the controller at any point of any step, under a rollout; and two controllers at once."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from controller.fleet_file import ADMIN_KEY_VARIABLE, FleetFile
+from controller.launcher import ServerState
+from tests.controller.fleet_site import (
+    Rollout,
+    acting,
+    engines,
+    fleet_file,
+    launcher_for,
+    stopped_at_the_end,
+    until,
+    until_reached,
+)
+from tests.support.gateway import ADMIN_KEY, running_gateway
+
+# More of them: CRASH_SEEDS=20 pytest tests/controller/test_crashes.py
+SEEDS = range(int(os.environ.get("CRASH_SEEDS", "1")))
+
+
+async def run_until_point(fleet: FleetFile, point: int) -> tuple[int, int]:
+    """A controller process that ends at that point: its status, and the points that it passed if it got to the end."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.controller.crashing", fleet.model_dump_json(), str(point)),
+        env={**os.environ, ADMIN_KEY_VARIABLE: ADMIN_KEY},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        said, _ = await process.communicate()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    assert process.returncode is not None
+    return process.returncode, int(said or 0)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_a_change_of_shape_survives_sigkill_anywhere(seed: int, tmp_path: Path) -> None:
+    """Again and again, a random number of points apart: the change is finished, nothing is left over, no turn fails."""
+    dice = random.Random(seed)
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        fleet = fleet_file(tmp_path, gateway.url)
+        async with stopped_at_the_end(fleet):
+            async with acting(fleet) as made:
+                await until_reached(made, 1, 1)
+            rollout = Rollout(gateway.url, "simulated", 3, tool_s=0.5)
+            rollout.begin()
+            num_crashes = 0
+            for tps in ([2], [1, 1]):
+                async with acting(fleet) as made:
+                    await until(lambda: bool(made.seen))
+                    made.ask(made.will.scaled(tps, made.seen))
+                while True:
+                    status, _ = await run_until_point(fleet, dice.randint(1, 40))
+                    if status == 0:
+                        break
+                    assert status == -signal.SIGKILL
+                    num_crashes += 1
+                    await check_devices(fleet)
+                await check_end(fleet, gateway.url, tps)
+            await rollout.end()
+            assert rollout.failures == []
+            assert num_crashes >= 2, "the fuse never blew"
+
+
+async def check_devices(fleet: FleetFile) -> None:
+    """No device is held twice, whatever else is half done."""
+    servers = await launcher_for(fleet).find(fleet.fleet)
+    held = [device for server in servers if server.state is not ServerState.EXITED for device in server.spec.devices]
+    assert len(held) == len(set(held))
+
+
+async def check_end(fleet: FleetFile, gateway_url: str, tps: list[int]) -> None:
+    """What runs is what is wanted, and the gateway has just that."""
+    servers = [one for one in await launcher_for(fleet).find(fleet.fleet) if one.state is not ServerState.EXITED]
+    assert sorted(server.spec.tp for server in servers) == sorted(tps)
+    members = await engines(gateway_url)
+    assert {one["url"] for one in members} == {server.url for server in servers}
+    assert not any(one["is_cordoned"] for one in members)
+
+
+async def test_of_two_controllers_one_acts_and_the_other_takes_over(tmp_path: Path) -> None:
+    """The second does nothing while the first lives, and then goes on with what the first had begun."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        fleet = fleet_file(tmp_path, gateway.url)
+        async with stopped_at_the_end(fleet):
+            async with acting(fleet) as first:
+                await until_reached(first, 1, 1)
+                second = asyncio.create_task(run_until_point(fleet, 10_000))
+                first.ask(first.will.scaled([2], first.seen))
+                await until_reached(first, 2)
+                assert not second.done()
+                first.ask(first.will.scaled([1, 1], first.seen))
+            status, num_passed = await second
+            assert status == 0 and num_passed > 0
+            await check_end(fleet, gateway.url, [1, 1])

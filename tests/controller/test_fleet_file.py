@@ -1,0 +1,118 @@
+"""What a fleet file may say, and the commands that come of it."""
+
+from pathlib import Path
+
+import pytest
+
+from controller.assembly import launcher_of
+from controller.commands import server_spec
+from controller.fleet_file import ADMIN_KEY_VARIABLE, FleetFile, FleetFileError, load_fleet_file
+from controller.steps import Wanted
+
+WHOLE = """
+fleet = "rollout"
+model = "Qwen/Qwen3-14B"
+served_name = "policy"
+gpus = 8
+tp_sizes = [1, 2, 4]
+first = [4, 2, 2]
+state_dir = "state"
+
+[engine]
+slots = 128
+flags = ["--max-model-len", "40960"]
+environment = { NCCL_DEBUG = "WARN" }
+kv_bytes_by_tp = { 2 = 30000000000 }
+flags_by_tp = { 4 = ["--enable-expert-parallel"] }
+profiles = { 1 = "qwen3-14b-h100-tp1", 2 = "qwen3-14b-h100-tp2", 4 = "qwen3-14b-h100-tp4" }
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "fleet.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_says_what_a_fleet_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key comes from the environment, and relative paths are those of the file."""
+    monkeypatch.setenv(ADMIN_KEY_VARIABLE, "secret")
+    fleet = load_fleet_file(written(tmp_path, WHOLE))
+    assert fleet.local_devices == tuple("01234567") and fleet.first == (4, 2, 2)
+    assert fleet.state_dir == tmp_path / "state"
+    assert fleet.admin_key is not None and fleet.admin_key.get_secret_value() == "secret"
+    assert {tp: profile.tp for tp, profile in fleet.profiles().items()} == {1: 1, 2: 2, 4: 4}
+    assert launcher_of(fleet).inventory() == fleet.local_devices
+    assert "secret" not in fleet.model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (("gpus = 8", "gpu = 8"), "gpu: Extra inputs are not permitted"),
+        (("gpus = 8", ""), "needs one of gpus, devices and cpu_slots, not none"),
+        (("gpus = 8", "gpus = 8\ncpu_slots = 2"), r"not \['gpus', 'cpu_slots'\]"),
+        (("tp_sizes = [1, 2, 4]", "tp_sizes = [1, 2, 3]"), "TP 3 is not a power of two"),
+        (("tp_sizes = [1, 2, 4]", "tp_sizes = [1, 2, 16]"), "TP 16 is more than the 8 GPUs of a node"),
+        (("first = [4, 2, 2]", "first = [8]"), "first: TP 8 is not among tp_sizes"),
+        (('fleet = "rollout"', 'fleet = "Roll out"'), "fleet: String should match"),
+        (('fleet = "rollout"', 'fleet = "rollout"\ngateway = "somewhere"'), "is not a URL such as"),
+        (('fleet = "rollout"', 'fleet = "rollout"\nlisten = "8070"'), "is not HOST:PORT"),
+        (('fleet = "rollout"', 'fleet = "rollout"\nadmin_key = "x"'), "set HEDDLE_ADMIN_KEY"),
+        (("2 = \"qwen3-14b-h100-tp2\"", "2 = \"qwen3-14b-h100-tp4\""), "is of TP 4, not 2"),
+        (("2 = \"qwen3-14b-h100-tp2\"", "2 = \"qwen3-14b-tp2\""), "unknown engine profile"),
+        (("2 = \"qwen3-14b-h100-tp2\", ", ""), "planning needs a profile of TP 2"),
+        (("[engine]", "[engine"), "is not TOML"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_clear_line(tmp_path: Path, changed: tuple[str, str], message: str) -> None:
+    """It names the file and the field."""
+    assert changed[0] in WHOLE
+    text = WHOLE.replace(*changed) + "\n[planning]\nis_automatic = true\n"
+    with pytest.raises(FleetFileError, match=message) as raised:
+        load_fleet_file(written(tmp_path, text))
+    assert "\n" not in str(raised.value) and "fleet.toml" in str(raised.value)
+
+
+def test_a_file_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(FleetFileError, match=r"cannot read .*absent\.toml: No such file"):
+        load_fleet_file(tmp_path / "absent.toml")
+
+
+def test_vllm_is_launched_to_start_fast(tmp_path: Path) -> None:
+    """A fixed KV size where there is one, else the kept result of profiling; a compile cache for each TP size."""
+    fleet = load_fleet_file(written(tmp_path, WHOLE))
+    two = server_spec(fleet, Wanted("rollout-1", 2, ("0", "1")))
+    assert two.command[:3] == ("vllm", "serve", "Qwen/Qwen3-14B") and two.devices == ("0", "1")
+    assert said(two.command, "--tensor-parallel-size") == "2" and said(two.command, "--max-num-seqs") == "128"
+    assert said(two.command, "--kv-cache-memory-bytes") == "30000000000"
+    assert "VLLM_ENABLE_STARTUP_PLAN" not in two.environment
+    four = server_spec(fleet, Wanted("rollout-2", 4, ("4", "5", "6", "7")))
+    assert "--kv-cache-memory-bytes" not in four.command and four.command[-1] == "--enable-expert-parallel"
+    assert four.environment["VLLM_ENABLE_STARTUP_PLAN"] == "1" and four.environment["NCCL_DEBUG"] == "WARN"
+    assert four.environment["VLLM_CACHE_ROOT"] != two.environment["VLLM_CACHE_ROOT"]
+
+
+def test_fast_starts_can_be_turned_off(tmp_path: Path) -> None:
+    """Then nothing but what the gateway needs is set."""
+    fleet = load_fleet_file(written(tmp_path, WHOLE + "is_fast_start = false\n"))
+    assert server_spec(fleet, Wanted("a", 4, ("0", "1", "2", "3"))).environment == {"NCCL_DEBUG": "WARN"}
+
+
+def test_sglang_is_told_which_priorities_come_first(tmp_path: Path) -> None:
+    """Without that flag it would serve the least urgent first."""
+    fleet = load_fleet_file(written(tmp_path, WHOLE.replace("[engine]", '[engine]\nkind = "sglang"')))
+    spec = server_spec(fleet, Wanted("a", 2, ("0", "1")))
+    assert "--schedule-low-priority-values-first" in spec.command and said(spec.command, "--tp-size") == "2"
+    assert "--skip-server-warmup" in spec.command
+
+
+def test_a_module_of_vllm_takes_the_model_as_a_flag() -> None:
+    """Where there is no command `vllm`, it is `python -m vllm.entrypoints.openai.api_server`."""
+    program = ("python", "-m", "vllm.entrypoints.openai.api_server")
+    fleet = FleetFile(fleet="f", model="m", cpu_slots=1, engine={"program": program})
+    assert said(server_spec(fleet, Wanted("a", 1, ("cpu0",))).command, "--model") == "m"
+
+
+def said(command: tuple[str, ...], flag: str) -> str:
+    return command[command.index(flag) + 1]

@@ -1,0 +1,134 @@
+"""What the journal keeps, and what becomes of servers that end."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from controller.journal import Journal, State, dumped, fold, new_ids, step_record, wanted_record
+from controller.lease import Lease
+from controller.steps import Drain, Launch, Register, Remove, Reopen, Stop, Wanted
+from controller.tending import Ended, RetryRule, held_back, tend
+
+ONES = (Wanted("a", 1, ("0",)), Wanted("b", 1, ("1",)))
+TWO = (Wanted("c", 2, ("0", "1")),)
+
+
+def write_all(journal: Journal) -> None:
+    journal.write(**wanted_record(ONES, 2, 10.0, "first"))
+    journal.write(kind="proven")
+    for kind in ("begun", "done"):
+        journal.write(**step_record(kind, Launch(ONES[0]), 11.0))
+        journal.write(**step_record(kind, Register("a"), 12.0, url="http://a"))
+    journal.write(kind="phase", phase="start", tp=1, seconds=33.0)
+    journal.write(**wanted_record(TWO, 3, 20.0, "two", is_manual=True, resting={"7"}))
+    journal.write(**step_record("begun", Drain("a"), 21.0))
+    journal.write(**step_record("begun", Stop("b"), 22.0))
+    journal.write(**step_record("done", Stop("b"), 23.0))
+    journal.write(
+        kind="failed",
+        failure={"server_id": "c", "tp": 2, "at": 30.0, "cause": "exit status 1", "last_lines": ["no memory"]},
+    )
+
+
+def test_a_reader_finds_the_state_that_the_writer_had(tmp_path: Path) -> None:
+    """After any kind of record; a drain counts from its beginning, a stop from its end."""
+    journal = Journal(tmp_path / "journal.jsonl")
+    write_all(journal)
+    state = journal.state
+    assert state.wanted == TWO and state.proven == ONES and state.is_manual and state.resting == {"7"}
+    assert state.drained == {"a"} and state.stopped == {"b"} and state.begun == {"a": "Drain"}
+    assert state.urls == {"a": "http://a"} and state.phase_s == {("start", 1): (33.0,)}
+    assert state.failures[0].last_lines == ("no memory",)
+    assert Journal(tmp_path / "journal.jsonl").state == state
+
+
+def test_a_torn_record_never_was(tmp_path: Path) -> None:
+    """Cut anywhere, the file is what was whole before; what is written next is not spoilt by the rest."""
+    path = tmp_path / "journal.jsonl"
+    write_all(Journal(path))
+    whole = path.read_bytes()
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        expected = State()
+        for line in whole[:cut].split(b"\n")[:-1]:
+            expected = fold(expected, json.loads(line))
+        again = Journal(path)
+        assert again.state == expected
+        later = again.write(kind="phase", phase="stop", tp=1, seconds=1.0)
+        assert Journal(path).state == later
+
+
+def test_damage_inside_is_not_passed_over(tmp_path: Path) -> None:
+    """It says where, and what to do."""
+    path = tmp_path / "journal.jsonl"
+    write_all(Journal(path))
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], b"{]\n", *lines[3:]]))
+    with pytest.raises(ValueError, match="line 3, is damaged; move the file away"):
+        Journal(path)
+
+
+def test_a_state_is_the_same_after_json(tmp_path: Path) -> None:
+    """The short form that a long journal is replaced by loses nothing."""
+    journal = Journal(tmp_path / "journal.jsonl")
+    write_all(journal)
+    short = Journal(tmp_path / "short.jsonl")
+    assert short.write(kind="state", state=dumped(journal.state)) == journal.state
+
+
+def test_removed_and_reopened_engines_are_forgotten(tmp_path: Path) -> None:
+    """Their URLs and cordons must not be taken for those of others."""
+    journal = Journal(tmp_path / "journal.jsonl")
+    write_all(journal)
+    journal.write(**step_record("done", Reopen("a"), 40.0))
+    assert journal.state.drained == frozenset()
+    journal.write(**step_record("done", Remove("a"), 41.0))
+    assert journal.state.urls == {}
+
+
+def test_only_one_holds_a_lease(tmp_path: Path) -> None:
+    """The other gets it when it is given back."""
+    first, second = Lease(tmp_path / "lease"), Lease(tmp_path / "lease")
+    assert first.try_take() and not second.try_take()
+    first.give_back()
+    assert second.try_take() and not first.try_take()
+
+
+def tended(state: State, ended: list[Ended], now: float = 100.0, *alive: Wanted) -> State:
+    new_id, serial = new_ids("fleet", state)
+    journal_state = state
+    for record in tend(state, ended, {one.server_id: one for one in alive}, now, RetryRule(3, 5.0), new_id, serial):
+        journal_state = fold(journal_state, record)
+    return journal_state
+
+
+def test_a_server_that_does_not_start_is_tried_again_later_and_then_given_up() -> None:
+    """Pauses double; after the third try the fleet before is wanted again, and this size is not planned any more."""
+    state = State(wanted=TWO, proven=ONES)
+    died = "exit status 1"
+    state = tended(state, [Ended("c", died, ("no memory",))])
+    (second,) = state.wanted
+    assert (second.tp, second.devices) == (2, ("0", "1")) and second.server_id not in ("a", "b", "c")
+    assert held_back(state, 104.9) == {second.server_id} and held_back(state, 105.0) == set()
+    state = tended(state, [Ended(second.server_id, died)])
+    (third,) = state.wanted
+    assert held_back(state, 109.9) == {third.server_id} and held_back(state, 110.0) == set()
+    state = tended(state, [Ended(third.server_id, died)], 100.0, ONES[0])
+    assert [one.devices for one in state.wanted] == [("0",), ("1",)]
+    assert state.wanted[0].server_id == "a" and state.wanted[1].server_id != "b"  # a lives, b does not
+    assert state.blocked_tps == {2} and len(state.failures) == 3 and state.failures[0].last_lines == ("no memory",)
+
+
+def test_a_fleet_goes_on_without_a_server_that_was_given_up() -> None:
+    """Where there is no other fleet to go back to."""
+    state = State(wanted=ONES, proven=ONES, num_tries={"b": 2})
+    state = tended(state, [Ended("b", "exit status 1")])
+    assert state.wanted == ONES[:1] and state.blocked_tps == {1}
+
+
+def test_a_server_that_served_is_tried_anew() -> None:
+    """Its tries do not add up over weeks."""
+    state = State(wanted=ONES, proven=ONES, num_tries={"b": 2}, urls={"b": "http://b"})
+    state = tended(state, [Ended("b", "killed by SIGKILL")])
+    assert len(state.wanted) == 2 and state.blocked_tps == frozenset()

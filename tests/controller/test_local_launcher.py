@@ -1,0 +1,128 @@
+"""The launcher contract on processes of this machine, and what only this launcher promises."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from controller.launcher import ServerState
+from controller.local_guard import started
+from controller.local_launcher import LocalLauncher
+from tests.controller.launcher_contract import FAIL, PROMISES, SERVE, STUBBORN, Promise, Site
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    site = Site(
+        lambda: LocalLauncher(tmp_path, ("0", "1", "2")),
+        sys.executable,
+        lambda environment: tuple(environment["CUDA_VISIBLE_DEVICES"].split(",")),
+    )
+    yield site
+    await site.stop_all()
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+async def test_the_local_launcher_keeps_the_contract(promise: Promise, site: Site) -> None:
+    """What every launcher promises."""
+    await promise(site)
+
+
+LAUNCH = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from controller.launcher import ServerSpec
+from controller.local_launcher import LocalLauncher
+spec = ServerSpec("engine-1", "fleet", 1, ("0",), (sys.executable, "-c", sys.argv[2], "--port", "{port}"))
+asyncio.run(LocalLauncher(Path(sys.argv[1]), ("0", "1", "2")).launch(spec))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+async def test_a_server_outlives_a_killed_launcher(site: Site, tmp_path: Path) -> None:
+    """SIGKILL of the process that launched it does not touch it, and another finds it."""
+    site.fleet_id = "fleet"
+    launching = await asyncio.create_subprocess_exec(sys.executable, "-c", LAUNCH, str(tmp_path), SERVE)
+    assert await launching.wait() == -signal.SIGKILL
+    await site.answer("engine-1")
+    (found,) = await site.launcher.find("fleet")
+    assert found.state is ServerState.RUNNING and found.spec.devices == ("0",)
+
+
+async def test_workers_of_a_killed_guard_hold_the_device_until_they_are_stopped(site: Site, tmp_path: Path) -> None:
+    """Whatever is left of a server counts, and `stop` finds it."""
+    spec = site.spec(STUBBORN)
+    await site.launcher.launch(spec)
+    await site.answer(spec.server_id)
+    guard = json.loads((tmp_path / site.fleet_id / spec.server_id / "process.json").read_text())["pid"]
+    os.kill(guard, signal.SIGKILL)
+    left = await site.until(spec.server_id, lambda _: started(guard) is None)
+    assert left.state is ServerState.RUNNING  # its worker, which nobody told to die
+    await site.launcher.stop(spec.server_id, 60.0)
+    assert await site.is_gone(spec.server_id)
+    await site.launcher.launch(site.spec())
+
+
+async def test_a_recycled_pid_is_not_taken_for_a_server(site: Site, tmp_path: Path) -> None:
+    """The pid lives, but it is another process: the server has ended, and stopping it kills nobody else."""
+    spec = site.spec(FAIL)
+    await site.launcher.launch(spec)
+    await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
+    bystander = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
+    try:
+        path = tmp_path / site.fleet_id / spec.server_id / "process.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": bystander.pid}))
+        assert (await site.until(spec.server_id, lambda _: True)).state is ServerState.EXITED
+        await site.launcher.stop(spec.server_id, 0.0)
+        assert bystander.returncode is None and started(bystander.pid)
+    finally:
+        bystander.kill()
+        await bystander.wait()
+
+
+async def test_a_restarted_machine_has_no_servers(site: Site, tmp_path: Path) -> None:
+    """Pids of another boot mean nothing."""
+    spec = site.spec()
+    await site.launcher.launch(spec)
+    await site.answer(spec.server_id)
+    path = tmp_path / site.fleet_id / spec.server_id / "process.json"
+    written = path.read_text()
+    path.write_text(json.dumps(json.loads(written) | {"boot": "another"}))
+    found = await site.until(spec.server_id, lambda _: True)
+    assert (found.state, found.exit_cause) == (ServerState.EXITED, "the machine was restarted")
+    path.write_text(written)
+
+
+async def test_a_launch_that_broke_off_is_gone_on_with(site: Site, tmp_path: Path) -> None:
+    """Written down but never started, it starts at the second try; and never, if somebody stopped it meanwhile."""
+    spec, unwanted = site.spec(SERVE, "0"), site.spec(SERVE, "1")
+    for one in (spec, unwanted):
+        await site.launcher.launch(one)
+        await site.launcher.stop(one.server_id, 0.0)
+        for name in ("process.json", "stop"):
+            (tmp_path / site.fleet_id / one.server_id / name).unlink()
+        assert (await site.until(one.server_id, lambda _: True)).state is ServerState.STARTING
+    await site.launcher.launch(spec)
+    await site.answer(spec.server_id)
+    await site.launcher.stop(unwanted.server_id, 0.0)
+    assert (await site.launcher.launch(unwanted)).state is ServerState.EXITED
+
+
+async def test_a_program_that_is_not_there_is_an_exit_cause(site: Site) -> None:
+    """Said like any other end."""
+    spec = site.spec(command=("/no/such/program",))
+    await site.launcher.launch(spec)
+    ended = await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
+    assert "/no/such/program" in ended.exit_cause
+
+
+async def test_many_servers_get_ports_of_their_own(site: Site) -> None:
+    """Launched at once, before any listens."""
+    specs = [site.spec(SERVE, device) for device in ("0", "1", "2")]
+    servers = await asyncio.gather(*(site.launcher.launch(spec) for spec in specs))
+    assert len({server.url for server in servers}) == 3

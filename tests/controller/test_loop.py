@@ -1,0 +1,175 @@
+"""The whole loop: a real gateway, real processes of simulated engines, and the controller between them."""
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from controller.assembly import controller
+from controller.journal import step_record
+from controller.launcher import ServerState
+from controller.steps import Register
+from controller.will import Refused
+from tests.controller.fleet_site import (
+    ENGINE,
+    Rollout,
+    acting,
+    engines,
+    fleet_file,
+    launcher_for,
+    stopped_at_the_end,
+    until,
+    until_reached,
+)
+from tests.support.gateway import running_gateway
+
+
+async def test_a_fleet_changes_shape_under_a_rollout(tmp_path: Path) -> None:
+    """2 x TP 1 -> 1 x TP 2 -> 2 x TP 1: no turn fails, and greedy answers are those of an undisturbed gateway."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        fleet = fleet_file(tmp_path, gateway.url)
+        async with stopped_at_the_end(fleet), acting(fleet) as made:
+            await until_reached(made, 1, 1)
+            rollout = Rollout(gateway.url, "simulated", 6)
+            rollout.begin()
+            for tps in ([2], [1, 1]):
+                num_turns = rollout.num_turns
+                await until(lambda num_turns=num_turns: rollout.num_turns > num_turns + 6, lambda: rollout.failures)
+                made.ask(made.will.scaled(tps, made.seen))
+                await until_reached(made, *tps)
+            num_turns = rollout.num_turns
+            await until(lambda: rollout.num_turns > num_turns + 6, lambda: rollout.failures)
+            await rollout.end()
+            assert rollout.failures == []
+            assert len({one["url"] for one in await engines(gateway.url)}) == 2, "old engines are forgotten"
+            phases = {phase for phase, _ in made.journal.state.phase_s}
+            assert phases == {"drain", "stop", "start", "register"}
+            undisturbed = Rollout(gateway.url, "simulated", 6)
+            undisturbed.begin("again")
+            await until(lambda: min(map(len, undisturbed.answers)) >= max(map(len, rollout.answers)))
+            await undisturbed.end()
+        for answers, expected in zip(rollout.answers, undisturbed.answers, strict=True):
+            assert answers == expected[: len(answers)]
+
+
+async def test_an_engine_that_dies_in_start_up_is_tried_again_and_given_up(tmp_path: Path) -> None:
+    """With its last lines; then the fleet before comes back, and this size is not planned any more."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        broken = {**ENGINE, "flags_by_tp": {2: ("--no-such-flag",)}}
+        fleet = fleet_file(tmp_path, gateway.url, engine=broken)
+        async with stopped_at_the_end(fleet), acting(fleet) as made:
+            await until_reached(made, 1, 1)
+            made.ask(made.will.scaled([2], made.seen))
+            await until(lambda: bool(made.journal.state.blocked_tps), lambda: made.journal.state)
+            await until_reached(made, 1, 1)
+            state = made.journal.state
+            assert len(state.failures) == 3 and state.blocked_tps == {2}
+            for failure in state.failures:
+                assert failure.tp == 2 and "exit status 2" in failure.cause
+                assert "unrecognized arguments: --no-such-flag" in failure.last_lines[-1]
+
+
+async def test_an_engine_that_dies_while_it_serves_is_replaced(tmp_path: Path) -> None:
+    """On the same device, under another id; the gateway forgets the dead one."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        fleet = fleet_file(tmp_path, gateway.url)
+        async with stopped_at_the_end(fleet), acting(fleet) as made:
+            await until_reached(made, 1, 1)
+            first = made.journal.state.wanted
+            victim = first[0]
+            process = tmp_path / "servers" / "test" / victim.server_id / "process.json"
+            os.killpg(int(process.read_text().split('"pid": ')[1].split(",")[0]), signal.SIGKILL)
+            await until(lambda: made.journal.state.wanted != first, lambda: made.seen)
+            await until_reached(made, 1, 1)
+            assert {one.devices for one in made.journal.state.wanted} == {one.devices for one in first}
+            assert victim.server_id not in {one.server_id for one in made.journal.state.wanted}
+            await until(lambda: len(made.journal.state.urls) == 2)
+            assert len(await engines(gateway.url)) == 2
+
+
+async def test_without_the_gateway_nobody_kills_a_working_engine(tmp_path: Path) -> None:
+    """It is gone, and another fleet is wanted: nothing happens. When it is back, its engines are told to it again."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        port = int(gateway.url.rpartition(":")[2])
+    fleet = fleet_file(tmp_path, gateway.url)
+    async with stopped_at_the_end(fleet), controller(fleet, launcher_for(fleet)) as made:
+        await made.tick()
+        with pytest.raises(Refused, match="not seen yet"):
+            made.in_sight()
+        async with running_gateway(observe_interval_s=0.1, port=port):
+            while [one.is_serving for one in made.seen] != [True, True]:
+                await made.tick()
+        assert not await made.look() and "gateway_away" in made.alarms
+        made.ask(made.will.scaled([2], made.in_sight()))
+        for _ in range(20):
+            await made.tick()
+        servers = await launcher_for(fleet).find("test")
+        assert [server.state for server in servers] == [ServerState.RUNNING] * 2
+        made.ask(made.will.scaled([1, 1], made.in_sight()))
+        async with running_gateway(observe_interval_s=0.1, port=port):
+            await made.tick()
+            while [one.is_serving for one in made.seen] != [True, True]:
+                await made.tick()
+        after = await launcher_for(fleet).find("test")
+        assert [(one.spec, one.state) for one in after] == [(one.spec, one.state) for one in servers]
+
+
+async def test_what_runs_is_adopted_when_the_journal_is_lost(tmp_path: Path) -> None:
+    """No engine is stopped, none launched."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        fleet = fleet_file(tmp_path, gateway.url)
+        async with stopped_at_the_end(fleet):
+            async with acting(fleet) as made:
+                await until_reached(made, 1, 1)
+                before = {one.server_id for one in made.journal.state.wanted}
+            (tmp_path / "journal.jsonl").unlink()
+            async with acting(fleet) as made:
+                await until_reached(made, 1, 1)
+                assert {one.server_id for one in made.journal.state.wanted} == before
+            assert len(await launcher_for(fleet).find("test")) == 2
+
+
+async def test_a_drained_server_is_gone_until_the_fleet_is_scaled(tmp_path: Path) -> None:
+    """Its device rests, also for plans."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        fleet = fleet_file(tmp_path, gateway.url)
+        async with stopped_at_the_end(fleet), acting(fleet) as made:
+            await until_reached(made, 1, 1)
+            victim = made.journal.state.wanted[1]
+            made.ask(made.will.drained(victim.server_id, made.seen))
+            await until_reached(made, 1)
+            assert made.journal.state.resting == set(victim.devices)
+            # As a controller leaves it that was killed between a request to forget the engine and the record of it.
+            made.journal.write(**step_record("begun", Register(victim.server_id), 0.0, url="http://127.0.0.1:9"))
+            await until(lambda: victim.server_id not in made.journal.state.urls)
+            async with httpx.AsyncClient() as client:
+                assert (await client.get(f"{gateway.url}/readyz")).status_code == 200
+            made.ask(made.will.scaled([1, 1], made.seen))
+            await until_reached(made, 1, 1)
+
+
+async def test_a_plan_that_pays_is_carried_out(tmp_path: Path) -> None:
+    """Two long trajectories are at work on four small engines: they get one large one, and the reason is kept."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        sizes = (1, 2, 4)
+        fleet = fleet_file(
+            tmp_path,
+            gateway.url,
+            cpu_slots=4,
+            tp_sizes=sizes,
+            engine={"kind": "sim", "profiles": {tp: f"qwen3-14b-h100-tp{tp}" for tp in sizes}},
+            planning={"interval_s": 0.1, "is_automatic": True, "min_correlation": 0.0},
+            first=(1, 1, 1, 1),
+        )
+        async with stopped_at_the_end(fleet), acting(fleet) as made, httpx.AsyncClient(base_url=gateway.url) as client:
+            await until_reached(made, 1, 1, 1, 1)
+            for number in range(2):
+                declared = {"id": f"long-{number}", "expected_output_tokens": 200_000}
+                assert (await client.post("/v1/trajectories", json=declared)).status_code == 201
+            await until(lambda: len(made.journal.state.wanted) < 4, lambda: made.proposal)
+            planned = [one.tp for one in made.journal.state.wanted]
+            await until_reached(made, *planned)
+            assert max(planned) > 1 and "2 trajectories end in" in made.journal.state.why
+            await until(lambda: "best one" in getattr(made.proposal, "why", ""), lambda: made.proposal)

@@ -1,0 +1,79 @@
+"""Which fleet the work wants, and whether a change pays."""
+
+from dataclasses import replace
+
+from controller.gateway_client import Work
+from controller.journal import State
+from controller.layout import Floor
+from controller.planning import Proposal, propose, relaunch_s
+from controller.steps import Wanted
+from engines.profiles import load_profile
+from scheduling.estimate import Remaining
+from scheduling.reshaping import COLD_RELAUNCH_S, ReshapeRule
+
+PROFILES = {tp: load_profile(f"qwen3-14b-h100-tp{tp}") for tp in (1, 2, 4, 8)}
+DEVICES = tuple(str(number) for number in range(8))
+FLOOR = Floor(DEVICES, 8)
+RULE = ReshapeRule(0.15, min_correlation=0.9)
+SMALL = State(wanted=tuple(Wanted(f"s{number}", 1, (device,)) for number, device in enumerate(DEVICES)))
+TAIL = Work(tuple(Remaining(60_000.0, 4_000.0) for _ in range(4)), 0, 0.95)
+
+
+def proposed(work: Work = TAIL, state: State = SMALL, **changed: object) -> Proposal:
+    profiles = changed.get("profiles", PROFILES)
+    found = propose(work, state, profiles, changed.get("floor", FLOOR), RULE)  # type: ignore[arg-type]
+    assert isinstance(found, Proposal), found
+    return found
+
+
+def test_a_long_tail_wants_large_engines() -> None:
+    """Four trajectories on eight engines of TP 1 leave half of them idle."""
+    found = proposed()
+    assert found.is_worth_it and max(found.tps) > 1 and found.gain_s > 0
+    assert "4 trajectories end in" in found.why and "gained" in found.why
+
+
+def test_a_crowd_is_left_where_it_is() -> None:
+    """A few percent pay no relaunch; and the best fleet stays without any reckoning."""
+    crowd = Work(tuple(Remaining(300.0, 100.0) for _ in range(5_000)), 500, 0.95)
+    found = proposed(crowd)
+    assert not found.is_worth_it and "15% is the least that pays" in found.why
+    best = tuple(Wanted(f"b{number}", tp, ()) for number, tp in enumerate(found.tps))
+    assert proposed(crowd, State(wanted=best)).why == "the fleet is the best one"
+
+
+def test_an_untrusted_predictor_moves_nothing() -> None:
+    """However large the gain is that it promises."""
+    for correlation, shown in ((None, "nothing"), (0.5, "0.50")):
+        found = proposed(replace(TAIL, correlation=correlation))
+        assert not found.is_worth_it and f"has shown {shown}" in found.why
+
+
+def test_a_relaunch_that_takes_too_long_is_not_worth_it() -> None:
+    """Its cost is what relaunches took here."""
+    slow = replace(SMALL, phase_s={("start", tp): (3_000.0,) for tp in PROFILES})
+    found = proposed(state=slow)
+    assert not found.is_worth_it and found.relaunch_s == 3_000.0
+
+
+def test_measured_times_take_the_place_of_known_ones() -> None:
+    """The median of the last; the old engines' end counts too."""
+    assert relaunch_s({}, (1, 1), (2,)) == COLD_RELAUNCH_S
+    times = {("start", 2): (30.0, 10.0, 20.0), ("stop", 1): (2.0,), ("register", 2): (1.0,)}
+    assert relaunch_s(times, (1, 1), (2,)) == 23.0
+    assert relaunch_s(times, (2,), (2,)) == 0.0
+
+
+def test_what_failed_or_rests_is_not_planned() -> None:
+    """Sizes that did not start, and devices out of use."""
+    best = proposed().tps[0]
+    assert best not in proposed(state=replace(SMALL, blocked_tps=frozenset({best}))).tps
+    rested = Floor(DEVICES, 8, frozenset(DEVICES[4:]))
+    four = replace(SMALL, wanted=SMALL.wanted[:4], resting=frozenset(DEVICES[4:]))
+    assert sum(proposed(state=four, floor=rested).tps) <= 4
+
+
+def test_without_work_or_profiles_there_is_no_plan() -> None:
+    """And it says why."""
+    assert "too few" in str(propose(Work((), 0, None), SMALL, PROFILES, FLOOR, RULE))
+    assert "no profile of TP 1" in str(propose(TAIL, SMALL, {2: PROFILES[2]}, FLOOR, RULE))

@@ -1,0 +1,196 @@
+"""From any fleet to any fleet, with the controller killed anywhere: no harm on the way, and it gets there."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.layout import DoesNotFit, Floor, lay_out
+from controller.steps import (
+    Drain,
+    Launch,
+    MakeReady,
+    MoveKv,
+    Register,
+    Remove,
+    Reopen,
+    Seen,
+    Stop,
+    Wanted,
+    is_reachable,
+    is_reached,
+    itinerary,
+    next_steps,
+)
+from tests.controller.world import World
+
+DEVICES = tuple(f"gpu{number}" for number in range(8))
+FLOOR = Floor(DEVICES, 8)
+
+
+def serving(*wanted: Wanted) -> list[Seen]:
+    return [Seen(one.server_id, one.tp, one.devices, is_ready=True, is_member=True, is_serving=True) for one in wanted]
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> list[int]:
+    """TP sizes that fit onto eight devices, none of them left or some."""
+    left, tps = 8, []
+    for tp in draw(st.lists(st.sampled_from((1, 2, 4, 8)), max_size=8)):
+        if tp <= left:
+            left -= tp
+            tps.append(tp)
+    return tps
+
+
+def test_two_engines_become_one_and_back() -> None:
+    """Drain, move, stop, launch, ready, register; the old ones are forgotten only when another serves."""
+    ones = [Wanted("a", 1, ("0",)), Wanted("b", 1, ("1",))]
+    two = [Wanted("c", 2, ("0", "1"))]
+    assert itinerary(two, serving(*ones)) == [
+        [Drain("a"), Drain("b")],
+        [MoveKv("a"), MoveKv("b")],
+        [Stop("a"), Stop("b")],
+        [Launch(two[0])],
+        [MakeReady("c")],
+        [Register("c")],
+        [Remove("a"), Remove("b")],
+    ]
+    back = itinerary(ones, serving(*two))
+    assert back[3] == [Launch(ones[0]), Launch(ones[1])]
+    assert back[-1] == [Remove("c")]
+
+
+def test_nothing_is_done_to_a_fleet_that_is_as_wanted() -> None:
+    """Nor to one that waits for a turn to end."""
+    ones = [Wanted("a", 1, ("0",)), Wanted("b", 1, ("1",))]
+    assert next_steps(ones, serving(*ones)) == []
+    draining = [
+        replace(one, is_cordoned=True, was_drained=True, is_serving=False, num_turns=1) for one in serving(*ones)
+    ]
+    assert next_steps([Wanted("c", 2, ("0", "1"))], draining) == []
+
+
+def test_engines_leave_by_groups_while_enough_others_serve() -> None:
+    """Four stay while four of eight go; the others follow when the new one serves, and not where too few are left."""
+    ones = [Wanted(f"one-{number}", 1, (device,)) for number, device in enumerate(DEVICES)]
+    fours = [Wanted("four-0", 4, DEVICES[:4]), Wanted("four-1", 4, DEVICES[4:])]
+    first, *later = itinerary(fours, serving(*ones), min_engines=1)
+    assert first == [Drain(f"one-{number}") for number in range(4)]
+    assert [Register("four-0")] in later and later.index([Register("four-0")]) < next(
+        place for place, steps in enumerate(later) if Drain("one-4") in steps
+    )
+    assert is_reachable(fours, serving(*ones), min_engines=1)
+    assert not is_reachable(fours, serving(*ones), min_engines=2)
+    assert next_steps(fours, serving(*ones), min_engines=5) == []
+
+
+def test_an_operators_cordon_is_left_alone() -> None:
+    """Only what this controller drained is opened again."""
+    (one,) = serving(Wanted("a", 1, ("0",)))
+    cordoned = replace(one, is_cordoned=True, is_serving=False)
+    assert next_steps([Wanted("a", 1, ("0",))], [cordoned]) == []
+    assert next_steps([Wanted("a", 1, ("0",))], [replace(cordoned, was_drained=True)]) == [Reopen("a")]
+
+
+@given(st.data(), sizes(), st.lists(sizes(), min_size=1, max_size=3), st.integers(0, 2), st.integers(1, 8))
+@settings(max_examples=300)
+def test_any_fleet_becomes_any_other(
+    data: st.DataObject, first: list[int], plans: list[list[int]], min_engines: int, max_starting: int
+) -> None:
+    """Steps are taken singly, in any order, some twice and some not at all (the controller was killed before or after
+    them); turns come and go, the gateway restarts, servers die, the plan changes on the way. The world asserts that no
+    device is held twice and no server stopped with turns; here: never fewer than the minimum by our doing, no orphan.
+    """
+    world = World()
+    wanted = lay_out(first, [], FLOOR, world.new_id)
+    for one in wanted:
+        world.servers[one.server_id] = serving(one)[0]
+        world.turns[one.server_id] = data.draw(st.integers(0, 2))
+    for tps in plans:
+        wanted = lay_out(tps, wanted, FLOOR, world.new_id)
+        for _ in range(data.draw(st.integers(0, 12))):
+            num_before = len(world.serving())
+            steps = next_steps(wanted, world.seen(), min_engines=min_engines, max_starting=max_starting)
+            starting = sum(one.is_alive and not one.is_ready for one in world.seen())
+            launches = [step for step in steps if isinstance(step, Launch)]
+            assert starting + len(launches) <= max(max_starting, starting)
+            for step in data.draw(st.permutations(steps)):
+                for _ in range(data.draw(st.integers(0, 2))):
+                    world.perform(step)
+            assert len(world.serving()) >= min(min_engines, num_before)
+            match data.draw(st.integers(0, 5)):
+                case 0:
+                    world.turns_end()
+                case 1:
+                    world.gateway_restarts()
+                case 2 if world.servers:
+                    victim = data.draw(st.sampled_from(sorted(world.servers)))
+                    world.dies(victim)
+                    wanted = [
+                        replace(one, server_id=world.new_id()) if one.server_id == victim else one for one in wanted
+                    ]
+    settle(world, wanted, max_starting)
+    assert is_reached(wanted, world.seen())
+    assert {one.server_id for one in world.seen() if one.is_alive or one.is_member} == {
+        one.server_id for one in wanted
+    }, "an orphan is left"
+
+
+def settle(world: World, wanted: list[Wanted], max_starting: int) -> None:
+    """Quiet at last; nothing need go on serving."""
+    for _ in range(100):
+        world.turns_end()
+        steps = next_steps(wanted, world.seen(), max_starting=max_starting)
+        if not steps:
+            return
+        for step in steps:
+            world.perform(step)
+    raise AssertionError("it never ends")
+
+
+@given(sizes(), sizes(), st.sets(st.sampled_from(DEVICES), max_size=3))
+@settings(max_examples=300)
+def test_a_layout_is_sound_and_keeps_what_it_can(first: list[int], second: list[int], resting: set[str]) -> None:
+    """Blocks are aligned and disjoint; the same sizes again move nobody; resting devices are left out."""
+    world = World()
+    current = lay_out(first, [], FLOOR, world.new_id)
+    assert lay_out(first, current, FLOOR, world.new_id) == sorted(current, key=lambda one: -one.tp)
+    try:
+        laid = lay_out(second, current, Floor(DEVICES, 8, frozenset(resting)), world.new_id)
+    except DoesNotFit:
+        assert resting or sum(second) > 8
+        return
+    assert sorted(one.tp for one in laid) == sorted(second)
+    used = [device for one in laid for device in one.devices]
+    assert len(used) == len(set(used)) and not resting & set(used)
+    for one in laid:
+        start = DEVICES.index(one.devices[0])
+        assert start % one.tp == 0 and one.devices == DEVICES[start : start + one.tp]
+
+
+def test_nodes_that_need_not_change_do_not() -> None:
+    """Of four nodes one is cut anew; the others keep every engine, whatever their numbers are in the plan."""
+    devices = tuple(f"gpu{number}" for number in range(32))
+    world = World()
+    floor = Floor(devices, 8)
+    current = lay_out([1] * 32, [], floor, world.new_id)
+    laid = lay_out([4, 4] + [1] * 24, current, floor, world.new_id)
+    kept = {one.server_id for one in laid} & {one.server_id for one in current}
+    assert len(kept) == 24 and len(laid) == 26
+
+
+def test_no_engine_is_split_over_nodes_that_are_told_by_name() -> None:
+    """Nodes of three and five GPUs have room for engines of TP 2 and 4, and not for two of TP 4."""
+    devices = (*(f"a/{number}" for number in range(3)), *(f"b/{number}" for number in range(5)))
+    laid = lay_out([4, 2], [], Floor(devices, 8), World().new_id)
+    assert sorted(one.devices for one in laid) == [("a/0", "a/1"), ("b/0", "b/1", "b/2", "b/3")]
+    with pytest.raises(DoesNotFit):
+        lay_out([4, 4], [], Floor(devices, 8), World().new_id)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """With a message that says how much is wanted of how much."""
+    with pytest.raises(DoesNotFit, match=r"TP \[8, 1\].*8 devices"):
+        lay_out([8, 1], [], FLOOR, World().new_id)

@@ -1,0 +1,86 @@
+"""A launcher and a gateway in a few lines, for tests of the pure steps: they do what a step says, and notice harm."""
+
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from controller.steps import Drain, Launch, MakeReady, MoveKv, Register, Remove, Reopen, Seen, Step, Stop, Wanted
+
+
+@dataclass
+class World:
+    """Servers as they are, whatever a controller believes.
+
+    Args:
+        turns: running on each server, by its id.
+        refuses: launches that fail at once; the server is found as one that has ended.
+    """
+
+    servers: dict[str, Seen] = field(default_factory=dict)
+    turns: dict[str, int] = field(default_factory=dict)
+    numbers: "count[int]" = field(default_factory=count)
+
+    def seen(self) -> list[Seen]:
+        return [replace(one, num_turns=self.turns.get(one.server_id, 0)) for one in self.servers.values()]
+
+    def new_id(self) -> str:
+        return f"server-{next(self.numbers)}"
+
+    def serving(self) -> set[str]:
+        return {one.server_id for one in self.servers.values() if one.is_serving}
+
+    def perform(self, step: Step) -> None:
+        """Do it, or assert that it does harm. Doing it again changes nothing."""
+        if isinstance(step, Launch):
+            self._launch(step.wanted)
+            return
+        one = self.servers[step.server_id]
+        match step:
+            case Drain():
+                one = replace(one, is_cordoned=True, is_serving=False, was_drained=True)
+            case MoveKv():
+                assert not self.turns.get(one.server_id)
+                one = replace(one, was_moved=True)
+            case Stop():
+                assert not self.turns.get(one.server_id), "a server is stopped while turns run on it"
+                assert not one.is_serving, "a server is stopped that the gateway may give turns"
+                one = replace(one, is_alive=False, is_ready=False, is_serving=False, was_stopped=True)
+            case MakeReady():
+                assert one.is_alive
+                one = replace(one, is_ready=True)
+            case Register():
+                assert one.is_ready, "the gateway is told of a server that does not answer"
+                one = replace(one, is_member=True, is_serving=not one.is_cordoned)
+            case Remove():
+                assert not one.is_alive
+                one = replace(one, is_member=False, is_cordoned=False)
+            case Reopen():
+                assert one.is_alive
+                one = replace(one, is_cordoned=False, is_serving=True, was_drained=False, was_moved=False)
+        self.servers[one.server_id] = one
+
+    def _launch(self, wanted: Wanted) -> None:
+        there = self.servers.get(wanted.server_id)
+        if there is not None:
+            self.servers[wanted.server_id] = replace(there, is_begun=True)
+            return
+        for other in self.servers.values():
+            assert not (other.is_alive and set(other.devices) & set(wanted.devices)), "a device is held twice"
+        self.servers[wanted.server_id] = Seen(wanted.server_id, wanted.tp, wanted.devices)
+
+    def turns_end(self) -> None:
+        """Every turn ends on servers that get no more."""
+        for one in self.servers.values():
+            if not one.is_serving:
+                self.turns[one.server_id] = 0
+
+    def dies(self, server_id: str) -> None:
+        """Its processes end by themselves, and its turns with them."""
+        one = self.servers[server_id]
+        self.turns[server_id] = 0
+        self.servers[server_id] = replace(one, is_alive=False, is_ready=False, is_serving=False)
+
+    def gateway_restarts(self) -> None:
+        """It has forgotten the engines that it was told of, and its turns ended with it."""
+        self.turns.clear()
+        for one in self.servers.values():
+            self.servers[one.server_id] = replace(one, is_member=False, is_serving=False, is_cordoned=False)

@@ -1,0 +1,87 @@
+"""What the docs say is there: every setting, link, name, metric and route."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gateway import metrics
+from gateway.config import Settings
+from gateway.passthrough import PASSTHROUGH_ROUTES
+from gateway.turns.turns import TURN_ROUTES
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\[([^]]*)\]\(([^)\s]+)\)")
+METRIC = re.compile(r"heddle_[a-z_]+")
+
+
+def settings_table() -> list[str]:
+    """The rows that docs/operating.md must have; `python -m tests.docs.test_docs` prints them."""
+    rows = []
+    for name, field in Settings.model_fields.items():
+        default = "none" if field.default in (None, ()) else field.default
+        rows.append(f"| `{name}` | `{default}` | {(field.description or '').replace('|', '/')} |")
+    return rows
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_points_to_something(page: Path) -> None:
+    """A link is to a file, a heading of a page, or a name that its file defines."""
+    for text, target in LINK.findall(page.read_text()):
+        if target.startswith("http"):
+            continue
+        path, _, heading = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name}: {target}"
+        if heading:
+            assert heading in _headings(linked), f"{page.name}: {target}"
+        if text.startswith("`") and linked.suffix == ".py":
+            for name in text.strip("`").split("."):
+                assert _defines(linked, name), f"{page.name}: {text} is not in {path}"
+
+
+def test_every_setting_is_documented_as_it_is() -> None:
+    """The table of docs/operating.md has each setting's name, default and reason, and no other."""
+    page = (ROOT / "docs/operating.md").read_text()
+    table = page.partition("## Settings")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert rows == settings_table(), "paste what `python -m tests.docs.test_docs` prints"
+
+
+def test_documented_metrics_are_those_that_exist() -> None:
+    """Every metric is in docs/operating.md, and each one named in any page exists."""
+    existing = _metrics()
+    documented = set(METRIC.findall((ROOT / "docs/operating.md").read_text()))
+    assert documented == existing
+    fleet = set(METRIC.findall((ROOT / "controller/api.py").read_text()))
+    assert fleet <= set(METRIC.findall((ROOT / "docs/controller.md").read_text()))
+    for page in PAGES:
+        assert set(METRIC.findall(page.read_text())) <= existing | fleet, page.name
+
+
+def test_every_served_route_is_documented() -> None:
+    """Routes of turns and of requests without a trajectory are in docs/api.md."""
+    page = (ROOT / "docs/api.md").read_text()
+    assert [route for route in (*TURN_ROUTES, *PASSTHROUGH_ROUTES) if route not in page] == []
+
+
+def _headings(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def _defines(source: Path, name: str) -> bool:
+    pattern = rf"^\s*(?:async )?(?:def|class) {re.escape(name)}\b|^{re.escape(name)}\b.* = "
+    return re.search(pattern, source.read_text(), re.MULTILINE) is not None
+
+
+def _metrics() -> set[str]:
+    """The names of all series, counters with the suffix that Prometheus shows."""
+    source = Path(metrics.__file__).read_text()
+    counters = set(re.findall(r'(?:Counter|_Counts)\(\s*"(\w+)"', source))
+    return {name + "_total" if name in counters else name for name in re.findall(r'"(heddle_\w+)"', source)}
+
+
+if __name__ == "__main__":
+    print("\n".join(settings_table()))

@@ -1,0 +1,166 @@
+"""What `heddle profile` measures and fits, against engines whose profile is known."""
+
+import argparse
+import dataclasses
+import random
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from rich.console import Console
+
+from engines.profiles import load_profile
+from engines.profiling import Batch, Measurement, fit, plan, simulated_s, to_toml
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import SimulatedEngineSettings
+from heddle import profile as command
+from heddle.cli import main
+from scheduling.cost import EngineProfile
+
+TRUTHS = ["qwen3-14b-h100-tp1", "qwen3-32b-a100-tp2", "qwen2.5-7b-a100-tp1"]
+
+
+def arguments(url: str, *more: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args([url, *more])
+
+
+def measured(truth: EngineProfile, noise: float = 0.0, request_s: float = 0.0, seed: int = 0) -> list[Measurement]:
+    """The full plan on a simulated engine, with multiplied noise and a fixed time beside the engine."""
+    dice = random.Random(seed)
+    batches = plan(truth.slots, truth.kv_capacity_tokens, 32_768, is_quick=False)
+    return [Measurement(batch, (simulated_s(truth, batch) + request_s) * dice.gauss(1.0, noise)) for batch in batches]
+
+
+def step_errors(fitted: EngineProfile, truth: EngineProfile) -> list[float]:
+    """How far decode steps and prefills are off, at corners of what the engine may meet."""
+    steps = [
+        fitted.decode_step_s(num, num * tokens) / truth.decode_step_s(num, num * tokens) - 1
+        for num in (1, truth.slots // 2, truth.slots)
+        for tokens in (100, truth.kv_capacity_tokens // truth.slots)
+    ]
+    prefills = [fitted.prefill_s(tokens) / truth.prefill_s(tokens) - 1 for tokens in (1_000, 16_000)]
+    return [abs(error) for error in (*steps, *prefills)]
+
+
+@pytest.mark.parametrize("name", TRUTHS)
+def test_a_fit_to_exact_batches_gives_the_very_profile(name: str) -> None:
+    """The columns are the simulator's own, so without noise nothing is left over."""
+    truth = load_profile(name)
+    found = fit(measured(truth, request_s=0.005), dataclasses.replace(truth, decode_base_ms=0.0))
+    assert found.mape < 1e-6
+    assert found.request_ms == pytest.approx(5.0, rel=1e-3)
+    assert max(step_errors(found.profile, truth)) < 1e-4
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", TRUTHS)
+def test_a_fit_to_noisy_batches_is_within_a_few_percent(name: str, seed: int) -> None:
+    """With 3 % of noise on each wall time."""
+    truth = load_profile(name)
+    found = fit(measured(truth, noise=0.03, request_s=0.005, seed=seed), truth)
+    assert 0 < found.mape < 0.05
+    assert max(step_errors(found.profile, truth)) < 0.06
+
+
+def test_batches_that_a_busy_machine_spoilt_do_not_bend_the_fit() -> None:
+    """Every sixth takes twice as long; the others say what the engine is."""
+    truth = load_profile("qwen3-14b-h100-tp1")
+    clean = measured(truth, request_s=0.005)
+    spoilt = [Measurement(one.batch, one.wall_s * (2 if number % 6 == 3 else 1)) for number, one in enumerate(clean)]
+    assert max(step_errors(fit(spoilt, truth).profile, truth)) < 0.02
+
+
+def test_no_coefficient_is_negative_however_odd_the_measurements_are() -> None:
+    """A step that gets faster with more sequences would make the simulator's time run backwards."""
+    truth = load_profile("qwen3-14b-h100-tp1")
+    odd = [Measurement(one.batch, one.wall_s / one.batch.num_sequences) for one in measured(truth)]
+    found = fit(odd, truth).profile
+    assert found.decode_per_sequence_ms == 0.0
+    assert min(found.decode_base_ms, found.decode_per_kv_ktoken_ms, found.prefill_per_ktoken_ms) >= 0
+    assert found.prefill_per_ktoken2_ms >= 0
+
+
+def test_too_few_batches_are_refused() -> None:
+    """Six unknowns need six equations at least."""
+    one = Measurement(Batch(1, 100, 10), 1.0)
+    with pytest.raises(ValueError, match="6 different batches"):
+        fit([one] * 20, load_profile("toy-cpu-tp1"))
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
+@pytest.mark.parametrize("slots", [1, 3, 256])
+@pytest.mark.parametrize("kv_tokens", [2_000, 60_000])
+def test_planned_batches_fit_into_the_engine(slots: int, kv_tokens: int, is_quick: bool) -> None:
+    """Or they would be refused, preempted or queued, which is another experiment."""
+    batches = plan(slots, kv_tokens, 8_192, is_quick=is_quick)
+    assert len(set(batches)) > 5
+    for batch in batches:
+        assert batch.num_sequences <= slots
+        assert batch.prompt_tokens + batch.output_tokens <= 8_192
+        assert batch.num_sequences * (batch.prompt_tokens + batch.output_tokens) <= kv_tokens
+
+
+def test_an_engine_too_small_to_measure_is_refused() -> None:
+    """With nothing to vary, a fit would be a guess."""
+    with pytest.raises(ValueError, match="100 tokens"):
+        plan(4, 100, 8_192, is_quick=True)
+
+
+def test_a_written_profile_is_read_back(tmp_path: Path) -> None:
+    """Slots that no number of GPUs divides, quotes in names and tiny coefficients included."""
+    truth = load_profile("qwen3-14b-h100-tp8")
+    given = dataclasses.replace(
+        truth, name="my.model-b200-tp8", gpu="b200", model='a "model"', slots=100, prefill_per_ktoken2_ms=1.25e-7
+    )
+    file = tmp_path / "mine.toml"
+    file.write_text(to_toml("my.model", given), encoding="utf-8")
+    assert load_profile(f"{file}:my.model-b200-tp8") == given
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+async def test_a_running_engine_gives_its_profile_back(dialect: Literal["vllm", "sglang"]) -> None:
+    """A simulated engine over HTTP, vLLM's and SGLang's way, three times as fast as its profile says.
+
+    Within a third only, for a test machine may be busy; how exact a fit is say the tests above.
+    """
+    truth = dataclasses.replace(load_profile("qwen3-32b-h100-tp2"), slots=16)
+    settings = SimulatedEngineSettings(dialect=dialect, profile=truth, speed_up=3.0, max_model_len=8_192)
+    async with serve_engine(settings) as url:
+        parsed = arguments(url, "--name", "qwen3-32b-h100-tp2", "--quick")
+        found, measurements = await command.measure(parsed, Console(quiet=True))
+    assert (found.profile.slots, found.profile.kv_capacity_tokens, found.profile.tp) == (16, 284_000, 2)
+    assert len(measurements) > 6
+    for tokens in (100, 4_000):
+        for num in (1, 16):
+            expected_s = truth.decode_step_s(num, num * tokens) / 3
+            assert found.profile.decode_step_s(num, num * tokens) == pytest.approx(expected_s, rel=0.33)
+        assert found.profile.prefill_s(tokens) == pytest.approx(truth.prefill_s(tokens) / 3, rel=0.33, abs=0.01)
+
+
+async def test_an_engine_that_is_no_engine_is_named(tmp_path: Path) -> None:
+    """Nobody listens there."""
+    with pytest.raises(command.ProfilingError, match="no connection"):
+        await command.measure(arguments("http://127.0.0.1:1"), Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (["--model", "nope"], "no model 'nope' there; it serves: simulated"),
+        (["--name", "qwen"], "--name 'qwen' is not MODEL-GPU-tpN"),
+    ],
+)
+async def test_a_wrong_word_of_the_user_is_named(more: list[str], problem: str) -> None:
+    """Before anything is measured."""
+    async with serve_engine(SimulatedEngineSettings()) as url:
+        with pytest.raises(command.ProfilingError, match=problem):
+            await command.measure(arguments(url, *more), Console(quiet=True))
+
+
+def test_the_command_fails_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """With exit status 2, as a wrong flag has it."""
+    assert main(["profile", "http://127.0.0.1:1"]) == 2
+    problem = capsys.readouterr().err
+    assert problem.startswith("heddle profile: http://127.0.0.1:1: no connection") and problem.count("\n") == 1

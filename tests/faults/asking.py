@@ -1,0 +1,103 @@
+"""How these tests ask a gateway, in the four APIs, and read what comes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import orjson
+
+APIS = ("chat", "completions", "responses", "messages")
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+}
+
+
+def body_of(api: str, stream: bool = False, tokens: int = 8, text: str = "hello", **more: Any) -> dict[str, Any]:
+    """A request for so many tokens."""
+    messages = [{"role": "user", "content": text}]
+    body: dict[str, Any] = {"model": "simulated", "stream": stream, "ignore_eos": True}
+    match api:
+        case "chat":
+            body |= {"messages": messages, "max_tokens": tokens}
+        case "completions":
+            body |= {"prompt": text, "max_tokens": tokens}
+        case "responses":
+            body |= {"input": text, "max_output_tokens": tokens}
+        case _:
+            body |= {"messages": messages, "max_tokens": tokens}
+    return body | more
+
+
+@dataclass(frozen=True)
+class Heard:
+    """An answer as its client saw it: whole, or as the data of a stream's events."""
+
+    status: int
+    headers: httpx.Headers
+    text: str
+
+    @property
+    def json(self) -> Any:
+        return orjson.loads(self.text)
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of all events but [DONE]."""
+        lines = [line.removeprefix("data: ") for line in self.text.splitlines() if line.startswith("data: ")]
+        return [orjson.loads(line) for line in lines if line != "[DONE]"]
+
+    def is_finished(self, api: str) -> bool:
+        """Whether it is a good answer with its proper end."""
+        if self.status != 200:
+            return False
+        if "event-stream" not in self.headers["content-type"]:
+            return "error" not in self.json or not self.json["error"]
+        if any(event.get("error") or event.get("type") == "error" for event in self.events):
+            return False
+        if api in ("chat", "completions"):
+            return self.text.endswith("data: [DONE]\n\n")
+        last = self.events[-1]["type"]
+        return last in ("message_stop", "response.completed", "response.incomplete")
+
+    def error(self, api: str) -> dict[str, Any]:
+        """The error it ended with; checks that it is in the API's own form."""
+        is_stream = "event-stream" in self.headers["content-type"]
+        body = self.events[-1] if is_stream else self.json
+        if is_stream:
+            assert "[DONE]" not in self.text, "an error ends a stream, which is not done then"
+        if api == "messages":
+            assert body["type"] == "error" and set(body["error"]) == {"type", "message"}, body
+        else:
+            assert set(body["error"]) == {"message", "type", "param", "code"}, body
+            assert body["error"]["code"] is None or isinstance(body["error"]["code"], str)
+        if api == "responses" and is_stream:
+            assert body["type"] == "error" and isinstance(body["sequence_number"], int), body
+        error: dict[str, Any] = body["error"]
+        assert error["message"]
+        return error
+
+
+async def ask(
+    client: httpx.AsyncClient, url: str, api: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> Heard:
+    """Send a request and read all of its answer."""
+    response = await client.post(url + PATHS[api], json=body, headers=headers)
+    assert response.headers["x-request-id"]
+    return Heard(response.status_code, response.headers, response.text)
+
+
+def check_error(api: str, response: httpx.Response, status: int, code: str | None = None) -> None:
+    """An error answer in the API's own form, with its request id."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    body = response.json()
+    if api == "messages":
+        assert body["type"] == "error" and {"type", "message"} == set(body["error"]), body
+    else:
+        assert set(body["error"]) == {"message", "type", "param", "code"}, body
+        assert code is None or body["error"]["code"] == code
+    assert body["error"]["message"]

@@ -1,0 +1,99 @@
+"""A gateway as a process of its own, to be killed and started again at the same address."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+
+from engines.children import free_port
+
+START_TIMEOUT_S = 30.0
+
+
+class GatewayProcess:
+    """`heddle serve` with these options, on a port that stays the same.
+
+    Attributes:
+        start_s: from the last start until it answered.
+    """
+
+    def __init__(self, *options: str, **environment: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start_s = 0.0
+        self._options = options
+        self._environment = environment
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start it and return when it is healthy; its output is what it said if it ended instead."""
+        began_at = time.perf_counter()
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "heddle", "serve", "--port", str(self.port), "--log-level", "warning", *self._options),
+            env={**os.environ, **self._environment},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        async with httpx.AsyncClient() as client, asyncio.timeout(START_TIMEOUT_S):
+            while True:
+                assert self._process.returncode is None, await self.output()
+                with contextlib.suppress(httpx.TransportError):
+                    await client.get(self.url + "/healthz")
+                    break
+                await asyncio.sleep(0.005)
+        self.start_s = time.perf_counter() - began_at
+
+    async def kill(self) -> None:
+        """End it as SIGKILL does."""
+        assert self._process is not None
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+    async def terminate(self) -> int:
+        """Ask it to end, and give its exit status."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        return await self._process.wait()
+
+    async def output(self) -> str:
+        """All it said; it must have ended."""
+        assert self._process is not None and self._process.stdout is not None
+        return (await self._process.stdout.read()).decode()
+
+
+@asynccontextmanager
+async def gateway_process(*options: str, **environment: str) -> AsyncIterator[GatewayProcess]:
+    """A started one, killed when this is left."""
+    process = GatewayProcess(*options, **environment)
+    await process.start()
+    try:
+        yield process
+    finally:
+        await process.kill()
+
+
+async def refused_start(*options: str, **environment: str) -> tuple[int, str]:
+    """Exit status and standard error of a gateway that does not start."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "heddle", "serve", *options),
+        env={**os.environ, **environment},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            _, said = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode is not None
+    return process.returncode, said.decode()

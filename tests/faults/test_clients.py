@@ -1,0 +1,258 @@
+"""Clients that leave, and clients that ask again: an engine works for those who wait, and for nobody else."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from engines.profiles import load_profile
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import SimulatedEngineSettings
+from tests.faults.asking import APIS, PATHS, Heard, ask, body_of
+from tests.support.gateway import eventually, running_gateway
+
+ONE_SLOT = replace(load_profile("qwen3-14b-h100-tp1"), slots=1)
+LONG = 4000
+"""Tokens of a turn that runs longer than any test."""
+GAUGES = {"vllm": "vllm:num_requests_running", "sglang": "sglang:num_running_reqs"}
+
+
+@asynccontextmanager
+async def asking(
+    url: str, api: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> AsyncIterator[asyncio.StreamReader]:
+    """A client on a connection of its own, which it drops when this is left; what it gets can be read."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    data = orjson.dumps(body)
+    lines = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+    head = f"POST {PATHS[api]} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n{lines}\r\n"
+    writer.write(head.encode() + data)
+    try:
+        yield reader
+    finally:
+        writer.transport.abort()
+
+
+async def num_running(client: httpx.AsyncClient, engine: str, dialect: str = "vllm") -> int:
+    """The engine's own word."""
+    page = (await client.get(engine + "/metrics")).text
+    lines = [line for line in page.splitlines() if line.startswith(GAUGES[dialect] + "{")]
+    return int(sum(float(line.split()[-1]) for line in lines))
+
+
+async def health(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
+    answer: dict[str, Any] = (await client.get(url + "/healthz")).json()
+    return answer
+
+
+async def turns_of(client: httpx.AsyncClient, url: str, trajectory_id: str) -> list[dict[str, Any]]:
+    turns: list[dict[str, Any]] = (await client.get(f"{url}/v1/trajectories/{trajectory_id}")).json()["turns"]
+    return turns
+
+
+async def metric(client: httpx.AsyncClient, url: str, name: str) -> float:
+    page = (await client.get(url + "/metrics")).text
+    return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+async def test_a_client_that_leaves_frees_its_engine_within_a_second(
+    client: httpx.AsyncClient, dialect: Any, stream: bool, api: str, record_property: Any
+) -> None:
+    """The engine's own gauge of running requests falls, whatever the API, streaming or not."""
+    async with (
+        serve_engine(SimulatedEngineSettings(dialect=dialect)) as engine,
+        running_gateway(engine) as gateway,
+    ):
+        async with asking(gateway.url, api, body_of(api, stream, LONG), {"x-trajectory-id": "leaver"}):
+            await eventually(lambda: is_running(client, engine, 1, dialect))
+            left_at = time.perf_counter()
+        await eventually(lambda: is_running(client, engine, 0, dialect), timeout_s=1.0)
+        record_property("freed_after_s", round(time.perf_counter() - left_at, 4))
+        await eventually(lambda: outcomes_are(client, gateway.url, "leaver", ["left"]))
+        engines = (await client.get(gateway.url + "/v1/engines")).json()["data"]
+        assert engines[0]["num_legs"] == 0
+        assert (await ask(client, gateway.url, api, body_of(api, stream))).is_finished(api)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_the_queue_leaves_no_trace(client: httpx.AsyncClient, stream: bool) -> None:
+    """It waits for a slot, leaves, and neither queue nor engine ever see it again; the one behind it is served."""
+    async with (
+        serve_engine(SimulatedEngineSettings(profile=ONE_SLOT)) as engine,
+        running_gateway(engine) as gateway,
+        asking(gateway.url, "chat", body_of("chat", True, LONG), {"x-trajectory-id": "holder"}),
+    ):
+        await eventually(lambda: is_running(client, engine, 1))
+        waiter = {"x-trajectory-id": "waiter"}
+        async with asking(gateway.url, "chat", body_of("chat", stream, text="I wait"), waiter):
+            await eventually(lambda: is_waiting(client, gateway.url, 1))
+        await eventually(lambda: is_waiting(client, gateway.url, 0), timeout_s=1.0)
+        assert [turn["legs"] for turn in await turns_of(client, gateway.url, "waiter")] == [0]
+        await client.delete(gateway.url + "/v1/trajectories/holder")
+        assert (await ask(client, gateway.url, "chat", body_of("chat"))).is_finished("chat")
+        total = (await client.get(engine + "/metrics")).text
+        counted = [line for line in total.splitlines() if line.startswith("vllm:request_success_total")]
+        assert sum(float(line.split()[-1]) for line in counted) <= 2, "holder and the last one, never the waiter"
+
+
+async def test_a_client_that_leaves_while_it_sends_its_body_leaves_no_trace(client: httpx.AsyncClient) -> None:
+    """Half a request is none."""
+    async with serve_engine(SimulatedEngineSettings()) as engine, running_gateway(engine) as gateway:
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 900\r\n\r\n{")
+        await writer.drain()
+        writer.transport.abort()
+        assert (await ask(client, gateway.url, "chat", body_of("chat"))).is_finished("chat")
+        listed = (await client.get(gateway.url + "/v1/trajectories")).json()["data"]
+        assert len(listed) == 1
+
+
+@pytest.mark.parametrize("sign", ["its own id", "the SDK's retry header"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", APIS)
+async def test_a_repeated_request_joins_the_turn_that_runs(
+    client: httpx.AsyncClient, api: str, stream: bool, sign: str
+) -> None:
+    """Both clients get the same whole answer, and the engine makes it once."""
+    first_headers = {"x-trajectory-id": "mine"} if sign == "its own id" else {}
+    again_headers = first_headers or {"x-stainless-retry-count": "1"}
+    user = {} if first_headers else {"metadata": {"user_id": "alice"}, "user": "alice"}
+    async with serve_engine(SimulatedEngineSettings(speed_up=2)) as engine, running_gateway(engine) as gateway:
+        body = body_of(api, stream, 60) | user
+        first = asyncio.create_task(ask(client, gateway.url, api, body, first_headers))
+        await eventually(lambda: is_running(client, engine, 1))
+        again = asyncio.create_task(ask(client, gateway.url, api, body, again_headers))
+        await eventually(lambda: has_joined(client, gateway.url, 1))
+        heard, heard_again = await first, await again
+        assert heard.is_finished(api)
+        assert heard.text == heard_again.text
+        assert heard.headers["x-request-id"] == heard_again.headers["x-request-id"]
+        trajectory_id = heard.headers["x-trajectory-id"]
+        assert [turn["outcome"] for turn in await turns_of(client, gateway.url, trajectory_id)] == ["finished"]
+
+
+async def test_siblings_that_share_a_user_are_not_joined(client: httpx.AsyncClient) -> None:
+    """GRPO siblings ask the same question under one user, and each wants an answer of its own."""
+    async with serve_engine(SimulatedEngineSettings(speed_up=5)) as engine, running_gateway(engine) as gateway:
+        body = body_of("chat", tokens=60, user="trainer")
+        asked = [asyncio.create_task(ask(client, gateway.url, "chat", body)) for _ in range(4)]
+        await eventually(lambda: is_running(client, engine, 4))
+        heard = await asyncio.gather(*asked)
+        assert all(one.is_finished("chat") for one in heard)
+        assert len({one.json["id"] for one in heard}) == 4
+        assert await metric(client, gateway.url, "heddle_joined_turns_total") == 0
+
+
+async def test_another_request_of_the_same_trajectory_is_not_joined(client: httpx.AsyncClient) -> None:
+    """Only the very same bytes on the same route are a retry."""
+    async with serve_engine(SimulatedEngineSettings(speed_up=5)) as engine, running_gateway(engine) as gateway:
+        mine = {"x-trajectory-id": "mine"}
+        asked = [
+            asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", tokens=60, text=text), mine))
+            for text in ("one", "two")
+        ]
+        await eventually(lambda: is_running(client, engine, 2))
+        assert all(one.is_finished("chat") for one in await asyncio.gather(*asked))
+        assert await metric(client, gateway.url, "heddle_joined_turns_total") == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_first_client_may_leave_and_the_one_that_joined_gets_everything(
+    client: httpx.AsyncClient, stream: bool
+) -> None:
+    """From the answer's first byte, made once."""
+    async with serve_engine(SimulatedEngineSettings(speed_up=2)) as engine, running_gateway(engine) as gateway:
+        body, mine = body_of("chat", stream, 100), {"x-trajectory-id": "mine"}
+        async with asking(gateway.url, "chat", body, mine) as answer:
+            await eventually(lambda: is_running(client, engine, 1))
+            if stream:
+                assert await answer.readuntil(b"data: ")
+            again = asyncio.create_task(ask(client, gateway.url, "chat", body, mine))
+            await eventually(lambda: has_joined(client, gateway.url, 1))
+        heard = await again
+        assert heard.is_finished("chat")
+        assert num_tokens(heard, stream) == 100
+        turns = await turns_of(client, gateway.url, "mine")
+        assert [(turn["outcome"], turn["legs"]) for turn in turns] == [("finished", 1)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_that_all_its_clients_have_left_is_aborted(client: httpx.AsyncClient, stream: bool) -> None:
+    """One leaves and it runs on; both leave and the engine is free."""
+    async with serve_engine(SimulatedEngineSettings()) as engine, running_gateway(engine) as gateway:
+        body, mine = body_of("chat", stream, LONG), {"x-trajectory-id": "mine"}
+        async with asking(gateway.url, "chat", body, mine):
+            await eventually(lambda: is_running(client, engine, 1))
+            async with asking(gateway.url, "chat", body, mine):
+                await eventually(lambda: has_joined(client, gateway.url, 1))
+            assert (await ask(client, gateway.url, "chat", body_of("chat"))).is_finished("chat")
+            assert await num_running(client, engine) == 1
+        await eventually(lambda: is_running(client, engine, 0), timeout_s=1.0)
+        await eventually(lambda: outcomes_are(client, gateway.url, "mine", ["left"]))
+
+
+async def test_a_client_that_asks_again_as_soon_as_it_left_gets_a_turn_of_its_own(client: httpx.AsyncClient) -> None:
+    """The turn that it left is about to be aborted; to join that would be to wait for nothing."""
+    async with serve_engine(SimulatedEngineSettings(speed_up=100)) as engine, running_gateway(engine) as gateway:
+        for number in range(20):
+            body, mine = body_of("chat", False, 60, f"hello {number}"), {"x-trajectory-id": f"mine-{number}"}
+            async with asking(gateway.url, "chat", body, mine):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(60):
+                assert (await ask(client, gateway.url, "chat", body, mine)).is_finished("chat")
+
+
+async def test_a_slow_reader_holds_up_its_engine_only(client: httpx.AsyncClient) -> None:
+    """A client that reads nothing of a large stream: others are served, and its leaving frees the engine."""
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=10_000)) as engine,
+        running_gateway(engine) as gateway,
+    ):
+        body = body_of("chat", True, 30_000)
+        async with asking(gateway.url, "chat", body, {"x-trajectory-id": "slow"}):
+            await eventually(lambda: has_begun(client, gateway.url, "slow"))
+            assert (await ask(client, gateway.url, "chat", body_of("chat"))).is_finished("chat")
+        await eventually(lambda: has_ended(client, gateway.url, "slow"), timeout_s=2.0)
+        await eventually(lambda: is_running(client, engine, 0), timeout_s=1.0)
+
+
+def num_tokens(heard: Heard, stream: bool) -> int:
+    if not stream:
+        return int(heard.json["usage"]["completion_tokens"])
+    return sum(bool(choice["delta"].get("content")) for event in heard.events for choice in event["choices"])
+
+
+async def is_running(client: httpx.AsyncClient, engine: str, num: int, dialect: str = "vllm") -> bool:
+    return await num_running(client, engine, dialect) == num
+
+
+async def is_waiting(client: httpx.AsyncClient, url: str, num: int) -> bool:
+    return bool((await health(client, url))["waiting_turns"] == num)
+
+
+async def has_joined(client: httpx.AsyncClient, url: str, num: int) -> bool:
+    return await metric(client, url, "heddle_joined_turns_total") == num
+
+
+async def outcomes_are(client: httpx.AsyncClient, url: str, trajectory_id: str, outcomes: list[str]) -> bool:
+    return [turn["outcome"] for turn in await turns_of(client, url, trajectory_id)] == outcomes
+
+
+async def has_begun(client: httpx.AsyncClient, url: str, trajectory_id: str) -> bool:
+    answer = (await client.get(f"{url}/v1/trajectories/{trajectory_id}")).json()
+    return bool(answer.get("live_turns") or answer.get("turns"))
+
+
+async def has_ended(client: httpx.AsyncClient, url: str, trajectory_id: str) -> bool:
+    return bool(await turns_of(client, url, trajectory_id))

@@ -1,0 +1,364 @@
+"""Engines that fail a turn: before anything of an answer is out it goes elsewhere, afterwards the client is told."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import Fault, SimulatedEngineSettings
+from tests.faults.asking import APIS, PATHS, ask, body_of
+from tests.faults.raw_engine import (
+    CHAT_EVENT,
+    STREAM_HEAD,
+    Answer,
+    chunk,
+    endless_body,
+    endless_headers,
+    hangs,
+    raw_engine,
+    resets,
+    whole,
+    writes,
+)
+from tests.support.gateway import eventually, running_gateway
+
+HALF = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n{"choices": [{"in'
+FINISHED = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]'
+
+# What an engine may do before a client has seen anything of an answer.
+BEFORE_FIRST_BYTE: dict[str, Answer] = {
+    "reset": resets,
+    "500": writes(whole(b'{"error":{"message":"EngineCore died","code":500}}', b"500 Internal Server Error")),
+    "503": writes(whole(b'{"error":{"message":"overloaded","code":503}}', b"503 Service Unavailable")),
+    "bad JSON": writes(whole(b'{"choices": [{"index": 0, "mess')),
+    "bad JSON that looks finished": writes(whole(b"<" + FINISHED)),
+    "cut JSON that looks finished": writes(whole(FINISHED)),
+    "HTML with 200": writes(whole(b"<html>welcome</html>", content_type=b"text/html")),
+    "HTML with 502": writes(whole(b"<html>bad gateway</html>", b"502 Bad Gateway", b"text/html")),
+    "not HTTP": writes(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"),
+    "text": writes(whole(b"I am a teapot", content_type=b"text/plain")),
+    "no head": writes(b""),
+    "half a head": writes(b"HTTP/1.1 200 OK\r\ncontent-ty"),
+    "endless headers": endless_headers,
+    "half a body": writes(HALF),
+    "endless body": endless_body,
+    "redirect": writes(whole(b"", b"302 Found")),
+    "empty": writes(whole(b"")),
+    "null": writes(whole(b"null")),
+}
+# What a stream may do besides, with its status line out and no event yet.
+BEFORE_FIRST_EVENT: dict[str, Answer] = {
+    "only a head": writes(STREAM_HEAD),
+    "ends at once": writes(STREAM_HEAD + b"0\r\n\r\n"),
+    "error event": writes(STREAM_HEAD + chunk(b'data: {"error":{"message":"no","code":503}}\n\n') + b"0\r\n\r\n"),
+    "half an event": writes(STREAM_HEAD + chunk(CHAT_EVENT[:30])),
+    "nonsense event": writes(STREAM_HEAD + chunk(b'data: {"id": "c, "choices": <html>\n\n') + b"0\r\n\r\n"),
+    "not chunked": writes(STREAM_HEAD + b"zzz" + CHAT_EVENT),
+    "aborted": writes(
+        STREAM_HEAD + chunk(b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"abort"}]}\n\n') + b"0\r\n\r\n"
+    ),
+}
+FAULTS = [(name, answer, stream) for name, answer in BEFORE_FIRST_BYTE.items() for stream in (False, True)]
+FAULTS += [(name, answer, True) for name, answer in BEFORE_FIRST_EVENT.items()]
+
+
+@pytest.mark.parametrize(
+    ("answer", "stream"),
+    [pytest.param(answer, stream, id=f"{name}-{'stream' if stream else 'whole'}") for name, answer, stream in FAULTS],
+)
+async def test_a_turn_that_an_engine_fails_before_its_first_byte_is_served_by_another(
+    client: httpx.AsyncClient, answer: Answer, stream: bool
+) -> None:
+    """The client sees a whole answer and nothing of the engine that failed; alone, that engine is tried again only so
+    often, a busy one only for so long, and the client gets an error in OpenAI's form."""
+    limits: dict[str, Any] = {
+        "retry_pause_s": 0, "queue_timeout_s": 2, "max_answer_bytes": 100_000, "faults_to_open": 100
+    }  # fmt: skip
+    async with (
+        raw_engine(answer) as bad,
+        serve_engine(SimulatedEngineSettings(speed_up=50)) as good,
+    ):
+        async with running_gateway(bad.url, **limits) as gateway:
+            alone = await ask(client, gateway.url, "chat", body_of("chat", stream))
+            assert alone.status in (502, 503)
+            assert alone.error("chat")
+            is_hopeless = answer is endless_body and not stream
+            assert bad.posts
+            legs = [turn["legs"] for turn in await turns_of(client, gateway.url, alone)]
+            if answer in (BEFORE_FIRST_BYTE["503"], BEFORE_FIRST_EVENT["error event"], BEFORE_FIRST_EVENT["aborted"]):
+                assert 1 < legs[0] < 5, "once a second, until queue_timeout_s"
+            else:
+                assert legs == [1 if is_hopeless else 3], "max_attempts"
+            engines = (await client.get(gateway.url + "/v1/engines")).json()["data"]
+            assert engines[0]["num_legs"] == 0
+            if is_hopeless:
+                return
+        bad.posts.clear()
+        async with running_gateway(bad.url, good, **limits | {"retry_pause_s": 30}) as gateway:
+            asked = [ask(client, gateway.url, "chat", body_of("chat", stream, text=f"hello {n}")) for n in range(4)]
+            heard = await asyncio.gather(*asked)
+            assert all(one.is_finished("chat") for one in heard), heard
+            assert bad.posts, "one of four turns went to the bad engine first"
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("kind", ["die", "reset", "nonsense"])
+async def test_a_stream_that_breaks_after_its_first_event_ends_with_an_error_event(
+    client: httpx.AsyncClient, api: str, kind: Any
+) -> None:
+    """What is out cannot be taken back: no retry, no silence, but an error in the API's own form."""
+    fault = Fault(kind, after_chunks=3, path=PATHS[api])
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=5, faults=(fault,))) as bad,
+        running_gateway(bad, retry_pause_s=0) as gateway,
+    ):
+        heard = await ask(client, gateway.url, api, body_of(api, stream=True, tokens=20))
+        assert heard.status == 200
+        assert len(heard.events) >= 2
+        assert heard.error(api)
+        turns = await turns_of(client, gateway.url, heard)
+        assert [(turn["outcome"], turn["legs"]) for turn in turns] == [("failed", 1)]
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["refuse", "error", "html", "reset"])
+async def test_every_api_goes_to_another_engine(client: httpx.AsyncClient, api: str, stream: bool, kind: Any) -> None:
+    """An engine that fails every request of any API, beside one that serves them."""
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=50, faults=(Fault(kind, path=PATHS[api]),))) as bad,
+        serve_engine(SimulatedEngineSettings(speed_up=50)) as good,
+        running_gateway(bad, good) as gateway,
+    ):
+        asked = [ask(client, gateway.url, api, body_of(api, stream, text=f"hello {n}")) for n in range(4)]
+        heard = await asyncio.gather(*asked)
+        assert all(one.is_finished(api) for one in heard), heard
+        legs = [turn["legs"] for one in heard for turn in await turns_of(client, gateway.url, one)]
+        assert max(legs) > 1, "one of four turns went to the bad engine first"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_is_slow_to_its_first_byte_is_waited_for(client: httpx.AsyncClient, stream: bool) -> None:
+    """A queue within the engine is no fault: no retry, and no turn is made twice."""
+    fault = Fault("slow", delay_s=1.5, path="/v1/chat")
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=50, faults=(fault,))) as engine,
+        running_gateway(engine, observe_interval_s=0.1) as gateway,
+    ):
+        heard = await ask(client, gateway.url, "chat", body_of("chat", stream))
+        assert heard.is_finished("chat")
+        assert [turn["legs"] for turn in await turns_of(client, gateway.url, heard)] == [1]
+
+
+async def test_a_refused_connection_opens_the_circuit_and_an_engine_that_is_back_closes_it(
+    client: httpx.AsyncClient,
+) -> None:
+    """A turn waits for the only engine while nothing listens there, and the relaunched server is a new engine."""
+    async with raw_engine(writes(b""), started_at=1.0) as first:
+        port = int(first.url.rpartition(":")[2])
+        address = first.url.removeprefix("http://")
+        async with running_gateway(first.url, observe_interval_s=0.05, retry_pause_s=0) as gateway:
+            assert await engine_states(client, gateway.url) == {address: "ready"}
+            # The server leaves its port only when this is left, so it is left by hand.
+            server = first
+    async with running_gateway(f"http://127.0.0.1:{port}", observe_interval_s=0.05, retry_pause_s=0) as gateway:
+        assert await engine_states(client, gateway.url) == {address: "lost"}
+        refused = await ask(client, gateway.url, "chat", body_of("chat"))
+        assert (refused.status, refused.error("chat")["code"]) == (503, "no_engine")
+        assert refused.headers["retry-after"]
+        async with raw_engine(writes(whole(FINISHED + b"}")), port=port, started_at=2.0):
+            await eventually(lambda: is_ready(client, gateway.url))
+            assert await engine_states(client, gateway.url) == {address: "ready"}, "first seen, so not a new id"
+        await eventually(lambda: has_states(client, gateway.url, {address: "lost"}))
+        waiting = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat")))
+        await eventually(lambda: num_waiting(client, gateway.url, 1))
+        async with raw_engine(writes(whole(FINISHED + b"}")), port=port, started_at=3.0):
+            heard = await waiting
+            assert heard.is_finished("chat")
+            assert await engine_states(client, gateway.url) == {f"{address}~2": "ready"}, "another process"
+    assert server.posts == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_hangs_with_its_metrics_loses_its_turns_to_another(
+    client: httpx.AsyncClient, stream: bool
+) -> None:
+    """It accepts connections and answers nothing: after some looks its circuit opens, and its turns start over."""
+    settings: dict[str, Any] = {"observe_interval_s": 0.05, "observe_timeout_s": 0.3}
+    async with (
+        raw_engine(hangs) as bad,
+        serve_engine(SimulatedEngineSettings(speed_up=50)) as good,
+        running_gateway(bad.url, **settings) as gateway,
+    ):
+        asked = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", stream)))
+        await eventually(lambda: bad.num_open == 1)
+        await add_engine(client, gateway.url, good)
+        bad.watched = False
+        heard = await asked
+        assert heard.is_finished("chat")
+        assert heard.headers["x-heddle-engine"] == good.removeprefix("http://")
+        await eventually(lambda: bad.num_open == 0)
+        bad.watched = True
+        await eventually(lambda: is_ready(client, gateway.url, num=2))
+
+
+@pytest.mark.parametrize("running", [0, 1], ids=["gauge-shows-nothing", "gauge-shows-the-turn"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_whose_token_counter_stands_still_while_turns_run_is_hung(
+    client: httpx.AsyncClient, stream: bool, running: int
+) -> None:
+    """Its metrics answer, but no token comes. A paused vLLM does not even count the request in its gauges."""
+    settings: dict[str, Any] = {"observe_interval_s": 0.05, "stall_timeout_s": 0.5}
+    async with (
+        raw_engine(hangs, running=running) as bad,
+        serve_engine(SimulatedEngineSettings(speed_up=50)) as good,
+        running_gateway(bad.url, **settings) as gateway,
+    ):
+        asked = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", stream)))
+        await eventually(lambda: bad.num_open == 1)
+        await add_engine(client, gateway.url, good)
+        heard = await asked
+        assert heard.is_finished("chat")
+        assert heard.headers["x-heddle-engine"] == good.removeprefix("http://")
+        await eventually(lambda: bad.num_open == 0)
+        bad.running = 0
+        await eventually(lambda: is_ready(client, gateway.url, num=2))
+
+
+async def test_a_long_generation_never_opens_the_circuit(client: httpx.AsyncClient) -> None:
+    """Turns run past the leg's time limit, many in a row, and fail alone: the engine goes on with its other turns."""
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=1)) as engine,
+        running_gateway(
+            engine, turn_timeout_s=0.3, faults_to_open=2, observe_interval_s=30, retry_pause_s=0, max_attempts=2
+        ) as gateway,
+    ):
+        long_stream = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", True, 200, "streams")))
+        asked = [ask(client, gateway.url, "chat", body_of("chat", False, 2000, f"hello {n}")) for n in range(4)]
+        for heard in await asyncio.gather(*asked):
+            assert (heard.status, heard.error("chat")["code"]) == (502, "engine_failed")
+            assert [turn["legs"] for turn in await turns_of(client, gateway.url, heard)] == [2]
+        assert await engine_states(client, gateway.url) == {engine.removeprefix("http://"): "ready"}
+        assert (await long_stream).is_finished("chat")
+
+
+async def test_an_answer_that_is_too_large_fails_its_turn_and_not_the_engine(client: httpx.AsyncClient) -> None:
+    """Another engine would say as much, so there is no retry, and the circuit stays closed."""
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=1000)) as engine,
+        running_gateway(engine, max_answer_bytes=1024, faults_to_open=1, observe_interval_s=30) as gateway,
+    ):
+        for tokens in (500, 5000):
+            heard = await ask(client, gateway.url, "chat", body_of("chat", tokens=tokens))
+            assert (heard.status, heard.error("chat")["code"]) == (502, "answer_too_large")
+            assert [turn["legs"] for turn in await turns_of(client, gateway.url, heard)] == [1]
+        assert await engine_states(client, gateway.url) == {engine.removeprefix("http://"): "ready"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_dies_with_sixteen_turns_loses_none_that_had_not_begun(
+    client: httpx.AsyncClient, stream: bool
+) -> None:
+    """Whole answers all come from the other engine; streams that had begun end with an error event, and none waits."""
+    async with serve_engine(SimulatedEngineSettings(speed_up=20)) as good:
+        async with serve_engine(SimulatedEngineSettings(speed_up=1)) as dying:
+            engine = running_gateway(dying, observe_interval_s=0.1, retry_pause_s=0)
+            gateway = await engine.__aenter__()
+            bodies = [body_of("chat", stream, 300, f"hello {n}") for n in range(16)]
+            asked = [asyncio.create_task(ask(client, gateway.url, "chat", body)) for body in bodies]
+            await eventually(lambda: gauge(client, dying, "vllm:num_requests_running", 16))
+            await add_engine(client, gateway.url, good)
+        try:
+            heard = await asyncio.gather(*asked)
+            for one in heard:
+                assert one.is_finished("chat") or (stream and len(one.events) > 1 and one.error("chat")), one
+            assert stream or all(one.is_finished("chat") for one in heard)
+            assert await engine_states(client, gateway.url) == {
+                dying.removeprefix("http://"): "lost",
+                good.removeprefix("http://"): "ready",
+            }
+        finally:
+            await engine.__aexit__(None, None, None)
+
+
+BAD_PAGES = {
+    "no value": b'vllm:num_requests_running{engine="0"}\n',
+    "no number": b'vllm:num_requests_running{engine="0"} many\n',
+    "not a number": b'vllm:num_requests_running{engine="0"} NaN\n',
+    "infinite": b'vllm:num_requests_running{engine="0"} +Inf\n',
+    "HTML": b"<html>",
+    "bytes": b"\xff\xfe\x00",
+}
+BAD_MODELS = {
+    "list": b"[]",
+    "names": b'{"data":["simulated"]}',
+    "numbers": b'{"data":[1]}',
+    "null": b'{"data":null}',
+    "HTML": b"<html>",
+    "bytes": b"\xff\xfe\x00",
+}
+
+
+@pytest.mark.parametrize("page", BAD_PAGES.values(), ids=BAD_PAGES.keys())
+async def test_an_engine_with_nonsense_for_metrics_is_not_used_and_watched_on(
+    client: httpx.AsyncClient, page: bytes
+) -> None:
+    """Whatever an engine shows, it is looked at again, and used once it makes sense."""
+    async with raw_engine(writes(whole(FINISHED + b"}")), page=page) as engine:
+        await never_ready_then_ready(client, engine.url, lambda: setattr(engine, "page", None))
+
+
+@pytest.mark.parametrize("models", BAD_MODELS.values(), ids=BAD_MODELS.keys())
+async def test_an_engine_with_nonsense_for_models_is_not_used_and_watched_on(
+    client: httpx.AsyncClient, models: bytes
+) -> None:
+    """Whatever an engine shows, it is looked at again, and used once it makes sense."""
+    good = b'{"data":[{"id":"simulated","owned_by":"vllm","max_model_len":"many"}]}'
+    async with raw_engine(writes(whole(FINISHED + b"}")), models=models) as engine:
+        await never_ready_then_ready(client, engine.url, lambda: setattr(engine, "models", good))
+
+
+async def never_ready_then_ready(client: httpx.AsyncClient, engine: str, mend: Callable[[], None]) -> None:
+    async with running_gateway(engine, observe_interval_s=0.02, start_timeout_s=0.3) as gateway:
+        assert (await client.get(gateway.url + "/readyz")).status_code == 503
+        mend()
+        await eventually(lambda: is_ready(client, gateway.url))
+        assert (await ask(client, gateway.url, "chat", body_of("chat"))).is_finished("chat")
+
+
+async def turns_of(client: httpx.AsyncClient, url: str, heard: Any) -> list[dict[str, Any]]:
+    answer = await client.get(f"{url}/v1/trajectories/{heard.headers['x-trajectory-id']}")
+    turns: list[dict[str, Any]] = answer.json()["turns"]
+    return turns
+
+
+async def add_engine(client: httpx.AsyncClient, url: str, engine: str) -> None:
+    from tests.support.gateway import ADMIN
+
+    assert (await client.post(url + "/v1/engines", json={"url": engine}, headers=ADMIN)).status_code == 201
+
+
+async def engine_states(client: httpx.AsyncClient, url: str) -> dict[str, str]:
+    engines = (await client.get(url + "/v1/engines")).json()["data"]
+    return {engine["id"]: engine["state"] for engine in engines}
+
+
+async def has_states(client: httpx.AsyncClient, url: str, states: dict[str, str]) -> bool:
+    return await engine_states(client, url) == states
+
+
+async def is_ready(client: httpx.AsyncClient, url: str, num: int = 1) -> bool:
+    return list((await engine_states(client, url)).values()).count("ready") == num
+
+
+async def num_waiting(client: httpx.AsyncClient, url: str, num: int) -> bool:
+    return bool((await client.get(url + "/healthz")).json()["waiting_turns"] == num)
+
+
+async def gauge(client: httpx.AsyncClient, engine: str, name: str, value: float) -> bool:
+    page = (await client.get(engine + "/metrics")).text
+    lines = [line for line in page.splitlines() if line.startswith(name + "{")]
+    return sum(float(line.split()[-1]) for line in lines) == value

@@ -1,0 +1,310 @@
+"""What a client may not do, and how it is told: statuses, `Retry-After` and bodies in the API's own form."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from engines.profiles import load_profile
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import SimulatedEngineSettings
+from tests.faults.asking import APIS, PATHS, ask, body_of, check_error
+from tests.faults.raw_engine import raw_engine, whole, writes
+from tests.support.gateway import ADMIN, eventually, running_gateway
+
+ONE_SLOT = SimulatedEngineSettings(profile=replace(load_profile("qwen3-14b-h100-tp1"), slots=1))
+ANSWER = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]}'
+
+
+async def raw(url: str, data: bytes, timeout_s: float = 5.0) -> bytes:
+    """What comes back for these bytes until the gateway closes the connection."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(data)
+        async with asyncio.timeout(timeout_s):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", APIS)
+async def test_a_full_queue_answers_429_with_a_time_to_come_back(
+    client: httpx.AsyncClient, api: str, stream: bool
+) -> None:
+    """One turn runs, one waits, and the third is refused."""
+    async with serve_engine(ONE_SLOT) as engine, running_gateway(engine, max_waiting_turns=1) as gateway:
+        held = [
+            asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", tokens=4000, text=f"hello {n}")))
+            for n in range(2)
+        ]
+        await eventually(lambda: is_waiting(client, gateway.url, 1))
+        refused = await client.post(gateway.url + PATHS[api], json=body_of(api, stream))
+        check_error(api, refused, 429, "queue_full")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.headers["x-should-retry"] == "true"
+        for task in held:
+            task.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", APIS)
+async def test_a_turn_that_waits_for_too_long_gets_503(client: httpx.AsyncClient, api: str, stream: bool) -> None:
+    """Or an error event, if heartbeats have kept its stream open."""
+    settings = {"queue_timeout_s": 0.3, "heartbeat_s": 0.1}
+    async with serve_engine(ONE_SLOT) as engine, running_gateway(engine, **settings) as gateway:
+        held = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", tokens=4000)))
+        await eventually(lambda: has_legs(client, gateway.url, 1))
+        heard = await ask(client, gateway.url, api, body_of(api, stream))
+        assert heard.error(api)
+        if stream:
+            assert heard.status == 200 and heard.text.startswith(": waiting\n\n")
+        else:
+            assert heard.status == 503 and heard.headers["retry-after"]
+        held.cancel()
+        await asyncio.gather(held, return_exceptions=True)
+
+
+@pytest.mark.parametrize("path", [*PATHS.values(), "/v1/embeddings", "/v1/trajectories", "/v1/engines"])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_above_the_limit_gets_413(client: httpx.AsyncClient, path: str, chunked: bool) -> None:
+    """By its content-length at once, by its chunks as soon as they are too many; the connection stays usable."""
+    api = "messages" if path == "/v1/messages" else "other"
+
+    async def chunks() -> Any:
+        for _ in range(40):
+            yield b" " * 100
+
+    async with (
+        serve_engine(SimulatedEngineSettings()) as engine,
+        running_gateway(engine, max_body_bytes=2000) as gateway,
+    ):
+        content: Any = chunks() if chunked else b" " * 4000
+        response = await client.post(gateway.url + path, content=content, headers=ADMIN)
+        check_error(api, response, 413, "body_too_large")
+        assert (await client.get(gateway.url + "/healthz")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/trajectories", "/nowhere"])
+async def test_headers_above_the_limit_get_431(client: httpx.AsyncClient, path: str) -> None:
+    """Many small ones as well as a large one."""
+    api = "messages" if path == "/v1/messages" else "other"
+    async with running_gateway(max_header_bytes=2000) as gateway:
+        for headers in ({"x-large": "y" * 3000}, {f"x-small-{n}": "y" * 20 for n in range(100)}):
+            response = await client.post(gateway.url + path, json={}, headers=headers)
+            check_error(api, response, 431, "headers_too_large")
+
+
+async def test_headers_that_do_not_end_are_cut_off() -> None:
+    """They are not gathered in memory: the connection is closed soon above the limit."""
+    async with running_gateway(max_header_bytes=2000) as gateway:
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /healthz HTTP/1.1\r\n")
+        sent = 0
+        async with asyncio.timeout(60):
+            try:
+                while not reader.at_eof() and not writer.is_closing() and sent < 50_000_000:
+                    writer.write(b"x-more: " + b"y" * 990 + b"\r\n")
+                    await writer.drain()
+                    sent += 1000
+                    await asyncio.sleep(0)
+            except ConnectionError:
+                pass
+        assert sent < 10_000_000
+        writer.close()
+
+
+async def test_a_body_that_stops_coming_gets_408_and_its_connection_is_closed() -> None:
+    """A client that is stuck holds nothing for ever."""
+    async with running_gateway(body_timeout_s=0.2) as gateway:
+        for path in ("/v1/chat/completions", "/v1/trajectories"):
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 900\r\n\r\n{{".encode()
+            answer = await raw(gateway.url, head)
+            assert answer.startswith(b"HTTP/1.1 408 "), answer
+            assert b'"code":"body_timeout"' in answer
+
+
+async def test_a_head_that_stops_coming_closes_the_connection() -> None:
+    """Half a request line, half the headers, or nothing at all."""
+    async with running_gateway(body_timeout_s=0.2) as gateway:
+        for data in (b"", b"POST /v1/ch", b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"):
+            assert await raw(gateway.url, data) == b""
+
+
+async def test_a_key_has_its_own_limit_of_turns(client: httpx.AsyncClient) -> None:
+    """The greedy client gets 429, the other one is served."""
+    keys = ("first", "second")
+    async with (
+        serve_engine(SimulatedEngineSettings()) as engine,
+        running_gateway(engine, api_keys=keys, max_turns_per_key=1) as gateway,
+    ):
+        first, second = ({"authorization": f"Bearer {key}"} for key in keys)
+        held = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", tokens=4000), first))
+        await eventually(lambda: has_legs(client, gateway.url, 1, first))
+        refused = await client.post(gateway.url + PATHS["chat"], json=body_of("chat"), headers=first)
+        check_error("chat", refused, 429, "too_many_turns")
+        assert refused.headers["retry-after"]
+        assert (await ask(client, gateway.url, "chat", body_of("chat"), second)).is_finished("chat")
+        held.cancel()
+        await asyncio.gather(held, return_exceptions=True)
+        await eventually(lambda: has_legs(client, gateway.url, 0, first))
+        assert (await ask(client, gateway.url, "chat", body_of("chat"), first)).is_finished("chat")
+
+
+async def test_a_connection_is_kept_alive_and_pipelined_requests_are_answered_in_order() -> None:
+    """Three requests in one write, an error between two answers, and the connection goes on."""
+    async with serve_engine(SimulatedEngineSettings(speed_up=50)) as engine, running_gateway(engine) as gateway:
+        bodies = [orjson.dumps(body_of("chat", tokens=3)), b"{bad", orjson.dumps(body_of("chat", True, 3))]
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n"
+        data = b"".join(head.format(len(body)).encode() + body for body in bodies)
+        last = b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        answer = await raw(gateway.url, data + last)
+        statuses = [line for line in answer.split(b"\r\n") if b"HTTP/1.1 " in line]
+        assert [line[-len(b"HTTP/1.1 200 OK") :] for line in statuses if b"400" not in line] == [b"HTTP/1.1 200 OK"] * 3
+        assert [b"400" in line for line in statuses] == [False, True, False, False]
+
+
+BAD_BODIES: dict[str, bytes] = {
+    "nothing": b"",
+    "bad JSON": b'{"model": "simulated", ',
+    "a list": b"[]",
+    "a string": b'"hello"',
+    "not UTF-8": b'{"model": "\xff\xfe"}',
+    "a lone surrogate": b'{"model": "simulated", "user": "\\ud800"}',
+    "too deep": b'{"a":' * 2000 + b"1" + b"}" * 2000,
+    "no number at all": b'{"model": "simulated", "n": NaN}',
+    "a model that is a number": b'{"model": 5}',
+    "a model that is a list": b'{"model": ["simulated"]}',
+    "a stream that is a string": b'{"model": "simulated", "stream": "yes"}',
+    "an id that is a list": b'{"model": "simulated", "session_id": []}',
+    "an id with a line end": b'{"model": "simulated", "session_id": "a\\r\\nb"}',
+}
+BAD_FIELDS: list[dict[str, Any]] = [
+    {"messages": "hello"},
+    {"messages": [5]},
+    {"messages": [{"role": 5, "content": {"a": 1}}]},
+    {"messages": [None], "tools": "none"},
+    {"prompt": {"a": 1}, "input": {"a": 1}, "messages": {"a": 1}},
+    {"max_tokens": "many", "max_output_tokens": "many"},
+    {"max_tokens": -1, "max_output_tokens": -1},
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        pytest.param(path, body, id=f"{path}-{name}")
+        for name, body in BAD_BODIES.items()
+        for path in (*PATHS.values(), "/v1/embeddings", "/v1/messages/count_tokens", "/tokenize")
+        if path in PATHS.values() or not name.startswith(("an id", "a stream"))
+    ],
+)
+async def test_a_body_that_is_no_request_gets_400(client: httpx.AsyncClient, path: str, body: bytes) -> None:
+    """In the form of its API, and nothing of it reaches an engine."""
+    async with raw_engine(writes(whole(ANSWER))) as engine, running_gateway(engine.url) as gateway:
+        response = await client.post(gateway.url + path, content=body)
+        check_error("messages" if path.startswith("/v1/messages") else "other", response, 400)
+        assert engine.posts == []
+
+
+@pytest.mark.parametrize("fields", BAD_FIELDS, ids=[str(number) for number in range(len(BAD_FIELDS))])
+@pytest.mark.parametrize("api", APIS)
+async def test_fields_of_the_wrong_type_are_the_engines_to_refuse(
+    client: httpx.AsyncClient, api: str, fields: dict[str, Any]
+) -> None:
+    """The gateway reads around them and passes the engine's 400 on in the form of the API; it never fails itself."""
+    async with serve_engine(SimulatedEngineSettings(speed_up=1000)) as engine, running_gateway(engine) as gateway:
+        response = await client.post(gateway.url + PATHS[api], json=body_of(api) | fields)
+        if response.status_code != 200:
+            check_error(api, response, 400)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"metadata": {"n": 1%s}}' % (b"0" * 30),
+        b'{"metadata": {"n": "\\ud800"}}',
+        b'{"group_id": "\\ud800"}',
+        b'{"id": "a b"}',
+        b'{"id": ""}',
+        b'{"id": "x", "unknown": 1}',
+        b'{"expected_output_tokens": 1e400}',
+        b'{"metadata": %s1%s}' % (b'{"a":' * 2000, b"}" * 2000),
+        b"[" * 100_000,
+        b"\xff",
+        b"",
+    ],
+)
+async def test_a_declaration_that_cannot_be_kept_gets_400(client: httpx.AsyncClient, body: bytes) -> None:
+    """What JSON can say and a store cannot hold would break every later look at the trajectories."""
+    async with running_gateway() as gateway:
+        headers = {"content-type": "application/json"}
+        response = await client.post(gateway.url + "/v1/trajectories", content=body, headers=headers)
+        check_error("other", response, 400)
+        assert (await client.get(gateway.url + "/v1/trajectories")).json()["data"] == []
+
+
+async def test_an_unknown_model_gets_404(client: httpx.AsyncClient) -> None:
+    """In the form of its API."""
+    async with serve_engine(SimulatedEngineSettings()) as engine, running_gateway(engine) as gateway:
+        for api in APIS:
+            response = await client.post(gateway.url + PATHS[api], json=body_of(api, model="nope"))
+            check_error(api, response, 404, "model_not_found")
+        check_error("other", await client.get(gateway.url + "/v1/models/nope"), 404, "model_not_found")
+        refused = await client.post(gateway.url + "/v1/embeddings", json={"model": "nope", "input": "x"})
+        check_error("other", refused, 404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/v1", "/v2/chat/completions", "/v1/chat", "/sleep", "/wake_up", "/collective_rpc", "/v1/load_lora_adapter",
+     "/pause", "/reset_prefix_cache", "/abort_requests", "/update_weights", "/flush_cache", "/generate",
+     "/v1/chat/completions/render", "/inference/v1/generate", "/v1/../sleep", "/v1/%2e%2e/sleep", "//sleep",
+     "/t/x/v1/../sleep", "/t/x/sleep", "/t/x/v1/nope", "/%ff", "/v1/trajectories/", "/simulate/faults"],
+)  # fmt: skip
+async def test_an_unknown_route_gets_404_and_reaches_no_engine(client: httpx.AsyncClient, path: str) -> None:
+    """An engine's control routes above all."""
+    async with raw_engine(writes(whole(ANSWER))) as engine, running_gateway(engine.url) as gateway:
+        for method in ("POST", "GET"):
+            data = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{{}}".encode()
+            answer = await raw(gateway.url, data)
+            assert answer[9:12] in (b"404", b"405"), answer
+            assert b'{"error":{"message":' in answer
+        assert engine.posts == []
+
+
+async def test_a_wrong_method_gets_405_with_the_right_one(client: httpx.AsyncClient) -> None:
+    """In the form of its API."""
+    async with running_gateway() as gateway:
+        for path in [*PATHS.values(), "/v1/embeddings", "/tokenize"]:
+            for method in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS"):
+                response = await client.request(method, gateway.url + path)
+                check_error("messages" if path == "/v1/messages" else "other", response, 405, "method_not_allowed")
+                assert response.headers["allow"] == "POST"
+        response = await client.put(gateway.url + "/v1/models")
+        check_error("other", response, 405, "method_not_allowed")
+        assert response.headers["allow"] == "GET"
+
+
+async def test_without_an_engine_a_turn_gets_503(client: httpx.AsyncClient) -> None:
+    """And a time to come back."""
+    async with running_gateway() as gateway:
+        for api in APIS:
+            response = await client.post(gateway.url + PATHS[api], json=body_of(api))
+            check_error(api, response, 503, "no_engine")
+            assert response.headers["retry-after"]
+
+
+async def is_waiting(client: httpx.AsyncClient, url: str, num: int) -> bool:
+    return bool((await client.get(url + "/healthz")).json()["waiting_turns"] == num)
+
+
+async def has_legs(client: httpx.AsyncClient, url: str, num: int, headers: dict[str, str] | None = None) -> bool:
+    engines = (await client.get(url + "/v1/engines", headers=headers)).json()["data"]
+    return sum(engine["num_legs"] for engine in engines) == num

@@ -1,0 +1,139 @@
+"""How the process begins and ends: one clear line where it cannot start, and nobody cut off where it stops."""
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import SimulatedEngineSettings
+from tests.faults.asking import ask, body_of
+from tests.faults.gateway_process import gateway_process, refused_start
+from tests.support.gateway import eventually, running_gateway
+
+
+async def test_a_second_gateway_on_the_same_file_is_refused_with_one_line(tmp_path: Any) -> None:
+    """Two schedulers over one record would undo each other."""
+    store = f"sqlite:{tmp_path / 'heddle.sqlite3'}"
+    async with gateway_process("--store", store):
+        status, said = await refused_start("--store", store, "--port", "0")
+        assert status == 2
+        assert len(said.splitlines()) == 1 and said.startswith("heddle serve: "), said
+        assert "heddle.sqlite3" in said
+
+
+BAD_STARTS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
+    "bad TOML": ("port = = 5", ("--config", "FILE"), {}),
+    "unknown key": ("prot = 5", ("--config", "FILE"), {}),
+    "wrong type": ('max_attempts = "many"', ("--config", "FILE"), {}),
+    "out of bounds": ("max_attempts = 0", ("--config", "FILE"), {}),
+    "not UTF-8": ("\udcff", ("--config", "FILE"), {}),
+    "no such file": ("", ("--config", "/nowhere/heddle.toml"), {}),
+    "a directory": ("", ("--config", "/"), {}),
+    "unknown environment": ("", (), {"HEDDLE_PROT": "5"}),
+    "bad environment": ("", (), {"HEDDLE_MAX_ATTEMPTS": "many"}),
+    "bad URL": ("", ("--engine", "host:8000"), {}),
+    "bad port in a URL": ("", ("--engine", "http://host:99999"), {}),
+    "the same engine twice": ("", ("--engine", "http://a:1", "--engine", "http://a:1/v1"), {}),
+    "unknown kind": ("", ("--engine", "trt+http://host:8000"), {}),
+    "unknown profile": ('engines = [{url = "http://a:1", profile = "nope"}]', ("--config", "FILE"), {}),
+    "unknown policy": ("", ("--policy", "nope"), {}),
+    "bad store": ("", ("--store", "mysql://host"), {}),
+    "store in no directory": ("", ("--store", "sqlite:/dev/null/heddle.sqlite3"), {}),
+    "event log in no directory": ('event_log = "/dev/null/events.jsonl"', ("--config", "FILE"), {}),
+    "bad host": ("", ("--host", "256.1.1.1"), {}),
+    "port out of range": ("", ("--port", "99999"), {}),
+}
+
+
+@pytest.mark.parametrize(("toml", "options", "environment"), BAD_STARTS.values(), ids=BAD_STARTS.keys())
+async def test_bad_settings_stop_the_start_with_one_clear_line(
+    tmp_path: Any, toml: str, options: tuple[str, ...], environment: dict[str, str]
+) -> None:
+    """Exit status 2, no traceback."""
+    file = tmp_path / "heddle.toml"
+    file.write_bytes(toml.encode("utf-8", "surrogateescape"))
+    given = [str(file) if option == "FILE" else option for option in options]
+    status, said = await refused_start("--port", "0", "--store", "memory:", *given, **environment)
+    assert status == 2, said
+    assert len(said.splitlines()) == 1 and said.startswith("heddle serve: "), said
+
+
+async def test_a_port_in_use_stops_the_start_with_one_clear_line() -> None:
+    """And says which."""
+    async with running_gateway() as gateway:
+        port = gateway.url.rpartition(":")[2]
+        status, said = await refused_start("--store", "memory:", "--port", port)
+        assert status == 2
+        assert len(said.splitlines()) == 1 and port in said, said
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_sigterm_lets_running_turns_end(client: httpx.AsyncClient, tmp_path: Any, stream: bool) -> None:
+    """No new connection is taken, what runs ends well, the record is settled, and the exit status is 0."""
+    store = f"sqlite:{tmp_path / 'heddle.sqlite3'}"
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=1)) as engine,
+        gateway_process("--store", store, "--engine", engine) as gateway,
+    ):
+        running = [
+            asyncio.create_task(
+                ask(client, gateway.url, "chat", body_of("chat", stream, 60), {"x-trajectory-id": f"t{number}"})
+            )
+            for number in range(4)
+        ]
+        await eventually(lambda: num_legs(client, gateway.url, 4))
+        stopped = asyncio.create_task(gateway.terminate())
+        assert all(one.is_finished("chat") for one in await asyncio.gather(*running))
+        assert await stopped == 0
+        assert await gateway.output() == ""
+        await gateway.start()
+        for number in range(4):
+            trajectory = (await client.get(f"{gateway.url}/v1/trajectories/t{number}")).json()
+            assert [turn["outcome"] for turn in trajectory["turns"]] == ["finished"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_that_outlasts_the_shutdown_is_told_to_come_back(
+    client: httpx.AsyncClient, tmp_path: Any, stream: bool
+) -> None:
+    """503, or an error event in a stream that had begun; the engine is freed, and the record tells."""
+    store = f"sqlite:{tmp_path / 'heddle.sqlite3'}"
+    async with serve_engine(SimulatedEngineSettings(speed_up=1)) as engine:
+        options = ("--store", store, "--engine", engine)
+        async with gateway_process(*options, HEDDLE_SHUTDOWN_TIMEOUT_S="1") as gateway:
+            body = body_of("chat", stream, 4000)
+            running = asyncio.create_task(ask(client, gateway.url, "chat", body, {"x-trajectory-id": "long"}))
+            await eventually(lambda: num_legs(client, gateway.url, 1))
+            began_at = time.perf_counter()
+            assert await gateway.terminate() == 0
+            assert time.perf_counter() - began_at < 5
+            heard = await running
+            assert heard.status == (200 if stream else 503)
+            assert heard.error("chat")["code"] == "shutting_down"
+            output = await gateway.output()
+            assert "Traceback" not in output, output
+            await gateway.start()
+            trajectory = (await client.get(f"{gateway.url}/v1/trajectories/long")).json()
+            assert [turn["outcome"] for turn in trajectory["turns"]] == ["stopped"]
+
+
+async def num_legs(client: httpx.AsyncClient, url: str, num: int) -> bool:
+    engines = (await client.get(url + "/v1/engines")).json()["data"]
+    return sum(engine["num_legs"] for engine in engines) == num
+
+
+async def test_sigterm_does_not_wait_for_those_who_watch_events(client: httpx.AsyncClient) -> None:
+    """Their streams have no end of their own; they get one."""
+    async with gateway_process("--store", "memory:") as gateway:
+        async with client.stream("GET", gateway.url + "/v1/events") as response:
+            lines = response.aiter_lines()
+            assert await anext(lines) == ": watching"
+            began_at = time.perf_counter()
+            stopped = asyncio.create_task(gateway.terminate())
+            assert [line async for line in lines if line.startswith("data")] == []
+            assert await stopped == 0
+        assert time.perf_counter() - began_at < 5
+        assert await gateway.output() == ""

@@ -1,0 +1,110 @@
+"""A request that comes again after its turn has ended: a retry gets the same answer, a new question a new one."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import SimulatedEngineSettings
+from tests.faults.asking import APIS, ask, body_of
+from tests.faults.gateway_process import gateway_process
+from tests.support.gateway import running_gateway
+
+MINE = {"x-trajectory-id": "mine"}
+RETRY = MINE | {"x-stainless-retry-count": "1"}
+
+
+@pytest_asyncio.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(timeout=30) as client:
+        yield client
+
+
+async def num_turns(client: httpx.AsyncClient, url: str) -> int:
+    record = (await client.get(f"{url}/v1/trajectories/mine")).json()
+    return len(record["turns"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", APIS)
+async def test_a_retry_of_a_finished_turn_gets_the_same_answer(
+    client: httpx.AsyncClient, api: str, stream: bool
+) -> None:
+    """To the byte, with its request id, and the engine makes it once."""
+    async with serve_engine(SimulatedEngineSettings(speed_up=50)) as engine, running_gateway(engine) as gateway:
+        body = body_of(api, stream)
+        first = await ask(client, gateway.url, api, body, MINE)
+        again = await ask(client, gateway.url, api, body, RETRY)
+        assert first.is_finished(api)
+        assert (again.text, again.headers["x-request-id"]) == (first.text, first.headers["x-request-id"])
+        assert await num_turns(client, gateway.url) == 1
+
+
+async def test_the_same_question_without_a_sign_of_a_retry_is_asked_anew(client: httpx.AsyncClient) -> None:
+    """An agent that samples again wants another answer; so does a retry with another body."""
+    async with serve_engine(SimulatedEngineSettings(speed_up=50)) as engine, running_gateway(engine) as gateway:
+        first = await ask(client, gateway.url, "chat", body_of("chat"), MINE)
+        second = await ask(client, gateway.url, "chat", body_of("chat"), MINE)
+        third = await ask(client, gateway.url, "chat", body_of("chat", text="other"), RETRY)
+        assert len({heard.headers["x-request-id"] for heard in (first, second, third)}) == 3
+        assert await num_turns(client, gateway.url) == 3
+
+
+async def test_a_failed_turn_is_no_answer_to_repeat(client: httpx.AsyncClient) -> None:
+    """After an error the retry is a turn of its own."""
+    async with serve_engine(SimulatedEngineSettings(speed_up=50)) as engine, running_gateway(engine) as gateway:
+        refused = await ask(client, gateway.url, "chat", body_of("chat", tokens=10**6), MINE)
+        again = await ask(client, gateway.url, "chat", body_of("chat", tokens=10**6), RETRY)
+        assert refused.status == again.status == 400
+        assert refused.headers["x-request-id"] != again.headers["x-request-id"]
+
+
+async def test_the_answers_kept_are_bounded(client: httpx.AsyncClient) -> None:
+    """With no room for answers, none is kept and everything else works."""
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=50)) as engine,
+        running_gateway(engine, max_kept_answer_bytes=10) as gateway,
+    ):
+        first = await ask(client, gateway.url, "chat", body_of("chat"), MINE)
+        again = await ask(client, gateway.url, "chat", body_of("chat"), RETRY)
+        assert first.is_finished("chat") and again.is_finished("chat")
+        assert first.headers["x-request-id"] != again.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", APIS)
+async def test_a_retry_gets_the_same_answer_from_a_gateway_that_was_killed(
+    client: httpx.AsyncClient, tmp_path: Path, api: str, stream: bool
+) -> None:
+    """The turn had ended when the gateway was killed, but who knows whether its client heard of it."""
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=50)) as engine,
+        gateway_process("--store", f"sqlite:{tmp_path}/s.sqlite3", "--engine", engine) as gateway,
+    ):
+        body = body_of(api, stream)
+        first = await ask(client, gateway.url, api, body, MINE)
+        await gateway.kill()
+        await gateway.start()
+        again = await ask(client, gateway.url, api, body, RETRY)
+        assert first.is_finished(api) and again.is_finished(api)
+        for name in ("x-request-id", "x-trajectory-id", "content-type"):
+            assert again.headers[name] == first.headers[name]
+        assert again.text == first.text
+        assert await num_turns(client, gateway.url) == 1
+
+
+async def test_a_long_answer_is_not_stored(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    """Above the limit the retry after a restart is a turn of its own, and nothing else differs."""
+    async with serve_engine(SimulatedEngineSettings(speed_up=50)) as engine:
+        options = ("--store", f"sqlite:{tmp_path}/s.sqlite3", "--engine", engine)
+        async with gateway_process(*options, HEDDLE_MAX_STORED_ANSWER_BYTES="100") as gateway:
+            first = await ask(client, gateway.url, "chat", body_of("chat"), MINE)
+            await gateway.kill()
+            await gateway.start()
+            again = await ask(client, gateway.url, "chat", body_of("chat"), RETRY)
+            assert again.is_finished("chat")
+            assert again.headers["x-request-id"] != first.headers["x-request-id"]
+            assert await num_turns(client, gateway.url) == 2

@@ -1,0 +1,293 @@
+"""Gateways that die and stores that go away: no trajectory is lost, and none learns of it but by waiting."""
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import SimulatedEngineSettings
+from loadtest.replayer import ReplaySettings, replay
+from loadtest.results import RolloutResult, TurnResult
+from scheduling.types import TrajectoryRecord, TrajectoryState
+from simulator.replay import replay as replay_log
+from store import StoreSettings, open_store
+from tests.faults.asking import ask, body_of
+from tests.faults.gateway_process import GatewayProcess, gateway_process
+from tests.support.gateway import eventually, running_gateway
+from tests.support.redis_server import RedisServer
+from workloads.trajectories import Trajectory, Turn, Workload
+
+NUM_TRAJECTORIES, NUM_TURNS = 12, 5
+WORKLOAD = Workload(
+    "restart",
+    tuple(
+        Trajectory(f"t{n}", f"g{n // 4}", 40, tuple(Turn(20 if k else 0, 20 + n, 0.03) for k in range(NUM_TURNS)))
+        for n in range(NUM_TRAJECTORIES)
+    ),
+)
+ENGINE = SimulatedEngineSettings(speed_up=3)
+RESTORE_LIMIT_S = 2.0
+
+
+class Milestone:
+    """Set when so many turns of a rollout have ended."""
+
+    def __init__(self, num_turns: int) -> None:
+        self.reached = asyncio.Event()
+        self.num_ended = 0
+        self._num_turns = num_turns
+
+    def __call__(self, turn: TurnResult) -> None:
+        self.num_ended += 1
+        if self.num_ended >= self._num_turns:
+            self.reached.set()
+
+
+async def check_histories(client: httpx.AsyncClient, url: str, result: RolloutResult) -> None:
+    """Every trajectory finished, each of its turns once and in order, its home where the last one ran."""
+    assert [turn.error for one in result.trajectories for turn in one.turns if turn.error] == []
+    listed = (await client.get(f"{url}/v1/trajectories?rollout=r&limit=1000")).json()["data"]
+    assert len(listed) == NUM_TRAJECTORIES
+    for item in listed:
+        trajectory = (await client.get(f"{url}/v1/trajectories/{item['id']}")).json()
+        assert trajectory["state"] == "finished"
+        finished = [turn for turn in trajectory["turns"] if turn["outcome"] == "finished"]
+        assert trajectory["num_turns"] == len(finished) == NUM_TURNS, trajectory
+        prompts = [turn["prompt_tokens"] for turn in finished]
+        assert prompts == sorted(set(prompts)), "each turn once, in order"
+        assert trajectory["home"] == finished[-1]["engine"]
+        assert trajectory["output_tokens"] == sum(turn["output_tokens"] for turn in finished)
+
+
+async def engine_ids(client: httpx.AsyncClient, url: str) -> list[str]:
+    return [engine["id"] for engine in (await client.get(url + "/v1/engines")).json()["data"]]
+
+
+async def test_a_rollout_survives_a_gateway_that_is_killed_and_started_again(
+    client: httpx.AsyncClient, store_url: str, tmp_path: Path
+) -> None:
+    """Killed twice in its middle: every trajectory finishes with its history and home, and engines keep their ids.
+
+    The event log of all three processes, played again, leads to the same decisions.
+    """
+    event_log = tmp_path / "events.jsonl"
+    async with serve_engine(ENGINE) as first, serve_engine(ENGINE) as second:
+        options = ("--store", store_url, "--engine", first, "--engine", second)
+        async with gateway_process(*options, HEDDLE_EVENT_LOG=str(event_log)) as gateway:
+            ids = await engine_ids(client, gateway.url)
+            milestones = [Milestone(12), Milestone(30)]
+
+            def on_turn(turn: TurnResult) -> None:
+                for milestone in milestones:
+                    milestone(turn)
+
+            settings = ReplaySettings(f"{gateway.url}/v1", stream_share=0.5, rollout_id="r", calibrate=False)
+            playing = asyncio.create_task(replay(WORKLOAD, settings, on_turn=on_turn))
+            for milestone in milestones:
+                await milestone.reached.wait()
+                await gateway.kill()
+                await gateway.start()
+                assert await engine_ids(client, gateway.url) == ids
+            result = await playing
+            assert sum(turn.num_retries for one in result.trajectories for turn in one.turns) > 0, "it was felt"
+            await check_histories(client, gateway.url, result)
+        replayed = replay_log(event_log)
+        assert replayed.difference is None and replayed.num_actions > 2 * NUM_TRAJECTORIES * NUM_TURNS
+
+
+async def test_ten_thousand_trajectories_are_restored_within_two_seconds(
+    client: httpx.AsyncClient, store_url: str, record_property: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With ten turns each: from the start until it answers, less what an empty gateway takes; best of three."""
+    await fill(store_url, num_trajectories=10_000, num_turns=10)
+    async with gateway_process("--store", "memory:") as bare:
+        bare_s = await best_start_s(bare)
+    async with gateway_process("--store", store_url) as gateway:
+        restore_s = await best_start_s(gateway) - bare_s
+        page = (await client.get(gateway.url + "/metrics")).text
+        assert "heddle_trajectories 10000.0" in page
+        trajectory = (await client.get(gateway.url + "/v1/trajectories/t-007")).json()
+        assert len(trajectory["turns"]) == 10 and trajectory["home"] == "engine-1:8000"
+    record_property("restore_s", round(restore_s, 2))
+    with capsys.disabled():
+        print(
+            f"\n{store_url.partition(':')[0]}: 10,000 trajectories restored in {restore_s:.2f} s (bare: {bare_s:.2f} s)"
+        )
+    assert restore_s < RESTORE_LIMIT_S
+
+
+async def best_start_s(gateway: GatewayProcess) -> float:
+    """The shortest of three starts: what else the machine does only makes them longer."""
+    starts = [gateway.start_s]
+    for _ in range(2):
+        await gateway.kill()
+        await gateway.start()
+        starts.append(gateway.start_s)
+    return min(starts)
+
+
+async def fill(store_url: str, num_trajectories: int, num_turns: int) -> None:
+    """Put trajectories with turns as a gateway writes them."""
+    store = open_store(store_url, StoreSettings(max_turns_kept=1000))
+    await store.open()
+    now = time.time()
+    for number in range(num_trajectories):
+        trajectory_id = f"t-{number:03d}"
+        record = TrajectoryRecord(
+            trajectory_id,
+            group_id=f"g-{number // 8}",
+            rollout_id="r",
+            state=TrajectoryState.ACTIVE,
+            home=f"engine-{number % 2}:8000",
+            context_tokens=8000,
+            output_tokens=3000,
+            num_turns=num_turns,
+            predicted_tokens=2850.0,
+            created_at=now,
+            last_at=now,
+        )
+        store.put_trajectory(trajectory_id, {**asdict(record), "declared": {}, "conversation": []})
+        for turn in range(num_turns):
+            store.append_turn(trajectory_id, TURN_ROW | {"turn_id": f"{number:027d}{turn:05d}"})
+        if number % 500 == 0:
+            assert await store.settle(30)
+    assert await store.settle(30)
+    await store.close()
+
+
+TURN_ROW: dict[str, Any] = {
+    "api": "chat",
+    "outcome": "finished",
+    "engine": "engine-1:8000",
+    "why": "home",
+    "priority": 0,
+    "predicted_tokens": 2850,
+    "legs": 1,
+    "arrived_at": 1700000000.123456,
+    "dispatched_at": 1700000000.223456,
+    "first_byte_at": 1700000000.523456,
+    "ended_at": 1700000004.123456,
+    "queued_s": 0.1,
+    "prompt_tokens": 7000,
+    "cached_tokens": 6528,
+    "output_tokens": 300,
+    "finish_reason": "tool_calls",
+    "error": None,
+}
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["with its data", "empty"])
+async def test_serving_goes_on_while_redis_is_away_and_it_catches_up(
+    client: httpx.AsyncClient, redis_server: RedisServer, empty: bool
+) -> None:
+    """Health and metrics say so; once Redis is back, with its data or without, the record has everything."""
+    settings: dict[str, Any] = {"store": redis_server.url(14 if empty else 15)}
+    async with serve_engine(ENGINE) as engine:
+        async with running_gateway(engine, **settings) as gateway:
+            before, after = Milestone(12), Milestone(30)
+
+            def on_turn(turn: TurnResult) -> None:
+                before(turn)
+                after(turn)
+
+            replaying = ReplaySettings(f"{gateway.url}/v1", stream_share=0.5, rollout_id="r", calibrate=False)
+            playing = asyncio.create_task(replay(WORKLOAD, replaying, on_turn=on_turn))
+            await before.reached.wait()
+            redis_server.kill()
+            try:
+                await eventually(lambda: store_is(client, gateway.url, "degraded", 0.0), timeout_s=20)
+                await after.reached.wait()
+            finally:
+                redis_server.restart(empty=empty)
+            result = await playing
+            await eventually(lambda: store_is(client, gateway.url, "ok", 1.0), timeout_s=20)
+            await eventually(lambda: nothing_is_pending(client, gateway.url), timeout_s=20)
+            await check_histories(client, gateway.url, result)
+        async with running_gateway(engine, **settings) as gateway:
+            await check_histories(client, gateway.url, result)
+
+
+async def store_is(client: httpx.AsyncClient, url: str, status: str, gauge: float) -> bool:
+    health = (await client.get(url + "/healthz")).json()
+    page = (await client.get(url + "/metrics")).text
+    return health["status"] == status and f"heddle_store_ok {gauge}" in page
+
+
+async def nothing_is_pending(client: httpx.AsyncClient, url: str) -> bool:
+    return bool((await client.get(url + "/healthz")).json()["store"]["num_pending"] == 0)
+
+
+@pytest.mark.parametrize(("predictor", "within"), [("siblings", 0.0), ("tabular", 0.05)])
+async def test_what_the_predictor_learned_survives_a_restart(
+    client: httpx.AsyncClient, store_url: str, predictor: str, within: float
+) -> None:
+    """A sibling that comes after the restart is predicted from those before it: by a simple predictor exactly so, by
+    one that brings its tables up to date now and then, nearly."""
+    async with serve_engine(SimulatedEngineSettings(speed_up=100)) as engine:
+        options = ("--store", store_url, "--engine", engine)
+        async with gateway_process(*options, HEDDLE_PREDICTOR=predictor) as gateway:
+            for number in range(8):
+                headers = {"x-trajectory-id": f"t{number}", "x-group-id": "g"}
+                body = body_of("chat", tokens=777, text=f"hello {number}")
+                assert (await ask(client, gateway.url, "chat", body, headers)).is_finished("chat")
+                await client.post(f"{gateway.url}/v1/trajectories/t{number}/finish")
+            before = await predicted(client, gateway.url, "before", "g")
+            stranger = await predicted(client, gateway.url, "stranger", "another")
+            assert await gateway.terminate() == 0
+            await gateway.start()
+            after = await predicted(client, gateway.url, "after", "g")
+            assert after == pytest.approx(before, rel=within, abs=0.0) and before < 0.7 * stranger
+
+
+async def predicted(client: httpx.AsyncClient, url: str, trajectory_id: str, group_id: str) -> float:
+    headers = {"x-trajectory-id": trajectory_id, "x-group-id": group_id}
+    assert (await ask(client, url, "chat", body_of("chat"), headers)).is_finished("chat")
+    turns = (await client.get(f"{url}/v1/trajectories/{trajectory_id}")).json()["turns"]
+    return float(turns[0]["predicted_tokens"])
+
+
+async def test_a_conversation_without_an_id_is_known_again_after_a_restart(
+    client: httpx.AsyncClient, store_url: str
+) -> None:
+    """Its client says nothing but its messages, before the kill and after it."""
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=100)) as engine,
+        gateway_process("--store", store_url, "--engine", engine) as gateway,
+    ):
+        first = await ask(client, gateway.url, "chat", body_of("chat", text="a long story"))
+        await gateway.kill()
+        await gateway.start()
+        messages = [
+            {"role": "user", "content": "a long story"},
+            first.json["choices"][0]["message"],
+            {"role": "user", "content": "go on"},
+        ]
+        second = await ask(client, gateway.url, "chat", body_of("chat") | {"messages": messages})
+        assert second.headers["x-trajectory-id"] == first.headers["x-trajectory-id"]
+
+
+async def test_an_engine_that_was_relaunched_while_the_gateway_was_down_is_a_new_one(
+    client: httpx.AsyncClient, store_url: str
+) -> None:
+    """Its KV is gone, so homes that were there do not hold, and their turns are served all the same."""
+    settings = SimulatedEngineSettings(speed_up=100)
+    mine = {"x-trajectory-id": "mine"}
+    async with AsyncExitStack() as first:
+        engine = await first.enter_async_context(serve_engine(settings))
+        async with gateway_process("--store", store_url, "--engine", engine) as gateway:
+            [engine_id] = await engine_ids(client, gateway.url)
+            assert (await ask(client, gateway.url, "chat", body_of("chat"), mine)).is_finished("chat")
+            await gateway.kill()
+            await first.aclose()
+            async with serve_engine(settings, port=int(engine.rpartition(":")[2])):
+                await gateway.start()
+                assert await engine_ids(client, gateway.url) == [f"{engine_id}~2"]
+                assert (await ask(client, gateway.url, "chat", body_of("chat", text="on"), mine)).is_finished("chat")
+                record = (await client.get(gateway.url + "/v1/trajectories/mine")).json()
+                assert record["home"] == f"{engine_id}~2" and record["num_turns"] == 2

@@ -1,0 +1,132 @@
+"""Whole answers of engines, read into OpenAI's contract."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from gateway.messages.answers import Usage, content_of, read_answer
+
+
+def chat(reason: str | None = "stop", **more: Any) -> dict:
+    message = {"role": "assistant", "content": "hi"}
+    usage = {"prompt_tokens": 7, "total_tokens": 10, "completion_tokens": 3}
+    return {
+        "id": "c",
+        "object": "chat.completion",
+        "choices": [{"index": 0, "message": message, "finish_reason": reason}],
+        "usage": usage | {"prompt_tokens_details": {"cached_tokens": 5}},
+    } | more
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "tool_calls", "content_filter", "function_call"])
+def test_an_answer_in_order_is_passed_byte_for_byte(reason: str) -> None:
+    """Unknown fields, odd spacing and key order are the engine's and stay."""
+    body = b" " + orjson.dumps(chat(reason, service_tier=None, prompt_token_ids=[1, 2]), option=orjson.OPT_INDENT_2)
+    answer = read_answer("chat", body)
+    assert answer.body is body
+    assert (answer.finish_reason, answer.error) == (reason, None)
+    assert answer.usage == Usage(7, 3, 5)
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+@pytest.mark.parametrize("api", ["chat", "completions"])
+def test_abort_and_error_are_faults_although_the_status_is_200(api: Any, reason: str) -> None:
+    """vLLM ends a request with 200 and `abort` on pause, sleep, abort_requests and SIGTERM: it is not finished."""
+    error = read_answer(api, orjson.dumps(chat(reason))).error
+    assert error is not None
+    assert error.status >= 500
+
+
+def test_one_aborted_choice_of_several_is_a_fault() -> None:
+    """With n > 1 every choice must be finished."""
+    body = chat("stop")
+    body["choices"].append({"index": 1, "message": {"role": "assistant", "content": ""}, "finish_reason": "abort"})
+    assert read_answer("chat", orjson.dumps(body)).error is not None
+
+
+@pytest.mark.parametrize("reason", ["repetition", "eos_token", ""])
+def test_a_reason_outside_openais_set_becomes_stop(reason: str) -> None:
+    """vLLM's `repetition` and an engine's own words are ends; the rest of the answer is unchanged."""
+    answer = read_answer("chat", orjson.dumps(chat(reason, extra={"kept": 1})))
+    assert (answer.finish_reason, answer.error) == ("stop", None)
+    assert orjson.loads(answer.body) == chat("stop", extra={"kept": 1})
+
+
+def test_a_text_that_speaks_of_reasons_is_no_reason() -> None:
+    """Quotes in a text are escaped, so no text can make the search believe in an abort or a usage."""
+    body = chat()
+    body["choices"][0]["message"]["content"] = '"finish_reason":"abort" "usage":{"prompt_tokens":99}'
+    body["choices"][0]["message"]["reasoning"] = "abort"
+    answer = read_answer("chat", orjson.dumps(body))
+    assert (answer.error, answer.usage) == (None, Usage(7, 3, 5))
+
+
+def test_usage_is_found_among_token_ids_and_logprobs() -> None:
+    """Fields after the usage, such as SGLang's metadata, do not confuse it; none told is None."""
+    body = chat(metadata={"weight_version": "v1"}, prompt_token_ids=list(range(100)))
+    assert read_answer("chat", orjson.dumps(body)).usage == Usage(7, 3, 5)
+    del body["usage"]["prompt_tokens_details"]
+    assert read_answer("chat", orjson.dumps(body)).usage == Usage(7, 3, None)
+    del body["usage"]
+    assert read_answer("chat", orjson.dumps(body)).usage is None
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[1]", b'"x"', b'{"choices":', b"null"])
+@pytest.mark.parametrize("api", ["chat", "completions", "responses", "messages"])
+def test_nonsense_with_status_200_is_the_engines_fault(api: Any, body: bytes) -> None:
+    """What is not a JSON object never reaches a client as an answer."""
+    error = read_answer(api, body).error
+    assert error is not None
+    assert error.status == 502
+
+
+def test_an_error_with_status_200_is_an_error() -> None:
+    """A body that is an error is one whatever its status line says."""
+    for body in ({"error": {"message": "m", "code": 503}}, {"object": "error", "message": "m", "code": 503}):
+        error = read_answer("chat", orjson.dumps(body)).error
+        assert error is not None
+        assert (error.status, error.message) == (503, "m")
+
+
+def test_usage_of_responses_and_anthropic() -> None:
+    """Both name their tokens otherwise; Anthropic's input does not count what came from the cache."""
+    responses = {
+        "id": "r", "status": "completed", "output": [],
+        "tools": [{"parameters": {"usage": {"prompt_tokens": 1}}}],
+        "usage": {"input_tokens": 7, "input_tokens_details": {"cached_tokens": 5}, "output_tokens": 3},
+    }  # fmt: skip
+    assert read_answer("responses", orjson.dumps(responses)).usage == Usage(7, 3, 5)
+    messages = {"type": "message", "content": [], "stop_reason": "end_turn"}
+    messages["usage"] = {"input_tokens": 2, "cache_read_input_tokens": 5, "output_tokens": 3}
+    answer = read_answer("messages", orjson.dumps(messages))
+    assert (answer.usage, answer.finish_reason) == (Usage(7, 3, 5), "end_turn")
+
+
+@pytest.mark.parametrize("status", ["failed", "cancelled"])
+def test_a_response_that_failed_or_was_cancelled_is_a_fault(status: str) -> None:
+    """`incomplete` is OpenAI's word for a length limit and is an answer; these two are not."""
+    assert read_answer("responses", orjson.dumps({"status": status, "output": []})).error is not None
+    assert read_answer("responses", orjson.dumps({"status": "incomplete", "output": []})).error is None
+
+
+def test_other_routes_are_not_read() -> None:
+    """Embeddings and tokenizing have no end to judge; they pass."""
+    assert read_answer("other", b'{"tokens":[1]}').error is None
+
+
+def test_the_content_is_what_a_client_sends_back() -> None:
+    """The first choice's message, a completion's text, Anthropic's blocks, a response's items with its id."""
+    assert content_of("chat", orjson.dumps(chat())) == {"role": "assistant", "content": "hi"}
+    text = {"choices": [{"index": 1, "text": "b"}, {"index": 0, "text": "a"}]}
+    assert content_of("completions", orjson.dumps(text)) == "a"
+    blocks = {"content": [{"type": "text", "text": "a"}], "usage": {}}
+    assert content_of("messages", orjson.dumps(blocks)) == {"role": "assistant", "content": blocks["content"]}
+    assert content_of("responses", b'{"id":"r","output":[]}') == {"id": "r", "output": []}
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"choices":[]}', b'{"choices":{}}', b'{"choices":[{"text":1}]}'])
+@pytest.mark.parametrize("api", ["chat", "completions", "responses", "messages", "other"])
+def test_an_answer_without_content_has_none(api: Any, body: bytes) -> None:
+    """Nothing to remember, and no crash."""
+    assert content_of(api, body) is None

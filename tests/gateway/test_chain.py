@@ -1,0 +1,131 @@
+"""The chain of a turn's tokens: seams, and what of them the client hears."""
+
+from typing import Any
+
+import pytest
+
+from engines.tokens import Piece, Rendered
+from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
+from gateway.turns.chain import Chain, Diverged
+from gateway.turns.splice import _joined
+
+
+def chain_of(stop: tuple[str, ...] = (), includes: bool = False, grammar: bool = False, tells: bool = True) -> Chain:
+    rendered = Rendered([1, 2], {}, 100, 0, stop, includes, False, grammar)
+    return Chain(rendered, [1, 2], None, tells, tells_logprobs=True)
+
+
+def say(chain: Chain, *pieces: tuple[list[int], str]) -> str:
+    """What the client hears of these pieces."""
+    return "".join(chain.add(Piece(ids, text), "v1").text for ids, text in pieces)
+
+
+def test_a_character_that_a_seam_cuts_is_made_again_and_told_once() -> None:
+    """Its first bytes have no text, and an engine would begin its text in the middle of it."""
+    chain = chain_of()
+    assert say(chain, ([10], "a"), ([11, 0xE4, 0xB8], "b")) == "ab"
+    assert chain.candidates() == [[10, 11, 0xE4, 0xB8], [10, 11, 0xE4], [10, 11], [10]]
+    assert chain.mend(["ab", "ab", "ab", "a"]).text == ""
+    assert chain.output_ids == [10, 11]
+    chain.begin_leg()
+    assert say(chain, ([0xE4, 0xB8, 0x96], "世"), ([12], "c")) == "世c"
+    assert chain.output_ids == [10, 11, 0xE4, 0xB8, 0x96, 12] and chain.text == "ab世c"
+
+
+def test_an_answer_that_had_only_the_beginning_of_a_character_begins_anew() -> None:
+    """Not even the first token can stay."""
+    chain = chain_of()
+    assert say(chain, ([0xE4], ""), ([0xB8], "")) == ""
+    chain.mend(["", ""])
+    assert chain.output_ids == []
+
+
+@pytest.mark.parametrize("includes", [False, True])
+@pytest.mark.parametrize("cut", range(1, 6))
+def test_a_stop_string_over_a_seam_ends_the_answer_where_it_would_have(cut: int, includes: bool) -> None:
+    """Wherever the seam is; what follows it is not told."""
+    text, stop = "xxENDyy", "END"
+    chain = chain_of((stop,), includes)
+    held = 0 if includes else min(len(stop) - 1, cut)
+    heard = say(chain, ([1] * cut, text[: cut - held]))
+    heard += chain.mend([text[:cut], text[: cut - 1]]).text
+    chain.begin_leg()
+    for i in range(cut, len(text)):
+        if chain.finish_reason is None:
+            is_last = i + 1 == len(text)
+            heard += chain.add(Piece([1], text[i], finish_reason="length" if is_last else None), "v1").text
+    is_over_the_seam = 2 < cut < 5
+    assert heard == ("xx" + "END" * includes if is_over_the_seam else text)
+    assert chain.finish_reason == ("stop" if is_over_the_seam else "length")
+    assert chain.text == heard and chain.stop_reason == (stop if is_over_the_seam else None)
+
+
+def test_what_a_grammar_holds_is_made_again_and_must_be_the_same() -> None:
+    """The client hears only what is new; where something else comes, the turn fails."""
+    chain = chain_of(grammar=True)
+    assert say(chain, ([1], "{"), ([2], '"a"')) == '{"a"'
+    assert chain.candidates() == [] and chain.mend(()).text == ""
+    chain.begin_leg()
+    assert say(chain, ([1], "{"), ([2], '"a"'), ([3], ":1}")) == ":1}"
+    assert chain.output_ids == [1, 2, 3] and chain.text == '{"a":1}'
+    chain.candidates()
+    with pytest.raises(Diverged):
+        say(chain, ([1], "{"), ([7], '"b"'))
+
+
+def test_what_nobody_was_told_may_come_otherwise() -> None:
+    """An answer that is told whole begins anew."""
+    chain = chain_of(grammar=True, tells=False)
+    say(chain, ([1], "{"))
+    chain.candidates()
+    say(chain, ([9], "[]"))
+    assert (chain.output_ids, chain.text) == ([9], "[]")
+
+
+def test_versions_cover_all_tokens_over_legs_without_a_gap() -> None:
+    """The engine's own word counts, from the beginning of its leg; where it tells none, what is known of it."""
+    chain = chain_of()
+    say(chain, ([10], "a"), ([11], "b"))
+    chain.mend(["ab", "a"])
+    chain.begin_leg()
+    chain.add(Piece([12], "c"), "v1")
+    chain.add(Piece([13, 14], "de", finish_reason="stop", versions=(("v1", 0, 1), ("v2", 1, 3))), "v2")
+    assert chain.versions == [VersionSpan("v1", 0, 3), VersionSpan("v2", 3, 5)]
+
+
+def test_tokens_of_an_earlier_process_are_told_whole() -> None:
+    """With their log-probabilities, to a client that has heard nothing of them."""
+    chain = chain_of()
+    chain.restore([5, 6], [{"logprob": -1.0}, {"logprob": -2.0}], [VersionSpan("v1", 0, 2)])
+    said = chain.mend(["hi", "h"])
+    assert (said.text, list(said.ids), len(said.logprobs)) == ("hi", [5, 6], 2)
+
+
+def turn(prompt: list[int], output: list[int], reason: str = "stop") -> TurnTokens:
+    return TurnTokens("t", "u", prompt, output, None, (), reason, None, "h", 0.0)
+
+
+END, ASK, ANSWER = 9, 7, 8
+"""The token that ends a message, and those that begin a question and an answer."""
+
+
+@pytest.mark.parametrize(
+    ("rendered", "joined"),
+    [
+        pytest.param([ASK, 1, END, ANSWER, 3, 4, END, ASK, 5], [ASK, 1, END, ANSWER, 3, 4, END, ASK, 5], id="the same"),
+        pytest.param([ASK, 1, END, ANSWER, 34, END, ASK, 5], [ASK, 1, END, ANSWER, 3, 4, END, ASK, 5], id="others"),
+        pytest.param([ASK, 2, END, ANSWER, 3, 4, END, ASK, 5], None, id="another question"),
+        pytest.param([ASK, 1, END, ASK, 34, END, ANSWER], None, id="no answer there"),
+        pytest.param([ASK, 1, END, ANSWER, 34, ASK, 5], None, id="no end of the answer"),
+    ],
+)
+def test_a_prompt_goes_on_from_the_tokens_that_were_made(rendered: list[int], joined: Any) -> None:
+    """Whatever the template makes of the answer's text; else the render stands."""
+    assert _joined(turn([ASK, 1, END, ANSWER], [3, 4, END]), rendered) == joined
+
+
+def test_a_prompt_that_was_spliced_is_gone_on_from_too() -> None:
+    """Its own answers are not as the template renders them, and need not be."""
+    before = turn([ASK, 1, END, ANSWER, 3, 4, END, ASK, 5, END, ANSWER], [6, 0, END])
+    rendered = [ASK, 1, END, ANSWER, 34, END, ASK, 5, END, ANSWER, 60, END, ASK, 2, END, ANSWER]
+    assert _joined(before, rendered) == [*before.prompt_ids, 6, 0, END, ASK, 2, END, ANSWER]

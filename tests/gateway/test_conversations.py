@@ -1,0 +1,287 @@
+"""Trajectories of clients that send no identity, known by what they say again."""
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.messages.conversations import Conversations
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+QUESTION = {"role": "user", "content": "What is in this directory?"}
+
+
+def called(call_id: str, arguments: str = '{"cmd":"ls","flags":["-l"]}') -> dict:
+    function = {"name": "bash", "arguments": arguments}
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def result(call_id: str, text: str) -> dict:
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def chat(*messages: dict) -> dict:
+    return {"model": "m", "messages": [SYSTEM, QUESTION, *messages]}
+
+
+@pytest.fixture
+def conversations() -> Conversations:
+    return Conversations(limit=100)
+
+
+def test_a_first_turn_is_always_new(conversations: Conversations) -> None:
+    """Siblings share a prompt, so a prompt alone continues nothing, however often it was seen."""
+    conversations.remember("a", chat(), called("c1"))
+    assert conversations.continued(chat()) is None
+
+
+def test_a_conversation_is_recognised_at_every_turn(conversations: Conversations) -> None:
+    """A turn that repeats the messages and the answer goes on with the trajectory."""
+    messages: list[dict] = []
+    conversations.remember("a", chat(), called("c0"))
+    for turn in range(5):
+        messages += [called(f"c{turn}"), result(f"c{turn}", "a.txt")]
+        assert conversations.continued(chat(*messages)) == "a"
+        conversations.remember("a", chat(*messages), called(f"c{turn + 1}"))
+
+
+def test_another_conversation_is_new(conversations: Conversations) -> None:
+    """One different word before the answer, or in it, is another conversation."""
+    conversations.remember("a", chat(), called("c1"))
+    assert conversations.continued(chat(called("c2"), result("c2", "x"))) is None
+    other = {"messages": [SYSTEM, {"role": "user", "content": "?"}, called("c1"), result("c1", "x")]}
+    assert conversations.continued(other) is None
+    examples = chat({"role": "assistant", "content": "an example"}, {"role": "user", "content": "and now"})
+    assert conversations.continued(examples) is None
+
+
+@pytest.mark.parametrize(
+    "respelled",
+    [
+        {"content": ""},
+        {"content": []},
+        {"content": [{"type": "text", "text": ""}]},
+        {"reasoning_content": "thinking aloud", "reasoning": None},
+        {"cache_control": {"type": "ephemeral"}},
+        {"tool_calls": called("c1", '{ "flags": ["-l"], "cmd": "ls" }')["tool_calls"]},
+        {"refusal": None, "audio": None, "name": None},
+    ],
+)
+def test_an_answer_may_come_back_in_another_spelling(conversations: Conversations, respelled: dict) -> None:
+    """Clients rebuild messages: None for "", parts for a string, arguments in another order, no reasoning."""
+    conversations.remember("a", chat(), called("c1"))
+    assert conversations.continued(chat(called("c1") | respelled, result("c1", "x"))) == "a"
+
+
+def test_text_is_the_same_with_and_without_parts_and_reasoning(conversations: Conversations) -> None:
+    """A string and text parts are one text; blank ends and cut-off reasoning make no difference."""
+    conversations.remember("a", chat(), {"role": "assistant", "content": "<think>well</think>\n\nIt is empty."})
+    parts = {"role": "assistant", "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "empty."}]}
+    assert conversations.continued(chat(parts, QUESTION)) == "a"
+
+
+def test_siblings_with_equal_answers_are_given_out_in_turn(conversations: Conversations) -> None:
+    """Greedy siblings cannot be told apart, so each continuation takes the next, and none is given twice."""
+    for name in ("a", "b", "c"):
+        conversations.remember(name, chat(), called("c1"))
+    asked = [chat(called("c1"), result("c1", text)) for text in ("1", "2", "3", "4")]
+    assert [conversations.continued(body) for body in asked] == ["a", "b", "c", None]
+
+
+def test_a_sibling_that_waits_there_comes_before_one_that_went_on(conversations: Conversations) -> None:
+    """Both know the answer, but only one has not gone on from it: a continuation is that one's, not a branch."""
+    first, second = (chat(called("c1"), result("c1", text)) for text in ("1", "2"))
+    for name in ("a", "b"):
+        conversations.remember(name, chat(), called("c1"))
+    assert conversations.continued(first) == "a"
+    conversations.remember("a", first, called("c2"))
+    assert conversations.continued(second) == "b"
+
+
+def test_identical_siblings_are_not_joined(conversations: Conversations) -> None:
+    """Even with equal tool results siblings stay apart: joining them would sample one where two were asked."""
+    for name in ("a", "b"):
+        conversations.remember(name, chat(), called("c1"))
+    body = chat(called("c1"), result("c1", "x"))
+    assert [conversations.continued(body) for _ in range(2)] == ["a", "b"]
+
+
+def test_a_repeated_turn_is_its_own_trajectorys(conversations: Conversations) -> None:
+    """A client that lost its connection asks the same again and gets the same trajectory, not a new one."""
+    for name in ("a", "b"):
+        conversations.remember(name, chat(), called("c1"))
+    first, second = (chat(called("c1"), result("c1", text)) for text in ("1", "2"))
+    assert [conversations.continued(body) for body in (first, second, second, first)] == ["a", "b", "b", "a"]
+
+
+def test_a_turn_that_failed_can_be_asked_in_another_way(conversations: Conversations) -> None:
+    """Released, a trajectory is free again; still at work, it is not given to another request."""
+    conversations.remember("a", chat(), called("c1"))
+    first, second = (chat(called("c1"), result("c1", text)) for text in ("1", "2"))
+    assert conversations.continued(first) == "a"
+    assert conversations.continued(second) is None
+    conversations.release("a")
+    assert conversations.continued(second) == "a"
+
+
+def test_a_branch_from_an_earlier_answer_is_the_same_trajectory(conversations: Conversations) -> None:
+    """Going back to an earlier turn stays where its KV is; a history with changed answers is new."""
+    start = chat(called("c1"), result("c1", "x"))
+    conversations.remember("a", chat(), called("c1"))
+    conversations.continued(start)
+    conversations.remember("a", start, called("c2"))
+    assert conversations.continued(chat(called("c1"), result("c1", "another"))) == "a"
+    summary = {"role": "user", "content": "Summary of the above."}
+    assert conversations.continued(chat(summary, {"role": "assistant", "content": "Go on."}, QUESTION)) is None
+
+
+def test_the_longest_known_conversation_wins(conversations: Conversations) -> None:
+    """Where one trajectory's history begins another's, the one that shares more goes on."""
+    start = chat(called("c1"), result("c1", "x"))
+    conversations.remember("short", chat(), called("c1"))
+    conversations.remember("long", start, called("c2"))
+    whole = chat(called("c1"), result("c1", "x"), called("c2"), result("c2", "y"))
+    assert conversations.continued(whole) == "long"
+
+
+def test_forgotten_is_unknown(conversations: Conversations) -> None:
+    """A finished trajectory is never gone on with, and forgetting an unknown one is no error."""
+    conversations.remember("a", chat(), called("c1"))
+    conversations.forget("a")
+    conversations.forget("never seen")
+    assert conversations.continued(chat(called("c1"), result("c1", "x"))) is None
+
+
+def test_the_least_recently_used_is_forgotten_first() -> None:
+    """Beyond the limit the oldest go, and a use keeps one alive."""
+    conversations = Conversations(limit=2)
+    for name in ("a", "b"):
+        conversations.remember(name, chat(), called(name))
+    assert conversations.continued(chat(called("a"), result("a", "x"))) == "a"
+    conversations.remember("c", chat(), called("c"))
+    assert len(conversations) == 2
+    assert conversations.continued(chat(called("b"), result("b", "x"))) is None
+
+
+def test_only_the_latest_turns_can_be_branched() -> None:
+    """A trajectory's own history is bounded too: its oldest turns are unknown then, its newest not."""
+    conversations = Conversations(limit=2, turns_kept=2)
+    messages: list[dict] = []
+    for turn in range(4):
+        conversations.remember("a", chat(*messages), called(f"c{turn}"))
+        messages += [called(f"c{turn}"), result(f"c{turn}", "x")]
+    assert conversations.continued(chat(*messages[:2])) is None
+    assert conversations.continued(chat(*messages)) == "a"
+
+
+def test_an_answer_that_is_nothing_is_not_remembered(conversations: Conversations) -> None:
+    """Without an answer the prompt would stand for itself, and siblings would be taken for one."""
+    conversations.remember("a", chat(), None)
+    conversations.remember("b", {"prompt": "p"}, "")
+    assert conversations.continued(chat()) is None
+    assert conversations.continued({"prompt": "p"}) is None
+    assert len(conversations) == 0
+
+
+def test_restored_conversations_are_recognised(conversations: Conversations) -> None:
+    """What is dumped after each turn is all that another process needs, in every API's form."""
+    start = chat(called("c1"), result("c1", "x"))
+    turns = [(chat(), called("c1")), (start, called("c2"))]
+    dumps = []
+    for body, answer in turns:
+        conversations.remember("a", body, answer)
+        dumps.append(conversations.dump("a"))
+    conversations.remember("text", {"prompt": "p" * 3000}, "answer")
+    conversations.remember(
+        "stored", {"input": "hello"}, {"id": "resp_1", "output": [{"role": "assistant", "content": "hi"}]}
+    )
+    after = Conversations(limit=100)
+    after.restore("a", dumps)
+    for name in ("text", "stored"):
+        after.restore(name, [conversations.dump(name)])
+    assert after.continued(chat(called("c1"), result("c1", "x"), called("c2"), result("c2", "y"))) == "a"
+    assert after.continued({"prompt": "p" * 3000 + "answer and more"}) == "text"
+    assert after.continued({"input": "more", "previous_response_id": "resp_1"}) == "stored"
+    assert conversations.dump("never seen") == ""
+
+
+@given(st.text(max_size=3000), st.text(min_size=1, max_size=50), st.text(max_size=50), st.integers(0, 3))
+def test_a_completion_goes_on_where_its_text_is_repeated(prompt: str, answer: str, more: str, copies: int) -> None:
+    """A prompt that begins with an earlier prompt and its answer continues it, whatever their lengths."""
+    conversations = Conversations()
+    prompt += "x" * 1024 * copies
+    conversations.remember("a", {"prompt": prompt}, answer)
+    assert conversations.continued({"prompt": prompt + answer + more}) == "a"
+    conversations.release("a")
+    assert conversations.continued({"prompt": "\x00" + prompt + answer + more}) is None
+
+
+def test_stored_responses_are_known_by_their_id(conversations: Conversations) -> None:
+    """`previous_response_id` names the conversation; an unknown one is new; a full `input` works as well."""
+    said = {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "hi", "annotations": []}],
+    }
+    thought = {"type": "reasoning", "id": "rs_1", "summary": []}
+    call = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "bash", "arguments": '{"cmd": "ls"}'}
+    conversations.remember(
+        "a", {"input": "hello", "instructions": "i"}, {"id": "resp_1", "output": [thought, said, call]}
+    )
+    assert conversations.continued({"input": "more", "previous_response_id": "resp_2"}) is None
+    assert conversations.continued({"input": "more", "previous_response_id": "resp_1"}) == "a"
+    conversations.release("a")
+    output = {"type": "function_call_output", "call_id": "c1", "output": "a.txt"}
+    resent = [{"role": "user", "content": "hello"}, said, call | {"id": None, "arguments": '{"cmd":"ls"}'}, output]
+    assert conversations.continued({"instructions": "i", "input": resent}) == "a"
+
+
+def test_anthropic_messages_are_recognised_without_their_thinking(conversations: Conversations) -> None:
+    """Thinking blocks and cache marks come and go; tool uses, their input and results are what counts."""
+    body = {"system": "s", "messages": [QUESTION]}
+    use = {"type": "tool_use", "id": "t1", "name": "bash", "input": {"b": 1, "a": 2}}
+    thinking = {"type": "thinking", "thinking": "hm", "signature": "x"}
+    text = {"type": "text", "text": "Looking."}
+    conversations.remember("a", body, {"role": "assistant", "content": [thinking, text, use]})
+    marked = use | {"input": {"a": 2, "b": 1}, "cache_control": {"type": "ephemeral"}}
+    answer = {"role": "assistant", "content": [text, marked]}
+    done = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "a.txt"}]}
+    cached = [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}]
+    assert conversations.continued({"system": cached, "messages": [QUESTION, answer, done]}) == "a"
+
+
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=4) | st.just("assistant"),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "type", "text", "function", "id"]), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(ODD, ODD, st.sampled_from(["messages", "input", "prompt", "system", "previous_response_id"]))
+def test_no_shape_of_body_or_answer_crashes_it(value: object, answer: object, field: str) -> None:
+    """What an engine would refuse is for the engine to refuse."""
+    conversations = Conversations()
+    conversations.continued({field: value})
+    conversations.remember("a", {field: value}, answer)
+    conversations.continued({field: value})
+
+
+def test_text_cannot_pass_for_structure(conversations: Conversations) -> None:
+    """Messages are told apart from one message that contains their spelling."""
+    two = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    one = [{"role": "user", "content": "a4:user1:b"}]
+    answer = {"role": "assistant", "content": "x"}
+    conversations.remember("a", {"messages": two}, answer)
+    assert conversations.continued({"messages": [*one, answer, QUESTION]}) is None
+
+
+def test_deeply_nested_content_is_read(conversations: Conversations) -> None:
+    """JSON as deep as the parser lets in does not end in a recursion error."""
+    deep = orjson.loads(b'{"a":' * 900 + b"1" + b"}" * 900)
+    message = {"role": "assistant", "content": [deep], "tool_calls": [deep]}
+    conversations.remember("a", chat(), message)
+    assert conversations.continued(chat(message, QUESTION)) == "a"

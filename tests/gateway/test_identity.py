@@ -1,0 +1,270 @@
+"""What a client may send to say which trajectory it is, and which wins."""
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.messages.identity import (
+    MAX_ID_LENGTH,
+    Hints,
+    Identity,
+    IdentityError,
+    identify,
+    prompt_group,
+    strip_identity_path,
+)
+
+CHAT = "/v1/chat/completions"
+
+# (how it is sent, the source that it is known by), in the order of precedence.
+FORMS: list[tuple[dict, str]] = [
+    ({"path": "/t/ID/v1/chat/completions"}, "path"),
+    ({"headers": {"x-trajectory-id": "ID"}}, "x-trajectory-id"),
+    ({"headers": {"x-session-id": "ID"}}, "x-session-id"),
+    ({"headers": {"x-smg-routing-key": "ID"}}, "x-smg-routing-key"),
+    ({"headers": {"x-dynamo-session-id": "ID"}}, "x-dynamo-session-id"),
+    ({"headers": {"x-claude-code-session-id": "ID"}}, "x-claude-code-session-id"),
+    ({"headers": {"session-id": "ID"}}, "session-id"),
+    ({"headers": {"x-correlation-id": "ID"}}, "x-correlation-id"),
+    ({"body": {"metadata": {"trajectory_id": "ID"}}}, "metadata.trajectory_id"),
+    ({"body": {"vllm_xargs": {"agentic_context": {"program_id": "ID"}}}}, "vllm_xargs.agentic_context.program_id"),
+    ({"body": {"program_id": "ID"}}, "program_id"),
+    ({"body": {"session_params": {"session_id": "ID"}}}, "session_params.session_id"),
+    ({"body": {"session_params": {"id": "ID"}}}, "session_params.id"),
+    ({"body": {"session_id": "ID"}}, "session_id"),
+    ({"body": {"metadata": {"session_id": "ID"}}}, "metadata.session_id"),
+    ({"body": {"user": "ID"}}, "user"),
+    ({"body": {"metadata": {"user_id": "ID"}}}, "metadata.user_id"),
+]
+
+
+def identity(path: str = CHAT, headers: dict | None = None, body: dict | None = None) -> Identity:
+    pairs = [(b"host", b"gateway"), (b"content-type", b"application/json")]
+    pairs += [(name.encode(), value.encode("utf-8")) for name, value in (headers or {}).items()]
+    return identify(path, pairs, body or {})
+
+
+def merged(first: dict, second: dict) -> dict:
+    """Both forms in one request; the first's values stand where both set one."""
+    both = dict(second)
+    for key, value in first.items():
+        both[key] = merged(value, both[key]) if isinstance(value, dict) and isinstance(both.get(key), dict) else value
+    return both
+
+
+def renamed(form: dict, trajectory_id: str) -> dict:
+    return orjson.loads(orjson.dumps(form).replace(b"ID", trajectory_id.encode()))
+
+
+@pytest.mark.parametrize(("form", "source"), FORMS, ids=[source for _, source in FORMS])
+def test_every_form_names_the_trajectory(form: dict, source: str) -> None:
+    """Whatever a client can set, it can name its trajectory; only `user` may stand for several at once."""
+    found = identity(**renamed(form, "traj-7"))
+    assert (found.trajectory_id, found.source) == ("traj-7", source)
+    assert found.strong is (source not in ("user", "metadata.user_id"))
+
+
+@pytest.mark.parametrize("place", range(len(FORMS) - 1))
+def test_each_form_wins_over_every_later_one(place: int) -> None:
+    """The order of precedence is total: a request with two forms has the earlier one's id."""
+    for later, _ in FORMS[place + 1 :]:
+        found = identity(**merged(renamed(FORMS[place][0], "first"), renamed(later, "second")))
+        assert (found.trajectory_id, found.source) == ("first", FORMS[place][1])
+
+
+@pytest.mark.parametrize("place", range(len(FORMS) - 1))
+def test_a_blank_form_gives_way_to_the_next(place: int) -> None:
+    """An unset template variable sends "" or blanks: that is no id, and hides none."""
+    form = renamed(FORMS[place][0], "%20" if place == 0 else "  ")
+    found = identity(**merged(form, renamed(FORMS[-1][0], "fallback")))
+    assert found.trajectory_id == "fallback"
+
+
+def test_a_request_that_sends_nothing_has_no_identity() -> None:
+    """No header of an ordinary client is taken for an id."""
+    assert identity() == Identity(None, "", False, None, None, None, Hints())
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/t/a/v1/chat/completions", ("a", "/v1/chat/completions")),
+        ("/sessions/a/v1/models", ("a", "/v1/models")),
+        ("/t/a/v1", ("a", "/v1")),
+        ("/t/a%2Fb%20c/v1/x", ("a/b c", "/v1/x")),
+        ("/t//v1/x", (None, "/v1/x")),
+        ("/v1/chat/completions", (None, "/v1/chat/completions")),
+        ("/t/a/v2/x", (None, "/t/a/v2/x")),
+        ("/t/a/v10/x", (None, "/t/a/v10/x")),
+        ("/t/a", (None, "/t/a")),
+        ("/t/", (None, "/t/")),
+        ("/sessions/a", (None, "/sessions/a")),
+        ("/v1/t/a/v1/x", (None, "/v1/t/a/v1/x")),
+    ],
+)
+def test_the_path_form_is_taken_off_and_nothing_else_is(path: str, expected: tuple) -> None:
+    """A client that can set only its base_url names its trajectory there; an escaped slash stays in the id."""
+    assert strip_identity_path(path) == expected
+
+
+@given(st.text(min_size=1, max_size=100).filter(lambda text: text.isascii() and text.isprintable() and text.strip()))
+def test_any_printable_id_survives_the_path(trajectory_id: str) -> None:
+    """Percent-encoding an id into the path and reading it gives the id."""
+    from urllib.parse import quote
+
+    path = f"/t/{quote(trajectory_id, safe='')}/v1/x"
+    assert strip_identity_path(path) == (trajectory_id.strip(), "/v1/x")
+
+
+@pytest.mark.parametrize("bad", ["x" * (MAX_ID_LENGTH + 1), "a\x00b", "a\nb", "tr\u00e4jektorie"])
+@pytest.mark.parametrize("place", range(len(FORMS)))
+def test_a_bad_id_is_refused_except_in_user(place: int, bad: str) -> None:
+    """A strong id that cannot be kept is a 400, never another trajectory; a person's name is passed over."""
+    from urllib.parse import quote
+
+    form = orjson.loads(orjson.dumps(FORMS[place][0]))
+    text = orjson.dumps(quote(bad) if place == 0 else bad)[1:-1]
+    form = orjson.loads(orjson.dumps(form).replace(b"ID", text))
+    if FORMS[place][1] in ("user", "metadata.user_id"):
+        assert identity(**form).trajectory_id is None
+    else:
+        with pytest.raises(IdentityError):
+            identity(**form)
+
+
+def test_the_longest_id_is_accepted() -> None:
+    """The limit is 256 characters, itself included."""
+    longest = "x" * MAX_ID_LENGTH
+    assert identity(headers={"x-trajectory-id": longest}).trajectory_id == longest
+
+
+@pytest.mark.parametrize("value", [7, [1], {"a": 1}, True, 1.5])
+def test_an_integer_is_an_id_and_no_other_type_is(value: object) -> None:
+    """Ids are often row numbers; a list or a fraction is a mistake that the client is told of."""
+    if value == 7:
+        assert identity(body={"session_id": value}).trajectory_id == "7"
+    else:
+        with pytest.raises(IdentityError):
+            identity(body={"session_id": value})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = [
+    "metadata", "vllm_xargs", "program_id", "session_params", "session_id", "user", "nvext", "agentic_context",
+    "agent_hints", "priority", "osl", "user_id", "deadline_seconds", "expected_output_length", "group_id",
+]  # fmt: skip
+
+
+@given(
+    st.recursive(
+        st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6),
+        lambda inner: st.dictionaries(st.sampled_from(FIELDS), inner | JSON, max_size=6),
+        max_leaves=8,
+    )
+)
+def test_no_body_of_any_shape_crashes_it(body: dict) -> None:
+    """Wrong types in any field end in an identity or an IdentityError, never in a 500."""
+    try:
+        found = identity(body=body)
+    except IdentityError:
+        return
+    assert found.trajectory_id is None or found.trajectory_id.isprintable()
+
+
+def test_each_claude_code_agent_is_its_own_trajectory() -> None:
+    """A session's agents run side by side: agent ids tell them apart and name their parent."""
+    session = {"x-claude-code-session-id": "s"}
+    main = identity(headers=session)
+    sub = identity(headers=session | {"x-claude-code-agent-id": "a1"})
+    nested = identity(headers=session | {"x-claude-code-agent-id": "a2", "x-claude-code-parent-agent-id": "a1"})
+    assert [found.trajectory_id for found in (main, sub, nested)] == ["s", "s:a1", "s:a2"]
+    assert [found.parent_id for found in (main, sub, nested)] == [None, "s", "s:a1"]
+
+
+def test_threads_of_one_session_are_distinct_trajectories() -> None:
+    """Codex and OpenCode send session-id and thread-id; a thread alone names nothing."""
+    assert identity(headers={"session-id": "s", "thread-id": "t"}).trajectory_id == "s:t"
+    assert identity(headers={"thread-id": "t"}).trajectory_id is None
+
+
+@pytest.mark.parametrize(
+    "user_id",
+    [
+        "user_0f3a_account__session_57a121ec-f78c-48c3-a745-e3036a3ecc33",
+        '{"device_id":"d","account_uuid":"","session_id":"57a121ec-f78c-48c3-a745-e3036a3ecc33"}',
+    ],
+)
+def test_a_claude_code_session_is_found_in_the_user_id(user_id: str) -> None:
+    """Claude Code before its own header puts the session in metadata.user_id, since 2.1.78 as JSON."""
+    found = identity("/v1/messages", body={"metadata": {"user_id": user_id}})
+    assert (found.trajectory_id, found.strong) == ("57a121ec-f78c-48c3-a745-e3036a3ecc33", False)
+
+
+def test_agentic_context_may_be_a_json_string() -> None:
+    """vLLM's vllm_xargs takes no objects, so its clients send this one as a string; nonsense there is nothing."""
+    context = {"program_id": "p", "parent_program_id": "q", "priority": 4, "deadline_seconds": 30}
+    as_object = identity(body={"vllm_xargs": {"agentic_context": context}})
+    as_string = identity(body={"vllm_xargs": {"agentic_context": orjson.dumps(context).decode()}})
+    assert as_object == as_string
+    assert (as_object.parent_id, as_object.hints.priority, as_object.hints.deadline_s) == ("q", 4, 30.0)
+    assert identity(body={"vllm_xargs": {"agentic_context": "{nonsense"}}).trajectory_id is None
+
+
+def test_group_and_rollout_come_from_header_then_metadata() -> None:
+    """The header wins, as with ids; without either there is none."""
+    metadata = {"metadata": {"group_id": "g2", "rollout_id": "r2"}}
+    assert identity(body=metadata).group_id == "g2"
+    found = identity(headers={"x-group-id": "g1", "x-rollout-id": "r1"}, body=metadata)
+    assert (found.group_id, found.rollout_id) == ("g1", "r1")
+
+
+def test_hints_come_from_headers_then_nvext_then_agentic_context() -> None:
+    """Dynamo's headers override nvext (Dynamo, priority scheduling); each hint is taken by itself."""
+    body = {
+        "nvext": {"agent_hints": {"priority": 5, "strict_priority": 1, "osl": 1024}},
+        "vllm_xargs": {"agentic_context": {"priority": 9, "expected_output_length": 7, "deadline_seconds": 2.5}},
+    }
+    assert identity(body=body).hints == Hints(5, 1, 1024, 2.5)
+    headers = {"x-dynamo-request-priority": "-3", "x-dynamo-request-strict-priority": "2"}
+    assert identity(headers=headers, body=body).hints == Hints(-3, 2, 1024, 2.5)
+
+
+@pytest.mark.parametrize("bad", ["high", None, [], {}, True, 10**30, 1.5, -(10**12)])
+def test_a_hint_of_the_wrong_type_is_ignored(bad: object) -> None:
+    """A hint is never a reason to refuse a turn."""
+    hints = identity(body={"nvext": {"agent_hints": {"priority": bad, "osl": bad, "strict_priority": bad}}}).hints
+    assert hints == Hints()
+    assert identity(body={"nvext": bad}).hints == Hints()
+    assert identity(headers={"x-dynamo-request-priority": "urgent"}).hints == Hints()
+
+
+def test_a_parent_may_be_named_without_claude_code() -> None:
+    """Dynamo's header names the parent whichever form names the trajectory."""
+    assert identity(headers={"x-session-id": "a", "x-dynamo-parent-session-id": "b"}).parent_id == "b"
+
+
+def test_siblings_have_one_group_and_other_prompts_another() -> None:
+    """The group of a client that sends none: the same for siblings and for each of their turns."""
+    first = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]}
+    later = {"messages": [*first["messages"], {"role": "assistant", "content": "a"}, {"role": "user", "content": "z"}]}
+    parts = {"messages": [first["messages"][0], {"role": "user", "content": [{"type": "text", "text": "q"}]}]}
+    other = {"messages": [first["messages"][0], {"role": "user", "content": "r"}]}
+    assert prompt_group(first) == prompt_group(later) == prompt_group(parts)
+    assert prompt_group(first) != prompt_group(other)
+
+
+def test_every_api_has_groups() -> None:
+    """Completions by prompt, responses by instructions and input, Anthropic by system and messages."""
+    assert prompt_group({"prompt": "a"}) != prompt_group({"prompt": "b"})
+    assert prompt_group({"prompt": [1, 2]}) != prompt_group({"prompt": [1, 3]})
+    assert prompt_group({"input": "a", "instructions": "i"}) != prompt_group({"input": "a", "instructions": "j"})
+    assert prompt_group({"input": "a"}) == prompt_group({"input": [{"role": "user", "content": "a"}]})
+    user = [{"role": "user", "content": "a"}]
+    cached = [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}]
+    assert prompt_group({"system": "s", "messages": user}) == prompt_group({"system": cached, "messages": user})
+    assert prompt_group({"system": "s", "messages": user}) != prompt_group({"system": "t", "messages": user})

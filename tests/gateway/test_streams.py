@@ -1,0 +1,306 @@
+"""Streams watched on their way: ends, usage, faults, and bytes left alone."""
+
+from itertools import pairwise
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.http.sse import EventSplitter
+from gateway.messages.answers import Usage
+from gateway.messages.streams import StreamReader, content_of_stream
+
+DONE = b"data: [DONE]\n\n"
+USAGE = {"prompt_tokens": 7, "total_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 5}}
+
+
+def event(data: dict, name: str = "") -> bytes:
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def chunk(text: str = "a", reason: str | None = None, index: int = 0, **more: Any) -> bytes:
+    choice = {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": reason}
+    return event({"id": "c", "object": "chat.completion.chunk", "choices": [choice], **more})
+
+
+USAGE_EVENT = event({"id": "c", "object": "chat.completion.chunk", "choices": [], "usage": USAGE})
+CHAT = [chunk(""), chunk("a"), chunk("b"), chunk("", "stop"), USAGE_EVENT, DONE]
+
+INPUT_USAGE = {"input_tokens": 2, "cache_read_input_tokens": 5, "output_tokens": 0}
+ANTHROPIC = [
+    event(data, data["type"])
+    for data in (
+        {"type": "message_start", "message": {"id": "m", "role": "assistant", "content": [], "usage": INPUT_USAGE}},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hi"}},
+        {
+            "type": "content_block_start",
+            "index": 1,
+            "content_block": {"type": "tool_use", "id": "t", "name": "bash", "input": {}},
+        },
+        {"type": "content_block_delta", "index": 1, "delta": {"type": "input_json_delta", "partial_json": '{"cmd":'}},
+        {"type": "content_block_delta", "index": 1, "delta": {"type": "input_json_delta", "partial_json": '"ls"}'}},
+        {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": 3}},
+        {"type": "message_stop"},
+    )
+]
+OUTPUT = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "hi"}]}]
+RESPONSE = {"id": "r", "status": "completed", "error": None, "output": OUTPUT, "tools": [{"name": "usage"}]}
+RESPONSE_USAGE = {"input_tokens": 7, "input_tokens_details": {"cached_tokens": 5}, "output_tokens": 3}
+RESPONSES = [
+    event(data, data["type"])
+    for data in (
+        {"type": "response.created", "response": {"id": "r", "status": "in_progress", "error": None}},
+        {"type": "response.output_text.delta", "delta": "hi"},
+        {"type": "response.completed", "response": RESPONSE | {"usage": RESPONSE_USAGE}},
+    )
+]
+STREAMS: dict[Any, list[bytes]] = {"chat": CHAT, "messages": ANTHROPIC, "responses": RESPONSES}
+
+
+@pytest.mark.parametrize("api", STREAMS)
+@given(places=st.lists(st.integers(0, 10_000), max_size=10))
+def test_any_split_of_a_stream_reads_the_same(api: Any, places: list[int]) -> None:
+    """However it is cut, a stream passes byte for byte and says the same of itself."""
+    stream = b": keep-alive\n\n" + b"".join(STREAMS[api])
+    ends = [0, *sorted(place % len(stream) for place in places), len(stream)]
+    splitter, reader = EventSplitter(), StreamReader(api, keep=True)
+    passed = b"".join([reader.read(splitter.feed(stream[start:end])) for start, end in pairwise(ends)])
+    assert passed == stream == b"".join(reader.kept)
+    assert (reader.done, reader.end(), reader.usage) == (True, None, Usage(7, 3, 5))
+    assert reader.num_chunks == len(STREAMS[api]) - (api == "chat")
+    assert reader.finish_reason == {"chat": "stop", "messages": "tool_use", "responses": "completed"}[api]
+
+
+@pytest.mark.parametrize("api", STREAMS)
+def test_an_ordinary_block_is_not_copied(api: Any) -> None:
+    """The path of every chunk hands on the object that came."""
+    block = STREAMS[api][1] * 3
+    assert StreamReader(api).read(block) is block
+
+
+@pytest.mark.parametrize("api", STREAMS)
+def test_a_stream_without_its_end_is_broken(api: Any) -> None:
+    """An SDK takes any end for the end, so what stops before its terminal event must be told."""
+    reader = StreamReader(api)
+    for block in STREAMS[api][:-1]:
+        reader.read(block)
+    error = reader.end()
+    assert error is not None
+    assert error.status == 502
+
+
+@pytest.mark.parametrize("api", ["messages", "responses"])
+def test_done_is_no_end_where_an_api_has_its_own(api: Any) -> None:
+    """[DONE] ends chat and completions only: without their own last event the others are broken off."""
+    reader = StreamReader(api)
+    reader.read(b"".join(STREAMS[api][:-1]) + DONE)
+    assert reader.end() is not None
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_an_error_event_is_taken_out_and_ends_the_stream(num_before: int) -> None:
+    """vLLM answers 200, then an error event and [DONE]: first or later, the client must not take it for an answer."""
+    fault = event({"error": {"message": "paused", "type": "ServiceUnavailableError", "param": None, "code": 503}})
+    reader = StreamReader("chat")
+    passed = reader.read(b"".join(CHAT[:num_before]) + fault + DONE) + reader.read(chunk("late"))
+    assert passed == b"".join(CHAT[:num_before])
+    assert reader.error is not None
+    assert (reader.error.status, reader.error.message, reader.num_chunks) == (503, "paused", num_before + 1)
+    assert reader.end() is reader.error
+
+
+def test_a_flat_error_event_is_an_error_too() -> None:
+    """SGLang's flat form may come in a stream as well."""
+    reader = StreamReader("chat")
+    assert reader.read(event({"object": "error", "message": "full", "type": "x", "code": 503})) == b""
+    assert reader.error is not None
+    assert reader.error.status == 503
+
+
+@pytest.mark.parametrize(
+    "text", ["error", '"error"', "[DONE]", "data: [DONE]\n\n", 'finish_reason":"abort"', "message_stop"]
+)
+def test_words_in_a_text_are_not_events(text: str) -> None:
+    """A model may say any of the words that are searched for."""
+    for api, block in (
+        ("chat", chunk(text)),
+        ("messages", event({"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}})),
+        ("responses", event({"type": "response.output_text.delta", "delta": text})),
+    ):
+        reader = StreamReader(api)  # type: ignore[arg-type]
+        assert reader.read(block) == block
+        assert (reader.error, reader.done, reader.finish_reason, reader.num_chunks) == (None, False, None, 1)
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_aborted_stream_is_not_finished(reason: str) -> None:
+    """vLLM ends an aborted stream with an ordinary chunk and [DONE]; the turn must go on elsewhere."""
+    reader = StreamReader("chat")
+    assert reader.read(chunk("a") + chunk("b", reason) + DONE) == chunk("a")
+    assert reader.error is not None
+    assert not reader.error.is_clients_fault
+    assert not reader.done
+
+
+def test_a_reason_outside_openais_set_is_rewritten_and_nothing_else() -> None:
+    """vLLM's `repetition` becomes `stop` in place."""
+    reader = StreamReader("chat")
+    assert reader.read(chunk("a") + chunk("b", "repetition", system_fingerprint="f")) == chunk("a") + chunk(
+        "b", "stop", system_fingerprint="f"
+    )
+    assert reader.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("wants_usage", [True, False])
+def test_usage_that_was_not_asked_for_is_taken_out(wants_usage: bool) -> None:
+    """The gateway always asks for usage; a client that did not must not meet a chunk without choices."""
+    reader = StreamReader("chat", wants_usage=wants_usage)
+    passed = reader.read(b"".join(CHAT))
+    assert passed == b"".join(part for part in CHAT if wants_usage or part is not USAGE_EVENT)
+    assert reader.usage == Usage(7, 3, 5)
+
+
+def test_what_else_the_usage_event_says_is_kept() -> None:
+    """vLLM moves the system fingerprint from the finishing event into the usage event: it moves back."""
+    reader = StreamReader("chat", wants_usage=False)
+    usage_event = event({"choices": [], "usage": USAGE, "system_fingerprint": "vllm-tp1"})
+    blocks = [chunk("a"), chunk("b", "stop"), usage_event + DONE]
+    assert [reader.read(block) for block in blocks] == [
+        chunk("a"),
+        b"",
+        chunk("b", "stop", system_fingerprint="vllm-tp1") + DONE,
+    ]
+    assert reader.usage is not None
+
+
+def test_a_finished_choice_is_not_held_beyond_the_end() -> None:
+    """An engine that tells no usage, or no fingerprint, has its events passed as they came."""
+    for last in (DONE, event({"choices": [], "usage": USAGE}) + DONE):
+        reader = StreamReader("chat", wants_usage=False)
+        assert reader.read(chunk("a", "stop", index=1) + chunk("b", "stop")) == b""
+        assert reader.read(last) == chunk("a", "stop", index=1) + chunk("b", "stop") + DONE
+
+
+def test_usage_null_and_usage_in_every_chunk_pass() -> None:
+    """`usage: null` is kept as it came, and continuous usage leaves every chunk in place."""
+    reader = StreamReader("chat", wants_usage=False)
+    blocks = [chunk("a", usage=None), chunk("b", usage=USAGE)]
+    assert [reader.read(block) for block in blocks] == blocks
+    assert reader.usage == Usage(7, 3, 5)
+
+
+def test_spacing_and_line_ends_make_no_difference() -> None:
+    """A server that writes `"finish_reason": "abort"`, CRLF or no blank after the colon is read alike."""
+    spaced = b'data:{"choices": [{"index": 0, "delta": {}, "finish_reason": "abort"}]}\r\n\r\n'
+    reader = StreamReader("chat")
+    assert reader.read(spaced) == b""
+    assert reader.error is not None
+    ended = StreamReader("chat")
+    ended.read(b"data:[DONE]\r\n\r\n: bye\r\n\r\n")
+    assert ended.done
+
+
+def test_an_event_that_is_not_json_is_the_engines_fault() -> None:
+    """Nonsense that touches what is read ends the stream with an error."""
+    reader = StreamReader("chat")
+    assert reader.read(b'data: {"error" oops\n\n') == b""
+    assert reader.error is not None
+
+
+def test_several_choices_finish_one_by_one() -> None:
+    """With n > 1 a finished choice does not end the stream; [DONE] does."""
+    reader = StreamReader("chat")
+    reader.read(chunk("a", "stop", index=1) + chunk("b", index=0))
+    assert not reader.done
+    reader.read(chunk("", "length", index=0) + DONE)
+    assert reader.done
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        event({"type": "response.failed", "response": {"status": "failed", "error": {"code": "x", "message": "died"}}}),
+        event({"type": "error", "code": "x", "message": "died", "param": None}),
+        event({"type": "error", "error": {"message": "died", "code": 500}}),
+    ],
+)
+def test_a_failed_response_is_a_fault(last: bytes) -> None:
+    """The responses stream has three ways to say that it failed."""
+    reader = StreamReader("responses")
+    assert reader.read(RESPONSES[0] + last) == RESPONSES[0]
+    assert reader.error is not None
+    assert reader.error.message == "died"
+
+
+def test_a_response_cut_by_its_token_limit_is_an_answer() -> None:
+    """`response.incomplete` is an end like `length`."""
+    reader = StreamReader("responses")
+    reader.read(event({"type": "response.incomplete", "response": {"status": "incomplete", "error": None}}))
+    assert (reader.done, reader.error) == (True, None)
+
+
+def test_the_content_of_a_chat_stream_is_its_message() -> None:
+    """Texts are joined, and tool calls put together from the pieces of their index."""
+    first = {"index": 0, "id": "c1", "type": "function", "function": {"name": "bash", "arguments": ""}}
+    second = {"index": 1, "id": "c2", "type": "function", "function": {"name": "cat", "arguments": "{}"}}
+    parts = [
+        first,
+        {"index": 0, "function": {"arguments": '{"cmd":'}},
+        second,
+        {"index": 0, "function": {"arguments": '"ls"}'}},
+    ]
+    calls = [event({"choices": [{"index": 0, "delta": {"tool_calls": [part]}}]}) for part in parts]
+    message = content_of_stream("chat", [*CHAT[:-1], *calls, chunk("other", index=1), DONE])
+    assert message == {
+        "role": "assistant",
+        "content": "ab",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"cmd":"ls"}'}},
+            {"id": "c2", "type": "function", "function": {"name": "cat", "arguments": "{}"}},
+        ],
+    }
+
+
+def test_the_content_of_the_other_streams() -> None:
+    """Anthropic's blocks with their input, a response's output with its id, a completion's text."""
+    assert content_of_stream("messages", ANTHROPIC) == {
+        "role": "assistant",
+        "content": [
+            {"type": "text", "text": "hi"},
+            {"type": "tool_use", "id": "t", "name": "bash", "input": {"cmd": "ls"}},
+        ],
+    }
+    assert content_of_stream("responses", RESPONSES) == {"id": "r", "output": OUTPUT}
+    texts = [event({"choices": [{"index": 0, "text": text}]}) for text in ("a", "b")]
+    assert content_of_stream("completions", [*texts, DONE]) == "ab"
+
+
+@pytest.mark.parametrize("api", [*STREAMS, "completions", "other"])
+@pytest.mark.parametrize(
+    "block", [b"", DONE, b"data: {oops\n\n", b'data: {"choices":[{"delta":[1]}]}\n\n', b"data: [1]\n\n"]
+)
+def test_a_stream_without_content_has_none(api: Any, block: bytes) -> None:
+    """Nothing to remember, and no crash on nonsense."""
+    assert content_of_stream(api, [block]) is None
+
+
+ODD_NAMES = ["choices", "finish_reason", "usage", "delta", "type", "message", "response", "error"]
+ODD_NAMES += ["stop_reason", "status", "index", "input_tokens", "tool_calls"]
+ODD_WORDS = ["error", "abort", "message_delta", "message_start", "response.completed"]
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 999) | st.sampled_from(ODD_WORDS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(ODD_NAMES), inner),
+    max_leaves=12,
+)
+
+
+@given(ODD, st.sampled_from([*STREAMS, "completions", "other"]))
+def test_no_event_of_any_shape_crashes_it(data: Any, api: Any) -> None:
+    """Engines are not trusted to keep to types: an odd event passes or is a fault, never an exception."""
+    reader = StreamReader(api, keep=True)
+    reader.read(b"data: " + orjson.dumps(data) + b"\n\n")
+    reader.end()
+    content_of_stream(api, reader.kept)

@@ -1,0 +1,325 @@
+"""The token book: what was added is found, on every store, within its limits, after a restart."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gateway.clock import Clock
+from gateway.state.ledger import Ledger
+from gateway.tokens.book import StoredTokens, TokenLimits, wants_tokens
+from gateway.tokens.partials import Partials
+from gateway.tokens.turn_tokens import TurnTokens
+from scheduling.types import TrajectoryRecord, TrajectoryState
+from store import Store, StoreSettings, open_store
+from tests.support.conversations import Step, comparable, conversation, steps
+from tests.support.gateway import eventually
+from tests.support.redis_server import RedisServer, redis_server
+
+__all__ = ["redis_server"]
+
+LIMITS = TokenLimits(keep=True, memory_bytes=2**30, stored_bytes=2**30, age_s=3600)
+IDS = ("a", "b/ü", "c")
+_numbers = itertools.count()
+
+
+@pytest.fixture(params=["memory", "sqlite", "redis"])
+def new_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Store]:
+    """Makes stores: empty ones, or one more on the data of an earlier one."""
+
+    def make(name: str = "") -> Store:
+        name = name or f"unnamed-{next(_numbers)}"
+        match request.param:
+            case "memory":
+                return open_store("memory:", StoreSettings())
+            case "sqlite":
+                return open_store(f"sqlite:{tmp_path / name}.sqlite3", StoreSettings())
+            case _:
+                server: RedisServer = request.getfixturevalue("redis_server")
+                return open_store(server.url(), StoreSettings(namespace=f"{tmp_path.name}-{name}:"))
+
+    return make
+
+
+class Clockwork(Clock):
+    """A clock that a test can put forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return super().__call__() + self.ahead_s
+
+
+class Site:
+    """A book on a store, with the ledger beside it; it can be restarted, as far as the store allows."""
+
+    def __init__(self, new_store: Callable[..., Store], limits: TokenLimits = LIMITS) -> None:
+        self._new_store = new_store
+        self._limits = limits
+        self.clock = Clockwork()
+        self.store: Store
+        self.ledger: Ledger
+        self.book: StoredTokens
+
+    async def start(self, name: str) -> "Site":
+        self.store = self._new_store(name)
+        await self.store.open()
+        self.ledger = Ledger(self.store, 100)
+        self.ledger.restore(await self.store.load())
+        self.book = StoredTokens(self.store, self.ledger, self.clock, self._limits)
+        await self.book.restore()
+        return self
+
+    def save(self, *trajectory_ids: str) -> None:
+        """Make them known."""
+        for trajectory_id in trajectory_ids:
+            now = self.clock()
+            state = TrajectoryState.ACTIVE
+            self.ledger.save(TrajectoryRecord(trajectory_id, "g", "r", state, None, 0, 0, 0, 0.0, now, now))
+
+    def add(self, *turns: TurnTokens) -> None:
+        for turn in turns:
+            self.book.add(turn)
+
+    async def kept(self, trajectory_id: str, turns: list[TurnTokens]) -> list[TurnTokens | None]:
+        """What the book says of these turns, each looked up by its history."""
+        await self.book.ready(trajectory_id)
+        return [self.book.continued(trajectory_id, turn.history) for turn in turns]
+
+
+@pytest.mark.parametrize("memory_bytes", [2**30, 3_000, 0])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(plans=st.lists(st.tuples(st.sampled_from(IDS), st.lists(steps(), max_size=4)), max_size=6), data=st.data())
+async def test_what_was_added_is_found_again(
+    new_store: Callable[..., Store], memory_bytes: int, plans: list[tuple[str, list[Step]]], data: st.DataObject
+) -> None:
+    """Every turn with all its tokens, however little of it is held in memory; a forgotten trajectory is gone."""
+    site = await Site(new_store, replace(LIMITS, memory_bytes=memory_bytes)).start("")
+    site.save(*IDS)
+    known: dict[str, list[TurnTokens]] = {name: [] for name in IDS}
+    for name, plan in plans:
+        if data.draw(st.booleans()):
+            site.book.forget(name)
+            known[name] = []
+        added = [
+            replace(turn, turn_id=f"{turn.turn_id}-{next(_numbers)}", parent=None, history=f"h{next(_numbers)}")
+            for turn in conversation(plan, name)
+        ]
+        site.add(*added)
+        known[name] += added
+        look = data.draw(st.sampled_from(IDS))
+        assert _same(await site.kept(look, known[look]), known[look])
+    for name, turns in known.items():
+        assert _same(await site.kept(name, turns), turns)
+        assert set(await site.book.turns(name)) == {turn.turn_id for turn in turns}
+        assert site.book.continued(name, "never heard") is None
+    await site.store.close()
+
+
+@pytest.mark.parametrize("ready", [False, True])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(plan=st.lists(steps(), max_size=10))
+async def test_a_tree_is_kept_with_its_parents(new_store: Callable[..., Store], ready: bool, plan: list[Step]) -> None:
+    """Each token once, while others push a trajectory out of memory between its turns. One that was not made ready
+    again stands alone, with its whole prompt."""
+    site = await Site(new_store, replace(LIMITS, memory_bytes=0)).start("")
+    site.save("t", "u")
+    turns = conversation(plan)
+    for number, turn in enumerate(turns):
+        if ready:
+            await site.book.ready("t")
+        site.add(turn, replace(turn, trajectory_id="u", turn_id=f"u{number}", parent=None))
+    kept = await site.book.turns("t")
+    assert list(kept) == [turn.turn_id for turn in turns]
+    if ready:
+        assert _same(await site.kept("t", turns), turns)
+        assert sum(each.num_new for each in kept.values()) == sum(len(step.new) for step in plan)
+    else:
+        assert all((each.num_before, each.parent) == (0, None) for each in kept.values())
+        assert [each.num_new for each in kept.values()] == [len(turn.prompt_ids) for turn in turns]
+    await site.store.close()
+
+
+@pytest.mark.parametrize("new_store", ["sqlite", "redis"], indirect=True)
+async def test_a_restart_loses_nothing_and_goes_on(new_store: Callable[..., Store]) -> None:
+    """Turns of before are found, and continued by those after; trajectories that were forgotten meanwhile are not."""
+    turns = conversation(
+        [Step(None, [1, 2], [3], [-0.5], 0), Step(0, [4], [5, 6], [-0.25, 0.0], 1), Step(0, [7], [8], None, 0)]
+    )
+    site = await Site(new_store).start("same")
+    site.save("t")
+    site.add(turns[0], turns[1])
+    site.add(*conversation([Step(None, [1], [2], None, 0)], "stray"))
+    await site.store.close()
+
+    site = await Site(new_store).start("same")
+    assert site.book.continued("t", turns[0].history) is None, "only once it is ready"
+    assert _same(await site.kept("t", turns[:2]), turns[:2])
+    site.add(turns[2])
+    assert await site.store.get_pieces("stray") == {}
+    await site.store.close()
+
+    site = await Site(new_store).start("same")
+    assert _same(await site.kept("t", turns), turns)
+    assert {name: each.parent for name, each in (await site.book.turns("t")).items()} == {
+        "t-0": None,
+        "t-1": "t-0",
+        "t-2": "t-0",
+    }
+    site.ledger.forget("t")
+    site.book.forget("t")
+    assert await site.store.piece_sizes() == {}
+    await site.store.close()
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_what_the_store_may_hold_is_bounded_oldest_first(
+    new_store: Callable[..., Store], restarted: bool
+) -> None:
+    """Whole trajectories go, the one that was added to longest ago first; a restart counts what is there."""
+    if restarted and new_store("").health().detail.startswith("in memory"):
+        pytest.skip("it does not outlive the process")
+    plan = [Step(None, list(range(300)), list(range(200)), None, 0)]
+    site = await Site(new_store, replace(LIMITS, stored_bytes=2**30 if restarted else 7_000)).start("same")
+    for name in "abcd":
+        site.clock.ahead_s += 1
+        site.save(name)
+        site.add(*conversation(plan, name))
+        if name == "b":
+            site.save("a")
+            site.add(replace(conversation(plan, "a")[0], turn_id="more", prompt_ids=[1], output_ids=[2], versions=()))
+    if restarted:
+        await site.store.close()
+        site = Site(new_store, replace(LIMITS, stored_bytes=7_000))
+        site.clock.ahead_s = 10
+        await site.start("same")
+    assert [name for name in "abcd" if await site.book.turns(name)] == ["a", "c", "d"]
+    assert sum((await site.store.piece_sizes()).values()) <= 7_000
+    assert site.book.num_dropped == 1
+    site.add(*conversation(plan, "b"))
+    assert [name for name in "abcd" if await site.book.turns(name)] == ["b", "c", "d"]
+    site.add(*conversation([Step(None, list(range(3_000)), [1], None, 0)], "huge"))
+    assert [name for name in ("a", "b", "c", "d", "huge") if await site.book.turns(name)] == []
+    assert await site.store.piece_sizes() == {}
+    await site.store.close()
+
+
+async def test_tokens_grow_too_old(new_store: Callable[..., Store]) -> None:
+    """Their age is that of the trajectory's last turn."""
+    site = await Site(new_store).start("")
+    site.save("old", "young")
+    old = conversation([Step(None, [1], [2], None, 0), Step(0, [3], [4], None, 0)], "old")
+    site.add(old[0], *conversation([Step(None, [1], [2], None, 0)], "young"))
+    site.clock.ahead_s = 3_000
+    site.add(old[1])
+    site.clock.ahead_s = 3_700
+    assert (len(await site.book.turns("old")), len(await site.book.turns("young"))) == (2, 0)
+    site.clock.ahead_s = 6_700
+    assert await site.book.turns("old") == {}
+    assert await site.store.piece_sizes() == {}
+    await site.store.close()
+
+
+async def test_a_turn_whose_ancestor_is_lost_is_not_there_either(new_store: Callable[..., Store]) -> None:
+    """Its prompt could not be put together; turns of other branches stay."""
+    site = await Site(new_store, replace(LIMITS, memory_bytes=3_500)).start("")
+    site.save("t", "u")
+    chosen = [
+        Step(None, [1], [2], None, 0),
+        Step(0, [3], [4], None, 0),
+        Step(1, [5], [6], None, 0),
+        Step(None, [9], [9], None, 0),
+    ]
+    turns = conversation(chosen)
+    site.add(*turns[:3])
+    site.add(*conversation(chosen[:1], "u"))
+    site.store.drop_pieces("t", "tokens/t-1")
+    await site.book.ready("t")
+    site.add(turns[3])
+    assert list(await site.book.turns("t")) == ["t-0", "t-3"]
+    assert [each is not None for each in await site.kept("t", turns)] == [True, False, False, True]
+    await site.store.close()
+
+
+async def test_a_redis_that_comes_back_empty_gets_what_is_in_memory(redis_server: RedisServer) -> None:
+    """And what was only there is lost, which is seen by its absence."""
+    settings = StoreSettings(check_every_s=0.05, backoff_min_s=0.01)
+    site = await Site(lambda _: open_store(redis_server.url(3), settings)).start("")
+    site.save("t")
+    turns = conversation([Step(None, [1, 2], [3], None, 0), Step(0, [4], [5], None, 0)])
+    site.add(*turns)
+
+    def rewrite() -> None:
+        site.ledger.rewrite()
+        site.book.rewrite()
+
+    site.store.on_loss(rewrite)
+    assert await site.store.settle(60)
+    redis_server.restart(empty=True)
+    await eventually(lambda: site.store.health().num_losses > 0, 60)
+    assert await site.store.settle(60)
+    await site.store.close()
+    site = await Site(lambda _: open_store(redis_server.url(3), settings)).start("")
+    assert _same(await site.kept("t", turns), turns)
+    await site.store.close()
+
+
+async def test_parts_of_an_unfinished_turn_survive_and_go(new_store: Callable[..., Store]) -> None:
+    """In order, up to the first that is missing; each turn's for itself; all gone with their trajectory."""
+    store = new_store("same")
+    await store.open()
+    partials = Partials(store)
+    store.put_trajectory("t", {})
+    for number in (0, 1, 2, 11, 10, 9, 8, 7, 6, 5, 4):
+        partials.put("t", "turn", number, b"%d" % number)
+        partials.put("t", "turn-2", number, b"other")
+    assert await partials.get("t", "turn") == [b"0", b"1", b"2"]
+    partials.put("t", "turn", 3, b"3")
+    if not store.health().detail.startswith("in memory"):
+        await store.close()
+        store = new_store("same")
+        await store.open()
+        partials = Partials(store)
+    assert await partials.get("t", "turn") == [b"%d" % number for number in range(12)]
+    partials.drop("t", "turn")
+    assert (await partials.get("t", "turn"), len(await partials.get("t", "turn-2"))) == ([], 3)
+    store.forget_trajectory("t")
+    assert await store.piece_sizes() == {}
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    ("prefer", "kept"),
+    [
+        ((), True),
+        ((b"tokens=none",), False),
+        ((b"respond-async, Tokens = none; x=1",), False),
+        ((b"wait=5", b'tokens="none"'), False),
+        ((b"tokens=all",), True),
+        ((b"mytokens=none", b"\xff"), True),
+    ],
+)
+async def test_a_client_can_prefer_that_nothing_is_kept(prefer: tuple[bytes, ...], kept: bool) -> None:
+    """By header, by declaration, by the settings."""
+    headers: list[Any] = [(b"x-other", b"tokens=none"), *((b"prefer", value) for value in prefer)]
+    assert wants_tokens(headers) is kept
+    site = await Site(lambda _: open_store("memory:")).start("")
+    site.save("t", "declared")
+    site.ledger.declare("declared", {"tokens": "none"})
+    assert site.book.wants("t", headers) is kept
+    assert site.book.wants("unknown", headers) is kept
+    assert not site.book.wants("declared", headers)
+    nothing = await Site(lambda _: open_store("memory:"), replace(LIMITS, keep=False)).start("")
+    assert not nothing.book.wants("t", [])
+
+
+def _same(found: list[TurnTokens | None], expected: list[TurnTokens]) -> bool:
+    assert [each and comparable(each) for each in found] == [comparable(each) for each in expected]
+    return True

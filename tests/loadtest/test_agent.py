@@ -1,0 +1,99 @@
+"""The agent without wires: text of the wanted size, valid conversations, answers held to what was asked."""
+
+from typing import Any
+
+import pytest
+
+from loadtest.agent import Answer, Conversation, Writer, address_of, mismatch
+from workloads.trajectories import Trajectory, Turn
+
+
+def answer(turn: Turn, prompt_tokens: int = 100, **changes: Any) -> Answer:
+    fields: dict[str, Any] = {
+        "content": "ok",
+        "tool_calls": (),
+        "finish_reason": "length",
+        "prompt_tokens": prompt_tokens,
+        "cached_tokens": 0,
+        "output_tokens": turn.output_tokens,
+    }
+    return Answer(**(fields | changes))
+
+
+@pytest.mark.parametrize(("chars_per_token", "template_tokens"), [(4.0, 0), (5.5, 25), (1.0, 9), (2.3, 300)])
+def test_the_writer_learns_the_models_tokens(chars_per_token: float, template_tokens: int) -> None:
+    """After two prompts of different size it tells the template from the text and writes what is wanted within 2 %."""
+    writer = Writer()
+
+    def count(text: str) -> int:
+        return template_tokens + round(len(text) / chars_per_token)
+
+    for size in (16, 256):
+        text = writer.first_prompt(Trajectory("p", f"probe-{size}", size, ()))
+        writer.learn(len(text), count(text))
+    wanted = 1_000
+    text = writer.first_prompt(Trajectory("t", "g", wanted, ()))
+    assert count(text) == pytest.approx(wanted, rel=0.02)
+
+
+def test_siblings_begin_alike_and_strangers_do_not() -> None:
+    """A group shares its first prompt to the letter, even if the writer has learned between; other groups do not."""
+    writer = Writer()
+    first = writer.first_prompt(Trajectory("a-0", "a", 200, ()))
+    writer.learn(1_000, 100)
+    assert writer.first_prompt(Trajectory("a-1", "a", 200, ())) == first
+    assert writer.first_prompt(Trajectory("b-0", "b", 200, ()))[:40] != first[:40]
+
+
+def test_a_conversation_keeps_to_its_planned_length() -> None:
+    """A template that the writer does not know of adds to the prompt at each turn; what follows makes up for it."""
+    turns = tuple(Turn(100 if index else 0, 50, 0.0) for index in range(10))
+    trajectory = Trajectory("t", "g", 500, turns)
+    conversation = Conversation(trajectory, Writer())
+    for turn in turns:
+        messages = conversation.ask()
+        # Every answer is written as 50 tokens and every message costs 8 more.
+        prompt_tokens = sum(
+            8 + (50 if message["role"] == "assistant" else len(message["content"]) // 4) for message in messages
+        )
+        assert conversation.hear(answer(turn, prompt_tokens)) is None
+    assert prompt_tokens + 50 == pytest.approx(trajectory.total_tokens, abs=20)
+
+
+def test_roles_follow_the_answer() -> None:
+    """Each tool call gets a tool message with its id; an answer without one is followed by the user."""
+    turns = (Turn(0, 5, 0.0), Turn(40, 5, 0.0), Turn(40, 5, 0.0))
+    conversation = Conversation(Trajectory("t", "g", 50, turns), Writer())
+    conversation.ask()
+    calls = tuple({"id": f"call_{n}", "type": "function", "function": {"name": "f", "arguments": "{}"}} for n in (1, 2))
+    conversation.hear(answer(turns[0], tool_calls=calls, finish_reason="tool_calls"))
+    messages = conversation.ask()
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "tool"]
+    assert [m["tool_call_id"] for m in messages[2:]] == ["call_1", "call_2"]
+    assert messages[1]["tool_calls"] == list(calls)
+    conversation.hear(answer(turns[1]))
+    assert [m["role"] for m in conversation.ask()][4:] == ["assistant", "user"]
+
+
+def test_an_answer_that_was_not_asked_for_is_told() -> None:
+    """Too few tokens, too many, or an end of the model's own choice: each has its reason."""
+    turn = Turn(0, 20, 0.0)
+    assert mismatch(turn, answer(turn)) is None
+    assert mismatch(turn, answer(turn, finish_reason="tool_calls")) is None
+    assert "asked for 20 tokens, got 12" in str(mismatch(turn, answer(turn, output_tokens=12)))
+    assert "asked for 20 tokens, got 21" in str(mismatch(turn, answer(turn, output_tokens=21)))
+    assert "'stop'" in str(mismatch(turn, answer(turn, finish_reason="stop")))
+
+
+def test_each_form_of_identity_says_it_in_one_place() -> None:
+    """Header, path and body carry the id where the gateway looks for it; `none` carries nothing at all."""
+    header = address_of("header", "t", "g", "r")
+    assert header.headers == {"X-Trajectory-Id": "t", "X-Group-Id": "g", "X-Rollout-Id": "r"}
+    assert (header.path_prefix, header.body) == ("", {})
+    path = address_of("path", "t", "g", "r")
+    assert (path.path_prefix, dict(path.headers)) == ("/t/t", {"X-Group-Id": "g", "X-Rollout-Id": "r"})
+    body = address_of("body", "t", "g", "r")
+    assert body.body == {"metadata": {"trajectory_id": "t", "group_id": "g", "rollout_id": "r"}}
+    assert (body.path_prefix, body.headers) == ("", {})
+    nothing = address_of("none", "t", "g", "r")
+    assert (nothing.path_prefix, nothing.headers, nothing.body) == ("", {}, {})

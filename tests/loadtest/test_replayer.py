@@ -1,0 +1,224 @@
+"""The replayer against a server that speaks the protocol: every turn once, faults survived or told."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from loadtest.replayer import ReplaySettings, replay, streams
+from loadtest.results import RolloutResult, TurnResult
+from tests.support.toy_chat import Faults, ToyChat, serve
+from workloads.laws import CODING, draw
+from workloads.trajectories import Trajectory, Turn, Workload
+
+WORKLOAD = draw(CODING, 6, seed=1, scale=0.02, tool_scale=0.001)
+ONE_TURN = Workload("one", (Trajectory("t", "g", 40, (Turn(0, 10, 0.0),)),))
+
+
+@pytest.fixture(params=["sdk", "raw"])
+def client(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def app() -> ToyChat:
+    return ToyChat()
+
+
+@pytest.fixture
+def settings(app: ToyChat, client: Any) -> Iterator[ReplaySettings]:
+    with serve(app) as url:
+        yield ReplaySettings(f"{url}/v1", client=client, calibrate=False, max_retries=2, rollout_id="r")
+
+
+@pytest.mark.parametrize("stream_share", [0.0, 0.5, 1.0])
+async def test_every_turn_is_played_once_and_counted(
+    app: ToyChat, settings: ReplaySettings, stream_share: float
+) -> None:
+    """Streamed or whole: each turn is asked once, with the length of the trajectory, and all figures add up."""
+    seen: list[TurnResult] = []
+    result = await replay(WORKLOAD, replace(settings, stream_share=stream_share), on_turn=seen.append)
+    assert result.errors == ()
+    assert len(app.seen) == len(seen) == WORKLOAD.num_turns
+    assert result.output_tokens == WORKLOAD.output_tokens
+    asked = sorted(body["max_tokens"] for _, _, body in app.seen)
+    assert asked == sorted(turn.output_tokens for t in WORKLOAD.trajectories for turn in t.turns)
+    assert all(body["ignore_eos"] and body["temperature"] == 0 for _, _, body in app.seen)
+    for trajectory, played in zip(WORKLOAD.trajectories, result.trajectories, strict=True):
+        for turn in played.turns:
+            assert (turn.first_token_at is not None) == streams(trajectory, stream_share)
+            assert turn.started_at <= (turn.first_token_at or turn.started_at) <= turn.ended_at
+        assert played.time_s >= played.llm_s
+    assert result.makespan_s == max(t.ended_at for t in result.trajectories)
+    assert result.turns[0].cached_tokens == 3
+
+
+async def test_a_conversation_grows_by_its_answers(app: ToyChat, settings: ReplaySettings) -> None:
+    """Each turn sends all before it unchanged, the last answer among it, so an engine's prefix cache can hit."""
+    await replay(Workload("w", WORKLOAD.trajectories[:1]), settings)
+    sent = [body["messages"] for _, _, body in app.seen]
+    for before, after in pairwise(sent):
+        assert after[: len(before)] == before
+        assert after[len(before)] == {
+            "role": "assistant",
+            "content": "abc " * (len(after[len(before)]["content"]) // 4),
+        }
+        assert len(after) == len(before) + 2
+
+
+async def test_tool_calls_are_answered_with_their_ids(app: ToyChat, settings: ReplaySettings) -> None:
+    """A streamed tool call comes back whole as the assistant's, followed by the tool's message."""
+    app.with_tool_calls = True
+    result = await replay(Workload("w", WORKLOAD.trajectories[:1]), settings)
+    assert result.errors == ()
+    messages = app.seen[1][2]["messages"]
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "run", "arguments": "{}"}
+    assert (messages[2]["role"], messages[2]["tool_call_id"]) == ("tool", "call_1")
+
+
+@pytest.mark.parametrize("identity", ["header", "path", "body", "none"])
+async def test_identity_reaches_the_server(app: ToyChat, settings: ReplaySettings, identity: Any) -> None:
+    """The chosen form and no other is on the wire; an agent without one finishes by the name the server gave it."""
+    app.answer_headers = {"x-trajectory-id": "r-t" if identity != "none" else "inferred-1"}
+    await replay(ONE_TURN, replace(settings, identity=identity))
+    [(path, headers, body)] = app.seen
+    assert path == ("/t/r-t/v1/chat/completions" if identity == "path" else "/v1/chat/completions")
+    assert headers.get("x-trajectory-id") == ("r-t" if identity == "header" else None)
+    assert headers.get("x-group-id") == ("g" if identity in ("header", "path") else None)
+    assert ("metadata" in body) == (identity == "body")
+    known_as = "inferred-1" if identity == "none" else "r-t"
+    assert app.calls[-1] == ("POST", f"/v1/trajectories/{known_as}/finish")
+
+
+async def test_finish_can_be_left_out(app: ToyChat, settings: ReplaySettings) -> None:
+    """Without it no trajectory is reported as ended."""
+    await replay(ONE_TURN, replace(settings, finish=False))
+    assert not [path for method, path in app.calls if method == "POST"]
+
+
+async def test_queueing_comes_from_headers_or_the_trajectory(app: ToyChat, settings: ReplaySettings) -> None:
+    """The header wins; without it the trajectory's route is asked; a server with neither leaves it unknown."""
+    assert (await replay(ONE_TURN, settings)).mean_queued_s is None
+    app.seen.clear()
+    app.knows_trajectories = True
+    assert (await replay(ONE_TURN, settings)).mean_queued_s == 0.5
+    app.answer_headers = {"x-heddle-queued-ms": "250"}
+    result = await replay(ONE_TURN, settings)
+    assert result.mean_queued_s == 0.25
+
+
+async def test_a_server_that_is_busy_is_asked_again(app: ToyChat, settings: ReplaySettings) -> None:
+    """A 503 costs a retry, which is counted, and no turn."""
+    app.faults = Faults(num_unavailable=1)
+    result = await replay(ONE_TURN, settings)
+    assert (result.errors, result.num_retries, len(app.seen)) == ((), 1, 2)
+
+
+async def test_a_broken_stream_is_asked_again(app: ToyChat, settings: ReplaySettings) -> None:
+    """A stream that ends in mid-answer costs a retry, and the pieces that came are not in the answer twice."""
+    app.faults = Faults(num_broken_streams=1)
+    two_turns = Workload("w", (Trajectory("t", "g", 40, (Turn(0, 10, 0.0), Turn(20, 10, 0.0))),))
+    result = await replay(two_turns, settings)
+    assert (result.errors, result.num_retries) == ((), 1)
+    assert app.seen[-1][2]["messages"][1]["content"] == "abc " * 10
+
+
+async def test_retries_end_and_the_turn_fails_with_its_reason(app: ToyChat, settings: ReplaySettings) -> None:
+    """When they are used up the trajectory ends there; turns that could not be asked count as failed too."""
+    app.faults = Faults(num_unavailable=1_000)
+    result = await replay(Workload("w", WORKLOAD.trajectories[:1]), replace(settings, max_retries=0))
+    assert result.num_failed_turns == len(WORKLOAD.trajectories[0].turns)
+    assert len(result.turns) == 1
+    assert "503" in result.errors[0]
+
+
+async def test_a_short_answer_is_a_failed_turn_but_not_the_end(app: ToyChat, settings: ReplaySettings) -> None:
+    """Lost tokens are found: each short turn fails with both numbers, and the conversation goes on."""
+    app.faults = Faults(short_by=2)
+    workload = Workload("w", (Trajectory("t", "g", 40, (Turn(0, 10, 0.0), Turn(9, 10, 0.0))),))
+    result = await replay(workload, settings)
+    assert (result.num_failed_turns, len(result.turns)) == (2, 2)
+    assert "asked for 10 tokens, got 8" in result.errors[0]
+
+
+@pytest.mark.parametrize("stream_share", [0.0, 1.0])
+async def test_nonsense_fails_one_turn_and_not_the_rollout(
+    app: ToyChat, settings: ReplaySettings, stream_share: float
+) -> None:
+    """A server that answers 200 with something else costs its trajectories, each told; the result still comes."""
+    app.faults = Faults(nonsense=True)
+    result = await replay(WORKLOAD, replace(settings, stream_share=stream_share, max_retries=0))
+    assert len(result.trajectories) == len(result.errors) == len(WORKLOAD.trajectories)
+    assert result.num_failed_turns == WORKLOAD.num_turns
+
+
+async def test_a_finish_without_a_body_is_a_finish(app: ToyChat, settings: ReplaySettings) -> None:
+    """204 is as good as 200."""
+    app.empty_finish = True
+    assert (await replay(ONE_TURN, settings)).errors == ()
+
+
+async def test_a_restart_in_the_middle_is_survived(client: Any) -> None:
+    """The server goes after the third turn and comes back at its old port once a client has been refused."""
+    app = ToyChat()
+    loop = asyncio.get_running_loop()
+    with ExitStack() as first, ExitStack() as second:
+        url = first.enter_context(serve(app))
+        port = int(urlsplit(url).port or 0)
+        num_turns = 0
+        stopped = asyncio.Event()
+
+        def on_turn(_: TurnResult) -> None:
+            nonlocal num_turns
+            num_turns += 1
+            if num_turns == 3:
+                first.close()
+                stopped.set()
+
+        async def come_back() -> None:
+            await stopped.wait()
+            # The port refuses connections now: that is what a client meets while a gateway restarts.
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", port)
+            loop.call_later(0.3, lambda: second.enter_context(serve(app, port)))
+
+        back = asyncio.create_task(come_back())
+        settings = ReplaySettings(f"{url}/v1", client=client, calibrate=False, max_retries=6)
+        workload = Workload("w", WORKLOAD.trajectories[:3])
+        result = await replay(workload, settings, on_turn=on_turn)
+        await back
+    assert result.errors == ()
+    assert result.num_retries > 0
+    assert result.output_tokens == workload.output_tokens
+
+
+async def test_concurrency_is_bounded(app: ToyChat, settings: ReplaySettings) -> None:
+    """With a limit of one, trajectories do not overlap, and waiting for their turn is no part of their time."""
+    result = await replay(WORKLOAD, replace(settings, concurrency=1))
+    spans = sorted((t.started_at, t.ended_at) for t in result.trajectories)
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    unbounded = await replay(WORKLOAD, settings)
+    assert max(t.started_at for t in unbounded.trajectories) < unbounded.makespan_s / 2
+
+
+async def test_tools_take_their_time_over_the_speed_up(settings: ReplaySettings) -> None:
+    """A tool of 10 s at 50 times the speed holds its trajectory for 0.2 s, and the model's time does not count it."""
+    workload = Workload("w", (Trajectory("t", "g", 40, (Turn(0, 5, 10.0), Turn(9, 5, 99.0))),))
+    result: RolloutResult = await replay(workload, replace(settings, speed_up=50))
+    [played] = result.trajectories
+    assert played.time_s - played.llm_s == pytest.approx(0.2, abs=0.1)
+    # The tool after the last turn is nobody's.
+    assert played.time_s < 1.0
+
+
+async def test_calibration_makes_the_first_prompts_right(app: ToyChat, settings: ReplaySettings) -> None:
+    """All first turns go out before any answer, and yet have the wanted size."""
+    workload = Workload("w", tuple(Trajectory(f"{n}", f"g{n}", 300, (Turn(0, 5, 0.0),)) for n in range(4)))
+    result = await replay(workload, replace(settings, calibrate=True))
+    for turn in result.turns:
+        assert turn.prompt_tokens == pytest.approx(300, abs=3)

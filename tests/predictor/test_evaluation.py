@@ -1,0 +1,186 @@
+"""How predictors are compared: figures against their definitions, time kept honest, no group on both sides."""
+
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heddle.cli import main
+from predictor.evaluation import evaluate, folds, markdown
+from predictor.named import PREDICTORS, predictor_named
+from predictor.progress import Progress
+from predictor.replay import Arrival, play
+from predictor.scoring import kendall, log_pearson, recall, score
+from predictor.siblings import SiblingPredictor
+from predictor.tabular import TabularPredictor
+from predictor.training import learn_events, learn_trajectories
+from workloads.laws import CODING, draw
+from workloads.trajectories import Trajectory, Turn
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=2, max_size=25))
+def test_kendalls_tau_is_what_counting_pairs_gives(pairs: list[tuple[int, int]]) -> None:
+    """Agreeing less disagreeing pairs, over the untied of each (tau-b)."""
+    xs, ys = [float(x) for x, _ in pairs], [float(y) for _, y in pairs]
+
+    def sign(number: float) -> int:
+        return (number > 0) - (number < 0)
+
+    both = [(sign(xs[i] - xs[j]), sign(ys[i] - ys[j])) for i, j in itertools.combinations(range(len(xs)), 2)]
+    untied = math.sqrt(sum(x != 0 for x, _ in both) * sum(y != 0 for _, y in both))
+    assert kendall(xs, ys) == pytest.approx(sum(x * y for x, y in both) / untied if untied else 0.0)
+
+
+def test_recall_counts_the_longest_that_were_found() -> None:
+    """One of the two longest is among the two predicted longest; both are in the predicted longer half."""
+    truth, predicted = [1, 2, 3, 4, 5, 6, 7, 8, 90, 100], [1, 2, 3, 4, 5, 6, 50, 8, 7, 100]
+    assert recall(predicted, truth, 0.2, 0.2) == 0.5
+    assert recall(predicted, truth, 0.2, 0.5) == 1.0
+
+
+def test_recall_of_a_constant_is_chance_and_equals_at_the_limit_all_count() -> None:
+    """A constant finds as many as a blind draw; three that reached the limit are all among the longest tenth."""
+    truth = [float(n) for n in range(100)]
+    assert recall([7.0] * 100, truth, 0.2, 0.2) == pytest.approx(0.2)
+    capped = [1.0] * 7 + [40.0] * 3
+    assert recall([0.0] * 7 + [1.0, 2.0, 3.0], capped, 0.1, 0.1) == 1.0
+    assert recall([9.0] + [0.0] * 6 + [1.0, 2.0, 3.0], capped, 0.1, 0.1) == pytest.approx(2 / 3)
+
+
+def test_correlation_is_of_logs() -> None:
+    """A power law of the truth is as good as the truth."""
+    truth = [10.0, 300.0, 2_000.0, 50_000.0]
+    assert log_pearson([x**0.5 for x in truth], truth) == pytest.approx(1.0)
+    assert log_pearson([5.0] * 4, truth) == 0.0
+
+
+@pytest.mark.parametrize(("arrival", "known"), [("together", 0), ("chained", 2)])
+def test_a_sibling_is_finished_when_it_would_be(arrival: Arrival, known: int) -> None:
+    """Started together, the third member's first turn knows of no end; one after the other, it knows of two."""
+    turns = (Turn(0, 10, 1.0), Turn(5, 10, 0.0))
+    trajectories = [Trajectory(f"t{number}", "g", 100, turns) for number in range(3)]
+    ended: list[Progress] = []
+    seen: dict[tuple[str, int], int] = {}
+
+    class Watching(SiblingPredictor):
+        def ended(self, progress: Progress) -> None:
+            ended.append(progress)
+
+    def ask(progress: Progress) -> tuple[float, None]:
+        seen[progress.trajectory_id, progress.num_turns] = len(ended)
+        return 1.0, None
+
+    list(play(trajectories, Watching(), ask, arrival))
+    assert seen["t2", 0] == known and len(ended) == 3
+    assert ended[0] == Progress("t0", "g", "", 100, 125, 20, 10, 2)
+
+
+def test_no_group_is_learned_from_and_asked_about() -> None:
+    """Each trajectory is asked about once, by a predictor that never saw its group."""
+    trajectories = draw(CODING, 320, 1).trajectories
+    asked: list[str] = []
+    for before, after in folds(trajectories, 4):
+        assert not {t.group_id for t in before} & {t.group_id for t in after}
+        asked += [t.trajectory_id for t in after]
+    assert sorted(asked) == sorted(t.trajectory_id for t in trajectories)
+
+
+def test_the_tabular_predictor_beats_every_single_feature() -> None:
+    """On another draw of the law, in correlation, order and the longest fifth, after one turn and after four."""
+    splits = [(draw(CODING, 640, 101).trajectories, draw(CODING, 640, 2).trajectories)]
+    rows = evaluate(splits, "chained", ["tabular"])
+    for step in (1, 4):
+        mine, *singles = (row.score for row in rows if row.step == step)
+        for figure in ("pearson", "remaining_pearson", "kendall"):
+            assert getattr(mine, figure) > max(abs(getattr(single, figure)) for single in singles)
+    assert "against the best single feature" in markdown(rows)
+
+
+@pytest.mark.parametrize("name", PREDICTORS)
+def test_every_predictor_keeps_the_protocol(name: str) -> None:
+    """Predicts more than was made, learns, forgets what was dropped, and is restored from its dump."""
+    predictor, dice = predictor_named(name), random.Random(1)
+    for number in range(40):
+        total = dice.randint(50, 5_000)
+        predictor.predict(Progress(f"t{number}", "g", "p", 100, 100))
+        predictor.predict(Progress(f"t{number}", "g", "p", 100, 400, total // 2, total // 2, 1))
+        predictor.ended(Progress(f"t{number}", "g", "p", 100, 700, total, total // 2, 2))
+    predictor.predict(Progress("gone", "g", "p", 100, 100))
+    predictor.dropped("gone")
+    predictor.dropped("never seen")
+    said = predictor_named(name, predictor.dump()).predict(Progress("new", "g", "", 100, 900, 700, 300, 2))
+    assert 700 < said.total_tokens <= said.p90_tokens
+
+
+def test_an_unknown_name_is_told_what_there_is() -> None:
+    """The message lists the names."""
+    with pytest.raises(ValueError, match="tabular"):
+        predictor_named("no-such")
+
+
+def test_what_is_learned_from_an_event_log_is_what_serving_would_have_taught() -> None:
+    """A log of the same trajectories makes the same model as the trajectories themselves."""
+    served, read = TabularPredictor(), TabularPredictor()
+    lines: list[bytes] = []
+    for number, total in enumerate((300, 900, 20_000)):
+        progress = Progress(f"t{number}", "g", "", 100, 100)
+        served.predict(progress)
+        served.ended(Progress(f"t{number}", "g", "", 100, 100 + total, total, total, 1))
+        lines += logged(f"t{number}", total, "finished")
+    lines += logged("aborted", 50, "aborted")
+    served.predict(Progress("aborted", "g", "", 100, 100))
+    served.dropped("aborted")
+    assert learn_events(read, lines) == 3
+    assert read.dump() == served.dump()
+
+
+def logged(trajectory_id: str, total: int, state: str) -> list[bytes]:
+    """The lines of an event log about a trajectory of one turn."""
+    turn = {"at": 1.0, "kind": "event", "turn_id": f"{trajectory_id}/0"}
+    record = {"trajectory_id": trajectory_id, "state": state}
+    arrived = {**turn, "type": "TurnArrived", "trajectory_id": trajectory_id, "group_id": "g", "prompt_tokens": 100}
+    finished = {**turn, "type": "TurnFinished", "leg": 1, "prompt_tokens": 100, "output_tokens": total}
+    saved = {"at": 2.0, "kind": "action", "type": "Save", "record": record}
+    dispatch = {"at": 1.0, "kind": "action", "type": "Dispatch", "turn_id": f"{trajectory_id}/0"}
+    return [json.dumps(line).encode() for line in (arrived, dispatch, finished, saved)]
+
+
+@pytest.mark.parametrize("line", [b"nonsense", b"[]", b'{"type": "TurnArrived"}', b"{}"])
+def test_a_line_of_another_file_is_named(line: bytes) -> None:
+    """The message says which line."""
+    with pytest.raises(ValueError, match="line 2"):
+        learn_events(TabularPredictor(), [*logged("t", 10, "finished")[:1], line])
+
+
+def test_the_commands_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model is written from a law and an event log, and a table printed with every single feature."""
+    model, events = tmp_path / "model.json", tmp_path / "events.jsonl"
+    events.write_bytes(b"\n".join(logged("t", 900, "finished")) + b"\n")
+    given = ["--law", "coding", "--trajectories", "64"]
+    assert main(["predictor", "train", "--events", str(events), *given, "--out", str(model)]) == 0
+    assert "65 trajectories" in capsys.readouterr().out
+    assert predictor_named("tabular", model.read_bytes()).predict(Progress("t")).total_tokens > 1_000
+    assert main(["predictor", "evaluate", *given, "--predictor", "tabular", "--markdown"]) == 0
+    shown = capsys.readouterr().out
+    assert "| tabular |" in shown and "| *three siblings* |" in shown
+
+
+def test_the_commands_say_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without data there is nothing to learn from, and a law must exist."""
+    assert main(["predictor", "train", "--out", str(tmp_path / "m")]) == 2
+    assert main(["predictor", "evaluate", "--law", "no-such"]) == 2
+    assert "no trajectory" in (told := capsys.readouterr().err) and "no-such" in told
+
+
+def test_learning_counts_trajectories_and_scores_need_no_quantiles() -> None:
+    """A predictor without quantiles gets no calibration figure."""
+    predictor = SiblingPredictor()
+    trajectories = draw(CODING, 32, 1).trajectories
+    assert learn_trajectories(predictor, trajectories) == 32
+    said = play(trajectories, predictor, lambda p: (predictor.predict(p).total_tokens, None), "together")
+    assert score([one for one in said if one.step == 0]).under_p90 is None

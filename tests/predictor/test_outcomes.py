@@ -1,0 +1,196 @@
+"""Tool outcomes, read from conversations as the common agent frameworks write them."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from predictor.outcomes import OutcomeSettings, latest_outcomes, outcome_of_length, outcomes
+
+Message = dict[str, Any]
+
+
+def chat_call(*calls: tuple[str, str]) -> Message:
+    functions = [
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": "{}"}} for call_id, name in calls
+    ]
+    return {"role": "assistant", "content": None, "tool_calls": functions}
+
+
+def chat_result(call_id: str, content: object) -> Message:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+CHAT = [
+    {"role": "system", "content": "You are a coding agent."},
+    {"role": "user", "content": "Fix the bug."},
+    chat_call(("c1", "bash"), ("c2", "read_file")),
+    chat_result("c1", "<returncode>1</returncode>\n<output>make: no rule</output>"),
+    chat_result("c2", [{"type": "text", "text": "x = 1\n" * 200}]),
+    chat_call(("c3", "browser")),
+    chat_result("c3", [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]),
+    {"role": "assistant", "content": "Done."},
+]
+RESPONSES = [
+    {"role": "user", "content": [{"type": "input_text", "text": "Fix the bug."}]},
+    {"type": "reasoning", "id": "rs_1", "summary": []},
+    {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "shell", "arguments": "{}"},
+    {"type": "custom_tool_call", "id": "ctc_1", "call_id": "c2", "name": "apply_patch", "input": "*** Begin Patch"},
+    {
+        "type": "function_call_output",
+        "call_id": "c1",
+        "output": json.dumps({"output": "y" * 6_000, "metadata": {"exit_code": 124}}),
+    },
+    {"type": "custom_tool_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "Success."}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Now the tests."}]},
+    {"type": "shell_call", "call_id": "c3", "action": {"commands": ["pytest"]}},
+    {
+        "type": "shell_call_output",
+        "call_id": "c3",
+        "output": [{"stdout": "F", "stderr": "", "outcome": {"type": "exit", "exit_code": 1}}],
+    },
+]
+ANTHROPIC = [
+    {"role": "user", "content": "Fix the bug."},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "t1", "name": "Read", "input": {}},
+            {"type": "tool_use", "id": "t2", "name": "Bash", "input": {}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "t1", "content": "     1\tError: in a file\n" * 40},
+            {"type": "tool_result", "tool_use_id": "t2", "content": "Error: Exit code 1\nno", "is_error": True},
+            {"type": "text", "text": "<system-reminder>Error: none of your business</system-reminder>"},
+        ],
+    },
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "t3", "name": "Bash", "input": {}}]},
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "t3",
+                "is_error": True,
+                "content": [{"type": "text", "text": "Command timed out after 2m 0.0s"}],
+            }
+        ],
+    },
+]
+PLAIN = [
+    {"role": "system", "content": "Answer with one command."},
+    {"role": "user", "content": "Error: my program fails"},
+    {"role": "assistant", "content": "```bash\nmake\n```"},
+    {"role": "user", "content": "<returncode>2</returncode>\n<output>make: *** no rule</output>"},
+    {"role": "assistant", "content": "```bash\nls\n```"},
+    {"role": "user", "content": "<returncode>0</returncode>\n<output>a.c</output>"},
+]
+CONVERSATIONS = {"chat": CHAT, "responses": RESPONSES, "anthropic": ANTHROPIC, "plain": PLAIN}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        (CHAT, ("bash:small:failure", "read_file:medium:success", "browser:medium:success")),
+        (RESPONSES, ("shell:large:timeout", "apply_patch:small:success", "shell:small:failure")),
+        (ANTHROPIC, ("Read:medium:success", "Bash:small:failure", "Bash:small:timeout")),
+        (PLAIN, ("user:small:failure", "user:small:success")),
+    ],
+    ids=CONVERSATIONS,
+)
+def test_each_form_tells_tool_size_and_status(messages: list[Message], expected: tuple[str, ...]) -> None:
+    """Parallel calls count each, in order; the question itself and reminders beside results do not."""
+    assert outcomes(messages) == expected
+
+
+@pytest.mark.parametrize("form", CONVERSATIONS)
+def test_what_each_turn_adds_makes_up_the_whole(form: str) -> None:
+    """Read turn by turn, as a gateway does, or at once after a restart: the same chain."""
+    messages = CONVERSATIONS[form]
+    is_answer = [m.get("role") == "assistant" or str(m.get("type")).endswith(("_call", "reasoning")) for m in messages]
+    turns = [end for end in range(1, len(messages) + 1) if end == len(messages) or is_answer[end]]
+    added = [o for end in turns if not is_answer[end - 1] for o in latest_outcomes(messages[:end])]
+    assert tuple(added) == outcomes(messages)
+    assert len(added) >= 2
+
+
+def test_a_new_turn_costs_nothing_for_the_old_ones() -> None:
+    """After 20,000 turns, the last results are read in less than a hundredth of what the whole takes."""
+    messages = list(CHAT[:2])
+    for n in range(20_000):
+        messages.append(chat_call((f"c{n}", "bash")))
+        messages.append(chat_result(f"c{n}", "ok\n" * 10))
+
+    def best(read: Any) -> float:
+        times = []
+        for _ in range(3):
+            started = time.perf_counter()
+            read(messages)
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    assert latest_outcomes(messages) == ("bash:small:success",)
+    assert best(latest_outcomes) < best(outcomes) / 100
+
+
+def test_results_without_their_calls_are_counted_under_no_name() -> None:
+    """A request that goes on from a stored response brings outputs only; a compacted history has lost its calls."""
+    assert outcomes([{"type": "function_call_output", "call_id": "c9", "output": "fine"}]) == ("?:small:success",)
+    assert outcomes([chat_result("c9", "fine")]) == ("?:small:success",)
+
+
+def test_a_tools_name_cannot_break_the_form() -> None:
+    """Three fields whatever the name: colons are replaced, length is cut."""
+    [found] = outcomes([chat_call(("c1", "a:b" * 100)), chat_result("c1", "x")])
+    assert found.count(":") == 2 and len(found) < 70
+
+
+def test_size_classes_can_be_set_and_made_from_lengths() -> None:
+    """A trace of lengths gives the classes that texts of these lengths would have."""
+    settings = OutcomeSettings(medium_from=40, large_from=80)
+    assert outcomes([chat_call(("c", "t")), chat_result("c", "y" * 40)], settings) == ("t:medium:success",)
+    assert outcome_of_length(9, settings) == "?:small:?"
+    assert outcome_of_length(20, settings) == "?:large:?"
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda values: (
+        st.lists(values, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "role",
+                    "type",
+                    "content",
+                    "tool_calls",
+                    "call_id",
+                    "id",
+                    "output",
+                    "function",
+                    "name",
+                    "text",
+                    "is_error",
+                ]
+            ),
+            values | st.sampled_from(["assistant", "tool", "user", "tool_result", "tool_use", "function_call_output"]),
+            max_size=5,
+        )
+    ),
+    max_leaves=20,
+)
+
+
+@given(junk | st.lists(junk, max_size=6))
+def test_malformed_messages_never_raise(messages: object) -> None:
+    """Whatever a client sends, each outcome found has its three parts."""
+    for found in (*outcomes(messages), *latest_outcomes(messages)):
+        tool, size, status = found.split(":")
+        assert tool and size in ("small", "medium", "large") and status in ("success", "failure", "timeout")

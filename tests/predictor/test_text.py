@@ -1,0 +1,186 @@
+"""The text predictor's parts that need no torch: examples, texts, the answer in time, the choice."""
+
+import json
+import math
+import random
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from predictor.aside import Aside
+from predictor.choice import Judged, choose
+from predictor.text import TextExample, conversation_text, read_examples, train_text
+from scheduling.types import Prediction
+
+
+def test_the_text_holds_the_task_and_the_latest_result() -> None:
+    """Of a long conversation the begin and the end stay, in any API's form; ids and cache marks are not said."""
+    call = {"id": "call_9", "function": {"name": "bash", "arguments": '{"cmd": "make"}'}}
+    messages = [
+        {"role": "user", "content": "Port the parser."},
+        *({"role": "assistant", "content": "filler " * 100} for _ in range(200)),
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "3 tests fail"}]},
+    ]
+    text = conversation_text(messages)
+    assert text.startswith("user\nPort the parser.") and text.rstrip().endswith("3 tests fail")
+    assert "make" in text and "call_9" not in text and len(text) < 6_000
+
+
+def test_the_order_of_what_is_said_is_kept() -> None:
+    """The end is read backwards, and still reads forwards."""
+    text = conversation_text([{"role": "user", "content": f"word{n}"} for n in range(5)])
+    tail = text.split("word4", 1)[1]
+    assert [tail.index(f"word{n}") for n in range(5)] == sorted(tail.index(f"word{n}") for n in range(5))
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=9),
+        lambda values: (
+            st.lists(values, max_size=3)
+            | st.dictionaries(st.sampled_from(["role", "content", "text", "tool_calls"]), values, max_size=3)
+        ),
+    )
+)
+def test_any_messages_have_a_text(messages: object) -> None:
+    """Malformed ones too."""
+    assert isinstance(conversation_text(messages), str)
+
+
+def test_examples_are_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
+    """Messages stand for a text; what lacks a field stops the reading with its line."""
+    path = tmp_path / "examples.jsonl"
+    good = {"messages": [{"role": "user", "content": "hello"}], "group_id": "g", "output_tokens": 3, "num_turns": 1}
+    path.write_text(json.dumps(good | {"total_tokens": 9}) + "\n")
+    [example] = read_examples(path)
+    assert "hello" in example.text and (example.output_tokens, example.total_tokens) == (3, 9)
+    path.write_text(json.dumps(good) + '\n{"text": "x"}\n')
+    with pytest.raises(ValueError, match=r"line 2: no example: KeyError\('output_tokens'\)"):
+        read_examples(path)
+
+
+def test_too_few_examples_train_nothing(tmp_path: Path) -> None:
+    """A model of three conversations would be believed: it is refused, before torch is even loaded."""
+    with pytest.raises(ValueError, match="too few"):
+        train_text([TextExample("a", "g", 0, 0, 9)] * 60, tmp_path / "model.pt")
+    assert "torch" not in sys.modules
+
+
+class Gate:
+    """A predictor that answers when it is let to."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.entered = threading.Event()
+
+    def predict(self, tokens: int) -> Prediction:
+        self.entered.set()
+        assert self.open.wait(20)
+        if tokens < 0:
+            raise RuntimeError("a broken model")
+        return Prediction(tokens, tokens)
+
+
+def finish(executor: ThreadPoolExecutor) -> None:
+    """Everything submitted so far is done: one thread takes its work in order."""
+    executor.submit(int).result(20)
+
+
+def test_an_answer_in_time_is_used_once() -> None:
+    """The turn after the tool gets it; the one after that does not get it again."""
+    gate = Gate()
+    with ThreadPoolExecutor(1) as executor:
+        aside = Aside(gate.predict, executor)
+        aside.begin("a", 500)
+        gate.open.set()
+        finish(executor)
+        assert aside.take("a") == Prediction(500, 500)
+        assert aside.take("a") is None
+    assert aside.counts.num_in_time == 1
+
+
+def test_a_late_answer_is_not_waited_for() -> None:
+    """A tool that returns first goes on without it, and the late answer is never given to a later turn."""
+    gate = Gate()
+    with ThreadPoolExecutor(1) as executor:
+        aside = Aside(gate.predict, executor)
+        aside.begin("a", 500)
+        assert gate.entered.wait(20)
+        assert aside.take("a") is None
+        gate.open.set()
+        finish(executor)
+        assert aside.take("a") is None
+    assert (aside.counts.num_late, aside.counts.num_in_time) == (1, 0)
+
+
+def test_a_new_question_replaces_the_old_one() -> None:
+    """The answer is the one to the latest turn's text."""
+    gate = Gate()
+    with ThreadPoolExecutor(1) as executor:
+        aside = Aside(gate.predict, executor)
+        for tokens in (100, 200, 300):
+            aside.begin("a", tokens)
+        gate.open.set()
+        finish(executor)
+        assert aside.take("a") == Prediction(300, 300)
+
+
+def test_a_predictor_that_fails_is_as_one_that_is_late() -> None:
+    """No exception reaches the turn; it is counted."""
+    gate = Gate()
+    gate.open.set()
+    with ThreadPoolExecutor(1) as executor:
+        aside = Aside(gate.predict, executor)
+        aside.begin("a", -1)
+        finish(executor)
+        assert aside.take("a") is None
+    assert aside.counts.num_failed == 1
+
+
+def test_questions_do_not_pile_up() -> None:
+    """Beyond the limit new ones are refused until there is room; those of ended trajectories make room."""
+    gate = Gate()
+    with ThreadPoolExecutor(1) as executor:
+        aside = Aside(gate.predict, executor, max_open=2)
+        for name in ("a", "b", "c"):
+            aside.begin(name, 1)
+        assert aside.counts.num_refused == 1
+        aside.dropped("b")
+        aside.begin("d", 4)
+        gate.open.set()
+        finish(executor)
+        assert [aside.take(name) for name in "abcd"] == [Prediction(1, 1), None, None, Prediction(4, 4)]
+
+
+def judged(challenger_noise: float, incumbent_noise: float, num_groups: int = 60) -> list[Judged]:
+    rng = random.Random(2)
+    rows = []
+    for n in range(num_groups):
+        for _ in range(3):
+            log = rng.gauss(8, 1)
+            said = [math.exp(log + rng.gauss(0, noise)) for noise in (challenger_noise, incumbent_noise)]
+            rows.append(Judged(f"g{n}", math.exp(log), *said))
+    return rows
+
+
+def test_the_challenger_is_taken_where_it_is_better() -> None:
+    """Clearly better order and recall take it, and the figures say by how much."""
+    choice = choose(judged(0.3, 1.5))
+    assert choice.takes_challenger and choice.gain > choice.gain_low > 0.1 and choice.recall_gain > 0
+
+
+@pytest.mark.parametrize(("challenger", "incumbent"), [(1.5, 0.3), (0.7, 0.7)], ids=["worse", "equal"])
+def test_the_challenger_is_left_where_it_is_not(challenger: float, incumbent: float) -> None:
+    """Worse, or equal up to chance: the cheap one stays."""
+    assert not choose(judged(challenger, incumbent)).takes_challenger
+
+
+def test_few_groups_decide_nothing() -> None:
+    """However good it looks on a handful of prompts."""
+    assert not choose(judged(0.1, 3.0, num_groups=10)).takes_challenger

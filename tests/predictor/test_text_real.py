@@ -1,0 +1,83 @@
+"""The text predictor, trained and asked where torch is: the environment that `make real` installs."""
+
+import json
+import os
+import subprocess
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from engines.local_vllm import DEFAULT_VENV
+from predictor.choice import Judged, choose
+from predictor.prefix_tree import TreePredictor
+from predictor.progress import Progress
+from predictor.text import TextExample
+from tests.predictor.corpus import corpus
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+_CHECKOUT = Path(__file__).parents[2]
+
+
+def with_tabular(examples: list[TextExample]) -> list[TextExample]:
+    """Each example beside what the prefix tree says, which learns from the trajectories before it."""
+    tree = TreePredictor()
+    told = []
+    for number, example in enumerate(examples):
+        name = f"{number // 2}"
+        progress = Progress(name, example.group_id, output_tokens=example.output_tokens, num_turns=example.num_turns)
+        told.append(replace(example, base_tokens=tree.predict(progress).total_tokens))
+        if number % 2:
+            tree.ended(replace(progress, output_tokens=example.total_tokens))
+    return told
+
+
+def write(path: Path, examples: list[TextExample]) -> Path:
+    path.write_text("\n".join(json.dumps(asdict(example)) for example in examples))
+    return path
+
+
+def trained(tmp_path: Path, has_signal: bool) -> tuple[list[TextExample], dict[str, Any]]:
+    """1,600 examples of 400 groups to learn from, 800 of 200 others to be judged by."""
+    examples = with_tabular(corpus(600, has_signal, seed=4))
+    files = write(tmp_path / "train.jsonl", examples[:1600]), write(tmp_path / "test.jsonl", examples[1600:])
+    python = Path(os.environ.get("VLLM_CPU_VENV", DEFAULT_VENV)) / "bin" / "python"
+    if not python.exists():
+        pytest.fail(f"no {python}; install torch with: make real", pytrace=False)
+    command = (python.absolute(), "-m", "tests.predictor.text_worker", *files, tmp_path / "model.pt")
+    done = subprocess.run(
+        [str(part) for part in command], cwd=_CHECKOUT, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return examples[1600:], json.loads(done.stdout.splitlines()[-1])
+
+
+def judged(questions: list[TextExample], said: list[list[float]]) -> list[Judged]:
+    return [
+        Judged(question.group_id, question.total_tokens, total, question.base_tokens)
+        for question, (total, _) in zip(questions, said, strict=True)
+    ]
+
+
+def test_where_the_text_tells_it_is_learned_and_chosen(tmp_path: Path) -> None:
+    """In a minute on a CPU; its order beats the prefix tree's, and its 90th percentile keeps its word."""
+    questions, came = trained(tmp_path, has_signal=True)
+    choice = choose(judged(questions, came["said"]))
+    below = fmean(q.total_tokens <= p90 for q, (_, p90) in zip(questions, came["said"], strict=True))
+    print(came["report"], choice, f"under p90: {below:.2f}", f"{came['one_s'] * 1e3:.1f} ms a prediction")
+    assert choice.takes_challenger and choice.gain_low > 0.05
+    assert 0.8 < below < 0.98
+    assert came["report"]["took_s"] < 90
+    assert came["single"] == pytest.approx(came["said"][0], rel=1e-3)
+    assert "is no text predictor" in came["refusal"]
+
+
+def test_where_the_text_tells_nothing_it_is_not_chosen(tmp_path: Path) -> None:
+    """Trained on noise it is no better than the prefix tree that it starts from, and the evaluation says so."""
+    questions, came = trained(tmp_path, has_signal=False)
+    choice = choose(judged(questions, came["said"]))
+    print(came["report"], choice)
+    assert not choice.takes_challenger
+    assert choice.gain > -0.1

@@ -1,0 +1,32 @@
+"""The engine contract on a real vLLM."""
+
+import pytest
+
+from engines.local_vllm import LocalEngine
+from tests.engines.contract import PROMISES, Promise
+from tests.engines.site import Facts, site
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="session")]
+
+FACTS = Facts(
+    kind="vllm",
+    model="tiny",
+    max_context_tokens=32_768,
+    kv_capacity_tokens=131_072,
+    slots=4,
+    block_tokens=32,
+    keep_alive_s=5.0,
+    tells_start=True,
+    unknown_model_status=404,
+    bad_type_status=400,
+    named_call_reason="stop",
+    tells_fingerprint=True,
+    abort=lambda request_id: ("/abort_requests", {"request_ids": [f"chatcmpl-{request_id}"]}),
+)
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+async def test_a_real_vllm_keeps_the_contract(real_engines: list[LocalEngine], promise: Promise) -> None:
+    """Where this fails and the simulated engine's test does not, the double is wrong."""
+    async with site(real_engines[0].url, FACTS) as engine:
+        await promise(engine)

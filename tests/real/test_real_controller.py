@@ -1,0 +1,85 @@
+"""The controller cuts a fleet of real vLLM servers anew while a rollout goes on."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from controller.fleet_file import FleetFile
+from engines.local_vllm import LocalVllm
+from tests.controller.fleet_site import (
+    Rollout,
+    acting,
+    stopped_at_the_end,
+    until,
+    until_reached,
+)
+from tests.support.gateway import ADMIN_KEY, running_gateway
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+START_TIMEOUT_S = 300.0
+
+
+def real_fleet(state_dir: Path, gateway_url: str, model: Path, venv: Path) -> FleetFile:
+    """Two CPU slots with vLLM; flags and environment as for every real server of the tests."""
+    server = LocalVllm(model, max_model_len=16_384, num_kv_blocks=4096, venv=venv)
+    environment = dict(server.environment().items() - os.environ.items())
+    flags = ("--max-model-len", "16384", "--num-gpu-blocks-override", "4096", "--block-size", "32")
+    return FleetFile(
+        fleet="real",
+        model=str(model),
+        served_name="tiny",
+        gateway=gateway_url,
+        state_dir=state_dir,
+        cpu_slots=2,
+        tp_sizes=(1, 2),
+        engine={
+            "kind": "vllm",
+            "program": (str(venv.absolute() / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
+            "flags": (*flags, "--dtype", "float32", "--enforce-eager"),
+            "environment": environment,
+            "slots": 4,
+        },
+        limits={"observe_interval_s": 0.2, "start_timeout_s": START_TIMEOUT_S},
+        admin_key=ADMIN_KEY,
+    )
+
+
+async def test_two_servers_become_one_and_two_again_under_a_rollout(
+    tmp_path: Path, tiny_model: Path, vllm_venv: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2 x TP 1 -> 1 x TP 2 -> 2 x TP 1: no turn fails, and every greedy answer is what an undisturbed fleet says."""
+    async with running_gateway(observe_interval_s=0.2) as gateway:
+        fleet = real_fleet(tmp_path, gateway.url, tiny_model, vllm_venv)
+        async with stopped_at_the_end(fleet), acting(fleet) as made:
+            await until_reached(made, 1, 1, timeout_s=START_TIMEOUT_S)
+            rollout = Rollout(gateway.url, "tiny", 3, tool_s=1.0)
+            rollout.begin()
+            for tps in ([2], [1, 1]):
+                await goes_on(rollout)
+                made.ask(made.will.scaled(tps, made.in_sight()))
+                await until_reached(made, *tps, timeout_s=START_TIMEOUT_S)
+            await goes_on(rollout)
+            await rollout.end()
+            assert rollout.failures == [] and made.journal.state.failures == ()
+            undisturbed = Rollout(gateway.url, "tiny", 3, tool_s=0.0, num_turns=max(map(len, rollout.answers)))
+            undisturbed.begin("again")
+            await undisturbed.end(stop=False)
+            seconds = made.journal.state.phase_s
+    assert undisturbed.failures == []
+    for answers, expected in zip(rollout.answers, undisturbed.answers, strict=True):
+        assert answers == expected[: len(answers)]
+    with capsys.disabled():
+        print(f"\n{rollout.num_turns} turns, none failed, none altered; seconds of each phase:")
+        for (phase, tp), times in sorted(seconds.items()):
+            print(f"  {phase} of TP {tp}: {', '.join(f'{one:.1f}' for one in times)}")
+
+
+async def goes_on(rollout: Rollout) -> None:
+    """Wait until each agent had two more answers."""
+    before = [len(answers) for answers in rollout.answers]
+    await until(
+        lambda: all(len(now) >= then + 2 for now, then in zip(rollout.answers, before, strict=True)),
+        lambda: rollout.failures,
+    )

@@ -1,0 +1,139 @@
+"""A scheduler with short words for its events; the invariants are checked after each."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from scheduling.limits import Limits
+from scheduling.policy import HEDDLE, Policy
+from scheduling.scheduler import Scheduler
+from scheduling.types import (
+    Action,
+    Dispatch,
+    EngineLost,
+    EngineReported,
+    EngineSpec,
+    Event,
+    Fault,
+    Prediction,
+    Save,
+    Tick,
+    TrajectoryClosed,
+    TrajectoryDeclared,
+    TrajectoryRecord,
+    TrajectoryState,
+    TurnArrived,
+    TurnFailed,
+    TurnFinished,
+    TurnPaused,
+    TurnProgressed,
+)
+
+MODEL = "model"
+
+
+def without_saves(actions: Iterable[Action]) -> list[Action]:
+    """The actions that a client or an engine feels."""
+    return [action for action in actions if not isinstance(action, Save)]
+
+
+def record(trajectory_id: str, home: str | None, last_at: float = 0.0, **changes: object) -> TrajectoryRecord:
+    """What an earlier process wrote down of a trajectory."""
+    values: dict[str, object] = {
+        "trajectory_id": trajectory_id,
+        "group_id": "",
+        "rollout_id": None,
+        "state": TrajectoryState.ACTIVE,
+        "home": home,
+        "context_tokens": 100,
+        "output_tokens": 50,
+        "num_turns": 1,
+        "predicted_tokens": 1000.0,
+        "created_at": 0.0,
+        "last_at": last_at,
+    }
+    return TrajectoryRecord(**(values | changes))  # type: ignore[arg-type]
+
+
+class Fleet:
+    """One scheduler under test. `at` is its clock; a turn `x` belongs to trajectory `x` unless told.
+
+    Args:
+        answer_tokens: of its limits; 0 makes claims what they are known to be.
+    """
+
+    def __init__(
+        self,
+        policy: Policy = HEDDLE,
+        limits: Limits | None = None,
+        records: Iterable[TrajectoryRecord] = (),
+        can_preempt: bool = False,
+        answer_tokens: int = 0,
+    ) -> None:
+        limits = replace(limits or Limits(), answer_tokens=answer_tokens)
+        self.scheduler = Scheduler(policy, limits, records, can_preempt=can_preempt)
+        self.at = 0.0
+        self.actions: list[Action] = []
+
+    def handle(self, event: Event) -> list[Action]:
+        """What is to be done but for saving; all of it is in `actions`."""
+        self.actions = self.scheduler.handle(event)
+        self.scheduler.check()
+        return without_saves(self.actions)
+
+    def engine(
+        self, engine_id: str, slots: int = 1, kv: int = 0, accepting: bool = True, models: tuple[str, ...] = (MODEL,)
+    ) -> list[Action]:
+        spec = EngineSpec(engine_id, frozenset(models), slots, kv)
+        return self.handle(EngineReported(self.at, spec, accepting=accepting))
+
+    def lose(self, engine_id: str) -> list[Action]:
+        return self.handle(EngineLost(self.at, engine_id))
+
+    def arrive(
+        self,
+        turn_id: str,
+        trajectory_id: str | None = None,
+        prompt: int = 10,
+        predicted: float = 1000.0,
+        priority: int = 0,
+        model: str = MODEL,
+        group: str = "",
+        rollout: str | None = None,
+    ) -> list[Action]:
+        prediction = Prediction(predicted, predicted)
+        trajectory_id = trajectory_id or turn_id
+        return self.handle(
+            TurnArrived(self.at, turn_id, trajectory_id, model, prompt, prediction, group, rollout, priority)
+        )
+
+    def finish(self, turn_id: str, leg: int = 1, prompt: int = 10, output: int = 10) -> list[Action]:
+        return self.handle(TurnFinished(self.at, turn_id, leg, prompt, output))
+
+    def progress(self, turn_id: str, leg: int, output: int) -> list[Action]:
+        return self.handle(TurnProgressed(self.at, turn_id, leg, output))
+
+    def fail(self, turn_id: str, leg: int = 1, fault: Fault = Fault.ENGINE, can_retry: bool = True) -> list[Action]:
+        return self.handle(TurnFailed(self.at, turn_id, leg, fault, can_retry))
+
+    def pause(self, turn_id: str, leg: int = 1, output: int = 10) -> list[Action]:
+        return self.handle(TurnPaused(self.at, turn_id, leg, output))
+
+    def declare(self, trajectory_id: str, predicted: float = 1000.0) -> list[Action]:
+        return self.handle(TrajectoryDeclared(self.at, trajectory_id, Prediction(predicted, predicted), "g", "r"))
+
+    def close(self, trajectory_id: str, abort: bool = False) -> list[Action]:
+        return self.handle(TrajectoryClosed(self.at, trajectory_id, abort))
+
+    def tick(self, later_s: float = 0.0) -> list[Action]:
+        self.at += later_s
+        return self.handle(Tick(self.at))
+
+    def sent(self, actions: Iterable[Action]) -> list[tuple[str, str]]:
+        """Which turns the actions dispatch, and where to."""
+        return [(action.turn_id, action.engine_id) for action in actions if isinstance(action, Dispatch)]
+
+    def home(self, trajectory_id: str) -> str | None:
+        return self.scheduler.trajectories[trajectory_id].home
+
+    def claims(self, engine_id: str) -> dict[str, int]:
+        return self.scheduler.engines[engine_id].claims

@@ -1,0 +1,359 @@
+"""The scheduler under any order of events, on a tiny fleet with tiny limits.
+
+The machine plays the driver: it remembers which turn it was told to run where, answers aborts, and holds the scheduler
+to what a driver relies on. Other properties need a whole run and are checked at its end.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from scheduling.engine import Engine
+from scheduling.limits import Limits
+from scheduling.policy import HEDDLE, POLICIES, Policy
+from scheduling.residency import HELD, claims_giving_way
+from scheduling.scheduler import Scheduler
+from scheduling.state import Turn
+from scheduling.types import (
+    Abort,
+    Action,
+    Dispatch,
+    EngineLost,
+    EngineReported,
+    EngineSpec,
+    Event,
+    Fault,
+    Forget,
+    Prediction,
+    Preempt,
+    Refusal,
+    Reject,
+    Save,
+    Tick,
+    TrajectoryClosed,
+    TrajectoryDeclared,
+    TrajectoryRecord,
+    TrajectoryState,
+    TurnArrived,
+    TurnFailed,
+    TurnFinished,
+    TurnPaused,
+    TurnProgressed,
+)
+
+KV = 100
+LIMITS = Limits(
+    answer_tokens=20,
+    in_tool_lease_s=5.0,
+    entry_patience_s=8.0,
+    max_waiting_turns=6,
+    queue_timeout_s=30.0,
+    max_attempts=3,
+    retry_pause_s=2.0,
+    preempt_after_s=1.0,
+    trajectory_ttl_s=20.0,
+    retention_s=10.0,
+    max_trajectories=5,
+)
+ENGINES = ["A", "B", "C"]
+TRAJECTORIES = ["t0", "t1", "t2", "t3", "t4", "t5", "t6"]
+MODELS = ["x", "y"]
+
+trajectory_ids = st.sampled_from(TRAJECTORIES)
+predictions = st.sampled_from([1.0, 300.0, 5_000.0, 90_000.0]).map(lambda total: Prediction(total, total))
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """A driver that does what it is told, at any time and in any order."""
+
+    policy: Policy
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = 0.0
+        self.num_turns = 0
+        self.num_rejects = 0
+        self.engines: dict[str, EngineSpec] = {}
+        self.cordoned: set[str] = set()
+        self.waiting: dict[str, tuple[int, str]] = {}  # turn: last leg and trajectory
+        self.running: dict[str, Dispatch] = {}
+        self.aborted: dict[str, Abort] = {}
+        self.preempted: dict[str, Preempt] = {}
+        self.num_faults: Counter[str] = Counter()
+        self.trajectory_of: dict[str, str] = {}
+        self.saved_homes: dict[str, str | None] = {}
+        self.scheduler = Scheduler(self.policy, LIMITS, can_preempt=True)
+
+    @initialize(homes=st.lists(st.sampled_from([*ENGINES, None]), max_size=3))
+    def restart(self, homes: list[str | None]) -> None:
+        """An earlier process may have left records, not in order."""
+        records = [
+            TrajectoryRecord(f"t{i}", "", None, TrajectoryState.ACTIVE, home, 30, 10, 1, 500.0, 0.0, float(-i))
+            for i, home in enumerate(homes)
+        ]
+        self.saved_homes = {record.trajectory_id: record.home for record in records}
+        self.scheduler = Scheduler(self.policy, LIMITS, records, can_preempt=True)
+
+    # --- events -------------------------------------------------------------------------------------------
+
+    @rule(
+        trajectory_id=trajectory_ids,
+        model=st.sampled_from(MODELS),
+        prompt=st.integers(1, 120),
+        prediction=predictions,
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
+    )
+    def arrive(self, trajectory_id: str, model: str, prompt: int, prediction: Prediction, priority: int) -> None:
+        turn_id = f"turn{self.num_turns}"
+        self.num_turns += 1
+        self.waiting[turn_id] = (0, trajectory_id)
+        self.trajectory_of[turn_id] = trajectory_id
+        self.handle(TurnArrived(self.at, turn_id, trajectory_id, model, prompt, prediction, priority=priority))
+
+    @precondition(lambda self: self.waiting or self.running)
+    @rule(data=st.data())
+    def arrive_again(self, data: st.DataObject) -> None:
+        turn_id = data.draw(st.sampled_from(sorted({**self.waiting, **self.running})))
+        event = TurnArrived(self.at, turn_id, "t0", "x", 1, Prediction(1.0, 1.0))
+        assert self.scheduler.handle(event) == [Reject(turn_id, Refusal.DUPLICATE_TURN, None)]
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), output=st.integers(0, 60), prompt=st.integers(1, 120))
+    def finish(self, data: st.DataObject, output: int, prompt: int) -> None:
+        turn_id = data.draw(st.sampled_from(sorted(self.running)))
+        leg = self.end_leg(turn_id).leg
+        self.handle(TurnFinished(self.at, turn_id, leg, prompt, output))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), output=st.integers(0, 60))
+    def progress(self, data: st.DataObject, output: int) -> None:
+        turn_id = data.draw(st.sampled_from(sorted(self.running)))
+        self.handle(TurnProgressed(self.at, turn_id, self.running[turn_id].leg, output))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), fault=st.sampled_from(Fault), can_retry=st.booleans())
+    def fail(self, data: st.DataObject, fault: Fault, can_retry: bool) -> None:
+        self.fail_leg(data.draw(st.sampled_from(sorted(self.running))), fault, can_retry)
+
+    @precondition(lambda self: self.aborted)
+    @rule(data=st.data(), can_retry=st.booleans())
+    def answer_abort(self, data: st.DataObject, can_retry: bool) -> None:
+        turn_id = data.draw(st.sampled_from(sorted(self.aborted)))
+        self.fail_leg(turn_id, self.aborted[turn_id].fault, can_retry)
+
+    @precondition(lambda self: self.preempted)
+    @rule(data=st.data(), output=st.integers(0, 60))
+    def pause(self, data: st.DataObject, output: int) -> None:
+        turn_id = data.draw(st.sampled_from(sorted(self.preempted)))
+        leg = self.end_leg(turn_id).leg
+        self.waiting[turn_id] = (leg, self.trajectory_of[turn_id])
+        self.handle(TurnPaused(self.at, turn_id, leg, output))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        turn_id = data.draw(st.sampled_from(sorted(self.waiting)))
+        leg, _ = self.waiting.pop(turn_id)
+        self.handle(TurnFailed(self.at, turn_id, leg, Fault.CLIENT_LEFT, True))
+
+    @precondition(lambda self: self.num_turns)
+    @rule(data=st.data(), leg=st.integers(0, 2), fault=st.sampled_from([Fault.ENGINE, Fault.BUSY]))
+    def say_it_late(self, data: st.DataObject, leg: int, fault: Fault) -> None:
+        """Of a leg that is over, of a turn that waits for its next leg, or of one that ended long ago."""
+        turn_id = f"turn{data.draw(st.integers(0, self.num_turns - 1))}"
+        if turn_id in self.running and leg >= self.running[turn_id].leg:
+            return
+        if turn_id in self.waiting and self.waiting[turn_id][0] == 0:
+            return  # it was never sent anywhere, so nobody can speak of it
+        for event in (
+            TurnFailed(self.at, turn_id, leg, fault, True),
+            TurnFinished(self.at, turn_id, leg, 5, 5),
+            TurnPaused(self.at, turn_id, leg, 5),
+            TurnProgressed(self.at, turn_id, leg, 5),
+        ):
+            assert self.scheduler.handle(event) == []
+
+    @rule(trajectory_id=trajectory_ids, prediction=predictions)
+    def declare(self, trajectory_id: str, prediction: Prediction) -> None:
+        self.handle(TrajectoryDeclared(self.at, trajectory_id, prediction))
+
+    @rule(trajectory_id=trajectory_ids, abort=st.booleans())
+    def close(self, trajectory_id: str, abort: bool) -> None:
+        self.handle(TrajectoryClosed(self.at, trajectory_id, abort))
+
+    @rule(
+        engine_id=st.sampled_from(ENGINES),
+        models=st.sampled_from([("x",), ("y",), ("x", "y"), ("x", "y")]),
+        slots=st.integers(1, 3),
+        kv=st.sampled_from([0, KV, KV]),
+        accepting=st.sampled_from([True, True, False]),
+    )
+    def report(self, engine_id: str, models: tuple[str, ...], slots: int, kv: int, accepting: bool) -> None:
+        self.engines[engine_id] = EngineSpec(engine_id, frozenset(models), slots, kv)
+        (self.cordoned.discard if accepting else self.cordoned.add)(engine_id)
+        self.handle(EngineReported(self.at, self.engines[engine_id], accepting=accepting))
+
+    @rule(engine_id=st.sampled_from(ENGINES))
+    def lose(self, engine_id: str) -> None:
+        legs = {(d.turn_id, d.leg) for d in self.running.values() if d.engine_id == engine_id}
+        known = self.engines.pop(engine_id, None)
+        actions = self.handle(EngineLost(self.at, engine_id))
+        aborts = {(a.turn_id, a.leg) for a in actions if isinstance(a, Abort)}
+        assert aborts <= legs and (known is None or {turn for turn, _ in legs} >= {turn for turn, _ in aborts})
+
+    @rule(later_s=st.sampled_from([0.0, 0.5, 1.0, 3.0, 12.0, 40.0]))
+    def wait(self, later_s: float) -> None:
+        self.at += later_s
+        self.handle(Tick(self.at))
+
+    # --- the driver ---------------------------------------------------------------------------------------
+
+    def fail_leg(self, turn_id: str, fault: Fault, can_retry: bool) -> None:
+        """End a running leg; the scheduler then sends the turn again, lets it wait, or says no."""
+        dispatch = self.end_leg(turn_id)
+        self.num_faults[turn_id] += fault is not Fault.BUSY
+        awaits_word = can_retry and fault in (Fault.ENGINE, Fault.BUSY)
+        if awaits_word:
+            self.waiting[turn_id] = (dispatch.leg, self.trajectory_of[turn_id])
+        self.handle(TurnFailed(self.at, turn_id, dispatch.leg, fault, can_retry))
+        if awaits_word and self.num_faults[turn_id] >= LIMITS.max_attempts:
+            assert turn_id not in self.waiting, "attempts are used up"
+
+    def end_leg(self, turn_id: str) -> Dispatch:
+        """The driver has no running leg of this turn any more."""
+        self.aborted.pop(turn_id, None)
+        self.preempted.pop(turn_id, None)
+        return self.running.pop(turn_id)
+
+    def handle(self, event: Event) -> list[Action]:
+        residents = {name: set(engine.claims) for name, engine in self.scheduler.engines.items()}
+        actions = self.scheduler.handle(event)
+        entered: set[str] = set()
+        for action in actions:
+            match action:
+                case Save(record):
+                    self.saved_homes[record.trajectory_id] = record.home
+                case Dispatch():
+                    self.take(action)
+                    trajectory_id = self.trajectory_of[action.turn_id]
+                    # On an engine that is new here, "home" are those whom an earlier process left there.
+                    is_resident = trajectory_id in residents.get(action.engine_id, {trajectory_id})
+                    if not is_resident:
+                        entered.add(action.engine_id)
+                case Abort(turn_id, leg, _):
+                    assert self.running[turn_id].leg == leg
+                    self.aborted[turn_id] = action
+                case Preempt(turn_id, leg):
+                    assert self.running[turn_id].leg == leg and turn_id not in self.preempted
+                    self.preempted[turn_id] = action
+                case Reject(turn_id):
+                    del self.waiting[turn_id]
+                    self.num_rejects += 1
+                case Forget(trajectory_id):
+                    live = {self.trajectory_of[turn_id] for turn_id in {**self.waiting, **self.running}}
+                    assert trajectory_id not in live
+                    del self.saved_homes[trajectory_id]
+        for engine_id in entered:
+            self.check_watermark(engine_id)
+        return actions
+
+    def take(self, dispatch: Dispatch) -> None:
+        """A turn comes from the queue, with the next leg, to an engine that takes it; its home is written down."""
+        leg, trajectory_id = self.waiting.pop(dispatch.turn_id)
+        assert dispatch.leg == leg + 1 and self.num_faults[dispatch.turn_id] < LIMITS.max_attempts
+        assert dispatch.engine_id in self.engines and dispatch.engine_id not in self.cordoned
+        assert self.saved_homes[trajectory_id] == dispatch.engine_id
+        self.running[dispatch.turn_id] = dispatch
+        if self.policy.holds_turns:
+            engine = self.scheduler.engines[dispatch.engine_id]
+            assert len(engine.running) <= engine.spec.slots
+
+    def check_watermark(self, engine_id: str) -> None:
+        engine = self.scheduler.engines[engine_id]
+        # A second turn of a resident may have a longer prompt, and claim more in the same event.
+        may_grow = any(len(self.scheduler.trajectories[resident].turns) > 1 for resident in engine.claims)
+        if self.policy.residency is HELD and not may_grow and engine.spec.kv_capacity_tokens and len(engine.claims) > 1:
+            assert engine.kv_claimed <= engine.spec.kv_capacity_tokens * LIMITS.kv_watermark
+
+    @invariant()
+    def agrees_with_itself_and_with_its_driver(self) -> None:
+        self.scheduler.check()
+        assert self.scheduler.num_waiting == len(self.waiting) <= LIMITS.max_waiting_turns + len(ENGINES) * 3
+        live = {turn for known in self.scheduler.trajectories.values() for turn in known.turns}
+        assert live == set(self.waiting) | set(self.running)
+        assert not self.waiting or self.scheduler.next_wakeup() is not None
+
+    @invariant()
+    def lets_nobody_wait_in_vain(self) -> None:
+        """Where a turn would fit, it waits only for the sake of a more urgent one, to which that engine is promised."""
+        if self.policy.residency is not HELD:
+            return
+        for engine in self.scheduler.engines.values():
+            promised = engine.reserved_for.key if engine.reserved_for else None
+            for turn in self.waiting_elsewhere(engine):
+                fits = claims_giving_way(engine, turn, self.at, LIMITS) is not None
+                assert not fits or (promised is not None and promised < turn.key)
+
+    def waiting_elsewhere(self, engine: Engine) -> list[Turn]:
+        """Turns of those who are not resident anywhere, if this engine could take one of them now."""
+        if not engine.accepting or not engine.has_slot:
+            return []
+        engines = self.scheduler.engines
+        known = [self.scheduler.trajectories[trajectory_id] for _, trajectory_id in self.waiting.values()]
+        turns = [turn for trajectory in known for turn in trajectory.turns.values() if turn.turn_id in self.waiting]
+        return [
+            turn
+            for turn in turns
+            if turn.model in engine.spec.models and engine.spec.engine_id not in turn.avoided
+            if not any(turn.trajectory.trajectory_id in other.claims for other in engines.values())
+        ]
+
+    def teardown(self) -> None:
+        """On a serving fleet where turns end and time passes, each is served; and all is forgotten in the end."""
+        self.scheduler.limits = replace(LIMITS, queue_timeout_s=float("inf"))
+        num_rejects = self.num_rejects
+        self.engines = {name: EngineSpec(name, frozenset(MODELS), 1, KV) for name in ENGINES}
+        self.cordoned.clear()
+        for engine in self.engines.values():
+            self.handle(EngineReported(self.at, engine))
+        for _ in range(200):
+            for turn_id, dispatch in sorted(self.running.items()):
+                self.end_leg(turn_id)
+                self.handle(TurnFinished(self.at, turn_id, dispatch.leg, 10, 10))
+            if not self.running and not self.waiting:
+                break
+            self.at = max(self.at, self.scheduler.next_wakeup() or self.at)
+            self.handle(Tick(self.at))
+            self.agrees_with_itself_and_with_its_driver()
+        assert not self.waiting and not self.running and self.num_rejects == num_rejects
+        while (wanted_at := self.scheduler.next_wakeup()) is not None:
+            self.at = max(self.at, wanted_at)
+            self.handle(Tick(self.at))
+        assert not self.scheduler.trajectories and not self.saved_homes
+        assert all(not engine.claims and not engine.running for engine in self.scheduler.engines.values())
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda policy: policy.name)
+def test_any_order_of_events_is_borne(policy: Policy) -> None:
+    """No turn is lost, doubled or starved, and no bound is broken, whatever happens when."""
+    machine = type("AnyOrder", (AnyOrder,), {"policy": policy})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=60 if policy is HEDDLE else 20,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

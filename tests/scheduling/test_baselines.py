@@ -1,0 +1,227 @@
+"""Where other systems send a turn and when they move a trajectory: each does what its source says."""
+
+from dataclasses import replace
+
+import pytest
+
+from scheduling.baselines import (
+    cache_aware,
+    fewest_trajectories,
+    most_free_kv,
+    power_of_two,
+    round_robin_or_least_loaded,
+    steal_kv_load,
+    to_least_loaded_if_unbalanced,
+)
+from scheduling.estimate import Work
+from scheduling.limits import Limits
+from scheduling.order import TurnFacts
+from scheduling.placement import UNMEASURED, EngineFacts
+from scheduling.policy import CACHE_AWARE, LOAD_STEALING, THUNDERAGENT, VERL_HYBRID, VLLM_ROUTER
+from scheduling.types import Dispatch, Fault, Prediction
+from tests.scheduling.fleet import Fleet
+
+
+def engine(engine_id: str, num_turns: int = 0, kv_capacity_tokens: int = 1_000, **changes: object) -> EngineFacts:
+    profile = replace(UNMEASURED, slots=100, kv_capacity_tokens=kv_capacity_tokens)
+    facts = EngineFacts(engine_id, profile, num_turns, Work())
+    for name, value in changes.items():
+        setattr(facts, name, value)
+    return facts
+
+
+def turn(ordinal: int = 0, prompt: int = 100, **changes: object) -> TurnFacts:
+    return TurnFacts(ordinal, ordinal, 0.0, prompt, 0, Prediction(500.0, 500.0), **changes)  # type: ignore[arg-type]
+
+
+def test_sessions_count_and_not_turns_when_a_trajectory_starts() -> None:
+    """vLLM Router's sticky_least_loaded: an engine whose trajectories are all in tool calls is not an empty one."""
+    busy, idle = engine("A", num_turns=3, num_trajectories=3), engine("B", num_turns=0, num_trajectories=4)
+    assert fewest_trajectories(turn(), [idle, busy]) is busy
+
+
+def test_the_router_keeps_a_trajectory_where_it_started() -> None:
+    """Least loaded at the first turn, then sticky, whatever happens to the loads."""
+    fleet = Fleet(VLLM_ROUTER)
+    for name in "AB":
+        fleet.engine(name)
+    assert fleet.sent(fleet.arrive("a1", "a")) == [("a1", "A")]
+    assert fleet.sent(fleet.arrive("b1", "b")) == [("b1", "B")]
+    fleet.finish("b1")
+    assert fleet.sent(fleet.arrive("a2", "a")) == [("a2", "A")]
+
+
+def test_two_engines_are_drawn_and_the_less_loaded_one_taken() -> None:
+    """Every engine is drawn now and then; the most loaded one never wins against another, and one engine is enough."""
+    fleet = [engine(str(load), load) for load in range(4)]
+    chosen = {power_of_two(turn(ordinal), fleet).engine_id for ordinal in range(200)}
+    assert chosen == {"0", "1", "2"}
+    assert power_of_two(turn(7), fleet[3:]) is fleet[3]
+
+
+def test_the_longest_cached_prefix_attracts_a_turn() -> None:
+    """A trajectory's own engine; for a first turn one that has its group's prompt; else the one with the least KV."""
+    fleet = [engine("A", kv_claimed=500), engine("B", kv_claimed=900, prompts={"g"}), engine("C", kv_claimed=100)]
+    assert cache_aware(turn(num_turns=1, home="A", context_tokens=90), fleet).engine_id == "A"
+    assert cache_aware(turn(num_turns=1, home="A", context_tokens=30), fleet).engine_id == "C"
+    assert cache_aware(turn(num_turns=1, home="gone", context_tokens=90), fleet).engine_id == "C"
+    assert cache_aware(turn(group_id="g"), fleet).engine_id == "B"
+    assert cache_aware(turn(group_id="other"), fleet).engine_id == "C"
+
+
+def test_unlike_loads_are_stronger_than_caches() -> None:
+    """Beyond both thresholds the shortest queue wins; within one of them it does not."""
+    mine = turn(num_turns=1, home="A", context_tokens=90)
+    assert cache_aware(mine, [engine("A", 80), engine("B", 10)]).engine_id == "B"
+    assert cache_aware(mine, [engine("A", 60), engine("B", 10)]).engine_id == "A"
+    assert cache_aware(mine, [engine("A", 280), engine("B", 210)]).engine_id == "A"
+
+
+def test_siblings_go_where_their_prompt_is() -> None:
+    """The scheduler remembers which engine saw a group's prompt, and only the latest thousand."""
+    fleet = Fleet(CACHE_AWARE)
+    for name in "AB":
+        fleet.engine(name)
+    first = fleet.sent(fleet.arrive("g0-1", "g0", prompt=50, group="g"))[0][1]
+    fleet.arrive("x-1", "x", prompt=10, group="x")
+    assert fleet.sent(fleet.arrive("g1-1", "g1", prompt=50, group="g")) == [("g1-1", first)]
+    engine = fleet.scheduler.engines[first]
+    for number in range(1_000):
+        engine.remember_prompt(f"later-{number}")
+    assert "g" not in engine.prompts and len(engine.prompts) == 1_000
+
+
+def test_affinity_is_given_up_at_32_times_the_load() -> None:
+    """verl*: sticky up to that ratio; beyond it, old and new trajectories go to the least loaded engine."""
+    even, uneven = [engine("A", 32), engine("B", 1)], [engine("A", 33), engine("B", 1)]
+    assert to_least_loaded_if_unbalanced(turn(), even[0], even[1:], even) is None
+    assert to_least_loaded_if_unbalanced(turn(), uneven[0], uneven[1:], uneven) is uneven[1]
+    assert to_least_loaded_if_unbalanced(turn(), uneven[1], uneven[:1], uneven) is None
+    assert to_least_loaded_if_unbalanced(turn(), uneven[0], [], uneven) is None
+    assert round_robin_or_least_loaded(turn(0), even) is even[0]
+    assert round_robin_or_least_loaded(turn(0), uneven) is uneven[1]
+
+
+def test_a_hybrid_trajectory_leaves_an_engine_with_room() -> None:
+    """Its engine takes all that is sent, so that only the ratio can make it leave."""
+    fleet = Fleet(VERL_HYBRID)
+    fleet.engine("A")
+    for number in range(34):
+        fleet.arrive(f"t{number}-1", f"t{number}")
+    fleet.engine("B")
+    fleet.arrive("new")
+    assert fleet.home("new") == "B"
+    fleet.finish("t0-1")
+    assert fleet.sent(fleet.arrive("t0-2", "t0")) == [("t0-2", "B")], "33 turns against 1"
+    fleet.finish("t1-1")
+    assert fleet.sent(fleet.arrive("t1-2", "t1")) == [("t1-2", "A")], "32 turns against 2"
+
+
+def test_kv_load_is_stolen_by_the_least_loaded_engine() -> None:
+    """When its home's share of KV is clearly above what the thief would have with it."""
+    home, thief = engine("A", kv_claimed=800), engine("B", kv_claimed=500)
+    assert steal_kv_load(turn(prompt=160), home, [engine("C", kv_claimed=600), thief], [home, thief]) is thief
+    assert steal_kv_load(turn(prompt=170), home, [thief], [home, thief]) is None
+    assert steal_kv_load(turn(prompt=100), home, [], [home]) is None
+
+
+def test_load_is_stolen_though_the_trajectory_could_stay() -> None:
+    """At a tool return, with a free slot at home."""
+    fleet = Fleet(LOAD_STEALING)
+    fleet.engine("A", slots=2, kv=100)
+    fleet.arrive("a1", "a", prompt=40)
+    fleet.finish("a1", prompt=40)
+    fleet.engine("B", slots=2, kv=200)
+    (dispatch,) = fleet.arrive("a2", "a", prompt=50)
+    assert isinstance(dispatch, Dispatch) and (dispatch.engine_id, dispatch.why) == ("B", "moved from A")
+
+
+def pausing_fleet() -> Fleet:
+    """Engine A of 100 KV tokens under ThunderAgent's rules, with `small` (30) and `large` (60) active."""
+    fleet = Fleet(THUNDERAGENT, Limits(entry_patience_s=1_800))
+    fleet.engine("A", slots=8, kv=100)
+    fleet.arrive("small1", "small", prompt=20)
+    fleet.arrive("large1", "large", prompt=50)
+    fleet.finish("small1", prompt=20)
+    fleet.finish("large1", prompt=50)
+    return fleet
+
+
+def test_a_new_program_waits_while_active_contexts_fill_the_engine() -> None:
+    """Those in a tool call count less each second: half, a quarter, and so on."""
+    fleet = pausing_fleet()
+    assert fleet.arrive("new", prompt=60) == []
+    assert fleet.tick(1.0) == []
+    assert fleet.sent(fleet.tick(1.0)) == [("new", "A")]
+
+
+def test_a_program_resumes_by_force_when_it_has_waited_for_long() -> None:
+    """Though the engine is full of running ones."""
+    fleet = Fleet(THUNDERAGENT, Limits(entry_patience_s=1_800, queue_timeout_s=10_000))
+    fleet.engine("A", kv=100)
+    fleet.arrive("runs", prompt=90)
+    assert fleet.arrive("new", prompt=60) == []
+    assert fleet.tick(1_799.0) == []
+    assert fleet.sent(fleet.tick(1.0)) == [("new", "A")]
+
+
+def test_acting_programs_are_paused_first_the_shortest_context_first() -> None:
+    """Every five seconds, if active contexts are more than the engine's KV; what runs goes on."""
+    fleet = pausing_fleet()
+    fleet.arrive("runs1", "runs", prompt=10)
+    fleet.arrive("large2", "large", prompt=60)
+    fleet.progress("runs1", 1, 65)
+    assert fleet.claims("A") == {"small": 30, "large": 60, "runs": 75}
+    assert fleet.scheduler.next_wakeup() == 1.0
+    fleet.tick(5.0)
+    assert fleet.claims("A") == {"large": 60, "runs": 75}, "what is left runs"
+    assert fleet.arrive("small2", "small", prompt=30) == [], "a paused program waits in the global queue"
+    fleet.engine("B", slots=8, kv=100)
+    assert fleet.home("small") == "B", "and resumes wherever there is room"
+
+
+def test_no_program_is_paused_between_two_looks() -> None:
+    """Contexts may outgrow the engine for up to five seconds; and where its KV is unknown, for ever."""
+    fleet = pausing_fleet()
+    fleet.tick(5.0)
+    fleet.arrive("small2", "small", prompt=120)
+    fleet.arrive("large2", "large", prompt=60)
+    fleet.finish("large2", prompt=60)
+    fleet.tick(4.9)
+    assert set(fleet.claims("A")) == {"small", "large"}
+    fleet.at += 0.1
+    fleet.finish("small2", prompt=120)
+    fleet.tick()
+    assert set(fleet.claims("A")) == {"small"} or set(fleet.claims("A")) == {"large"}
+    unknown = Fleet(THUNDERAGENT)
+    unknown.engine("A", slots=8)
+    unknown.arrive("huge", prompt=10**9)
+    unknown.tick(5.0)
+    assert set(unknown.claims("A")) == {"huge"}
+
+
+def test_programs_at_work_resume_before_new_ones_and_short_ones_before_long_ones() -> None:
+    """ThunderAgent's order of restoring."""
+    fleet = pausing_fleet()
+    fleet.arrive("runs", prompt=5)
+    fleet.progress("runs", 1, 200)
+    fleet.tick(5.0)
+    assert fleet.claims("A") == {"runs": 205}
+    assert fleet.arrive("new", prompt=10) == []
+    assert fleet.arrive("large2", "large", prompt=60) == []
+    assert fleet.arrive("small2", "small", prompt=30) == []
+    sent = fleet.sent(fleet.fail("runs", fault=Fault.CLIENT_LEFT))
+    assert sent == [("small2", "A"), ("large2", "A"), ("new", "A")]
+
+
+def test_a_program_starts_where_the_most_kv_is_free() -> None:
+    """In tokens, not in shares."""
+    small, large = engine("A", kv_claimed=100), engine("B", kv_claimed=900, kv_capacity_tokens=2_000)
+    assert most_free_kv(turn(), [small, large]) is large
+
+
+@pytest.mark.parametrize(("kv_claimed", "share"), [(0, 0.0), (250, 0.25)])
+def test_a_load_of_kv_is_a_share_of_the_engine(kv_claimed: int, share: float) -> None:
+    """So that unlike engines compare; where the capacity is unknown, tokens do."""
+    assert engine("A", kv_claimed=kv_claimed).kv_share == share
+    assert engine("A", kv_claimed=kv_claimed, kv_capacity_tokens=0).kv_share == kv_claimed

@@ -1,0 +1,194 @@
+"""Engines come, change, are cordoned and get lost; an earlier process's homes are regained."""
+
+from scheduling.limits import Limits
+from scheduling.policy import HEDDLE, VERL
+from scheduling.types import Abort, Dispatch, EngineLoad, EngineReported, EngineSpec, Fault, TrajectoryState
+from tests.scheduling.fleet import MODEL, Fleet, record
+
+
+def test_turns_wait_while_there_is_no_engine() -> None:
+    """The first engine that reports takes them, in their order, as far as its slots go."""
+    fleet = Fleet()
+    fleet.arrive("short", predicted=10)
+    fleet.arrive("long", predicted=500)
+    fleet.arrive("longer", predicted=5_000)
+    assert fleet.sent(fleet.engine("A", slots=2)) == [("longer", "A"), ("long", "A")]
+
+
+def test_a_turn_goes_only_to_an_engine_that_serves_its_model() -> None:
+    """Several models share a fleet; a turn that waits for one does not hold back those for another."""
+    fleet = Fleet()
+    fleet.engine("A", models=("x",))
+    assert fleet.arrive("y1", model="y", predicted=90_000) == []
+    assert fleet.sent(fleet.arrive("x1", model="x")) == [("x1", "A")]
+    assert fleet.sent(fleet.engine("B", models=("y", "z"))) == [("y1", "B")]
+
+
+def test_an_engine_of_several_models_takes_the_first_turn_of_all() -> None:
+    """Queues of different models are merged by key."""
+    fleet = Fleet()
+    fleet.arrive("x1", model="x", predicted=10)
+    fleet.arrive("y1", model="y", predicted=20)
+    assert fleet.sent(fleet.engine("A", models=("x", "y"))) == [("y1", "A")]
+    assert fleet.sent(fleet.finish("y1")) == [("x1", "A")]
+
+
+def test_a_trajectory_may_ask_for_another_model() -> None:
+    """Its home cannot serve that turn, so another engine does, and becomes its home."""
+    fleet = Fleet()
+    fleet.engine("A", models=("x",))
+    fleet.engine("B", models=("y",))
+    fleet.arrive("t1", "t", model="x")
+    fleet.finish("t1")
+    assert fleet.sent(fleet.arrive("t2", "t", model="y")) == [("t2", "B")]
+    assert fleet.claims("A") == {} and fleet.home("t") == "B"
+
+
+def test_more_slots_are_filled_when_they_are_reported() -> None:
+    """An engine's report is its newest truth."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("a")
+    fleet.arrive("b")
+    fleet.arrive("c")
+    assert fleet.sent(fleet.engine("A", slots=2)) == [("b", "A")]
+    assert fleet.engine("A", slots=1) == []
+    assert fleet.finish("a") == []
+    assert fleet.sent(fleet.finish("b")) == [("c", "A")]
+
+
+def test_a_report_of_load_is_kept() -> None:
+    """People and metrics look at it."""
+    fleet = Fleet()
+    load = EngineLoad(num_running=3, num_waiting=2, kv_used_tokens=7)
+    fleet.handle(EngineReported(0.0, EngineSpec("A", {MODEL}, 1, 0), load))
+    assert fleet.scheduler.engines["A"].load == load
+
+
+def test_a_cordoned_engine_only_ends_what_it_runs() -> None:
+    """What waits for it goes elsewhere at once; what it runs goes on."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("a1", "a")
+    fleet.arrive("a2", "a")
+    fleet.engine("B")
+    assert fleet.sent(fleet.engine("A", accepting=False)) == [("a2", "B")]
+    assert fleet.finish("a1") == []
+    fleet.finish("a2")
+    assert fleet.sent(fleet.arrive("c")) == [("c", "B")]
+
+
+def test_residents_of_a_cordoned_engine_wait_for_it_if_there_is_no_other() -> None:
+    """Without another engine the turn waits, and goes home when the engine accepts again."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("a")
+    fleet.finish("a")
+    fleet.engine("A", accepting=False)
+    assert fleet.arrive("a2", "a") == []
+    (dispatch,) = fleet.engine("A")
+    assert dispatch == Dispatch("a2", 1, "A", -1000, "home")
+
+
+def test_a_model_that_an_engine_no_longer_serves_is_served_elsewhere() -> None:
+    """An adapter was unloaded: turns that wait there for it leave."""
+    fleet = Fleet()
+    fleet.engine("A", models=("x", "y"))
+    fleet.arrive("a1", "a", model="x")
+    fleet.arrive("a2", "a", model="y")
+    fleet.engine("B", models=("y",))
+    assert fleet.sent(fleet.engine("A", models=("x",))) == [("a2", "B")]
+
+
+def test_a_lost_engines_legs_are_aborted_and_its_turns_run_elsewhere() -> None:
+    """The driver ends each leg by its word, and then the turn is retried; what only waited goes at once."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("a1", "a")
+    fleet.arrive("a2", "a")
+    fleet.engine("B")
+    abort, dispatch = fleet.lose("A")
+    assert abort == Abort("a1", 1, Fault.ENGINE)
+    assert fleet.sent([dispatch]) == [("a2", "B")]
+    assert fleet.fail("a1") == []
+    assert fleet.sent(fleet.finish("a2")) == [("a1", "B")]
+
+
+def test_a_turn_that_finished_while_its_engine_got_lost_is_finished() -> None:
+    """The last word of a lost engine may still be a good one."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("a")
+    fleet.lose("A")
+    assert fleet.progress("a", 1, 5) == fleet.finish("a") == []
+    assert fleet.home("a") is None and fleet.scheduler.trajectories["a"].num_turns == 1
+
+
+def test_an_unknown_engines_loss_is_no_news() -> None:
+    """It is said twice when a driver and a controller both see it."""
+    assert Fleet().lose("A") == []
+
+
+def test_an_engine_that_was_lost_has_no_residents_when_it_comes_back() -> None:
+    """Its KV is gone, that of trajectories which had lost their claim too."""
+    fleet = Fleet(limits=Limits(in_tool_lease_s=1))
+    fleet.engine("A", slots=2, kv=100)
+    fleet.arrive("gave-way", prompt=80)
+    fleet.finish("gave-way", prompt=80)
+    fleet.at = 1.0
+    fleet.arrive("in-tool", prompt=80)
+    fleet.finish("in-tool", prompt=80)
+    fleet.lose("A")
+    fleet.engine("A", slots=2, kv=100)
+    assert fleet.claims("A") == {}
+
+
+def test_a_turn_elsewhere_keeps_its_home_when_an_engine_is_lost() -> None:
+    """Losing the engine of one turn does not unsettle a trajectory that lives on another."""
+    fleet = Fleet()
+    fleet.engine("A", slots=2)
+    fleet.arrive("m1", "m")
+    fleet.arrive("m2", "m")
+    fleet.engine("B", slots=2)
+    fleet.fail("m2")
+    assert fleet.lose("A") == [Abort("m1", 1, Fault.ENGINE)]
+    assert fleet.home("m") == "B" and set(fleet.claims("B")) == {"m"}
+
+
+def test_homes_of_an_earlier_process_hold_when_their_engines_report() -> None:
+    """A restart loses no KV: contexts are claimed, and turns go back to where they are."""
+    records = [
+        record("a", "A", context_tokens=70),
+        record("b", "B"),
+        record("done", "A", state=TrajectoryState.FINISHED),
+    ]
+    fleet = Fleet(HEDDLE, None, records)
+    fleet.engine("B", slots=2)
+    fleet.engine("A", slots=2)
+    assert fleet.claims("A") == {"a": 70} and fleet.claims("B") == {"b": 100}
+    assert fleet.sent(fleet.arrive("a2", "a")) == [("a2", "A")]
+    assert fleet.sent(fleet.arrive("b2", "b")) == [("b2", "B")]
+
+
+def test_a_turn_that_came_before_its_home_goes_there_when_it_reports() -> None:
+    """It waited for want of any engine; its home's report brings it home, before entrants with later keys."""
+    fleet = Fleet(HEDDLE, None, [record("a", "A")])
+    fleet.arrive("a2", "a")
+    fleet.arrive("b", predicted=10)
+    (dispatch,) = fleet.engine("A")
+    assert dispatch == Dispatch("a2", 1, "A", -1000, "home")
+
+
+def test_an_engine_that_reports_cordoned_takes_nothing() -> None:
+    """It may hold residents of an earlier process, and gets no turn."""
+    fleet = Fleet(HEDDLE, None, [record("a", "A")])
+    fleet.arrive("a2", "a")
+    assert fleet.engine("A", accepting=False) == []
+
+
+def test_a_sticky_policy_without_slots_sends_all_home() -> None:
+    """Engines queue for themselves in the baselines: slots do not count."""
+    fleet = Fleet(VERL, None, [record("a", "A")])
+    fleet.arrive("a2", "a")
+    fleet.arrive("a3", "a")
+    assert fleet.sent(fleet.engine("A", slots=1)) == [("a2", "A"), ("a3", "A")]

@@ -1,0 +1,82 @@
+"""What is remembered of engines and queues: sums stay right, and nothing piles up."""
+
+from scheduling.estimate import Work
+from scheduling.limits import Limits
+from scheduling.types import Fault, Tick
+from tests.scheduling.fleet import Fleet
+
+
+def test_an_engine_without_residents_has_no_work() -> None:
+    """At once and exactly, whatever rounding has done to the sums."""
+    fleet = Fleet()
+    fleet.engine("A", slots=3)
+    for name, predicted in [("a", 0.1), ("b", 1e9 / 3), ("c", 7e7 / 9)]:
+        fleet.arrive(name, prompt=77, predicted=predicted)
+        fleet.finish(name, prompt=77)
+    for name in ["b", "a", "c"]:
+        fleet.close(name)
+    assert fleet.scheduler.engines["A"].facts(fleet.at).work == Work()
+
+
+def test_the_longest_of_an_engine_is_found_anew_within_a_second() -> None:
+    """When the longest trajectory has left, the next longest sets the estimate."""
+    fleet = Fleet()
+    fleet.engine("A", slots=2)
+    fleet.arrive("long", predicted=9_000)
+    fleet.arrive("short", predicted=400)
+    fleet.finish("long", output=10)
+    fleet.close("long")
+    assert fleet.scheduler.engines["A"].facts(0.5).work.longest_tokens == 9_000
+    assert fleet.scheduler.engines["A"].facts(1.0).work.longest_tokens == 400
+
+
+def test_a_placement_sees_an_engine_as_it_is() -> None:
+    """What is remembered of it is dropped when its turns, its work or its description change."""
+    fleet = Fleet()
+    fleet.engine("A", slots=1)
+    engine = fleet.scheduler.engines["A"]
+    assert engine.facts(0.0).num_turns == 0
+    fleet.arrive("t1", "t")
+    assert engine.facts(0.0).num_turns == 1
+    fleet.arrive("t2", "t")
+    assert engine.facts(0.0).num_turns == 2
+    fleet.engine("A", slots=1, kv=500)
+    assert engine.facts(0.0).profile.kv_capacity_tokens == 500
+    fleet.fail("t2", leg=0, fault=Fault.CLIENT_LEFT)
+    assert engine.facts(0.0).num_turns == 1
+    fleet.progress("t1", 1, 60)
+    assert engine.facts(0.0).work.token_context_products == 1_000 * (70 + 1_000 / 2)
+
+
+def test_a_queue_that_nobody_waits_in_is_dropped() -> None:
+    """Models are named by clients: their queues must not pile up."""
+    fleet = Fleet(limits=Limits(queue_timeout_s=1))
+    for number in range(20):
+        fleet.arrive(f"t{number}", model=f"no-such-model-{number}")
+    fleet.tick(1.0)
+    fleet.tick(1.0)
+    assert fleet.scheduler._dispatcher.homeless == {}
+
+
+def test_after_its_pause_a_turn_goes_where_its_policy_says() -> None:
+    """At a tick several engines may be free for it: the one that ends it soonest, not the first in the list."""
+    fleet = Fleet()
+    fleet.engine("A", slots=2)
+    fleet.engine("B", slots=2)
+    fleet.arrive("t")
+    fleet.fail("t", leg=1)
+    fleet.fail("t", leg=2)
+    fleet.arrive("much", predicted=90_000)
+    assert fleet.home("much") == "A"
+    assert fleet.sent(fleet.tick(2.0)) == [("t", "B")]
+
+
+def test_time_does_not_run_backwards() -> None:
+    """Drivers read their clock before they wait for their turn to speak: a stale instant counts as now."""
+    fleet = Fleet(limits=Limits(queue_timeout_s=10))
+    fleet.at = 100.0
+    fleet.tick()
+    fleet.at = 50.0
+    fleet.arrive("t")
+    fleet.handle(Tick(109.0))
+    assert fleet.scheduler.num_waiting == 1

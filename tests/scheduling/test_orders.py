@@ -1,0 +1,64 @@
+"""When: what each order puts first."""
+
+from collections.abc import Callable
+
+import pytest
+
+from scheduling.limits import Limits
+from scheduling.order import (
+    TurnFacts,
+    first_come_first_served,
+    least_attained_first,
+    longest_remaining_first,
+    longest_total_first,
+    oldest_trajectory_first,
+    shortest_context_first,
+    shortest_first,
+)
+from scheduling.types import Prediction
+
+Order = Callable[[TurnFacts, Limits], float]
+
+# A young trajectory, long and just begun; an old one, shorter, that has made most of its output.
+YOUNG = TurnFacts(5, 4, 3.0, 900, 100, Prediction(9_000.0, 9_000.0), num_turns=0)
+OLD = TurnFacts(4, 1, 4.0, 8_000, 5_000, Prediction(6_000.0, 6_000.0), num_turns=9)
+
+
+@pytest.mark.parametrize(
+    ("order", "first"),
+    [
+        (longest_total_first, YOUNG),
+        (longest_remaining_first, YOUNG),
+        (least_attained_first, YOUNG),
+        (first_come_first_served, YOUNG),
+        (shortest_first, OLD),
+        (oldest_trajectory_first, OLD),
+        (shortest_context_first, OLD),
+    ],
+)
+def test_each_order_puts_the_right_one_first(order: Order, first: TurnFacts) -> None:
+    """The lower key is the earlier turn."""
+    other = OLD if first is YOUNG else YOUNG
+    assert order(first, Limits()) < order(other, Limits())
+
+
+def test_remaining_work_is_what_is_predicted_beyond_what_was_made() -> None:
+    """Total 9,000 with 100 made against 10,000 with 2,000 made: the first has more before it. Total says otherwise."""
+    further = TurnFacts(6, 6, 3.0, 10, 2_000, Prediction(10_000.0, 10_000.0))
+    assert longest_remaining_first(YOUNG, Limits()) < longest_remaining_first(further, Limits())
+    assert longest_total_first(YOUNG, Limits()) > longest_total_first(further, Limits())
+
+
+def test_within_a_level_of_attained_service_the_first_to_come_is_first() -> None:
+    """Levels double: 0 to 511 tokens, to 1,023, to 2,047, and so on."""
+
+    def key(attained: int, at: float) -> float:
+        return least_attained_first(TurnFacts(0, 0, at, 10, attained, Prediction(1.0, 1.0)), Limits())
+
+    assert key(511, 1.0) < key(0, 2.0) < key(512, 0.0) < key(1_023, 3.0) < key(1_024, 0.0) == key(2_047, 0.0)
+
+
+def test_of_two_at_work_the_shorter_context_resumes_first() -> None:
+    """And any of them before a new one."""
+    short = TurnFacts(7, 7, 9.0, 10, 10, Prediction(1.0, 1.0), num_turns=1)
+    assert [shortest_context_first(turn, Limits()) for turn in (short, OLD, YOUNG)] == [10, 8_000, 900 + 1e9]

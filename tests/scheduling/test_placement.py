@@ -1,0 +1,183 @@
+"""Placement and moves: the additive cost, and what follows from it."""
+
+from dataclasses import replace
+from math import exp
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduling.cost import EngineProfile
+from scheduling.estimate import Work, estimate_finish_s
+from scheduling.order import TurnFacts
+from scheduling.placement import (
+    LEAST_GAIN,
+    NEAR_LATEST_SHARE,
+    UNMEASURED,
+    EngineFacts,
+    least_estimated_finish,
+    lower_the_latest,
+)
+from scheduling.types import Prediction
+
+tokens = st.floats(1, 100_000)
+contexts = st.floats(0, 200_000)
+trajectories = st.tuples(tokens, contexts)
+
+
+def work_of(parts: list[tuple[float, float]]) -> Work:
+    work = Work()
+    for remaining, context in parts:
+        work = work.plus(remaining, context)
+    return work
+
+
+def facts(engine_id: str = "A", work: Work | None = None, slots: int = 8, kv: int = 200_000) -> EngineFacts:
+    return EngineFacts(engine_id, replace(UNMEASURED, slots=slots, kv_capacity_tokens=kv), 0, work or Work())
+
+
+engines = st.builds(
+    lambda parts, slots, kv, base: EngineFacts(
+        "",
+        replace(UNMEASURED, slots=slots, kv_capacity_tokens=kv, decode_base_ms=base),
+        len(parts),
+        work_of(parts),
+    ),
+    st.lists(trajectories, max_size=6),
+    st.integers(1, 64),
+    st.one_of(st.just(0), st.integers(1_000, 1_000_000)),
+    st.floats(1, 50),
+)
+fleets = st.lists(engines, min_size=1, max_size=5).map(
+    lambda found: [replace(engine, engine_id=str(index)) for index, engine in enumerate(found)]
+)
+
+
+def turn_of(total: float, attained: int = 0, prompt: int = 1_000) -> TurnFacts:
+    return TurnFacts(0, 0, 0.0, prompt, attained, Prediction(total, total))
+
+
+turns = st.builds(turn_of, tokens, st.integers(0, 50_000), st.integers(1, 100_000))
+
+
+def lived_in(home: EngineFacts, turn: TurnFacts) -> EngineFacts:
+    """The home with this trajectory among its own."""
+    return replace(home, work=home.work.plus(*turn.share), without=lambda: home.work)
+
+
+@given(engines, trajectories)
+def test_more_work_never_takes_less_time(engine: EngineFacts, added: tuple[float, float]) -> None:
+    """However short its context, one more trajectory does not make an engine look sooner done."""
+    assert estimate_finish_s(engine.profile, engine.work.plus(*added)) >= estimate_finish_s(engine.profile, engine.work)
+
+
+@given(engines, trajectories, st.floats(1, 3), st.floats(1, 3))
+def test_longer_work_never_takes_less_time(
+    engine: EngineFacts, added: tuple[float, float], longer: float, wider: float
+) -> None:
+    """More output to come or a larger context of one trajectory costs no less."""
+    small, large = engine.work.plus(*added), engine.work.plus(added[0] * longer, added[1] * wider)
+    assert estimate_finish_s(engine.profile, large) >= estimate_finish_s(engine.profile, small)
+
+
+@given(st.lists(trajectories, max_size=5), trajectories)
+def test_work_without_one_is_what_it_was_but_for_the_longest(
+    parts: list[tuple[float, float]], one: tuple[float, float]
+) -> None:
+    """Sums are exact to rounding; the longest is only ever too large."""
+    before = work_of(parts)
+    after = before.plus(*one)
+    after.remove(*one)
+    assert after.total_tokens == pytest.approx(before.total_tokens, abs=1e-3)
+    assert after.token_context_products == pytest.approx(before.token_context_products, abs=1e-1)
+    assert after.longest_tokens >= before.longest_tokens
+
+
+@given(turns, fleets)
+def test_a_new_trajectory_goes_where_it_ends_soonest(turn: TurnFacts, fleet: list[EngineFacts]) -> None:
+    """No other engine would be done sooner with it."""
+
+    def finish(engine: EngineFacts) -> float:
+        return estimate_finish_s(engine.profile, engine.work.plus(*turn.share))
+
+    assert finish(least_estimated_finish(turn, fleet)) == min(map(finish, fleet))
+
+
+def test_of_equal_engines_the_one_with_fewer_turns_is_chosen() -> None:
+    """Estimates do not see queues."""
+    busy, free = replace(facts("A"), num_turns=3), replace(facts("B"), num_turns=2)
+    assert least_estimated_finish(turn_of(100.0), [busy, free]) is free
+
+
+@given(turns, fleets, st.data())
+def test_a_move_lowers_the_soft_maximum_of_the_fleet(
+    turn: TurnFacts, fleet: list[EngineFacts], data: st.DataObject
+) -> None:
+    """Engines weigh exp(finish / temperature): only a candidate with which their sum is clearly smaller is chosen."""
+    home = data.draw(st.sampled_from(fleet))
+    candidates = data.draw(st.lists(st.sampled_from([engine for engine in fleet if engine is not home] or [home])))
+    fleet[fleet.index(home)] = lived = lived_in(home, turn)
+    target = lower_the_latest(turn, lived, [engine for engine in candidates if engine is not home], fleet)
+    if target is None:
+        return
+    before = {engine.engine_id: estimate_finish_s(engine.profile, engine.work) for engine in fleet}
+    after = before | {
+        home.engine_id: estimate_finish_s(home.profile, home.work),
+        target.engine_id: estimate_finish_s(target.profile, target.work.plus(*turn.share))
+        + target.profile.prefill_s(turn.prompt_tokens),
+    }
+    latest_s = max(before.values())
+
+    def soft(finishes: dict[str, float]) -> float:
+        return sum(exp((finish_s - latest_s) / (NEAR_LATEST_SHARE * latest_s)) for finish_s in finishes.values())
+
+    assert target in candidates
+    assert soft(after) < soft(before) - LEAST_GAIN + 1e-6
+
+
+def test_a_clear_gain_is_taken() -> None:
+    """From two long trajectories on one slot to an idle engine; and nothing where there is nowhere to go."""
+    turn = turn_of(20_000.0)
+    home = lived_in(facts("A", work_of([(20_000, 1_000)]), slots=1), turn)
+    idle = facts("B")
+    assert lower_the_latest(turn, home, [idle], [home, idle]) is idle
+    assert lower_the_latest(turn, home, [], [home, idle]) is None
+
+
+def test_one_of_many_late_engines_gives_work_away() -> None:
+    """Though the latest finish of the fleet stays what it is."""
+    turn = turn_of(20_000.0)
+    home = lived_in(facts("A", work_of([(20_000, 1_000)]), slots=1), turn)
+    equal, idle = facts("C", work_of([(20_000, 1_000)] * 2), slots=1), facts("B")
+    assert lower_the_latest(turn, home, [idle], [home, equal, idle]) is idle
+
+
+def test_an_engine_that_is_far_from_the_latest_keeps_its_own() -> None:
+    """The makespan is that of the whole fleet, not that of the engines that have room."""
+    turn = turn_of(20_000.0)
+    home = lived_in(facts("A", work_of([(20_000, 1_000)]), slots=1), turn)
+    later = facts("Z", work_of([(500_000, 1_000)]))
+    idle = facts("B")
+    assert lower_the_latest(turn, home, [idle], [home, idle, later]) is None
+
+
+def test_what_gains_almost_nothing_stays() -> None:
+    """A small trajectory on the latest engine, and another one that is as late but for that."""
+    turn = turn_of(10.0)
+    home = lived_in(facts("A", work_of([(20_000, 1_000)])), turn)
+    other = facts("B", work_of([(19_000, 1_000)]))
+    assert lower_the_latest(turn, home, [other], [home, other]) is None
+    large = turn_of(19_990.0)
+    home = lived_in(facts("A", work_of([(20_000, 1_000)]), slots=1), large)
+    as_late = facts("B", work_of([(20_000, 1_000)] * 2), slots=1)
+    assert lower_the_latest(large, home, [as_late], [home, as_late]) is None
+
+
+@given(st.integers(0, 100), st.floats(0, 100_000), st.floats(0, 100_000), st.floats(0, 100_000))
+def test_costs_are_monotone(num: int, kv: float, new: float, cached: float) -> None:
+    """A larger batch, more KV or a longer prompt never takes less time, and a cached prefix is not prefilled."""
+    profile: EngineProfile = UNMEASURED
+    assert profile.decode_step_s(num + 1, kv) > profile.decode_step_s(num, kv)
+    assert profile.decode_step_s(num, kv + 1) >= profile.decode_step_s(num, kv)
+    assert profile.prefill_s(new + 1, cached) > profile.prefill_s(new, cached)
+    assert profile.prefill_s(0, cached) == 0.0

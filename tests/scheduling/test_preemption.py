@@ -1,0 +1,142 @@
+"""A much more urgent turn takes the slot of a running one, whose tokens are kept."""
+
+from dataclasses import replace
+
+import pytest
+
+from scheduling.limits import Limits
+from scheduling.policy import HEDDLE, Policy
+from scheduling.types import Abort, Dispatch, Fault, Preempt, Refusal, Reject, TurnFinished
+from tests.scheduling.fleet import Fleet
+
+PREEMPTING = replace(HEDDLE, preempts=True)
+
+
+def busy_fleet(policy: Policy = PREEMPTING, can_preempt: bool = True, kv: int = 0, **limits: float) -> Fleet:
+    """Engine A of one slot, where `short` has run for ten seconds."""
+    fleet = Fleet(policy, Limits(preempt_margin_tokens=4_000, preempt_after_s=5, **limits), can_preempt=can_preempt)
+    fleet.engine("A", kv=kv)
+    fleet.arrive("short", predicted=1_000, prompt=30)
+    fleet.at = 10.0
+    return fleet
+
+
+def test_a_much_more_urgent_entrant_takes_a_slot() -> None:
+    """The running leg is asked to stop; then the urgent turn runs, and after it the other with a new leg."""
+    fleet = busy_fleet()
+    assert fleet.arrive("long", predicted=20_000) == [Preempt("short", 1)]
+    assert fleet.sent(fleet.pause("short", output=7)) == [("long", "A")]
+    (dispatch,) = fleet.finish("long")
+    assert isinstance(dispatch, Dispatch)
+    assert (dispatch.turn_id, dispatch.leg, dispatch.why) == ("short", 2, "home")
+    assert fleet.claims("A")["short"] == 37
+    fleet.finish("short", leg=2, prompt=30, output=50)
+    assert fleet.scheduler.trajectories["short"].output_tokens == 50
+
+
+def test_a_much_more_urgent_resident_takes_a_slot() -> None:
+    """At its home, where nothing but a slot is missing."""
+    fleet = Fleet(PREEMPTING, can_preempt=True)
+    fleet.engine("A")
+    fleet.arrive("m1", "m", predicted=20_000)
+    fleet.finish("m1")
+    fleet.arrive("short")
+    fleet.at = 10.0
+    assert fleet.arrive("m2", "m", predicted=20_000) == [Preempt("short", 1)]
+    assert fleet.sent(fleet.pause("short")) == [("m2", "A")]
+
+
+def test_a_slightly_more_urgent_turn_waits() -> None:
+    """Below the margin a swap is not worth its cost; ageing counts too."""
+    fleet = busy_fleet()
+    assert fleet.arrive("longer", predicted=5_900) == []
+
+
+def test_a_leg_that_just_began_is_left_alone_until_a_tick() -> None:
+    """Turns would take slots from each other all the time."""
+    fleet = busy_fleet()
+    fleet.finish("short")
+    fleet.arrive("fresh", predicted=1_000)
+    assert fleet.arrive("long", predicted=20_000) == []
+    assert fleet.tick(4.0) == []
+    assert fleet.tick(1.0) == [Preempt("fresh", 1)]
+
+
+def test_one_leg_at_a_time_is_stopped() -> None:
+    """The slot that it leaves is for the most urgent; a second urgent turn waits for another."""
+    fleet = busy_fleet()
+    fleet.arrive("long", predicted=20_000)
+    assert fleet.arrive("longer", predicted=30_000) == []
+    assert fleet.sent(fleet.pause("short")) == [("longer", "A")]
+
+
+def test_the_least_urgent_of_all_engines_yields() -> None:
+    """Where the entrant could be served."""
+    fleet = busy_fleet()
+    fleet.engine("B")
+    fleet.engine("C", models=("other",))
+    fleet.arrive("shorter", predicted=500)
+    fleet.arrive("foreign", predicted=1, model="other")
+    fleet.at = 20.0
+    assert fleet.arrive("long", predicted=20_000) == [Preempt("shorter", 1)]
+
+
+def test_no_leg_is_stopped_for_an_entrant_without_room_for_its_kv() -> None:
+    """The stopped turn keeps its claim, so a slot alone would not help."""
+    fleet = busy_fleet(kv=100)
+    assert fleet.arrive("long", predicted=20_000, prompt=61) == []
+    assert fleet.arrive("longer", predicted=30_000, prompt=60) == [Preempt("short", 1)]
+
+
+def test_a_clients_hint_needs_no_margin() -> None:
+    """What it calls urgent is more urgent than anything else; what it calls late yields to nobody's prediction."""
+    fleet = busy_fleet()
+    assert fleet.arrive("late", predicted=90_000, priority=1) == []
+    assert fleet.arrive("early", predicted=1, priority=-1) == [Preempt("short", 1)]
+
+
+@pytest.mark.parametrize(("policy", "can_preempt"), [(PREEMPTING, False), (HEDDLE, True)])
+def test_policy_and_driver_must_both_allow_it(policy: Policy, can_preempt: bool) -> None:
+    """A gateway that cannot keep tokens would make them twice."""
+    fleet = busy_fleet(policy, can_preempt)
+    assert fleet.arrive("long", predicted=20_000) == []
+
+
+def test_a_turn_that_finishes_before_it_is_stopped_is_finished() -> None:
+    """Its last word counts, and what would come of the pause is late."""
+    fleet = busy_fleet()
+    fleet.arrive("long", predicted=20_000)
+    assert fleet.sent(fleet.handle(TurnFinished(fleet.at, "short", 1, 30, 40))) == [("long", "A")]
+    assert fleet.pause("short") == []
+
+
+def test_pauses_cost_no_attempt() -> None:
+    """A turn may be stopped more often than engines may fail it."""
+    fleet = busy_fleet(max_attempts=2)
+    for leg in (1, 2, 3):
+        assert fleet.arrive(f"long{leg}", predicted=20_000) == [Preempt("short", leg)]
+        fleet.pause("short", leg=leg)
+        assert fleet.sent(fleet.finish(f"long{leg}")) == [("short", "A")]
+        fleet.close(f"long{leg}")
+        fleet.at += 10.0
+    assert fleet.fail("short", leg=4) == []
+    assert fleet.sent(fleet.tick(2.0)) == [("short", "A")]
+
+
+def test_a_paused_turn_does_not_move() -> None:
+    """Its KV is at home, in the middle of its answer; only a tool gap is time to move."""
+    fleet = busy_fleet()
+    fleet.arrive("long", predicted=90_000)
+    fleet.engine("B")
+    assert fleet.home("long") == "B"
+    assert fleet.sent(fleet.pause("short")) == [("short", "A")]
+
+
+def test_a_leg_stopped_while_its_trajectory_is_aborted_is_refused() -> None:
+    """The pause came before the abort's answer: the client still gets an answer."""
+    fleet = busy_fleet()
+    fleet.arrive("long", predicted=20_000)
+    assert fleet.close("short", abort=True) == [Abort("short", 1, Fault.CLOSED)]
+    refused, dispatch = fleet.pause("short")
+    assert refused == Reject("short", Refusal.TRAJECTORY_ABORTED, None)
+    assert fleet.sent([dispatch]) == [("long", "A")]

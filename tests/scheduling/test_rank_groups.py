@@ -1,0 +1,121 @@
+"""Heddle to the letter: engines have parts of the ranks, and trajectories follow theirs."""
+
+from dataclasses import replace
+
+from scheduling.estimate import Work
+from scheduling.order import TurnFacts
+from scheduling.placement import UNMEASURED, EngineFacts
+from scheduling.policy import HEDDLE_PAPER, RANK_FOLLOWING
+from scheduling.rank_groups import follow_rank, in_rank_group
+from scheduling.types import Dispatch, Prediction
+from tests.scheduling.fleet import Fleet
+
+TEN_SLOTS = replace(UNMEASURED, slots=10, kv_capacity_tokens=0)
+
+
+def engine(engine_id: str, first: float, end: float) -> EngineFacts:
+    return EngineFacts(engine_id, TEN_SLOTS, 0, Work(), ranks=(first, end))
+
+
+def turn(rank: float) -> TurnFacts:
+    return TurnFacts(0, 0, 0.0, 100, 0, Prediction(500.0, 500.0), rank=rank)
+
+
+ENGINES = [engine("long", 0.0, 0.1), engine("middle", 0.1, 0.4), engine("short", 0.4, 1.0)]
+
+
+def test_a_rank_belongs_to_one_engine() -> None:
+    """From the first of its part, to before its end; without that engine, to the nearest."""
+    owners = [in_rank_group(turn(rank), ENGINES).engine_id for rank in (0.0, 0.1, 0.39, 0.4, 1.0)]
+    assert owners == ["long", "middle", "middle", "short", "short"]
+    assert in_rank_group(turn(0.2), [ENGINES[0], ENGINES[2]]).engine_id == "long"
+
+
+def test_a_trajectory_follows_its_rank_if_there_is_room() -> None:
+    """To exactly that engine, or nowhere."""
+    home, *others = ENGINES
+    assert follow_rank(turn(0.5), home, others, ENGINES) is ENGINES[2]
+    assert follow_rank(turn(0.5), home, others[:1], ENGINES) is None
+    assert follow_rank(turn(0.05), home, others, ENGINES) is None
+
+
+def declared_rollout(num_short: int) -> Fleet:
+    """Two like engines of one slot; one long trajectory and some short ones are declared before they begin."""
+    fleet = Fleet(HEDDLE_PAPER)
+    fleet.engine("A")
+    fleet.engine("B")
+    fleet.declare("long", predicted=20_000)
+    for number in range(num_short):
+        fleet.declare(f"short{number}", predicted=1_000 + number)
+    return fleet
+
+
+def test_the_longest_is_alone_and_the_others_wait_for_theirs() -> None:
+    """The paper's cost isolates it; a turn waits for the engine of its rank though another is free."""
+    fleet = declared_rollout(3)
+    assert fleet.sent(fleet.arrive("s1", "short1", predicted=1_001)) == [("s1", "B")]
+    assert fleet.arrive("s2", "short2", predicted=1_002) == []
+    assert fleet.sent(fleet.arrive("l1", "long", predicted=20_000)) == [("l1", "A")]
+    assert fleet.sent(fleet.finish("s1")) == [("s2", "B")]
+
+
+def test_a_trajectory_that_turns_out_long_moves_and_waits_there() -> None:
+    """Its new prediction makes it the longest; at its tool return it queues at the engine of the longest."""
+    fleet = declared_rollout(3)
+    fleet.arrive("l1", "long", predicted=20_000)
+    fleet.arrive("s1", "short1", predicted=1_001)
+    fleet.finish("s1")
+    assert fleet.arrive("s2", "short1", predicted=90_000) == []
+    assert fleet.home("short1") == "A"
+    assert fleet.sent(fleet.finish("l1")) == [("s2", "A")]
+
+
+def test_parts_of_the_ranks_shrink_with_those_that_are_left() -> None:
+    """When the longest has ended, the next longest has its rank."""
+    fleet = declared_rollout(3)
+    fleet.arrive("l1", "long", predicted=20_000)
+    fleet.arrive("s1", "short1", predicted=1_001)
+    fleet.finish("l1")
+    fleet.close("long")
+    fleet.close("short2")
+    fleet.finish("s1")
+    (dispatch,) = fleet.arrive("s2", "short1", predicted=2_000)
+    assert isinstance(dispatch, Dispatch) and dispatch.engine_id == "A"
+
+
+def test_without_engines_a_turn_waits_and_its_siblings_follow_it_home() -> None:
+    """Two turns of one trajectory that came before any engine end up on one."""
+    fleet = Fleet(HEDDLE_PAPER)
+    fleet.arrive("t1", "t")
+    fleet.arrive("u1", "u")
+    assert fleet.sent(fleet.engine("A")) == [("t1", "A")]
+    fleet.arrive("t2", "t")
+    fleet.engine("B")
+    assert fleet.home("t") == "A"
+
+
+def test_a_second_turn_that_finds_an_engine_calls_the_first_one_there() -> None:
+    """The first one waited for want of an engine of its model."""
+    fleet = Fleet(HEDDLE_PAPER)
+    fleet.engine("A", slots=2, models=("x",))
+    fleet.arrive("t1", "t", model="y")
+    fleet.arrive("t2", "t", model="x")
+    assert fleet.sent(fleet.engine("A", slots=2, models=("x", "y"))) == [("t1", "A")]
+
+
+def test_following_ranks_keeps_residency() -> None:
+    """As a variation of the default: a rank's engine without room for its KV is not followed to."""
+    fleet = Fleet(RANK_FOLLOWING)
+    fleet.engine("A", slots=4, kv=100)
+    fleet.engine("B", slots=4, kv=100)
+    for number, name in enumerate("abcd"):
+        fleet.declare(name, predicted=1_000 * (number + 1))
+    fleet.arrive("d1", "d", predicted=4_000, prompt=80)
+    fleet.arrive("a1", "a", predicted=1_000, prompt=40)
+    assert (fleet.home("d"), fleet.home("a")) == ("A", "B")
+    fleet.finish("a1", prompt=40)
+    assert fleet.sent(fleet.arrive("a2", "a", predicted=50_000, prompt=50)) == [("a2", "B")]
+    fleet.finish("a2", prompt=50)
+    fleet.finish("d1", prompt=10)
+    fleet.close("d")
+    assert fleet.sent(fleet.arrive("a3", "a", predicted=50_000, prompt=60)) == [("a3", "A")]

@@ -1,0 +1,70 @@
+"""What happens behind a turn that fits nowhere: one engine gathers room for it, the others serve those behind it."""
+
+import pytest
+
+from scheduling.types import Fault
+from tests.scheduling.fleet import Fleet
+
+
+def crowded() -> Fleet:
+    """Engines A and B of 100 KV tokens, each with one running turn of 40; 50 more fit under the watermark."""
+    fleet = Fleet()
+    for engine_id, turn_id in (("A", "a"), ("B", "b")):
+        fleet.engine(engine_id, slots=8, kv=100)
+        fleet.arrive(turn_id, prompt=40)
+    assert (fleet.home("a"), fleet.home("b")) == ("A", "B")
+    return fleet
+
+
+def test_small_ones_enter_elsewhere_while_a_large_one_waits() -> None:
+    """It fits on neither engine. One is kept for it; the other takes what fits, and then that is full too."""
+    fleet = crowded()
+    assert fleet.arrive("large", prompt=80, predicted=9_000) == []
+    assert fleet.sent(fleet.arrive("small", prompt=30)) == [("small", "B")]
+    assert fleet.arrive("next", prompt=30) == []
+
+
+def test_the_large_one_gets_the_engine_that_was_kept_for_it() -> None:
+    """Though small ones waited for it too; and these enter the other one as soon as it has room."""
+    fleet = crowded()
+    fleet.arrive("large", prompt=80, predicted=9_000)
+    fleet.arrive("small", prompt=30)
+    fleet.arrive("next", prompt=30)
+    fleet.finish("a", prompt=40)
+    assert fleet.sent(fleet.close("a")) == [("large", "A")]
+    fleet.finish("small", prompt=30)
+    assert fleet.sent(fleet.close("small")) == [("next", "B")]
+
+
+def test_the_large_one_takes_whichever_engine_has_room_first() -> None:
+    """Then those for whom its engine had room all the time enter there."""
+    fleet = crowded()
+    fleet.arrive("large", prompt=80, predicted=9_000)
+    fleet.arrive("waits", prompt=60)
+    assert fleet.arrive("small", prompt=20) == []
+    fleet.finish("b", prompt=40)
+    assert fleet.sent(fleet.close("b")) == [("large", "B"), ("small", "A")]
+
+
+def test_a_more_urgent_one_passes_it() -> None:
+    """A client's hint goes before every prediction, on the engine that is kept too."""
+    fleet = crowded()
+    fleet.arrive("large", prompt=80, predicted=9_000)
+    fleet.arrive("fills", prompt=50)
+    assert fleet.sent(fleet.arrive("first", prompt=50, priority=-1)) == [("first", "A")]
+
+
+@pytest.mark.parametrize("end", ["leaves", "cordoned", "lost"])
+def test_a_kept_engine_is_free_again_when_nobody_waits_for_it(end: str) -> None:
+    """The large one's client leaves; or the engine will not serve it, and then another one is kept."""
+    fleet = crowded()
+    fleet.arrive("large", prompt=80, predicted=9_000)
+    fleet.arrive("fills", prompt=50)
+    assert fleet.arrive("small", prompt=30) == []
+    if end == "leaves":
+        assert fleet.sent(fleet.fail("large", leg=0, fault=Fault.CLIENT_LEFT)) == [("small", "A")]
+    else:
+        fleet.engine("A", slots=8, kv=100, accepting=False) if end == "cordoned" else fleet.lose("A")
+        fleet.finish("fills", prompt=50)
+        assert fleet.close("fills") == []
+        assert fleet.sent(fleet.engine("C", slots=8, kv=100)) == [("large", "C"), ("small", "B")]

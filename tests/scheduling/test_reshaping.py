@@ -1,0 +1,170 @@
+"""When a fleet is cut anew, and how GPUs are split between rollout and training."""
+
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduling.fleets import GpuBudget, largest_first, on_nodes
+from scheduling.reshaping import (
+    ACTIVATION_S,
+    BETWEEN_ROLLOUTS,
+    COLD_RELAUNCH_S,
+    WAKE_S,
+    WITHIN_ROLLOUT,
+    ReshapeRule,
+    has_drifted,
+    nodes_to_relaunch,
+    renumbered,
+    split_gpus,
+    worth_reshaping,
+)
+from scheduling.scaling import FleetPlan, PlannedEngine, Role, plan
+from tests.scheduling.plans import PROFILES, coding_rollout
+
+seconds = st.floats(1, 10_000)
+relaunches = st.sampled_from([0.0, WAKE_S, ACTIVATION_S, COLD_RELAUNCH_S])
+rules = st.builds(ReshapeRule, st.floats(0, 0.3), st.integers(1, 10))
+
+
+@given(seconds, seconds, relaunches, rules)
+def test_a_change_is_never_worth_undoing(here_s: float, there_s: float, relaunch_s: float, rule: ReshapeRule) -> None:
+    """Hysteresis: of two fleets at most one is worth changing to, so estimates about equality change nothing."""
+    there = worth_reshaping(here_s, there_s, relaunch_s, rule)
+    back = worth_reshaping(there_s, here_s, relaunch_s, rule)
+    assert not (there and back)
+
+
+@given(seconds, seconds, relaunches, rules)
+def test_what_is_worth_it_pays_for_its_relaunch(
+    here_s: float, there_s: float, relaunch_s: float, rule: ReshapeRule
+) -> None:
+    """Over the rollouts that count, relaunch included, the change saves time; a dearer one is worth no more."""
+    worth = worth_reshaping(here_s, there_s, relaunch_s, rule)
+    if worth:
+        assert relaunch_s + rule.num_rollouts * there_s < rule.num_rollouts * here_s
+    assert worth or not worth_reshaping(here_s, there_s, relaunch_s + 1, rule)
+
+
+def test_a_warm_relaunch_is_worth_what_a_cold_one_is_not() -> None:
+    """60 s of 300 are worth 3 s and 10.8 s within a rollout, not 45 s; between rollouts the cost is spread."""
+    within = [
+        worth_reshaping(300.0, 240.0, cost_s, WITHIN_ROLLOUT) for cost_s in (WAKE_S, ACTIVATION_S, COLD_RELAUNCH_S)
+    ]
+    assert within == [True, True, False]
+    assert worth_reshaping(300.0, 240.0, COLD_RELAUNCH_S, BETWEEN_ROLLOUTS)
+
+
+def test_only_a_trusted_predictor_reshapes_within_a_rollout() -> None:
+    """Between rollouts lengths are known, and nobody asks."""
+    for rule, expected in ((WITHIN_ROLLOUT, False), (BETWEEN_ROLLOUTS, True)):
+        assert worth_reshaping(300.0, 100.0, WAKE_S, rule, correlation=0.7) is expected
+
+
+def test_a_fleet_serves_a_rollout_before_it_is_changed_again() -> None:
+    """However large the gain looks."""
+    answers = [
+        worth_reshaping(300.0, 100.0, WAKE_S, BETWEEN_ROLLOUTS, num_rollouts_since=since) for since in (None, 0, 1)
+    ]
+    assert answers == [True, False, True]
+
+
+def lengths(seed: int, scale: float = 1.0, num_groups: int = 100) -> list[float]:
+    """Log-normal, with 16 siblings to a group and correlation 0.65."""
+    dice = random.Random(seed)
+    groups = [dice.gauss(8.0, 0.65**0.5) for _ in range(num_groups)]
+    return [scale * math.exp(dice.gauss(group, 0.35**0.5)) for group in groups for _ in range(16)]
+
+
+def test_drift_is_more_than_chance() -> None:
+    """Rollouts of one law differ by chance, which is called drift once in twenty; one of doubled lengths is drift."""
+    false_alarms = sum(has_drifted(lengths(seed), lengths(seed + 1)) for seed in range(0, 80, 2))
+    assert false_alarms <= 4
+    assert all(has_drifted(lengths(seed), lengths(seed + 1, scale=2.0)) for seed in range(0, 20, 2))
+
+
+@given(st.lists(st.floats(0, 1e5), min_size=1, max_size=200))
+def test_a_rollout_has_not_drifted_from_itself(sample: list[float]) -> None:
+    """Order is nothing."""
+    assert not has_drifted(sample, random.Random(1).sample(sample, len(sample)))
+
+
+def test_siblings_that_are_more_alike_say_less() -> None:
+    """What is drift among independent lengths may be one group's chance."""
+    before, now = lengths(1, num_groups=20), lengths(1, scale=1.3, num_groups=20)
+    assert has_drifted(before, now, sibling_correlation=0.0)
+    assert not has_drifted(before, now, sibling_correlation=1.0)
+
+
+def fleet_plan(nodes: list[list[int]], role: Role = Role.BULK) -> FleetPlan:
+    fleet = largest_first(chain.from_iterable(nodes))
+    engines = tuple(PlannedEngine(tp, node, role) for tp, node in on_nodes(fleet, 8))
+    return FleetPlan(engines, 100.0, "enumerated", "")
+
+
+def on_other_nodes(found: FleetPlan, places: list[int]) -> FleetPlan:
+    return replace(found, engines=tuple(replace(one, node=places[one.node]) for one in found.engines))
+
+
+nodes = st.lists(st.sampled_from([[8], [4] * 2, [2] * 4, [1] * 8]), min_size=4, max_size=4)
+
+
+@given(nodes, nodes, st.permutations(range(4)))
+def test_nodes_that_can_stay_do(planned: list[list[int]], present: list[list[int]], places: list[int]) -> None:
+    """Only as many nodes are relaunched as shapes differ, wherever they stand; the engines are those of the plan."""
+    wanted, current = fleet_plan(planned), on_other_nodes(fleet_plan(present), places)
+    found = renumbered(wanted, current)
+    assert found.tps == wanted.tps
+    assert {one.node for one in found.engines} == {0, 1, 2, 3}
+    staying = (Counter(map(tuple, planned)) & Counter(map(tuple, present))).total()
+    assert len(nodes_to_relaunch(found, current)) == 4 - staying
+
+
+def test_a_changed_role_is_a_relaunch_and_so_is_a_node_that_comes_or_goes() -> None:
+    """Speculative decoding is set when an engine starts."""
+    two, three = fleet_plan([[8], [8]]), fleet_plan([[8], [8], [8]])
+    assert nodes_to_relaunch(fleet_plan([[8], [8]], Role.TAIL), two) == [0, 1]
+    assert nodes_to_relaunch(three, two) == nodes_to_relaunch(two, three) == [2]
+    assert renumbered(two, three) == two
+
+
+def rollout_s(gpus: int) -> float:
+    return 6_400.0 / gpus + 50.0
+
+
+def train_s(gpus: int) -> float:
+    return 9_600.0 / gpus
+
+
+CHOICES = range(8, 64, 8)
+
+
+def test_gpus_are_split_where_the_later_of_both_is_soonest() -> None:
+    """Against every choice; without a present split the best is taken."""
+    found = split_gpus(64, CHOICES, rollout_s, train_s)
+    assert found.iteration_s == min(max(rollout_s(gpus), train_s(64 - gpus)) for gpus in CHOICES)
+    assert (found.rollout_gpus, found.training_gpus) == (32, 32)
+    assert (found.rollout_s, found.train_s) == (rollout_s(32), train_s(32))
+
+
+@pytest.mark.parametrize(("work", "expected"), [(1.0, 32), (1.05, 32), (2.0, 40)])
+def test_a_split_stays_until_another_is_worth_the_move(work: float, expected: int) -> None:
+    """A little more rollout changes nothing; twice as much borrows from training. The times are those of now."""
+    now = split_gpus(64, CHOICES, rollout_s, train_s)
+    found = split_gpus(64, CHOICES, lambda gpus: work * rollout_s(gpus), train_s, now)
+    assert found.rollout_gpus == expected
+    assert found.rollout_s == work * rollout_s(expected)
+
+
+def test_a_split_can_be_made_over_fleet_plans() -> None:
+    """The rollout's time is that of the best fleet on so many GPUs."""
+    left = coding_rollout(320, seed=1)
+    found = split_gpus(
+        16, (8,), lambda gpus: plan(left, PROFILES, GpuBudget(gpus)).makespan_s, lambda gpus: 1.0, move_s=0.0
+    )
+    assert found.iteration_s == plan(left, PROFILES, GpuBudget(8)).makespan_s

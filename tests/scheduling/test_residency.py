@@ -1,0 +1,338 @@
+"""Residency: whose KV may be on an engine, who gives way, and when a trajectory moves."""
+
+from dataclasses import replace
+
+import pytest
+
+from scheduling.limits import Limits
+from scheduling.policy import HEDDLE, VERL, Policy
+from scheduling.types import Dispatch, Fault
+from tests.scheduling.fleet import Fleet, record
+
+
+def fleet_with_one_in_tool(limits: Limits | None = None, kv: int = 100) -> Fleet:
+    """Engine A with 4 slots, and `a` in a tool call there with 50 tokens of KV since time 0."""
+    fleet = Fleet(limits=limits or Limits(in_tool_lease_s=60, entry_patience_s=300))
+    fleet.engine("A", slots=4, kv=kv)
+    fleet.arrive("a")
+    fleet.finish("a", prompt=40, output=10)
+    return fleet
+
+
+def test_kv_in_a_tool_call_counts_against_entrants() -> None:
+    """50 of 100 tokens are kept for a tool call: 40 more stay under the watermark of 90, 41 do not."""
+    fleet = fleet_with_one_in_tool()
+    assert fleet.claims("A") == {"a": 50}
+    assert fleet.arrive("too-big", prompt=41) == []
+    fleet.fail("too-big", leg=0, fault=Fault.CLIENT_LEFT)
+    assert fleet.sent(fleet.arrive("fits", prompt=40)) == [("fits", "A")]
+
+
+def test_a_resident_returns_though_the_engine_is_full_of_kv() -> None:
+    """Its KV is claimed already; a turn of it that grew the claim over the watermark goes in all the same."""
+    fleet = fleet_with_one_in_tool()
+    fleet.arrive("b", prompt=40)
+    assert fleet.sent(fleet.arrive("a2", "a", prompt=60)) == [("a2", "A")]
+    assert fleet.claims("A") == {"a": 60, "b": 40}
+
+
+def test_a_resident_that_returns_beyond_the_capacity_enters_anew() -> None:
+    """Its context has grown: with it the engine would hold 101 of 100 tokens and evict all in turn. So it waits."""
+    fleet = fleet_with_one_in_tool()
+    fleet.arrive("b", prompt=40)
+    assert fleet.arrive("a2", "a", prompt=61) == []
+    assert fleet.claims("A") == {"b": 40}
+    assert fleet.sent(fleet.finish("b", prompt=10, output=10)) == [("a2", "A")]
+
+
+def test_when_contexts_outgrow_an_engine_the_least_urgent_idle_resident_leaves() -> None:
+    """Of two in tool calls the one with less predicted work gives its claim up; the running one keeps its own."""
+    fleet = fleet_with_one_in_tool()
+    fleet.arrive("b", predicted=5_000, prompt=20)
+    fleet.finish("b", prompt=20, output=10)
+    fleet.arrive("c", prompt=10)
+    assert fleet.claims("A") == {"a": 50, "b": 30, "c": 10}
+    fleet.progress("c", 1, 11)
+    assert fleet.claims("A") == {"b": 30, "c": 21}
+
+
+def test_who_gave_a_claim_up_enters_wherever_there_is_room() -> None:
+    """Its KV is gone from its home, so nothing keeps it there while another engine has room."""
+    fleet = fleet_with_one_in_tool()
+    fleet.arrive("b", prompt=40)
+    fleet.engine("B", slots=4, kv=100)
+    assert fleet.sent(fleet.arrive("a2", "a", prompt=61)) == [("a2", "B")]
+
+
+def test_an_entrant_goes_back_to_its_home_if_that_has_room() -> None:
+    """Some of its KV may be left there."""
+    fleet = fleet_with_one_in_tool()
+    fleet.arrive("b", prompt=50)
+    fleet.tick(60)
+    assert fleet.claims("A") == {"b": 50}
+    fleet.engine("B", slots=4, kv=100)
+    fleet.finish("b", prompt=10, output=10)
+    assert fleet.sent(fleet.arrive("a2", "a", prompt=50)) == [("a2", "A")]
+
+
+def test_a_trajectory_above_the_watermark_enters_an_empty_engine() -> None:
+    """Nothing waits for ever for room that cannot be."""
+    fleet = Fleet()
+    fleet.engine("A", kv=100)
+    assert fleet.sent(fleet.arrive("huge", prompt=1_000)) == [("huge", "A")]
+
+
+def test_an_engine_that_does_not_say_its_kv_takes_all() -> None:
+    """Capacity 0 means unknown: KV does not limit entry."""
+    fleet = fleet_with_one_in_tool(kv=0)
+    assert fleet.sent(fleet.arrive("huge", prompt=10**9)) == [("huge", "A")]
+
+
+def test_a_claim_in_a_tool_call_gives_way_after_its_lease() -> None:
+    """A slow tool loses its place to an entrant, at a tick."""
+    fleet = fleet_with_one_in_tool()
+    fleet.arrive("b", prompt=50)
+    assert fleet.tick(59.9) == []
+    assert fleet.sent(fleet.tick(0.1)) == [("b", "A")]
+    assert fleet.claims("A") == {"b": 50}
+
+
+def test_only_as_many_claims_give_way_as_are_needed() -> None:
+    """The longest idle goes, the next one stays."""
+    fleet = fleet_with_one_in_tool()
+    fleet.at = 1.0
+    fleet.arrive("c")
+    fleet.finish("c", prompt=20, output=10)
+    fleet.arrive("b", prompt=60)
+    assert fleet.sent(fleet.tick(100.0)) == [("b", "A")]
+    assert fleet.claims("A") == {"c": 30, "b": 60}
+
+
+def test_no_claim_gives_way_in_vain() -> None:
+    """When all idle claims together do not make room, none is taken."""
+    fleet = fleet_with_one_in_tool()
+    fleet.arrive("runs", prompt=40)
+    fleet.arrive("b", prompt=60)
+    assert fleet.tick(100.0) == []
+    assert fleet.claims("A") == {"a": 50, "runs": 40}
+
+
+def test_all_claims_give_way_to_one_above_the_watermark() -> None:
+    """With everything there idle, the engine is as good as empty."""
+    fleet = fleet_with_one_in_tool()
+    fleet.arrive("huge", prompt=1_000)
+    assert fleet.sent(fleet.tick(60.0)) == [("huge", "A")]
+
+
+def test_a_turn_that_waited_for_its_patience_needs_no_lease_to_end() -> None:
+    """Fresh claims in a tool call give way to it, so that nothing starves behind ever new tool calls."""
+    fleet = Fleet(limits=Limits(in_tool_lease_s=60, entry_patience_s=20))
+    fleet.engine("A", slots=4, kv=100)
+    fleet.arrive("a", prompt=50)
+    fleet.arrive("b", prompt=50)
+    fleet.at = 19.0
+    assert fleet.finish("a", prompt=40, output=10) == []
+    assert fleet.sent(fleet.tick(1.0)) == [("b", "A")]
+
+
+def test_residents_pass_an_entrant_that_does_not_fit() -> None:
+    """A slot is not left empty for one whose KV has no room, but other entrants do not pass it."""
+    fleet = fleet_with_one_in_tool()
+    fleet.arrive("big", prompt=60, predicted=90_000)
+    assert fleet.arrive("small", prompt=10) == []
+    assert fleet.sent(fleet.arrive("a2", "a", prompt=50)) == [("a2", "A")]
+
+
+def test_a_trajectory_that_lost_its_claim_enters_its_home_again() -> None:
+    """It waits at its home like an entrant, in its order among those without a home."""
+    fleet = fleet_with_one_in_tool()
+    fleet.arrive("b", prompt=50)
+    fleet.tick(60.0)
+    assert fleet.arrive("a2", "a", prompt=50, predicted=90_000) == []
+    assert fleet.arrive("c", prompt=10) == []
+    assert fleet.finish("b", prompt=50, output=10) == []
+    assert fleet.sent(fleet.close("b")) == [("a2", "A"), ("c", "A")]
+
+
+def test_a_claim_grows_with_its_turn_and_is_set_right_at_its_end() -> None:
+    """What is claimed is never less than what is known to be there."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("a", prompt=10)
+    fleet.progress("a", 1, 5)
+    assert fleet.claims("A") == {"a": 15}
+    fleet.progress("a", 1, 3)
+    assert fleet.claims("A") == {"a": 15}
+    fleet.finish("a", prompt=12, output=1)
+    assert fleet.claims("A") == {"a": 13}
+
+
+def test_a_first_turn_that_fails_leaves_no_claim() -> None:
+    """Only a context that was made is worth keeping; its place goes to the next one."""
+    fleet = Fleet()
+    fleet.engine("A", slots=2, kv=100)
+    fleet.arrive("a", prompt=60)
+    fleet.arrive("b", prompt=60)
+    assert fleet.sent(fleet.fail("a", fault=Fault.CLIENT_LEFT)) == [("b", "A")]
+    assert fleet.claims("A") == {"b": 60}
+
+
+def test_a_trajectory_that_made_nothing_has_no_home() -> None:
+    """The next turn after a failed first one goes wherever there is room."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("a")
+    fleet.fail("a", fault=Fault.CLIENT_LEFT)
+    fleet.arrive("b")
+    fleet.engine("B")
+    assert fleet.home("b") == "A"
+    assert fleet.sent(fleet.arrive("a2", "a")) == [("a2", "B")]
+
+
+def busy_home(far_more_work: bool = True, policy: Policy = HEDDLE) -> Fleet:
+    """Trajectory `m` in a tool call at A, whose only slot `hog` has."""
+    fleet = Fleet(policy)
+    fleet.engine("A")
+    fleet.arrive("m", predicted=20_000)
+    fleet.finish("m", prompt=900, output=100)
+    fleet.arrive("hog", predicted=50_000 if far_more_work else 20)
+    return fleet
+
+
+def test_a_trajectory_moves_from_a_late_engine_to_an_idle_one() -> None:
+    """At its tool return, with its home full and setting the makespan, it goes where it ends sooner."""
+    fleet = busy_home()
+    fleet.engine("B")
+    (dispatch,) = fleet.arrive("m2", "m", prompt=1_000, predicted=20_000)
+    assert isinstance(dispatch, Dispatch) and (dispatch.engine_id, dispatch.why) == ("B", "moved from A")
+    assert set(fleet.claims("A")) == {"hog"} and set(fleet.claims("B")) == {"m"}
+
+
+def test_a_trajectory_stays_where_it_can_run_at_once() -> None:
+    """For a policy that moves from full homes only: a move costs a prefill, a free slot at home costs nothing."""
+    fleet = busy_home(policy=replace(HEDDLE, moves_from_free_homes=False))
+    fleet.engine("B")
+    fleet.finish("hog")
+    assert fleet.sent(fleet.arrive("m2", "m", prompt=1_000, predicted=20_000)) == [("m2", "A")]
+
+
+def test_a_trajectory_stays_when_a_later_engine_sets_the_makespan() -> None:
+    """Relief of an engine that nobody waits for is not worth a prefill, though the later engine is full."""
+    fleet = busy_home()
+    fleet.engine("Z")
+    fleet.arrive("longest", predicted=500_000)
+    assert fleet.home("longest") == "Z"
+    fleet.engine("B")
+    assert fleet.arrive("m2", "m", prompt=1_000, predicted=20_000) == []
+
+
+def test_two_turns_at_once_do_not_move() -> None:
+    """While one runs its KV is in use at home."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("m1", "m", predicted=90_000)
+    fleet.engine("B")
+    assert fleet.arrive("m2", "m", predicted=90_000) == []
+    assert fleet.sent(fleet.finish("m1")) == [("m2", "A")]
+
+
+def test_a_policy_that_may_not_move_does_not() -> None:
+    """Sticky is sticky, however full its home is."""
+    fleet = Fleet(VERL)
+    fleet.engine("A")
+    fleet.arrive("m1", "m")
+    fleet.engine("B")
+    assert fleet.sent(fleet.arrive("m2", "m")) == [("m2", "A")]
+
+
+def test_waiting_turns_follow_their_trajectory_to_its_first_home() -> None:
+    """Two first turns of one trajectory end up on one engine, not on two."""
+    fleet = Fleet()
+    fleet.arrive("m1", "m")
+    fleet.arrive("m2", "m")
+    assert fleet.sent(fleet.engine("A")) == [("m1", "A")]
+    assert fleet.engine("B") == []
+    assert fleet.sent(fleet.finish("m1")) == [("m2", "A")]
+
+
+def test_waiting_turns_follow_their_trajectory_to_a_new_home() -> None:
+    """When a retry takes a trajectory elsewhere, its other turn neither drags it back nor enters unclaimed."""
+    fleet = Fleet(limits=Limits(retry_pause_s=1_000))
+    fleet.engine("A", slots=2)
+    fleet.arrive("m1", "m")
+    fleet.arrive("x")
+    assert fleet.arrive("m2", "m") == []
+    fleet.engine("B")
+    assert fleet.sent(fleet.fail("m1")) == [("m1", "B")]
+    assert fleet.sent(fleet.finish("m1", leg=2)) == [("m2", "B")]
+
+
+def test_a_trajectory_that_goes_elsewhere_makes_room_at_its_old_home() -> None:
+    """What waited for its KV to go is sent at once (found by the machine of test_any_order)."""
+    fleet = Fleet()
+    fleet.engine("A", kv=100)
+    fleet.arrive("a", prompt=90)
+    fleet.fail("a")
+    assert fleet.arrive("b", prompt=1) == []
+    assert fleet.sent(fleet.engine("B", kv=100)) == [("a", "B"), ("b", "A")]
+
+
+def test_a_turn_that_follows_its_trajectory_claims_its_prompt_before_others_enter() -> None:
+    """Its KV is as sure to come as that of the turn which went first (found by the machine of test_any_order)."""
+    fleet = Fleet()
+    fleet.arrive("t1", "t", prompt=90, predicted=1)
+    fleet.arrive("t2", "t", prompt=1, predicted=300)
+    fleet.arrive("u", prompt=1, predicted=300)
+    assert fleet.sent(fleet.engine("A", slots=3, kv=100)) == [("t2", "A"), ("t1", "A")]
+
+
+def test_the_answer_that_is_usual_is_claimed_in_advance() -> None:
+    """The prior at first, then the mean of the trajectory's own answers with it; set right when the turn ends."""
+    fleet = Fleet(answer_tokens=500)
+    fleet.engine("A", kv=10_000)
+    fleet.arrive("m1", "m", prompt=100)
+    assert fleet.claims("A") == {"m": 600}
+    fleet.finish("m1", prompt=100, output=1_100)
+    assert fleet.claims("A") == {"m": 1_200}
+    fleet.arrive("m2", "m", prompt=1_250)
+    assert fleet.claims("A") == {"m": 1_250 + (500 + 1_100) // 2}
+
+
+def test_a_trajectory_moves_from_a_free_slot_when_that_lowers_the_latest_finish() -> None:
+    """The default: at its home another one, in a tool call now, has much more to do than anybody elsewhere."""
+    fleet = busy_home()
+    fleet.engine("B")
+    fleet.finish("hog")
+    assert fleet.sent(fleet.arrive("m2", "m", prompt=1_000, predicted=20_000)) == [("m2", "B")]
+
+
+@pytest.mark.parametrize("last", ["m1", "m2"])
+def test_a_claim_is_kept_for_the_tool_call_wherever_the_last_turn_ran(last: str) -> None:
+    """The home's claim becomes one of a tool call, or it would never give way."""
+    fleet = Fleet(limits=Limits(in_tool_lease_s=5))
+    fleet.engine("A", slots=2, kv=100)
+    fleet.arrive("m1", "m", prompt=50)
+    fleet.arrive("m2", "m", prompt=50)
+    fleet.engine("B", kv=100)
+    assert fleet.sent(fleet.fail("m2")) == [("m2", "B")]
+    ends = [("m2", 2), ("m1", 1)] if last == "m1" else [("m1", 1), ("m2", 2)]
+    for turn_id, leg in ends:
+        fleet.finish(turn_id, leg=leg, prompt=50)
+    fleet.arrive("on-a", prompt=80)
+    assert fleet.home("on-a") == "A" and fleet.claims("B") == {"m": 60}
+    fleet.arrive("on-b", prompt=80)
+    assert fleet.sent(fleet.tick(5.0)) == [("on-b", "B")]
+
+
+def test_claims_of_an_earlier_process_give_way_longest_idle_first() -> None:
+    """Records come from a store in any order; who is idle since when decides."""
+    records = [
+        record("young", "A", last_at=50.0, context_tokens=40),
+        record("old", "A", last_at=1.0, context_tokens=40),
+    ]
+    fleet = Fleet(HEDDLE, Limits(in_tool_lease_s=30), records)
+    fleet.at = 60.0
+    fleet.engine("A", slots=2, kv=100)
+    assert fleet.claims("A") == {"old": 40, "young": 40}
+    assert fleet.sent(fleet.arrive("b", prompt=50)) == [("b", "A")]
+    assert set(fleet.claims("A")) == {"young", "b"}

@@ -1,0 +1,317 @@
+"""Turns: when they run, what is refused, and what is too late to count."""
+
+import pytest
+
+from scheduling.limits import Limits
+from scheduling.policy import HEDDLE, HEDDLE_PAPER, ROUND_ROBIN, Policy
+from scheduling.scheduler import Scheduler
+from scheduling.state import TurnState
+from scheduling.types import Abort, Dispatch, Fault, Refusal, Reject, Save, TrajectoryState, TurnFailed
+from tests.scheduling.fleet import Fleet
+
+
+def test_a_first_turn_is_saved_then_sent_to_a_free_engine() -> None:
+    """The record is written when the trajectory begins and again with its home, before its turn goes there."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("t1", "t", predicted=500.9)
+    first, second, dispatch = fleet.actions
+    assert isinstance(first, Save) and first.record.home is None
+    assert isinstance(second, Save) and second.record.home == "A"
+    assert dispatch == Dispatch("t1", leg=1, engine_id="A", priority=-500, why="entered")
+
+
+def test_a_turn_waits_for_a_slot_and_gets_the_next_one() -> None:
+    """No engine has more turns than slots; a turn that ends makes room for one."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("a")
+    assert fleet.arrive("b") == []
+    assert fleet.sent(fleet.finish("a")) == [("b", "A")]
+
+
+def test_the_longest_predicted_trajectory_goes_first() -> None:
+    """The makespan is set by the longest, so they must not wait."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("running")
+    fleet.arrive("short", predicted=10)
+    fleet.arrive("long", predicted=20_000)
+    assert fleet.sent(fleet.finish("running")) == [("long", "A")]
+
+
+def test_waiting_makes_a_short_turn_urgent() -> None:
+    """Each second of waiting is worth `ageing_tokens_per_s` predicted tokens."""
+    fleet = Fleet(limits=Limits(ageing_tokens_per_s=100))
+    fleet.engine("A")
+    fleet.arrive("running")
+    fleet.arrive("short", predicted=10)
+    fleet.at = 10.1
+    fleet.arrive("long", predicted=1_000)
+    assert fleet.sent(fleet.finish("running")) == [("short", "A")]
+
+
+def test_a_clients_hint_outranks_predictions_here_and_at_the_engine() -> None:
+    """A lower hint is earlier than any prediction, both in the queue and in the engine's own priority."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("running")
+    fleet.arrive("late", priority=1, predicted=90_000)
+    fleet.arrive("plain", predicted=50_000)
+    fleet.arrive("early", priority=-1, predicted=1)
+    priorities = []
+    for ended, next_one in [("running", "early"), ("early", "plain"), ("plain", "late")]:
+        (dispatch,) = fleet.finish(ended)
+        assert isinstance(dispatch, Dispatch) and dispatch.turn_id == next_one
+        priorities.append(dispatch.priority)
+    assert priorities == sorted(priorities)
+
+
+def test_first_come_first_served_ignores_predictions() -> None:
+    """The baseline order is the order of arrival."""
+    fleet = Fleet(ROUND_ROBIN)
+    fleet.arrive("first", predicted=1)
+    fleet.at = 1.0
+    fleet.arrive("second", predicted=1_000)
+    assert fleet.sent(fleet.engine("A")) == [("first", "A"), ("second", "A")]
+
+
+def test_a_turn_id_that_is_in_use_is_refused() -> None:
+    """Two live turns cannot share an id; an ended one frees it."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("t1", "t")
+    assert fleet.arrive("t1", "other") == [Reject("t1", Refusal.DUPLICATE_TURN, None)]
+    assert "other" not in fleet.scheduler.trajectories
+    fleet.finish("t1")
+    assert fleet.sent(fleet.arrive("t1", "t")) == [("t1", "A")]
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
+    """The queue has a bound; what is refused leaves no trace."""
+    fleet = Fleet(limits=Limits(max_waiting_turns=1))
+    fleet.arrive("a")
+    assert fleet.arrive("b") == [Reject("b", Refusal.QUEUE_FULL, 5.0)]
+    assert "b" not in fleet.scheduler.trajectories
+
+
+@pytest.mark.parametrize("policy", [HEDDLE, ROUND_ROBIN], ids=lambda policy: policy.name)
+def test_a_full_queue_does_not_refuse_a_turn_that_can_run_at_once(policy: Policy) -> None:
+    """With no queue at all, free slots are still used: by new trajectories, and by those that live there."""
+    fleet = Fleet(policy, Limits(max_waiting_turns=0))
+    assert fleet.arrive("early") == [Reject("early", Refusal.QUEUE_FULL, 5.0)]
+    fleet.engine("A")
+    assert fleet.sent(fleet.arrive("a1", "a")) == [("a1", "A")]
+    if policy.holds_turns:
+        assert fleet.arrive("b") == [Reject("b", Refusal.QUEUE_FULL, 5.0)]
+        assert "b" not in fleet.scheduler.trajectories
+        assert fleet.arrive("a2", "a") == [Reject("a2", Refusal.QUEUE_FULL, 5.0)]
+    fleet.finish("a1")
+    assert fleet.sent(fleet.arrive("a3", "a")) == [("a3", "A")]
+
+
+def test_a_full_queue_refuses_where_trajectories_are_assigned() -> None:
+    """There, a free slot may not be one that the turn would wait for."""
+    fleet = Fleet(HEDDLE_PAPER, Limits(max_waiting_turns=0))
+    fleet.engine("A")
+    assert fleet.arrive("a") == [Reject("a", Refusal.QUEUE_FULL, 5.0)]
+
+
+def test_a_turn_that_waits_too_long_is_refused() -> None:
+    """Nobody waits longer than `queue_timeout_s`, and the turn does not run afterwards."""
+    fleet = Fleet(limits=Limits(queue_timeout_s=10))
+    fleet.arrive("a")
+    assert fleet.tick(9.9) == []
+    assert fleet.tick(0.1) == [Reject("a", Refusal.QUEUE_TIMEOUT, 5.0)]
+    assert fleet.engine("A") == []
+
+
+def test_time_spent_running_does_not_count_as_waiting() -> None:
+    """A turn that ran for long before its engine failed has its whole time in the queue again."""
+    fleet = Fleet(limits=Limits(queue_timeout_s=10))
+    fleet.engine("A")
+    fleet.arrive("a")
+    fleet.at = 100.0
+    fleet.fail("a")
+    assert fleet.sent(fleet.tick(2.0)) == [("a", "A")]
+
+
+def test_words_of_unknown_turns_and_earlier_legs_are_dropped() -> None:
+    """Only the leg that runs can progress, finish or fail its turn."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.engine("B")
+    fleet.arrive("a")
+    assert fleet.sent(fleet.fail("a")) == [("a", "B")]
+    assert fleet.progress("nobody", 1, 5) == fleet.finish("nobody") == fleet.fail("nobody") == []
+    assert fleet.progress("a", 1, 5_000) == fleet.finish("a", leg=1) == fleet.fail("a", leg=1) == []
+    assert fleet.actions == [] and fleet.claims("B") == {"a": 10}
+    assert fleet.finish("a", leg=2) == [] and fleet.home("a") == "B"
+
+
+def test_a_fault_that_is_said_twice_counts_once() -> None:
+    """A leg can fail by its abort and by its engine; the second word finds its turn waiting, and is dropped."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("a", "t")
+    fleet.finish("a")
+    fleet.arrive("b", "t")
+    assert fleet.fail("b") == fleet.fail("b") == fleet.fail("b", fault=Fault.REQUEST) == []
+    assert fleet.scheduler.num_waiting == 1
+    assert fleet.sent(fleet.tick(2.0)) == [("b", "A")]
+
+
+def test_a_failed_turn_goes_to_another_engine() -> None:
+    """With nothing sent to the client yet, an engine's fault is not the client's business."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.engine("B")
+    fleet.arrive("a")
+    assert fleet.fail("a") == [Dispatch("a", leg=2, engine_id="B", priority=-1000, why="retried, leg 2")]
+    assert fleet.claims("A") == {}
+
+
+@pytest.mark.parametrize("fault", [Fault.ENGINE, Fault.BUSY])
+def test_the_only_engine_is_tried_again_after_a_pause(fault: Fault) -> None:
+    """A busy engine gets a moment; the pause keeps a dying one from using up all attempts at once."""
+    fleet = Fleet(limits=Limits(retry_pause_s=2))
+    fleet.engine("A")
+    fleet.arrive("a")
+    assert fleet.fail("a", fault=fault) == []
+    assert fleet.tick(1.9) == []
+    assert fleet.sent(fleet.tick(0.1)) == [("a", "A")]
+
+
+def test_a_busy_engine_uses_up_no_attempt() -> None:
+    """During a weight update it says so many times; the turn waits, asks once a second at most, and is served."""
+    fleet = Fleet(limits=Limits(max_attempts=2, retry_pause_s=0))
+    fleet.engine("A")
+    fleet.arrive("a")
+    for leg in range(1, 6):
+        assert fleet.fail("a", leg=leg, fault=Fault.BUSY) == []
+        assert fleet.sent(fleet.tick(1.0)) == [("a", "A")]
+    assert fleet.sent(fleet.fail("a", leg=6, fault=Fault.ENGINE)) == [("a", "A")]
+    assert fleet.fail("a", leg=7, fault=Fault.ENGINE) == [Reject("a", Refusal.ENGINE_FAILED, 5.0)]
+
+
+def test_a_busy_engine_is_left_alone_for_as_long_as_it_asks() -> None:
+    """Its Retry-After, where it sends one."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("a")
+    assert fleet.handle(TurnFailed(fleet.at, "a", 1, Fault.BUSY, True, retry_after_s=30.0)) == []
+    assert fleet.tick(29.0) == []
+    assert fleet.sent(fleet.tick(1.0)) == [("a", "A")]
+
+
+def test_a_turn_does_not_wait_for_a_busy_engine_for_ever() -> None:
+    """A busy leg is part of its time in the queue."""
+    fleet = Fleet(limits=Limits(queue_timeout_s=10, retry_pause_s=4))
+    fleet.engine("A")
+    fleet.arrive("a")
+    fleet.fail("a", fault=Fault.BUSY)
+    assert fleet.sent(fleet.tick(4.0)) == [("a", "A")]
+    fleet.fail("a", leg=2, fault=Fault.BUSY)
+    assert fleet.tick(6.0) == [Reject("a", Refusal.QUEUE_TIMEOUT, 5.0)]
+
+
+def test_a_turn_that_its_engine_failed_does_not_hold_back_others() -> None:
+    """While it may not go back there, those behind it may go in."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("a", predicted=9_000)
+    fleet.fail("a")
+    assert fleet.sent(fleet.arrive("b")) == [("b", "A")]
+
+
+def test_a_failed_turn_whose_other_engines_are_lost_comes_back() -> None:
+    """An engine is avoided for a while, not for ever."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.engine("B")
+    fleet.arrive("a")
+    fleet.arrive("b")
+    assert fleet.fail("a") == []
+    fleet.lose("B")
+    assert fleet.sent(fleet.tick(2.0)) == [("a", "A")]
+
+
+def test_attempts_are_bounded() -> None:
+    """After `max_attempts` lost legs the client is told."""
+    fleet = Fleet(limits=Limits(max_attempts=2))
+    fleet.engine("A")
+    fleet.engine("B")
+    fleet.arrive("a")
+    fleet.fail("a", leg=1)
+    assert fleet.fail("a", leg=2) == [Reject("a", Refusal.ENGINE_FAILED, 5.0)]
+    assert fleet.tick(10.0) == []
+
+
+@pytest.mark.parametrize("fault", [Fault.REQUEST, Fault.CLIENT_LEFT, Fault.CLOSED])
+def test_only_an_engines_fault_is_retried(fault: Fault) -> None:
+    """What the client did ends the turn, silently: the driver knows what to say."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("a")
+    fleet.arrive("b")
+    assert fleet.sent(fleet.fail("a", fault=fault)) == [("b", "A")]
+
+
+def test_a_turn_whose_client_has_seen_bytes_is_not_retried() -> None:
+    """No token is made twice."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.engine("B")
+    fleet.arrive("a")
+    assert fleet.fail("a", can_retry=False) == []
+    assert fleet.scheduler.trajectories["a"].turns == {}
+
+
+def test_a_client_that_leaves_while_it_waits_frees_its_place() -> None:
+    """Its turn never runs, and what it held back goes at once."""
+    fleet = Fleet()
+    fleet.engine("A", slots=2, kv=100)
+    fleet.arrive("a", prompt=50)
+    fleet.arrive("big", prompt=80, predicted=9_000)
+    assert fleet.arrive("small", prompt=10) == []
+    assert fleet.sent(fleet.fail("big", leg=0, fault=Fault.CLIENT_LEFT)) == [("small", "A")]
+
+
+def test_a_running_turn_of_a_finished_trajectory_is_still_retried() -> None:
+    """Finishing stops no turn: its client waits for an answer and gets one."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.engine("B")
+    fleet.arrive("a")
+    fleet.close("a")
+    assert fleet.sent(fleet.fail("a")) == [("a", "B")]
+    fleet.finish("a", leg=2)
+    assert fleet.claims("B") == {} and fleet.scheduler.trajectories["a"].state is TrajectoryState.FINISHED
+
+
+def test_a_leg_lost_while_its_trajectory_is_aborted_is_refused() -> None:
+    """The engine's fault came before the abort's answer: the client still gets an answer."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("a")
+    assert fleet.close("a", abort=True) == [Abort("a", 1, Fault.CLOSED)]
+    assert fleet.fail("a", fault=Fault.ENGINE) == [Reject("a", Refusal.TRAJECTORY_ABORTED, None)]
+
+
+def test_a_state_cannot_be_left_the_wrong_way() -> None:
+    """The transition table is enforced."""
+    fleet = Fleet()
+    fleet.arrive("a")
+    turn = fleet.scheduler.trajectories["a"].turns["a"]
+    with pytest.raises(AssertionError, match="waiting -> waiting"):
+        turn.become(TurnState.WAITING)
+
+
+def test_what_is_no_event_is_a_programmers_error() -> None:
+    """It crashes loudly rather than being ignored."""
+
+    class Nonsense:
+        at = 0.0
+
+    with pytest.raises(AssertionError):
+        Scheduler(HEDDLE, Limits()).handle(Nonsense())  # type: ignore[arg-type]

@@ -1,0 +1,69 @@
+"""The profiles that come with Heddle, and users' own."""
+
+from pathlib import Path
+
+import pytest
+
+from engines.profiles import load_profile, profile_names
+
+OWN = """
+gpu = "l4"
+slots_per_gpu = 10
+source = "my own measurement"
+[overhead_ms]
+base = 1.0
+per_sequence = 0.0
+[models.mine]
+model = "me/mine"
+kv_bytes_per_token = 1000
+engines = [{ tp = 2, kernel_ms = [5.0, 0.1, 0.2], prefill_ms = [10.0, 0.5], kv_capacity_tokens = 5000 }]
+"""
+
+
+def test_every_built_in_profile_is_sane_and_names_its_source() -> None:
+    """A wider engine is faster for one sequence and holds more KV, in every family."""
+    families: dict[str, list[str]] = {}
+    for name in profile_names():
+        families.setdefault(name.rpartition("-tp")[0], []).append(name)
+    assert {"qwen3-14b-h100", "qwen3-32b-a100", "toy-cpu"} <= set(families)
+    for family in families.values():
+        profiles = sorted((load_profile(name) for name in family), key=lambda p: p.tp)
+        for profile in profiles:
+            assert profile.source and profile.slots > 0
+        steps = [profile.decode_step_s(1, 2000) for profile in profiles]
+        capacities = [profile.kv_capacity_tokens for profile in profiles]
+        assert steps == sorted(steps, reverse=True)
+        assert capacities == sorted(capacities)
+
+
+def test_engine_overhead_is_part_of_a_decode_step() -> None:
+    """Kernel time plus what the engine adds: 11.05 + 1.13 and 0.0118 + 0.031 ms."""
+    profile = load_profile("qwen3-14b-h100-tp1")
+    assert profile.decode_base_ms == pytest.approx(12.18)
+    assert profile.decode_per_sequence_ms == pytest.approx(0.0428)
+    assert profile.slots == 100
+    assert load_profile("qwen3-14b-h100-tp4").slots == 400
+
+
+def test_an_unknown_name_is_answered_with_near_ones() -> None:
+    """A typing error is seen at once."""
+    with pytest.raises(ValueError, match=r"'qwen3-14b-h100'.*qwen3-14b-h100-tp1"):
+        load_profile("qwen3-14b-h100")
+
+
+def test_a_profile_of_ones_own_is_loaded_by_path_and_name(tmp_path: Path) -> None:
+    """`path.toml:name`, in the form of the built-in files."""
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN)
+    profile = load_profile(f"{path}:mine-l4-tp2")
+    assert (profile.slots, profile.decode_base_ms, profile.kv_capacity_tokens) == (20, 6.0, 5000)
+
+
+def test_a_malformed_profile_file_says_what_is_missing(tmp_path: Path) -> None:
+    """One clear line, not a traceback from the parser."""
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN.replace("kv_bytes_per_token = 1000\n", ""))
+    with pytest.raises(ValueError, match="'kv_bytes_per_token' is missing"):
+        load_profile(f"{path}:mine-l4-tp2")
+    with pytest.raises(ValueError, match="No such file"):
+        load_profile(f"{tmp_path}/absent.toml:mine")

@@ -1,0 +1,148 @@
+"""The simulated SGLang over a real socket, where it differs from vLLM."""
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from engines.profiles import load_profile
+
+from .conftest import Start
+from .http import CHAT, events, metric, until_metric
+
+RUNNING = "sglang:num_running_reqs"
+
+
+async def test_errors_are_flat(start: Start) -> None:
+    """On the chat route; nested on responses."""
+    client = await start(dialect="sglang")
+    flat = (await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 0})).json()
+    assert (flat["object"], flat["code"]) == ("error", 400) and "error" not in flat
+    nested = (await client.post("/v1/responses", json={"input": 3})).json()
+    assert nested["error"]["code"] == 400
+
+
+async def test_the_answers_id_is_the_rid_and_any_model_is_taken(start: Start) -> None:
+    """X-Request-Id means nothing to SGLang."""
+    client = await start(dialect="sglang")
+    body = {**CHAT, "max_tokens": 2, "rid": "traj-1.", "model": "whatever"}
+    answer = await client.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "no"})
+    assert answer.json()["id"] == "traj-1."
+    assert "matched_stop" in answer.json()["choices"][0]
+    assert (await client.get("/v1/models/simulated")).json()["id"] == "simulated"
+
+
+async def test_native_streams_repeat_what_they_said_unless_incremental(start: Start) -> None:
+    """Cumulative by default; both end where the whole answer ends."""
+    body = {"input_ids": [300, 301], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+    for incremental in (False, True):
+        client = await start(dialect="sglang", incremental_streaming_output=incremental)
+        whole = (await client.post("/generate", json=body)).json()
+        *chunks, done = events((await client.post("/generate", json={**body, "stream": True})).text)
+        assert done == "[DONE]" and len(chunks) > 1
+        assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 400}
+        if incremental:
+            assert [id for chunk in chunks for id in chunk["output_ids"]] == whole["output_ids"]
+            assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
+        else:
+            assert chunks[-1]["output_ids"] == whole["output_ids"]
+            assert chunks[-1]["text"] == whole["text"]
+            assert chunks[1]["text"].startswith(chunks[0]["text"])
+
+
+async def test_native_bodies_are_checked(start: Start) -> None:
+    """An unknown field is refused, unlike on the OpenAI routes."""
+    client = await start(dialect="sglang")
+    response = await client.post("/generate", json={"text": "a", "unheard_of": 1})
+    assert response.status_code == 400 and "unheard_of" in response.json()["error"]["message"]
+
+
+async def test_chat_takes_token_ids_and_refuses_to_stream_them(start: Start) -> None:
+    """`input_ids` bypass the template; `return_token_ids` is for whole answers only."""
+    client = await start(dialect="sglang")
+    ids = (await client.post("/tokenize", json=CHAT)).json()["tokens"]
+    body = {**CHAT, "max_tokens": 4}
+    by_ids = (await client.post("/v1/chat/completions", json={**body, "messages": [], "input_ids": ids})).json()
+    by_messages = (await client.post("/v1/chat/completions", json=body)).json()
+    assert by_ids["choices"] == by_messages["choices"]
+    refused = await client.post("/v1/chat/completions", json={**body, "stream": True, "return_token_ids": True})
+    assert refused.status_code == 400
+
+
+async def test_an_abort_matches_by_prefix(start: Start) -> None:
+    """`traj-1` also ends `traj-10`: a gateway must end its ids with something."""
+    client = await start(dialect="sglang", speed_up=1.0)
+    tasks = {
+        rid: asyncio.create_task(
+            client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 3000, "ignore_eos": True, "rid": rid})
+        )
+        for rid in ("traj-1", "traj-10", "traj-2")
+    }
+    await until_metric(client, RUNNING, 3)
+    await client.post("/abort_request", json={"rid": "traj-1"})
+    for rid in ("traj-1", "traj-10"):
+        assert (await tasks[rid]).json()["choices"][0]["finish_reason"] == "abort"
+    assert await metric(client, RUNNING) == 1
+    await client.post("/abort_request", json={"abort_all": True})
+    assert (await tasks["traj-2"]).json()["choices"][0]["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize(("low_first", "urgent"), [(True, -20), (False, 20)])
+async def test_a_much_more_urgent_request_preempts_a_running_one(start: Start, low_first: bool, urgent: int) -> None:
+    """By more than the threshold of 10, in the sign that the server was started with; the victim still finishes."""
+    profile = dataclasses.replace(load_profile("toy-cpu-tp1"), slots=1)
+    client = await start(dialect="sglang", speed_up=4.0, profile=profile, low_priority_values_first=low_first)
+    order: list[str] = []
+
+    async def ask(name: str, max_tokens: int, priority: int) -> None:
+        body = {**CHAT, "max_tokens": max_tokens, "ignore_eos": True, "priority": priority}
+        answer = (await client.post("/v1/chat/completions", json=body)).json()
+        assert answer["usage"]["completion_tokens"] == max_tokens
+        order.append(name)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(ask("running", 1500, 0))
+        await until_metric(client, RUNNING, 1)
+        tasks.create_task(ask("not enough", 20, urgent // 2))
+        tasks.create_task(ask("urgent", 20, urgent))
+    assert order[0] == "urgent" and set(order) == {"running", "not enough", "urgent"}
+    assert await metric(client, "sglang:num_retracted_requests_total") == 1
+
+
+async def test_a_full_queue_is_a_503_or_an_event(start: Start) -> None:
+    """SGLang's scheduler refuses after a stream has begun."""
+    client = await start(dialect="sglang", speed_up=1.0, max_num_queued=1)
+    long = asyncio.create_task(
+        client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 3000, "ignore_eos": True})
+    )
+    await until_metric(client, RUNNING, 1)
+    assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 503
+    response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    error, done = events(response.text)
+    assert (response.status_code, error["error"]["code"], done) == (200, 503, "[DONE]")
+    long.cancel()
+
+
+async def test_while_paused_new_requests_wait(start: Start) -> None:
+    """They block in the HTTP server; `/ready` says 503 and `/ping` 200; continue lets them in."""
+    client = await start(dialect="sglang")
+    await client.post("/pause_generation", json={"mode": "in_place"})
+    assert (await client.get("/ready")).status_code == 503
+    assert (await client.get("/ping")).status_code == 200
+    task = asyncio.create_task(client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 3}))
+    assert (await client.get("/v1/loads")).json()["loads"][0]["num_running_reqs"] == 0
+    assert not task.done()
+    await client.post("/continue_generation", json={})
+    assert (await task).status_code == 200
+    assert (await client.get("/ready")).status_code == 200
+    assert (await client.post("/flush_cache")).status_code == 200
+
+
+async def test_info_routes_tell_what_a_gateway_probes(start: Start) -> None:
+    """Model, server arguments, load; vLLM's version route is not there."""
+    client = await start(dialect="sglang")
+    assert (await client.get("/model_info")).json()["model_path"] == "simulated"
+    info = (await client.get("/server_info")).json()
+    assert info["enable_priority_scheduling"] is True and info["max_running_requests"] == 4
+    assert (await client.get("/v1/loads")).json()["loads"][0]["max_total_num_tokens"] == 16_384
+    assert (await client.get("/version")).status_code == 404

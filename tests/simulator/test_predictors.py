@@ -1,0 +1,56 @@
+"""Predictors that know the truth: the oracle exactly, the noisy one as well as it was told to."""
+
+import math
+from statistics import correlation, fmean
+
+import pytest
+
+from predictor.progress import Progress
+from simulator.predictors import Noisy, Oracle
+from simulator.runs import predictor_named
+from workloads.laws import draw, law_named
+
+TRAJECTORIES = draw(law_named("coding"), 3_200, 5).trajectories
+
+
+def at_start(trajectory_id: str) -> Progress:
+    return Progress(trajectory_id)
+
+
+def test_the_oracle_knows_every_total() -> None:
+    """At the start and later."""
+    oracle = Oracle(TRAJECTORIES)
+    for trajectory in TRAJECTORIES[:50]:
+        for made in (0, trajectory.output_tokens - 1):
+            prediction = oracle.predict(Progress(trajectory.trajectory_id, output_tokens=made))
+            assert prediction.total_tokens == prediction.p90_tokens == trajectory.output_tokens
+
+
+@pytest.mark.parametrize("wanted", [0.5, 0.7, 0.9, 0.99])
+def test_noise_is_as_strong_as_asked_for_and_predictions_are_calibrated(wanted: float) -> None:
+    """Log-Pearson with the truth is the number given; means are right on average, P90 holds nine times in ten."""
+    noisy = Noisy(TRAJECTORIES, wanted, seed=1)
+    predictions = [noisy.predict(at_start(t.trajectory_id)) for t in TRAJECTORIES]
+    totals = [t.output_tokens for t in TRAJECTORIES]
+    found = correlation([math.log(p.total_tokens) for p in predictions], [math.log(total) for total in totals])
+    assert found == pytest.approx(wanted, abs=0.05)
+    assert fmean(p.total_tokens for p in predictions) == pytest.approx(fmean(totals), rel=0.1)
+    below = fmean(total <= p.p90_tokens for total, p in zip(totals, predictions, strict=True))
+    assert below == pytest.approx(0.9, abs=0.04)
+
+
+def test_noise_goes_on_from_turn_to_turn_and_is_the_seed_s() -> None:
+    """Errors of one trajectory at consecutive turns correlate; another seed errs otherwise."""
+    noisy, again, other = (Noisy(TRAJECTORIES, 0.7, seed) for seed in (1, 1, 2))
+    first = [noisy.predict(at_start(t.trajectory_id)).total_tokens / t.output_tokens for t in TRAJECTORIES]
+    second = [noisy.predict(at_start(t.trajectory_id)).total_tokens / t.output_tokens for t in TRAJECTORIES]
+    assert correlation([math.log(x) for x in first], [math.log(x) for x in second]) > 0.6
+    assert first == [again.predict(at_start(t.trajectory_id)).total_tokens / t.output_tokens for t in TRAJECTORIES]
+    assert first != [other.predict(at_start(t.trajectory_id)).total_tokens / t.output_tokens for t in TRAJECTORIES]
+
+
+@pytest.mark.parametrize("name", ["", "noisy", "noisy:", "noisy:0", "noisy:1.1", "noisy:x", "nobody"])
+def test_a_predictor_that_is_not_there_is_refused(name: str) -> None:
+    """With what there is, or what is wanted."""
+    with pytest.raises(ValueError, match="noisy"):
+        predictor_named(name, TRAJECTORIES, 0)

@@ -1,0 +1,99 @@
+"""A log played again gives the same actions, and where it does not, the line is named."""
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from engines.profiles import load_profile
+from gateway.state.eventlog import EventLog
+from predictor.siblings import SiblingPredictor
+from scheduling.limits import Limits
+from scheduling.policy import POLICIES
+from scheduling.types import Action, Event
+from simulator.conditions import Conditions, Faults
+from simulator.replay import LogWriter, replay
+from simulator.rollout import Rollout
+from workloads.laws import draw, law_named
+
+TP4 = load_profile("qwen3-14b-h100-tp4")
+ROUGH = Conditions(faults=Faults(leaving_share=0.1, deaths_per_hour=200.0, relaunch_s=10.0))
+
+
+def written(path: Path, policy: str) -> Path:
+    """The log of a rollout in which things go wrong."""
+    limits = Limits(queue_timeout_s=60.0, kv_watermark=0.8)
+    with LogWriter(path, POLICIES[policy], limits) as log:
+        workload = draw(law_named("coding"), 48, 3)
+        Rollout(
+            workload, [TP4] * 2, POLICIES[policy], limits, SiblingPredictor(), conditions=ROUGH, seed=3, log=log
+        ).run()
+    return path
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_decides_the_same_again(policy: str, tmp_path: Path) -> None:
+    """All that a decision rests on is in the events: no clock, no dice, no order of a hash table."""
+    path = written(tmp_path / "events.jsonl", policy)
+    replayed = replay(path)
+    assert replayed.difference is None
+    kinds = [orjson.loads(line)["kind"] for line in path.read_bytes().splitlines()]
+    assert (replayed.num_events, replayed.num_actions) == (kinds.count("event"), kinds.count("action"))
+    assert replayed.num_actions > 1_000
+
+
+def test_the_first_line_that_differs_is_named(tmp_path: Path) -> None:
+    """Another policy, an action left out, one too many, one that was otherwise: each is found where it is."""
+    path = written(tmp_path / "events.jsonl", "heddle")
+    lines = path.read_bytes().splitlines(keepends=True)
+    first = next(n for n, line in enumerate(lines) if b'"Dispatch"' in line)
+
+    path.write_bytes(lines[0].replace(b'"heddle"', b'"round-robin"') + b"".join(lines[1:]))
+    assert replay(path).difference is not None
+
+    path.write_bytes(b"".join(lines[:first] + lines[first + 1 :]))
+    difference = replay(path).difference
+    assert difference is not None and difference.line_number == first + 1
+    assert difference.replayed == lines[first]
+
+    path.write_bytes(b"".join(lines[: first + 1] + lines[first:]))
+    difference = replay(path).difference
+    assert difference is not None and difference.line_number == first + 2
+    assert difference.recorded == lines[first]
+
+    path.write_bytes(b"".join(lines[:first]))
+    difference = replay(path).difference
+    assert difference is not None and (difference.recorded, difference.replayed) == (None, lines[first])
+
+
+def test_a_log_of_the_gateway_is_replayed_without_a_start(tmp_path: Path) -> None:
+    """The gateway's own writer makes the lines that a replay compares, of every event and action."""
+    log = EventLog(str(tmp_path / "gateway.jsonl"), 2**30)
+    with LogWriter(tmp_path / "own.jsonl", POLICIES["heddle"], Limits()) as own:
+
+        def write(event: Event, actions: list[Action]) -> None:
+            log.add(event, actions)
+            own(event, actions)
+
+        workload = draw(law_named("coding"), 48, 3)
+        predictor = SiblingPredictor()
+        Rollout(workload, [TP4] * 2, POLICIES["heddle"], Limits(), predictor, conditions=ROUGH, log=write).run()
+    log.close()
+    _, lines = (tmp_path / "own.jsonl").read_bytes().split(b"\n", 1)
+    assert (tmp_path / "gateway.jsonl").read_bytes() == lines
+    assert replay(tmp_path / "gateway.jsonl").difference is None
+
+
+def test_a_broken_log_is_refused_with_its_line(tmp_path: Path) -> None:
+    """Whatever is wrong, the message says where."""
+    path = tmp_path / "events.jsonl"
+    for content, message in (
+        (b"{", "line 1"),
+        (b"[]\n", "line 1: not a JSON object"),
+        (b'{"at":0.0,"kind":"event","type":"Dance"}\n', "no event is called 'Dance'"),
+        (b'{"at":0.0,"kind":"event","type":"EngineLost"}\n', "line 1: engine_id: missing"),
+        (b'{"at":0.0,"kind":"start","policy":"none","can_preempt":false}\n', "no policy 'none'"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            replay(path)

@@ -1,0 +1,252 @@
+"""A rollout in virtual time: what it counts, what goes wrong in it, and that it is the same every time."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from engines.profiles import load_profile
+from engines.simulated.features import Features, HostTier, Speculation
+from predictor.siblings import SiblingPredictor
+from scheduling.cost import EngineProfile
+from scheduling.limits import Limits
+from scheduling.policy import POLICIES
+from simulator.conditions import Conditions, Faults, Reshape, Transfer
+from simulator.outcome import Ending, Outcome
+from simulator.rollout import Rollout
+from workloads.laws import draw, law_named
+from workloads.trajectories import Trajectory, Turn, Workload
+
+TP4 = load_profile("qwen3-14b-h100-tp4")
+PATIENT = Limits(queue_timeout_s=1e6)
+
+
+def play(
+    workload: Workload,
+    fleet: list[EngineProfile],
+    policy: str = "heddle",
+    conditions: Conditions | None = None,
+    limits: Limits = PATIENT,
+    seed: int = 0,
+) -> Outcome:
+    return Rollout(
+        workload,
+        fleet,
+        POLICIES[policy],
+        limits,
+        SiblingPredictor(),
+        conditions=conditions or Conditions(),
+        seed=seed,
+    ).run()
+
+
+def coding(number: int, seed: int = 1) -> Workload:
+    return draw(law_named("coding"), number, seed)
+
+
+def one_by_one(number: int, turn: Turn) -> Workload:
+    return Workload("like", tuple(Trajectory(f"t{n}", f"g{n}", 64, (turn,)) for n in range(number)))
+
+
+@pytest.mark.parametrize("policy", ["heddle", "slime"])
+def test_time_is_queueing_plus_engine_plus_tools(policy: str) -> None:
+    """Nothing of a trajectory's time is lost or counted twice, wherever its turns wait."""
+    workload = coding(64)
+    outcome = play(workload, [replace(TP4, slots=8)] * 2, policy)
+    for trajectory, told in zip(workload.trajectories, outcome.trajectories, strict=True):
+        assert told.ending is Ending.FINISHED
+        assert told.queued_s + told.engine_s + told.tool_s == pytest.approx(told.ended_at)
+        assert told.tool_s == pytest.approx(trajectory.tool_s)
+        assert told.output_tokens == trajectory.output_tokens
+    assert sum(told.queued_s for told in outcome.trajectories) > 0
+    assert outcome.makespan_s == max(told.ended_at for told in outcome.trajectories)
+    assert outcome.output_tokens == workload.output_tokens
+
+
+def test_full_slots_make_waves() -> None:
+    """Twice as many like trajectories as slots take twice as long, and half of them wait for one wave."""
+    shape = replace(TP4, slots=4, decode_per_kv_ktoken_ms=0.0)
+    one = play(one_by_one(4, Turn(0, 1000, 0.0)), [shape])
+    two = play(one_by_one(8, Turn(0, 1000, 0.0)), [shape])
+    assert two.makespan_s == pytest.approx(2 * one.makespan_s, rel=0.01)
+    assert sorted(round(t.queued_s / one.makespan_s) for t in two.trajectories) == [0] * 4 + [1] * 4
+
+
+@settings(max_examples=25, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(
+    number=st.integers(1, 48),
+    seed=st.integers(0, 10**6),
+    policy=st.sampled_from(["heddle", "remaining-first", "slime", "verl", "round-robin"]),
+    slots=st.sampled_from([2, 50]),
+    faults=st.builds(
+        Faults,
+        leaving_share=st.sampled_from([0.0, 0.3, 1.0]),
+        deaths_per_hour=st.sampled_from([0.0, 200.0]),
+        relaunch_s=st.sampled_from([1.0, 60.0]),
+        slow_start_s=st.sampled_from([0.0, 90.0]),
+        tool_timeout_share=st.sampled_from([0.0, 0.2]),
+        tool_timeout_s=st.just(5.0),
+        turn_retries=st.integers(0, 2),
+    ),
+    transfer=st.sampled_from([None, Transfer(), Transfer(1.0, 1e9)]),
+    host=st.sampled_from([None, HostTier(200_000)]),
+)
+def test_whatever_goes_wrong_every_trajectory_ends_and_no_token_is_counted_twice(
+    number: int,
+    seed: int,
+    policy: str,
+    slots: int,
+    faults: Faults,
+    transfer: Transfer | None,
+    host: HostTier | None,
+) -> None:
+    """Finished ones have all their turns; those that left or failed have as many as they ended; the run repeats."""
+    workload = coding(number, seed)
+    conditions = Conditions(Features(Speculation(), host), transfer, faults)
+    fleet = [replace(TP4, slots=slots, kv_capacity_tokens=90_000)] * 2
+    outcome = play(workload, fleet, policy, conditions, Limits(queue_timeout_s=300.0), seed)
+    assert len(outcome.trajectories) == number
+    for trajectory, told in zip(workload.trajectories, outcome.trajectories, strict=True):
+        made = sum(turn.output_tokens for turn in trajectory.turns[: told.num_turns])
+        assert told.output_tokens == made
+        assert (told.ending is Ending.FINISHED) == (told.num_turns == len(trajectory.turns))
+        assert told.ended_at <= outcome.makespan_s
+        if not faults.leaving_share:
+            assert told.ending is not Ending.LEFT
+    assert outcome == play(workload, fleet, policy, conditions, Limits(queue_timeout_s=300.0), seed)
+
+
+def test_a_turn_whose_engine_died_is_made_again_elsewhere() -> None:
+    """Deaths cost time and legs, and lose nothing; the dead engine comes back under another id."""
+    workload = coding(64)
+    calm = play(workload, [TP4] * 2)
+    faults = Faults(deaths_per_hour=150.0, relaunch_s=20.0)
+    rough = play(workload, [TP4] * 2, conditions=Conditions(faults=faults), limits=replace(PATIENT, max_attempts=50))
+    assert rough.num_relaunches > 0
+    assert all(told.ending is Ending.FINISHED for told in rough.trajectories)
+    assert rough.makespan_s > calm.makespan_s
+    num_turns = workload.num_turns
+    assert sum(told.num_legs for told in calm.trajectories) == num_turns < sum(t.num_legs for t in rough.trajectories)
+    dead = [engine for engine in rough.engines if engine.ended_at is not None]
+    assert len(dead) == rough.num_relaunches
+    assert len({engine.engine_id for engine in rough.engines}) == len(rough.engines)
+    for told in rough.trajectories:
+        assert told.queued_s + told.engine_s + told.tool_s == pytest.approx(told.ended_at)
+
+
+def test_a_preempted_turn_goes_on_from_its_last_token() -> None:
+    """The longest takes the slot of the shortest, which makes no token twice and computes no prefix again."""
+    short = [Trajectory(f"s{n}", f"s{n}", 512, (Turn(0, 6_000, 0.0),)) for n in range(2)]
+    long = [Trajectory("long", "long", 512, (Turn(0, 20, 10.0), Turn(16, 30_000, 0.0)))]
+    workload = Workload("urgent last", (*long, *short))
+    shape = replace(TP4, slots=2, decode_per_kv_ktoken_ms=0.0)
+    policy = replace(POLICIES["heddle"], preempts=True)
+    outcome = Rollout(workload, [shape], policy, PATIENT, SiblingPredictor(), oracle=True).run()
+    by_id = {told.trajectory_id: told for told in outcome.trajectories}
+    assert sum(told.num_pauses for told in outcome.trajectories) == 1
+    assert by_id["long"].num_pauses == 0 and by_id["long"].queued_s < 1
+    assert outcome.output_tokens == workload.output_tokens
+    # What the engine made is what the trajectories have, so nothing was made twice.
+    assert sum(engine.num_generated_tokens for engine in outcome.engines) == workload.output_tokens
+    computed = sum(engine.num_prompt_tokens - engine.num_cached_tokens for engine in outcome.engines)
+    assert computed < 3 * 512 + 64
+    for told in outcome.trajectories:
+        assert told.queued_s + told.engine_s + told.tool_s == pytest.approx(told.ended_at)
+
+
+def test_clients_that_leave_are_gone_the_same_ones_under_every_policy() -> None:
+    """Who leaves is the seed's choice, and what they leave is given back to the others."""
+    conditions = Conditions(faults=Faults(leaving_share=0.25))
+    left = [
+        {
+            told.trajectory_id: told.num_turns
+            for told in play(coding(64), [TP4] * 2, policy, conditions, seed=7).trajectories
+            if told.ending is Ending.LEFT
+        }
+        for policy in ("heddle", "slime")
+    ]
+    assert 4 < len(left[0]) < 32
+    assert left[0].keys() == left[1].keys()
+
+
+def test_a_fleet_of_the_wrong_degree_is_cut_anew_while_the_rollout_runs() -> None:
+    """Few long trajectories on many small engines get large ones; no token is lost, and it pays."""
+    family = [replace(load_profile(f"qwen3-14b-h100-tp{tp}"), slots=100 * tp) for tp in (1, 8)]
+    long = [Trajectory(f"t{n}", f"g{n}", 256, (Turn(0, 20, 1.0), Turn(16, 30_000, 0.0))) for n in range(4)]
+    workload = Workload("few", tuple(long))
+    taken = {}
+    for reshape in (None, Reshape(every_s=10.0, relaunch_s=5.0)):
+        rollout = Rollout(
+            workload,
+            [family[0]] * 8,
+            POLICIES["heddle"],
+            PATIENT,
+            SiblingPredictor(),
+            oracle=True,
+            conditions=Conditions(reshape=reshape),
+            family=family,
+        )
+        taken[reshape is not None] = rollout.run()
+    assert taken[True].num_relaunches == 1
+    assert [engine.tp for engine in taken[True].engines if engine.ended_at is None] == [8]
+    assert all(told.ending is Ending.FINISHED for told in taken[True].trajectories)
+    made = sum(engine.num_generated_tokens for engine in taken[True].engines)
+    assert made == pytest.approx(workload.output_tokens, abs=4)
+    assert taken[True].makespan_s < 0.7 * taken[False].makespan_s
+
+
+def test_tools_that_hang_end_at_their_time_out() -> None:
+    """Every tool call takes the time-out instead of its own time when all of them hang."""
+    conditions = Conditions(faults=Faults(tool_timeout_share=1.0, tool_timeout_s=33.0))
+    workload = coding(4)
+    for trajectory, told in zip(
+        workload.trajectories, play(workload, [TP4], conditions=conditions).trajectories, strict=True
+    ):
+        assert told.tool_s == pytest.approx(33.0 * (len(trajectory.turns) - 1))
+
+
+def test_engines_that_start_late_hold_the_rollout_up() -> None:
+    """Turns wait until an engine is there."""
+    outcome = play(coding(4), [TP4], conditions=Conditions(faults=Faults(slow_start_s=100.0)), seed=3)
+    assert outcome.engines[0].began_at > 1
+    assert all(told.queued_s >= outcome.engines[0].began_at for told in outcome.trajectories)
+
+
+def test_a_rejected_turn_is_asked_for_again_and_then_given_up() -> None:
+    """A client retries so often, waiting as it was told; then its trajectory has failed."""
+    workload = one_by_one(2, Turn(0, 30_000, 0.0))
+    limits = Limits(queue_timeout_s=10.0)
+    shape = replace(TP4, slots=1)
+    outcome = play(workload, [shape], conditions=Conditions(faults=Faults(turn_retries=1)), limits=limits)
+    failed = [told for told in outcome.trajectories if told.ending is Ending.FAILED]
+    assert len(failed) == 1
+    assert 25 <= failed[0].ended_at < 30  # twice ten seconds in the queue, and five in between
+    patient = play(workload, [shape], conditions=Conditions(faults=Faults(turn_retries=100)), limits=limits)
+    assert all(told.ending is Ending.FINISHED for told in patient.trajectories)
+
+
+def test_what_helps_helps() -> None:
+    """Speculation, a host tier where contexts are evicted, and transfers where turns move each shorten a rollout."""
+    small = [replace(TP4, kv_capacity_tokens=150_000)] * 2
+    workload = coding(96)
+    plain = play(workload, small, "slime").makespan_s
+    tier = play(workload, small, "slime", Conditions(Features(host_tier=HostTier(10**7, 100e9)))).makespan_s
+    sent = play(workload, small, "slime", Conditions(transfer=Transfer())).makespan_s
+    drafted = play(workload, small, "slime", Conditions(Features(Speculation(1.6, 64)))).makespan_s
+    assert tier < 0.95 * plain
+    assert sent < plain
+    assert drafted < 0.8 * plain
+
+
+def test_a_timeline_has_samples_of_every_engine_until_the_end() -> None:
+    """Columns of equal length, in order of time, with shares that are shares."""
+    outcome = play(coding(32), [TP4] * 2)
+    for engine in outcome.engines:
+        line = engine.timeline
+        columns = (line.at, line.num_running, line.num_waiting, line.kv_share, line.kv_claimed_share)
+        assert len({len(column) for column in columns}) == 1
+        assert line.at == sorted(line.at)
+        assert line.at[-1] <= outcome.makespan_s
+        assert max(line.num_running) > 0
+        assert all(0 <= share <= 1 for share in line.kv_share)

@@ -1,0 +1,114 @@
+"""Scenarios: the files that come with Heddle, what a file may say, and what is said of a bad one."""
+
+from pathlib import Path
+
+import pytest
+
+from predictor.progress import Progress
+from scheduling.policy import POLICIES
+from simulator.runs import bounds_of, experienced, play, predictor_named
+from simulator.scenario import Scenario, load_scenario
+
+SCENARIOS = sorted((Path(__file__).parents[2] / "scenarios").glob("*.toml"))
+
+
+def read(tmp_path: Path, text: str) -> Scenario:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return load_scenario(path)
+
+
+FLEET = '[fleet]\nprofile = "toy-cpu"\ngpus = 2\ntp = [1, 2]\n'
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_every_scenario_that_ships_can_be_played(path: Path) -> None:
+    """Its profiles, policies and predictor are there, and its workload fits its engines."""
+    scenario = load_scenario(path)
+    assert scenario.name == path.stem and scenario.about
+    assert set(scenario.policies) <= set(POLICIES)
+    predictor_named(scenario.predictor, (), 0)
+    smallest = min(profile.kv_capacity_tokens for fleet in scenario.fleets() for profile in fleet.profiles)
+    assert smallest > 100_000
+    assert all(fleet.gpus == scenario.fleet.gpus for fleet in scenario.fleets())
+
+
+def test_slots_are_counted_per_gpu(tmp_path: Path) -> None:
+    """An engine over two GPUs has twice the slots, in the fleet and in its family."""
+    scenario = read(tmp_path, FLEET + "slots_per_gpu = 7")
+    fleets = scenario.fleets()
+    assert [(len(fleet.profiles), fleet.profiles[0].slots) for fleet in fleets] == [(2, 7), (1, 14)]
+    assert sorted(profile.slots for profile in fleets[0].family) == [7, 14]
+
+
+def test_a_fleet_may_be_listed(tmp_path: Path) -> None:
+    """Unlike engines side by side."""
+    text = '[[fleet.engines]]\nprofile = "toy-cpu-tp2"\n[[fleet.engines]]\nprofile = "toy-cpu-tp1"\ncount = 3\n'
+    [fleet] = read(tmp_path, text).fleets()
+    assert [profile.tp for profile in fleet.profiles] == [2, 1, 1, 1]
+    assert fleet.gpus == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "fleet: missing"),
+        ("fleet = 3", "fleet: a table is wanted, not 3"),
+        ("[fleet", "mine.toml"),
+        ("[fleet]\ngpus = 8", "fleet: either engines, or gpus, profile and tp"),
+        ('[fleet]\nprofile = "toy-cpu"\ngpus = 8\ntp = [3]', "fleet: tp 3 does not divide 8 GPUs"),
+        (FLEET.replace("gpus", "gpu"), "fleet.gpu: unknown; did you mean gpus?"),
+        (FLEET.replace("gpus = 2", "gpus = 2.5"), "fleet.gpus: a whole number is wanted, not 2.5"),
+        (FLEET + "[limits]\nkv_watermark = true", "limits.kv_watermark: a number is wanted, not True"),
+        (FLEET + "[limits]\nnonsense = 1", "limits.nonsense: unknown"),
+        (FLEET + '[workload]\nlaw = "coding"', "workload: a law needs a number of trajectories"),
+        (FLEET + '[workload]\nlaw = "coding"\ntrace = "x"\n', "workload: a law or a trace, not both"),
+        ("epochs = 2\n" + FLEET + '[workload]\ntrace = "x"\n', "epochs need a law"),
+        (
+            FLEET + "[features.speculation]\nspeedup = 2",
+            "features.speculation.speedup: unknown; did you mean speed_up?",
+        ),
+        (FLEET + "[features.host_tier]\n", "features.host_tier.capacity_tokens: missing"),
+        ("seeds = []\n" + FLEET, "policies and seeds: at least one of each"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_in_one_line(text: str, message: str, tmp_path: Path) -> None:
+    """The key, and what is wanted."""
+    with pytest.raises(ValueError) as caught:
+        read(tmp_path, text)
+    assert message in str(caught.value) and "mine.toml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_later_epochs_teach_the_predictor(tmp_path: Path) -> None:
+    """The figures are those of the last epoch, whose prompts a predictor with a memory of prompts knows."""
+    agents = '[workload]\nlaw = "coding"\ntrajectories = 160\n'
+    fleet_text = '[fleet]\nprofile = "qwen3-14b-h100"\ngpus = 4\ntp = [4]\n'
+    errors = {}
+    for epochs in (1, 2):
+        scenario = read(tmp_path, f"epochs = {epochs}\n{agents}{fleet_text}")
+        [fleet] = scenario.fleets()
+        workloads = scenario.workloads(1)
+        bounds = bounds_of(scenario, fleet, workloads[-1])
+        run = play(scenario, "heddle", fleet, "tabular", 1, workloads, bounds)
+        assert run.labels.epoch == epochs - 1
+        assert len(run.outcome.trajectories) == 160
+        assert run.regret >= 1
+        first = [told.predictions[0].total_tokens / told.output_tokens for told in run.outcome.trajectories]
+        errors[epochs] = sum(abs(ratio - 1) for ratio in first)
+    assert errors[2] < errors[1]
+
+
+def test_an_experienced_predictor_has_learned_the_law_from_other_prompts(tmp_path: Path) -> None:
+    """It knows how long trajectories are before the first turn of the first one, and nothing of its groups."""
+    table = FLEET + '[workload]\nlaw = "coding"\ntrajectories = 320\n'
+    scenario = read(tmp_path, 'predictor = "tabular"\nearlier = 1\n' + table)
+    workloads = scenario.workloads(1)
+    earlier = scenario.earlier_workloads(1)
+    assert not {t.group_id for t in workloads[0].trajectories} & {t.group_id for t in earlier[0].trajectories}
+    first = Progress("t", "nobody's group")
+    mean = sum(t.output_tokens for t in earlier[0].trajectories) / 320
+    experienced_says = experienced(scenario, "tabular", workloads, 1).predict(first).total_tokens
+    assert experienced_says == pytest.approx(mean, rel=0.25)
+    assert experienced(scenario, "tabular", workloads, 1).predict(first).total_tokens == experienced_says
+    assert predictor_named("tabular", [], 1).predict(first).total_tokens != experienced_says

@@ -1,0 +1,261 @@
+"""The study: what is run in which order, what is kept, and what the page says of it."""
+
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from scheduling.policy import HEDDLE, POLICIES, VERL
+from simulator.comparison import Choice, Results, ablation_ratios
+from simulator.experiments import Cache, Size, Study, play, read_cases, run_all, source_hash
+from simulator.planned_fleets import MIXED, PLANNED, planned_fleet
+from simulator.results_page import write_page
+from simulator.scenario import load_scenario
+from simulator.study import (
+    CLAIRVOYANT,
+    MAIN,
+    MECHANISMS,
+    Case,
+    Job,
+    Row,
+    ablations,
+    baselines,
+    best_tp,
+    jobs,
+    leaders,
+    policy_named,
+    variants,
+)
+
+FIRST = Case(MAIN[0], "d", (1, 4), 16, 4)
+OTHER = Case("another", "d", (1, 4), 16, 4)
+SEEDS = (1, 2)
+
+
+def row(job: Job, makespan_s: float) -> Row:
+    return Row(job, "source", "abc1234", makespan_s, 50.0, 40.0, {"num_trajectories": 16, "num_finished": 16}, 1.0)
+
+
+def pretend(job: Job) -> float:
+    """A world in which TP 4 is half as slow, Heddle a tenth faster, ThunderAgent next, and slime by far the slowest."""
+    makespan_s = {0: 95.0, 1: 200.0, 4: 100.0}[job.tp] + job.seed
+    factors = {HEDDLE.name: 0.8 if job.predictor == CLAIRVOYANT else 0.9, "thunderagent": 0.98, "slime": 1.5}
+    return makespan_s * factors.get(job.policy, 1.0)
+
+
+def all_of_it(cases: tuple[Case, ...]) -> dict[Job, float]:
+    """Whatever the study asks for is answered until it asks for nothing more."""
+    done: dict[Job, float] = {}
+    while missing := [job for job in jobs(cases, SEEDS, done) if job not in done]:
+        done[missing[0]] = pretend(missing[0])
+    return done
+
+
+def test_every_policy_is_heddle_a_baseline_or_heddle_with_one_thing_changed() -> None:
+    """The three together are all there are, once each."""
+    assert sorted((HEDDLE.name, *baselines(), *variants())) == sorted(POLICIES)
+    assert {"verl", "slime", "heddle-paper"} <= set(baselines()) and "fcfs" in variants()
+
+
+def test_ablations_switch_one_mechanism_and_nothing_else() -> None:
+    """Heddle without it differs from Heddle in its field; with it alone, from held sticky round robin."""
+    assert len(ablations()) == 2 * len(MECHANISMS)
+    for name, field in MECHANISMS.items():
+        without, alone = policy_named(f"without {name}"), policy_named(f"{name} alone")
+        assert replace(without, name=HEDDLE.name, **{field: getattr(HEDDLE, field)}) == HEDDLE != without
+        base = replace(VERL, holds_turns=True)
+        assert replace(alone, name=VERL.name, **{field: getattr(VERL, field)}) == base
+        assert getattr(alone, field) == getattr(HEDDLE, field)
+
+
+def test_main_cases_come_before_ablations_and_those_before_other_cases() -> None:
+    """Heddle first; when the main table is full, mechanisms; last of all more seeds for baselines that are behind."""
+    order = list(all_of_it((FIRST, OTHER)))
+    assert order[0] == Job(FIRST, HEDDLE.name, 1, 1)
+    compared = (HEDDLE.name, "thunderagent", "verl")
+    in_table = [job for job in order if job.case == FIRST and job.policy in compared and not job.fleet]
+    first_ablation = min(order.index(job) for job in order if job.policy in ablations())
+    first_other = min(order.index(job) for job in order if job.case == OTHER)
+    first_variant = min(order.index(job) for job in order if job.policy in variants())
+    behind = order.index(Job(FIRST, "slime", 4, 2))
+    assert max(map(order.index, in_table)) < first_ablation < first_other < first_variant < behind
+
+
+def test_leaders_are_the_baselines_near_the_best_of_them_and_nobody_until_all_were_tried() -> None:
+    """slime is half as slow again, so it is none."""
+    done = all_of_it((FIRST,))
+    assert set(leaders(FIRST, done)) == set(baselines()) - {"slime"}
+    untried = {job: s for job, s in done.items() if (job.policy, job.tp) != ("slime", 1)}
+    assert leaders(FIRST, untried) == ()
+
+
+def test_other_seeds_run_on_fleets_that_may_be_best_and_on_the_worst() -> None:
+    """TP 1 is twice as slow with the first seed, so it is not tried again, but for the slowest of all."""
+    again = [job for job in all_of_it((FIRST,)) if job.seed == 2 and job.policy in baselines()]
+    assert {(job.policy, job.tp) for job in again} == {("slime", 1), *((policy, 4) for policy in baselines())}
+
+
+def test_the_best_fleet_is_that_of_the_mean_over_common_seeds() -> None:
+    """Two contenders; the one that wins the first seed loses both."""
+    done = {Job(FIRST, "verl", tp, seed): s for (tp, seed), s in {(1, 1): 100, (4, 1): 105, (4, 2): 90}.items()}
+    assert best_tp(FIRST, "verl", {k: v for k, v in done.items() if k.tp == 1}) is None
+    assert best_tp(FIRST, "verl", done) == 1
+    assert best_tp(FIRST, "verl", {**done, Job(FIRST, "verl", 1, 2): 120.0}) == 4
+
+
+def results() -> Results:
+    return Results({job: row(job, makespan_s) for job, makespan_s in all_of_it((FIRST,)).items()})
+
+
+def test_ratios_are_paired_by_seed_and_bounds_are_those_of_the_best_fleet() -> None:
+    """ThunderAgent takes 0.98 and Heddle 0.9 of the same, with each seed; 0.9 x 101 s are over a bound of 40."""
+    them = results()
+    ours, best = them.best(FIRST, HEDDLE.name), them.best_baseline(FIRST)
+    assert (ours, best) == (Choice(HEDDLE.name, 4), Choice("thunderagent", 4))
+    ratio = them.ratio(FIRST, best, ours)
+    assert ratio is not None and (ratio.mean, ratio.low, ratio.high) == pytest.approx((0.98 / 0.9,) * 3)
+    assert ratio.num == 2
+    assert them.worst_baseline(FIRST) == Choice("slime", 1) and them.slowest_policy(FIRST) == Choice("slime", 4)
+    to_bound = them.to_bound(FIRST, ours)
+    assert to_bound is not None and to_bound.low == pytest.approx(101 * 0.9 / 40)
+    assert ablation_ratios(them, FIRST)["residency"]["without"].mean == pytest.approx(1 / 0.9)
+
+
+def test_planned_fleets_are_measured_against_the_best_homogeneous_one() -> None:
+    """Heddle takes 0.9 of 101 s and 102 s on TP 4, and of 96 s and 97 s on planned fleets; nobody else plays them."""
+    done = all_of_it((FIRST, OTHER))
+    results = Results({job: replace(row(job, makespan_s), fleet="2 x TP 2") for job, makespan_s in done.items()})
+    assert {(job.case, job.policy) for job in done if job.fleet} == {(FIRST, HEDDLE.name)}
+    gain = results.gain_of_plan(FIRST, MIXED)
+    assert gain is not None and (gain.num, gain.low, gain.high) == pytest.approx((2, 102 / 97, 101 / 96))
+    assert results.gain_of_plan(OTHER, MIXED) is None
+
+
+def test_the_page_says_in_words_what_does_not_pay(tmp_path: Path) -> None:
+    """A mechanism whose removal helps, one that does nothing, and a case that is lost are named with their figures."""
+    done = all_of_it((FIRST,))
+    for job in done:
+        if job.policy == "without order":
+            done[job] = 0.8 * pretend(replace(job, policy=HEDDLE.name))
+        if job.policy == "without migration":
+            done[job] = pretend(replace(job, policy=HEDDLE.name))
+        if job.policy == "verl" and job.tp == 4:
+            done[job] = 0.5 * pretend(replace(job, policy=HEDDLE.name))
+    write_page({job: row(job, s) for job, s in done.items()}, (FIRST,), tmp_path, tmp_path / "page.md", "make it")
+    page = (tmp_path / "page.md").read_text()
+    assert "- Heddle loses coding-14b: the best baseline, verl, TP4, takes only 0.50 of its makespan" in page
+    assert "- Order costs in coding-14b: without it the makespan is x0.80 (0.80 to 0.80) of Heddle's." in page
+    assert "- Migration makes no difference in coding-14b" in page and "**x0.50 [4]**" in page
+    assert "Residency" not in page.partition("## Where it does not pay")[2]
+    assert "abc1234" in page and page.count("*`make it`, seeds 1, 2, commit abc1234*") >= 4
+    assert "(plots/ablation.svg)" in page and (tmp_path / "plots" / "ablation.svg").exists()
+
+
+SCENARIO = """
+[workload]
+law = "coding"
+trajectories = 64
+scale = 0.05
+
+[fleet]
+profile = "qwen3-14b-h100"
+gpus = 8
+tp = [1, 4]
+slots_per_gpu = 100
+"""
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Study:
+    scenarios = tmp_path / "scenarios"
+    scenarios.mkdir()
+    (scenarios / "coding-14b.toml").write_text(SCENARIO)
+    size = Size(shrink=2)
+    return Study(tuple(read_cases(scenarios, size)), (1,), size, scenarios, tmp_path, "source")
+
+
+def test_a_scenario_is_a_case_and_is_played_in_its_size(study: Study) -> None:
+    """Half of the trajectories on half of the GPUs; a case of other content is another case."""
+    (case,) = study.cases
+    assert (case.name, case.tps, case.num_trajectories, case.gpus) == ("coding-14b", (1, 4), 32, 4)
+    played = play(Job(case, HEDDLE.name, 4, 1), study, "abc1234")
+    assert played.makespan_s >= played.bound_s > 0
+    assert played.figures["num_finished"] == played.figures["num_trajectories"] == 32
+    path = study.scenarios / "coding-14b.toml"
+    path.write_text(f'about = "the same"\n{SCENARIO}')
+    assert read_cases(study.scenarios, study.size) == [case]
+    path.write_text(f"{SCENARIO}\n[faults]\ndeaths_per_hour = 1.0\n")
+    assert read_cases(study.scenarios, study.size) != [case]
+
+
+def test_the_page_shows_the_runs_that_were_kept_whole(study: Study) -> None:
+    """Heddle, the best and the slowest baseline and the clairvoyant as curves; no plot while one of them is missing."""
+    (case,) = study.cases
+    done = {job: row(job, makespan_s) for job, makespan_s in all_of_it(study.cases).items()}
+    page = study.folder / "page.md"
+    write_page(done, study.cases, study.folder, page, "make it")
+    assert "completion" not in page.read_text()
+    shown = [Job(case, name, 4, 1) for name in (HEDDLE.name, "thunderagent", "slime")]
+    for job in (*shown, Job(case, HEDDLE.name, 4, 1, CLAIRVOYANT)):
+        play(job, study, "abc1234")
+    write_page(done, study.cases, study.folder, page, "make it")
+    for kind in ("completion", "timeline", "calibration"):
+        assert f"(plots/coding-14b-{kind}.svg)" in page.read_text()
+        svg = (study.folder / "plots" / f"coding-14b-{kind}.svg").read_text()
+        ElementTree.fromstring(svg)
+        assert "coding-14b, 32 trajectories on 4 GPUs, seed 1" in svg
+    curves = (study.folder / "plots" / "coding-14b-completion.svg").read_text()
+    assert all(f"{name}, TP4" in curves for name in (HEDDLE.name, "thunderagent", "slime"))
+    assert "true lengths" in curves
+
+
+def test_a_study_that_was_stopped_goes_on_and_mixes_no_sources(study: Study) -> None:
+    """With no time nothing is played; what is in the file is not played again, unless it is another source's."""
+    cache = Cache(study.folder, "source")
+    num_missing = run_all(study, cache, budget_s=0.0)
+    assert num_missing >= 2 * (1 + len(baselines())) and not cache.rows
+    for job in jobs(study.cases, study.seeds, {}):
+        cache.add(row(job, 100.0))
+    (study.folder / "rows.jsonl").open("a").write('{"job": {"case"')
+    again = Cache(study.folder, "source")
+    assert again.rows == cache.rows and again.makespans
+    assert not Cache(study.folder, "other").rows
+    assert Cache(study.folder, None).rows == cache.rows
+
+
+def test_what_is_missing_is_played_and_kept(study: Study) -> None:
+    """Two of many rollouts are not in the file; both are played, in other processes, and nothing is missing then."""
+    (case,) = study.cases
+    missing = {Job(case, HEDDLE.name, 4, 1), Job(case, "without residency", 4, 1)}
+    cache = Cache(study.folder, "source")
+    for job, makespan_s in all_of_it(study.cases).items():
+        if job not in missing:
+            cache.add(row(job, makespan_s))
+    assert run_all(study, cache, budget_s=60.0) == 0
+    assert all(cache.rows[job].bound_s != 50.0 for job in missing)
+    assert Cache(study.folder, "source").rows == cache.rows
+
+
+def test_the_source_hash_changes_with_what_results_depend_on_and_with_nothing_else(tmp_path: Path) -> None:
+    """The scheduler counts, the page does not."""
+    for name in ("scheduling/order.py", "simulator/results_page.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("1")
+    before = source_hash(tmp_path)
+    (tmp_path / "simulator/results_page.py").write_text("2")
+    assert source_hash(tmp_path) == before
+    (tmp_path / "scheduling/order.py").write_text("2")
+    assert source_hash(tmp_path) != before
+
+
+def test_a_planned_fleet_uses_all_gpus_and_needs_an_earlier_rollout(tmp_path: Path) -> None:
+    """It is cut for the rollout before; where there was none, the message names what is missing."""
+    path = tmp_path / "small.toml"
+    text = Path("scenarios/coding-14b.toml").read_text().replace("6400", "640")
+    path.write_text(text)
+    for kind in (PLANNED, MIXED):
+        assert planned_fleet(load_scenario(path), kind, 1).gpus == 64
+    path.write_text(text.replace("earlier = 1", "earlier = 0"))
+    with pytest.raises(ValueError, match="earlier"):
+        planned_fleet(load_scenario(path), PLANNED, 1)

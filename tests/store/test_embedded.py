@@ -1,0 +1,186 @@
+"""The embedded store against what befalls a file: SIGKILL, a second owner, damage, a full disk."""
+
+import asyncio
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from store import StoreCorrupt, StoreError, StoreInUse, StoreSettings, open_store
+
+
+async def test_every_settled_put_survives_sigkill(tmp_path: Path) -> None:
+    """A process killed in the midst of putting leaves all that had settled, nothing by half, and a sound file."""
+    path = tmp_path / "store.sqlite3"
+    process = _child(
+        """
+        import asyncio, itertools, sys
+        from store import open_store
+        async def main():
+            store = open_store(f"sqlite:{sys.argv[1]}")
+            await store.open()
+            for number in itertools.count():
+                store.put_trajectory("t", {"number": number})
+                store.append_turn(f"t{number % 50}", {"number": number})
+                assert await store.settle(1.0)
+                print(number, flush=True)
+        asyncio.run(main())
+        """,
+        path,
+    )
+    assert child.stdout
+    lines = [child.stdout.readline() for _ in range(2_500)]  # past several checkpoints
+    child.kill()
+    lines += [line for line in child.stdout if line.endswith("\n")]
+    last = int(lines[-1])
+    child.wait()
+
+    store = open_store(f"sqlite:{path}")
+    await store.open()
+    found = {each.trajectory_id: each for each in await store.load()}
+    await store.close()
+    assert found["t"].record["number"] in (last, last + 1)
+    numbers = sorted(turn["number"] for each in found.values() for turn in each.turns)
+    assert numbers in (list(range(last + 1)), list(range(last + 2)))
+
+
+async def test_a_second_process_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
+    """Two gateways on one file would undo each other; the error names the owner, and SIGKILL frees the file."""
+    path = tmp_path / "store.sqlite3"
+    process = _child(
+        """
+        import asyncio, sys
+        from store import open_store
+        store = open_store(f"sqlite:{sys.argv[1]}")
+        asyncio.run(store.open())
+        print("open", flush=True)
+        sys.stdin.read()
+        """,
+        path,
+    )
+    assert child.stdout
+    assert child.stdout.readline() == "open\n"
+    store = open_store(f"sqlite:{path}")
+    with pytest.raises(StoreInUse, match=f"process {child.pid}"):
+        await store.open()
+    child.kill()
+    child.communicate()
+    await store.open()
+    await store.close()
+
+
+async def test_one_process_cannot_open_a_file_twice(tmp_path: Path) -> None:
+    """The lock is held against oneself too."""
+    first, second = (open_store(f"sqlite:{tmp_path / 's'}") for _ in range(2))
+    await first.open()
+    with pytest.raises(StoreInUse):
+        await second.open()
+    await first.close()
+    await second.open()
+    await second.close()
+
+
+@pytest.mark.parametrize("where", ["header", "middle"])
+async def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path, where: str) -> None:
+    """The gateway does not start on half a record; the operator is told which file to move away."""
+    path = tmp_path / "store.sqlite3"
+    store = open_store(f"sqlite:{path}")
+    await store.open()
+    for number in range(500):
+        store.put_trajectory(f"t{number}", {"pad": "x" * 200})
+    await store.close()
+    content = bytearray(path.read_bytes())
+    start = 0 if where == "header" else len(content) // 2
+    content[start : start + 8192] = b"damage! " * 1024
+    path.write_bytes(content)
+
+    with pytest.raises(StoreCorrupt, match=r"store\.sqlite3 is damaged"):
+        await open_store(f"sqlite:{path}").open()
+    path.unlink()
+    store = open_store(f"sqlite:{path}")
+    await store.open()  # the refusal left no lock behind
+    await store.close()
+
+
+async def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
+    """A newer program's record, or another program's database, is not touched."""
+    path = tmp_path / "other.sqlite3"
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE bookmarks (url TEXT)")
+    database.close()
+    with pytest.raises(StoreCorrupt, match="has format 0"):
+        await open_store(f"sqlite:{path}").open()
+
+
+async def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    """A directory in place of the file stops the start with one line."""
+    with pytest.raises(StoreError, match=str(tmp_path)):
+        await open_store(f"sqlite:{tmp_path}").open()
+
+
+async def test_a_full_disk_stops_no_put_and_is_healed(tmp_path: Path) -> None:
+    """While the file cannot grow, puts return and health says so; then the owner rewrites everything, once."""
+    path = tmp_path / "store.sqlite3"
+    process = _child(
+        """
+        import asyncio, os, resource, sys
+        from store import StoreSettings, open_store
+        def limit(num_bytes):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+        async def main():
+            store = open_store(f"sqlite:{sys.argv[1]}", StoreSettings(backoff_max_s=0.01))
+            await store.open()
+            healed = asyncio.Event()
+            def rewrite():
+                store.put_trajectory("live", {"number": 99})
+                store.append_turn("live", {"number": 1})
+                store.append_turn("live", {"number": 2})
+                healed.set()
+            store.on_loss(rewrite)
+            store.append_turn("live", {"number": 1})
+            limit(os.path.getsize(sys.argv[1] + "-wal"))
+            for number in range(100):
+                store.put_trajectory("live", {"number": number, "pad": "x" * 1000})
+            store.append_turn("live", {"number": 2})
+            store.forget_trajectory("ended")
+            assert not await store.settle(1.0)
+            assert not store.health().ok and store.health().num_dropped, store.health()
+            limit(resource.RLIM_INFINITY)
+            await healed.wait()
+            assert store.health().ok and await store.settle(1.0), store.health()
+            assert store.health().num_losses == 1, store.health()
+            print("healed", flush=True)
+            sys.stdin.read()
+        asyncio.run(main())
+        """,
+        path,
+    )
+    assert child.stdout
+    assert child.stdout.readline() == "healed\n"
+    child.kill()
+    child.communicate()
+    store = open_store(f"sqlite:{path}")
+    await store.open()
+    [found] = await store.load()
+    assert (found.record, found.turns) == ({"number": 99}, [{"number": 1}, {"number": 2}])
+    await store.close()
+
+
+def _wal_bytes(path: Path) -> int:
+    return Path(f"{path}-wal").stat().st_size
+
+
+async def test_the_write_ahead_log_stays_small_while_puts_go_on(tmp_path: Path) -> None:
+    """Checkpoints run beside the puts: 40,000 records of 1 KB do not leave a log of 40,000 pages."""
+    path = tmp_path / "store.sqlite3"
+    store = open_store(f"sqlite:{path}", StoreSettings())
+    await store.open()
+    for number in range(40_000):
+        store.put_trajectory(f"t{number % 100}", {"number": number, "pad": "x" * 1000})
+        if number % 20 == 0:
+            await asyncio.sleep(0)
+    assert _wal_bytes(path) < 100 * 2**20
+    await store.close()

@@ -1,0 +1,41 @@
+"""Which URL names which store, and what is said of the others."""
+
+import pytest
+
+from store import BadStoreUrl, StoreSettings, open_store
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("memory:", "MemoryStore"),
+        ("sqlite:heddle.sqlite3", "EmbeddedStore"),
+        ("sqlite:///var/lib/heddle.sqlite3", "EmbeddedStore"),
+        ("redis://localhost", "RedisStore"),
+        ("redis://user:secret@localhost:6379/3", "RedisStore"),
+        ("rediss://localhost:6380/0", "RedisStore"),
+    ],
+)
+def test_each_form_of_url_names_its_store(url: str, name: str) -> None:
+    """One setting chooses the record."""
+    assert type(open_store(url)).__name__ == name
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "heddle.sqlite3", "sqlite:", "sqlite:/", "memory:x", "postgres://localhost/db", "http://u:secret@h"),
+        *("redis:", "redis:///0", "redis://localhost:port", "redis://localhost/name", "redis://u:secret@h:99999/0"),
+    ],
+)
+def test_any_other_url_is_one_clear_error(url: str) -> None:
+    """It says which forms there are, and repeats no password."""
+    with pytest.raises(BadStoreUrl, match="is not one of: sqlite:PATH") as caught:
+        open_store(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_limit_of_zero_is_refused() -> None:
+    """Every limit is positive; a store that may keep nothing is a mistake."""
+    with pytest.raises(AssertionError, match="max_turns_kept"):
+        StoreSettings(max_turns_kept=0)

@@ -1,0 +1,122 @@
+"""Pieces in the embedded store against what befalls a file: SIGKILL, a full disk, damage; and memory that runs full."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from store import StoreCorrupt, StoreSettings, open_store
+
+
+async def test_every_settled_piece_survives_sigkill(tmp_path: Path) -> None:
+    """A process killed in the midst of putting leaves all that had settled, and each piece whole or not at all."""
+    path = tmp_path / "store.sqlite3"
+    process = _child(
+        """
+        import asyncio, itertools, sys
+        from store import open_store
+        async def main():
+            store = open_store(f"sqlite:{sys.argv[1]}")
+            await store.open()
+            for number in itertools.count():
+                for part in range(3):
+                    store.put_piece(f"t{number % 7}", f"{number}/{part}", b"%d" % number * 2_000)
+                assert await store.settle(60.0)
+                print(number, flush=True)
+        asyncio.run(main())
+        """,
+        path,
+    )
+    assert child.stdout
+    lines = [child.stdout.readline() for _ in range(300)]
+    child.kill()
+    lines += [line for line in child.stdout if line.endswith("\n")]
+    last = int(lines[-1])
+    child.wait()
+
+    store = open_store(f"sqlite:{path}")
+    await store.open()
+    found = {name: data for number in range(7) for name, data in (await store.get_pieces(f"t{number}")).items()}
+    await store.close()
+    assert {f"{number}/{part}" for number in range(last + 1) for part in range(3)} <= found.keys()
+    assert all(data == name.partition("/")[0].encode() * 2_000 for name, data in found.items())
+
+
+async def test_a_full_disk_keeps_pieces_waiting(tmp_path: Path) -> None:
+    """While the file cannot grow, puts return and health says so; then what waited is written, with nothing missing."""
+    path = tmp_path / "store.sqlite3"
+    process = _child(
+        """
+        import asyncio, os, resource, sys
+        from store import StoreAway, StoreSettings, open_store
+        def limit(num_bytes):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+        async def main():
+            store = open_store(f"sqlite:{sys.argv[1]}", StoreSettings(backoff_max_s=0.01))
+            await store.open()
+            store.put_piece("t", "first", b"x" * 10_000)
+            assert await store.settle(60.0)
+            limit(os.path.getsize(sys.argv[1] + "-pieces-wal"))
+            for number in range(50):
+                store.put_piece("t", str(number), b"y" * 10_000)
+            assert not await store.settle(60.0)
+            health = store.health()
+            assert not health.ok and "takes no writes" in health.detail and health.num_pending == 50, health
+            try:
+                await store.get_pieces("t")
+            except StoreAway:
+                print("away", flush=True)
+            limit(resource.RLIM_INFINITY)
+            while not await store.settle(60.0):
+                await asyncio.sleep(0.01)
+            assert store.health().num_dropped == 0, store.health()
+            print("written", flush=True)
+            sys.stdin.read()
+        asyncio.run(main())
+        """,
+        path,
+    )
+    assert child.stdout
+    assert [child.stdout.readline() for _ in range(2)] == ["away\n", "written\n"]
+    child.kill()
+    child.communicate()
+    store = open_store(f"sqlite:{path}")
+    await store.open()
+    assert set(await store.get_pieces("t")) == {"first", *map(str, range(50))}
+    await store.close()
+
+
+async def test_what_waits_to_be_written_is_bounded(tmp_path: Path) -> None:
+    """The oldest go and are counted; the newest stay."""
+    store = open_store(f"sqlite:{tmp_path / 's'}", StoreSettings(max_pending_bytes=50_000))
+    await store.open()
+    for number in range(20):
+        store.put_piece("t", str(number), b"x" * 10_000)
+    assert await store.settle(60.0)
+    assert set(await store.get_pieces("t")) == {"16", "17", "18", "19"}
+    assert (store.health().num_dropped, store.health().ok) == (16, True)
+    await store.close()
+
+
+@pytest.mark.parametrize("damage", [b"no database at all" * 100, None], ids=["damaged", "another format"])
+async def test_a_file_that_cannot_be_read_is_refused_with_its_name(tmp_path: Path, damage: bytes | None) -> None:
+    """The operator is told which file to move away; the records are as they were."""
+    path = tmp_path / "store.sqlite3"
+    store = open_store(f"sqlite:{path}")
+    await store.open()
+    store.put_trajectory("t", {})
+    await store.close()
+    pieces = path.with_name("store.sqlite3-pieces")
+    if damage is None:
+        _child("import sqlite3, sys; sqlite3.connect(sys.argv[1]).execute('PRAGMA user_version = 9')", pieces).wait()
+    else:
+        pieces.write_bytes(damage)
+    with pytest.raises(StoreCorrupt, match=r"sqlite3-pieces (is damaged|has format 9)"):
+        await open_store(f"sqlite:{path}").open()
+    pieces.unlink()
+    store = open_store(f"sqlite:{path}")
+    await store.open()
+    assert [each.trajectory_id for each in await store.load()] == ["t"]
+    await store.close()

@@ -1,0 +1,38 @@
+"""A gateway on a real socket inside the test's own event loop."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from gateway.config import load_settings
+from gateway.server import Listening, serving
+
+ADMIN_KEY = "admin-key-of-the-tests"
+ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
+
+
+@asynccontextmanager
+async def running_gateway(*engines: str, **settings: Any) -> AsyncIterator[Listening]:
+    """A gateway before these engines, with an in-memory store unless told otherwise; `.url` is its address."""
+    chosen = load_settings(
+        engines=engines,
+        **{"store": "memory:", "host": "127.0.0.1", "port": 0, "admin_key": ADMIN_KEY, "shutdown_timeout_s": 1}
+        | settings,
+    )
+    async with serving(chosen) as listening:
+        yield listening
+
+
+async def eventually(condition: Any, timeout_s: float = 5.0) -> None:
+    """Wait until `condition()` holds; it may be a coroutine function."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            held = condition()
+            if asyncio.iscoroutine(held):
+                held = await held
+            if held:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.sleep(0.005)

@@ -1,0 +1,114 @@
+"""Trajectories whose oldest token is too many versions old: refused, or begun again, as configured."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from engines.simulated.server import serve_engine
+from tests.support.gateway import eventually, running_gateway
+from tests.weights.asking import TOKENIZER, body_of, complete, engine, last_turn, said_by, update
+
+KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
+PROMPT = "Tell me about looms."
+
+
+@asynccontextmanager
+async def gateway_before(kind: str, speed_up: float = 50.0, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a gateway before one engine."""
+    async with (
+        serve_engine(engine(kind, speed_up=speed_up)) as url,
+        running_gateway(url, **{"retry_pause_s": 0.1} | settings) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=90) as client,
+    ):
+        yield client
+
+
+async def has_legs(client: httpx.AsyncClient, number: int) -> bool:
+    return bool((await client.get("/v1/engines")).json()["data"][0]["num_legs"] == number)
+
+
+async def ask(client: httpx.AsyncClient, trajectory: str) -> httpx.Response:
+    return await client.post(f"/t/{trajectory}/v1/completions", json=body_of(PROMPT, 5))
+
+
+@KINDS
+async def test_a_trajectory_is_refused_beyond_the_limit_and_not_before(kind: str) -> None:
+    """Its age counts the versions set since its oldest token was made, whatever their names."""
+    async with gateway_before(kind, max_staleness=1) as client:
+        await complete(client, "old", PROMPT, 5)
+        await update(client, "zebra")
+        await complete(client, "old", PROMPT, 5)
+        await complete(client, "young", PROMPT, 5)
+        await update(client, "aardvark")
+        refused = await ask(client, "old")
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (409, "too_stale")
+        assert "'default'" in error["message"] and refused.headers["x-should-retry"] == "false"
+        assert (await ask(client, "young")).status_code == 200
+        assert (await ask(client, "new")).status_code == 200
+        again = await update(client, "aardvark")
+        assert again.json()["status"] == "done"
+        assert (await ask(client, "young")).status_code == 200, "the same version again is not a newer one"
+        await update(client, "middle")
+        assert (await ask(client, "young")).status_code == 409
+        assert (await ask(client, "new")).status_code == 200
+
+
+@KINDS
+async def test_without_a_limit_nothing_is_too_stale(kind: str) -> None:
+    """The default."""
+    async with gateway_before(kind) as client:
+        await complete(client, "old", PROMPT, 5)
+        for version in ("v1", "v2", "v3"):
+            await update(client, version)
+        await complete(client, "old", PROMPT, 5)
+
+
+@KINDS
+@pytest.mark.parametrize("token_legs", ["off", "auto"])
+async def test_what_runs_when_it_becomes_too_stale_ends_with_the_same_error(kind: str, token_legs: str) -> None:
+    """It would make tokens that nobody can use; what is young enough goes on."""
+    async with gateway_before(kind, 5.0, max_staleness=1, token_legs=token_legs) as client:
+        await complete(client, "old", PROMPT, 5)
+        await update(client, "v1")
+        path, body = "/t/{}/v1/completions", body_of(PROMPT, 400)
+        turns = [asyncio.create_task(client.post(path.format(name), json=body)) for name in ("old", "young")]
+        await eventually(lambda: has_legs(client, 2), 60)
+        await update(client, "v2")
+        old, young = await asyncio.gather(*turns)
+        assert (old.status_code, old.json()["error"]["code"]) == (409, "too_stale"), old.text
+        assert young.status_code == 200
+        assert (await last_turn(client, "young"))["weight_versions"] == ["v1", "v2"]
+
+
+@KINDS
+@pytest.mark.parametrize("token_legs", ["off", "auto"])
+async def test_a_turn_begins_again_under_the_new_weights_where_so_configured(kind: str, token_legs: str) -> None:
+    """Nothing of its answer is out: all of it is of the new weights, and older turns of its trajectory do not count."""
+    async with gateway_before(kind, 5.0, max_staleness=0, stale="restart", token_legs=token_legs) as client:
+        await complete(client, "one", PROMPT, 5)
+        turn = asyncio.create_task(complete(client, "one", PROMPT, 400))
+        await eventually(lambda: has_legs(client, 1), 60)
+        await update(client, "v1")
+        text = await turn
+        assert len(TOKENIZER.encode(text)) == 400 and said_by(["v1"], PROMPT, text)
+        row = await last_turn(client, "one")
+        assert (row["weight_versions"], row["legs"]) == (["v1"], 2)
+
+
+@KINDS
+async def test_a_stream_that_has_begun_cannot_begin_again(kind: str) -> None:
+    """What is out cannot be taken back, so it ends with the error."""
+    async with gateway_before(kind, 5.0, max_staleness=0, stale="restart") as client:
+        text, done = "", None
+        async with client.stream("POST", "/t/one/v1/completions", json=body_of(PROMPT, 400, stream=True)) as response:
+            async for line in response.aiter_lines():
+                text += line
+                if line.startswith("data: {"):
+                    done = done or asyncio.create_task(update(client, "v1"))
+        assert done is not None and (await done).json()["status"] == "done"
+        assert '"too_stale"' in text and "[DONE]" not in text

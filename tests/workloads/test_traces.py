@@ -1,0 +1,130 @@
+"""Traces: read as written, refused with the line number, cut and scaled honestly."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workloads.traces import TraceError, load_trace
+from workloads.trajectories import TEMPLATE_TOKENS_PER_TURN, Trajectory, Turn, Workload
+
+
+def record(name: str = "a-0", group: str = "a", num_turns: int = 2, output: int = 100) -> dict[str, Any]:
+    turns = [
+        {"new_tokens": 50 if index else 0, "output_tokens": output, "tool_s": 2.0, "llm_s": 1.0}
+        for index in range(num_turns)
+    ]
+    return {"trajectory_id": name, "group_id": group, "context_tokens": 1_000, "turns": turns}
+
+
+def write(path: Path, *records: Any) -> Path:
+    text = "\n".join(r if isinstance(r, str) else json.dumps(r) for r in records) + "\n"
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+@pytest.mark.parametrize("name", ["agents.jsonl", "agents.jsonl.gz"])
+def test_a_trace_is_read_as_it_was_written(tmp_path: Path, name: str) -> None:
+    """Plain and gzipped files give the same trajectories, in order, named after the file; blank lines do not count."""
+    workload = load_trace(write(tmp_path / name, record("a-0"), "", record("a-1", num_turns=1)))
+    assert workload == Workload(
+        "agents",
+        (
+            Trajectory("a-0", "a", 1_000, (Turn(0, 100, 2.0), Turn(50, 100, 2.0))),
+            Trajectory("a-1", "a", 1_000, (Turn(0, 100, 2.0),)),
+        ),
+    )
+    assert (workload.num_turns, workload.output_tokens, workload.total_tokens) == (3, 300, 2_350)
+    assert workload.max_context_tokens == 1_250
+
+
+def test_a_call_that_wrote_nothing_counts_as_one_token(tmp_path: Path) -> None:
+    """An engine cannot write less than one token, so neither can a trajectory."""
+    [trajectory] = load_trace(write(tmp_path / "t.jsonl", record(output=0))).trajectories
+    assert [turn.output_tokens for turn in trajectory.turns] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("{", "not JSON"),
+        ([], "not a JSON object"),
+        (record() | {"turns": []}, "turns: a list of at least one turn"),
+        (record() | {"trajectory_id": 7}, "trajectory_id: a text is wanted, not 7"),
+        (record() | {"group_id": ""}, "group_id: a text is wanted"),
+        (record() | {"context_tokens": -1}, "context_tokens: a whole number from 0 is wanted, not -1"),
+        (record() | {"context_tokens": True}, "context_tokens: a whole number"),
+        (record() | {"turns": [3]}, r"turns\[0\]: not a JSON object"),
+        (record() | {"turns": [{"new_tokens": 0, "output_tokens": 1}]}, r"turns\[0\]\.tool_s: seconds from 0"),
+        (record() | {"turns": [{"new_tokens": 0, "output_tokens": 1.5, "tool_s": 0}]}, "not 1.5"),
+        (record() | {"turns": [{"new_tokens": 0, "output_tokens": 1, "tool_s": float("inf")}]}, "not inf"),
+        (record("a-0"), "'a-0' was already there"),
+    ],
+)
+def test_a_malformed_line_is_refused_with_its_number(tmp_path: Path, wrong: Any, message: str) -> None:
+    """The error names file, line and field, so that a trace of a million lines can be mended."""
+    path = write(tmp_path / "t.jsonl", record("a-0"), record("a-1"), wrong)
+    with pytest.raises(TraceError, match=rf"t\.jsonl, line 3: .*{message}"):
+        load_trace(path)
+
+
+def test_an_empty_trace_is_an_error(tmp_path: Path) -> None:
+    """A replay of nothing would succeed at nothing."""
+    with pytest.raises(TraceError, match="no trajectory"):
+        load_trace(write(tmp_path / "t.jsonl", ""))
+
+
+def test_a_sample_keeps_siblings_together_and_follows_its_seed(tmp_path: Path) -> None:
+    """A limit takes whole groups, in the file's order, the same ones for the same seed."""
+    path = write(tmp_path / "t.jsonl", *(record(f"{g}-{m}", f"{g}") for g in range(20) for m in range(4)))
+    sample = load_trace(path, limit=12, seed=1)
+    assert [len(siblings) for siblings in sample.groups.values()] == [4, 4, 4]
+    assert sample == load_trace(path, limit=12, seed=1)
+    assert set(sample.groups) != set(load_trace(path, limit=12, seed=2).groups)
+    everything = load_trace(path).trajectories
+    assert list(sample.trajectories) == [t for t in everything if t in sample.trajectories]
+
+
+def test_turns_and_tools_are_cut_as_asked(tmp_path: Path) -> None:
+    """Later turns go; tool times are multiplied, then capped; lengths are untouched by either."""
+    path = write(tmp_path / "t.jsonl", record(num_turns=5))
+    [cut] = load_trace(path, max_turns=2, tool_scale=0.5).trajectories
+    assert cut.turns == (Turn(0, 100, 1.0), Turn(50, 100, 1.0))
+    [capped] = load_trace(path, tool_scale=0.5, max_tool_s=0.25).trajectories
+    assert {turn.tool_s for turn in capped.turns} == {0.25}
+    [scaled] = load_trace(path, scale=0.1).trajectories
+    assert (scaled.context_tokens, scaled.turns[1]) == (100, Turn(5, 10, 0.2))
+
+
+def test_too_many_turns_for_a_context_is_an_error(tmp_path: Path) -> None:
+    """Where the template alone fills the context no scaling helps, and the message says what does."""
+    with pytest.raises(ValueError, match=r"a-0: 50 turns do not fit .* set max_turns"):
+        load_trace(write(tmp_path / "t.jsonl", record(num_turns=50)), max_context_tokens=1_000)
+
+
+turns = st.builds(Turn, st.integers(0, 50_000), st.integers(1, 5_000), st.floats(0, 100))
+contexts = st.integers(1, 200_000)
+turn_lists = st.lists(turns, min_size=1, max_size=12)
+
+
+@given(st.lists(st.tuples(contexts, turn_lists), min_size=1, max_size=8), st.integers(12 * 22 + 1, 20_000))
+def test_a_fitted_workload_fits_and_keeps_its_order(drawn: list[Any], max_context_tokens: int) -> None:
+    """Whatever the lengths, every trajectory fits with its template, none gains, and no two change places."""
+    workload = Workload("w", tuple(Trajectory(f"{i}", "g", c, tuple(ts)) for i, (c, ts) in enumerate(drawn)))
+    fitted = workload.fitted(max_context_tokens)
+    pairs = list(zip(workload.trajectories, fitted.trajectories, strict=True))
+    for before, after in pairs:
+        assert after.total_tokens + TEMPLATE_TOKENS_PER_TURN * len(after.turns) <= max_context_tokens
+        assert len(after.turns) == len(before.turns)
+        assert after.output_tokens <= before.output_tokens
+        assert after.context_tokens <= before.context_tokens
+    for before, after in pairs:
+        for other_before, other_after in pairs:
+            if before.context_tokens <= other_before.context_tokens:
+                assert after.context_tokens <= other_after.context_tokens
+    if workload.max_context_tokens + TEMPLATE_TOKENS_PER_TURN * 12 <= max_context_tokens // 2:
+        assert fitted == workload

@@ -1,0 +1,87 @@
+"""Public trace forms and engines' logs: told apart, and read as workloads. Our own form is `workloads.traces`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from workloads.importers.dynamo import read_dynamo
+from workloads.importers.kv_cache_tester import read_kv_cache_tester
+from workloads.importers.mooncake import read_mooncake
+from workloads.importers.records import read_lines
+from workloads.importers.sglang_log import is_sglang_line, read_sglang_log
+from workloads.importers.vllm_log import is_vllm_line, read_vllm_log
+from workloads.traces import TraceError
+from workloads.trajectories import Workload
+
+READERS: dict[str, Callable[[Path], Workload]] = {
+    "mooncake": read_mooncake,
+    "kv-cache-tester": read_kv_cache_tester,
+    "dynamo": read_dynamo,
+    "vllm-log": read_vllm_log,
+    "sglang-log": read_sglang_log,
+}
+# A server writes some hundred lines before its first request; a trace shows its form at once.
+_LINES_LOOKED_AT = 5_000
+_OWN_FORM = "heddle"
+
+
+def import_trace(path: Path, format_name: str | None = None) -> Workload:
+    """The workload of a file in one of the forms of `READERS`.
+
+    Args:
+        format_name: The name of the form. None: it is told from the content.
+
+    Raises:
+        TraceError: If the form is not known, a line is malformed, or nothing is in the file.
+        OSError: If the file cannot be read.
+    """
+    workload = READERS[format_name or detect_format(path)](path)
+    if not workload.trajectories:
+        raise TraceError(f"{path}: no trajectory in it")
+    return workload
+
+
+def detect_format(path: Path) -> str:
+    """The name of the form that a file, or a folder of files, is in.
+
+    Raises:
+        TraceError: If it is none of them; the message lists them.
+        OSError: If the file cannot be read.
+    """
+    if path.is_dir():
+        return "kv-cache-tester"
+    head = []
+    for number, (_, line) in enumerate(read_lines(path)):
+        if number == _LINES_LOOKED_AT:
+            break
+        head.append(line)
+        # The order matters: a line of vLLM's JSON log is a JSON object too.
+        name = "vllm-log" if is_vllm_line(line) else "sglang-log" if is_sglang_line(line) else _form_of_object(line)
+        if name == _OWN_FORM:
+            raise TraceError(f"{path}: this is Heddle's own form already: use it as it is")
+        if name is not None:
+            return name
+    if '"requests"' in "".join(head):
+        return "kv-cache-tester"
+    raise TraceError(f"{path}: not one of {', '.join(READERS)}; name the form if it is")
+
+
+def _form_of_object(line: str) -> str | None:
+    try:
+        record: Any = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    if "trajectory_id" in record and "turns" in record:
+        return _OWN_FORM
+    if "requests" in record:
+        return "kv-cache-tester"
+    if "request_id" in record:
+        return "dynamo"
+    if "input_length" in record or "input_tokens" in record:
+        return "mooncake"
+    return None

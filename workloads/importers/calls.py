@@ -1,0 +1,160 @@
+"""From single calls, as other programs record them, to trajectories.
+
+Most public traces know requests, not trajectories. Where a trace names sessions, the calls of a session are its
+strands: an agent and its helpers share a session, but not a context. Where it names none, a call continues the one
+whose prompt and answer it repeats. A trajectory here only grows, so a context that an agent cut down begins a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from workloads.trajectories import Trajectory, Turn, Workload
+
+# How fast an engine is taken to have written where a trace has no end times; the rest of the time between two calls
+# counts as the tool's. A dense model of 30 billion parameters on a busy H100 server writes some 50 tokens a second.
+ASSUMED_TOKENS_PER_S = 50.0
+# A call that keeps less than this share of the context before it is another strand, or begins after a compaction.
+_MIN_KEPT_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request and its answer. None: the trace does not say.
+
+    Args:
+        blocks: One number for each whole block of the prompt, which stands for everything up to its end.
+        started_at_s, ended_at_s: On any clock that all calls share.
+        waited_s: From the end of the call before it in its strand to its own start.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+    started_at_s: float | None = None
+    ended_at_s: float | None = None
+    waited_s: float | None = None
+
+
+def whole_blocks(hash_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The blocks of a prompt without its last, which may be partial and then is another one in the next prompt."""
+    return hash_ids[:-1]
+
+
+def blocks_of(content: Sequence[int] | str, size: int) -> tuple[int, ...]:
+    """Whole blocks of token ids or of text."""
+    blocks: list[int] = []
+    for end in range(size, len(content) + 1, size):
+        piece = content[end - size : end]
+        blocks.append(hash((blocks[-1] if blocks else 0, piece if isinstance(piece, str) else tuple(piece))))
+    return tuple(blocks)
+
+
+def workload_of_sessions(name: str, sessions: Iterable[tuple[str, Sequence[Call]]]) -> Workload:
+    """The strands of each session, as one group: `session-0`, `session-1` and so on."""
+    return Workload(
+        name,
+        tuple(
+            _trajectory(f"{session_id}-{number}", session_id, strand)
+            for session_id, calls in sessions
+            for number, strand in enumerate(_strands_of_session(calls))
+        ),
+    )
+
+
+def workload_by_prefix(name: str, calls: Iterable[Call]) -> Workload:
+    """Trajectories found by their content; those with the same first prompt are a group.
+
+    Args:
+        calls: In the order of their arrival.
+    """
+    groups: dict[object, str] = {}
+    trajectories = []
+    for number, strand in enumerate(_strands_by_prefix(calls)):
+        first = strand[0]
+        prompt = (first.prompt_tokens, first.blocks) if first.blocks else number
+        group_id = groups.setdefault(prompt, f"{name}-prompt-{len(groups)}")
+        trajectories.append(_trajectory(f"{name}-{number}", group_id, strand))
+    return Workload(name, tuple(trajectories))
+
+
+def _strands_of_session(calls: Sequence[Call]) -> list[list[Call]]:
+    strands: list[list[Call]] = []
+    for call in calls:
+        # Of strands that fit equally well, the latest.
+        strand = max(reversed(strands), key=lambda strand: _kept_share(strand[-1], call), default=None)
+        if strand is None or _kept_share(strand[-1], call) < _MIN_KEPT_SHARE:
+            strands.append([call])
+        else:
+            strand.append(call)
+    return strands
+
+
+def _kept_share(last: Call, call: Call) -> float:
+    """How much of the prompt of `last` the prompt of `call` begins with."""
+    if not last.blocks or not call.blocks:
+        return min(1.0, call.prompt_tokens / max(last.prompt_tokens, 1))
+    kept = 0
+    for before, now in zip(last.blocks, call.blocks, strict=False):
+        if before != now:
+            break
+        kept += 1
+    return kept / len(last.blocks)
+
+
+def _strands_by_prefix(calls: Iterable[Call]) -> list[list[Call]]:
+    strands: list[list[Call]] = []
+    # By the last block of its last prompt: the strands that a call may continue.
+    open_strands: dict[tuple[int, int], list[list[Call]]] = {}
+    for call in calls:
+        strand = _take_continued(call, open_strands)
+        if strand is None:
+            strand = []
+            strands.append(strand)
+        strand.append(call)
+        if call.blocks:
+            open_strands.setdefault((len(call.blocks), call.blocks[-1]), []).append(strand)
+    return strands
+
+
+def _take_continued(call: Call, open_strands: dict[tuple[int, int], list[list[Call]]]) -> list[Call] | None:
+    for depth in range(len(call.blocks), 0, -1):
+        candidates = open_strands.get((depth, call.blocks[depth - 1]), [])
+        for strand in candidates:
+            if _can_follow(strand[-1], call):
+                candidates.remove(strand)
+                return strand
+    return None
+
+
+def _can_follow(last: Call, call: Call) -> bool:
+    if call.prompt_tokens < last.prompt_tokens + last.output_tokens:
+        return False
+    return last.ended_at_s is None or call.started_at_s is None or call.started_at_s >= last.ended_at_s
+
+
+def _trajectory(trajectory_id: str, group_id: str, strand: Sequence[Call]) -> Trajectory:
+    context_tokens = max(1, strand[0].prompt_tokens)
+    gaps_s = [*(_gap_s(last, call) for last, call in pairwise(strand)), 0.0]
+    turns: list[Turn] = []
+    reached = context_tokens
+    for call, gap_s in zip(strand, gaps_s, strict=True):
+        new_tokens = max(0, call.prompt_tokens - reached)
+        output_tokens = max(1, call.output_tokens)
+        turns.append(Turn(new_tokens, output_tokens, gap_s))
+        reached += new_tokens + output_tokens
+    return Trajectory(trajectory_id, group_id, context_tokens, tuple(turns))
+
+
+def _gap_s(last: Call, call: Call) -> float:
+    """What the tool took between two calls."""
+    if call.waited_s is not None:
+        return call.waited_s
+    if call.started_at_s is None or last.started_at_s is None:
+        return 0.0
+    ended_at_s = last.ended_at_s
+    if ended_at_s is None:
+        ended_at_s = last.started_at_s + last.output_tokens / ASSUMED_TOKENS_PER_S
+    return max(0.0, call.started_at_s - ended_at_s)

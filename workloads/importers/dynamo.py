@@ -1,0 +1,74 @@
+"""Dynamo's agentic turns: one turn a line, with what it waits for.
+
+    {"request_id": "r2", "session_id": "s1", "input_length": 800, "max_output_tokens": 40, "hash_ids": [11, 22],
+     "delay_after_dependencies_ms": 200, "wait_for": ["r1"], "priority": 0}
+
+The fields are those of `AgenticTurnTrace` (dynamo_mocker::loadgen) or of `AgenticMooncakeRow` (dynamo-data-gen): its
+older rows have `delay` and `tool_wait_ms` beside `wait_for`, its newer ones `dependencies` and a header line. A turn
+without a session belongs to that of the first turn it waits for. That a session waits for another one (a helper's
+answer) is lost: trajectories of a workload do not wait for each other. So are priorities.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from workloads.importers.calls import Call, whole_blocks, workload_of_sessions
+from workloads.importers.records import Record, read_records
+from workloads.traces import TraceError
+from workloads.trajectories import Workload
+
+
+def read_dynamo(path: Path) -> Workload:
+    """The workload of a trace of agentic turns.
+
+    Raises:
+        TraceError: If a line is malformed, or waits for a turn that is not in the file; the message names both.
+        OSError: If the file cannot be read.
+    """
+    records = [record for record in read_records(path) if not record.has("schema")]
+    known: set[str] = set()
+    for record in records:
+        request_id = record.text("request_id")
+        if request_id in known:
+            raise TraceError(f"{record.where}, request_id: {request_id!r} was already there")
+        known.add(request_id)
+    session_of: dict[str, str] = {}
+    sessions: dict[str, list[Call]] = {}
+    for record in records:
+        waits_for = _waits_for(record)
+        for other in waits_for:
+            if other not in known:
+                raise TraceError(f"{record.where}, wait_for: {other!r} is no turn of this trace")
+        session_id = _session_id(record, waits_for, session_of)
+        session_of[record.text("request_id")] = session_id
+        sessions.setdefault(session_id, []).append(_call(record))
+    return workload_of_sessions(path.name.split(".")[0], sessions.items())
+
+
+def _waits_for(record: Record) -> tuple[str, ...]:
+    return record.texts("wait_for") + tuple(other.text("request_id") for other in record.records("dependencies"))
+
+
+def _session_id(record: Record, waits_for: tuple[str, ...], session_of: dict[str, str]) -> str:
+    if record.has("session_id"):
+        return record.text("session_id")
+    known = (session_of[other] for other in waits_for if other in session_of)
+    return next(known, record.text("request_id"))
+
+
+def _call(record: Record) -> Call:
+    return Call(
+        prompt_tokens=record.count(record.first_of("input_length", "input_tokens")),
+        output_tokens=record.count(record.first_of("max_output_tokens", "output_length", "output_tokens")),
+        blocks=whole_blocks(record.counts("hash_ids")),
+        waited_s=_delay_ms(record) / 1000,
+    )
+
+
+def _delay_ms(record: Record) -> float:
+    """What a turn waits after its dependencies: the tool's time, in whatever fields it is."""
+    names = ("delay_after_dependencies_ms", "delay", "delay_ms", "tool_wait_ms")
+    delays = [record.number(name) for name in names if record.has(name)]
+    after = [dependency.number("delay_ms") for dependency in record.records("dependencies")]
+    return sum(delays) + max(after, default=0.0)

@@ -1,0 +1,110 @@
+"""Reads the files that importers are given, and says which line and which field is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from workloads.traces import TraceError
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Each line that is not empty, with the words that say where it is. Files may be gzipped.
+
+    Raises:
+        TraceError: If it is not text.
+        OSError: If the file cannot be read.
+    """
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{path}, line {number}", line
+        except UnicodeDecodeError as error:
+            raise TraceError(f"{path}: not text in UTF-8") from error
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The JSON object of each line.
+
+    Raises:
+        TraceError: At the first line that holds none.
+    """
+    for where, line in read_lines(path):
+        yield Record.parse(line, where)
+
+
+class Record:
+    """A JSON object and where it stands. A field that is missing or wrong raises `TraceError` with its name."""
+
+    def __init__(self, fields: Any, where: str) -> None:
+        if not isinstance(fields, dict):
+            raise TraceError(f"{where}: a JSON object is wanted")
+        self.fields: dict[str, Any] = fields
+        self.where = where
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> Record:
+        """The object that a text describes."""
+        try:
+            return cls(json.loads(text), where)
+        except json.JSONDecodeError as error:
+            raise TraceError(f"{where}: not JSON: {error}") from error
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there; null counts as missing, as it does in these formats."""
+        return self.fields.get(name) is not None
+
+    def first_of(self, *names: str) -> str:
+        """The name that this record uses of several that mean the same; the first where it uses none."""
+        return next((name for name in names if self.has(name)), names[0])
+
+    def count(self, name: str) -> int:
+        value = self.fields.get(name)
+        # JSON's true is an int to Python.
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self.error(name, "a whole number from 0 is wanted")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self.fields.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise self.error(name, "a number from 0 is wanted")
+        return float(value)
+
+    def text(self, name: str) -> str:
+        value = self.fields.get(name)
+        if not isinstance(value, str) or not value:
+            raise self.error(name, "a text is wanted")
+        return value
+
+    def counts(self, name: str) -> tuple[int, ...]:
+        """A list of whole numbers; empty where the field is missing."""
+        values = self.fields[name] if self.has(name) else []
+        if not isinstance(values, list) or not all(type(value) is int for value in values):
+            raise self.error(name, "a list of whole numbers is wanted")
+        return tuple(values)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of texts; empty where the field is missing."""
+        values = self.fields[name] if self.has(name) else []
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise self.error(name, "a list of texts is wanted")
+        return tuple(values)
+
+    def records(self, name: str) -> list[Record]:
+        """A list of objects; empty where the field is missing."""
+        values = self.fields[name] if self.has(name) else []
+        if not isinstance(values, list):
+            raise self.error(name, "a list is wanted")
+        return [Record(value, f"{self.where}, {name}[{index}]") for index, value in enumerate(values)]
+
+    def error(self, name: str, wish: str) -> TraceError:
+        """What is wrong with a field."""
+        value = repr(self.fields.get(name))
+        return TraceError(f"{self.where}, {name}: {wish}, not {value if len(value) <= 60 else value[:57] + '...'}")

@@ -1,0 +1,140 @@
+"""SGLang's request log (`--log-requests`), as text or with `--log-requests-format json`.
+
+    [2026-11-21 08:02:44 TP0] Finish: obj=GenerateReqInput(rid='r1', text='Hi', ...), out={'text': 'Hello', 'meta_info':
+        {'id': 'r1', 'prompt_tokens': 50, 'completion_tokens': 15, 'e2e_latency': 0.18, ...}}
+    {"timestamp": "2026-11-21T08:02:44.5", "event": "request.finished", "rid": "r1", "obj": {...}, "out": {...}}
+
+Lengths are in every log; which calls belong together is seen only from prompts, which come whole with
+`--log-requests-level 3`, or from the ids of SGLang's own sessions. Other calls become trajectories of one turn.
+Source: SGLang, srt/utils/request_logger.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from workloads.importers.calls import Call, blocks_of, workload_by_prefix, workload_of_sessions
+from workloads.importers.records import Record, read_lines
+from workloads.traces import TraceError
+from workloads.trajectories import Workload
+
+_FINISHED = "Finish: obj="
+_AT = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
+_QUOTED = r"('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
+# What follows the value tells a whole one from one that was cut in the middle (`'...' ... '...'`).
+_TEXT = re.compile(rf"[(, ]text={_QUOTED}[,)]")
+_INPUT_IDS = re.compile(r"[(, ]input_ids=\[([\d, ]*)\][,)]")
+_SESSION = re.compile(rf"session_params=\{{[^}}]*'id': {_QUOTED}")
+_RID = re.compile(rf"rid={_QUOTED}")
+_META = re.compile(r"'(prompt_tokens|completion_tokens|e2e_latency|response_sent_to_client_ts)': ([\d.]+)")
+_BLOCK_TOKENS = 16
+_BLOCK_CHARACTERS = 64
+# At level 2, JSON values longer than twice this keep so much of either end, with dots between.
+_CUT_LENGTH = 1024
+
+
+def is_sglang_line(line: str) -> bool:
+    """Whether a line of a log is about a request that arrived or ended."""
+    return any(mark in line for mark in (_FINISHED, "Receive: obj=", '"request.finished"', '"request.received"'))
+
+
+def read_sglang_log(path: Path) -> Workload:
+    """The workload of a log.
+
+    Raises:
+        TraceError: If a line about a finished request has no lengths; the message names the line and the field.
+        OSError: If the file cannot be read.
+    """
+    calls: list[Call] = []
+    sessions: dict[str, list[Call]] = {}
+    for where, line in read_lines(path):
+        finished = _finished(line, where)
+        if finished is not None:
+            session_id, call = finished
+            (calls if session_id is None else sessions.setdefault(session_id, [])).append(call)
+    for group in (calls, *sessions.values()):
+        group.sort(key=lambda call: call.started_at_s or 0.0)
+    name = path.name.split(".")[0]
+    by_session = workload_of_sessions(name, sessions.items()).trajectories
+    return Workload(name, by_session + workload_by_prefix(name, calls).trajectories)
+
+
+def _finished(line: str, where: str) -> tuple[str | None, Call] | None:
+    """The session, if any, and the call of a line; None if it is about something else."""
+    if line.startswith("{"):
+        return _from_json(Record.parse(line, where))
+    if _FINISHED in line:
+        return _from_text(line, where)
+    return None
+
+
+def _from_json(record: Record) -> tuple[str | None, Call] | None:
+    if record.fields.get("event") != "request.finished" or _is_health_check(str(record.fields.get("rid"))):
+        return None
+    asked = Record(record.fields.get("obj"), f"{record.where}, obj")
+    answer = Record(record.fields.get("out"), f"{record.where}, out")
+    meta = Record(answer.fields.get("meta_info"), f"{answer.where}, meta_info")
+    timestamp = record.text("timestamp")
+    try:
+        ended_at_s = datetime.fromisoformat(timestamp).timestamp()
+    except ValueError as error:
+        raise record.error("timestamp", "a time in ISO 8601 is wanted") from error
+    content = asked.fields.get("input_ids") or asked.fields.get("text") or ""
+    session = asked.fields.get("session_params")
+    session_id = session.get("id") if isinstance(session, dict) else None
+    return session_id, _call(meta, [] if _is_cut(content) else content, ended_at_s)
+
+
+def _from_text(line: str, where: str) -> tuple[str | None, Call] | None:
+    asked, _, answer = line.partition(_FINISHED)[2].rpartition(", out={")
+    rid = _RID.search(asked)
+    if rid is not None and _is_health_check(rid[1]):
+        return None
+    found = dict(_META.findall(answer.rpartition("'meta_info': ")[2]))
+    meta = Record({name: json.loads(value) for name, value in found.items()}, f"{where}, out, meta_info")
+    at = _AT.search(line.partition(_FINISHED)[0])
+    if at is not None:
+        ended_at_s: float | None = datetime.strptime(at[1], "%Y-%m-%d %H:%M:%S").timestamp()
+    else:
+        ended_at_s = meta.fields.get("response_sent_to_client_ts")
+    ids, text, session = _INPUT_IDS.search(asked), _TEXT.search(asked), _SESSION.search(asked)
+    content: list[int] | str = ""
+    if ids is not None:
+        content = [int(number) for number in ids[1].split(",") if number.strip()]
+    elif text is not None:
+        content = _unquoted(text[1], where)
+    return None if session is None else _unquoted(session[1], where), _call(meta, content, ended_at_s)
+
+
+def _is_cut(content: list[Any] | str) -> bool:
+    if isinstance(content, list):
+        return "..." in content
+    return len(content) == 2 * _CUT_LENGTH + 3 and content[_CUT_LENGTH:-_CUT_LENGTH] == "..."
+
+
+def _is_health_check(rid: str) -> bool:
+    return "HEALTH_CHECK" in rid
+
+
+def _unquoted(literal: str, where: str) -> str:
+    try:
+        return str(ast.literal_eval(literal))
+    except (SyntaxError, ValueError) as error:
+        raise TraceError(f"{where}: not a quoted text: {literal[:60]}") from error
+
+
+def _call(meta: Record, content: list[int] | str, ended_at_s: float | None) -> Call:
+    latency_s = meta.number("e2e_latency") if meta.has("e2e_latency") else None
+    started_at_s = None if ended_at_s is None or latency_s is None else ended_at_s - latency_s
+    return Call(
+        prompt_tokens=meta.count("prompt_tokens"),
+        output_tokens=meta.count("completion_tokens"),
+        blocks=blocks_of(content, _BLOCK_CHARACTERS if isinstance(content, str) else _BLOCK_TOKENS),
+        started_at_s=started_at_s,
+        ended_at_s=ended_at_s,
+    )

@@ -1,0 +1,122 @@
+"""vLLM's request log, as text or as JSON lines.
+
+    (APIServer pid=7) DEBUG 11-21 05:00:30 [logger.py:55] Request r1 details: prompt: 'Hi', prompt_token_ids: [1], ...
+    (APIServer pid=7) DEBUG 11-21 05:00:31 [logger.py:101] Generated response r1 details: output_token_ids: [4, 5]
+
+Token ids, without which there are no lengths, come with `--enable-log-requests --enable-log-outputs --log-level DEBUG`,
+no `--max-log-len`, and for streams `--enable-log-deltas`. Older versions print them in `Received request`. Text lines
+have no year and whole seconds, so tool times are as coarse. Requests without an answer in the log are left out.
+Source: vLLM 0.32, entrypoints/serve/utils/request_logger.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from workloads.importers.calls import Call, blocks_of, workload_by_prefix
+from workloads.importers.records import read_lines
+from workloads.traces import TraceError
+from workloads.trajectories import Workload
+
+_TEXT_LINE = re.compile(r"(?:DEBUG|INFO) (\d\d-\d\d \d\d:\d\d:\d\d) (?:\S+\]) (.*)", re.DOTALL)
+_MESSAGE = re.compile(
+    r"(Received request|Request|Generated response) (\S+?)(?: \(streaming (delta|complete)\))?(?: details)?: (.*)",
+    re.DOTALL,
+)
+_PROMPT_IDS = re.compile(r"prompt_token_ids: \[([\d, ]*)\]")
+_OUTPUT_IDS = re.compile(r"output_token_ids: [\[(]([\d, ]*)[\])]")
+_STREAM_LENGTH = re.compile(r"<streaming_complete: (\d+) tokens>")
+_ANY_LEAP_YEAR = 2024
+_BLOCK_TOKENS = 16
+
+
+@dataclass(slots=True)
+class _Request:
+    started_at_s: float
+    ended_at_s: float | None = None
+    prompt: list[int] | None = None
+    output_tokens: int | None = None
+    answered_in: str = ""
+
+
+def is_vllm_line(line: str) -> bool:
+    """Whether a line of a log is about a request."""
+    return _message(line) is not None
+
+
+def read_vllm_log(path: Path) -> Workload:
+    """The workload of a log; calls are joined by their token ids.
+
+    Raises:
+        TraceError: If an answer or its prompt has no token ids; the message names the line and how to log them.
+        OSError: If the file cannot be read.
+    """
+    requests: dict[str, _Request] = {}
+    for where, line in read_lines(path):
+        message = _message(line)
+        if message is not None:
+            at_s, kind, request_id, part, text = message
+            request = requests.setdefault(request_id, _Request(at_s))
+            if kind == "Generated response":
+                _note_answer(request, at_s, part, text, where)
+            else:
+                request.prompt = _ids(_PROMPT_IDS, text) or request.prompt
+    answered = [(name, request) for name, request in requests.items() if request.ended_at_s is not None]
+    calls = sorted((_call(name, request) for name, request in answered), key=lambda call: call.started_at_s or 0.0)
+    return workload_by_prefix(path.name.split(".")[0], calls)
+
+
+def _message(line: str) -> tuple[float, str, str, str | None, str] | None:
+    """When, what, of which request, which part of a stream, and the rest; None if it is another line."""
+    if line.startswith("{"):
+        try:
+            record = json.loads(line)
+            at = datetime.strptime(record["asctime"], "%Y-%m-%d %H:%M:%S,%f")
+            text = record["message"]
+        except (ValueError, KeyError, TypeError):
+            return None
+    else:
+        parts = _TEXT_LINE.search(line)
+        if parts is None:
+            return None
+        at = datetime.strptime(f"{_ANY_LEAP_YEAR}-{parts[1]}", "%Y-%m-%d %H:%M:%S")
+        text = parts[2].rstrip("\n")
+    message = _MESSAGE.match(text)
+    return None if message is None else (at.timestamp(), message[1], message[2], message[3], message[4])
+
+
+def _note_answer(request: _Request, at_s: float, part: str | None, text: str, where: str) -> None:
+    """Deltas add up; the line that completes a stream has ids of its own only where there were no deltas."""
+    ids = _ids(_OUTPUT_IDS, text)
+    length = _STREAM_LENGTH.search(text)
+    if ids is not None:
+        request.output_tokens = len(ids) + (request.output_tokens or 0 if part == "delta" else 0)
+    elif length is not None and request.output_tokens is None:
+        request.output_tokens = int(length[1])
+    request.ended_at_s, request.answered_in = at_s, where
+
+
+def _ids(pattern: re.Pattern[str], text: str) -> list[int] | None:
+    # The last match: what a prompt quotes comes before it.
+    matches = pattern.findall(text)
+    return [int(number) for number in matches[-1].split(",") if number.strip()] if matches else None
+
+
+def _call(name: str, request: _Request) -> Call:
+    if request.prompt is None:
+        wish = "log requests with --enable-log-requests --log-level DEBUG"
+        raise TraceError(f"{request.answered_in}, prompt_token_ids: none for request {name}: {wish}")
+    if request.output_tokens is None:
+        wish = "log answers with --enable-log-outputs --enable-log-deltas --log-level DEBUG"
+        raise TraceError(f"{request.answered_in}, output_token_ids: none for request {name}: {wish}")
+    return Call(
+        prompt_tokens=len(request.prompt),
+        output_tokens=request.output_tokens,
+        blocks=blocks_of(request.prompt, _BLOCK_TOKENS),
+        started_at_s=request.started_at_s,
+        ended_at_s=request.ended_at_s,
+    )

@@ -1,0 +1,147 @@
+"""Workloads read from recorded traces: JSON lines, gzipped or not, one trajectory a line.
+
+    {"trajectory_id": "a-0", "group_id": "a", "context_tokens": 900,
+     "turns": [{"new_tokens": 0, "output_tokens": 154, "tool_s": 3.0}, ...]}
+
+Other fields are ignored. A recorded call that wrote nothing counts as one token: an engine cannot write
+fewer. Recorded agents are mostly larger than the engine at hand, so a trace can be cut and scaled; each step
+uses the same factors for every trajectory. Another format needs a function from a line to a `Trajectory`, and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from workloads.trajectories import Trajectory, Turn, Workload
+
+LineParser = Callable[[str], Trajectory]
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read: the message names the file, the line and what is wrong with it."""
+
+
+def load_trace(
+    path: str | Path,
+    limit: int | None = None,
+    seed: int = 0,
+    scale: float = 1.0,
+    max_context_tokens: int | None = None,
+    max_turns: int | None = None,
+    *,
+    tool_scale: float | None = None,
+    max_tool_s: float | None = None,
+) -> Workload:
+    """A recorded workload, cut and scaled in the order of the arguments below.
+
+    Args:
+        limit: So many trajectories at most, in whole groups drawn with `seed`. None: all.
+        max_turns: Later turns are left out. None: none are.
+        scale: Multiplies every length.
+        max_context_tokens: The context of the model: lengths are scaled until all fit (`Workload.fitted`).
+        tool_scale: Multiplies every tool time. None: as lengths.
+        max_tool_s: Longer tool calls are shortened to this, after scaling.
+
+    Raises:
+        TraceError: If a line is malformed or nothing is in the file.
+        ValueError: If a trajectory has more turns than `max_context_tokens` can hold.
+        OSError: If the file cannot be read.
+    """
+    path = Path(path)
+    workload = Workload(path.name.split(".")[0], tuple(read_trajectories(path, parse_line)))
+    if not workload.trajectories:
+        raise TraceError(f"{path}: no trajectory in it")
+    if limit is not None:
+        workload = workload.sampled(limit, seed)
+    if max_turns is not None:
+        workload = workload.with_max_turns(max_turns)
+    workload = workload.scaled(prompts=scale, outputs=scale, tools=scale if tool_scale is None else tool_scale)
+    if max_context_tokens is not None:
+        workload = workload.fitted(max_context_tokens)
+    if max_tool_s is not None:
+        workload = workload.with_max_tool_s(max_tool_s)
+    return workload
+
+
+def read_trajectories(path: Path, parse: LineParser) -> Iterator[Trajectory]:
+    """The trajectories of a file, in its order. Empty lines are passed over.
+
+    Raises:
+        TraceError: At the first line that `parse` refuses, and where an id comes twice.
+    """
+    seen: set[str] = set()
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                trajectory = parse(line)
+            except ValueError as error:
+                raise TraceError(f"{path}, line {number}: {error}") from error
+            if trajectory.trajectory_id in seen:
+                raise TraceError(f"{path}, line {number}: {trajectory.trajectory_id!r} was already there")
+            seen.add(trajectory.trajectory_id)
+            yield trajectory
+
+
+def parse_line(line: str) -> Trajectory:
+    """The trajectory that a line of this project's trace form describes.
+
+    Raises:
+        ValueError: Saying which field is missing or wrong.
+    """
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    _expect(isinstance(record, dict), "not a JSON object")
+    turns = record.get("turns")
+    _expect(isinstance(turns, list) and len(turns) > 0, "turns: a list of at least one turn is wanted")
+    return Trajectory(
+        trajectory_id=_text(record, "trajectory_id"),
+        group_id=_text(record, "group_id"),
+        context_tokens=max(1, _count(record, "context_tokens")),
+        turns=tuple(_turn(turn, f"turns[{index}].") for index, turn in enumerate(turns)),
+    )
+
+
+def _turn(record: Any, where: str) -> Turn:
+    _expect(isinstance(record, dict), f"{where[:-1]}: not a JSON object")
+    return Turn(
+        new_tokens=_count(record, "new_tokens", where),
+        output_tokens=max(1, _count(record, "output_tokens", where)),
+        tool_s=_seconds(record, "tool_s", where),
+    )
+
+
+def _text(record: dict[str, Any], field: str) -> str:
+    value = record.get(field)
+    _expect(isinstance(value, str) and value != "", f"{field}: a text is wanted, not {value!r}")
+    return str(value)
+
+
+def _count(record: dict[str, Any], field: str, where: str = "") -> int:
+    value = record.get(field)
+    # JSON's true is an int to Python.
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{where}{field}: a whole number from 0 is wanted, not {value!r}")
+    return value
+
+
+def _seconds(record: dict[str, Any], field: str, where: str) -> float:
+    value = record.get(field)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"{where}{field}: seconds from 0 are wanted, not {value!r}")
+    return float(value)
+
+
+def _expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
