@@ -7,7 +7,15 @@ import asyncio
 from collections.abc import Callable
 
 from engines.dialect import Leg, Upstream
-from engines.http import CONNECTION_FAULTS, FAULTS, AnswerTooLarge, BadResponse, NoMoreConnections, Response, ResponseTimeout
+from engines.http import (
+    CONNECTION_FAULTS,
+    FAULTS,
+    AnswerTooLarge,
+    BadResponse,
+    NoMoreConnections,
+    Response,
+    ResponseTimeout,
+)
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine

@@ -2,20 +2,18 @@
 
 import asyncio
 import sqlite3
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
 from store import StoreCorrupt, StoreError, StoreInUse, StoreSettings, open_store
+from tests.store.child import child
 
 
 async def test_every_settled_put_survives_sigkill(tmp_path: Path) -> None:
     """A process killed in the midst of putting leaves all that had settled, nothing by half, and a sound file."""
     path = tmp_path / "store.sqlite3"
-    process = _child(
+    process = child(
         """
         import asyncio, itertools, sys
         from store import open_store
@@ -31,12 +29,12 @@ async def test_every_settled_put_survives_sigkill(tmp_path: Path) -> None:
         """,
         path,
     )
-    assert child.stdout
-    lines = [child.stdout.readline() for _ in range(2_500)]  # past several checkpoints
-    child.kill()
-    lines += [line for line in child.stdout if line.endswith("\n")]
+    assert process.stdout
+    lines = [process.stdout.readline() for _ in range(2_500)]  # past several checkpoints
+    process.kill()
+    lines += [line for line in process.stdout if line.endswith("\n")]
     last = int(lines[-1])
-    child.wait()
+    process.wait()
 
     store = open_store(f"sqlite:{path}")
     await store.open()
@@ -50,7 +48,7 @@ async def test_every_settled_put_survives_sigkill(tmp_path: Path) -> None:
 async def test_a_second_process_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
     """Two gateways on one file would undo each other; the error names the owner, and SIGKILL frees the file."""
     path = tmp_path / "store.sqlite3"
-    process = _child(
+    process = child(
         """
         import asyncio, sys
         from store import open_store
@@ -61,13 +59,13 @@ async def test_a_second_process_is_refused_until_the_first_has_died(tmp_path: Pa
         """,
         path,
     )
-    assert child.stdout
-    assert child.stdout.readline() == "open\n"
+    assert process.stdout
+    assert process.stdout.readline() == "open\n"
     store = open_store(f"sqlite:{path}")
-    with pytest.raises(StoreInUse, match=f"process {child.pid}"):
+    with pytest.raises(StoreInUse, match=f"process {process.pid}"):
         await store.open()
-    child.kill()
-    child.communicate()
+    process.kill()
+    process.communicate()
     await store.open()
     await store.close()
 
@@ -124,7 +122,7 @@ async def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -
 async def test_a_full_disk_stops_no_put_and_is_healed(tmp_path: Path) -> None:
     """While the file cannot grow, puts return and health says so; then the owner rewrites everything, once."""
     path = tmp_path / "store.sqlite3"
-    process = _child(
+    process = child(
         """
         import asyncio, os, resource, sys
         from store import StoreSettings, open_store
@@ -158,10 +156,10 @@ async def test_a_full_disk_stops_no_put_and_is_healed(tmp_path: Path) -> None:
         """,
         path,
     )
-    assert child.stdout
-    assert child.stdout.readline() == "healed\n"
-    child.kill()
-    child.communicate()
+    assert process.stdout
+    assert process.stdout.readline() == "healed\n"
+    process.kill()
+    process.communicate()
     store = open_store(f"sqlite:{path}")
     await store.open()
     [found] = await store.load()

@@ -1,19 +1,17 @@
 """Pieces in the embedded store against what befalls a file: SIGKILL, a full disk, damage; and memory that runs full."""
 
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
 from store import StoreCorrupt, StoreSettings, open_store
+from tests.store.child import child
 
 
 async def test_every_settled_piece_survives_sigkill(tmp_path: Path) -> None:
     """A process killed in the midst of putting leaves all that had settled, and each piece whole or not at all."""
     path = tmp_path / "store.sqlite3"
-    process = _child(
+    process = child(
         """
         import asyncio, itertools, sys
         from store import open_store
@@ -29,12 +27,12 @@ async def test_every_settled_piece_survives_sigkill(tmp_path: Path) -> None:
         """,
         path,
     )
-    assert child.stdout
-    lines = [child.stdout.readline() for _ in range(300)]
-    child.kill()
-    lines += [line for line in child.stdout if line.endswith("\n")]
+    assert process.stdout
+    lines = [process.stdout.readline() for _ in range(300)]
+    process.kill()
+    lines += [line for line in process.stdout if line.endswith("\n")]
     last = int(lines[-1])
-    child.wait()
+    process.wait()
 
     store = open_store(f"sqlite:{path}")
     await store.open()
@@ -47,7 +45,7 @@ async def test_every_settled_piece_survives_sigkill(tmp_path: Path) -> None:
 async def test_a_full_disk_keeps_pieces_waiting(tmp_path: Path) -> None:
     """While the file cannot grow, puts return and health says so; then what waited is written, with nothing missing."""
     path = tmp_path / "store.sqlite3"
-    process = _child(
+    process = child(
         """
         import asyncio, os, resource, sys
         from store import StoreAway, StoreSettings, open_store
@@ -78,10 +76,10 @@ async def test_a_full_disk_keeps_pieces_waiting(tmp_path: Path) -> None:
         """,
         path,
     )
-    assert child.stdout
-    assert [child.stdout.readline() for _ in range(2)] == ["away\n", "written\n"]
-    child.kill()
-    child.communicate()
+    assert process.stdout
+    assert [process.stdout.readline() for _ in range(2)] == ["away\n", "written\n"]
+    process.kill()
+    process.communicate()
     store = open_store(f"sqlite:{path}")
     await store.open()
     assert set(await store.get_pieces("t")) == {"first", *map(str, range(50))}
@@ -110,7 +108,7 @@ async def test_a_file_that_cannot_be_read_is_refused_with_its_name(tmp_path: Pat
     await store.close()
     pieces = path.with_name("store.sqlite3-pieces")
     if damage is None:
-        _child("import sqlite3, sys; sqlite3.connect(sys.argv[1]).execute('PRAGMA user_version = 9')", pieces).wait()
+        child("import sqlite3, sys; sqlite3.connect(sys.argv[1]).execute('PRAGMA user_version = 9')", pieces).wait()
     else:
         pieces.write_bytes(damage)
     with pytest.raises(StoreCorrupt, match=r"sqlite3-pieces (is damaged|has format 9)"):
