@@ -25,13 +25,13 @@ NUM_PROMPTS = 64
 BODY_BYTES = 5_500
 
 
-def bodies(seed: int, stream: bool) -> list[bytes]:
-    """Chat requests of 5.5 KB: a system prompt, a task, and a turn with a tool call behind it."""
+def bodies(seed: int, stream: bool, num_bytes: int) -> list[bytes]:
+    """Chat requests of this size: a system prompt, a task, and a turn with a tool call behind it."""
     dice = random.Random(seed)
-    return [_body(dice, stream) for _ in range(NUM_PROMPTS)]
+    return [_body(dice, stream, num_bytes) for _ in range(NUM_PROMPTS)]
 
 
-def _body(dice: random.Random, stream: bool) -> bytes:
+def _body(dice: random.Random, stream: bool, size: int) -> bytes:
     def text(num_bytes: int) -> str:
         words = ("".join(dice.choices("etaoinshrdlu", k=dice.randint(2, 9))) for _ in range(num_bytes))
         return " ".join(words)[:num_bytes]
@@ -50,7 +50,7 @@ def _body(dice: random.Random, stream: bool) -> bytes:
         "temperature": 1.0,
         "stream": stream,
     }
-    padding = BODY_BYTES - len(orjson.dumps(request))
+    padding = size - len(orjson.dumps(request))
     request["messages"][-1]["content"] += text(padding)  # type: ignore[index]
     return orjson.dumps(request)
 
@@ -58,7 +58,9 @@ def _body(dice: random.Random, stream: bool) -> bytes:
 class Agent(asyncio.Protocol):
     """One connection; `done` is set when it has had its last answer."""
 
-    def __init__(self, name: str, number: int, port: int, payloads: list[bytes], stream: bool, until: float) -> None:
+    def __init__(
+        self, name: str, number: int, port: int, payloads: list[bytes], stream: bool, until: float, limit: int
+    ) -> None:
         self.latencies_s: list[float] = []
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._name = f"{name}-{number}"
@@ -66,6 +68,7 @@ class Agent(asyncio.Protocol):
         self._payloads = payloads
         self._stream = stream
         self._until = until
+        self._limit = limit
         self._head = (
             f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
         )
@@ -106,7 +109,7 @@ class Agent(asyncio.Protocol):
             self.done.set_exception(error)
             self._transport.close()
             return
-        if perf_counter() < self._until:
+        if perf_counter() < self._until and len(self.latencies_s) < self._limit:
             self._ask()
         else:
             self.done.set_result(None)
@@ -155,17 +158,19 @@ def _unchunked(body: bytes) -> bytes:
         start = line_end + size + 4
 
 
-async def load(port: int, connections: int, seconds: float, stream: bool, seed: int) -> dict[str, Any]:
+async def load(
+    port: int, connections: int, seconds: float, stream: bool, seed: int, num_bytes: int, num_answers: int
+) -> dict[str, Any]:
     """Ask for so long; seconds, number of answers, and latencies in microseconds, ordered."""
     loop = asyncio.get_running_loop()
-    payloads = bodies(seed, stream)
+    payloads = bodies(seed, stream, num_bytes)
     began_at = perf_counter()
     # The same trajectory must not come back in a later run against the same server.
     run = f"{seed}-{random.SystemRandom().randrange(16**6):06x}"
     agents = []
     for number in range(connections):
         _, agent = await loop.create_connection(
-            partial(Agent, run, number, port, payloads, stream, began_at + seconds),
+            partial(Agent, run, number, port, payloads, stream, began_at + seconds, num_answers // connections),
             "127.0.0.1",
             port,
         )
@@ -187,8 +192,18 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--body", type=int, default=5_500)
+    parser.add_argument("--answers", type=int, default=10**9)
     arguments = parser.parse_args()
     result = uvloop.run(
-        load(arguments.port, arguments.connections, arguments.seconds, arguments.stream, arguments.seed)
+        load(
+            arguments.port,
+            arguments.connections,
+            arguments.seconds,
+            arguments.stream,
+            arguments.seed,
+            arguments.body,
+            arguments.answers,
+        )
     )
     print(orjson.dumps(result).decode())

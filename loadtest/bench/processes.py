@@ -1,0 +1,157 @@
+"""Processes of one run: each pinned to its core, ready before it is used, ended after it, and what it cost.
+
+Processor time is the kernel's own account of a process and its descendants, to the nanosecond.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# The server under test has a core of its own; client, backends and stores share the other.
+SERVER_CORE, CLIENT_CORE = "0", "1"
+START_TIMEOUT_S = 30.0  # vllm-router looks for its workers once a second, and gives up after some minutes
+_END_TIMEOUT_S = 5.0  # the open streams of a measurement are nobody's; then it is killed
+_CPUCLOCK_SCHED = 2  # linux/posix-timers.h: the kind of a process's clock that clock_getcpuclockid() gives
+
+
+class NotStarted(Exception):
+    """A server did not start, or ended at once; the message says which, and what it said last."""
+
+
+@contextmanager
+def running(command: list[str], core: str, log: Path, environment: dict[str, str] | None = None) -> Iterator[int]:
+    """A process of its own session on this core, while the block lasts; gives its id."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["taskset", "-c", core, *command],
+            stdout=output,
+            stderr=output,
+            env=os.environ | (environment or {}),
+            start_new_session=True,
+        )
+    try:
+        yield process.pid
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    # Its children too: they are of its session, and of no other.
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(_END_TIMEOUT_S)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def wait_until(condition: Callable[[], bool], what: str, pid: int, log: Path) -> None:
+    """Raises NotStarted when it does not come true in time, or the process ends before."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not condition():
+        if time.monotonic() > deadline or not is_alive(pid):
+            words = log.read_text(errors="replace").split("\n") if log.is_file() else []
+            said = " | ".join(line.strip() for line in words if line.strip())[-300:]
+            raise NotStarted(f"{what} did not start: {said or 'it said nothing'}")
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs: neither gone nor ended and not yet waited for."""
+    stat = _stat(pid)
+    return stat is not None and stat[0] not in "ZX"
+
+
+# --- what it costs ------------------------------------------------------------------------------------------
+
+
+def cpu_us(pid: int) -> float:
+    """Microseconds of processor time that a process and its living descendants have used."""
+    total_ns = 0
+    for member in family(pid):
+        try:
+            total_ns += time.clock_gettime_ns((~member << 3) | _CPUCLOCK_SCHED)
+        except OSError:
+            continue  # it has ended meanwhile
+    return total_ns / 1e3
+
+
+def memory_bytes(pid: int) -> int:
+    """Resident memory of a process and its descendants; what the kernel holds for their sockets is not in it."""
+    total = 0
+    for member in family(pid):
+        try:
+            total += int(Path(f"/proc/{member}/statm").read_text().split()[1])
+        except OSError:
+            continue
+    return total * resource.getpagesize()
+
+
+def family(pid: int) -> set[int]:
+    """A process and its descendants."""
+    parents = {int(entry): _stat(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
+    members = {pid}
+    while children := {child for child, stat in parents.items() if stat and int(stat[1]) in members} - members:
+        members |= children
+    return members
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def raise_file_limit(wanted: int) -> int:
+    """Let this process and those it starts open so many files, where that is allowed; gives how many they may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for limits in ((max(soft, wanted), max(hard, wanted)), (hard, hard)):
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        except (ValueError, OSError):
+            continue  # only root may raise the hard limit
+        return limits[0]
+    return soft
+
+
+# --- ports --------------------------------------------------------------------------------------------------
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports of the loopback that nobody listens at; all are held until all are known."""
+    probes = [socket.socket() for _ in range(number)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def answers(port: int, path: str = "/v1/models", word: bytes = b"bench") -> bool:
+    """Whether a page has this word: a router listens before it knows its workers."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), 1) as connection:
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+            return connection.recv(12).endswith(b" 200") and word in _rest(connection)
+    except OSError:
+        return False
+
+
+def _rest(connection: socket.socket) -> bytes:
+    pieces = []
+    while piece := connection.recv(65_536):
+        pieces.append(piece)
+    return b"".join(pieces)

@@ -1,0 +1,168 @@
+"""Where a hot turn's time goes: the gateway under a fixed number of turns, its functions by their own time.
+
+    python -m loadtest.bench.profile [--stream] [--answers 3000] [--body 5500] [--setting HEDDLE_TOKEN_LEGS=auto]
+    python -m loadtest.bench.profile --perf      # the same by samples of `perf`, the C of uvloop and the kernel too
+
+First the turns are run without a profiler: that is the cost, in microseconds of processor time per answer. Then with
+cProfile in the gateway: calls per answer are the same in each run, times are dear where calls are many, and so are good
+for what to look at, not for what it costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import orjson
+
+from loadtest.bench.backend import NUM_CHUNKS
+from loadtest.bench.peers import gateway
+from loadtest.bench.processes import CLIENT_CORE, SERVER_CORE, answers, cpu_us, free_ports, running, wait_until
+
+_HERE = "loadtest.bench.profile"
+_PROFILE_TIMEOUT_S = 20.0  # to write the statistics of some thousand functions
+
+
+def _serve_profiled(statistics: str, arguments: list[str]) -> None:
+    """Be the gateway; a first SIGUSR1 begins the profile, a second writes it."""
+    profile = cProfile.Profile()
+
+    def begin(_: int, __: FrameType | None) -> None:
+        signal.signal(signal.SIGUSR1, end)
+        profile.enable()
+
+    def end(_: int, __: FrameType | None) -> None:
+        profile.disable()
+        profile.dump_stats(statistics + ".part")
+        Path(statistics + ".part").rename(statistics)
+
+    signal.signal(signal.SIGUSR1, begin)
+    sys.argv = ["heddle", *arguments]
+    runpy.run_module("heddle", run_name="__main__")
+
+
+@contextmanager
+def _gateway(home: Path, parsed: argparse.Namespace, statistics: Path | None) -> Iterator[tuple[int, int]]:
+    """A gateway before two backends; its process and its port."""
+    port, *backends = free_ports(3)
+    environment = dict(setting.split("=", 1) for setting in parsed.setting)
+    backend = [sys.executable, "-m", "loadtest.bench.backend", "--interval-ms", "5" if parsed.stream else "0"]
+    backend += [word for number in backends for word in ("--port", str(number))]
+    command = gateway(port, 0, backends, home)
+    if statistics:
+        command = [sys.executable, "-m", _HERE, "--serve", str(statistics), *command[3:]]
+    log = home / "log"
+    with (
+        running(backend, CLIENT_CORE, home / "backend.log"),
+        running(command, SERVER_CORE, log, environment) as pid,
+    ):
+        wait_until(lambda: answers(port), "the gateway", pid, log)
+        yield pid, port
+
+
+def _load(port: int, num_answers: int, parsed: argparse.Namespace) -> None:
+    command = [sys.executable, "-m", "loadtest.bench.load", "--port", str(port), "--answers", str(num_answers)]
+    command += ["--connections", str(parsed.connections), "--body", str(parsed.body), "--seconds", "600"]
+    subprocess.run(
+        ["taskset", "-c", CLIENT_CORE, *command, *(["--stream"] if parsed.stream else [])],
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+
+
+def _measure(parsed: argparse.Namespace, home: Path) -> str:
+    with _gateway(home, parsed, None) as (pid, port):
+        _load(port, parsed.answers // 4, parsed)
+        costs = []
+        for _ in range(3):
+            before_us = cpu_us(pid)
+            _load(port, parsed.answers, parsed)
+            costs.append((cpu_us(pid) - before_us) / parsed.answers)
+    per_chunk = f", {min(costs) / NUM_CHUNKS:.1f} us a chunk" if parsed.stream else ""
+    shown = ", ".join(f"{cost:.1f}" for cost in sorted(costs))
+    return f"{min(costs):.1f} us of processor time an answer{per_chunk} (three runs: {shown})"
+
+
+def _profile(parsed: argparse.Namespace, home: Path) -> None:
+    statistics = home / "statistics"
+    with _gateway(home, parsed, statistics) as (pid, port):
+        _load(port, parsed.answers // 4, parsed)
+        subprocess.run(["kill", "-USR1", str(pid)], check=True)
+        _load(port, parsed.answers, parsed)
+        subprocess.run(["kill", "-USR1", str(pid)], check=True)
+        deadline = time.monotonic() + _PROFILE_TIMEOUT_S
+        while not statistics.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    for order in ("tottime", "cumtime"):
+        print(_table(pstats.Stats(str(statistics)), order, parsed.answers, parsed.top))
+
+
+def _table(statistics: pstats.Stats, order: str, num_answers: int, top: int) -> str:
+    rows = [
+        (own * 1e6 / num_answers, cumulative * 1e6 / num_answers, calls / num_answers, where)
+        for where, (_, calls, own, cumulative, _) in statistics.stats.items()  # type: ignore[attr-defined]
+        if calls >= num_answers // 20
+    ]
+    rows.sort(key=lambda row: row[0 if order == "tottime" else 1], reverse=True)
+    lines = [f"\nby {'own' if order == 'tottime' else 'cumulative'} time: own us | cumulative us | calls, per answer"]
+    for own, cumulative, calls, (file, line, function) in rows[:top]:
+        place = function if file == "~" else f"{_short(file)}:{line} {function}"
+        lines.append(f"{own:8.1f} {cumulative:9.1f} {calls:8.2f}  {place}")
+    return "\n".join(lines)
+
+
+def _short(file: str) -> str:
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "/".join(path.parts[-2:])
+
+
+def _perf(parsed: argparse.Namespace, home: Path) -> None:
+    with _gateway(home, parsed, None) as (pid, port):
+        _load(port, parsed.answers // 4, parsed)
+        record = ["perf", "record", "-q", "-F", "2000", "-p", str(pid), "-o", str(home / "perf.data")]
+        with subprocess.Popen(record) as perf:
+            _load(port, parsed.answers, parsed)
+            perf.send_signal(signal.SIGINT)
+    report = ["perf", "report", "-i", str(home / "perf.data"), "--stdio", "--no-children"]
+    for sort in ("dso", "dso,symbol"):
+        command = [*report, "--percent-limit", "0.4", "--sort", sort]
+        shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        print("\n".join(line.rstrip(" -") for line in shown.splitlines() if line and not line.startswith("#")))
+
+
+def main() -> None:
+    """Run it as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stream", action="store_true", help=f"answers are streams of {NUM_CHUNKS} chunks, 5 ms apart")
+    parser.add_argument("--answers", type=int, help="default 3,000, or 600 streams")
+    parser.add_argument("--connections", type=int, default=32)
+    parser.add_argument("--body", type=int, default=5_500, metavar="BYTES")
+    parser.add_argument("--setting", action="append", default=[], metavar="HEDDLE_NAME=VALUE")
+    parser.add_argument("--top", type=int, default=30)
+    parser.add_argument("--perf", action="store_true")
+    parsed = parser.parse_args()
+    parsed.answers = parsed.answers or (600 if parsed.stream else 3_000)
+    with tempfile.TemporaryDirectory(prefix="heddle-bench-") as name:
+        home = Path(name)
+        for part in ("plain", "profiled"):
+            (home / part).mkdir()
+        print(_measure(parsed, home / "plain"), flush=True)
+        (_perf if parsed.perf else _profile)(parsed, home / "profiled")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        _serve_profiled(sys.argv[2], sys.argv[3:])
+    else:
+        main()
