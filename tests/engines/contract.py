@@ -4,7 +4,6 @@ Each promise is a function; `PROMISES` lists them for the test modules that brin
 """
 
 import asyncio
-import time
 import uuid
 from collections.abc import Awaitable, Callable
 
@@ -12,6 +11,12 @@ import orjson
 
 from engines.probe import Model, discover
 from gateway.http.errors import engine_error
+from tests.engines.contract_of_slots import (
+    a_turn_that_is_left_frees_its_slot,
+    an_aborted_turn_does_not_look_finished,
+    the_more_urgent_runs_first,
+    what_exceeds_the_slots_waits,
+)
 from tests.engines.site import COMPLETIONS, TIMEOUT_S, Json, Site
 
 Promise = Callable[[Site], Awaitable[None]]
@@ -23,7 +28,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}
-# Longer than any check takes, so that only an abort can end it.
 
 
 async def it_says_what_it_is(engine: Site) -> None:
@@ -41,20 +45,6 @@ async def it_says_how_large_it_is(engine: Site) -> None:
     assert (seen.slots or await engine.dialect.slots(engine.http, TIMEOUT_S)) == engine.facts.slots
     assert (seen.started_at is not None) == engine.facts.tells_start
     assert (await engine.observe()).started_at == seen.started_at
-
-
-async def what_exceeds_the_slots_waits(engine: Site) -> None:
-    """The gauges say so; KV is in use and work goes on while turns run, and is free again when they left."""
-    slots = engine.facts.slots
-    turns = [asyncio.create_task(engine.begin(engine.endless | {"stream": True})) for _ in range(slots + 2)]
-    first = await engine.until(lambda seen: (seen.num_running, seen.num_waiting) == (slots, 2))
-    later = await engine.until(lambda seen: seen.work_counter > first.work_counter)
-    assert (later.num_running, later.num_waiting) == (slots, 2)
-    assert 0.0 < first.kv_used_share < 1.0
-    for turn in turns:
-        (await turn).close()
-    await engine.until_idle()
-    assert (await engine.observe()).kv_used_share == 0.0
 
 
 async def a_whole_chat_counts_its_tokens(engine: Site) -> None:
@@ -150,76 +140,6 @@ async def later_turns_reuse_the_cache(engine: Site) -> None:
         messages += [answer["choices"][0]["message"], {"role": "user", "content": "go on"}]
         before += usage["completion_tokens"]
     assert cached > 0
-
-
-async def the_more_urgent_runs_first(engine: Site) -> None:
-    """When all slots are taken, a lower number gets the next one, in whatever order they came."""
-    finished: list[str] = []
-
-    async def turn(name: str, priority: int) -> None:
-        fields = {"messages": [{"role": "user", "content": name}], "max_tokens": 50, "ignore_eos": True}
-        assert (await engine.ask(fields, priority=priority)).status == 200
-        finished.append(name)
-
-    slots = engine.facts.slots
-    ids = [engine.new_id() for _ in range(slots)]
-    running = [asyncio.create_task(engine.ask(engine.endless, request_id=id)) for id in ids]
-    await engine.until(lambda seen: seen.num_running == slots)
-    async with asyncio.TaskGroup() as turns:
-        for number, (name, priority) in enumerate((("low", 9), ("mid", 5), ("high", 1)), 1):
-            turns.create_task(turn(name, priority))
-            await engine.until(lambda seen, number=number: seen.num_waiting == number)
-        # The one slot that gets free serves them one after the other.
-        running[0].cancel()
-        await engine.dialect.abort(engine.http, ids[0], TIMEOUT_S)
-    assert finished == ["high", "mid", "low"]
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-
-
-async def a_turn_that_is_left_frees_its_slot(engine: Site) -> None:
-    """Within a second of closing its connection and telling the engine, streaming or not, running or waiting.
-
-    The best of three counts: a busy machine may stand still for longer.
-    """
-    for is_stream in (True, False):
-        tries = [await _seconds_to_free_all_slots(engine, is_stream)]
-        while min(tries) >= 1.0 and len(tries) < 3:
-            tries.append(await _seconds_to_free_all_slots(engine, is_stream))
-        assert min(tries) < 1.0, tries
-
-
-async def _seconds_to_free_all_slots(engine: Site, is_stream: bool) -> float:
-    slots = engine.facts.slots
-    ids = [engine.new_id() for _ in range(slots + 1)]
-    fields = engine.endless | {"stream": is_stream}
-    turns = [asyncio.create_task(engine.ask(fields, request_id=id)) for id in ids]
-    await engine.until(lambda seen: (seen.num_running, seen.num_waiting) == (slots, 1))
-    for turn in turns:
-        turn.cancel()
-    left_at = time.monotonic()
-    for id in ids:
-        await engine.dialect.abort(engine.http, id, TIMEOUT_S)
-    await engine.until_idle()
-    took_s = time.monotonic() - left_at
-    await asyncio.gather(*turns, return_exceptions=True)
-    return took_s
-
-
-async def an_aborted_turn_does_not_look_finished(engine: Site) -> None:
-    """The engine's own abort route ends it with status 200 and the reason `abort`, streaming or not."""
-    for is_stream in (True, False):
-        request_id = engine.new_id()
-        turn = asyncio.create_task(engine.ask(engine.endless | {"stream": is_stream}, request_id=request_id))
-        await engine.until(lambda seen: seen.num_running == 1 and seen.kv_used_share > 0)
-        target, body = engine.facts.abort(request_id)
-        assert (await engine.http.post(target, orjson.dumps(body), TIMEOUT_S))[0] == 200
-        answer = await turn
-        choices = [c for part in (answer.chunks if is_stream else [answer.json]) for c in part["choices"]]
-        assert answer.status == 200
-        assert [c["finish_reason"] for c in choices if c.get("finish_reason")] == ["abort"]
-        await engine.until_idle()
 
 
 async def an_idle_connection_never_breaks_a_request(engine: Site) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +13,11 @@ import pytest
 from engines.dialect import Dialect, Leg, Observation
 from engines.http import HttpClient, HttpLimits, Response
 from engines.probe import discover
+from tests.support.rounds import came_about, num_ended
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LIMIT_BYTES = 16 * 1024 * 1024
-TIMEOUT_S = 60.0
-LOOK_EVERY_S = 0.02  # Asked without a pause, a server is busy with nothing else.
+TIMEOUT_S = 180.0  # Nothing here takes so long; a process on a busy machine has stood still for 20 s.
 Json = dict[str, Any]
 
 
@@ -33,6 +33,8 @@ class Facts:
         bad_type_status: for a field of the wrong type.
         named_call_reason: the finish reason of a call to the tool that the request named.
         tells_fingerprint: whole answers and the end of a stream have a `system_fingerprint`.
+        num_tries: how often a promise in time may be tried. On a busy machine a process of its own may stand still; an
+            engine within this process does not, seen from here.
         abort: target and body of the control route that ends the request which the gateway called by that id.
     """
 
@@ -48,6 +50,7 @@ class Facts:
     bad_type_status: int
     named_call_reason: str
     tells_fingerprint: bool
+    num_tries: int
     abort: Callable[[str], tuple[str, Json]]
 
 
@@ -108,26 +111,49 @@ class Site:
         finally:
             response.close()
 
+    @asynccontextmanager
+    async def crowd(self, num: int, is_stream: bool = True) -> AsyncIterator[list["asyncio.Task[Answer]"]]:
+        """So many endless turns at once. At the end they are left, which the engine is told too."""
+        ids = [self.new_id() for _ in range(num)]
+        fields = self.endless | {"stream": is_stream}
+        turns = [asyncio.create_task(self.ask(fields, request_id=id)) for id in ids]
+        try:
+            yield turns
+        finally:
+            await asyncio.gather(*map(self.leave, turns, ids))
+
+    async def leave(self, turn: "asyncio.Task[Any]", request_id: str) -> None:
+        """As a client that goes away."""
+        turn.cancel()
+        await asyncio.wait([turn])
+        await self.dialect.abort(self.http, request_id, TIMEOUT_S)
+
     async def observe(self) -> Observation:
         return await self.dialect.observe(self.http, TIMEOUT_S)
 
-    async def until(self, holds: Callable[[Observation], bool], limit_s: float = TIMEOUT_S) -> Observation:
+    async def until(self, holds: Callable[[Observation], bool]) -> Observation:
         """Ask again and again until it holds; gives the observation in which it did."""
+        seen = await self.until_or_over(holds, [])
+        assert seen is not None
+        return seen
+
+    async def until_or_over(
+        self, holds: Callable[[Observation], bool], turns: "Iterable[asyncio.Task[Any]]"
+    ) -> Observation | None:
+        """The same, but None once one of these turns is over, all of which should be under way."""
         seen: list[Observation] = []
+
+        async def look() -> bool:
+            seen.append(await self.observe())
+            return holds(seen[-1])
+
         try:
-            async with asyncio.timeout(limit_s):
-                while not (seen and holds(seen[-1])):
-                    seen.append(await self._look())
+            return seen[-1] if await came_about(look, lambda: bool(num_ended(turns))) else None
         except TimeoutError:
-            pytest.fail(f"it never held in {limit_s:g} s and {len(seen)} looks, the last: {seen[-3:]}")
-        return seen[-1]
+            pytest.fail(f"it never held in {len(seen)} looks, the last: {seen[-3:]}")
 
-    async def _look(self) -> Observation:
-        await asyncio.sleep(LOOK_EVERY_S)
-        return await self.observe()
-
-    async def until_idle(self, limit_s: float = TIMEOUT_S) -> None:
-        await self.until(lambda seen: seen.num_running == 0 and seen.num_waiting == 0, limit_s)
+    async def until_idle(self) -> None:
+        await self.until(lambda seen: seen.num_running == 0 and seen.num_waiting == 0)
 
 
 @asynccontextmanager

@@ -23,6 +23,7 @@ FACTS = (
         bad_type_status=400,
         named_call_reason="stop",
         tells_fingerprint=True,
+        num_tries=1,
         abort=lambda request_id: ("/abort_requests", {"request_ids": [f"chatcmpl-{request_id}"]}),
     ),
     Facts(
@@ -38,6 +39,7 @@ FACTS = (
         bad_type_status=400,
         named_call_reason="tool_calls",
         tells_fingerprint=False,
+        num_tries=1,
         abort=lambda request_id: ("/abort_request", {"rid": request_id}),
     ),
 )

@@ -21,6 +21,7 @@ FACTS = Facts(
     bad_type_status=400,
     named_call_reason="stop",
     tells_fingerprint=True,
+    num_tries=3,
     abort=lambda request_id: ("/abort_requests", {"request_ids": [f"chatcmpl-{request_id}"]}),
 )
 
