@@ -4,13 +4,15 @@ A turn that is served so can stop at any token and go on from there, on any engi
 is one request and the reading of its answer; the gateway sends it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engines.dialect import Upstream
 
 Event = Mapping[str, Any]
+Asking = Callable[[Upstream], Awaitable[bytes]]
+"""Sends a request to an engine and gives the body of its answer, if that is a good one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +20,14 @@ class Rendered:
     """A request at token level.
 
     Args:
+        kind: of the engine that rendered it, and whose kind can be sent the `call`.
         call: what the engine is to be sent with the ids, in its own words.
         stop: strings that end the answer; with `includes_stop` they belong to it.
         needs_parser: the text holds tool calls or reasoning, which only the engine can tell apart.
         has_grammar: the answer is held to a grammar, whose state is lost where a leg ends.
     """
 
+    kind: str
     prompt_ids: list[int]
     call: Mapping[str, Any]
     max_tokens: int
@@ -41,6 +45,7 @@ class TokenLeg:
     Args:
         prompt_ids: the prompt and all that was made after it.
         num_made: how many of them were made.
+        index: which choice it is of those that the client wants; each is asked for by itself.
         cache_salt: KV is shared only under the same salt; "" for none but the client's own.
         is_coarse: nobody waits for single tokens, so that few large events are best.
         wants_logprobs: of the chosen tokens, even where the request asks for none.
@@ -54,6 +59,7 @@ class TokenLeg:
     cache_salt: str
     is_coarse: bool
     wants_logprobs: bool
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +82,36 @@ class Piece:
 
 
 class TokenRoutes(Protocol):
-    """How one kind of engine is spoken to at token level."""
+    """How one kind of engine is spoken to at token level.
 
-    def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream:
-        """Ask for the prompt ids of a request."""
+    Attributes:
+        stop_field: what an answer's choice calls the stop string or token that ended it.
+        limits: which requests only the engine's own routes can serve, for people to read; "" where there is no more
+            to say than of any engine.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def stop_field(self) -> str: ...
+
+    @property
+    def limits(self) -> str: ...
+
+    def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream | None:
+        """Ask for the prompt ids of a request; None where there is nothing to ask."""
         ...
 
     def rendered(self, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
-        """What came of it; None for a request that only the engine's own route can serve."""
+        """What came of it, b"" where nothing was asked; None for a request that only the engine's own route serves."""
         ...
 
     def generate(self, rendered: Rendered, leg: TokenLeg) -> Upstream:
         """Ask for further ids, as a stream."""
         ...
 
-    def reader(self) -> Callable[[Event], Piece]:
+    def reader(self, rendered: Rendered) -> Callable[[Event], Piece]:
         """Reads the events of one such stream. Raises ValueError, KeyError or TypeError for nonsense."""
         ...
 
@@ -102,12 +123,14 @@ class TokenRoutes(Protocol):
         """What came of it; a character that is not complete is not in it."""
         ...
 
-    def derender(self, request: Mapping[str, Any], prompt_ids: Sequence[int], last: "Whole | Delta") -> Upstream:
-        """Ask for the message that an output is, whole or what some tokens add to it."""
-        ...
+    async def derender(
+        self, ask: Asking, request: Mapping[str, Any], prompt_ids: Sequence[int], last: "Whole | Delta"
+    ) -> tuple[dict[str, Any], Any]:
+        """The message that an output is, whole or what some tokens add to it.
 
-    def derendered(self, answer: bytes) -> tuple[dict[str, Any], Any]:
-        """The choice of an OpenAI answer or chunk, and the state to ask on with."""
+        Returns: the choice of an OpenAI answer or chunk, and the state to ask on with, of an engine of the same kind.
+        Raises: what `ask` does; KeyError, IndexError, TypeError or ValueError for nonsense.
+        """
         ...
 
 
@@ -126,7 +149,7 @@ class Delta:
     """New tokens of an output that is streamed.
 
     Args:
-        state: what `derendered` gave for the tokens before; None at the first.
+        state: what `derender` gave for the tokens before; None at the first.
     """
 
     ids: Sequence[int]

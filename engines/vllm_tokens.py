@@ -12,7 +12,7 @@ import orjson
 
 from engines.dialect import Upstream
 from engines.http import HttpClient
-from engines.tokens import Delta, Event, Piece, Rendered, TokenLeg, Whole, has_tools
+from engines.tokens import Asking, Delta, Event, Piece, Rendered, TokenLeg, Whole, has_tools
 
 _RENDER = "/v1/completions/render"
 _DERENDER = "/v1/completions/derender"
@@ -35,6 +35,10 @@ async def offers_tokens(http: HttpClient, timeout_s: float) -> bool:
 class VllmTokens:
     """Speaks to `vllm serve --enable-scale-out`."""
 
+    kind = "vllm"
+    stop_field = "stop_reason"
+    limits = ""
+
     def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream:
         return Upstream(f"{path}/render", b"", body)
 
@@ -50,6 +54,7 @@ class VllmTokens:
         needs_parser = has_tools(request) or made.get("reasoning_parser_kwargs") is not None
         stop = sampling.get("stop") or ()
         return Rendered(
+            kind=self.kind,
             prompt_ids=made["token_ids"],
             call={"sampling_params": sampling}
             | {name: made[name] for name in _PASSED_ON if made.get(name) is not None},
@@ -62,18 +67,17 @@ class VllmTokens:
         )
 
     def generate(self, rendered: Rendered, leg: TokenLeg) -> Upstream:
-        sampling: dict[str, Any] = rendered.call["sampling_params"]
+        sampling: dict[str, Any] = {**rendered.call["sampling_params"], "n": 1}
         if leg.num_made:
-            sampling = sampling | {
-                "max_tokens": rendered.max_tokens - leg.num_made,
-                "min_tokens": max(rendered.min_tokens - leg.num_made, 0),
-            }
-            if sampling.get("seed") is not None:  # the dice of the first leg would fall as they did at its start
-                sampling["seed"] += leg.num_made
+            sampling["max_tokens"] = rendered.max_tokens - leg.num_made
+            sampling["min_tokens"] = max(rendered.min_tokens - leg.num_made, 0)
+        if sampling.get("seed") is not None:
+            # As vLLM gives each choice its own; and in a later leg the dice would fall as they did at the start.
+            sampling["seed"] += leg.index + leg.num_made
         if leg.wants_logprobs and sampling.get("logprobs") is None:
-            sampling = sampling | {"logprobs": 0}
+            sampling["logprobs"] = 0
         if leg.is_coarse:
-            sampling = sampling | {"stream_interval": _COARSE_TOKENS}
+            sampling["stream_interval"] = _COARSE_TOKENS
         call: dict[str, Any] = {
             **rendered.call,
             "request_id": leg.request_id,
@@ -90,7 +94,7 @@ class VllmTokens:
         headers = f"x-request-id: {leg.request_id}\r\nx-session-id: {leg.trajectory_id}\r\n"
         return Upstream("/inference/v1/generate", headers.encode("latin-1", "replace"), orjson.dumps(call))
 
-    def reader(self) -> Callable[[Event], Piece]:
+    def reader(self, rendered: Rendered) -> Callable[[Event], Piece]:
         return _piece
 
     def texts(self, rendered: Rendered, outputs: Sequence[Sequence[int]]) -> Upstream:
@@ -101,7 +105,9 @@ class VllmTokens:
     def read_texts(self, answer: bytes) -> list[str]:
         return [choice["text"] for choice in orjson.loads(answer)["choices"]]
 
-    def derender(self, request: Mapping[str, Any], prompt_ids: Sequence[int], last: Whole | Delta) -> Upstream:
+    async def derender(
+        self, ask: Asking, request: Mapping[str, Any], prompt_ids: Sequence[int], last: Whole | Delta
+    ) -> tuple[dict[str, Any], Any]:
         choice: dict[str, Any] = {
             "token_ids": last.ids,
             "finish_reason": last.finish_reason,
@@ -116,13 +122,9 @@ class VllmTokens:
                 choice["logprobs"] = {"content": last.logprobs}
             # A parser that must know whether the prompt left reasoning open looks here for the prompt.
             call["generate_response"] = _response("whole", choice) | {"prompt_token_ids": prompt_ids}
-        return Upstream("/v1/chat/completions/derender", b"", orjson.dumps(call))
-
-    def derendered(self, answer: bytes) -> tuple[dict[str, Any], Any]:
-        made = orjson.loads(answer)
+        made = orjson.loads(await ask(Upstream("/v1/chat/completions/derender", b"", orjson.dumps(call))))
         state = made.get("stream_state")
-        choice: dict[str, Any] = (made["chunk"] if state is not None else made)["choices"][0]
-        return choice, state
+        return (made["chunk"] if state is not None else made)["choices"][0], state
 
 
 def _response(request_id: str, choice: dict[str, Any]) -> dict[str, Any]:

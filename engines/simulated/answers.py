@@ -96,7 +96,9 @@ def answer(
 def _salt(wish: Wish, weights: str) -> int:
     if wish.index == 0 and wish.seed is None and weights == "default":
         return 0
-    return crc32(f"{wish.index}/{wish.seed}/{weights}".encode())
+    # Choices with a seed have the next seeds, as in vLLM (0.33, v1/engine/parallel_sampling.py).
+    dice = f"{wish.index}/None" if wish.seed is None else f"0/{wish.seed + wish.index}"
+    return crc32(f"{dice}/{weights}".encode())
 
 
 def _free_answer(

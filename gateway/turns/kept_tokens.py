@@ -11,9 +11,10 @@ import orjson
 
 from gateway.clock import Clock
 from gateway.messages.transcripts import digest_with_answer
-from gateway.tokens.book import StoredTokens
+from gateway.tokens.book import StoredTokens, choice_id
 from gateway.tokens.partials import Partials
 from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
+from gateway.turns.choice import Choice
 from gateway.turns.repeats import digest_of
 from gateway.turns.turn import Made, Turn
 from store.port import StoreError
@@ -53,30 +54,27 @@ class KeptTokens:
 
     def save(self, turn: Turn) -> None:
         """Write down what is new of a running turn, if it is time."""
-        chain, now = turn.chain, self._clock()
-        if chain is None or now - turn.saved_at < self._save_s:
+        now = self._clock()
+        if now - turn.saved_at < self._save_s:
             return
-        start = min(turn.num_saved, len(chain.output_ids))
-        spans = [(span.version, span.start, span.end) for span in chain.versions]
-        part = orjson.dumps([start, chain.output_ids[start:], chain.logprobs[start:], spans])
+        part = orjson.dumps([_unsaved(choice) for choice in turn.choices])
         self._partials.put(turn.ask.trajectory_id, digest_of(turn), turn.num_parts, part)
-        turn.saved_at, turn.num_saved, turn.num_parts = now, len(chain.output_ids), turn.num_parts + 1
+        turn.saved_at, turn.num_parts = now, turn.num_parts + 1
 
-    def ended(self, turn: Turn, content: Any) -> None:
-        """Keep a finished turn's tokens.
-
-        Args:
-            content: the answer as its client will send it back.
-        """
+    def ended(self, turn: Turn) -> None:
+        """Keep a finished turn's tokens."""
         self._drop(turn)
-        chain, ask = turn.chain, turn.ask
-        if chain is None or not ask.keeps_tokens:
-            return
+        if turn.ask.keeps_tokens:
+            for choice in turn.choices:
+                self._keep(turn, choice)
+
+    def _keep(self, turn: Turn, choice: Choice) -> None:
+        ask, chain, content = turn.ask, choice.chain, choice.content()
         has_message = ask.api == "chat" and isinstance(content, dict)
         self._book.add(
             TurnTokens(
                 trajectory_id=ask.trajectory_id,
-                turn_id=turn.turn_id,
+                turn_id=choice_id(turn.turn_id, choice.index),
                 prompt_ids=chain.prompt_ids,
                 output_ids=chain.output_ids,
                 logprobs=[entry["logprob"] for entry in chain.logprobs] if chain.logprobs else None,
@@ -93,11 +91,20 @@ class KeptTokens:
             self._partials.drop(turn.ask.trajectory_id, digest_of(turn))
 
 
-def _made(parts: list[bytes]) -> Made | None:
-    ids: list[int] = []
-    logprobs: list[dict[str, Any]] = []
-    spans: list[list[Any]] = []
+def _unsaved(choice: Choice) -> tuple[Any, ...]:
+    chain = choice.chain
+    start, choice.num_saved = min(choice.num_saved, len(chain.output_ids)), len(chain.output_ids)
+    spans = [(span.version, span.start, span.end) for span in chain.versions]
+    return start, chain.output_ids[start:], chain.logprobs[start:], spans
+
+
+def _made(parts: list[bytes]) -> list[Made]:
+    made: list[Made] = []
     for part in parts:
-        start, more_ids, more_logprobs, spans = orjson.loads(part)
-        ids[start:], logprobs[start:] = more_ids, more_logprobs
-    return (ids, logprobs, [VersionSpan(*span) for span in spans]) if ids else None
+        for index, (start, ids, logprobs, spans) in enumerate(orjson.loads(part)):
+            if index == len(made):
+                made.append(([], [], []))
+            known_ids, known_logprobs, versions = made[index]
+            known_ids[start:], known_logprobs[start:] = ids, logprobs
+            versions[:] = [VersionSpan(*span) for span in spans]
+    return made

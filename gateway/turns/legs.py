@@ -119,7 +119,7 @@ class Legs:
             self._fleet.leg_ended(member, fault, has_answered)
 
     async def _by_tokens(self, turn: Turn, dispatch: Dispatch, member: Member) -> Outcome | None:
-        if turn.chain is None and (self._settings.token_legs == "off" or not may_take_tokens(turn.ask)):
+        if not turn.choices and (self._settings.token_legs == "off" or not may_take_tokens(turn.ask)):
             return None
         turn.run_by_tokens(dispatch.engine_id, True)
         self._tell_about(turn, dispatch)

@@ -6,7 +6,7 @@ A trajectory is as stale as its oldest token: by how many versions were set sinc
 out; then it ends with that error too.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from gateway.config import Settings
 from gateway.fleet.member import Member
@@ -58,18 +58,18 @@ class Staleness:
         return any(version is not None and self._record.age(version) > self._limit for version in versions)
 
     def _own_oldest(self, turn: Turn) -> str | None:
-        if turn.chain is not None and turn.chain.versions:
-            return turn.chain.versions[0].version
-        return turn.versions[0] if turn.versions else None
+        return self._oldest_of(turn.versions_made or turn.versions)
 
     def _oldest(self, trajectory_id: str) -> str | None:
         """The version of its oldest token, as far as its history is kept."""
         entry = self._ledger.get(trajectory_id)
         for row in entry.turns if entry is not None else ():
             if row["outcome"] == "finished" and row.get("weight_versions"):
-                version: str = row["weight_versions"][0]
-                return version
+                return self._oldest_of(row["weight_versions"])
         return None
+
+    def _oldest_of(self, versions: Sequence[str]) -> str | None:
+        return max(versions, key=self._record.age, default=None)
 
     def _error(self, version: str) -> ApiError:
         behind = self._record.age(version)

@@ -10,12 +10,12 @@ from gateway.http.errors import ApiError, engine_error
 from gateway.http.outlet import Outlet
 from gateway.http.sse import EventSplitter, data_of, split_events
 from gateway.messages.answers import fault_of
-from gateway.turns.chain import Chain
-from gateway.turns.voices import ParsedVoice, TextVoice
+from gateway.turns.choice import Choice
+from gateway.turns.voices import ParsedVoice
 
 
 class TokenRelay:
-    """One leg's stream of tokens.
+    """One leg's stream of tokens; the events that end the choice are held back in it.
 
     Args:
         read: the dialect's reader.
@@ -27,13 +27,11 @@ class TokenRelay:
         has_finished: the answer is complete; only its usage may follow.
         is_over: the stream has ended, or need not go on.
         error: why it ended badly.
-        last: the events that end the answer, to be held back.
     """
 
     def __init__(
         self,
-        chain: Chain,
-        voice: TextVoice | ParsedVoice,
+        choice: Choice,
         read: Callable[[Event], Piece],
         version: Callable[[], str],
         outlet: Outlet | None,
@@ -43,9 +41,7 @@ class TokenRelay:
         self.has_finished = False
         self.is_over = False
         self.error: ApiError | None = None
-        self.last = b""
-        self._chain = chain
-        self._voice = voice
+        self._choice = choice
         self._read = read
         self._version = version
         self._outlet = outlet
@@ -94,7 +90,7 @@ class TokenRelay:
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             raise BadResponse("it sent an event that is no token event") from None
         self.has_begun = True
-        chain, voice = self._chain, self._voice
+        chain, voice = self._choice.chain, self._choice.voice
         self.error = fault_of(piece.finish_reason)
         if self.error is not None:
             self.is_over = True
@@ -110,7 +106,7 @@ class TokenRelay:
         elif not self.has_finished:
             self._told.append(voice.say(said.text, said.logprobs) if said.text or said.logprobs else b"")
         elif is_new_end:
-            self.last = voice.say(said.text, said.logprobs, chain.finish_reason, chain.stop_reason)
+            self._choice.last = voice.say(said.text, said.logprobs, chain.finish_reason, chain.stop_reason)
 
     def was_heard(self) -> None:
         """The voice has said what was due."""

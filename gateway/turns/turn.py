@@ -14,8 +14,7 @@ from scheduling.types import Abort, Dispatch, Fault, Preempt, Reject
 from scheduling.values import value_class
 
 if TYPE_CHECKING:
-    from gateway.turns.chain import Chain
-    from gateway.turns.voices import ParsedVoice, TextVoice
+    from gateway.turns.choice import Choice
 
 Made = tuple[list[int], list[dict[str, Any]], list[VersionSpan]]
 """Output ids, their log-probabilities if asked for, and the versions of the weights that made them."""
@@ -83,9 +82,8 @@ class Turn:
         num_clients: connections that wait for its answer.
         priority: what its last leg's engine was told, lower is earlier.
         engine_id: where its leg runs; "" while none does.
-        chain: its tokens, where it is served at token level; `voice` tells them to the client.
-        made_before: tokens that an earlier process made for it.
-        last_events: of a stream of token legs, held back until the turn has finished.
+        choices: what it is to be, where it is served at token level; one, unless the client wants more.
+        made_before: what an earlier process made of them.
         versions: of weights that the engine of its last leg had meanwhile.
         is_stale: it was stopped because these are too old.
         last_error: why its last leg failed.
@@ -112,11 +110,9 @@ class Turn:
         self.last_error: ApiError | None = None
         self.digest = ""
         self.engine_id = ""
-        self.chain: Chain | None = None
-        self.voice: TextVoice | ParsedVoice | None = None
-        self.made_before: Made | None = None
-        self.last_events = b""
-        self.saved_at, self.num_saved, self.num_parts = arrived_at, 0, 0  # of its tokens, while it runs
+        self.choices: list[Choice] = []
+        self.made_before: list[Made] = []
+        self.saved_at, self.num_parts = arrived_at, 0  # of its tokens, while it runs
         self._can_pause = False
         self._reject: Reject | None = None
         self._decision: asyncio.Future[None] | None = None
@@ -167,7 +163,7 @@ class Turn:
     @property
     def can_go_on(self) -> bool:
         """Whether another leg may follow one that failed: nothing of the answer is out, or its tokens are here."""
-        return self.chain is not None or not self.outlet.has_begun
+        return bool(self.choices) or not self.outlet.has_begun
 
     def run_by_tokens(self, engine_id: str, by_tokens: bool) -> None:
         """A leg runs there; at token level, so that it can be paused, or not."""
@@ -194,8 +190,7 @@ class Turn:
         """Drop what was made of its answer; False if some of it is out."""
         if self.outlet.has_begun:
             return False
-        self.chain, self.voice, self.made_before = None, None, None
-        self.num_chunks = self.num_saved = 0
+        self.choices, self.made_before, self.num_chunks = [], [], 0
         return True
 
     def leg_failed(self, error: ApiError) -> None:
@@ -226,6 +221,12 @@ class Turn:
 
     # --- its history ----------------------------------------------------------------------------------------
 
+    @property
+    def versions_made(self) -> list[str]:
+        """The weights that made its tokens, as far as it is served at token level."""
+        spans = (span for choice in self.choices for span in choice.chain.versions)
+        return list(dict.fromkeys(span.version for span in spans))
+
     def row(
         self, outcome: str, ended_at: float, engine_id: str | None, why: str, error: Refused | None
     ) -> dict[str, Any]:
@@ -249,7 +250,7 @@ class Turn:
             "cached_tokens": self.usage.cached_tokens if self.usage else None,
             "output_tokens": self.usage.completion_tokens if self.usage else self.num_chunks,
             "finish_reason": self.finish_reason,
-            "weight_versions": [span.version for span in self.chain.versions] if self.chain else self.versions,
-            "tokens": "none" if self.chain is None else "kept" if self.ask.keeps_tokens else "not_wanted",
+            "weight_versions": self.versions_made or self.versions,
+            "tokens": "none" if not self.choices else "kept" if self.ask.keeps_tokens else "not_wanted",
             "error": error.error.openai() if error else None,
         }

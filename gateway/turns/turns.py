@@ -266,7 +266,7 @@ class Turns:
         if usage and usage.prompt_tokens > 0:
             self._bytes_per_token += 0.05 * (len(turn.ask.body) / usage.prompt_tokens - self._bytes_per_token)
             self._metrics.tokens(usage.prompt_tokens, usage.cached_tokens or 0, usage.completion_tokens)
-        if turn.ask.is_inferred or turn.chain is not None:
+        if turn.ask.is_inferred or turn.choices:
             self._remember(turn, outcome.content())
         stored = self._repeats.to_store(turn, outcome.end)
         if stored is not None:
@@ -279,7 +279,7 @@ class Turns:
 
     def _remember(self, turn: Turn, content: Any) -> None:
         trajectory_id = turn.ask.trajectory_id
-        self._kept_tokens.ended(turn, content)
+        self._kept_tokens.ended(turn)
         if not turn.ask.is_inferred:
             return
         self._conversations.remember(trajectory_id, turn.ask.request, content)

@@ -10,11 +10,13 @@ from typing import Any
 
 import orjson
 
+from engines.dialect import Upstream
 from engines.http import HttpClient
 from engines.tokens import Delta, TokenRoutes, Whole
 from gateway.http.errors import api_error
 from gateway.messages.answers import Usage, openai_reason
 from gateway.turns.chain import Chain
+from gateway.turns.retold import rest_of
 from gateway.turns.turn import Ask, LegFailed
 from scheduling.types import Fault
 
@@ -27,7 +29,8 @@ _SHARE_OF_ANSWER = 16
 class Frame:
     """What stands around every answer of a turn."""
 
-    def __init__(self, ask: Ask, turn_id: str, created_at: float) -> None:
+    def __init__(self, ask: Ask, turn_id: str, created_at: float, stop_field: str = "") -> None:
+        self.stop_field = stop_field
         is_chat = ask.api == "chat"
         kind = ("chat.completion.chunk" if ask.wants_stream else "chat.completion") if is_chat else "text_completion"
         answer_id = f"chatcmpl-{turn_id}" if is_chat else f"cmpl-{turn_id}"
@@ -46,9 +49,9 @@ class Frame:
             told = self._start + b'],"usage":' + orjson.dumps(_usage(usage)) + b"}\n\n"
         return last + told + _DONE
 
-    def whole(self, choice: Mapping[str, Any], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
         """A whole answer."""
-        return orjson.dumps({**self._head, "choices": [choice], "usage": _usage(usage)})
+        return orjson.dumps({**self._head, "choices": choices, "usage": _usage(usage)})
 
 
 def _chat_logprobs(request: Mapping[str, Any], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -61,10 +64,12 @@ def _chat_logprobs(request: Mapping[str, Any], entries: Sequence[dict[str, Any]]
 class TextVoice:
     """For answers that are the very text that came."""
 
-    def __init__(self, ask: Ask, frame: Frame) -> None:
+    def __init__(self, ask: Ask, frame: Frame, index: int) -> None:
         self._request = ask.request
         self._is_chat = ask.api == "chat"
         self._frame = frame
+        self._index = index
+        self._start = b'{"index":%d,' % index
         self._has_begun = not self._is_chat
         self._text_offset = 0
 
@@ -76,7 +81,7 @@ class TextVoice:
         if not self._has_begun:
             self._has_begun = True
             begin = self._frame.event(
-                b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+                self._start + b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
             )
         if not text and not logprobs and reason is None:
             return begin
@@ -84,19 +89,19 @@ class TextVoice:
         told = orjson.dumps(self._logprobs(logprobs)) if logprobs else b"null"
         end = b"null"
         if reason is not None:
-            end = orjson.dumps(openai_reason(reason)) + b',"stop_reason":' + orjson.dumps(stop)
-        choice = b'{"index":0,' + said % orjson.dumps(text) + b',"logprobs":' + told + b',"finish_reason":' + end + b"}"
+            end = orjson.dumps(openai_reason(reason)) + b',"%b":' % self._frame.stop_field.encode() + orjson.dumps(stop)
+        choice = self._start + said % orjson.dumps(text) + b',"logprobs":' + told + b',"finish_reason":' + end + b"}"
         return begin + self._frame.event(choice)
 
     def whole(self, chain: Chain) -> dict[str, Any]:
         """The one choice of a whole answer."""
         message = {"role": "assistant", "content": chain.text}
         return {
-            "index": 0,
+            "index": self._index,
             **({"message": message} if self._is_chat else {"text": chain.text}),
             "logprobs": self._logprobs(chain.told_logprobs) if chain.told_logprobs else None,
             "finish_reason": openai_reason(chain.finish_reason or ""),
-            "stop_reason": chain.stop_reason,
+            self._frame.stop_field: chain.stop_reason,
         }
 
     def content(self, chain: Chain) -> dict[str, Any] | str:
@@ -122,48 +127,54 @@ class TextVoice:
 
 
 class ParsedVoice:
-    """For answers that an engine must read.
+    """For answers that an engine must read."""
 
-    Attributes:
-        kept: the events so far, from which the answer's message can be made.
-    """
-
-    def __init__(self, ask: Ask, frame: Frame) -> None:
-        self.kept: list[bytes] = []
+    def __init__(self, ask: Ask, frame: Frame, index: int) -> None:
         self._request = ask.request
         self._frame = frame
+        self._index = index
         self._unsaid: list[int] = []
-        self._num_said = 0
+        self._said: list[int] = []
         self._state: Any = None
-        self._message: dict[str, Any] | None = None
+        self._kind = ""  # of the engine whose state it is
+        self._message: dict[str, Any] = {"role": "assistant", "content": None}
 
     def hear(self, ids: Sequence[int]) -> bool:
         """Take what is new; whether it is time to say it."""
         self._unsaid += ids
-        return len(self._unsaid) > self._num_said // _SHARE_OF_ANSWER
+        return len(self._unsaid) > len(self._said) // _SHARE_OF_ANSWER
 
     async def say(self, routes: TokenRoutes, http: HttpClient, chain: Chain, timeout_s: float) -> bytes:
         """The events for what was heard; with the finish reason when the chain has one."""
         ids, reason = list(self._unsaid), chain.finish_reason
         if not ids and reason is None:
             return b""
-        part = Delta(ids, reason, chain.stop_reason, self._state)
+        knows_state = self._kind in ("", routes.kind)
+        part = Delta(
+            ids if knows_state else self._said + ids,
+            reason,
+            chain.stop_reason,
+            self._state if knows_state else None,
+        )
         choice, self._state = await self._ask(routes, http, chain, part, timeout_s)
+        self._kind = routes.kind
         del self._unsaid[: len(ids)]
-        self._num_said += len(ids)
+        self._said += ids
         delta = {name: value for name, value in choice["delta"].items() if value not in (None, [], "")}
+        if not knows_state:
+            delta = rest_of(delta, self._message)
         events: list[dict[str, Any]] = []
         if delta.pop("role", None):
             events.append({"delta": {"role": "assistant", "content": ""}})
         if delta or reason is not None:
-            events.append({"delta": _with_whole_calls(_without_nulls(delta))})
+            delta = _with_whole_calls(_without_nulls(delta))
+            _add(self._message, delta)
+            events.append({"delta": delta})
         if reason is not None:
             told_reason = choice["finish_reason"] if reason == "stop" else reason
-            events[-1] |= {"finish_reason": openai_reason(told_reason), "stop_reason": chain.stop_reason}
-        nulls = {"index": 0, "logprobs": None, "finish_reason": None}
-        told = [self._frame.event(orjson.dumps(nulls | event)) for event in events]
-        self.kept += told
-        return b"".join(told)
+            events[-1] |= {"finish_reason": openai_reason(told_reason), self._frame.stop_field: chain.stop_reason}
+        nulls = {"index": self._index, "logprobs": None, "finish_reason": None}
+        return b"".join([self._frame.event(orjson.dumps(nulls | event)) for event in events])
 
     async def whole(self, routes: TokenRoutes, http: HttpClient, chain: Chain, timeout_s: float) -> dict[str, Any]:
         """The one choice of a whole answer."""
@@ -176,21 +187,22 @@ class ParsedVoice:
         if choice.get("logprobs"):
             choice["logprobs"] = _chat_logprobs(self._request, choice["logprobs"]["content"])
         self._message = choice["message"]
-        return choice
+        return choice | {"index": self._index}
 
-    @property
-    def message(self) -> dict[str, Any] | None:
-        """The message of the whole answer."""
+    def content(self, _: Chain) -> dict[str, Any]:
+        """The answer as the client will send it back with its next turn."""
         return self._message
 
     async def _ask(
         self, routes: TokenRoutes, http: HttpClient, chain: Chain, part: Whole | Delta, timeout_s: float
     ) -> tuple[dict[str, Any], Any]:
-        asked = routes.derender(self._request, chain.prompt_ids, part)
-        status, body = await http.post(asked.path, asked.body, timeout_s, _MAX_DERENDERED_BYTES)
-        if status != 200:
-            raise LegFailed(Fault.ENGINE, api_error(502, "The engine cannot read what it made.", "engine_error"))
-        return routes.derendered(body)
+        async def ask(asked: Upstream) -> bytes:
+            status, body = await http.post(asked.path, asked.body, timeout_s, _MAX_DERENDERED_BYTES)
+            if status != 200:
+                raise LegFailed(Fault.ENGINE, api_error(502, "The engine cannot read what it made.", "engine_error"))
+            return body
+
+        return await routes.derender(ask, self._request, chain.prompt_ids, part)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -209,6 +221,20 @@ def _with_whole_calls(delta: dict[str, Any]) -> dict[str, Any]:
             for name, part in call.get("function", {}).items():
                 function[name] = function.get(name, "") + part
     return delta | {"tool_calls": list(calls.values())} if calls else delta
+
+
+def _add(message: dict[str, Any], delta: Mapping[str, Any]) -> None:
+    """Put together what a client of the stream puts together."""
+    if delta.get("content"):
+        message["content"] = (message["content"] or "") + delta["content"]
+    calls = message.setdefault("tool_calls", [])
+    for part in delta.get("tool_calls", ()):
+        if part["index"] >= len(calls):
+            calls.append({"function": {"name": "", "arguments": ""}})
+        call, function = calls[part["index"]], part.get("function") or {}
+        call |= {name: part[name] for name in ("id", "type") if name in part}
+        for name in ("name", "arguments"):
+            call["function"][name] += function.get(name) or ""
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

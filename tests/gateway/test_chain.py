@@ -11,7 +11,7 @@ from gateway.turns.splice import _joined
 
 
 def chain_of(stop: tuple[str, ...] = (), includes: bool = False, grammar: bool = False, tells: bool = True) -> Chain:
-    rendered = Rendered([1, 2], {}, 100, 0, stop, includes, False, grammar)
+    rendered = Rendered("vllm", [1, 2], {}, 100, 0, stop, includes, False, grammar)
     return Chain(rendered, [1, 2], None, tells, tells_logprobs=True)
 
 

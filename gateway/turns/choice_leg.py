@@ -1,0 +1,187 @@
+"""One leg of one choice: what is left of it is generated and told, and its end is made ready.
+
+What came stays in the choice's chain when the leg ends early, and the next one goes on from there.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from engines.http import BadResponse, Response
+from engines.tokens import TokenLeg, TokenRoutes
+from gateway.config import Settings
+from gateway.fleet.member import Member
+from gateway.http.errors import api_error, engine_error
+from gateway.http.sse import EventTooLarge
+from gateway.turns.chain import Said
+from gateway.turns.choice import Choice
+from gateway.turns.outcome import refused_leg
+from gateway.turns.token_relay import TokenRelay
+from gateway.turns.turn import LegFailed, Turn
+from gateway.turns.voices import ParsedVoice
+from scheduling.types import Fault
+
+
+class RefusedTokens(Exception):
+    """The engine finds fault with the request before anything is made; its own route shall say which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a turn's leg runs, and as what.
+
+    Args:
+        note: tokens of a turn have come, which had so many before; called before they are told.
+    """
+
+    routes: TokenRoutes
+    member: Member
+    request_id: str
+    priority: int
+    settings: Settings
+    note: Callable[[Turn, int], None]
+
+
+class ChoiceLeg:
+    """Runs such a leg."""
+
+    def __init__(self, turn: Turn, choice: Choice, place: Place) -> None:
+        self._turn = turn
+        self._choice = choice
+        self._chain = choice.chain
+        self._place = place
+        self._timeout_s = place.settings.silence_timeout_s
+
+    async def run(self) -> None:
+        """Run it to the choice's end.
+
+        Raises: LegFailed, RefusedTokens, Diverged, what HttpClient raises, and what reading nonsense raises.
+        """
+        chain, choice = self._chain, self._choice
+        if chain.output_ids and chain.finish_reason is None:
+            self._say(await self._mended())
+            if len(chain.output_ids) >= chain.rendered.max_tokens:
+                self._say(chain.finish("length"))
+        if chain.finish_reason is None:
+            await self._generate()
+        await self._end()
+        choice.has_ended = True
+        others = [other for other in self._turn.choices if not other.has_ended]
+        if others and choice.last:
+            self._turn.outlet.stream(choice.last)
+            choice.last = b""
+
+    # --- the tokens -----------------------------------------------------------------------------------------
+
+    async def _generate(self) -> None:
+        turn, chain, place = self._turn, self._chain, self._place
+        chain.begin_leg()
+        asked = place.routes.generate(chain.rendered, self._leg())
+        http, settings = place.member.http, place.settings
+        response = await http.request("POST", asked.path, asked.body, asked.headers, settings.turn_timeout_s)
+        try:
+            if response.status != 200:
+                error = engine_error(response.status, await response.body(2**20, self._timeout_s))
+                if error.is_clients_fault and not turn.num_chunks and not turn.outlet.has_begun:
+                    raise RefusedTokens
+                raise refused_leg(error)
+            await self._read(response)
+            response.release()
+        finally:
+            response.close()
+
+    def _leg(self) -> TokenLeg:
+        turn, chain, place, index = self._turn, self._chain, self._place, self._choice.index
+        return TokenLeg(
+            request_id=f"{place.request_id}.{index}" if index else place.request_id,
+            trajectory_id=turn.ask.trajectory_id,
+            priority=place.priority,
+            prompt_ids=chain.prompt_ids + chain.output_ids,
+            num_made=len(chain.output_ids),
+            cache_salt=place.member.cache_salt,
+            is_coarse=not turn.ask.wants_stream,
+            wants_logprobs=place.settings.keep_logprobs and turn.ask.keeps_tokens,
+            index=index,
+        )
+
+    async def _read(self, response: Response) -> None:
+        turn, choice, place, voice = self._turn, self._choice, self._place, self._choice.voice
+        outlet = turn.outlet if turn.ask.wants_stream else None
+        read = place.routes.reader(self._chain.rendered)
+        relay = TokenRelay(choice, read, lambda: place.member.weight_version, outlet, self._note)
+        while not relay.is_over:
+            timeout_s = self._timeout_s if relay.has_begun else place.settings.turn_timeout_s
+            try:
+                has_more = await response.pour(relay.take, timeout_s)
+            except EventTooLarge as error:
+                raise BadResponse(str(error)) from None
+            if not has_more and not relay.is_over:
+                raise LegFailed(Fault.ENGINE, api_error(502, "The engine's stream broke off.", "stream_broken"))
+            relay.was_heard()
+            if outlet is not None and isinstance(voice, ParsedVoice) and self._chain.finish_reason is None:
+                told = await voice.say(place.routes, place.member.http, self._chain, self._timeout_s)
+                if told:
+                    self._note()
+                    outlet.stream(told)
+            await turn.outlet.drain()
+        if relay.error is not None:
+            raise refused_leg(relay.error)
+
+    async def _mended(self) -> Said:
+        outputs = self._chain.candidates()
+        if not outputs:
+            return self._chain.mend(())
+        routes = self._place.routes
+        asked = routes.texts(self._chain.rendered, outputs)
+        status, body = await self._place.member.http.post(asked.path, asked.body, self._timeout_s)
+        if status != 200:
+            raise refused_leg(engine_error(status, body))
+        return self._chain.mend(routes.read_texts(body))
+
+    def _say(self, said: Said) -> None:
+        """Tell what a seam set free."""
+        voice, chain = self._choice.voice, self._chain
+        if not self._turn.ask.wants_stream:
+            return
+        if isinstance(voice, ParsedVoice):
+            voice.hear(said.ids)
+        elif chain.finish_reason is not None:
+            self._choice.last = voice.say(said.text, said.logprobs, chain.finish_reason, chain.stop_reason)
+        elif said.text or said.logprobs:
+            self._note()
+            self._turn.outlet.stream(voice.say(said.text, said.logprobs))
+
+    def _note(self) -> None:
+        choice, num_made = self._choice, len(self._chain.output_ids)
+        num_before = self._turn.num_chunks
+        self._turn.num_chunks += num_made - choice.num_counted
+        choice.num_counted = num_made
+        self._place.note(self._turn, num_before)
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    async def _end(self) -> None:
+        choice, chain, place, http = self._choice, self._chain, self._place, self._place.member.http
+        voice = choice.voice
+        if isinstance(voice, ParsedVoice):
+            if self._turn.ask.wants_stream:
+                choice.last = await voice.say(place.routes, http, chain, self._timeout_s)
+            else:
+                choice.whole = await voice.whole(place.routes, http, chain, self._timeout_s)
+        elif not self._turn.ask.wants_stream:
+            choice.whole = voice.whole(chain)
+
+
+async def run_all(legs: Iterable[ChoiceLeg]) -> None:
+    """Run legs side by side; the first that fails stops the others, which go on in the next one."""
+    first, *others = legs
+    if not others:
+        await first.run()
+        return
+    tasks = [asyncio.create_task(leg.run()) for leg in (first, *others)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,195 @@
+"""Several choices of one turn at token level: each is what it would be alone, and goes on by itself after a fault."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import Fault, SimulatedEngineSettings
+from tests.api.conftest import HELLO, running_site, toy
+from tests.api.differential import assembled, events_of, merged, normalised
+from tests.api.test_token_prompts import TOOL, generated, tokens_of
+from tests.faults.gateway_process import gateway_process
+from tests.faults.test_token_legs import ENDURING, SCHEMA, count_of
+from tests.support.gateway import eventually, running_gateway
+
+CHAT = "/v1/chat/completions"
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "logprobs": {"logprobs": True, "top_logprobs": 2},
+    "stop": {"stop": ["n t", " of the"]},
+    "json": {"response_format": SCHEMA},
+    "tools": {"tools": [TOOL], "tool_choice": "required"},
+}
+
+
+def body_of(kind: str, stream: bool, **more: Any) -> dict[str, Any]:
+    """A chat request with dice of its own for each choice."""
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    asked = {"model": "simulated", "messages": HELLO, "seed": 7, "stream": stream, "max_tokens": 40}
+    return {**asked, **options, **KINDS[kind], **more}
+
+
+async def answer_to(client: httpx.AsyncClient, url: str, body: dict[str, Any], headers: Any = None) -> dict[str, Any]:
+    """The whole answer, put together from its events where it is a stream."""
+    answer = await client.post(url + CHAT, json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    if not body["stream"]:
+        return _told(normalised(answer.json()))
+    assert answer.text.endswith("data: [DONE]\n\n")
+    whole: dict[str, Any] = normalised(assembled(events_of(answer.text)))
+    for choice in whole["choices"]:
+        choice["message"] = merged({}, choice.pop("delta"))
+        for call in choice["message"].get("tool_calls") or ():
+            del call["index"]
+    return _told(whole | {"object": "chat.completion"})
+
+
+def _told(whole: dict[str, Any]) -> dict[str, Any]:
+    """Without what token routes do not tell, nor what was cached, which goes by what was asked before."""
+    whole.pop("system_fingerprint", None)
+    whole["usage"].pop("prompt_tokens_details", None)
+    return whole
+
+
+@asynccontextmanager
+async def fleet(num: int, *faults: Fault, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, list[str]]]:
+    """Engines with these faults, a quiet one after them, and a client."""
+    chosen = [SimulatedEngineSettings(**{"speed_up": 100, "faults": faults} | settings, seed=n) for n in range(num)]
+    async with httpx.AsyncClient(timeout=120) as client, serve_engine(SimulatedEngineSettings(speed_up=100)) as quiet:
+        if num == 1:
+            async with serve_engine(chosen[0]) as first:
+                yield client, [first, quiet]
+        else:
+            async with serve_engine(chosen[0]) as first, serve_engine(chosen[1]) as second:
+                yield client, [first, second, quiet]
+
+
+async def differences(
+    client: httpx.AsyncClient, engine: str, gateway: str, bodies: list[dict[str, Any]]
+) -> list[tuple[Any, Any]]:
+    """Where the engine's own answers are not what comes through the gateway."""
+    wanted = [await answer_to(client, engine, body) for body in bodies]
+    got = await asyncio.gather(*(answer_to(client, gateway, body) for body in bodies))
+    return [(want, have) for want, have in zip(wanted, got, strict=True) if want != have]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_choices_are_those_of_the_engine(kind: str, stream: bool) -> None:
+    """Whole answer or stream: indices, texts, calls, log-probabilities, reasons, and the usage of all of them."""
+    async with fleet(1) as (client, [_, engine]), running_gateway(engine, token_legs="auto") as gateway:
+        found = await differences(client, engine, gateway.url, [body_of(kind, stream, n=5)])
+        served = (await client.get(gateway.url + "/v1/trajectories")).json()["data"]
+        [turn] = (await client.get(f"{gateway.url}/v1/trajectories/{served[0]['id']}")).json()["turns"]
+    assert not found, found[0]
+    assert turn["tokens"] == "kept", "not passed through"
+
+
+async def test_each_choice_has_dice_of_its_own() -> None:
+    """Told by the seed; without dice all are the same."""
+    async with running_site(token_legs="auto") as site:
+        for seed, num in ((3, 4), (None, 1)):
+            answer = (await site.chat(n=4, max_tokens=12, seed=seed)).json()
+            assert len({choice["message"]["content"] for choice in answer["choices"]}) == num
+            assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        asked = generated(site)
+        assert [one["sampling_params"]["seed"] for one in asked] == [3, 4, 5, 6, None, None, None, None]
+        assert {one["sampling_params"]["n"] for one in asked} == {1}
+        assert len({one["request_id"] for one in asked}) == 8
+
+
+async def test_a_stream_tells_choices_as_they_come() -> None:
+    """Events of all choices are mixed; each has one role and one end, and only the last end is held back."""
+    async with running_site(token_legs="auto") as site:
+        answer = await site.chat(n=3, max_tokens=30, seed=1, stream=True, ignore_eos=True)
+    choices = [data["choices"][0] for _, data in events_of(answer.text) if isinstance(data, dict)]
+    order = [choice["index"] for choice in choices]
+    assert order != sorted(order)
+    for index in range(3):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert [choice["delta"].get("role") for choice in mine] == ["assistant"] + [None] * (len(mine) - 1)
+        assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["length"]
+
+
+async def test_the_next_turn_goes_on_from_the_choice_that_its_client_took() -> None:
+    """All choices are kept, and each is a branch; the turn goes on from the very tokens of one of them."""
+    headers = {"x-trajectory-id": "chosen"}
+    async with running_site(toy(), token_legs="auto") as site:
+        answer = (await site.chat(n=3, seed=5, max_tokens=9, ignore_eos=True, headers=headers)).json()
+        taken = answer["choices"][2]["message"]
+        messages = [*HELLO, {"role": "assistant", "content": taken["content"]}, {"role": "user", "content": "More?"}]
+        assert (await site.chat(messages=messages, headers=headers)).status_code == 200
+        *choices, later = await tokens_of(site, "chosen")
+        turn_id = choices[0]["turn_id"]
+        assert [one["turn_id"] for one in choices] == [turn_id, f"{turn_id}/1", f"{turn_id}/2"]
+        assert later["parent"] == f"{turn_id}/2"
+        whole = choices[2]["prompt_ids"] + choices[2]["output_ids"] + later["prompt_ids"]
+        assert generated(site)[-1]["token_ids"] == whole
+        assert all(len(one["logprobs"]) == len(one["output_ids"]) for one in choices)
+        told = (await site.trajectory("chosen"))["turns"][0]
+        assert told["output_tokens"] == sum(len(one["output_ids"]) for one in choices) == 27
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_choices_outlive_engines_that_break(stream: bool) -> None:
+    """Each goes on from its own last token; greedy, so that every one is what an undisturbed engine says."""
+    faults = [Fault("die", after_chunks=n, probability=0.2, path="/inference") for n in (1, 3, 9, 20)]
+    bodies = [
+        body_of(kind, stream, n=3, seed=None, temperature=0, messages=[{"role": "user", "content": f"{kind} {number}"}])
+        for number in range(6)
+        for kind in KINDS
+    ]
+    async with (
+        fleet(2, *faults) as (client, [first, second, quiet]),
+        running_gateway(first, second, **ENDURING) as gateway,
+    ):
+        wanted = [await answer_to(client, quiet, body | {"n": 1}) for body in bodies]
+        got = await asyncio.gather(*(answer_to(client, gateway.url, body) for body in bodies))
+        metrics = (await client.get(gateway.url + "/metrics")).text
+    for body, want, have in zip(bodies, wanted, got, strict=True):
+        [one] = want["choices"]
+        if one["finish_reason"] == "stop" and one.get("stop_reason"):  # found late over a seam: gateway/turns/chain.py
+            assert {choice["message"]["content"] for choice in have["choices"]} == {one["message"]["content"]}
+            continue
+        assert have["choices"] == [one | {"index": index} for index in range(3)], body
+        assert have["usage"]["completion_tokens"] == 3 * want["usage"]["completion_tokens"]
+        assert have["usage"]["prompt_tokens"] == want["usage"]["prompt_tokens"]
+    assert count_of(metrics, 'heddle_retried_legs_total{fault="engine"}') > 15
+
+
+async def test_a_killed_gateway_goes_on_with_every_choice(tmp_path: Path) -> None:
+    """What was written down of each is not made again."""
+    body = body_of("plain", False, n=3, seed=None, temperature=0, max_tokens=400, ignore_eos=True)
+    async with fleet(1, speed_up=2) as (client, [engine, quiet]):
+        options = ("--engine", engine, "--store", f"sqlite:{tmp_path / 'heddle.sqlite3'}")
+        environment = {"HEDDLE_TOKEN_LEGS": "auto", "HEDDLE_SAVE_TOKENS_S": "0.02"}
+        async with gateway_process(*options, **environment) as gateway:
+            headers = {"x-trajectory-id": "killed"}
+            asked = asyncio.create_task(answer_to(client, gateway.url, body, headers))
+
+            async def half_made() -> bool:
+                return await made_by(client, engine) > 600
+
+            await eventually(half_made, 60)
+            assert not asked.done()
+            await gateway.kill()
+            with pytest.raises(httpx.TransportError):
+                await asked
+            before = await made_by(client, engine)
+            await gateway.start()
+            got = await answer_to(client, gateway.url, body, headers)
+            made = await made_by(client, engine) - before
+        want = await answer_to(client, quiet, body | {"n": 1})
+    assert [choice["message"] for choice in got["choices"]] == [want["choices"][0]["message"]] * 3
+    assert got["usage"]["completion_tokens"] == 1200
+    assert made < 1000, "half was made before the kill"
+
+
+async def made_by(client: httpx.AsyncClient, engine: str) -> float:
+    return count_of((await client.get(engine + "/metrics")).text, "vllm:generation_tokens_total")
