@@ -188,9 +188,8 @@ class Drivers:
         began_at = self._began.pop((phase, server_id), None)
         if began_at is not None and tp:
             seconds = round(time.monotonic() - began_at, 3)
-            self._journal.write(
-                kind="phase", at=self._clock(), phase=phase, tp=tp, server_id=server_id, seconds=seconds
-            )
+            more = {"phase": phase, "tp": tp, "server_id": server_id, "engine_kind": self._fleet.engine.kind}
+            self._journal.write(kind="phase", at=self._clock(), seconds=seconds, **more)
 
 
 async def _answers(http: HttpClient) -> bool:

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from controller import rollouts
+from controller.rollouts import History
 from controller.steps import Step, Wanted
 
 MAX_TIMES_KEPT = 5  # of one phase and TP size: the median follows a change of disk or model soon
@@ -44,8 +46,10 @@ class State:
         urls: where servers were registered at the gateway, by server id.
         num_tries: starts of a server that failed, counted over those that took its place, by server id.
         begun: steps begun and not known to be done, for people.
-        phase_s: the last times of each phase and TP size, such as ("start", 2).
+        phase_s: the last times of each phase and TP size, such as ("start", 2), of engines of `kind`.
+        kind: of the engines that were measured; times of another kind are forgotten.
         blocked_tps: sizes that failed to start for good; not planned until an operator scales.
+        history: of rollouts.
     """
 
     wanted: tuple[Wanted, ...] = ()
@@ -63,7 +67,9 @@ class State:
     begun: dict[str, str] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()
     phase_s: dict[tuple[str, int], tuple[float, ...]] = field(default_factory=dict)
+    kind: str = ""
     blocked_tps: frozenset[int] = frozenset()
+    history: History = field(default_factory=History)
     changed_at: float | None = None
 
 
@@ -85,9 +91,9 @@ def fold(state: State, record: Json) -> State:
             failure = Failure(**{**record["failure"], "last_lines": tuple(record["failure"]["last_lines"])})
             return replace(state, failures=(*state.failures, failure)[-MAX_FAILURES_KEPT:])
         case "phase":
-            key = record["phase"], record["tp"]
-            times = (*state.phase_s.get(key, ()), record["seconds"])[-MAX_TIMES_KEPT:]
-            return replace(state, phase_s=state.phase_s | {key: times})
+            return _measured(state, record)
+        case "rollouts":
+            return replace(state, history=rollouts.loaded(record["history"]))
         case "blocked":
             return replace(state, blocked_tps=state.blocked_tps | {record["tp"]})
         case "gone":
@@ -110,6 +116,13 @@ def _wanted(state: State, record: Json) -> State:
         num_tries=record.get("num_tries", state.num_tries),
         not_before=record.get("not_before", state.not_before),
     )
+
+
+def _measured(state: State, record: Json) -> State:
+    kind, key = record.get("engine_kind", state.kind), (record["phase"], record["tp"])
+    phase_s = state.phase_s if kind == state.kind else {}
+    times = (*phase_s.get(key, ()), record["seconds"])[-MAX_TIMES_KEPT:]
+    return replace(state, kind=kind, phase_s=phase_s | {key: times})
 
 
 def _begun(state: State, record: Json) -> State:
@@ -244,6 +257,7 @@ def _loaded(fields: Json) -> State:
         **{
             **fields,
             **{name: frozenset(fields[name]) for name in sets},
+            "history": rollouts.loaded(fields["history"]) if "history" in fields else History(),
             "wanted": wanted(fields["wanted"]),
             "proven": wanted(fields["proven"]),
             "failures": tuple(Failure(**{**one, "last_lines": tuple(one["last_lines"])}) for one in fields["failures"]),

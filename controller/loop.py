@@ -17,12 +17,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from controller import rollouts
 from controller.drivers import Drivers, Mover, StartFailed, move_nothing
 from controller.fleet_file import FleetFile
-from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused
+from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused, LastRollout
 from controller.journal import Journal, Json, new_ids, step_record
 from controller.launcher import Launcher, LaunchFailed, Server, ServerState
-from controller.planning import Proposal
+from controller.planning import Proposal, present_tps
 from controller.sight import put_together
 from controller.steps import Launch, MakeReady, Remove, Seen, Step, Wanted, is_reached, next_steps
 from controller.tending import Ended, held_back, tend
@@ -120,7 +121,11 @@ class Controller:
 
     def ask(self, records: Sequence[Json]) -> None:
         """Have what `will` decided."""
-        self._write_all(records)
+        for record in records:
+            self.journal.write(**record)
+            if record["kind"] == "wanted":
+                LOGGER.info("wanted", extra={"fields": {"why": record["why"], "tps": _tps(record)}})
+            self._changed()
 
     async def close(self) -> None:
         """Let go of what is under way; the next controller goes on with it."""
@@ -136,7 +141,7 @@ class Controller:
         state = self.journal.state
         if state.changed_at is None:
             self._begin()
-        self._write_all(self._tended())
+        self.ask(self._tended())
         state = self.journal.state
         if is_reached(state.wanted, self.seen) and state.wanted != state.proven:
             self.journal.write(kind="proven", at=self._clock())
@@ -154,9 +159,9 @@ class Controller:
         """A fleet without a journal: what runs is adopted, else the first fleet is wanted."""
         alive = [server.spec for server in self.servers if server.state is not ServerState.EXITED]
         if alive:
-            self._write_all(self.will.adopted([Wanted(one.server_id, one.tp, one.devices) for one in alive]))
+            self.ask(self.will.adopted([Wanted(one.server_id, one.tp, one.devices) for one in alive]))
         else:
-            self._write_all(self.will.first())
+            self.ask(self.will.first())
 
     def _tended(self) -> list[Json]:
         state = self.journal.state
@@ -186,18 +191,41 @@ class Controller:
             return
         self._planned_at = now
         try:
-            work = await self._gateway.work()
+            work = await self._gateway.work(self.journal.state.history.ended_at)
         except (GatewayAway, GatewayRefused) as fault:
             self._alarm("gateway_away", str(fault))
             return
-        self.proposal = proposal = self.will.proposed(work)
+        last = work.last_rollout
+        if last is not None and len(last.trajectories) >= planning.min_trajectories:
+            self._plan_next(last)
+        elif work.remaining or not self.journal.state.history.alike:
+            self._consider(self.will.proposed(work))
+
+    def _plan_next(self, last: LastRollout) -> None:
+        """Plan for the next rollout, on the word of the last."""
+        history = rollouts.after(self.journal.state.history, last.trajectories, last.ended_at)
+        self.journal.write(kind="rollouts", history=rollouts.dumped(history))
+        proposal = self.will.proposed_next()
+        is_changed = self._consider(proposal)
+        if is_changed or (isinstance(proposal, Proposal) and not proposal.is_worth_it):
+            history = rollouts.chosen(history, present_tps(self.journal.state), is_changed)
+            self.journal.write(kind="rollouts", history=rollouts.dumped(history))
+
+    def _consider(self, proposal: Proposal | str) -> bool:
+        """Carry a proposal out if it is worth it and nothing forbids it; whether it is."""
+        if _why(proposal) != _why(self.proposal):
+            LOGGER.info("plan", extra={"fields": {"why": _why(proposal)}})
+        self.proposal = proposal
         state = self.journal.state
-        may_act = planning.is_automatic and not state.is_manual and is_reached(state.wanted, self.seen)
-        if may_act and isinstance(proposal, Proposal) and proposal.is_worth_it:
-            try:
-                self.ask(self.will.planned(proposal, self.seen))
-            except Refused as refused:
-                self.proposal = f"{proposal.why}; but {refused}"
+        may_act = self.fleet.planning.is_automatic and not state.is_manual and is_reached(state.wanted, self.seen)
+        if not may_act or isinstance(proposal, str) or not proposal.is_worth_it:
+            return False
+        try:
+            self.ask(self.will.planned(proposal, self.seen))
+        except Refused as refused:
+            self.proposal = f"{proposal.why}; but {refused}"
+            return False
+        return True
 
     # --- acting ---------------------------------------------------------------------------------------------
 
@@ -239,13 +267,6 @@ class Controller:
             self._tasks.pop(server_id, None)
             self._changed()
 
-    def _write_all(self, records: Sequence[Json]) -> None:
-        for record in records:
-            self.journal.write(**record)
-            if record["kind"] == "wanted":
-                LOGGER.info("wanted", extra={"fields": {"why": record["why"], "tps": _tps(record)}})
-            self._changed()
-
     def _changed(self) -> None:
         self._num_changes += 1
         self._wake.set()
@@ -267,6 +288,10 @@ class Controller:
 
     def _clear(self, name: str) -> None:
         self.alarms.pop(name, None)
+
+
+def _why(proposal: Proposal | str) -> str:
+    return proposal if isinstance(proposal, str) else proposal.why
 
 
 def _tps(record: Json) -> str:

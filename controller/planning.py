@@ -1,21 +1,25 @@
-"""Which fleet the work at hand wants, and whether a change pays. Pure; the searches are those of `scheduling.scaling`.
+"""Which fleet the work wants, and whether a change pays. Pure; the searches are those of `scheduling.scaling`.
 
-A change must leave a clear gain when the relaunch is paid, which takes as long as it took here before, and the
-predictor must have shown that it can be trusted (`scheduling.reshaping`).
+There are two occasions. While a rollout goes on, the work at hand is planned for: a change must leave a clear gain when
+the relaunch is paid, and the predictor must have shown that it can be trusted. When one has ended, the next is planned
+for, on the word of what rollouts came to lately: nothing is predicted, and the gain comes again with each rollout, but
+the fleet stays as long as lengths stay. Rules of both: `scheduling.reshaping`. A relaunch takes as long as it took here
+before.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from controller.gateway_client import Work
 from controller.journal import State
 from controller.layout import Floor
 from scheduling.cost import EngineProfile
+from scheduling.estimate import Remaining
 from scheduling.fleets import GpuBudget, in_words, largest_first
 from scheduling.partition import Presorted
-from scheduling.reshaping import COLD_RELAUNCH_S, ReshapeRule, worth_reshaping
+from scheduling.reshaping import BETWEEN_ROLLOUTS, COLD_RELAUNCH_S, ReshapeRule, worth_reshaping
 from scheduling.row import LoadedEngine
 from scheduling.scaling import makespan_s, plan, usable_kinds
 
@@ -28,7 +32,7 @@ class Proposal:
 
     Args:
         tps: its TP sizes, largest first.
-        current_s: estimated time that the work takes on the fleet as it is.
+        current_s: estimated time that the work takes on the fleet as it is; infinite where there is none.
         planned_s: the same on the proposed one, once it is there.
         relaunch_s: until it is there.
         is_worth_it: whether to change.
@@ -56,7 +60,7 @@ def propose(
     rule: ReshapeRule,
     min_trajectories: int = 1,
 ) -> Proposal | str:
-    """The fleet for this work, or the reason why none is proposed.
+    """The fleet for the work at hand, or the reason why none is proposed.
 
     Args:
         profiles: of the TP sizes that engines may have.
@@ -67,29 +71,33 @@ def propose(
     """
     if len(work.remaining) < max(min_trajectories, 1):
         return f"{len(work.remaining)} trajectories are at work: too few to plan for"
-    usable = {tp: profile for tp, profile in profiles.items() if tp not in state.blocked_tps}
-    num_gpus = len(floor.devices) - len(floor.resting)
-    budget = GpuBudget(num_gpus, min(floor.devices_per_node, num_gpus))
-    current = largest_first(one.tp for one in state.wanted)
-    if unknown := [tp for tp in current if tp not in profiles]:
-        return f"there is no profile of TP {unknown[0]}, of which engines run"
-    try:
-        wanted = plan(work.remaining, usable, budget)
-        kinds = {
-            **{tp: LoadedEngine(profiles[tp]) for tp in current},
-            **usable_kinds(work.remaining, usable, budget, None),
-        }
-    except ValueError as error:
-        return str(error)
-    relaunch = relaunch_s(state.phase_s, current, wanted.tps)
-    if wanted.tps == current:
-        return Proposal(current, wanted.makespan_s, wanted.makespan_s, 0.0, False, "the fleet is the best one")
-    if not current:
-        return Proposal(wanted.tps, float("inf"), wanted.makespan_s, relaunch, True, "there is no fleet")
-    current_s = makespan_s(Presorted(work.remaining), kinds, current)
-    is_worth_it = worth_reshaping(current_s, wanted.makespan_s, relaunch, rule, correlation=work.correlation or 0.0)
-    why = _why(work, current, wanted.tps, current_s, wanted.makespan_s, relaunch, rule)
-    return Proposal(wanted.tps, current_s, wanted.makespan_s, relaunch, is_worth_it, why)
+    found = _weighed(f"{len(work.remaining)} trajectories", work.remaining, state, profiles, floor, rule)
+    if isinstance(found, str) or not found.is_worth_it or found.current_s == float("inf"):
+        return found
+    if (work.correlation or 0.0) < rule.min_correlation:
+        shown = "nothing" if work.correlation is None else f"{work.correlation:.2f}"
+        why = f"{found.why}; but the predictor has shown {shown}, and {rule.min_correlation:.2f} is asked for"
+        return replace(found, is_worth_it=False, why=why)
+    return found
+
+
+def propose_next(
+    state: State, profiles: Mapping[int, EngineProfile], floor: Floor, rule: ReshapeRule = BETWEEN_ROLLOUTS
+) -> Proposal | str:
+    """The fleet for the next rollout, or the reason why none is proposed. At least one rollout has ended."""
+    history = state.history
+    trajectories = history.next_rollout()
+    about = f"the next rollout: {len(trajectories)} trajectories like those of the last {len(history.alike)} rollouts"
+    if not history.is_for_other_lengths():
+        if present_tps(state) == history.chosen_tps:
+            return f"{about}, for which the fleet was chosen"
+        rule = replace(rule, num_rollouts=1)  # it was cut anew on the way, and will be again
+    return _weighed(about, trajectories, state, profiles, floor, rule)
+
+
+def present_tps(state: State) -> tuple[int, ...]:
+    """Sizes of the fleet that is wanted now, largest first."""
+    return largest_first(one.tp for one in state.wanted)
 
 
 def relaunch_s(phase_s: PhaseTimes, current: Sequence[int], wanted: Sequence[int]) -> float:
@@ -100,29 +108,51 @@ def relaunch_s(phase_s: PhaseTimes, current: Sequence[int], wanted: Sequence[int
     return stop_s + max(start_s, default=0.0)
 
 
-def _median(phase_s: PhaseTimes, phase: str, tp: int, default_s: float) -> float:
-    times = phase_s.get((phase, tp))
-    return median(times) if times else default_s
-
-
-def _why(
-    work: Work,
-    current: Sequence[int],
-    wanted: Sequence[int],
-    current_s: float,
-    planned_s: float,
-    relaunch: float,
+def _weighed(
+    about: str,
+    trajectories: Sequence[Remaining],
+    state: State,
+    profiles: Mapping[int, EngineProfile],
+    floor: Floor,
     rule: ReshapeRule,
-) -> str:
-    words = (
-        f"{len(work.remaining)} trajectories end in {current_s:.0f} s on {in_words(tuple(current)) or 'nothing'}, in "
-        f"{planned_s:.0f} s on {in_words(tuple(wanted))}; the relaunch takes {relaunch:.0f} s"
+) -> Proposal | str:
+    """The best fleet for these trajectories, and whether it is worth the change; not what the predictor is worth."""
+    usable = {tp: profile for tp, profile in profiles.items() if tp not in state.blocked_tps}
+    num_gpus = len(floor.devices) - len(floor.resting)
+    budget = GpuBudget(num_gpus, min(floor.devices_per_node, num_gpus))
+    current = present_tps(state)
+    if unknown := [tp for tp in current if tp not in profiles]:
+        return f"there is no profile of TP {unknown[0]}, of which engines run"
+    try:
+        wanted = plan(trajectories, usable, budget)
+        kinds = {
+            **{tp: LoadedEngine(profiles[tp]) for tp in current},
+            **usable_kinds(trajectories, usable, budget, None),
+        }
+    except ValueError as error:
+        return str(error)
+    planned_s, relaunch = wanted.makespan_s, relaunch_s(state.phase_s, current, wanted.tps)
+    if wanted.tps == current:
+        return Proposal(current, planned_s, planned_s, 0.0, False, f"{about}: the fleet is the best one")
+    if not current:
+        return Proposal(wanted.tps, float("inf"), planned_s, relaunch, True, "there is no fleet")
+    current_s = makespan_s(Presorted(trajectories), kinds, current)
+    is_worth_it = worth_reshaping(current_s, planned_s, relaunch, replace(rule, min_correlation=0.0))
+    gain_share = (current_s - planned_s - relaunch / rule.num_rollouts) / current_s
+    why = (
+        f"{about} end in {current_s:.0f} s on {in_words(current)}, in {planned_s:.0f} s on {in_words(wanted.tps)}; "
+        f"the relaunch takes {relaunch:.0f} s"
     )
-    gain_share = (current_s - planned_s - relaunch) / current_s
-    words += f": {abs(gain_share):.0%} {'gained' if gain_share > 0 else 'lost'}"
-    if gain_share <= rule.min_gain_share:
-        return f"{words}; {rule.min_gain_share:.0%} is the least that pays"
-    if (work.correlation or 0.0) < rule.min_correlation:
-        shown = "nothing" if work.correlation is None else f"{work.correlation:.2f}"
-        return f"{words}; but the predictor has shown {shown}, and {rule.min_correlation:.2f} is asked for"
-    return words
+    if rule.num_rollouts > 1:
+        why += f", for {rule.num_rollouts} rollouts"
+    why += f": {abs(gain_share):.0%} {'gained' if gain_share > 0 else 'lost'}"
+    if not is_worth_it:
+        why += f"; {rule.min_gain_share:.0%} is the least that pays"
+    return Proposal(wanted.tps, current_s, planned_s, relaunch, is_worth_it, why)
+
+
+def _median(phase_s: PhaseTimes, phase: str, tp: int, default_s: float) -> float:
+    """Of the last times of this size; before the first, the longest of the sizes that were measured."""
+    if times := phase_s.get((phase, tp)):
+        return median(times)
+    return max((median(times) for (other, _), times in phase_s.items() if other == phase), default=default_s)

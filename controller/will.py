@@ -12,7 +12,7 @@ from controller.gateway_client import Work
 from controller.journal import Json, State, new_ids, wanted_record
 from controller.launcher import Launcher
 from controller.layout import DoesNotFit, Floor, lay_out
-from controller.planning import Proposal, propose
+from controller.planning import Proposal, propose, propose_next
 from controller.steps import Seen, Step, Wanted, is_reachable, itinerary
 from scheduling.reshaping import ReshapeRule
 
@@ -59,6 +59,11 @@ class Will:
         rule = ReshapeRule(planning.min_gain_share, min_correlation=planning.min_correlation)
         floor = self._floor(state.resting)
         return propose(work, state, self._fleet.profiles(), floor, rule, planning.min_trajectories)
+
+    def proposed_next(self) -> Proposal | str:
+        """The fleet for the next rollout, or why there is none; at least one has ended."""
+        state = self._state()
+        return propose_next(state, self._fleet.profiles(), self._floor(state.resting))
 
     def planned(self, proposal: Proposal, seen: Sequence[Seen]) -> list[Json]:
         """A plan's fleet. Raises Refused."""

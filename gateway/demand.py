@@ -6,7 +6,7 @@ what came true, for a fleet is cut anew within a rollout only on the word of a p
 """
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -14,7 +14,7 @@ from fastapi import Depends, FastAPI, Request
 from gateway.clock import Clock
 from gateway.http.access import Access
 from gateway.state.driver import Driver
-from gateway.state.ledger import Ledger
+from gateway.state.ledger import Entry, Ledger
 from scheduling.types import TrajectoryRecord, TrajectoryState
 
 _MAX_WATCHED = 20_000
@@ -33,27 +33,27 @@ class Demand:
         self._watched: OrderedDict[str, float] = OrderedDict()
         self._compared: deque[tuple[float, float]] = deque(maxlen=_MAX_COMPARED)
 
-    def look(self) -> dict[str, Any]:
+    def look(self, since: float = 0.0) -> dict[str, Any]:
         """As the API shows it.
 
         `trajectories`: of each that is active, predicted output tokens still to come, its context now, tokens that
-        tools will still add to it, and its home. `ended`: output tokens of those that finished lately.
+        tools will still add to it, and its home. `last_rollout`: the one that ended last, if that was after `since`.
 
         Cost: 6,400 trajectories take about 20 ms; ask every some seconds.
         """
         active: list[TrajectoryRecord] = []
-        ended: list[int] = []
+        finished: list[Entry] = []
         for entry in self._ledger:
             record = entry.record
             self._watch(record)
             if record.state is TrajectoryState.ACTIVE:
                 active.append(record)
             elif record.state is TrajectoryState.FINISHED:
-                ended.append(record.output_tokens)
+                finished.append(entry)
         return {
             "at": self._clock(),
             "trajectories": [_remaining(record) for record in active],
-            "ended": ended[-_MAX_COMPARED:],
+            "last_rollout": _last_rollout(active, finished, since),
             "num_waiting_turns": self._driver.scheduler.num_waiting,
             "correlation": _log_pearson(self._compared),
             "num_compared": len(self._compared),
@@ -85,6 +85,30 @@ def _remaining(record: TrajectoryRecord) -> dict[str, Any]:
     }
 
 
+def _last_rollout(active: list[TrajectoryRecord], finished: list[Entry], since: float) -> dict[str, Any] | None:
+    """All of the rollout that ended last: trajectories without one count as one, of those that ended after `since`."""
+    going_on = {record.rollout_id for record in active}
+    rollouts: defaultdict[str | None, list[Entry]] = defaultdict(list)
+    for entry in finished:
+        rollout_id = entry.record.rollout_id
+        if rollout_id not in going_on and entry.record.num_turns and (rollout_id or entry.record.last_at > since):
+            rollouts[rollout_id].append(entry)
+    ends = {rollout_id: max(one.record.last_at for one in entries) for rollout_id, entries in rollouts.items()}
+    last = max(ends, key=lambda rollout_id: ends[rollout_id], default=None)
+    if last not in ends or ends[last] <= since:
+        return None
+    trajectories = [_whole(entry) for entry in rollouts[last]]
+    return {"rollout_id": last, "ended_at": ends[last], "trajectories": trajectories}
+
+
+def _whole(entry: Entry) -> dict[str, int]:
+    """What a trajectory that has ended came to: its first prompt, what tools added, and what it made."""
+    record = entry.record
+    first = (entry.turns[0].get("prompt_tokens") or 0) if entry.turns else 0
+    added = max(record.context_tokens - record.output_tokens - first, 0)
+    return {"output_tokens": record.output_tokens, "context_tokens": first, "new_tokens": added}
+
+
 def _log_pearson(pairs: "deque[tuple[float, float]]") -> float | None:
     """Correlation of the logarithms; None where there are too few, or nothing varies."""
     if len(pairs) < _MIN_COMPARED:
@@ -104,6 +128,7 @@ def add_demand(app: FastAPI, demand: Demand, access: Access) -> None:
         access.admin(request.scope["headers"])
 
     @app.get("/v1/demand", tags=["fleet"], dependencies=[Depends(need_admin)])
-    async def look() -> dict[str, Any]:
-        """What the trajectories at hand still need, for the fleet's controller. Needs the admin key."""
-        return demand.look()
+    async def look(since: float = 0.0) -> dict[str, Any]:
+        """What the trajectories at hand still need, and what the last rollout came to if it ended after `since`
+        (seconds since the epoch), for the fleet's controller. Needs the admin key."""
+        return demand.look(since)

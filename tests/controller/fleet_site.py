@@ -100,7 +100,7 @@ class Rollout:
     Args:
         num_agents: trajectories at once.
         tool_s: between their turns.
-        num_turns: of each agent; None: until they are told to stop.
+        num_turns: of each agent, which then tells the gateway that it has ended; None: until they are told to stop.
     """
 
     def __init__(
@@ -155,3 +155,5 @@ class Rollout:
                 self.answers[number].append(said)
                 messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
                 await asyncio.sleep(self._tool_s)
+            if self._num_turns is not None:
+                (await client.post(f"{self._url}/v1/trajectories/{name}-{number}/finish")).raise_for_status()

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,6 +16,8 @@ import pytest
 from controller.fleet_file import ADMIN_KEY_VARIABLE, load_fleet_file
 from controller.launcher import ServerState
 from engines.children import free_port
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import SimulatedEngineSettings
 from tests.controller.fleet_site import launcher_for, stopped_at_the_end
 from tests.support.gateway import ADMIN, ADMIN_KEY, eventually, running_gateway
 
@@ -160,3 +163,43 @@ async def test_the_gateway_tells_the_work_at_hand(tmp_path: Path) -> None:
         await client.delete("/v1/trajectories/t0")
         told = (await client.get("/v1/demand", headers=ADMIN)).json()
         assert len(told["trajectories"]) == 11
+
+
+async def test_the_gateway_tells_what_the_last_rollout_came_to(tmp_path: Path) -> None:
+    """Whole, once none of its trajectories is active, whatever other rollouts do; and not to who knows it already."""
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=100.0)) as engine,
+        running_gateway(engine) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=60.0) as client,
+    ):
+
+        async def last_rollout(since: float = 0.0) -> Any:
+            return (await client.get(f"/v1/demand?since={since}", headers=ADMIN)).json()["last_rollout"]
+
+        async def play(name: str, rollout: str | None, turns: int) -> None:
+            headers = {"x-rollout-id": rollout} if rollout else {}
+            messages = [{"role": "user", "content": "one two three"}]
+            for _ in range(turns):
+                body = {"model": "simulated", "messages": messages, "max_tokens": 8, "ignore_eos": True}
+                response = await client.post(f"/t/{name}/v1/chat/completions", json=body, headers=headers)
+                messages += [response.json()["choices"][0]["message"], {"role": "user", "content": "go on"}]
+
+        async def finish(name: str) -> None:
+            (await client.post(f"/v1/trajectories/{name}/finish")).raise_for_status()
+
+        for number in range(3):
+            await play(f"a{number}", "a", number + 1)
+        await finish("a0")
+        assert await last_rollout() is None, "two of its trajectories are active"
+        await finish("a1")
+        await finish("a2")
+        await play("b0", "b", 1)
+        told = await last_rollout()
+        assert told["rollout_id"] == "a"
+        assert sorted(one["output_tokens"] for one in told["trajectories"]) == [8, 16, 24]
+        short, _, long = sorted(told["trajectories"], key=lambda one: one["output_tokens"])
+        assert short["context_tokens"] == long["context_tokens"] > 0 == short["new_tokens"] < long["new_tokens"]
+        assert await last_rollout(told["ended_at"]) is None
+        await play("nobody", None, 1)
+        await finish("nobody")
+        assert (await last_rollout(told["ended_at"]))["rollout_id"] is None

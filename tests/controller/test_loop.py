@@ -173,3 +173,41 @@ async def test_a_plan_that_pays_is_carried_out(tmp_path: Path) -> None:
             await until_reached(made, *planned)
             assert max(planned) > 1 and "2 trajectories end in" in made.journal.state.why
             await until(lambda: "best one" in getattr(made.proposal, "why", ""), lambda: made.proposal)
+
+
+async def test_the_next_rollout_gets_the_fleet_that_the_last_one_wanted(tmp_path: Path) -> None:
+    """Three trajectories on four small engines: nothing is changed while they run, for the predictor has shown nothing;
+    when they have ended, the fleet is cut for the next three, with what a start took here. And it stays.
+    """
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        sizes = (1, 2, 4)
+        fleet = fleet_file(
+            tmp_path,
+            gateway.url,
+            cpu_slots=4,
+            tp_sizes=sizes,
+            engine={
+                "kind": "sim",
+                "profiles": {tp: f"qwen3-14b-h100-tp{tp}" for tp in sizes},
+                "flags": ("--speed-up", "500"),
+            },
+            planning={"interval_s": 0.1, "is_automatic": True},
+            first=(1, 1, 1, 1),
+        )
+        async with stopped_at_the_end(fleet), acting(fleet) as made:
+            await until_reached(made, 1, 1, 1, 1)
+            first = Rollout(gateway.url, "simulated", 3, max_tokens=16_000, num_turns=2)
+            first.begin("first")
+            await first.end(stop=False)
+            assert first.failures == []
+            await until(lambda: len(made.journal.state.wanted) < 4, lambda: made.proposal)
+            state = made.journal.state
+            assert state.why.startswith("the next rollout: 3 trajectories like those of the last 1 rollouts end in")
+            assert [one.output_tokens for one in state.history.next_rollout()] == [32_000] * 3
+            planned = [one.tp for one in state.wanted]
+            await until_reached(made, *planned)
+            second = Rollout(gateway.url, "simulated", 3, max_tokens=16_000, num_turns=2)
+            second.begin("second")
+            await second.end(stop=False)
+            await until(lambda: "for which the fleet was chosen" in str(made.proposal), lambda: made.proposal)
+            assert [one.tp for one in made.journal.state.wanted] == planned

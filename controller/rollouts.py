@@ -1,0 +1,124 @@
+"""What the last rollouts came to: what the fleet of the next one is planned for. Pure.
+
+Rollouts whose lengths are alike are taken together, the last few of them; when lengths drift by more than chance, all
+before is forgotten.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from scheduling.estimate import Remaining
+from scheduling.reshaping import BETWEEN_ROLLOUTS, has_drifted
+
+# Points of one rollout that are kept: its quantiles, 0.2 % apart; 12 KB in the journal.
+MAX_POINTS = 500
+# As many rollouts as a change is expected to serve.
+MAX_ROLLOUTS = BETWEEN_ROLLOUTS.num_rollouts
+
+Json = dict[str, Any]
+Point = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Trajectories of one rollout, shortest first.
+
+    Args:
+        points: output tokens, tokens of the first prompt, and tokens that tools added.
+        num_trajectories: how many they stand for.
+    """
+
+    points: tuple[Point, ...]
+    num_trajectories: int
+
+    def lengths(self, num: int | None = None) -> list[int]:
+        """Output tokens of so many trajectories; None: of as many as there were."""
+        return [point[0] for point in self._spread(num)]
+
+    def trajectories(self, num: int | None = None) -> list[Remaining]:
+        """The same as work, from its start."""
+        return [Remaining(output, first, added, first) for output, first, added in self._spread(num)]
+
+    def _spread(self, num: int | None) -> list[Point]:
+        num = self.num_trajectories if num is None else num
+        return [self.points[index * len(self.points) // num] for index in range(num)]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What is remembered of rollouts.
+
+    Args:
+        alike: the last ones between which lengths did not drift, newest last; empty: none has ended yet.
+        ended_at: of the newest, by the gateway's clock.
+        chosen_tps: the fleet that was chosen, or kept, for `chosen_for`; empty: none was.
+        num_since: rollouts since the fleet was changed for them; None: it never was.
+    """
+
+    alike: tuple[Sample, ...] = ()
+    ended_at: float = 0.0
+    chosen_tps: tuple[int, ...] = ()
+    chosen_for: Sample | None = None
+    num_since: int | None = None
+
+    @property
+    def num_trajectories(self) -> int:
+        """Of the newest rollout."""
+        return self.alike[-1].num_trajectories
+
+    def next_rollout(self) -> list[Remaining]:
+        """What the next one will be like: as many as in the newest, of all that are alike in equal parts."""
+        total, count = self.num_trajectories, len(self.alike)
+        parts = [total * (index + 1) // count - total * index // count for index in range(count)]
+        return [one for sample, num in zip(self.alike, parts, strict=True) for one in sample.trajectories(num)]
+
+    def is_for_other_lengths(self) -> bool:
+        """Whether the newest rollout's lengths are others than those that the fleet was chosen for."""
+        return self.chosen_for is None or _differ(self.chosen_for, self.alike[-1])
+
+
+def after(history: History, trajectories: Sequence[Remaining], ended_at: float) -> History:
+    """With one more rollout; at least one trajectory."""
+    newest = _sample(trajectories)
+    alike = history.alike if history.alike and not _differ(history.alike[-1], newest) else ()
+    return replace(
+        history,
+        alike=(*alike, newest)[-MAX_ROLLOUTS:],
+        ended_at=ended_at,
+        num_since=None if history.num_since is None else history.num_since + 1,
+    )
+
+
+def chosen(history: History, tps: Sequence[int], is_changed: bool) -> History:
+    """With this fleet for the newest rollout's lengths, changed for it or kept."""
+    num_since = 0 if is_changed else history.num_since
+    return replace(history, chosen_tps=tuple(tps), chosen_for=history.alike[-1], num_since=num_since)
+
+
+def dumped(history: History) -> Json:
+    """As JSON."""
+    return asdict(history)
+
+
+def loaded(fields: Json) -> History:
+    """The inverse of `dumped`."""
+    fields = {**fields, "alike": tuple(map(_loaded, fields["alike"])), "chosen_tps": tuple(fields["chosen_tps"])}
+    return History(**{**fields, "chosen_for": _loaded(fields["chosen_for"]) if fields["chosen_for"] else None})
+
+
+def _loaded(sample: Json) -> Sample:
+    return Sample(
+        tuple((output, first, added) for output, first, added in sample["points"]), sample["num_trajectories"]
+    )
+
+
+def _sample(trajectories: Sequence[Remaining]) -> Sample:
+    ordered = sorted((round(t.output_tokens), round(t.context_tokens), round(t.new_tokens)) for t in trajectories)
+    num_points = min(len(ordered), MAX_POINTS)
+    points = tuple(ordered[(2 * index + 1) * len(ordered) // (2 * num_points)] for index in range(num_points))
+    return Sample(points, len(ordered))
+
+
+def _differ(before: Sample, now: Sample) -> bool:
+    return has_drifted(before.lengths(), now.lengths())
