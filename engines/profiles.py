@@ -76,4 +76,5 @@ def _profile(content: dict[str, Any], short_name: str, model: dict[str, Any], en
         prefill_per_ktoken_ms=prefill_per_ktoken_ms,
         prefill_per_ktoken2_ms=prefill_per_ktoken2_ms,
         source=content["source"],
+        request_ms=float(engine.get("request_ms", 0.0)),
     )

@@ -54,13 +54,11 @@ class Fit:
     """A profile, and how well it explains what was measured.
 
     Args:
-        request_ms: what a batch takes beside the engine's steps: HTTP, tokens to text and back. No part of the profile.
         predicted_s: of each measurement, in their order.
         mape: mean absolute error of the predictions, as a share of what was measured.
     """
 
     profile: EngineProfile
-    request_ms: float
     predicted_s: tuple[float, ...]
     mape: float
 
@@ -113,7 +111,8 @@ def fit(measurements: Sequence[Measurement], engine: EngineProfile) -> Fit:
     predicted = columns @ solution
     *coefficients, request_ms = map(float, solution)
     mape = fmean(abs(float(error)) for error in predicted / walls - 1)
-    return Fit(_with_coefficients(engine, coefficients), request_ms, tuple(map(float, predicted)), mape)
+    profile = replace(_with_coefficients(engine, coefficients), request_ms=request_ms)
+    return Fit(profile, tuple(map(float, predicted)), mape)
 
 
 def response(engine: EngineProfile, batch: Batch) -> list[float]:
@@ -148,7 +147,7 @@ model = {_text(profile.model)}
 kv_bytes_per_token = {profile.kv_bytes_per_token}
 engines = [
     {{ tp = {profile.tp}, kernel_ms = {_numbers(decode)}, prefill_ms = {_numbers(prefill)}, \
-kv_capacity_tokens = {profile.kv_capacity_tokens} }},
+kv_capacity_tokens = {profile.kv_capacity_tokens}, request_ms = {_number(profile.request_ms)} }},
 ]
 """
 
@@ -221,4 +220,8 @@ def _text(value: str) -> str:
 
 
 def _numbers(values: Sequence[float]) -> str:
-    return "[" + ", ".join(repr(float(f"{value:.6g}")) for value in values) + "]"
+    return "[" + ", ".join(map(_number, values)) + "]"
+
+
+def _number(value: float) -> str:
+    return repr(float(f"{value:.6g}"))

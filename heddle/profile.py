@@ -199,7 +199,7 @@ def _print(fitted: Fit, measurements: Iterable[Measurement], console: Console) -
         f"A decode step: {profile.decode_base_ms:.3f} ms + {profile.decode_per_sequence_ms:.4f} a sequence"
         f" + {profile.decode_per_kv_ktoken_ms:.4f} per 1,000 KV tokens.\n"
         f"Prefill: {profile.prefill_per_ktoken_ms:.3f} ms per 1,000 tokens + {profile.prefill_per_ktoken2_ms:.4f}"
-        f" per square of them. Beside the engine's steps: {fitted.request_ms:.1f} ms a batch.\n"
+        f" per square of them. Beside the engine's steps: {profile.request_ms:.1f} ms a request.\n"
         f"{profile.slots} slots, {profile.kv_capacity_tokens:,} KV tokens. Mean absolute error {fitted.mape:.1%}.",
         highlight=False,
     )

@@ -26,6 +26,7 @@ class EngineProfile:
         prefill_per_ktoken_ms: linear prefill cost per 1,000 new tokens.
         prefill_per_ktoken2_ms: quadratic prefill cost, per (1,000 tokens) squared.
         source: where the coefficients come from.
+        request_ms: what a request takes beside the engine's steps while it has its slot: HTTP, rendering, tokenizing.
     """
 
     name: str
@@ -41,6 +42,7 @@ class EngineProfile:
     prefill_per_ktoken_ms: float
     prefill_per_ktoken2_ms: float
     source: str
+    request_ms: float = 0.0
 
     def decode_step_s(self, num_running: int, kv_tokens: float) -> float:
         """Seconds of one decode step that gives one token to each of `num_running` sequences."""

@@ -30,7 +30,8 @@ class Agent:
         is_asking: a turn of it is waiting or running.
         is_on_engine: an engine was given the turn.
         is_admitted: the engine runs it.
-        kv_arrives_at: when KV that is on its way will be there.
+        arrives_at: when its request, and KV that is on its way, will be at the engine.
+        brings_kv: there is such KV.
         since: when its present waiting, or its present run on an engine, began.
         rested_at: when its last turn ended.
         num_retries: how often it asked for this turn again.
@@ -48,7 +49,8 @@ class Agent:
     is_asking: bool = False
     is_on_engine: bool = False
     is_admitted: bool = False
-    kv_arrives_at: float | None = None
+    arrives_at: float | None = None
+    brings_kv: bool = False
     since: float = 0.0
     rested_at: float = 0.0
     num_retries: int = 0
@@ -71,8 +73,8 @@ class Agent:
 
     @property
     def has_leg(self) -> bool:
-        """Whether an engine has the turn, or its KV is on the way there."""
-        return self.is_on_engine or self.kv_arrives_at is not None
+        """Whether an engine has the turn, or it is on the way there."""
+        return self.is_on_engine or self.arrives_at is not None
 
     @property
     def now_asks(self) -> Turn:
@@ -128,7 +130,7 @@ class Agent:
     def pause(self, num_generated: int) -> int:
         """The leg was stopped after so many tokens. Gives the tokens that are kept of all legs."""
         self.is_pausing = self.is_on_engine = False
-        self.kv_arrives_at = None
+        self.arrives_at = None
         self.num_pauses += 1
         self.kept_tokens += num_generated
         return self.kept_tokens

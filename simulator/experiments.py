@@ -28,7 +28,7 @@ from simulator.results_page import write_page
 from simulator.rollout import Rollout
 from simulator.runs import bounds_of, experienced
 from simulator.scenario import Scenario, load_scenario
-from simulator.study import LEARNED, MAIN, SEEDS, Case, Job, Row, detail_path, jobs, policy_named
+from simulator.study import BLIND, CLAIRVOYANT, LEARNED, MAIN, SEEDS, Case, Job, Row, detail_path, jobs, policy_named
 from workloads.trajectories import Workload
 
 FOLDER = Path(".work/experiments")
@@ -120,7 +120,7 @@ class Cache:
             yield row
 
 
-def run_all(study: Study, cache: Cache, budget_s: float) -> int:
+def run_all(study: Study, cache: Cache, budget_s: float, num_processes: int = NUM_PROCESSES) -> int:
     """Play what is missing until nothing is, or the time is used up; runs that have begun end.
 
     Returns:
@@ -130,13 +130,13 @@ def run_all(study: Study, cache: Cache, budget_s: float) -> int:
     commit = commit_of(_ROOT)
     running: dict[Future[Row], Job] = {}
     failed: set[Job] = set()
-    with ProcessPoolExecutor(max_workers=NUM_PROCESSES) as pool:
+    with ProcessPoolExecutor(max_workers=num_processes) as pool:
         while True:
             wanted = dict.fromkeys(jobs(study.cases, study.seeds, cache.makespans))
             missing = [job for job in wanted if job not in cache.rows]
             if time.monotonic() < ends_at:
                 waiting = [job for job in missing if job not in running.values() and job not in failed]
-                for job in waiting[: NUM_PROCESSES - len(running)]:
+                for job in waiting[: num_processes - len(running)]:
                     running[pool.submit(play, job, study, commit)] = job
             if not running:
                 return len(missing)
@@ -164,7 +164,8 @@ def play(job: Job, study: Study, commit: str) -> Row:
         fleet = next(fleet for fleet in scenario.fleets() if fleet.profiles[0].tp == job.tp)
     workloads = _workloads(path, study.size, job.seed)
     name = scenario.predictor if job.predictor == LEARNED else job.predictor
-    predictor = experienced(scenario, name, workloads, job.seed)
+    # What is cheapest to ask serves those that do not look.
+    predictor = experienced(scenario, CLAIRVOYANT if job.policy in BLIND else name, workloads, job.seed)
     limits = replace(scenario.limits, queue_timeout_s=_QUEUE_TIMEOUT_S)
     policy, conditions = policy_named(job.policy), scenario.conditions
     outcomes = [
@@ -261,6 +262,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--shrink", type=int, default=1, help="so many times fewer trajectories and GPUs, to try it out"
     )
     parser.add_argument("--trace", help="for scenarios that have no agents of their own")
+    parser.add_argument("--processes", type=int, default=NUM_PROCESSES, help="rollouts at a time (%(default)s)")
     parser.add_argument("--any-source", action="store_true", help="results of other sources count, too")
     parser.add_argument("--fresh", action="store_true", help="forget all results first")
     parser.add_argument("--scenarios", type=Path, default=Path("scenarios"), help="where scenarios are")
@@ -281,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cache = Cache(parsed.folder, None if parsed.any_source else source)
     num_missing = 0
     try:
-        num_missing = run_all(study, cache, 60 * parsed.budget)
+        num_missing = run_all(study, cache, 60 * parsed.budget, parsed.processes)
     except KeyboardInterrupt:
         print("Stopped; the same command goes on.")
     if parsed.write is not None:

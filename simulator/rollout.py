@@ -178,7 +178,7 @@ class Rollout:
         agent.ending = ending
         agent.ended_at = self._agenda.now
         agent.is_pausing = False
-        agent.kv_arrives_at = None
+        agent.arrives_at = None
         self._left -= 1
         if self._on_ended is not None:
             self._on_ended(self._agenda.now)
@@ -193,25 +193,28 @@ class Rollout:
         old = self._engines.hosts.get(agent.engine_id or "")
         new = self._engines.hosts[action.engine_id]
         agent.begin_leg(action)
+        kv_arrives_at = None
         if old is not None and old is not new and old.ended_at is None:
             pieces = agent.pieces(agent.context_tokens + agent.kept_tokens)
-            arrives_at = self._transfers.arrival(self._agenda.now, agent.rested_at, old, new, pieces)
-            if arrives_at is not None:
-                agent.kv_arrives_at = arrives_at
-                self._agenda.note(arrives_at, self._kv_arrives, agent.trajectory.trajectory_id)
-                return
-        self._submit(agent, new)
+            kv_arrives_at = self._transfers.arrival(self._agenda.now, agent.rested_at, old, new, pieces)
+        agent.brings_kv = kv_arrives_at is not None
+        agent.arrives_at = max(kv_arrives_at or 0.0, self._agenda.now + new.profile.request_ms / 1000)
+        if agent.arrives_at > self._agenda.now:
+            self._agenda.note(agent.arrives_at, self._arrives, agent.trajectory.trajectory_id)
+        else:
+            self._arrives(agent.trajectory.trajectory_id)
 
-    def _kv_arrives(self, trajectory_id: str) -> None:
+    def _arrives(self, trajectory_id: str) -> None:
         agent = self._agents[trajectory_id]
-        if agent.kv_arrives_at != self._agenda.now or agent.is_pausing or agent.engine_id is None:
+        if agent.arrives_at != self._agenda.now or agent.is_pausing or agent.engine_id is None:
             return  # its engine died, its client left, or it is preempted
         host = self._engines.hosts[agent.engine_id]
-        host.engine.adopt(self._agenda.now, agent.pieces(agent.context_tokens + agent.kept_tokens))
+        if agent.brings_kv:
+            host.engine.adopt(self._agenda.now, agent.pieces(agent.context_tokens + agent.kept_tokens))
         self._submit(agent, host)
 
     def _submit(self, agent: Agent, host: Host) -> None:
-        agent.kv_arrives_at = None
+        agent.arrives_at = None
         agent.is_on_engine = True
         kept = agent.kept_tokens
         sequence = SimulatedSequence(
@@ -272,7 +275,7 @@ class Rollout:
             self._agenda.note(self._agenda.now, self._paused_early, turn_id)
 
     def _paused_early(self, turn_id: str) -> None:
-        """Its KV was still on its way."""
+        """It was still on its way."""
         agent = self._agents[_trajectory_of(turn_id)]
         if agent.is_pausing and agent.turn_id == turn_id:
             self._paused(agent, self._agenda.now, 0)
@@ -287,7 +290,7 @@ class Rollout:
         if agent.is_asking and agent.turn_id == turn_id and agent.leg == int(leg):
             agent.interrupt(self._agenda.now)
             agent.is_on_engine = agent.is_pausing = False
-            agent.kv_arrives_at = None
+            agent.arrives_at = None
             self._handle(TurnFailed(self._agenda.now, turn_id, agent.leg, Fault.ENGINE, can_retry=True))
 
     def _pause_legs(self, host: Host) -> None:

@@ -21,6 +21,12 @@ CONTENDER_SHARE = 1.1
 MECHANISMS = {"residency": "residency", "order": "order", "placement": "place", "migration": "move"}
 """The field of a policy that switches each of Heddle's mechanisms."""
 
+BLIND = (
+    *("round-robin", "slime", "power-of-two", "cache-aware"),
+    *("verl", "verl-hybrid", "vllm-router", "thunderagent"),
+)
+"""Baselines that look at no prediction, so that none need be made for them: a third of the time of a rollout."""
+
 LEARNED, CLAIRVOYANT = "learned", "oracle"
 """Predictors: the scenario's own, and one that is told the true lengths."""
 

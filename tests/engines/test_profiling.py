@@ -50,7 +50,7 @@ def test_a_fit_to_exact_batches_gives_the_very_profile(name: str) -> None:
     truth = load_profile(name)
     found = fit(measured(truth, request_s=0.005), dataclasses.replace(truth, decode_base_ms=0.0))
     assert found.mape < 1e-6
-    assert found.request_ms == pytest.approx(5.0, rel=1e-3)
+    assert found.profile.request_ms == pytest.approx(5.0, rel=1e-3)
     assert max(step_errors(found.profile, truth)) < 1e-4
 
 
@@ -112,7 +112,13 @@ def test_a_written_profile_is_read_back(tmp_path: Path) -> None:
     """Slots that no number of GPUs divides, quotes in names and tiny coefficients included."""
     truth = load_profile("qwen3-14b-h100-tp8")
     given = dataclasses.replace(
-        truth, name="my.model-b200-tp8", gpu="b200", model='a "model"', slots=100, prefill_per_ktoken2_ms=1.25e-7
+        truth,
+        name="my.model-b200-tp8",
+        gpu="b200",
+        model='a "model"',
+        slots=100,
+        prefill_per_ktoken2_ms=1.25e-7,
+        request_ms=8.5,
     )
     file = tmp_path / "mine.toml"
     file.write_text(to_toml("my.model", given), encoding="utf-8")

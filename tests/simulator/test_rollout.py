@@ -49,6 +49,14 @@ def one_by_one(number: int, turn: Turn) -> Workload:
     return Workload("like", tuple(Trajectory(f"t{n}", f"g{n}", 64, (turn,)) for n in range(number)))
 
 
+def test_a_request_has_its_slot_before_the_engine_has_the_request() -> None:
+    """So on one slot each turn takes that much longer, though nothing of it is the engine's work."""
+    workload = one_by_one(3, Turn(0, 100, 0.0))
+    one_slot = replace(TP4, slots=1)
+    plain_s = play(workload, [one_slot]).makespan_s
+    assert play(workload, [replace(one_slot, request_ms=250.0)]).makespan_s == pytest.approx(plain_s + 3 * 0.25)
+
+
 @pytest.mark.parametrize("policy", ["heddle", "slime"])
 def test_time_is_queueing_plus_engine_plus_tools(policy: str) -> None:
     """Nothing of a trajectory's time is lost or counted twice, wherever its turns wait."""

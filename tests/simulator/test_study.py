@@ -6,13 +6,18 @@ from xml.etree import ElementTree
 
 import pytest
 
+from engines.profiles import load_profile
+from predictor.siblings import SiblingPredictor
+from scheduling.limits import Limits
 from scheduling.policy import HEDDLE, POLICIES, VERL
 from simulator.comparison import Choice, Results, ablation_ratios
 from simulator.experiments import Cache, Size, Study, play, read_cases, run_all, source_hash
 from simulator.planned_fleets import MIXED, PLANNED, planned_fleet
 from simulator.results_page import write_page
+from simulator.rollout import Rollout
 from simulator.scenario import load_scenario
 from simulator.study import (
+    BLIND,
     CLAIRVOYANT,
     MAIN,
     MECHANISMS,
@@ -27,6 +32,7 @@ from simulator.study import (
     policy_named,
     variants,
 )
+from workloads.laws import draw, law_named
 
 FIRST = Case(MAIN[0], "d", (1, 4), 16, 4)
 OTHER = Case("another", "d", (1, 4), 16, 4)
@@ -56,6 +62,19 @@ def test_every_policy_is_heddle_a_baseline_or_heddle_with_one_thing_changed() ->
     """The three together are all there are, once each."""
     assert sorted((HEDDLE.name, *baselines(), *variants())) == sorted(POLICIES)
     assert {"verl", "slime", "heddle-paper"} <= set(baselines()) and "fcfs" in variants()
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_a_blind_baseline_does_the_same_whatever_is_predicted(name: str) -> None:
+    """Or it would be given truths in the study. KV binds here, so that residency has its say."""
+    fleet = [replace(load_profile("qwen3-14b-h100-tp1"), slots=8, kv_capacity_tokens=64_000)] * 2
+    workload = draw(law_named("coding"), 32, 1)
+    limits = Limits(queue_timeout_s=1e6)
+    learned, truth = (
+        Rollout(workload, fleet, POLICIES[name], limits, SiblingPredictor(), oracle=knows).run()
+        for knows in (False, True)
+    )
+    assert [one.ended_at for one in learned.trajectories] == [one.ended_at for one in truth.trajectories]
 
 
 def test_ablations_switch_one_mechanism_and_nothing_else() -> None:
