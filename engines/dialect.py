@@ -77,10 +77,12 @@ class Dialect(Protocol):
 
     Attributes:
         tokens: how at token level; None for an engine that has no such routes, or until `find_tokens` found them.
+        tokens_note: why not, or which requests pass through all the same, for people to read.
     """
 
     kind: str
     tokens: "TokenRoutes | None"
+    tokens_note: str
 
     async def find_tokens(self, http: HttpClient, timeout_s: float) -> None:
         """Ask whether the engine has token routes."""

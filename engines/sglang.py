@@ -17,6 +17,7 @@ from engines.dialect import (
     with_fields,
 )
 from engines.http import HttpClient
+from engines.sglang_tokens import NoTokenRoutes, SglangTokens, facts_of
 from engines.tokens import TokenRoutes
 
 # The routes whose body takes `rid` and `priority`; the others check their fields or do not know them.
@@ -30,9 +31,14 @@ class Sglang:
 
     def __init__(self) -> None:
         self.tokens: TokenRoutes | None = None
+        self.tokens_note = ""
 
     async def find_tokens(self, http: HttpClient, timeout_s: float) -> None:
-        return None
+        try:
+            self.tokens = routes = SglangTokens(await facts_of(http, timeout_s))
+            self.tokens_note = routes.limits
+        except NoTokenRoutes as lack:
+            self.tokens, self.tokens_note = None, str(lack)
 
     def upstream(self, leg: Leg) -> Upstream:
         fields: dict[str, Any] = stream_options(leg)

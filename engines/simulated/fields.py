@@ -7,6 +7,9 @@ from engines.simulated.exchange import ApiError, InvalidField
 
 Body = dict[str, Any]
 
+ANY_OBJECT: Body = {"type": "object", "properties": {"answer": {"type": "string"}}}
+"""The form of an answer that may be any object."""
+
 _MAX_LOGPROBS = 20  # vLLM's --max-logprobs
 _MAX_CHOICES = 128  # each is made in full before the first step
 
@@ -104,7 +107,7 @@ def _schema(body: Body) -> dict[str, Any] | None:
     """The JSON schema that the answer must match, however it is asked for."""
     form = mapping(body, "response_format")
     if form.get("type") == "json_object":
-        return {"type": "object", "properties": {"answer": {"type": "string"}}}
+        return ANY_OBJECT
     if form.get("type") == "json_schema":
         return mapping(mapping(form, "json_schema"), "schema")
     structured = mapping(body, "structured_outputs")

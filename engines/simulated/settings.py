@@ -44,6 +44,8 @@ class SimulatedEngineSettings:
         low_priority_values_first: SGLang's `--schedule-low-priority-values-first`; vLLM always has it so.
         preemption_threshold: SGLang's, by how much a newcomer must be more urgent to take a running one's place.
         incremental_streaming_output: SGLang's flag for native streams; without it each event repeats all before.
+        sampling_defaults: SGLang's, which it only tells of; the simulated model has no parameters of its own.
+        tool_call_parser, reasoning_parser: SGLang's names of them.
         max_num_queued: requests waiting and running before new ones get 503. None: no limit.
         chunk_interval_s: real seconds between the chunks of a stream, with several tokens in one. 0: a chunk per token.
         mean_output_tokens: how long an answer is on average when the request does not limit it.
@@ -51,6 +53,8 @@ class SimulatedEngineSettings:
         weight_load_s: virtual seconds that other weights take to load.
         api_key: clients of `/v1` and `/inference` must send it. None: anyone may.
         keep_alive_s: idle connections are closed after this long; 5 s as the real engines have it.
+        kv_transfer: vLLM's NixlConnector is there: KV can be offered and fetched.
+        kv_lease_s: virtual seconds for which an offer stands; the real one's `kv_lease_duration`.
         seed: of the dice for faults.
     """
 
@@ -64,6 +68,9 @@ class SimulatedEngineSettings:
     low_priority_values_first: bool = True
     preemption_threshold: int = 10
     incremental_streaming_output: bool = False
+    sampling_defaults: Literal["model", "openai"] = "openai"
+    tool_call_parser: str | None = "hermes"
+    reasoning_parser: str | None = None
     max_num_queued: int | None = None
     chunk_interval_s: float = 0.0
     mean_output_tokens: int = 128
@@ -71,5 +78,7 @@ class SimulatedEngineSettings:
     weight_load_s: float = 0.0
     api_key: str | None = None
     keep_alive_s: float = 5.0
+    kv_transfer: bool = False
+    kv_lease_s: float = 30.0
     seed: int = 0
     faults: tuple[Fault, ...] = ()

@@ -24,7 +24,7 @@ _SHAPE = Shape(
     named_call_reason="tool_calls",
     call_content=None,
     usage_elsewhere=b',"usage":null',
-    message_fields={"tool_calls": []},
+    message_fields={"reasoning_content": None},
 )
 _WORST_PRIORITY = 2**31
 _UNGUARDED = ("/health", "/ready", "/ping", "/metrics")

@@ -7,11 +7,12 @@ import orjson
 
 from engines.simulated.dialect import Dialect
 from engines.simulated.exchange import ApiError, Exchange
-from engines.simulated.fields import Body, flag, integer, mapping, wishes_of
+from engines.simulated.fields import ANY_OBJECT, Body, flag, integer, mapping, wishes_of
 from engines.simulated.live import Generation
 from engines.simulated.openai_api import prompts_of, run
 from engines.simulated.openai_stream import DONE
 from engines.simulated.service import Asked, EngineService, Running
+from engines.simulated.sglang_tokens import tools_in
 
 _KNOWN = frozenset(
     {
@@ -58,6 +59,8 @@ async def generate(service: EngineService, dialect: Dialect, exchange: Exchange)
         "stop": sampling.get("stop"),
         "stop_token_ids": sampling.get("stop_token_ids"),
         "ignore_eos": sampling.get("ignore_eos"),
+        "include_stop_str_in_output": sampling.get("no_stop_trim"),
+        "tools": tools_in(prompts[0], service.tokenizer),
         "min_tokens": sampling.get("min_new_tokens"),
         "temperature": sampling.get("temperature"),
         "seed": sampling.get("sampling_seed"),
@@ -74,7 +77,16 @@ async def generate(service: EngineService, dialect: Dialect, exchange: Exchange)
         str(body.get("cache_salt") or body.get("extra_key") or ""),
         flag(body, "stream"),
     )
-    await run(service, dialect, exchange, asked, partial(_GenerateStream, service), partial(_whole, service))
+    names_tokens = flag(body, "return_text_in_logprobs")
+    interval = integer(sampling, "stream_interval", 1, lowest=1) or 1
+    await run(
+        service,
+        dialect,
+        exchange,
+        asked,
+        partial(_GenerateStream, service, names_tokens, interval),
+        partial(_whole, service, names_tokens),
+    )
 
 
 def _structured(sampling: Body) -> Body | None:
@@ -82,36 +94,43 @@ def _structured(sampling: Body) -> Body | None:
     if schema is None:
         return None
     try:
-        return {"json": orjson.loads(schema) if isinstance(schema, str) else schema}
+        form = orjson.loads(schema) if isinstance(schema, str) else schema
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"json_schema: {error}", param="sampling_params") from error
+    return {"json": ANY_OBJECT if form == {"type": "object"} else form}
 
 
-def _whole(service: EngineService, running: Running) -> Any:
+def _whole(service: EngineService, names_tokens: bool, running: Running) -> Any:
     answers = [
-        _answer(service, running, index, 0, generation.num_done) for index, generation in enumerate(running.generations)
+        _answer(service, names_tokens, running, index, 0, generation.num_done)
+        for index, generation in enumerate(running.generations)
     ]
     return answers[0] if len(answers) == 1 else answers
 
 
-def _answer(service: EngineService, running: Running, index: int, begin: int, end: int) -> Body:
+def _answer(service: EngineService, names_tokens: bool, running: Running, index: int, begin: int, end: int) -> Body:
     generation = running.generations[index]
+    is_last = generation.ended_at is not None and end == generation.num_done
     meta: Body = {
         "id": running.asked.id,
-        "finish_reason": _finish_reason(generation) if generation.ended_at is not None else None,
+        "finish_reason": _finish_reason(generation) if is_last else None,
         "prompt_tokens": generation.prompt_tokens,
-        "completion_tokens": generation.num_done,
+        "completion_tokens": end,
         "cached_tokens": generation.cached_tokens,
         "weight_version": service.weight_version,
         "weight_versions": generation.weight_versions(),
         "num_retractions": generation.num_preemptions,
     }
     if generation.answer.logprobs is not None:
-        spans = zip(generation.answer.logprobs[begin:end], generation.answer.token_ids[begin:end], strict=True)
-        meta["output_token_logprobs"] = [(own, id, None) for (own, _), id in spans]
-        meta["output_top_logprobs"] = [
-            [(value, id, None) for id, value in rivals] for _, rivals in generation.answer.logprobs[begin:end]
-        ]
+
+        def entry(value: float, id: int) -> tuple[float, int, str | None]:
+            return value, id, service.tokenizer.decode([id]) if names_tokens else None
+
+        rated = generation.answer.logprobs[begin:end]
+        spans = zip(rated, generation.answer.token_ids[begin:end], strict=True)
+        meta["output_token_logprobs"] = [entry(own, id) for (own, _), id in spans]
+        if any(rivals for _, rivals in rated):
+            meta["output_top_logprobs"] = [[entry(value, id) for id, value in rivals] for _, rivals in rated]
     text = "".join(generation.answer.texts[begin:end])
     return {
         "text": text,
@@ -131,10 +150,16 @@ def _finish_reason(generation: Generation) -> Body:
 
 
 class _GenerateStream:
-    """Events of a native stream: everything said so far, or only what is new where the server is set so."""
+    """Events of a native stream: everything said so far, or only what is new where the server is set so.
 
-    def __init__(self, service: EngineService, running: Running) -> None:
+    One for each token, or for `interval` of them; the first comes at once. Where chunks have an interval, for all new.
+    """
+
+    def __init__(self, service: EngineService, names_tokens: bool, interval: int, running: Running) -> None:
         self._service = service
+        self._names_tokens = names_tokens
+        self._interval = interval
+        self._merges = service.settings.chunk_interval_s > 0
         self._running = running
         self._is_incremental = service.settings.incremental_streaming_output
         self._seen = [0] * len(running.generations)
@@ -143,15 +168,29 @@ class _GenerateStream:
     def new_events(self) -> list[bytes]:
         events = []
         for index, generation in enumerate(self._running.generations):
-            begin, end = self._seen[index], generation.num_done
-            has_ended = generation.ended_at is not None
-            if begin == end and (not has_ended or self._has_ended[index]):
-                continue
-            self._seen[index], self._has_ended[index] = end, has_ended
-            first = begin if self._is_incremental else 0
-            answer = _answer(self._service, self._running, index, first, end)
-            events.append(b"data: " + orjson.dumps(answer) + b"\n\n")
+            while (begin := self._seen[index]) < (done := generation.num_done):
+                size = done - begin if self._merges else self._interval if begin else 1
+                if begin + size > done and generation.ended_at is None:
+                    break
+                self._seen[index] = end = min(begin + size, done)
+                self._has_ended[index] = generation.ended_at is not None and end == done
+                events.append(self._event(index, begin if self._is_incremental else 0, end))
+            if generation.ended_at is not None and not self._has_ended[index]:  # aborted between two tokens
+                self._has_ended[index] = True
+                events.append(self._last_of_aborted(index, generation))
         return events
+
+    def _event(self, index: int, first: int, end: int) -> bytes:
+        answer = _answer(self._service, self._names_tokens, self._running, index, first, end)
+        return b"data: " + orjson.dumps(answer) + b"\n\n"
+
+    def _last_of_aborted(self, index: int, generation: Generation) -> bytes:
+        """All of the text, in any stream; and in an incremental one the last token once more."""
+        done = generation.num_done
+        answer = _answer(self._service, self._names_tokens, self._running, index, 0, done)
+        if self._is_incremental:
+            answer["output_ids"] = answer["output_ids"][-1:]
+        return b"data: " + orjson.dumps(answer) + b"\n\n"
 
     def last_events(self) -> list[bytes]:
         return [DONE]

@@ -12,6 +12,7 @@ from engines.simulated.routes import Routes
 from engines.simulated.service import EngineService
 from engines.simulated.sglang_dialect import VERSION, SglangDialect, cache_hit_rate
 from engines.simulated.sglang_generate import generate
+from engines.simulated.sglang_tokens import message_routes
 from engines.simulated.weights import SglangWeightRoutes
 
 
@@ -23,7 +24,7 @@ def sglang_routes(service: EngineService, dialect: SglangDialect) -> Routes:
         **common,
         **SglangWeightRoutes(service).table(),
         ("POST", "/v1/tokenize"): common["POST", "/tokenize"],
-        ("POST", "/v1/detokenize"): common["POST", "/detokenize"],
+        **message_routes(service),
         ("POST", "/v1/chat/completions"): partial(chat_completions, service, dialect),
         ("POST", "/v1/completions"): partial(completions, service, dialect),
         ("POST", "/generate"): partial(generate, service, dialect),
@@ -74,6 +75,8 @@ class _Control:
                 "model_path": self._service.served_name,
                 "tokenizer_path": settings.model,
                 "is_generation": True,
+                "tool_call_parser": settings.tool_call_parser,
+                "reasoning_parser": settings.reasoning_parser,
                 "weight_version": self._service.weight_version,
             }
         )
@@ -89,6 +92,9 @@ class _Control:
                 "schedule_policy": "fcfs",
                 "enable_priority_scheduling": settings.scheduling_policy == "priority",
                 "schedule_low_priority_values_first": settings.low_priority_values_first,
+                "incremental_streaming_output": settings.incremental_streaming_output,
+                "sampling_defaults": settings.sampling_defaults,
+                "skip_tokenizer_init": False,
                 "max_running_requests": profile.slots,
                 "max_total_num_tokens": profile.kv_capacity_tokens,
                 "internal_states": [self._load()],

@@ -67,6 +67,7 @@ class Engines:
             "num_running": seen.num_running if seen else None,
             "num_waiting": seen.num_waiting if seen else None,
             "token_legs": member.dialect is not None and member.dialect.tokens is not None,
+            "token_legs_note": (member.dialect.tokens_note if member.dialect else "") or None,
             "num_legs": member.num_legs,
             "num_faults": member.num_faults,
             "last_fault": member.last_fault or None,

@@ -1,10 +1,15 @@
-"""Turns at token level under every disturbance there is: what a client gets is one uninterrupted generation."""
+"""Turns at token level under every disturbance there is: what a client gets is one uninterrupted generation.
+
+On fleets of both kinds of engine, and of both in one. `HEDDLE_FAULT_SEEDS` says how many seeds of each are played.
+"""
 
 import asyncio
 import contextlib
+import os
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +41,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "tools": {"tools": [TOOL]},
     "tool required": {"tools": [TOOL], "tool_choice": "required"},
 }
+NUM_TURNS = 100
+NUM_SEEDS = int(os.environ.get("HEDDLE_FAULT_SEEDS", "2"))
+FLEETS: dict[str, tuple[str, ...]] = {
+    "vllm": ("vllm", "vllm", "vllm"),
+    "sglang": ("sglang", "sglang", "sglang-incremental"),
+    "mixed": ("vllm", "sglang", "sglang-incremental"),
+}
+PAIRS: dict[str, tuple[str, ...]] = {
+    "vllm": ("vllm", "vllm"),
+    "sglang": ("sglang-incremental", "sglang"),
+    "mixed": ("vllm", "sglang"),
+}
+GENERATE = {"vllm": "/inference", "sglang": "/generate"}
+on_every_fleet = pytest.mark.parametrize("fleet", FLEETS)
 URGENT = {"agent_hints": {"priority": 9}}
 ENDURING: dict[str, Any] = {
     "token_legs": "auto", "max_attempts": 100, "retry_pause_s": 0.0, "faults_to_open": 10_000, "save_tokens_s": 0.01
@@ -69,7 +88,7 @@ def told(heard: Heard, stream: bool) -> dict[str, Any]:
             logprobs = choice.get("logprobs") or {}
             said["logprobs"] += logprobs.get("content") or logprobs.get("token_logprobs") or []
             said["reason"] = said["reason"] or choice.get("finish_reason")
-            said["stop"] = said["stop"] or choice.get("stop_reason")
+            said["stop"] = said["stop"] or choice.get("stop_reason") or choice.get("matched_stop")
     said["calls"] = [name for name in said["calls"] if name]
     if said["reason"] == "stop" and said["stop"]:
         said["tokens"] = None  # a stop string found over a seam comes late, see gateway/turns/chain.py
@@ -77,12 +96,21 @@ def told(heard: Heard, stream: bool) -> dict[str, Any]:
     return said
 
 
-def jobs(seed: int, num: int) -> list[tuple[str, dict[str, Any]]]:
-    """Requests of all kinds, in both APIs, streamed and not."""
+def engine_of(kind: str, **more: Any) -> SimulatedEngineSettings:
+    """The settings of an engine of a fleet."""
+    dialect, _, is_incremental = kind.partition("-")
+    more |= {"incremental_streaming_output": bool(is_incremental)}
+    return SimulatedEngineSettings(dialect=dialect, **more)  # type: ignore[arg-type]
+
+
+def jobs(seed: int, num: int, fleet: str) -> list[tuple[str, dict[str, Any]]]:
+    """Requests of all kinds that the fleet serves at token level, in both APIs, streamed and not."""
     dice = random.Random(seed)
     made = []
+    # What holds a call to a grammar is known only to SGLang's chat route.
+    kinds = [kind for kind in KINDS if fleet == "vllm" or kind != "tool required"]
     for number in range(num):
-        kind, api, stream = dice.choice(list(KINDS)), dice.choice(("chat", "completions")), dice.random() < 0.6
+        kind, api, stream = dice.choice(kinds), dice.choice(("chat", "completions")), dice.random() < 0.6
         if kind.startswith("tool"):
             api = "chat"
         made.append((api, body_of(seed * 10_000 + number, kind, api, stream)))
@@ -128,45 +156,113 @@ def differences(expected: Sequence[Any], got: Sequence[Any], asked: Sequence[tup
     ]
 
 
-@pytest.mark.parametrize("seed", range(8))
-async def test_legs_that_break_anywhere_leave_no_trace_in_any_answer(client: httpx.AsyncClient, seed: int) -> None:
+@on_every_fleet
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+async def test_legs_that_break_anywhere_leave_no_trace_in_any_answer(
+    client: httpx.AsyncClient, fleet: str, seed: int
+) -> None:
     """Connections reset, streams end, nonsense comes, at a token that dice choose; some engines refuse."""
     dice = random.Random(seed)
-    faults = [
-        Fault(kind, after_chunks=dice.randrange(1, 60), probability=0.12, path="/inference")
-        for kind in ("die", "reset", "nonsense", "die", "reset")
-    ]
-    faults += [Fault("error", probability=0.05, path="/v1"), Fault("refuse", probability=0.05, path="/inference")]
-    asked = jobs(seed, 250)
-    settings = [SimulatedEngineSettings(speed_up=100, seed=n, faults=tuple(faults)) for n in range(3)]
+    asked = jobs(seed, NUM_TURNS, fleet)
+    settings = [engine_of(kind, speed_up=100, seed=seed * 10 + n) for n, kind in enumerate(FLEETS[fleet])]
     async with fleet_of(*settings) as engines, running_gateway(*engines, **ENDURING) as gateway:
+        # Only now: an engine that refuses to say whether it has token routes has none.
+        for engine, one in zip(engines, settings, strict=True):
+            generate = GENERATE[one.dialect]
+            faults = [
+                Fault(kind, after_chunks=dice.randrange(1, 60), probability=0.12, path=generate)
+                for kind in ("die", "reset", "nonsense", "die", "reset")
+            ]
+            faults += [Fault("error", probability=0.05, path="/v1"), Fault("refuse", probability=0.05, path=generate)]
+            put = await client.post(engine + "/simulate/faults", json={"faults": [asdict(fault) for fault in faults]})
+            assert put.status_code == 200
         got = await all_told(client, gateway.url, asked)
         metrics = (await client.get(gateway.url + "/metrics")).text
     assert not (found := differences(await undisturbed(asked), got, asked)), "\n".join(found[:3])
-    assert count_of(metrics, 'heddle_retried_legs_total{fault="engine"}') > 60
+    assert count_of(metrics, 'heddle_retried_legs_total{fault="engine"}') > NUM_TURNS / 4
 
 
-@pytest.mark.parametrize("seed", range(2))
+class Crowd:
+    """Turns that keep engines busy for as long as it takes to do something to them, however slow the machine is.
+
+    Attributes:
+        asked: the requests that were sent.
+        got: what each was told.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, url: str, asked: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.got: list[Any] = []
+        self._client = client
+        self._url = url
+        self._waiting = list(reversed(asked))
+        self._is_leaving = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> "Crowd":
+        self._tasks = [asyncio.create_task(self._ask_on()) for _ in range(24)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._is_leaving = True
+        await asyncio.gather(*self._tasks)
+
+    async def _ask_on(self) -> None:
+        while self._waiting and not self._is_leaving:
+            one = self._waiting.pop()
+            (got,) = await all_told(self._client, self._url, [one])
+            self.asked.append(one)
+            self.got.append(got)
+
+
+@on_every_fleet
 async def test_engines_that_are_drained_and_come_back_all_the_time_leave_no_trace(
-    client: httpx.AsyncClient, seed: int
+    client: httpx.AsyncClient, fleet: str
 ) -> None:
     """Each drain pauses what runs there at whatever token it has come to; it goes on at another engine."""
-    asked = jobs(seed + 10, 60)
-    settings = [SimulatedEngineSettings(speed_up=2, seed=n) for n in range(2)]
+    settings = [engine_of(kind, speed_up=2, seed=n) for n, kind in enumerate(PAIRS[fleet])]
     async with fleet_of(*settings) as engines, running_gateway(*engines, **ENDURING) as gateway:
-        got = asyncio.create_task(all_told(client, gateway.url, asked))
         ids = [engine["id"] for engine in await engines_of(client, gateway.url)]
         moved = 0
-        for drained, _ in [(0, 1), (1, 0)] * 4:
-            await eventually(lambda n=drained: has_legs(client, gateway.url, n, 3), 60)
-            moved += (await engines_of(client, gateway.url))[drained]["num_legs"]
-            url = f"{gateway.url}/v1/engines/{ids[drained]}"
-            answer = await client.post(f"{url}/drain?timeout_s=60", headers=ADMIN, timeout=90)
-            assert answer.json()["is_drained"] and answer.json()["token_legs"]
-            await client.post(f"{url}/uncordon", headers=ADMIN)
-        said = await got
-    assert moved > 24
-    assert not (found := differences(await undisturbed(asked), said, asked)), "\n".join(found[:3])
+        async with Crowd(client, gateway.url, jobs(10, 2000, fleet)) as crowd:
+            for drained in (0, 1) * 3:
+                await eventually(lambda n=drained: has_legs(client, gateway.url, n, 3), 120)
+                moved += (await engines_of(client, gateway.url))[drained]["num_legs"]
+                url = f"{gateway.url}/v1/engines/{ids[drained]}"
+                answer = await client.post(f"{url}/drain?timeout_s=60", headers=ADMIN, timeout=90)
+                assert answer.json()["is_drained"] and answer.json()["token_legs"]
+                await client.post(f"{url}/uncordon", headers=ADMIN)
+    assert moved > 6
+    assert not (found := differences(await undisturbed(crowd.asked), crowd.got, crowd.asked)), "\n".join(found[:3])
+
+
+@on_every_fleet
+async def test_engines_that_hang_in_mid_turn_lose_no_turn(client: httpx.AsyncClient, fleet: str) -> None:
+    """An engine stands still with its turns, which go on at the other."""
+    settings = [engine_of(kind, speed_up=4, seed=n) for n, kind in enumerate(PAIRS[fleet])]
+    impatient: dict[str, Any] = ENDURING | {"silence_timeout_s": 2, "stall_timeout_s": 2, "observe_interval_s": 0.5}
+    async with fleet_of(*settings) as engines, running_gateway(*engines, **impatient) as gateway:
+        async with Crowd(client, gateway.url, jobs(20, 2000, fleet)) as crowd:
+            await eventually(lambda: has_legs(client, gateway.url, 0, 3), 120)
+            await stand_still(client, engines[0], settings[0].dialect)
+            await eventually(lambda: has_failed_over(client, gateway.url), 120)
+        await go_on(client, engines[0], settings[0].dialect)
+    assert not (found := differences(await undisturbed(crowd.asked), crowd.got, crowd.asked)), "\n".join(found[:3])
+
+
+async def has_failed_over(client: httpx.AsyncClient, url: str) -> bool:
+    return count_of((await client.get(url + "/metrics")).text, 'heddle_retried_legs_total{fault="engine"}') >= 3
+
+
+async def stand_still(client: httpx.AsyncClient, engine: str, dialect: str) -> None:
+    if dialect == "vllm":
+        await client.post(engine + "/pause?mode=keep&clear_cache=false")
+    else:
+        await client.post(engine + "/pause_generation", json={"mode": "in_place"})
+
+
+async def go_on(client: httpx.AsyncClient, engine: str, dialect: str) -> None:
+    await client.post(engine + ("/resume" if dialect == "vllm" else "/continue_generation"), json={})
 
 
 async def engines_of(client: httpx.AsyncClient, url: str) -> list[dict[str, Any]]:
@@ -178,12 +274,13 @@ async def has_legs(client: httpx.AsyncClient, url: str, number: int, num: int) -
     return bool((await engines_of(client, url))[number]["num_legs"] >= num)
 
 
+@on_every_fleet
 async def test_urgent_turns_take_slots_from_others_which_lose_nothing(
-    client: httpx.AsyncClient, tmp_path: Path
+    client: httpx.AsyncClient, tmp_path: Path, fleet: str
 ) -> None:
     """The scheduler's own Preempt, over and over: a leg is stopped at its engine, and goes on when a slot is free."""
-    asked = jobs(77, 40)
-    settings = [SimulatedEngineSettings(speed_up=1, seed=n) for n in range(2)]
+    asked = jobs(77, 40, fleet)
+    settings = [engine_of(kind, speed_up=1, seed=n) for n, kind in enumerate(PAIRS[fleet])]
     event_log = tmp_path / "events.jsonl"
     preempting: dict[str, Any] = {"policy": "remaining-first", "preempt_after_s": 0.0, "event_log": str(event_log)}
     async with fleet_of(*settings) as engines:
@@ -199,29 +296,30 @@ async def test_urgent_turns_take_slots_from_others_which_lose_nothing(
     assert not (found := differences(await undisturbed(asked), said, asked)), "\n".join(found[:3])
 
 
-async def test_an_engine_that_is_killed_loses_no_turn(client: httpx.AsyncClient) -> None:
-    """Also one that hangs first: every turn goes on from its last token on the engine that is left."""
-    asked = jobs(5, 60)
+@on_every_fleet
+async def test_an_engine_that_is_killed_loses_no_turn(client: httpx.AsyncClient, fleet: str) -> None:
+    """Every turn goes on from its last token on the engine that is left."""
+    second_kind, first_kind = PAIRS[fleet]  # in a mixed fleet SGLang dies: the other way is that of the drains
     async with AsyncExitStack() as stack:
-        first = await stack.enter_async_context(serve_engine(SimulatedEngineSettings(speed_up=4)))
+        first = await stack.enter_async_context(serve_engine(engine_of(first_kind, speed_up=4)))
         async with (
-            serve_engine(SimulatedEngineSettings(speed_up=20)) as second,
+            serve_engine(engine_of(second_kind, speed_up=20)) as second,
             running_gateway(first, second, **ENDURING) as gateway,
+            Crowd(client, gateway.url, jobs(5, 2000, fleet)) as crowd,
         ):
-            got = asyncio.create_task(all_told(client, gateway.url, asked))
-
-            await eventually(lambda: has_legs(client, gateway.url, 0, 6), 60)
+            await eventually(lambda: has_legs(client, gateway.url, 0, 6), 120)
             await stack.aclose()
-            said = await got
-    assert not (found := differences(await undisturbed(asked), said, asked)), "\n".join(found[:3])
+    assert not (found := differences(await undisturbed(crowd.asked), crowd.got, crowd.asked)), "\n".join(found[:3])
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_killed_gateway_goes_on_where_it_was(client: httpx.AsyncClient, tmp_path: Path, stream: bool) -> None:
+@pytest.mark.parametrize(("kind", "stream"), [("vllm", False), ("sglang", True)])
+async def test_a_killed_gateway_goes_on_where_it_was(
+    client: httpx.AsyncClient, tmp_path: Path, kind: str, stream: bool
+) -> None:
     """A request that is sent again after a restart gets the whole answer, and little of it is generated twice."""
     num, length = 12, 400
     bodies = [body_of(number, "plain", "chat", stream) | {"max_tokens": length} for number in range(num)]
-    async with serve_engine(SimulatedEngineSettings(speed_up=2)) as engine:
+    async with serve_engine(engine_of(kind, speed_up=2)) as engine:
         options = ("--engine", engine, "--store", f"sqlite:{tmp_path / 'heddle.sqlite3'}")
         environment = {"HEDDLE_TOKEN_LEGS": "auto", "HEDDLE_SAVE_TOKENS_S": "0.05"}
         async with gateway_process(*options, **environment) as gateway:
@@ -251,4 +349,5 @@ async def test_a_killed_gateway_goes_on_where_it_was(client: httpx.AsyncClient, 
 
 async def made_by(client: httpx.AsyncClient, engine: str) -> float:
     page = (await client.get(engine + "/metrics")).text
-    return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith("vllm:generation_tokens_total"))
+    counter = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
+    return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(counter))

@@ -56,7 +56,7 @@ async def test_what_runs_goes_on_under_the_new_weights_from_its_next_token(
     start: Start, kind: str, mode: UpdateMode, way: str
 ) -> None:
     """Its tokens before are those of the old weights; those after, of an engine that had the new ones from there on."""
-    client = await start(dialect=kind, speed_up=20.0)
+    client = await start(dialect=kind, speed_up=2.0)  # 200 tokens take a second: time for a busy machine to pause them
     other = await start(dialect=kind, weight_version="v7", speed_up=1000.0)
     prompt = TOKENIZER.encode("Tell me about looms. " * 20)
     undisturbed = await generate(client, kind, prompt, 200)
@@ -119,7 +119,7 @@ async def test_a_load_that_fails_says_at_which_step_and_what_the_engine_said(sta
 @KINDS
 async def test_a_stream_in_flight_just_pauses(start: Start, kind: str) -> None:
     """No event is lost or twice, whatever its weights."""
-    client = await start(dialect=kind, speed_up=20.0)
+    client = await start(dialect=kind, speed_up=2.0)  # 200 tokens take a second: time for a busy machine to pause them
     body = {"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 150, "ignore_eos": True, "stream": True}
     http, weights = engine_http(client), WEIGHTS[kind]
     text = ""

@@ -1,0 +1,311 @@
+"""SGLang's token routes: `/v1/tokenize`, `/generate` with `input_ids`, `/v1/detokenize` (0.5.23, srt/entrypoints).
+
+`/v1/tokenize` takes a chat's body as it is and gives the prompt that the chat route would make of it. `/generate` knows
+no chat: its sampling parameters are made here as that route makes them (openai/protocol.py), and what it would make a
+grammar of its own for passes through. `sglang_messages.py` reads tool calls and reasoning.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from engines.dialect import Upstream
+from engines.http import HttpClient
+from engines.sglang_messages import MessageReader
+from engines.tokens import Asking, Delta, Event, Piece, Rendered, TokenLeg, Whole
+
+_TOKENIZE = "/v1/tokenize"
+_DETOKENIZE = "/v1/detokenize"
+# What the server puts in where `/generate` is not told; a server may have others of its own, so all are told.
+_DEFAULTS: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+# These the model's generation_config.json may set for a chat, unless the server was told otherwise.
+_SET_BY_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_ALIKE = (*_DEFAULTS, "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "logit_bias", "regex", "ebnf")
+# What these fields ask for is not done, or not told, by `/generate` as it is asked here; or it changes the render.
+_BEYOND = (
+    "add_generation_prompt",
+    "add_special_tokens",
+    "bootstrap_host",
+    "custom_logit_processor",
+    "custom_params",
+    "input_ids",
+    "json_schema",
+    "lora_path",
+    "return_cached_tokens_details",
+    "return_hidden_states",
+    "return_input_ids_in_sglext",
+    "return_meta_info",
+    "return_output_ids_in_sglext",
+    "return_prompt_token_ids",
+    "return_routed_experts",
+    "return_sampling_mask",
+    "return_spec_tokens_details",
+    "session_params",
+    "stop_regex",
+    "watermark",
+)
+# Others are for the engine's own route to refuse.
+_LOWEST = {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 0, "top_logprobs": 0, "seed": -(2**63)}
+_TAIL_TOKENS = 16  # of the prompt, for the text of a token depends on the ones before it
+_COARSE_TOKENS = 32  # as for vLLM: few large events where nobody waits for single tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says of itself.
+
+    Args:
+        is_incremental: an event of a stream has only what is new, not all from the start.
+        has_own_defaults: a chat that does not name its sampling parameters gets the model's.
+    """
+
+    context_tokens: int
+    is_incremental: bool
+    has_own_defaults: bool
+    tool_parser: str | None
+    reasoning_parser: str | None
+
+
+class NoTokenRoutes(Exception):
+    """The server has none; the message says why."""
+
+
+async def facts_of(http: HttpClient, timeout_s: float) -> ServerFacts:
+    """Ask a server whether it has these routes. Raises NoTokenRoutes, and what HttpClient raises."""
+    for path in (_TOKENIZE, _DETOKENIZE, "/generate"):
+        status, _ = await http.post(path, b"{}", timeout_s)
+        if status not in (400, 422):  # an empty request is malformed, the route is there
+            raise NoTokenRoutes(f"it has no {path}")
+    answers = []
+    for path in ("/server_info", "/model_info", "/v1/models"):
+        status, body = await http.get(path, timeout_s)
+        if status != 200:
+            raise NoTokenRoutes(f"{path} answered {status}")
+        answers.append(body)
+    try:
+        server, model, models = map(orjson.loads, answers)
+        if server.get("skip_tokenizer_init"):
+            raise NoTokenRoutes("it runs with --skip-tokenizer-init")
+        return ServerFacts(
+            context_tokens=int(models["data"][0]["max_model_len"]),
+            is_incremental=bool(server.get("incremental_streaming_output")),
+            has_own_defaults=server.get("sampling_defaults") != "openai",
+            tool_parser=model.get("tool_call_parser"),
+            reasoning_parser=model.get("reasoning_parser"),
+        )
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise NoTokenRoutes(f"it does not say what it is: {error!r}") from None
+
+
+class SglangTokens:
+    """Speaks to `python -m sglang.launch_server`."""
+
+    kind = "sglang"
+    stop_field = "matched_stop"
+
+    def __init__(self, facts: ServerFacts) -> None:
+        self._facts = facts
+        self._messages = MessageReader(facts.tool_parser, facts.reasoning_parser)
+
+    @property
+    def limits(self) -> str:
+        """Which requests pass through all the same, beside those of any engine."""
+        limits = [self._messages.limits] if self._messages.limits else []
+        if self._facts.has_own_defaults:
+            limits.append(f"a chat must name {', '.join(_SET_BY_MODEL)} (or start it with --sampling-defaults openai)")
+        return "; ".join(limits)
+
+    def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream | None:
+        if path == "/v1/chat/completions":
+            return Upstream(_TOKENIZE, b"", body)
+        prompt = request.get("prompt")
+        return Upstream(_TOKENIZE, b"", orjson.dumps({"prompt": prompt})) if isinstance(prompt, str) else None
+
+    def rendered(self, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
+        ids = orjson.loads(answer)["tokens"] if answer else request.get("prompt")
+        is_chat = "messages" in request
+        grammar = _grammar(request)
+        if not isinstance(ids, list) or grammar is None or not _is_well_formed(request):
+            return None
+        if is_chat and self._facts.has_own_defaults and any(request.get(name) is None for name in _SET_BY_MODEL):
+            return None
+        needs_parser = is_chat and self._messages.is_needed(request)
+        # With reasoning the grammar would begin behind it, and beside tools it forbids them: both are the chat route's.
+        if needs_parser and (grammar or not self._messages.can_read(request)):
+            return None
+        wanted = request.get("max_tokens")
+        if is_chat:
+            room = self._facts.context_tokens - len(ids) - 1
+            wanted = request.get("max_completion_tokens") or wanted or room
+        num_logprobs = _num_logprobs(request, is_chat)
+        includes_stop = bool(request.get("no_stop_trim") or request.get("include_stop_str_in_output"))
+        given = {name: request[name] for name in _ALIKE if request.get(name) is not None}
+        further = {"no_stop_trim": includes_stop, "sampling_seed": request.get("seed")}
+        sampling = {**_DEFAULTS, **given, **grammar, **further}
+        stop = request.get("stop") or ()
+        return Rendered(
+            kind=self.kind,
+            prompt_ids=ids,
+            call={
+                "sampling_params": sampling,
+                "return_logprob": num_logprobs is not None,
+                "top_logprobs_num": num_logprobs or 0,
+                "cache_salt": request.get("cache_salt"),
+                "extra_key": request.get("extra_key"),
+            },
+            max_tokens=16 if wanted is None else wanted,
+            min_tokens=request.get("min_tokens") or 0,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            includes_stop=includes_stop,
+            needs_parser=needs_parser,
+            has_grammar=bool(grammar),
+        )
+
+    def generate(self, rendered: Rendered, leg: TokenLeg) -> Upstream:
+        sampling: dict[str, Any] = {
+            **rendered.call["sampling_params"],
+            "max_new_tokens": rendered.max_tokens - leg.num_made,
+            "min_new_tokens": max(rendered.min_tokens - leg.num_made, 0),
+        }
+        if sampling["sampling_seed"] is not None:
+            # Its dice depend on a token's place in the sequence too, so a later leg throws as the first would have.
+            sampling["sampling_seed"] += leg.index
+        if rendered.needs_parser:
+            sampling["skip_special_tokens"] = False
+        if leg.is_coarse:
+            sampling["stream_interval"] = _COARSE_TOKENS
+        own, salt = rendered.call["cache_salt"], leg.cache_salt
+        call: dict[str, Any] = {
+            **rendered.call,
+            "rid": leg.request_id,
+            "input_ids": leg.prompt_ids,
+            "sampling_params": sampling,
+            "return_logprob": rendered.call["return_logprob"] or leg.wants_logprobs,
+            "return_text_in_logprobs": True,
+            "cache_salt": (f"{own}.{salt}" if own else salt) if salt else own,
+            "priority": leg.priority,
+            "routing_key": leg.trajectory_id,
+            "stream": True,
+        }
+        told = {name: value for name, value in call.items() if value is not None}
+        return Upstream("/generate", b"", orjson.dumps(told))
+
+    def reader(self, rendered: Rendered) -> Callable[[Event], Piece]:
+        return _EventReader(self._facts.is_incremental, rendered)
+
+    def texts(self, rendered: Rendered, outputs: Sequence[Sequence[int]]) -> Upstream:
+        tail = rendered.prompt_ids[-_TAIL_TOKENS:]
+        call: dict[str, Any] = {"tokens": [tail, *([*tail, *ids] for ids in outputs)]}
+        if rendered.call["sampling_params"].get("skip_special_tokens") is False:
+            call["skip_special_tokens"] = False
+        return Upstream(_DETOKENIZE, b"", orjson.dumps(call))
+
+    def read_texts(self, answer: bytes) -> list[str]:
+        before, *texts = orjson.loads(answer)["text"]
+        return [text[len(before) :].rstrip("\ufffd") for text in texts]
+
+    async def derender(
+        self, ask: Asking, request: Mapping[str, Any], prompt_ids: Sequence[int], last: Whole | Delta
+    ) -> tuple[dict[str, Any], Any]:
+        tail = prompt_ids[-_TAIL_TOKENS:]
+        if isinstance(last, Delta):
+            return await self._messages.delta(ask, request, tail, last)
+        return await self._messages.whole(ask, request, tail, last), None
+
+
+def _is_well_formed(request: Mapping[str, Any]) -> bool:
+    """Whether it asks for what `/generate` gives, and by values that a number can be made of."""
+    for name, lowest in _LOWEST.items():
+        value = request.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < lowest):
+            return False
+    if request.get("tool_choice") not in (None, "none", "auto"):
+        return False
+    return not any(request.get(name) not in (None, False) for name in _BEYOND)
+
+
+def _grammar(request: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The sampling parameter that holds an answer to a form; None for one that only the chat route makes."""
+    form = request.get("response_format") or {}
+    match form.get("type") if isinstance(form, dict) else "":
+        case None | "text":
+            return {name: request[name] for name in ("regex", "ebnf") if request.get(name)}
+        case "json_object":
+            return {"json_schema": '{"type": "object"}'}
+        case "json_schema" if isinstance(schema := (form.get("json_schema") or {}).get("schema"), dict):
+            return {"json_schema": orjson.dumps(schema).decode()}
+        case _:
+            return None
+
+
+def _num_logprobs(request: Mapping[str, Any], is_chat: bool) -> int | None:
+    """How many rivals are to be named with each token; None for no log-probabilities."""
+    if is_chat:
+        return (request.get("top_logprobs") or 0) if request.get("logprobs") else None
+    number = request.get("logprobs")
+    return int(number) if number is not None else None
+
+
+class _EventReader:
+    """Reads one stream, of which each event has the text, ids and log-probabilities of all tokens or of new ones."""
+
+    def __init__(self, is_incremental: bool, rendered: Rendered) -> None:
+        self._is_incremental = is_incremental
+        self._stop_ids = rendered.call["sampling_params"].get("stop_token_ids") or ()
+        self._has_text = not rendered.needs_parser
+        self._num_ids = self._num_rated = self._num_characters = 0
+
+    def __call__(self, event: Event) -> Piece:
+        meta = event["meta_info"]
+        reason = meta["finish_reason"]
+        kind, matched = (reason["type"], reason.get("matched")) if reason else (None, None)
+        if kind == "abort":  # in an incremental stream it says the last token again, and the text from the start
+            return Piece([], finish_reason=_abort(reason))
+        ids, text = event["output_ids"], event["text"]
+        rated, rivals = meta.get("output_token_logprobs"), meta.get("output_top_logprobs")
+        if not self._is_incremental:
+            ids, self._num_ids = ids[self._num_ids :], len(ids)
+            text, self._num_characters = text[self._num_characters :], len(text)
+            if rated is not None:
+                rivals = rivals[self._num_rated :] if rivals else None
+                rated, self._num_rated = rated[self._num_rated :], len(rated)
+        spans = (meta.get("weight_versions") or ()) if kind else ()
+        return Piece(
+            ids,
+            text if self._has_text else "",
+            _entries(rated, rivals) if rated is not None else None,
+            kind,
+            # A token that ends every answer is no reason worth telling; one that the client named is.
+            matched if isinstance(matched, str) or matched in self._stop_ids else None,
+            tuple((span["version"], span["start"], span["end"]) for span in spans),
+            meta.get("cached_tokens"),
+        )
+
+
+def _abort(reason: Mapping[str, Any]) -> str:
+    """An abort for what the request itself is would be the same anywhere."""
+    return "error" if reason.get("status_code") == 400 else "abort"
+
+
+def _entries(rated: Sequence[Sequence[Any]], rivals: Sequence[Any] | None) -> list[dict[str, Any]]:
+    entries = []
+    for i, token in enumerate(rated):
+        top = (rivals[i] if rivals else None) or ()
+        entries.append({**_entry(*token), "top_logprobs": [_entry(*rival) for rival in top]})
+    return entries
+
+
+def _entry(logprob: float, _: int, text: str | None) -> dict[str, Any]:
+    said = text or ""
+    # Part of a character has no text of its own, and its bytes are not told.
+    return {"token": said, "logprob": logprob, "bytes": None if "\ufffd" in said else list(said.encode())}
