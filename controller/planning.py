@@ -74,7 +74,7 @@ def propose(
     found = _weighed(f"{len(work.remaining)} trajectories", work.remaining, state, profiles, floor, rule)
     if isinstance(found, str) or not found.is_worth_it or found.current_s == float("inf"):
         return found
-    if (work.correlation or 0.0) < rule.min_correlation:
+    if max(work.correlation or 0.0, 0.0) < rule.min_correlation:
         shown = "nothing" if work.correlation is None else f"{work.correlation:.2f}"
         why = f"{found.why}; but the predictor has shown {shown}, and {rule.min_correlation:.2f} is asked for"
         return replace(found, is_worth_it=False, why=why)

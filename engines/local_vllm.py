@@ -14,7 +14,7 @@ from pathlib import Path
 from engines.children import Child, LaunchError, Progress, child, free_port
 
 DEFAULT_VENV = Path(".venv-vllm")
-START_TIMEOUT_S = 300.0  # Two servers at once take about 45 s on 2 cores, and much longer from a cold disk.
+START_TIMEOUT_S = 600.0  # Two servers at once take about 45 s on 2 cores; on a busy machine or a cold disk, minutes.
 
 
 @dataclass(frozen=True, slots=True)

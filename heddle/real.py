@@ -21,6 +21,7 @@ from workloads.laws import draw, law_named
 from workloads.traces import load_trace
 from workloads.trajectories import Workload
 
+ENGINE_TIMEOUT_S = 300.0  # Of one request; a busy machine stands still for many seconds.
 POLICIES = (("round-robin", "round-robin / fcfs"), ("heddle", "Heddle"))
 _EPILOG = """examples:
   heddle real
@@ -93,17 +94,23 @@ async def _warm_up(engine_url: str) -> None:
     http = HttpClient(engine_url)
     body = {"prompt": "warm " * 400, "max_tokens": 64, "ignore_eos": True}
     try:
-        await http.post("/v1/completions", orjson.dumps(body), timeout_s=60.0)
+        await http.post("/v1/completions", orjson.dumps(body), timeout_s=ENGINE_TIMEOUT_S)
     finally:
         http.close()
 
 
 async def _clear_prefix_cache(engine_url: str) -> None:
-    """So that no policy finds what the one before it left. A route of vLLM's development mode."""
-    http = HttpClient(engine_url)
+    """So that no policy finds what the one before it left. A route of vLLM's development mode, which refuses while a
+    turn that is over still holds blocks, so it is asked until then."""
+    http, status, body = HttpClient(engine_url), 0, b""
     try:
-        status, body = await http.post("/reset_prefix_cache", b"", timeout_s=30.0)
+        async with asyncio.timeout(ENGINE_TIMEOUT_S):
+            while True:
+                status, body = await http.post("/reset_prefix_cache", b"", timeout_s=ENGINE_TIMEOUT_S)
+                if status == 200 and b"true" in body:
+                    return
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise LaunchError(f"vLLM at {engine_url} keeps its prefix cache: {status} {body[:200]!r}") from None
     finally:
         http.close()
-    if status != 200 or b"true" not in body:
-        raise LaunchError(f"vLLM at {engine_url} keeps its prefix cache: {status} {body[:200]!r}")

@@ -1,5 +1,6 @@
 """One rollout through a gateway of its own: what the demo and `heddle real` compare policies with."""
 
+import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,7 +14,10 @@ from loadtest.replayer import ReplaySettings, replay
 from loadtest.results import RolloutResult
 from workloads.trajectories import Workload
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
+
+# Engines on the gateway's own machine stand still with it when it is busy (seen: 20 s), and are well all the same.
+PATIENCE = {"HEDDLE_START_TIMEOUT_S": "60", "HEDDLE_OBSERVE_TIMEOUT_S": "60"}
 
 
 @asynccontextmanager
@@ -25,7 +29,7 @@ async def local_gateway(engines: Sequence[str], policy: str, work_dir: Path, *fl
     command += ["--store", f"sqlite:{store}", *flags]
     for engine in engines:
         command += ["--engine", engine]
-    async with child(command, work_dir / f"gateway-{policy}.log") as gateway:
+    async with child(command, work_dir / f"gateway-{policy}.log", PATIENCE | os.environ) as gateway:
         url = f"http://127.0.0.1:{port}"
         await gateway.until_ready("gateway", [f"{url}/readyz"], START_TIMEOUT_S)
         yield url

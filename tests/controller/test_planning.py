@@ -47,6 +47,8 @@ def test_an_untrusted_predictor_moves_nothing() -> None:
     for correlation, shown in ((None, "nothing"), (0.5, "0.50")):
         found = proposed(replace(TAIL, correlation=correlation))
         assert not found.is_worth_it and f"has shown {shown}" in found.why
+    blind = propose(replace(TAIL, correlation=-0.3), SMALL, PROFILES, FLOOR, replace(RULE, min_correlation=0.0))
+    assert isinstance(blind, Proposal) and blind.is_worth_it, "who asks for no trust gets plans from any predictor"
 
 
 def test_a_relaunch_that_takes_too_long_is_not_worth_it() -> None:

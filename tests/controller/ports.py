@@ -1,0 +1,211 @@
+"""A launcher and a gateway in memory, before and behind which a controller can be killed at every point.
+
+They outlive controllers, as processes and the gateway do, and assert that no controller does harm. A point is the
+moment before or after a record, before or after each call that changes something, and in the middle of a launch and of
+a stop, which are not one act with any real launcher.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from controller.gateway_client import GatewayAway, Member, Work
+from controller.journal import Journal, State
+from controller.launcher import LaunchFailed, Server, ServerSpec, ServerState
+
+
+class Killed(BaseException):
+    """SIGKILL, as far as a process can show it to itself: nothing catches it, and nothing works after it."""
+
+
+@dataclass
+class Fuse:
+    """Kills whoever passes point number `at`, and everything of that process after it. None: never."""
+
+    at: int | None = None
+    num_passed: int = 0
+    is_blown: bool = False
+
+    def pass_point(self) -> None:
+        if self.is_blown:
+            raise Killed
+        self.num_passed += 1
+        if self.num_passed == self.at:
+            self.is_blown = True
+            raise Killed
+
+
+class FusedJournal(Journal):
+    """A journal with a point before and after each record."""
+
+    def __init__(self, path: Path, fuse: Fuse) -> None:
+        super().__init__(path)
+        self._fuse = fuse
+
+    def write(self, **record: Any) -> State:
+        self._fuse.pass_point()
+        state = super().write(**record)
+        self._fuse.pass_point()
+        return state
+
+
+@dataclass
+class Floor:
+    """What is there whatever a controller believes: servers, and what the gateway has of them.
+
+    Args:
+        turns: running on each server, by URL; they end one look after nothing new comes.
+    """
+
+    devices: tuple[str, ...]
+    port: int
+    servers: dict[str, Server] = field(default_factory=dict)
+    members: dict[str, Member] = field(default_factory=dict)
+    turns: dict[str, int] = field(default_factory=dict)
+    moved: set[str] = field(default_factory=set)
+    has_gateway: bool = True
+
+    def alive(self) -> list[Server]:
+        return [one for one in self.servers.values() if one.state is not ServerState.EXITED]
+
+
+class MemoryLauncher:
+    """One controller's way to the servers."""
+
+    def __init__(self, floor: Floor, fuse: Fuse) -> None:
+        self._floor = floor
+        self._fuse = fuse
+
+    def inventory(self) -> tuple[str, ...]:
+        return self._floor.devices
+
+    async def launch(self, spec: ServerSpec) -> Server:
+        self._fuse.pass_point()
+        servers = self._floor.servers
+        there = servers.get(spec.server_id)
+        if there is None:
+            for other in self._floor.alive():
+                if set(other.spec.devices) & set(spec.devices):
+                    raise LaunchFailed(f"{other.spec.server_id} holds a device of {spec.server_id}")
+            url = f"http://127.0.1.{len(servers) + 1}:{self._floor.port}"  # another address for each, one listener
+            servers[spec.server_id] = Server(spec, ServerState.STARTING, url)
+        self._fuse.pass_point()
+        if servers[spec.server_id].state is ServerState.STARTING:
+            servers[spec.server_id] = replace(servers[spec.server_id], state=ServerState.RUNNING)
+        self._fuse.pass_point()
+        return servers[spec.server_id]
+
+    async def find(self, fleet_id: str) -> list[Server]:
+        if self._fuse.is_blown:
+            raise Killed
+        return [one for one in self._floor.servers.values() if one.spec.fleet_id == fleet_id]
+
+    async def stop(self, server_id: str, grace_s: float) -> None:
+        self._fuse.pass_point()
+        server = self._floor.servers.get(server_id)
+        if server is None:
+            return
+        if server.state is not ServerState.EXITED:
+            member = self._floor.members.get(server.url or "")
+            assert not self._floor.turns.get(server.url or ""), "a server is stopped while turns run on it"
+            assert member is None or member.is_cordoned, "a server is stopped that the gateway may give turns"
+            assert member is None or member.engine_id in self._floor.moved, "its KV was not offered to others"
+        await asyncio.sleep(0)
+        self._fuse.pass_point()
+        self._floor.servers[server_id] = replace(server, state=ServerState.EXITED, exit_cause="stopped")
+        self._fuse.pass_point()
+
+
+class MemoryGateway:
+    """One controller's way to the gateway; in place of `GatewayClient`."""
+
+    def __init__(self, floor: Floor, fuse: Fuse) -> None:
+        self._floor = floor
+        self._fuse = fuse
+
+    async def engines(self) -> list[Member]:
+        if self._fuse.is_blown:
+            raise Killed
+        self._check_there()
+        told = []
+        for url, member in self._floor.members.items():
+            told.append(replace(member, num_turns=self._floor.turns.get(url, 0)))
+            if member.is_cordoned:
+                self._floor.turns[url] = 0
+        return told
+
+    async def work(self, since: float = 0.0) -> Work:
+        self._check_there()
+        return Work((), 0, None)
+
+    async def add(self, engine: dict[str, Any]) -> None:
+        self._fuse.pass_point()
+        self._check_there()
+        url = engine["url"]
+        server = next(one for one in self._floor.servers.values() if one.url == url)
+        assert server.state is ServerState.RUNNING, "the gateway is told of a server that is not there"
+        if url not in self._floor.members:
+            self._floor.members[url] = Member(f"at {url}", url, is_ready=True, is_cordoned=False, num_turns=0)
+            self._floor.turns[url] = 1
+        self._fuse.pass_point()
+
+    async def drain(self, engine_id: str) -> None:
+        await self._change(engine_id, is_cordoned=True)
+
+    async def uncordon(self, engine_id: str) -> None:
+        await self._change(engine_id, is_cordoned=False)
+
+    async def remove(self, engine_id: str) -> None:
+        self._fuse.pass_point()
+        self._check_there()
+        url = engine_id.removeprefix("at ")
+        alive = {one.url for one in self._floor.alive()}
+        assert url not in alive, "the gateway is told to forget a server that works"
+        self._floor.members.pop(url, None)
+        self._fuse.pass_point()
+
+    async def move(self, engine_id: str) -> None:
+        """The mover."""
+        self._fuse.pass_point()
+        assert not self._floor.turns.get(engine_id.removeprefix("at ")), "KV is moved under a turn"
+        self._floor.moved.add(engine_id)
+        self._fuse.pass_point()
+
+    def close(self) -> None:
+        pass
+
+    async def _change(self, engine_id: str, is_cordoned: bool) -> None:
+        self._fuse.pass_point()
+        self._check_there()
+        url = engine_id.removeprefix("at ")
+        self._floor.members[url] = replace(self._floor.members[url], is_cordoned=is_cordoned)
+        self._floor.turns[url] = int(not is_cordoned or self._floor.turns.get(url, 0))
+        self._fuse.pass_point()
+
+    def _check_there(self) -> None:
+        if not self._floor.has_gateway:
+            raise GatewayAway("no connection")
+
+
+@asynccontextmanager
+async def answering_engines() -> AsyncIterator[int]:
+    """One listener that answers every request at every loopback address with 200; gives its port."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                lines = head.lower().split(b"\r\n")
+                length = next((int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length:")), 0)
+                await reader.readexactly(length)
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    server = await asyncio.start_server(answer, "0.0.0.0", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
