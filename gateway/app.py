@@ -19,6 +19,9 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.weight_record import WeightRecord
 from gateway.front import Front
 from gateway.http.access import Access
+from gateway.kv.contexts import Contexts
+from gateway.kv.counts import MoveCounts
+from gateway.kv.moves import KvMoves
 from gateway.messages.conversations import Conversations
 from gateway.metrics import Metrics
 from gateway.passthrough import Passthrough
@@ -36,7 +39,7 @@ from predictor.named import predictor_named
 from predictor.progress import Predictor
 from scheduling.policy import POLICIES
 from scheduling.scheduler import Scheduler
-from scheduling.types import TrajectoryRecord
+from scheduling.types import Move, TrajectoryRecord
 from store import Store, StoreAway, StoredTrajectory, StoreSettings, open_store
 
 _PREDICTOR_STATE = "predictor"
@@ -88,27 +91,50 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
 
     def finished(record: TrajectoryRecord) -> None:
         predictor.ended(ended(record))
+        kv.cancel(record.trajectory_id)
+        contexts.forget(record.trajectory_id)
 
     def forgotten(trajectory_id: str) -> None:
         conversations.forget(trajectory_id)
         repeats.forget(trajectory_id)
         book.forget(trajectory_id)
         predictor.dropped(trajectory_id)
+        kv.cancel(trajectory_id)
+        contexts.forget(trajectory_id)
 
-    driver = Driver(scheduler, clock, ledger, event_log, finished, forgotten)
+    def moved(move: Move) -> None:
+        kv.begin(move)
+
+    driver = Driver(scheduler, clock, ledger, event_log, finished, forgotten, moved)
     weight_record = WeightRecord(store)
     fleet = Fleet(settings, clock, driver.post, store, weight_record)
+    contexts, move_counts = Contexts(book, settings.max_kept_request_bytes), MoveCounts()
+    kv = KvMoves(settings, clock, fleet, contexts, move_counts, scheduler.policy.is_sticky)
     staleness = Staleness(settings, weight_record, ledger)
     weights = Weights(settings, clock, fleet, store, weight_record, staleness, driver.live_turns)
     turns = Turns(
-        settings, clock, driver, fleet, ledger, store, predictor, conversations, repeats, metrics, log, book, staleness
+        settings,
+        clock,
+        driver,
+        fleet,
+        ledger,
+        store,
+        predictor,
+        conversations,
+        repeats,
+        metrics,
+        log,
+        book,
+        staleness,
+        kv,
     )
     passthrough = Passthrough(settings, fleet)
+    metrics.registry.register(move_counts)
     metrics.watch(scheduler, fleet, ledger, store)
     api = build_api(
         Health(settings, driver, fleet, store, metrics, book),
         Trajectories(clock, driver, ledger, predictor),
-        Engines(fleet, driver, event_log, access, settings.heartbeat_s),
+        Engines(fleet, driver, event_log, kv, access, settings.heartbeat_s),
         Tokens(ledger, book),
     )
     add_weights(api, weights, access)
@@ -132,6 +158,7 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
         store.put_state(_PREDICTOR_STATE, predictor.dump())
         driver.close()
         await weights.close()
+        await kv.close()
         await fleet.stop()
         await store.close()
         event_log.close()

@@ -45,6 +45,9 @@ class EngineSettings(BaseModel):
     profile: Annotated[str | None, AfterValidator(_known_profile)] = Field(
         None, description="Name of the engine profile that tells how long it takes."
     )
+    kv_transfer: Literal["nixl", "none"] | None = Field(
+        None, description="How it hands KV to others; asked of the engine when absent, of which few tell."
+    )
     api_key: SecretStr | None = Field(None, description="Sent to this engine as its bearer token.")
 
     @classmethod
@@ -153,6 +156,17 @@ class Settings(BaseSettings):
     in_tool_lease_s: float = Field(60.0, ge=0, description="KV is kept for a tool call that long against others.")
     entry_patience_s: float = Field(300.0, ge=0, description="After it, a waiting turn takes any idle claim.")
     ageing_tokens_per_s: float = Field(100.0, ge=0, description="What a second of waiting counts against work.")
+
+    kv_move_min_tokens: int = Field(
+        1_000, ge=0, description="Of KV that follows a trajectory to another engine; less is prefilled as fast."
+    )
+    kv_move_timeout_s: float = Field(
+        10.0, gt=0, description="For each; 40K tokens take 0.2 to 0.7 s, and the engine may be full at first."
+    )
+    kv_moves_at_once: int = Field(8, ge=1, description="In tool calls; more only share the network.")
+    max_kept_request_bytes: int = Field(
+        256 * 2**20, ge=0, description="Last requests of trajectories, from which their KV is moved in a tool call."
+    )
 
     weight_pause_timeout_s: float = Field(60.0, gt=0, description="A pause waits for one step: a long prefill.")
     weight_load_timeout_s: float = Field(1_800.0, gt=0, description="A checkpoint of 700 GB from a shared disk.")

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import sys
+import time
 
 from engines.profiles import load_profile, profile_names
 from engines.simulated.server import run as run_engine
@@ -26,9 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", default="qwen3-14b-h100-tp1", help="timing and KV; 'list' shows all")
     parser.add_argument("--slots", type=int, help="turns at once (default: the profile's)")
     parser.add_argument("--kv-tokens", type=int, help="KV capacity (default: the profile's)")
+    parser.add_argument("--max-model-len", type=int, default=40_960, help="tokens of prompt and answer together")
     parser.add_argument("--speed-up", type=float, default=1.0, help="virtual seconds per second")
+    parser.add_argument("--start-s", type=float, default=0.0, help="virtual seconds until it listens: loading weights")
     parser.add_argument("--chunk-interval", type=float, default=0.0, metavar="S", help="seconds between chunks")
     parser.add_argument("--scheduling-policy", choices=("fcfs", "priority"), default="priority")
+    parser.add_argument("--kv-transfer", action="store_true", help="vLLM's NixlConnector: KV can be fetched by others")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -50,10 +54,13 @@ def run(parsed: argparse.Namespace) -> int:
         dialect=parsed.dialect,
         profile=profile,
         speed_up=parsed.speed_up,
+        max_model_len=parsed.max_model_len,
         model=parsed.model,
         scheduling_policy=parsed.scheduling_policy,
         chunk_interval_s=parsed.chunk_interval,
+        kv_transfer=parsed.kv_transfer,
         seed=parsed.seed,
     )
+    time.sleep(parsed.start_s / parsed.speed_up)
     run_engine(settings, parsed.host, parsed.port)
     return 0

@@ -55,6 +55,23 @@ class Chooser:
         chosen = self._policy.place(self._facts(turn, at), [engine.facts(at) for engine in candidates])
         return self._engines[chosen.engine_id]
 
+    def new_home(self, trajectory: Trajectory, candidates: Sequence[Engine], at: float) -> Engine:
+        """The engine that a trajectory in a tool call moves to, though no turn of it is there to be placed."""
+        facts = TurnFacts(
+            ordinal=trajectory.key[2],
+            trajectory_ordinal=trajectory.ordinal,
+            arrived_at=at,
+            prompt_tokens=trajectory.context_tokens,
+            attained_tokens=trajectory.output_tokens,
+            prediction=trajectory.prediction,
+            group_id=trajectory.group_id,
+            num_turns=trajectory.num_turns,
+            context_tokens=trajectory.context_tokens,
+        )
+        if self._ranks is not None:
+            facts.rank = self._ranks.rank(trajectory)
+        return self._engines[self._policy.place(facts, [engine.facts(at) for engine in candidates]).engine_id]
+
     def better_home(self, turn: Turn, home: Engine, may_go: Callable[[Engine], bool], at: float) -> Engine | None:
         """Where a trajectory moves at a tool return; None: it stays.
 

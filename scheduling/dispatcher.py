@@ -14,7 +14,8 @@ The scheduler says what happened; the dispatcher uses the room that it left. Rul
 11. A turn that fits nowhere has one engine reserved, so that it is not passed for ever: there only residents and more
     urgent turns pass it. Those behind it may enter the others; it takes the first engine on which it fits.
 12. A trajectory is saved before a turn of it is dispatched to a new home.
-13. Where policy and driver allow it, a waiting turn that lacks only a slot takes that of the least urgent running one,
+13. Who lives in a tool call on an engine that will be gone moves to one where it fits, those with most work left first.
+14. Where policy and driver allow it, a waiting turn that lacks only a slot takes that of the least urgent running one,
     if it is more urgent by the margin; one at a time on an engine.
 """
 
@@ -24,12 +25,13 @@ from operator import attrgetter
 
 from scheduling.chooser import Chooser
 from scheduling.engine import Engine
+from scheduling.evacuation import new_homes
 from scheduling.limits import Limits
 from scheduling.policy import Policy
 from scheduling.preemption import victim_for
 from scheduling.residency import Residency
 from scheduling.state import Queue, Trajectory, Turn, TurnState
-from scheduling.types import Action, Dispatch, Preempt, Save, TrajectoryState
+from scheduling.types import Action, Dispatch, Move, Preempt, Save, TrajectoryState
 
 # A client's hint outranks every prediction at the engine too: one step of it is more than any trajectory's output.
 HINT_TOKENS = 10_000_000
@@ -124,6 +126,15 @@ class Dispatcher:
         if home is not None:
             home.release(trajectory.trajectory_id)
             self.fill(home, actions)
+
+    def evacuate(self, source: Engine, actions: list[Action]) -> None:
+        """Give those who live on an engine in a tool call another home, as far as there is room."""
+        homes = new_homes(source, self._engines, self._trajectories, self._chooser, self._limits, self.at)
+        for trajectory, target, claim_tokens in homes:
+            self._settle_at(trajectory, target, actions)
+            target.claim(trajectory, claim_tokens)
+            target.in_tool[trajectory.trajectory_id] = self.at
+            actions.append(Move(trajectory.trajectory_id, source.spec.engine_id, target.spec.engine_id))
 
     # --- room that is left to use ---------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from scheduling.state import Trajectory, Turn, TurnState
 from scheduling.types import (
     Abort,
     Action,
+    EngineLeaving,
     EngineLost,
     EngineReported,
     Event,
@@ -103,6 +104,8 @@ class Scheduler:
                 self._turn_paused(event, actions)
             case EngineReported():
                 self._engine_reported(event, actions)
+            case EngineLeaving():
+                self._engine_leaving(event.engine_id, actions)
             case EngineLost():
                 self._engine_lost(event.engine_id, actions)
             case TrajectoryDeclared():
@@ -289,6 +292,11 @@ class Scheduler:
         if is_changed:
             self._dispatcher.route_anew(engine, actions)
         self._dispatcher.fill(engine, actions)
+
+    def _engine_leaving(self, engine_id: str, actions: list[Action]) -> None:
+        engine = self.engines.get(engine_id)
+        if engine is not None and not engine.accepting:
+            self._dispatcher.evacuate(engine, actions)
 
     def _engine_lost(self, engine_id: str, actions: list[Action]) -> None:
         engine = self.engines.pop(engine_id, None)

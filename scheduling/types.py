@@ -198,6 +198,14 @@ class EngineReported:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLeaving:
+    """An engine that is not accepting will soon be gone: who lives there in a tool call moves while its KV is there."""
+
+    at: float
+    engine_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLost:
     """An engine is gone, and its KV with it."""
 
@@ -221,6 +229,7 @@ Event = (
     | TrajectoryDeclared
     | TrajectoryClosed
     | EngineReported
+    | EngineLeaving
     | EngineLost
     | Tick
 )
@@ -290,10 +299,19 @@ class Reject:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """A trajectory in a tool call has another home: bring its KV there from `source`, as far as that can be done."""
+
+    trajectory_id: str
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
     """A trajectory's time is over: drop its records."""
 
     trajectory_id: str
 
 
-Action = Save | Dispatch | Abort | Preempt | Reject | Forget
+Action = Save | Dispatch | Abort | Preempt | Move | Reject | Forget

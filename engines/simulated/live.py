@@ -88,7 +88,7 @@ class LiveEngine:
         self.engine = engine
         self._speed_up = speed_up
         self._tick_s = max(chunk_interval_s, _TICK_S)
-        self._block_size = block_size
+        self.block_size = block_size
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started_at = 0.0
         self._virtual_now = 0.0
@@ -106,7 +106,7 @@ class LiveEngine:
         Raises:
             ValueError: it can never fit into the KV cache.
         """
-        blocks = _Blocks(prompt, generation.answer.token_ids, self._block_size, cache_salt)
+        blocks = _Blocks(prompt, generation.answer.token_ids, self.block_size, cache_salt)
         sequence = SimulatedSequence(
             generation.id, len(prompt), len(generation.answer.token_ids), blocks.pieces, priority
         )
@@ -122,7 +122,7 @@ class LiveEngine:
         made, old_id = generation.num_done, generation.id
         ids = generation.answer.token_ids
         generation.num_before, generation.id = made, f"{old_id}+"
-        blocks = _Blocks([*prompt, *ids[:made]], ids[made:], self._block_size, cache_salt)
+        blocks = _Blocks([*prompt, *ids[:made]], ids[made:], self.block_size, cache_salt)
         sequence = SimulatedSequence(generation.id, len(prompt) + made, len(ids) - made, blocks.pieces, priority)
         del self._generations[old_id]
         self._generations[generation.id] = generation
@@ -163,6 +163,22 @@ class LiveEngine:
 
     def clear_prefix_cache(self) -> bool:
         return self.engine.clear_prefix_cache(self.now())
+
+    def adopt(self, pieces: Sequence[Piece]) -> None:
+        """Take KV into the cache that was computed elsewhere, as far as there is room."""
+        self.engine.adopt(self.now(), pieces)
+        self._serve_due()
+
+    def keep(self, pieces: Sequence[Piece]) -> bool:
+        """Pin cached KV until it is let go; False where there is no room."""
+        is_kept = self.engine.keep(self.now(), pieces)
+        self._serve_due()
+        return is_kept
+
+    def let_go(self, pieces: Sequence[Piece]) -> None:
+        """Unpin what was kept."""
+        self.engine.let_go(self.now(), pieces)
+        self._serve_due()
 
     def settle(self) -> None:
         """Brings the engine, and what its counts say, up to the present."""
@@ -230,6 +246,11 @@ class LiveEngine:
         self._due_at = None
         self._timer = None
         self._serve_due()
+
+
+def blocks_of(prompt: Sequence[int], block_size: int, salt: str) -> Sequence[Piece]:
+    """The whole blocks of a prompt in the prefix cache."""
+    return _Blocks(prompt, (), block_size, salt).pieces(len(prompt))
 
 
 class _Blocks:

@@ -201,6 +201,23 @@ class SimulatedEngine:
         self._cache.unpin(pieces)
         self._evict_overdraft()
 
+    def keep(self, at: float, pieces: Sequence[Piece]) -> bool:
+        """Pin pieces until they are let go, for another engine is to fetch them; False where there is no room."""
+        self._run_until(at)
+        made = self._num_done() * self._num_decoding
+        if self._cache.probe(pieces)[1] > self._free_tokens() - made:
+            return False
+        self._cache.pin(pieces)
+        self._evict_overdraft()
+        self._change_batch()
+        return True
+
+    def let_go(self, at: float, pieces: Sequence[Piece]) -> None:
+        """Unpin what was kept."""
+        self._run_until(at)
+        self._cache.unpin(pieces)
+        self._change_batch()
+
     def advance(self, at: float) -> list[SequenceEvent]:
         """Runs until `at`; gives what happened since the last call, in order of time."""
         self._run_until(at)

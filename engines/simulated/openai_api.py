@@ -58,6 +58,7 @@ async def completions(service: EngineService, dialect: Dialect, exchange: Exchan
         dialect.priority(exchange, body),
         str(body.get("cache_salt") or ""),
         flag(body, "stream"),
+        body.get("kv_transfer_params"),
     )
     await run(
         service,
@@ -90,6 +91,7 @@ def chat_asked(service: EngineService, dialect: Dialect, exchange: Exchange, bod
         dialect.priority(exchange, body),
         str(body.get("cache_salt") or ""),
         flag(body, "stream"),
+        body.get("kv_transfer_params"),
     )
 
 
@@ -128,12 +130,16 @@ async def run(
         await exchange.write([dialect.error_event(refusal), DONE])
         await exchange.end_stream()
         return
+    if service.kv is not None:
+        await service.kv.fetched(asked)
     running = service.begin(asked, exchange)
     try:
         if asked.is_stream:
             await _send_stream(running, exchange, stream(running))
         else:
             await running.end()
+            if service.kv is not None:
+                running.kv_offer = service.kv.offered(running, exchange)
             await exchange.respond_json(whole(running))
     finally:
         service.abort(running)
@@ -213,6 +219,7 @@ def _envelope(
         "model": service.settings.model,
         "choices": choices,
         "usage": usage_of(running),
+        **({"kv_transfer_params": running.kv_offer} if running.kv_offer is not None else {}),
     }
 
 

@@ -11,6 +11,7 @@ import uvicorn
 
 from engines.simulated.exchange import AnswerSpoiled, ApiError, Exchange, Receive, Send
 from engines.simulated.faults import FaultBox
+from engines.simulated.kv_transfer import FETCH
 from engines.simulated.routes import Routes
 from engines.simulated.service import EngineService
 from engines.simulated.settings import SimulatedEngineSettings
@@ -39,6 +40,7 @@ def build_app(settings: SimulatedEngineSettings) -> App:
     faults = FaultBox(settings.faults, settings.seed)
     routes.update(faults.routes())
     paths = {path for _, path in routes}
+    kv = service.kv
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,6 +48,8 @@ def build_app(settings: SimulatedEngineSettings) -> App:
         exchange = Exchange(scope, receive, send)
         try:
             handler = routes.get((exchange.method, exchange.path))
+            if handler is None and kv is not None and exchange.path.startswith(FETCH):
+                handler = kv.fetch
             if handler is None:
                 await _answer_unknown_route(exchange, paths)
                 return

@@ -6,11 +6,13 @@ It does not know HTTP: a dialect does. `begin` is the one way to start a request
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engines.simulated.answers import Wish, answer
 from engines.simulated.exchange import ApiError, Exchange
+from engines.simulated.kv_transfer import KvTransfer
 from engines.simulated.live import Generation, LiveEngine, Signal
 from engines.simulated.metrics import Totals
 from engines.simulated.model import SimulatedEngine
@@ -27,6 +29,7 @@ class Asked:
         prompts: one for each wish; choices of the same prompt share its list.
         prompt_tokens: of all prompts, each counted once.
         priority: lower goes earlier, whatever the dialect's own sign is.
+        kv_transfer: vLLM's `kv_transfer_params`.
     """
 
     id: str
@@ -36,12 +39,13 @@ class Asked:
     priority: int = 0
     cache_salt: str = ""
     is_stream: bool = False
+    kv_transfer: Mapping[str, Any] | None = None
 
 
 class Running:
     """The choices of one request on their way."""
 
-    __slots__ = ("asked", "created", "generations", "over", "signal")
+    __slots__ = ("asked", "created", "generations", "kv_offer", "over", "signal")
 
     def __init__(self, asked: Asked, generations: list[Generation], signal: Signal) -> None:
         self.asked = asked
@@ -49,6 +53,7 @@ class Running:
         self.signal = signal
         self.over = asyncio.Event()
         self.created = int(time.time())
+        self.kv_offer: Mapping[str, Any] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -76,6 +81,7 @@ class EngineService:
         self.max_model_len = min(settings.max_model_len, profile.kv_capacity_tokens)
         self.tokenizer = Tokenizer()
         self.live = LiveEngine(engine, settings.speed_up, settings.chunk_interval_s, settings.block_size)
+        self.kv = KvTransfer(self.live, settings.speed_up, settings.kv_lease_s) if settings.kv_transfer else None
         self.totals = Totals()
         self.running: dict[str, Running] = {}
         self.weight_version = settings.weight_version

@@ -44,6 +44,9 @@ def vllm_routes(service: EngineService, dialect: VllmDialect) -> Routes:
     }
 
 
+_NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+
+
 class _Control:
     """Routes that change or show the engine itself. vLLM asks no key for them."""
 
@@ -119,6 +122,7 @@ class _Control:
                         "policy": settings.scheduling_policy,
                         "max_num_seqs": settings.profile.slots,
                     },
+                    "kv_transfer_config": _NIXL if settings.kv_transfer else None,
                     "cache_config": {"block_size": settings.block_size, "enable_prefix_caching": True},
                 },
                 "simulated": {"profile": dataclasses.asdict(settings.profile), "speed_up": settings.speed_up},

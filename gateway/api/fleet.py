@@ -12,8 +12,10 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.member import Member
 from gateway.http.access import Access
 from gateway.http.refusals import bad_request
+from gateway.kv.moves import KvMoves
 from gateway.state.driver import Driver
 from gateway.state.eventlog import EventLog
+from scheduling.types import EngineLeaving
 
 
 class NewEngine(BaseModel):
@@ -27,6 +29,7 @@ class NewEngine(BaseModel):
     kv_capacity_tokens: Annotated[int | None, Field(ge=1, le=2**53)] = None
     tp: Annotated[int, Field(ge=1, le=1024)] = 1
     profile: str | None = None
+    kv_transfer: str | None = None
 
 
 class Engines:
@@ -37,12 +40,16 @@ class Engines:
         heartbeat_s: of a stream of events that has nothing to tell.
     """
 
-    def __init__(self, fleet: Fleet, driver: Driver, event_log: EventLog, access: Access, heartbeat_s: float) -> None:
+    def __init__(
+        self, fleet: Fleet, driver: Driver, event_log: EventLog, kv: KvMoves, access: Access, heartbeat_s: float
+    ) -> None:
         self.fleet = fleet
         self.event_log = event_log
         self.access = access
         self.heartbeat_s = heartbeat_s
+        self.clock = driver.clock
         self._driver = driver
+        self._kv = kv
 
     def view(self, member: Member) -> dict[str, Any]:
         """One engine, as the API shows it."""
@@ -66,6 +73,8 @@ class Engines:
             "kv_used_share": seen.kv_used_share if seen else None,
             "num_running": seen.num_running if seen else None,
             "num_waiting": seen.num_waiting if seen else None,
+            "moves_kv": member.moves_kv,
+            "kv_offered_tokens": member.kv_offered_tokens,
             "token_legs": member.dialect is not None and member.dialect.tokens is not None,
             "token_legs_note": (member.dialect.tokens_note if member.dialect else "") or None,
             "num_legs": member.num_legs,
@@ -80,6 +89,19 @@ class Engines:
             for turn in self._driver.live_turns():
                 if turn.engine_id == engine_id:
                     turn.pause()
+        self._begin_moves(engine_id)
+
+    async def moved_away(self, engine_id: str, timeout_s: float) -> int:
+        """Cordon an engine and bring the KV of those who live there, in a tool call, to where they go on.
+
+        Returns: how many moves are under way still at the timeout.
+        """
+        self.fleet.cordon(engine_id, True)
+        self._begin_moves(engine_id)
+        return await self._kv.settled(engine_id, timeout_s)
+
+    def _begin_moves(self, engine_id: str) -> None:
+        self._driver.post(EngineLeaving(self._driver.clock(), engine_id))
 
 
 def add_engines(app: FastAPI, engines: Engines) -> None:
@@ -124,11 +146,21 @@ def add_engines(app: FastAPI, engines: Engines) -> None:
 
     @app.post("/v1/engines/{engine_id}/drain", tags=["fleet"], dependencies=admin)
     async def drain(engine_id: str, timeout_s: Annotated[float, Query(ge=0, le=86_400)] = 600.0) -> dict[str, Any]:
-        """Cordon an engine and wait until none of its turns runs; those that can go on elsewhere now. Needs the admin
-        key."""
+        """Cordon an engine and wait until none of its turns runs; those that can go on elsewhere now, and the KV of who
+        lives there is brought along. Needs the admin key."""
+        until = engines.clock() + timeout_s
         engines.move_away(engine_id)
         drained = await engines.fleet.drained(engine_id, timeout_s)
-        return {**engines.view(engines.fleet.get(engine_id)), "is_drained": drained}
+        num_left = await engines.moved_away(engine_id, max(until - engines.clock(), 0.0)) if drained else None
+        view = engines.view(engines.fleet.get(engine_id))
+        return {**view, "is_drained": drained, "is_evacuated": num_left == 0}
+
+    @app.post("/v1/engines/{engine_id}/evacuate", tags=["fleet"], dependencies=admin)
+    async def evacuate(engine_id: str, timeout_s: Annotated[float, Query(ge=0, le=86_400)] = 60.0) -> dict[str, Any]:
+        """Cordon an engine and bring the KV of trajectories in a tool call to engines where they go on. Those whose
+        turns run are left alone: drain it first. Needs the admin key."""
+        num_left = await engines.moved_away(engine_id, timeout_s)
+        return {**engines.view(engines.fleet.get(engine_id)), "is_evacuated": not num_left}
 
     @app.get("/v1/events", tags=["fleet"], response_class=StreamingResponse)
     async def events() -> StreamingResponse:

@@ -21,6 +21,7 @@ import orjson
 
 from engines.dialect import Observation, ObservationError
 from engines.http import CONNECTION_FAULTS, FAULTS, EngineUnreachable, HttpClient, HttpLimits, NoMoreConnections
+from engines.kv import can_move
 from engines.probe import Model, discover
 from engines.profiles import load_profile
 from gateway.clock import Clock
@@ -224,6 +225,7 @@ class Fleet:
             found = await discover(member.http, member.settings.kind, timeout_s, self._settings.token_legs == "auto")
             member.dialect, member.models = found.dialect, self._named(member, found.models)
             self._gather_models()
+            member.moves_kv = await self._moves_kv(member)
             member.slots = member.settings.slots or await member.dialect.slots(member.http, timeout_s)
         observation = await member.dialect.observe(member.http, timeout_s)
         self._check_progress(member, observation)
@@ -244,6 +246,12 @@ class Fleet:
             self._note(member)
             self._change()
         self._report(member)
+
+    async def _moves_kv(self, member: Member) -> bool:
+        if member.settings.kv_transfer is not None:
+            return member.settings.kv_transfer == "nixl"
+        is_vllm = member.dialect is not None and member.dialect.kind == "vllm"
+        return is_vllm and await can_move(member.http, self._settings.observe_timeout_s)
 
     def _named(self, member: Member, models: tuple[Model, ...]) -> tuple[Model, ...]:
         """The models by the names under which clients know them."""
@@ -291,7 +299,7 @@ class Fleet:
             engine_id=member.engine_id,
             models=frozenset(model.model_id for model in member.models),
             slots=member.slots or seen.slots or self._settings.default_slots,
-            kv_capacity_tokens=capacity,
+            kv_capacity_tokens=max(capacity - member.kv_offered_tokens, 1) if capacity else 0,
             tp=member.settings.tp,
             profile=member.profile,
         )

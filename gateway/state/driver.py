@@ -14,6 +14,7 @@ from scheduling.types import (
     Dispatch,
     Event,
     Forget,
+    Move,
     Preempt,
     Reject,
     Save,
@@ -50,6 +51,7 @@ class Driver:
     Args:
         on_finished: told of every trajectory that ended well.
         on_forget: told of every trajectory that is forgotten.
+        on_move: brings a trajectory's KV to its new home.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Driver:
         event_log: EventLog,
         on_finished: Callable[[TrajectoryRecord], None],
         on_forget: Callable[[str], None],
+        on_move: Callable[[Move], None],
     ) -> None:
         self.scheduler = scheduler
         self.clock = clock
@@ -67,6 +70,7 @@ class Driver:
         self._event_log = event_log
         self._on_finished = on_finished
         self._on_forget = on_forget
+        self._on_move = on_move
         self._live: dict[str, LiveTurn] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -116,6 +120,8 @@ class Driver:
             case Forget(trajectory_id):
                 self._ledger.forget(trajectory_id)
                 self._on_forget(trajectory_id)
+            case Move():
+                self._on_move(action)
             case Preempt():
                 if (turn := self._live.get(action.turn_id)) is not None:
                     turn.preempted(action)

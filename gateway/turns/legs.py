@@ -22,6 +22,7 @@ from gateway.fleet.fleet import Fleet, UnknownEngine
 from gateway.fleet.member import Member
 from gateway.http.errors import api_error, engine_error
 from gateway.http.sse import EventTooLarge
+from gateway.kv.moves import KvMoves
 from gateway.messages.answers import content_of, read_answer
 from gateway.messages.streams import content_of_stream
 from gateway.metrics import Metrics
@@ -50,6 +51,7 @@ class Legs:
         book: TokenBook,
         save_tokens: Callable[[Turn], None],
         staleness: Staleness,
+        kv: KvMoves,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -57,6 +59,7 @@ class Legs:
         self._fleet = fleet
         self._metrics = metrics
         self._staleness = staleness
+        self._kv = kv
         self._token_legs = TokenLegs(settings, clock, book, self._note_first_byte, self._note_progress, save_tokens)
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -79,6 +82,7 @@ class Legs:
         self._fleet.leg_began(member)
         try:
             with turn.stoppable():
+                await self._kv.bring(turn, member)
                 outcome = await self._by_tokens(turn, dispatch, member)
                 if outcome is None:
                     turn.begin_again()  # tokens of an earlier leg are of another answer
@@ -116,6 +120,8 @@ class Legs:
             turn.versions = member.versions[first_version:]
             if response is not None:
                 response.close()
+            if fault is None:
+                self._kv.contexts.ran(turn, member.engine_id)
             self._fleet.leg_ended(member, fault, has_answered)
 
     async def _by_tokens(self, turn: Turn, dispatch: Dispatch, member: Member) -> Outcome | None:

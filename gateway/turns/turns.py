@@ -33,6 +33,7 @@ from gateway.http.refusals import (
     shutting_down,
     too_many_turns,
 )
+from gateway.kv.moves import KvMoves
 from gateway.messages.conversations import Conversations
 from gateway.messages.identity import Identity, IdentityError, identify, prompt_group
 from gateway.metrics import Metrics
@@ -89,6 +90,7 @@ class Turns:
         log: TurnLog,
         book: StoredTokens,
         staleness: Staleness,
+        kv: KvMoves,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -103,8 +105,9 @@ class Turns:
         before = {entry.record.trajectory_id for entry in ledger}
         self._book = book
         self._kept_tokens = KeptTokens(book, Partials(store), clock, settings.save_tokens_s, before)
-        self._legs = Legs(settings, clock, driver, fleet, metrics, book, self._kept_tokens.save, staleness)
+        self._legs = Legs(settings, clock, driver, fleet, metrics, book, self._kept_tokens.save, staleness, kv)
         self._staleness = staleness
+        self._kv = kv
         self._repeats = repeats
         self._num_of_key: dict[str, int] = {}
         self._bytes_per_token = _BYTES_PER_TOKEN
@@ -268,6 +271,8 @@ class Turns:
             self._metrics.tokens(usage.prompt_tokens, usage.cached_tokens or 0, usage.completion_tokens)
         if turn.ask.is_inferred or turn.choices:
             self._remember(turn, outcome.content())
+        if dispatch is not None:
+            self._kv.contexts.finished(turn, dispatch.engine_id, prompt_tokens + output_tokens)
         stored = self._repeats.to_store(turn, outcome.end)
         if stored is not None:
             self._ledger.answered(turn.ask.trajectory_id, stored)

@@ -1,0 +1,1 @@
+"""KV caches that follow their trajectories to other engines."""

@@ -1,0 +1,133 @@
+"""What each trajectory's KV was made of and where it is: what an engine is asked for to have it brought elsewhere.
+
+Turns at token level are in the token book already, exact to the token. Of the others the last request is kept, up to a
+limit in bytes: its answer is not in it, and is prefilled at the new home with what the tool says.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from gateway.tokens.book import StoredTokens
+from gateway.tokens.packed import all_ids, chain
+from gateway.turns.turn import Turn
+from store.port import StoreError
+
+_COMPLETIONS = "/v1/completions"
+
+
+@dataclass(slots=True)
+class Context:
+    """One trajectory's.
+
+    Args:
+        engine_id: where its last leg ran.
+        num_tokens: prompt and output of its last finished turn.
+        path, body: its last request; `body` is None where its tokens are in the book, or it was dropped.
+        cache_salt: the client's own, under which alone the engine finds its KV.
+    """
+
+    engine_id: str
+    num_tokens: int
+    model: str
+    path: str
+    body: bytes | None
+    cache_salt: str | None
+
+
+class Contexts:
+    """Those of all trajectories.
+
+    Args:
+        max_bytes: of kept requests; those used longest ago go first.
+    """
+
+    def __init__(self, book: StoredTokens, max_bytes: int) -> None:
+        self._book = book
+        self._max_bytes = max_bytes
+        self._contexts: dict[str, Context] = {}
+        self._with_body: OrderedDict[str, int] = OrderedDict()
+        self._num_bytes = 0
+
+    def get(self, trajectory_id: str) -> Context | None:
+        """A trajectory's, if a turn of it has run."""
+        return self._contexts.get(trajectory_id)
+
+    def ran(self, turn: Turn, engine_id: str) -> None:
+        """A leg of a turn ran there, to its end or not."""
+        context = self._contexts.get(turn.ask.trajectory_id)
+        if context is not None:
+            context.engine_id = engine_id
+        else:
+            self._contexts[turn.ask.trajectory_id] = self._new(turn, engine_id, 0, is_kept=True)
+
+    def finished(self, turn: Turn, engine_id: str, num_tokens: int) -> None:
+        """A turn was finished there; what the book keeps need not be kept here."""
+        trajectory_id = turn.ask.trajectory_id
+        self._drop_body(trajectory_id)
+        context = self._new(turn, engine_id, num_tokens, is_kept=bool(turn.choices) and turn.ask.keeps_tokens)
+        self._contexts[trajectory_id] = context
+        if context.body is not None:
+            self._with_body[trajectory_id] = len(context.body)
+            self._num_bytes += len(context.body)
+            while self._num_bytes > self._max_bytes:
+                self._drop_body(next(iter(self._with_body)))
+
+    def forget(self, trajectory_id: str) -> None:
+        """A trajectory is over."""
+        self._drop_body(trajectory_id)
+        self._contexts.pop(trajectory_id, None)
+
+    async def request(self, trajectory_id: str, turn: Turn | None) -> tuple[str, dict[str, Any]] | None:
+        """The route and request whose prompt is a trajectory's context.
+
+        Args:
+            turn: the one that is to run; None in a tool call.
+
+        Returns:
+            None where nothing is known of it.
+        """
+        context = self._contexts.get(trajectory_id)
+        ids: list[int] | array[int] | None = None
+        if turn is not None and turn.choices:
+            ids = turn.choices[0].chain.prompt_ids + turn.choices[0].chain.output_ids
+        elif context is None or context.body is None:
+            ids = await self._kept_ids(trajectory_id)
+        if ids:
+            model = turn.ask.model if turn is not None else context.model if context is not None else None
+            salt = turn.ask.request.get("cache_salt") if turn is not None else context and context.cache_salt
+            return _COMPLETIONS, _of_ids(ids, model, salt)
+        if turn is not None:
+            return turn.ask.path, turn.ask.request
+        if context is None or context.body is None:
+            return None
+        return context.path, orjson.loads(context.body)
+
+    async def _kept_ids(self, trajectory_id: str) -> "array[int] | None":
+        try:
+            turns = await self._book.turns(trajectory_id)
+        except StoreError:
+            return None
+        last = max(turns.values(), key=lambda turn: turn.ended_at, default=None)
+        return array("I", all_ids(chain(turns, last))) if last is not None else None
+
+    def _new(self, turn: Turn, engine_id: str, num_tokens: int, is_kept: bool) -> Context:
+        ask = turn.ask
+        salt = ask.request.get("cache_salt")
+        body = None if is_kept else ask.body
+        return Context(engine_id, num_tokens, ask.model, ask.path, body, salt if isinstance(salt, str) else None)
+
+    def _drop_body(self, trajectory_id: str) -> None:
+        self._num_bytes -= self._with_body.pop(trajectory_id, 0)
+        context = self._contexts.get(trajectory_id)
+        if context is not None:
+            context.body = None
+
+
+def _of_ids(ids: "list[int] | array[int]", model: str | None, cache_salt: object) -> dict[str, Any]:
+    request: Mapping[str, Any] = {"model": model, "prompt": list(ids), "temperature": 0, "cache_salt": cache_salt}
+    return {name: value for name, value in request.items() if value is not None}

@@ -1,0 +1,42 @@
+"""Where trajectories go whose engine will soon be gone: decided in tool calls, while their KV can be brought along.
+
+Nobody is moved to where it does not fit: it stays, and enters somewhere with its next turn.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from scheduling.chooser import Chooser
+from scheduling.engine import Engine
+from scheduling.limits import Limits
+from scheduling.state import Trajectory
+
+
+def new_homes(
+    source: Engine,
+    engines: Mapping[str, Engine],
+    trajectories: Mapping[str, Trajectory],
+    chooser: Chooser,
+    limits: Limits,
+    at: float,
+) -> Iterator[tuple[Trajectory, Engine, int]]:
+    """Trajectories that leave an engine, each with its new home and the KV tokens that it claims there.
+
+    Those with the most work left go first: the end of the rollout waits for them. Each must be settled in its new home
+    before the next one is asked for, which counts its claim.
+    """
+    leaving = [trajectories[trajectory_id] for trajectory_id in source.in_tool]
+    leaving.sort(key=lambda trajectory: (-trajectory.remaining_tokens, trajectory.ordinal))
+    for trajectory in leaving:
+        claim_tokens = source.claims[trajectory.trajectory_id]
+        targets = [engine for engine in engines.values() if _takes(engine, source, claim_tokens, limits)]
+        if targets:
+            yield trajectory, chooser.new_home(trajectory, targets, at), claim_tokens
+
+
+def _takes(engine: Engine, source: Engine, claim_tokens: int, limits: Limits) -> bool:
+    """Whether an engine may stand in for another one, has the room, and gathers none for a waiting turn."""
+    if not engine.accepting or engine is source or not source.spec.models <= engine.spec.models:
+        return False
+    capacity_tokens = engine.spec.kv_capacity_tokens * limits.kv_watermark
+    has_room = not capacity_tokens or not engine.claims or engine.kv_claimed + claim_tokens <= capacity_tokens
+    return has_room and engine.reserved_for is None

@@ -1,0 +1,93 @@
+"""A gateway before simulated engines that hand KV to each other, and a trajectory whose turns are long."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import Fault, SimulatedEngineSettings
+from tests.support.gateway import ADMIN, running_gateway
+
+TASK = "Weave the warp through the heddle, thread by thread. " * 60
+
+
+def engine(*faults: Fault, **settings: Any) -> SimulatedEngineSettings:
+    """A fast engine with NIXL, unless told otherwise."""
+    return SimulatedEngineSettings(faults=faults, **{"speed_up": 50.0, "kv_transfer": True} | settings)
+
+
+@dataclass
+class Site:
+    """The gateway's client."""
+
+    client: httpx.AsyncClient
+    urls: list[str] = field(default_factory=list)
+
+    async def turn(self, trajectory: str, messages: list[dict[str, Any]], tokens: int = 40, **more: Any) -> str:
+        """One greedy turn, which must end well; its answer is added to the messages."""
+        body = {"model": "simulated", "messages": messages, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+        response = await self.client.post(f"/t/{trajectory}/v1/chat/completions", json=body | more)
+        assert response.status_code == 200, response.text
+        said: str = response.json()["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "the tool says: go on"}]
+        return said
+
+    async def rows(self, trajectory: str) -> list[dict[str, Any]]:
+        """The trajectory's turns."""
+        turns: list[dict[str, Any]] = (await self.client.get(f"/v1/trajectories/{trajectory}")).json()["turns"]
+        return turns
+
+    async def last(self, trajectory: str) -> dict[str, Any]:
+        """The last of them."""
+        return (await self.rows(trajectory))[-1]
+
+    async def cached_share(self, trajectory: str) -> float:
+        """Of the context before the last turn, how much its engine had."""
+        before, last = (await self.rows(trajectory))[-2:]
+        return float(last["cached_tokens"] / (before["prompt_tokens"] + before["output_tokens"]))
+
+    async def engines(self) -> dict[str, dict[str, Any]]:
+        """By id."""
+        return {one["id"]: one for one in (await self.client.get("/v1/engines")).json()["data"]}
+
+    async def act(self, engine_id: str, what: str, timeout_s: float = 60.0) -> dict[str, Any]:
+        """An operator's word about an engine."""
+        path = f"/v1/engines/{engine_id}/{what}"
+        response = await self.client.post(path, params={"timeout_s": timeout_s}, headers=ADMIN)
+        assert response.status_code == 200, response.text
+        done: dict[str, Any] = response.json()
+        return done
+
+    async def made_tokens(self, url: str) -> float:
+        """Output of an engine so far."""
+        page = (await self.client.get(f"{url}/metrics")).text
+        line = next(line for line in page.splitlines() if line.startswith("vllm:generation_tokens_total"))
+        return float(line.rpartition(" ")[2])
+
+    async def moves(self) -> dict[str, float]:
+        """How many moves ended in which way."""
+        page = (await self.client.get("/metrics")).text
+        prefix = 'heddle_kv_moves_total{outcome="'
+        lines = [line.removeprefix(prefix) for line in page.splitlines() if line.startswith(prefix)]
+        counts = {line.partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
+        return {outcome: count for outcome, count in counts.items() if count}
+
+
+@asynccontextmanager
+async def site(*engines: SimulatedEngineSettings, **settings: Any) -> AsyncIterator[Site]:
+    """A gateway before these engines."""
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(serve_engine(one)) for one in engines]
+        gateway = await stack.enter_async_context(
+            running_gateway(*urls, **{"kv_move_min_tokens": 100, "observe_interval_s": 0.05} | settings)
+        )
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=gateway.url, timeout=90))
+        yield Site(client, urls)
+
+
+def first_messages(name: str = "") -> list[dict[str, Any]]:
+    """A long task."""
+    return [{"role": "user", "content": f"{name}: {TASK}"}]
