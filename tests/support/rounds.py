@@ -20,12 +20,13 @@ async def play_rounds(premise: str, play: Callable[[int], Awaitable[bool]]) -> N
     """Play rounds until the premise came about in one of them.
 
     Args:
-        premise: what a round needs, for the message if it never comes about: "a turn was in flight at the update".
+        premise: what a round needs, for the message: "a turn was in flight at the update".
         play: plays the round of this number, 0, 1, ..., with all that it asserts; gives whether the premise came about.
     """
     for number in range(NUM_ROUNDS):
         if await play(number):
             return
+        print(f"round {number} did not count: it was not so that {premise}")
     pytest.fail(f"in none of {NUM_ROUNDS} rounds: {premise}")
 
 
