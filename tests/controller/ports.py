@@ -6,11 +6,11 @@ a stop, which are not one act with any real launcher.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from controller.gateway_client import GatewayAway, Member, Work
 from controller.journal import Journal, State
@@ -19,6 +19,14 @@ from controller.launcher import LaunchFailed, Server, ServerSpec, ServerState
 
 class Killed(BaseException):
     """SIGKILL, as far as a process can show it to itself: nothing catches it, and nothing works after it."""
+
+
+class Points(Protocol):
+    """Told of every point that is passed, and of every look, which changes nothing; what it raises happens there."""
+
+    def pass_point(self) -> None: ...
+
+    def look(self) -> None: ...
 
 
 @dataclass
@@ -36,6 +44,34 @@ class Fuse:
         if self.num_passed == self.at:
             self.is_blown = True
             raise Killed
+
+    def look(self) -> None:
+        if self.is_blown:
+            raise Killed
+
+
+@dataclass
+class BadLine:
+    """Loses one request or its answer: at point number `at`, an odd one before it is done, an even one behind that.
+
+    Args:
+        fault: what whoever asked sees of it.
+        then: called at that moment.
+    """
+
+    at: int
+    fault: Exception
+    then: Callable[[], None]
+    num_passed: int = 0
+
+    def pass_point(self) -> None:
+        self.num_passed += 1
+        if self.num_passed == self.at:
+            self.then()
+            raise self.fault
+
+    def look(self) -> None:
+        pass
 
 
 class FusedJournal(Journal):
@@ -58,6 +94,8 @@ class Floor:
 
     Args:
         turns: running on each server, by URL; they end one look after nothing new comes.
+        looks_lost: so many looks at the gateway still find nobody.
+        finds_lost: so many looks at the launcher still fail.
     """
 
     devices: tuple[str, ...]
@@ -66,7 +104,8 @@ class Floor:
     members: dict[str, Member] = field(default_factory=dict)
     turns: dict[str, int] = field(default_factory=dict)
     moved: set[str] = field(default_factory=set)
-    has_gateway: bool = True
+    looks_lost: int = 0
+    finds_lost: int = 0
 
     def alive(self) -> list[Server]:
         return [one for one in self.servers.values() if one.state is not ServerState.EXITED]
@@ -75,15 +114,15 @@ class Floor:
 class MemoryLauncher:
     """One controller's way to the servers."""
 
-    def __init__(self, floor: Floor, fuse: Fuse) -> None:
+    def __init__(self, floor: Floor, points: Points) -> None:
         self._floor = floor
-        self._fuse = fuse
+        self._points = points
 
     def inventory(self) -> tuple[str, ...]:
         return self._floor.devices
 
     async def launch(self, spec: ServerSpec) -> Server:
-        self._fuse.pass_point()
+        self._points.pass_point()
         servers = self._floor.servers
         there = servers.get(spec.server_id)
         if there is None:
@@ -92,19 +131,21 @@ class MemoryLauncher:
                     raise LaunchFailed(f"{other.spec.server_id} holds a device of {spec.server_id}")
             url = f"http://127.0.1.{len(servers) + 1}:{self._floor.port}"  # another address for each, one listener
             servers[spec.server_id] = Server(spec, ServerState.STARTING, url)
-        self._fuse.pass_point()
+        self._points.pass_point()
         if servers[spec.server_id].state is ServerState.STARTING:
             servers[spec.server_id] = replace(servers[spec.server_id], state=ServerState.RUNNING)
-        self._fuse.pass_point()
+        self._points.pass_point()
         return servers[spec.server_id]
 
     async def find(self, fleet_id: str) -> list[Server]:
-        if self._fuse.is_blown:
-            raise Killed
+        self._points.look()
+        if self._floor.finds_lost:
+            self._floor.finds_lost -= 1
+            raise OSError("no connection to the launcher")
         return [one for one in self._floor.servers.values() if one.spec.fleet_id == fleet_id]
 
     async def stop(self, server_id: str, grace_s: float) -> None:
-        self._fuse.pass_point()
+        self._points.pass_point()
         server = self._floor.servers.get(server_id)
         if server is None:
             return
@@ -114,22 +155,23 @@ class MemoryLauncher:
             assert member is None or member.is_cordoned, "a server is stopped that the gateway may give turns"
             assert member is None or member.engine_id in self._floor.moved, "its KV was not offered to others"
         await asyncio.sleep(0)
-        self._fuse.pass_point()
+        self._points.pass_point()
         self._floor.servers[server_id] = replace(server, state=ServerState.EXITED, exit_cause="stopped")
-        self._fuse.pass_point()
+        self._points.pass_point()
 
 
 class MemoryGateway:
     """One controller's way to the gateway; in place of `GatewayClient`."""
 
-    def __init__(self, floor: Floor, fuse: Fuse) -> None:
+    def __init__(self, floor: Floor, points: Points) -> None:
         self._floor = floor
-        self._fuse = fuse
+        self._points = points
 
     async def engines(self) -> list[Member]:
-        if self._fuse.is_blown:
-            raise Killed
-        self._check_there()
+        self._points.look()
+        if self._floor.looks_lost:
+            self._floor.looks_lost -= 1
+            raise GatewayAway("no connection to the gateway")
         told = []
         for url, member in self._floor.members.items():
             told.append(replace(member, num_turns=self._floor.turns.get(url, 0)))
@@ -142,7 +184,7 @@ class MemoryGateway:
         return Work((), 0, None)
 
     async def add(self, engine: dict[str, Any]) -> None:
-        self._fuse.pass_point()
+        self._points.pass_point()
         self._check_there()
         url = engine["url"]
         server = next(one for one in self._floor.servers.values() if one.url == url)
@@ -150,7 +192,7 @@ class MemoryGateway:
         if url not in self._floor.members:
             self._floor.members[url] = Member(f"at {url}", url, is_ready=True, is_cordoned=False, num_turns=0)
             self._floor.turns[url] = 1
-        self._fuse.pass_point()
+        self._points.pass_point()
 
     async def drain(self, engine_id: str) -> None:
         await self._change(engine_id, is_cordoned=True)
@@ -159,35 +201,35 @@ class MemoryGateway:
         await self._change(engine_id, is_cordoned=False)
 
     async def remove(self, engine_id: str) -> None:
-        self._fuse.pass_point()
+        self._points.pass_point()
         self._check_there()
         url = engine_id.removeprefix("at ")
         alive = {one.url for one in self._floor.alive()}
         assert url not in alive, "the gateway is told to forget a server that works"
         self._floor.members.pop(url, None)
-        self._fuse.pass_point()
+        self._points.pass_point()
 
     async def move(self, engine_id: str) -> None:
         """The mover."""
-        self._fuse.pass_point()
+        self._points.pass_point()
         assert not self._floor.turns.get(engine_id.removeprefix("at ")), "KV is moved under a turn"
         self._floor.moved.add(engine_id)
-        self._fuse.pass_point()
+        self._points.pass_point()
 
     def close(self) -> None:
         pass
 
     async def _change(self, engine_id: str, is_cordoned: bool) -> None:
-        self._fuse.pass_point()
+        self._points.pass_point()
         self._check_there()
         url = engine_id.removeprefix("at ")
         self._floor.members[url] = replace(self._floor.members[url], is_cordoned=is_cordoned)
         self._floor.turns[url] = int(not is_cordoned or self._floor.turns.get(url, 0))
-        self._fuse.pass_point()
+        self._points.pass_point()
 
     def _check_there(self) -> None:
-        if not self._floor.has_gateway:
-            raise GatewayAway("no connection")
+        if self._floor.looks_lost:
+            raise GatewayAway("no connection to the gateway")
 
 
 @asynccontextmanager
