@@ -40,10 +40,12 @@ clients: install
 	deploy/get-node-clients.sh
 	$(BIN)/python -m pytest -m npm
 
-## make bench   what the gateway costs beside vllm-router and nginx; writes docs/results.md
+## make bench   what the gateway costs beside routers and proxies; writes docs/results.md (quick: REPEATS=1 SECONDS=0.5)
 bench: install
 	deploy/get-bench-peers.sh
-	$(BIN)/python -m loadtest.bench.run --write docs/results.md
+	$(BIN)/python -m loadtest.bench.run --write docs/results.md $(if $(SECTIONS),--sections $(SECTIONS)) \
+		$(if $(ONLY),--only "$(ONLY)") $(if $(REPEATS),--repeats $(REPEATS)) $(if $(SECONDS),--seconds $(SECONDS)) \
+		$(if $(RESUME),--resume)
 
 ## make results every policy on every scenario, in virtual time; goes on where it stopped (BUDGET=60: for an hour)
 results: install

@@ -1,151 +1,163 @@
 """A model server that costs next to nothing: the shape of vLLM's answers, without a model.
 
-    python -m loadtest.bench.backend --port 9001 [--interval-ms 5]
+    python -m loadtest.bench.backend --port 9001 [--interval-ms 5] [--endless 2000]
 
-Every chat is answered with the same 64 words: whole, or as a stream of 64 chunks, one every `--interval-ms`. HTTP is
-read by hand, because it shares a core with the client, and neither may be what is measured.
+Every chat is answered with the same 64 words: whole, or as a stream of 64 chunks, one every `--interval-ms`. With
+`--endless` a stream never ends: it has its first chunk at once, the others when so many streams are open, and each
+says when it was sent, in microseconds of the machine's monotonic clock; without an interval there are no others.
+HTTP is read by hand and answers are ready-made bytes, because this shares a core with the client, and neither may be
+what is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import re
+import time
 from typing import cast
 
-import orjson
 import uvloop
 
-MODEL = "bench"
-NUM_CHUNKS = 64
-WORDS = [f" word{number}" for number in range(NUM_CHUNKS)]
-TEXT = "".join(WORDS)
+from loadtest.bench import answers, token_answers
+from loadtest.bench.answers import NUM_CHUNKS
+
+# Microseconds in so many digits that all chunks are equally long.
+STAMP = "@%015d"
+_GROUPS = 20  # streams of a pace are served in so many turns, each as one batch
 
 _LENGTH = re.compile(rb"content-length: ?(\d+)", re.IGNORECASE)
-_WANTS_STREAM = re.compile(rb'"stream": ?true')
-_WANTS_USAGE = re.compile(rb'"include_usage": ?true')
-_ABOUT = {"id": "chatcmpl-0123456789abcdef0123456789abcdef", "created": 1_700_000_000, "model": MODEL}
-_USAGE = {
-    "prompt_tokens": 1400,
-    "total_tokens": 1400 + NUM_CHUNKS,
-    "completion_tokens": NUM_CHUNKS,
-    "prompt_tokens_details": {"cached_tokens": 1024},
-}
-# Far more KV than a run's trajectories claim, so that turns are scheduled but never wait for memory.
-_METRICS = b"""# TYPE process_start_time_seconds gauge
-process_start_time_seconds 1.7e+09
-vllm:num_requests_running{engine="0",model_name="bench"} 4.0
-vllm:num_requests_waiting{engine="0",model_name="bench"} 0.0
-vllm:kv_cache_usage_perc{engine="0",model_name="bench"} 0.25
-vllm:generation_tokens_total{engine="0",model_name="bench"} %d.0
-vllm:prompt_tokens_total{engine="0",model_name="bench"} 1000.0
-vllm:cache_config_info{block_size="16",num_gpu_blocks="62500000",cache_dtype="auto",engine="0"} 1.0
-"""
 
 
-def _whole(status: str, kind: str, body: bytes) -> bytes:
-    return f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\ncontent-type: {kind}\r\n\r\n".encode() + body
+class EndlessStreams:
+    """Sends each open stream a chunk every `interval_s`, once so many are open; a batch at a time, of one stamp."""
+
+    def __init__(self, interval_s: float, number: int) -> None:
+        self._interval_s = interval_s
+        self._groups: list[dict[int, asyncio.Transport]] = [{} for _ in range(_GROUPS)]
+        self._missing = number
+        self._loop = asyncio.get_running_loop()
+
+    def join(self, transport: asyncio.Transport) -> int:
+        """Begin a stream here; gives its number."""
+        transport.write(answers.STREAM_HEAD + answers.word_event(_stamp(), is_first=True))
+        descriptor: int = transport.get_extra_info("socket").fileno()
+        self._groups[descriptor % _GROUPS][descriptor] = transport
+        self._missing -= 1
+        if self._interval_s and not self._missing:
+            self._loop.call_soon(self._tick, 0, self._loop.time())
+        return descriptor
+
+    def leave(self, descriptor: int) -> None:
+        """The stream of this number was closed."""
+        self._groups[descriptor % _GROUPS].pop(descriptor, None)
+
+    def _tick(self, number: int, due_at: float) -> None:
+        chunk = answers.word_event(_stamp())
+        for descriptor, transport in tuple(self._groups[number].items()):
+            # Past the transport, which has nothing to send: at 100,000 chunks a second its queues cost too much.
+            try:
+                is_sent = os.write(descriptor, chunk) == len(chunk)
+            except OSError:
+                is_sent = False
+            if not is_sent:  # whoever does not read for so long sees a broken stream
+                transport.abort()
+        # A tick that is late is not made up for: the client sees fewer chunks.
+        due_at = max(due_at + self._interval_s / _GROUPS, self._loop.time())
+        self._loop.call_at(due_at, self._tick, (number + 1) % _GROUPS, due_at)
 
 
-def _json(body: dict[str, object]) -> bytes:
-    return _whole("200 OK", "application/json", orjson.dumps(body))
-
-
-def _chunk(data: bytes) -> bytes:
-    return b"%x\r\n%s\r\n" % (len(data), data)
-
-
-def _event(choices: list[dict[str, object]], **more: object) -> bytes:
-    return _chunk(
-        b"data: " + orjson.dumps(_ABOUT | {"object": "chat.completion.chunk", "choices": choices} | more) + b"\n\n"
-    )
-
-
-def _word_event(number: int, word: str) -> bytes:
-    delta = {"content": word} if number else {"role": "assistant", "content": word}
-    reason = "stop" if number == NUM_CHUNKS - 1 else None
-    return _event([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason, "token_ids": None}])
-
-
-_MESSAGE: dict[str, object] = {
-    "role": "assistant",
-    "content": TEXT,
-    "refusal": None,
-    "tool_calls": [],
-    "reasoning": None,
-}
-_CHOICE = {"index": 0, "message": _MESSAGE, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
-_CHAT = _json(_ABOUT | {"object": "chat.completion", "choices": [_CHOICE], "usage": _USAGE})
-_STREAM_HEAD = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-)
-_STREAM = [_word_event(number, word) for number, word in enumerate(WORDS)]
-_USAGE_EVENT = _event([], usage=_USAGE)
-_STREAM_END = _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
-_CARD = {"id": MODEL, "object": "model", "owned_by": "vllm", "created": 1_700_000_000, "max_model_len": 131_072}
-_PAGES = {
-    b"/v1/models": _json({"object": "list", "data": [_CARD]}),
-    b"/version": _json({"version": "0.33.0"}),
-    b"/health": _json({}),
-}
-_EMPTY = _json({})
+def _stamp() -> str:
+    return STAMP % (time.monotonic_ns() // 1000)
 
 
 class Server(asyncio.Protocol):
     """One connection of a client that waits for each answer before it asks again."""
 
-    def __init__(self, interval_s: float) -> None:
+    def __init__(self, interval_s: float, streams: EndlessStreams | None) -> None:
         self._interval_s = interval_s
-        self._buffer = b""
-        self._num_chats = 0
+        self._streams = streams
+        self._pieces: list[bytes] = []
+        self._start = b""
+        self._missing = 0
+        self._stream_number: int | None = None
         self._transport: asyncio.Transport
         self._loop = asyncio.get_running_loop()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._streams is not None and self._stream_number is not None:
+            self._streams.leave(self._stream_number)
+
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        head_end = self._buffer.find(b"\r\n\r\n")
-        if head_end < 0:
-            return
-        length = _LENGTH.search(self._buffer, 0, head_end)
-        if len(self._buffer) < head_end + 4 + (int(length[1]) if length else 0):
-            return
-        request, self._buffer = self._buffer, b""
-        self._answer(request[: request.index(b" HTTP/")], request[head_end + 4 :])
-
-    def _answer(self, start: bytes, body: bytes) -> None:
-        path = start.partition(b" ")[2].partition(b"?")[0]
-        if path == b"/v1/chat/completions" and _WANTS_STREAM.search(body):
-            self._transport.write(_STREAM_HEAD)
-            self._stream(0, bool(_WANTS_USAGE.search(body)))
-        elif path == b"/v1/chat/completions":
-            self._transport.write(_CHAT)
-        elif path == b"/metrics":
-            # A work counter that grows, as that of an engine that does not hang.
-            page = _METRICS % int(self._loop.time() * 1000)
-            self._transport.write(_whole("200 OK", "text/plain; version=0.0.4", page))
+        self._pieces.append(data)
+        if self._start:
+            self._missing -= len(data)
         else:
-            self._transport.write(_PAGES.get(path, _EMPTY))
+            data = b"".join(self._pieces)
+            head_end = data.find(b"\r\n\r\n")
+            if head_end < 0:
+                return
+            length = _LENGTH.search(data, 0, head_end)
+            self._start = data[: data.index(b" HTTP/")]
+            self._pieces = [data[head_end + 4 :]]
+            self._missing = (int(length[1]) if length else 0) - len(self._pieces[0])
+        if self._missing <= 0:
+            start, body = self._start, b"".join(self._pieces)
+            self._start, self._pieces = b"", []
+            self._answer(start.partition(b" ")[2].partition(b"?")[0], body)
 
-    def _stream(self, number: int, wants_usage: bool) -> None:
+    def _answer(self, path: bytes, body: bytes) -> None:
+        write = self._transport.write
+        match path:
+            case b"/v1/chat/completions":
+                self._chat(body)
+            case b"/v1/chat/completions/render":
+                write(token_answers.rendered(len(body)))
+            case b"/inference/v1/generate":
+                write(answers.STREAM_HEAD)
+                self._stream(token_answers.generated(body), 0)
+            case b"/v1/chat/completions/derender":
+                write(token_answers.derendered(body))
+            case b"/v1/completions/render" | b"/v1/completions/derender":
+                write(token_answers.REFUSED)
+            case b"/metrics":
+                write(answers.metrics(int(self._loop.time() * 1000)))
+            case _:
+                write(answers.PAGES.get(path, answers.EMPTY))
+
+    def _chat(self, body: bytes) -> None:
+        if not (b'"stream":true' in body or b'"stream": true' in body):
+            self._transport.write(answers.CHAT)
+        elif self._streams is not None:
+            self._stream_number = self._streams.join(self._transport)
+        else:
+            self._transport.write(answers.STREAM_HEAD)
+            wants_usage = b'"include_usage":true' in body or b'"include_usage": true' in body
+            self._stream(_STREAM_WITH_USAGE if wants_usage else _STREAM, 0)
+
+    def _stream(self, chunks: list[bytes], number: int) -> None:
         if self._transport.is_closing():
             return
-        self._transport.write(_STREAM[number])
-        if number + 1 < NUM_CHUNKS:
-            self._loop.call_later(self._interval_s, self._stream, number + 1, wants_usage)
-            return
-        if wants_usage:
-            self._transport.write(_USAGE_EVENT)
-        self._transport.write(_STREAM_END)
+        self._transport.write(chunks[number])
+        if number + 1 < len(chunks):
+            self._loop.call_later(self._interval_s, self._stream, chunks, number + 1)
 
 
-async def serve(ports: list[int], interval_s: float) -> None:
+_STREAM = [*answers.STREAM[:-1], answers.STREAM[NUM_CHUNKS - 1] + answers.STREAM_END]
+_STREAM_WITH_USAGE = [*answers.STREAM[:-1], answers.STREAM[-1] + answers.USAGE_EVENT + answers.STREAM_END]
+
+
+async def serve(ports: list[int], interval_s: float, num_endless: int) -> None:
     """Serve at these ports of the loopback until cancelled."""
     loop = asyncio.get_running_loop()
-    servers = [await loop.create_server(lambda: Server(interval_s), "127.0.0.1", port, backlog=1024) for port in ports]
-    print("serving", flush=True)
+    streams = EndlessStreams(interval_s, num_endless) if num_endless else None
+    servers = [
+        await loop.create_server(lambda: Server(interval_s, streams), "127.0.0.1", port, backlog=4096) for port in ports
+    ]
     await asyncio.gather(*(server.serve_forever() for server in servers))
 
 
@@ -153,5 +165,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, action="append", required=True, help="may be repeated")
     parser.add_argument("--interval-ms", type=float, default=0.0)
+    parser.add_argument("--endless", type=int, default=0, metavar="STREAMS")
     arguments = parser.parse_args()
-    uvloop.run(serve(arguments.port, arguments.interval_ms / 1000))
+    uvloop.run(serve(arguments.port, arguments.interval_ms / 1000, arguments.endless))

@@ -24,9 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-import orjson
-
-from loadtest.bench.backend import NUM_CHUNKS
+from loadtest.bench.answers import NUM_CHUNKS
 from loadtest.bench.peers import gateway
 from loadtest.bench.processes import CLIENT_CORE, SERVER_CORE, answers, cpu_us, free_ports, running, wait_until
 

@@ -1,0 +1,211 @@
+"""What is measured: each section loads one server in one way, and says which columns its table has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from loadtest.bench.answers import NUM_CHUNKS
+from loadtest.bench.peers import RUST, STICKY
+from loadtest.bench.rig import WARM_UP_S, Failed, Rig
+from loadtest.bench.tables import Column, Sample, added, cost, plain
+
+CONNECTIONS = 32
+BODIES = {"1 KB": 1_000, "5.5 KB": 5_500, "100 KB": 100_000, "1 MB": 1_000_000}
+LIVE_TRAJECTORIES = 10_000
+SLOW_STREAMS = (500, 2_000)
+SLOW_INTERVAL_MS = 20
+IDLE_STREAMS = 10_000
+_FIRST_TURNS_S = 120.0  # 10,000 answers of the slowest take some ten seconds
+_SETTLE_S = 0.5  # until what a server does after a burst is done
+_FILES_OF_A_SERVER = 512  # besides two for each stream
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One measurement and its table.
+
+    Args:
+        name: as in `--sections`, and in the marks of the file.
+        title: of its table.
+        about: what is done, in one or two sentences.
+        measure: one repeat of one server. Raises Failed, NotStarted.
+        repeats: at most so many, where more would say the same.
+    """
+
+    name: str
+    title: str
+    about: str
+    measure: Callable[[Rig], Sample]
+    columns: tuple[Column, ...]
+    repeats: int | None = None
+
+
+def _answers(rig: Rig) -> Sample:
+    sample: Sample = {}
+    with rig.serving() as served:
+        for name, num_bytes in BODIES.items():
+            sample[name], seen = rig.cpu_per_answer(served, connections=CONNECTIONS, body=num_bytes)
+            sample[f"{name} rate"] = seen["answers_per_s"]
+    return sample
+
+
+def _concurrency(rig: Rig) -> Sample:
+    sample: Sample = {}
+    with rig.serving() as served:
+        rig.load(served, WARM_UP_S)
+        for connections in (1, 32, 256, 2_000):
+            seen = rig.load(served, connections=rig.scaled(connections))
+            sample |= {f"{name} {connections}": value for name, value in seen.items()}
+    return sample
+
+
+def _streams(rig: Rig) -> Sample:
+    with rig.serving("--interval-ms", "5") as served:
+        paced_us, _ = rig.cpu_per_answer(served, connections=CONNECTIONS, stream=True)
+    with rig.serving() as served:
+        fast_us, seen = rig.cpu_per_answer(served, connections=CONNECTIONS, stream=True)
+    return {
+        "paced": paced_us,
+        "chunk": paced_us / NUM_CHUNKS,
+        "fast": fast_us,
+        "rate": seen["answers_per_s"],
+        "p50_ms": seen["p50_us"] / 1e3,
+        "p99_ms": seen["p99_us"] / 1e3,
+    }
+
+
+def _slow(rig: Rig) -> Sample:
+    sample: Sample = {}
+    for wanted in SLOW_STREAMS:
+        number = rig.scaled(wanted)
+        backend = ("--interval-ms", str(SLOW_INTERVAL_MS), "--endless", str(number))
+        with rig.serving(*backend) as served, rig.holding(served, number) as client:
+            rig.listen(client)
+            before_us, began_at = served.cpu_us(), time.monotonic()
+            seen = rig.listen(client)
+            spent_us, seconds = served.cpu_us() - before_us, time.monotonic() - began_at
+        sample |= {
+            f"p50 {wanted}": seen["p50_us"] / 1e3,
+            f"p99 {wanted}": seen["p99_us"] / 1e3,
+            f"share {wanted}": seen["chunks_per_s"] * SLOW_INTERVAL_MS / 1e3 / number * 100,
+            f"cpu {wanted}": spent_us / max(1.0, seen["num_chunks"]),
+            f"busy {wanted}": spent_us / seconds / 1e4,
+        }
+    return sample
+
+
+def _memory(rig: Rig) -> Sample:
+    number = min(rig.scaled(IDLE_STREAMS), (rig.max_files - _FILES_OF_A_SERVER) // 2)
+    with rig.serving("--endless", str(number)) as served:
+        rig.load(served, WARM_UP_S)
+        time.sleep(_SETTLE_S)
+        before_bytes = served.memory_bytes()
+        with rig.holding(served, number):
+            time.sleep(_SETTLE_S)
+            after_bytes = served.memory_bytes()
+    return {
+        "streams": number,
+        "kb": (after_bytes - before_bytes) / 1e3 / number,
+        "before_mb": before_bytes / 1e6,
+        "total_mb": after_bytes / 1e6,
+    }
+
+
+def _live(rig: Rig) -> Sample:
+    number = rig.scaled(LIVE_TRAJECTORIES)
+    with rig.serving() as served:
+        rig.load(served, _FIRST_TURNS_S, connections=CONNECTIONS, trajectories=number, answers=number)
+        before_us = served.cpu_us()
+        seen = rig.load(served, connections=CONNECTIONS, trajectories=number)
+        spent_us = served.cpu_us() - before_us
+    if not seen["num_answers"]:
+        raise Failed("no answer")
+    return {"cpu": spent_us / seen["num_answers"], "rate": seen["answers_per_s"], "p99_ms": seen["p99_us"] / 1e3}
+
+
+_PER_ANSWER = tuple(column for name in BODIES for column in cost(f"{name}, us", name, STICKY))
+
+SECTIONS = (
+    Section(
+        "answers",
+        "CPU per answer, by the size of the request",
+        f"{CONNECTIONS} agents, answers that are not streamed. x: beside {STICKY}, in the same repeat.",
+        _answers,
+        (*_PER_ANSWER, plain("answers/s at 5.5 KB", "5.5 KB rate"), plain("at 1 MB", "1 MB rate")),
+    ),
+    Section(
+        "concurrency",
+        "Answers a second, and what is added to one",
+        "Requests of 5.5 KB, by the number of agents at once. Added: to the backend's own at one agent, in the same "
+        "repeat.",
+        _concurrency,
+        (
+            plain("answers/s, c=1", "answers_per_s 1"),
+            added("added P50 us, c=1", "p50_us 1"),
+            added("added P99 us, c=1", "p99_us 1"),
+            *(
+                plain(f"{title}, c={number}", f"{key} {number}", scale)
+                for number in (32, 256, 2_000)
+                for title, key, scale in (("answers/s", "answers_per_s", 1.0), ("P99 ms", "p99_us", 1e-3))
+            ),
+        ),
+    ),
+    Section(
+        "streams",
+        "CPU per stream",
+        f"{CONNECTIONS} agents, streams of {NUM_CHUNKS} chunks: 5 ms apart, and back to back. x: beside {STICKY}; "
+        "x best: beside the cheapest router in Rust, in the same repeat.",
+        _streams,
+        (
+            *cost("5 ms apart: us", "paced", STICKY),
+            *cost("us per chunk", "chunk", RUST, "x best"),
+            *cost("back to back: us", "fast", STICKY),
+            plain("streams/s", "rate"),
+            plain("P50 ms", "p50_ms"),
+            plain("P99 ms", "p99_ms"),
+        ),
+    ),
+    Section(
+        "slow",
+        "Many slow streams",
+        f"So many streams are open, each with a chunk every {SLOW_INTERVAL_MS} ms. Delay: from the backend's write to "
+        "the client's read; those two share a core, so it must be read beside `direct`. Seen: chunks that came, of "
+        "those due in that time. Busy: of the server's core.",
+        _slow,
+        tuple(
+            column
+            for number in SLOW_STREAMS
+            for column in (
+                plain(f"{number:,} open: delay P50 ms", f"p50 {number}", digits=1),
+                plain("P99 ms", f"p99 {number}", digits=1),
+                plain("seen %", f"share {number}"),
+                plain("us per chunk", f"cpu {number}", digits=1),
+                plain("busy %", f"busy {number}"),
+            )
+        ),
+    ),
+    Section(
+        "memory",
+        "Memory of idle open streams",
+        "Each stream has had one chunk and waits for the next. Resident memory of the process tree, without what the "
+        "kernel holds for sockets.",
+        _memory,
+        (
+            plain("streams", "streams"),
+            plain("KB per stream", "kb", digits=1),
+            plain("MB before", "before_mb"),
+            plain("MB with them", "total_mb"),
+        ),
+        repeats=1,
+    ),
+    Section(
+        "live",
+        "With 10,000 live trajectories",
+        f"{CONNECTIONS} agents take turns at {LIVE_TRAJECTORIES:,} trajectories, each of which has had its first "
+        f"answer and none has ended. x: beside {STICKY}.",
+        _live,
+        (*cost("CPU us per answer", "cpu", STICKY), plain("answers/s", "rate"), plain("P99 ms", "p99_ms")),
+    ),
+)

@@ -1,0 +1,75 @@
+"""What the backend answers on vLLM's token routes: render, generate, derender, with the same 64 words as tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import orjson
+
+from loadtest.bench.answers import FIRST_ID, MESSAGE, NUM_CHUNKS, STREAM_END, WORDS, Json, event, whole
+
+_BYTES_PER_TOKEN = 4
+_COARSE_TOKENS = 32
+_IDS = list(range(FIRST_ID, FIRST_ID + NUM_CHUNKS))
+_ABOUT = {"id": "generate-tokens-0123456789abcdef", "object": "chat.completion", "created": 1_700_000_000}
+_USAGE = {"prompt_tokens": 1400, "total_tokens": 1400 + NUM_CHUNKS, "completion_tokens": NUM_CHUNKS}
+REFUSED = whole({"error": {"message": "a field is missing", "code": 400}}, "400 Bad Request")
+
+
+@cache
+def rendered(num_bytes: int) -> bytes:
+    """The prompt ids of a chat of so many bytes."""
+    sampling = {"n": 1, "max_tokens": 512, "min_tokens": 0, "stop": [], "temperature": 1.0, "logprobs": None}
+    ids = [number % 50_000 for number in range(num_bytes // _BYTES_PER_TOKEN)]
+    return whole({"request_id": "chatcmpl-0123456789abcdef", "token_ids": ids, "sampling_params": sampling})
+
+
+def generated(body: bytes) -> list[bytes]:
+    """The chunks of a stream of tokens."""
+    with_text = b'"output_mode":"text"' in body
+    is_coarse = b'"stream_interval":' in body
+    with_logprobs = b'"logprobs":0' in body
+    return _generated(with_text, is_coarse, with_logprobs)
+
+
+@cache
+def _generated(with_text: bool, is_coarse: bool, with_logprobs: bool) -> list[bytes]:
+    starts = [0, *range(1, NUM_CHUNKS, _COARSE_TOKENS if is_coarse else 1)]
+    ends = [*starts[1:], NUM_CHUNKS]
+    chunks = [_tokens(*span, with_text, with_logprobs) for span in zip(starts, ends, strict=True)]
+    chunks[-1] += event({"request_id": _ABOUT["id"], "choices": [], "usage": _USAGE}) + STREAM_END
+    return chunks
+
+
+def _tokens(begin: int, end: int, with_text: bool, with_logprobs: bool) -> bytes:
+    choice: Json = {"index": 0, "token_ids": _IDS[begin:end], "finish_reason": None, "stop_reason": None}
+    if with_text:
+        choice["text"] = "".join(WORDS[begin:end])
+    if end == NUM_CHUNKS:
+        choice["finish_reason"] = "stop"
+    entries = [_logprob(number, with_text) for number in range(begin, end)]
+    choice["logprobs"] = {"content": entries} if with_logprobs else None
+    return event({"request_id": _ABOUT["id"], "choices": [choice]})
+
+
+def _logprob(number: int, with_text: bool) -> Json:
+    word = WORDS[number]
+    own = {"token": word, "bytes": list(word.encode())} if with_text else {"token_id": _IDS[number], "rank": None}
+    return own | {"logprob": -0.25, "top_logprobs": []}
+
+
+def derendered(body: bytes) -> bytes:
+    """The message that tokens are: of a whole answer, or of one part of a stream."""
+    asked = orjson.loads(body)
+    if not asked.get("stream"):
+        choice: Json = {"index": 0, "message": MESSAGE, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+        return whole(_ABOUT | {"model": "bench", "choices": [choice], "usage": _USAGE})
+    part: dict[str, Any] = asked["generate_chunk"]["choices"][0]
+    before = (asked.get("stream_state") or {}).get("output_token_ids") or []
+    delta: Json = {"content": "".join(WORDS[token - FIRST_ID] for token in part["token_ids"]) or None}
+    if not before:
+        delta["role"] = "assistant"
+    choice = {"index": 0, "delta": delta, "finish_reason": part["finish_reason"], "stop_reason": None}
+    state = {"output_token_ids": before + part["token_ids"], "role_sent": True}
+    return whole({"chunk": _ABOUT | {"model": "bench", "choices": [choice]}, "stream_state": state})

@@ -1,0 +1,185 @@
+"""The benchmark: each section measures the gateway, a server that fails is said so, tables and checks are right."""
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest.bench import answers
+from loadtest.bench.check import Checker
+from loadtest.bench.goals import GOALS, goals_table
+from loadtest.bench.peers import DIRECT, GATEWAY, PEERS, PROGRAMS, RUST, STICKY, Peer
+from loadtest.bench.processes import NotStarted, raise_file_limit
+from loadtest.bench.requests import bodies
+from loadtest.bench.rig import Rig
+from loadtest.bench.run import Record, run_section
+from loadtest.bench.sections import SECTIONS, Section
+from loadtest.bench.tables import added, cost, plain, table, write
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def rig_for(peer: Peer, directory: Path) -> Rig:
+    return Rig(peer, 0.2, 1, directory, None, raise_file_limit(4_096), scale=0.01)
+
+
+def peer_named(name: str) -> Peer:
+    return next(peer for peer in PEERS if peer.name == name)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
+def test_each_section_measures_the_gateway(section: Section, tmp_path: Path) -> None:
+    """Every column has a figure; what costs processor time or memory costs some."""
+    sample = section.measure(rig_for(peer_named(GATEWAY), tmp_path))
+    cells = [column.cell(GATEWAY, {GATEWAY: [sample], DIRECT: [sample]}) for column in section.columns]
+    titles = [column.title for column in section.columns]
+    missing = [title for title, cell in zip(titles, cells, strict=True) if cell == "-" and not title.startswith("x")]
+    assert not missing
+    costs = {name: value for name, value in sample.items() if name.startswith(("cpu", "paced", "fast", "5.5 KB", "kb"))}
+    assert all(value > 0 for value in costs.values()), sample
+
+
+def test_token_legs_are_measured_at_token_level(tmp_path: Path) -> None:
+    """The backend has the routes, and answers with the same words: each answer is checked, with tools and without."""
+    for name in ("gateway, token legs", "gateway, token legs, tools"):
+        rig = rig_for(peer_named(name), tmp_path)
+        with rig.serving() as served:
+            assert rig.load(served, connections=2)["num_answers"] > 0
+            assert rig.load(served, connections=2, stream=True)["num_answers"] > 0
+            # Legs at token level have ids of the gateway, the backend's own chat has always the same.
+            assert answers.ABOUT["id"] not in _one_answer(served.port, rig.peer.has_tools)
+
+
+def _one_answer(port: int, has_tools: bool) -> str:
+    import httpx
+
+    body = bodies(1, False, 2_000, has_tools)[0]
+    headers = {"content-type": "application/json"}
+    return httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", content=body, headers=headers, timeout=60).text
+
+
+def test_a_server_that_does_not_start_is_in_the_table_and_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what it said, and the others measured; a run that is resumed does not measure them again."""
+    monkeypatch.setattr("loadtest.bench.run.WORK", tmp_path)
+    broken = Peer("broken", lambda *_: [sys.executable, "-c", "raise SystemExit('no such model')"])
+    absent = Peer("absent", lambda *_: [], needs=tmp_path / "nowhere")
+    measured = []
+
+    def measure(rig: Rig) -> dict[str, float]:
+        measured.append(rig.peer.name)
+        with rig.serving() as served:
+            return {"answers": rig.load(served, connections=2)["num_answers"]}
+
+    section = Section("some", "Some", "", measure, (plain("answers", "answers"),))
+    options = Namespace(repeats=2, seconds=0.1, scale=1.0, seed=1, resume=False)
+    rig: dict[str, Any] = {"seconds": 0.1, "seed": 1, "directory": tmp_path, "redis": None, "max_files": 1_024}
+    text = run_section(section, [broken, absent, peer_named(DIRECT)], options, rig)
+    assert measured == ["broken", DIRECT, DIRECT]
+    assert "| broken | - |" in text and "no such model" in text
+    assert "* absent: is not here" in text
+    measured.clear()
+    options.resume = True
+    assert run_section(section, [broken, absent, peer_named(DIRECT)], options, rig).startswith(text[:60])
+    assert measured == []
+
+
+def test_a_server_that_ends_at_once_is_not_waited_for(tmp_path: Path) -> None:
+    """What it said is told."""
+    broken = Peer("broken", lambda *_: [sys.executable, "-c", "raise SystemExit('no such option')"])
+    with pytest.raises(NotStarted, match="no such option"), rig_for(broken, tmp_path).serving():
+        pass
+
+
+def test_ratios_and_differences_are_those_within_a_repeat() -> None:
+    """Medians and spreads worked out by hand; a repeat that failed counts for nothing."""
+    samples: dict[str, list[dict[str, float] | None]] = {
+        DIRECT: [{"us": 10.0}, {"us": 30.0}, {"us": 20.0}],
+        "fast": [{"us": 50.0}, {"us": 60.0}, {"us": 100.0}],
+        "slow": [{"us": 100.0}, {"us": 60.0}, None],
+    }
+    value, ratio = cost("us", "us", "fast")
+    assert [value.cell(name, samples) for name in samples] == ["-", "60 (50 to 100)", "80 (60 to 100)"]
+    assert [ratio.cell(name, samples) for name in samples] == ["-", "1.00", "1.50"]
+    assert added("added", "us").cell("slow", samples) == "60 (30 to 90)"
+    assert cost("us", "us", ("fast", "slow"))[1].cell("slow", samples) == "1.50"
+    text = table((value, ratio), samples, {"slow": "a | b"})
+    assert text.splitlines()[4] == "| slow | 80 (60 to 100) | 1.50 |"
+    assert text.splitlines()[-1] == "* slow: a / b"
+
+
+def test_a_record_is_gone_on_with_only_under_the_same_settings(tmp_path: Path) -> None:
+    """What was measured of another commit, or for another time, is not what is measured now."""
+    path = tmp_path / "some.jsonl"
+    record = Record(path, {"seconds": 1.0})
+    record.begin()
+    record.add(0, "a", {"us": 1.0}, None)
+    record.add(0, "b", None, "it failed")
+    same, other = Record(path, {"seconds": 1.0}), Record(path, {"seconds": 2.0})
+    same.restore()
+    other.restore()
+    assert (same.samples(), same.failures) == ({"a": [{"us": 1.0}], "b": [None]}, {"b": "it failed"})
+    assert other.samples() == {}
+
+
+def test_a_table_goes_between_its_marks(tmp_path: Path) -> None:
+    """All else of the file stays; a file without them is left."""
+    path = tmp_path / "page.md"
+    path.write_text("a\n<!-- bench:slow:begin -->\nold\n<!-- bench:slow:end -->\nz\n")
+    write(path, "slow", "new")
+    assert path.read_text() == "a\n<!-- bench:slow:begin -->\nnew\n<!-- bench:slow:end -->\nz\n"
+    with pytest.raises(ValueError, match="bench:fast"):
+        write(path, "fast", "new")
+
+
+def test_goals_are_held_against_what_was_measured() -> None:
+    """By the median of the repeats; what was not measured is neither met nor missed."""
+    assert all("not measured" in line for line in goals_table({}).splitlines()[2:])
+    repeats = [{"5.5 KB": 30.0, "100 KB": 70.0}, {"5.5 KB": 90.0, "100 KB": 71.0}, {"5.5 KB": 40.0, "100 KB": 72.0}]
+    rival = [{"5.5 KB": 100.0, "100 KB": 70.0}] * 3
+    lines = goals_table({"answers": {GATEWAY: repeats, STICKY: rival, PROGRAMS: rival}}).splitlines()
+    assert lines[2].endswith("| 0.75x | 0.40 | yes |")
+    assert lines[3].endswith("| 0.25x | 0.40 | **no** |")
+    assert lines[5].endswith("| 1x | 1.01 | **no** |")
+
+
+def test_goals_name_servers_and_figures_that_there_are(tmp_path: Path) -> None:
+    """Else a goal would be unmeasured for ever."""
+    names = {peer.name for peer in PEERS}
+    assert names >= {STICKY, PROGRAMS, *RUST}
+    keys = {"5.5 KB": 1.0, "100 KB": 1.0, "1 MB": 1.0, "chunk": 1.0, "p99_us 1": 1.0, "p99 2000": 1.0}
+    sample = keys | {"before_mb": 1.0, "kb": 1.0}
+    assert {goal.section for goal in GOALS} <= {section.name for section in SECTIONS}
+    table = goals_table({section.name: {name: [sample] for name in names} for section in SECTIONS})
+    assert "not measured" not in table
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
+
+
+def test_an_answer_that_is_not_the_backends_is_seen() -> None:
+    """Whole or streamed: a word lost, doubled or swapped, an end that is missing, another status."""
+    good = [*answers.STREAM, answers.STREAM_END]
+    checker = Checker(stream=True)
+    checker.check(HEAD + b"".join(good))
+    checker.check(HEAD + b"".join(good))
+    swapped = [good[0], good[2], good[1], *good[3:]]
+    for bad in ([*good[:5], *good[6:]], [*good[:5], good[5], *good[5:]], swapped, good[:-1]):
+        with pytest.raises(ValueError):
+            checker.check(HEAD + b"".join(bad))
+    with pytest.raises(ValueError, match="not an answer"):
+        checker.check(b"HTTP/1.1 503 Busy\r\n\r\n" + b"".join(good))
+    Checker(stream=False).check(answers.CHAT)
+    with pytest.raises(ValueError):
+        Checker(stream=False).check(answers.CHAT.replace(b"word7 ", b""))
+
+
+@pytest.mark.parametrize("num_bytes", [1_000, 5_500, 100_000, 1_000_000])
+def test_requests_have_the_size_that_is_asked_for(num_bytes: int) -> None:
+    """To the byte, all of a run different, and the same for the same seed."""
+    some = bodies(1, True, num_bytes)
+    assert {len(body) for body in some} == {num_bytes}
+    assert len(set(some)) == len(some) and some == bodies(1, True, num_bytes)
