@@ -13,6 +13,7 @@ import orjson
 
 from engines.dialect import Upstream
 from engines.http import HttpClient
+from engines.sglang_events import EventReader
 from engines.sglang_messages import MessageReader
 from engines.tokens import Asking, Delta, Event, Piece, Rendered, TokenLeg, Whole
 
@@ -38,6 +39,7 @@ _BEYOND = (
     "bootstrap_host",
     "custom_logit_processor",
     "custom_params",
+    "data_parallel_rank",
     "input_ids",
     "json_schema",
     "lora_path",
@@ -50,6 +52,7 @@ _BEYOND = (
     "return_routed_experts",
     "return_sampling_mask",
     "return_spec_tokens_details",
+    "routed_dp_rank",
     "session_params",
     "stop_regex",
     "watermark",
@@ -133,9 +136,17 @@ class SglangTokens:
 
     def rendered(self, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
         ids = orjson.loads(answer)["tokens"] if answer else request.get("prompt")
+        if not isinstance(ids, list):
+            return None
+        try:
+            return self._rendered(request, ids)
+        except (AttributeError, TypeError, ValueError):
+            return None  # malformed, which the engine's own route says in its own words
+
+    def _rendered(self, request: Mapping[str, Any], ids: list[int]) -> Rendered | None:
         is_chat = "messages" in request
         grammar = _grammar(request)
-        if not isinstance(ids, list) or grammar is None or not _is_well_formed(request):
+        if grammar is None or not _is_within(request):
             return None
         if is_chat and self._facts.has_own_defaults and any(request.get(name) is None for name in _SET_BY_MODEL):
             return None
@@ -201,7 +212,7 @@ class SglangTokens:
         return Upstream("/generate", b"", orjson.dumps(told))
 
     def reader(self, rendered: Rendered) -> Callable[[Event], Piece]:
-        return _EventReader(self._facts.is_incremental, rendered)
+        return EventReader(self._facts.is_incremental, rendered)
 
     def texts(self, rendered: Rendered, outputs: Sequence[Sequence[int]]) -> Upstream:
         tail = rendered.prompt_ids[-_TAIL_TOKENS:]
@@ -223,14 +234,21 @@ class SglangTokens:
         return await self._messages.whole(ask, request, tail, last), None
 
 
-def _is_well_formed(request: Mapping[str, Any]) -> bool:
-    """Whether it asks for what `/generate` gives, and by values that a number can be made of."""
+def _is_within(request: Mapping[str, Any]) -> bool:
+    """Whether it asks for what `/generate` gives, by values of the right kind."""
     for name, lowest in _LOWEST.items():
         value = request.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < lowest):
             return False
-    if request.get("tool_choice") not in (None, "none", "auto"):
+    stop, salt = request.get("stop"), request.get("cache_salt")
+    if not isinstance(salt, str | None) or not isinstance(stop, str | list | None):
         return False
+    if ":" in (request.get("model") or "") or request.get("tool_choice") not in (None, "none", "auto"):
+        return False  # behind the colon is a LoRA adapter
+    for message in request.get("messages") or ():
+        content = message.get("content")
+        if isinstance(content, list) and any(part.get("type") != "text" for part in content):
+            return False  # an image is no token of the render
     return not any(request.get(name) not in (None, False) for name in _BEYOND)
 
 
@@ -254,58 +272,3 @@ def _num_logprobs(request: Mapping[str, Any], is_chat: bool) -> int | None:
         return (request.get("top_logprobs") or 0) if request.get("logprobs") else None
     number = request.get("logprobs")
     return int(number) if number is not None else None
-
-
-class _EventReader:
-    """Reads one stream, of which each event has the text, ids and log-probabilities of all tokens or of new ones."""
-
-    def __init__(self, is_incremental: bool, rendered: Rendered) -> None:
-        self._is_incremental = is_incremental
-        self._stop_ids = rendered.call["sampling_params"].get("stop_token_ids") or ()
-        self._has_text = not rendered.needs_parser
-        self._num_ids = self._num_rated = self._num_characters = 0
-
-    def __call__(self, event: Event) -> Piece:
-        meta = event["meta_info"]
-        reason = meta["finish_reason"]
-        kind, matched = (reason["type"], reason.get("matched")) if reason else (None, None)
-        if kind == "abort":  # in an incremental stream it says the last token again, and the text from the start
-            return Piece([], finish_reason=_abort(reason))
-        ids, text = event["output_ids"], event["text"]
-        rated, rivals = meta.get("output_token_logprobs"), meta.get("output_top_logprobs")
-        if not self._is_incremental:
-            ids, self._num_ids = ids[self._num_ids :], len(ids)
-            text, self._num_characters = text[self._num_characters :], len(text)
-            if rated is not None:
-                rivals = rivals[self._num_rated :] if rivals else None
-                rated, self._num_rated = rated[self._num_rated :], len(rated)
-        spans = (meta.get("weight_versions") or ()) if kind else ()
-        return Piece(
-            ids,
-            text if self._has_text else "",
-            _entries(rated, rivals) if rated is not None else None,
-            kind,
-            # A token that ends every answer is no reason worth telling; one that the client named is.
-            matched if isinstance(matched, str) or matched in self._stop_ids else None,
-            tuple((span["version"], span["start"], span["end"]) for span in spans),
-            meta.get("cached_tokens"),
-        )
-
-
-def _abort(reason: Mapping[str, Any]) -> str:
-    """An abort for what the request itself is would be the same anywhere."""
-    return "error" if reason.get("status_code") == 400 else "abort"
-
-
-def _entries(rated: Sequence[Sequence[Any]], rivals: Sequence[Any] | None) -> list[dict[str, Any]]:
-    entries = []
-    for i, token in enumerate(rated):
-        top = (rivals[i] if rivals else None) or ()
-        entries.append({**_entry(*token), "top_logprobs": [_entry(*rival) for rival in top]})
-    return entries
-
-
-def _entry(logprob: float, _: int, text: str | None) -> dict[str, Any]:
-    said = text or ""
-    # Part of a character has no text of its own, and its bytes are not told.
-    return {"token": said, "logprob": logprob, "bytes": None if "\ufffd" in said else list(said.encode())}

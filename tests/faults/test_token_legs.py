@@ -1,6 +1,6 @@
 """Turns at token level under every disturbance there is: what a client gets is one uninterrupted generation.
 
-On fleets of both kinds of engine, and of both in one. `HEDDLE_FAULT_SEEDS` says how many seeds of each are played.
+On fleets of both kinds of engine, and of both in one. `FAULT_SEEDS` says how many seeds of each are played.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "tool required": {"tools": [TOOL], "tool_choice": "required"},
 }
 NUM_TURNS = 100
-NUM_SEEDS = int(os.environ.get("HEDDLE_FAULT_SEEDS", "2"))
+NUM_SEEDS = int(os.environ.get("FAULT_SEEDS", "2"))
 FLEETS: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm", "vllm", "vllm"),
     "sglang": ("sglang", "sglang", "sglang-incremental"),

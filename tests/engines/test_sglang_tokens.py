@@ -1,0 +1,286 @@
+"""SGLang at token level: what is asked, how its streams are read, and how a message is read out of tokens."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from engines.dialect import Upstream
+from engines.http import HttpClient
+from engines.probe import discover
+from engines.sglang_messages import MessageReader
+from engines.sglang_tokens import NoTokenRoutes, ServerFacts, SglangTokens, facts_of
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import SimulatedEngineSettings
+from engines.simulated.text import ASSISTANT, END, Tokenizer
+from engines.tokens import Asking, Delta, Piece, Rendered, TokenLeg, Whole
+from tests.support.engine import fixed, recorded_engine
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 40}
+TOOL = {"type": "function", "function": {"name": "run", "parameters": {"type": "object", "properties": {}}}}
+TOKENIZER = Tokenizer()
+
+
+def tokens(**facts: Any) -> SglangTokens:
+    known: dict[str, Any] = {"context_tokens": 1000, "is_incremental": False, "has_own_defaults": False}
+    return SglangTokens(ServerFacts(**known | {"tool_parser": "hermes", "reasoning_parser": None} | facts))
+
+
+def rendered(request: dict[str, Any], **facts: Any) -> Rendered | None:
+    return tokens(**facts).rendered(request, orjson.dumps({"tokens": [5, 6, 7]}))
+
+
+def leg(**more: Any) -> TokenLeg:
+    known: dict[str, Any] = {"request_id": "r.", "trajectory_id": "t", "priority": 2, "prompt_ids": [5, 6, 7]}
+    known |= {"num_made": 0, "cache_salt": "", "is_coarse": False, "wants_logprobs": False}
+    return TokenLeg(**known | more)
+
+
+@pytest.fixture
+async def sglang() -> AsyncIterator[str]:
+    settings = SimulatedEngineSettings(dialect="sglang", speed_up=200, reasoning_parser="qwen3")
+    async with serve_engine(settings) as url:
+        yield url
+
+
+# --- what is asked -------------------------------------------------------------------------------------------
+
+
+def test_a_later_leg_asks_for_what_is_left_with_the_same_dice() -> None:
+    """SGLang's dice depend on a token's place, so a seed is moved by the choice's number only, not by what was made."""
+    made = rendered({**CHAT, "seed": 7, "min_tokens": 10, "temperature": 0.5, "cache_salt": "mine"})
+    assert made is not None
+    call = orjson.loads(tokens().generate(made, leg(num_made=4, index=2, cache_salt="v3")).body)
+    sampling = call["sampling_params"]
+    assert (sampling["max_new_tokens"], sampling["min_new_tokens"], sampling["sampling_seed"]) == (36, 6, 9)
+    assert (call["rid"], call["priority"], call["cache_salt"], call["stream"]) == ("r.", 2, "mine.v3", True)
+    assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (0.5, 1.0, -1)
+
+
+def test_an_answer_without_a_limit_fills_the_context() -> None:
+    """A chat's; a completion's is sixteen tokens."""
+    chat, completion = rendered({"messages": CHAT["messages"]}), tokens().rendered({"prompt": [5, 6, 7]}, b"")
+    assert chat is not None and completion is not None
+    assert (chat.max_tokens, completion.max_tokens) == (996, 16)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "run"}}},
+        {"tools": [{**TOOL, "function": TOOL["function"] | {"strict": True}}]},
+        {"tools": [TOOL], "response_format": {"type": "json_object"}},
+        {"tools": [5]},
+        {"response_format": {"type": "structural_tag"}},
+        {"response_format": {"type": "json_schema", "json_schema": "nonsense"}},
+        {"stop_regex": "a+"},
+        {"stop": 5},
+        {"max_tokens": "many"},
+        {"max_tokens": 0},
+        {"model": "base:adapter"},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+    ],
+)
+def test_what_only_the_chat_route_can_do_passes_through(more: dict[str, Any]) -> None:
+    """Grammars that it makes of its own, images, adapters, and what it shall refuse in its own words."""
+    assert rendered(CHAT | more) is None
+
+
+def test_parameters_that_the_model_may_set_must_be_named() -> None:
+    """`/generate` does not know generation_config.json, which the chat route reads unless told otherwise."""
+    named = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert rendered(CHAT, has_own_defaults=True) is None
+    assert rendered(CHAT | named, has_own_defaults=True) is not None
+    assert "--sampling-defaults openai" in tokens(has_own_defaults=True).limits
+    assert tokens(has_own_defaults=True).rendered({"prompt": [1]}, b"") is not None  # a completion's are OpenAI's
+
+
+@pytest.mark.parametrize(
+    ("facts", "word"), [({"tool_parser": "pythonic"}, "pythonic"), ({"reasoning_parser": "gpt-oss"}, "gpt-oss")]
+)
+def test_an_unknown_parser_passes_its_chats_through_and_says_so(facts: dict[str, Any], word: str) -> None:
+    """Its format may not begin calls by one marker."""
+    assert rendered(CHAT | {"tools": [TOOL]}, **facts) is None and word in tokens(**facts).limits
+    assert (rendered(CHAT, **facts) is None) == ("reasoning_parser" in facts)
+
+
+# --- what a server offers ------------------------------------------------------------------------------------
+
+
+async def test_an_engine_says_why_it_has_no_token_routes() -> None:
+    """Each fact that is missing is named."""
+    settings = SimulatedEngineSettings(dialect="sglang")
+    async with recorded_engine(settings) as engine:
+        http = HttpClient(engine.url)
+        assert (await facts_of(http, 5)).tool_parser == "hermes"
+        for path, answer, word in [
+            ("/server_info", fixed(200, b'{"skip_tokenizer_init": true}'), "--skip-tokenizer-init"),
+            ("/server_info", fixed(200, b"[]"), "does not say"),
+            ("/model_info", fixed(404, b"{}"), "/model_info"),
+            ("/v1/tokenize", fixed(404, b"{}"), "/v1/tokenize"),
+        ]:
+            engine.scripts = {path: answer}
+            with pytest.raises(NoTokenRoutes, match=word):
+                await facts_of(http, 5)
+            found = await discover(http, "sglang", 5, seeks_tokens=True)
+            assert found.dialect.tokens is None and word in found.dialect.tokens_note
+        http.close()
+
+
+# --- how streams are read ------------------------------------------------------------------------------------
+
+
+async def pieces_of(url: str, asked: Upstream, routes: SglangTokens, made: Rendered) -> list[Piece]:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        answer = await client.post(asked.path, content=asked.body)
+    read = routes.reader(made)
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    return [read(orjson.loads(line)) for line in lines]
+
+
+async def test_both_forms_of_stream_are_read_alike() -> None:
+    """Cumulative or incremental, coarse or not: the same tokens, texts, log-probabilities and versions, each once."""
+    heard = []
+    for is_incremental in (False, True):
+        settings = SimulatedEngineSettings(dialect="sglang", speed_up=50, incremental_streaming_output=is_incremental)
+        async with serve_engine(settings) as url:
+            http = HttpClient(url)
+            routes = SglangTokens(await facts_of(http, 5))
+            http.close()
+            made = routes.rendered({"prompt": [300, 301], "max_tokens": 200, "ignore_eos": True, "logprobs": 2}, b"")
+            assert made is not None
+            for is_coarse in (False, True):
+                asked = routes.generate(made, leg(prompt_ids=[300, 301], is_coarse=is_coarse))
+                heard.append((await pieces_of(url, asked, routes, made), is_coarse))
+    told = [
+        (
+            [id for piece in pieces for id in piece.ids],
+            "".join(piece.text for piece in pieces),
+            [entry for piece in pieces for entry in piece.logprobs or ()],
+            pieces[-1].finish_reason,
+            pieces[-1].versions,
+        )
+        for pieces, _ in heard
+    ]
+    assert all(one == told[0] for one in told) and len(told[0][0]) == len(told[0][2]) == 200
+    assert told[0][3:] == ("length", (("default", 0, 200),))
+    assert all(len(entry["top_logprobs"]) == 2 for entry in told[0][2])
+    assert all(len(pieces) == (8 if is_coarse else 200) for pieces, is_coarse in heard)
+
+
+@pytest.mark.parametrize("is_incremental", [False, True])
+async def test_what_an_abort_says_again_is_not_taken_twice(is_incremental: bool) -> None:
+    """An incremental stream ends so with its last token once more, and with all of its text."""
+    settings = SimulatedEngineSettings(dialect="sglang", speed_up=0.5, incremental_streaming_output=is_incremental)
+    async with serve_engine(settings) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+        routes = tokens(is_incremental=is_incremental)
+        made = routes.rendered({"prompt": [300], "max_tokens": 500, "ignore_eos": True}, b"")
+        assert made is not None
+        reading = asyncio.create_task(pieces_of(url, routes.generate(made, leg(prompt_ids=[300])), routes, made))
+        async with asyncio.timeout(60):
+            while "sglang:generation_tokens_total{" not in (page := (await client.get("/metrics")).text) or all(
+                float(line.split()[-1]) < 5 for line in page.splitlines() if "generation_tokens_total{" in line
+            ):
+                pass
+        await client.post("/abort_request", json={"rid": "r."})
+        pieces = await reading
+        whole = (
+            await client.post(
+                "/generate", json={"input_ids": [300], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
+            )
+        ).json()
+    ids = [id for piece in pieces for id in piece.ids]
+    assert pieces[-1] == Piece([], finish_reason="abort") and 5 <= len(ids) < 500
+    assert ids == whole["output_ids"][: len(ids)]
+    assert whole["text"].startswith("".join(piece.text for piece in pieces))
+
+
+def test_part_of_a_character_has_no_bytes_of_its_own() -> None:
+    """The engine's text for such a token is a replacement character."""
+    routes = tokens()
+    made = rendered(CHAT | {"logprobs": True})
+    assert made is not None
+    meta = {"finish_reason": None, "output_token_logprobs": [[-0.5, 9, "\ufffd"], [-0.1, 8, "é"]]}
+    piece = routes.reader(made)({"text": "é", "output_ids": [9, 8], "meta_info": meta})
+    assert [entry["bytes"] for entry in piece.logprobs or ()] == [None, [0xC3, 0xA9]]
+
+
+async def test_texts_leave_out_a_character_that_is_not_complete(sglang: str) -> None:
+    """They are what the output adds behind the prompt."""
+    routes = tokens()
+    made = rendered(CHAT)
+    assert made is not None
+    ids = TOKENIZER.encode("so 🧵🧵")
+    async with httpx.AsyncClient(base_url=sglang, timeout=60) as client:
+        asked = routes.texts(made, [ids[:n] for n in range(1, len(ids) + 1)])
+        texts = routes.read_texts((await client.post(asked.path, content=asked.body)).content)
+    assert texts[-1] == "so 🧵🧵" and texts[0] == "so" and set(texts) <= {"so", "so ", "so 🧵", "so 🧵🧵"}
+
+
+# --- how messages are read -----------------------------------------------------------------------------------
+
+CALL = '<tool_call>\n{"name": "run", "arguments": {}}\n</tool_call>'
+MESSAGES = {
+    "text": ("Hello <tool there.\n", "", "Hello <tool there.\n", 0),
+    "a call": (CALL, "", "", 1),
+    "text and a call": ("Let me see.\n\n" + CALL, "", "Let me see.", 1),
+    "reasoning": ("<think>hm <b> m</think>Hello.", "hm <b> m", "Hello.", 0),
+    "reasoning and a call": ("<think>\nhm\n</think>\n\n" + CALL, "\nhm\n", "", 1),
+}
+
+
+def asking(client: httpx.AsyncClient) -> Asking:
+    async def ask(asked: Upstream) -> bytes:
+        return (await client.post(asked.path, content=asked.body)).raise_for_status().content
+
+    return ask
+
+
+@pytest.mark.parametrize("is_opened", [False, True], ids=["", "opened"])
+@pytest.mark.parametrize("name", MESSAGES)
+async def test_a_message_is_the_same_whole_and_in_whatever_pieces(sglang: str, name: str, is_opened: bool) -> None:
+    """Nothing of a marker is told as text, and a template that ends with <think> has begun the reasoning."""
+    written, reasoning, content, num_calls = MESSAGES[name]
+    tail = [ASSISTANT, *TOKENIZER.encode("<think>\n")] if is_opened else [ASSISTANT]
+    if is_opened and not reasoning:
+        return
+    written = written.removeprefix("<think>") if is_opened else written
+    ids = [id for character in written for id in TOKENIZER.encode(character)] + [END]
+    reader, dice = MessageReader("hermes", "qwen3"), random.Random(name)
+    request = CHAT | {"tools": [TOOL]}
+    async with httpx.AsyncClient(base_url=sglang, timeout=60) as client:
+        ask = asking(client)
+        message = (await reader.whole(ask, request, tail, Whole(ids, None, "stop", None)))["message"]
+        assert (message.get("reasoning_content", ""), message["content"]) == (reasoning, content)
+        assert [call["function"] for call in message.get("tool_calls", ())] == [
+            {"name": "run", "arguments": "{}"}
+        ] * num_calls
+        for _ in range(4):
+            said: dict[str, Any] = {"reasoning_content": "", "content": "", "tool_calls": []}
+            state, at, choice = None, 0, {}
+            while at < len(ids):
+                end = at + dice.randrange(1, 20)
+                reason = "stop" if end >= len(ids) else None
+                choice, state = await reader.delta(ask, request, tail, Delta(ids[at:end], reason, None, state))
+                for field, value in choice["delta"].items():
+                    said[field] = said.get(field, "") + value if field != "tool_calls" else value
+                at = end
+            assert (said["reasoning_content"], said["content"].strip()) == (reasoning, content.strip())
+            assert len(said["tool_calls"]) == num_calls
+            assert choice["finish_reason"] == ("tool_calls" if num_calls else "stop")
+
+
+async def test_a_call_that_was_cut_is_not_told_as_text_in_a_stream(sglang: str) -> None:
+    """The engine's own stream says nothing of it either; a whole answer has it as its content."""
+    ids = TOKENIZER.encode("Wait. " + CALL[:30])
+    reader, request = MessageReader("hermes", None), CHAT | {"tools": [TOOL]}
+    async with httpx.AsyncClient(base_url=sglang, timeout=60) as client:
+        choice, _ = await reader.delta(asking(client), request, [ASSISTANT], Delta(ids, "length", None, None))
+        whole = await reader.whole(asking(client), request, [ASSISTANT], Whole(ids, None, "length", None))
+    assert choice["delta"]["content"] == "Wait." and choice["finish_reason"] == "length"
+    assert whole["message"]["content"] == "Wait. " + CALL[:30]
