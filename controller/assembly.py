@@ -22,7 +22,8 @@ def launcher_of(fleet: FleetFile) -> Launcher:
         match fleet.launcher:
             case "local":
                 pin = None if fleet.cpu_slots else "CUDA_VISIBLE_DEVICES"
-                return LocalLauncher(fleet.state_dir / "servers", fleet.local_devices, pin)
+                folder = fleet.state_dir / "servers"
+                return LocalLauncher(folder, fleet.local_devices, pin, fleet.limits.max_log_bytes)
             case "ray":
                 from controller.ray_launcher import ray_launcher
 

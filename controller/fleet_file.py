@@ -78,6 +78,9 @@ class Limits(BaseModel):
     min_engines: int = Field(0, ge=0, description="That go on serving during a change. 0: turns wait meanwhile.")
     drain_alarm_s: float = Field(1800.0, gt=0, description="A drain that takes longer is told; nothing is killed.")
     observe_interval_s: float = Field(1.0, gt=0, description="Between looks at launcher and gateway.")
+    max_log_bytes: int = Field(
+        16 * 2**20, ge=64 * 2**10, description="Of a local server's log; two are kept, of 50 servers that were stopped."
+    )
 
 
 class Planning(BaseModel):

@@ -5,6 +5,7 @@ detaches itself into a session of its own; all processes of the server are in th
 
 - It holds the folder's `lock` for as long as it lives, so a second guard of the same server ends at once.
 - Where `stop` lies in the folder, no server is started any more.
+- The server's log is bounded: when it is full, it becomes `log.1` in place of the one before, and goes on empty.
 - The server dies with the guard; when the server ends, the guard kills what is left of the session, itself last.
 """
 
@@ -12,12 +13,16 @@ import ctypes
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+_LOG_LOOK_S = 5.0  # Between looks at the log's size: an engine that writes all it can has written 1 GB by then.
 
 
 def main(folder: Path) -> None:
@@ -58,6 +63,7 @@ def _run(folder: Path, server: dict[str, object]) -> str:
     except OSError as error:
         return f"it could not be started: {error}"
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    threading.Thread(target=_keep_log_bounded, args=(folder / "log", server["max_log_bytes"]), daemon=True).start()
     status = process.wait()
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
@@ -65,6 +71,21 @@ def _run(folder: Path, server: dict[str, object]) -> str:
 def _inherited() -> dict[str, str]:
     """The launcher's environment without our own settings: an engine needs no admin key."""
     return {name: value for name, value in os.environ.items() if not name.startswith("HEDDLE_")}
+
+
+def _keep_log_bounded(log: Path, max_bytes: int) -> None:
+    """For as long as this process lives."""
+    while True:
+        rotate(log, max_bytes)
+        time.sleep(_LOG_LOOK_S)
+
+
+def rotate(log: Path, max_bytes: int) -> None:
+    """Begin a log anew if it is full. Its writers go on with it, for it is opened for appending; what they write in the
+    moment between is lost."""
+    if log.stat().st_size > max_bytes:
+        shutil.copyfile(log, log.with_name("log.1"))
+        os.truncate(log, 0)
 
 
 def _die_with_parent() -> None:

@@ -7,7 +7,7 @@ All that is known of a server lies in a folder of its own below the run folder, 
                                         exit.json      how it ended
                                         stop           somebody wanted its end: it is never started again
                                         lock           held by its guard, so that there is one
-                                        log            its output
+                                        log, log.1     its output; the second is older
 
 A server runs while anything is left in its guard's session. A pid is believed only together with its start time and
 the machine's boot.
@@ -47,14 +47,20 @@ class LocalLauncher:
         run_dir: where servers are written down; one for each machine, for it is also what keeps devices apart.
         devices: the inventory, such as `("0", "1", "2", "3")` for GPUs, or any names for CPU slots.
         pin_variable: environment variable that gets a server's devices. None: nothing to pin to, such as CPU slots.
+        max_log_bytes: of a server's log; then it is begun anew, and the old one is kept until the next time.
     """
 
     def __init__(
-        self, run_dir: Path, devices: Sequence[str], pin_variable: str | None = "CUDA_VISIBLE_DEVICES"
+        self,
+        run_dir: Path,
+        devices: Sequence[str],
+        pin_variable: str | None = "CUDA_VISIBLE_DEVICES",
+        max_log_bytes: int = 16 * 2**20,
     ) -> None:
         self._run_dir = run_dir
         self._devices = tuple(devices)
         self._pin_variable = pin_variable
+        self._max_log_bytes = max_log_bytes
 
     def inventory(self) -> tuple[str, ...]:
         """All devices."""
@@ -70,7 +76,7 @@ class LocalLauncher:
 
     async def find(self, fleet_id: str) -> list[Server]:
         """All servers of a fleet whose folders are kept, oldest first."""
-        return await asyncio.to_thread(lambda: [_server(folder) for folder in self._folders(fleet_id)])
+        return await asyncio.to_thread(self._servers, fleet_id)
 
     async def stop(self, server_id: str, grace_s: float) -> None:
         """SIGTERM, then SIGKILL to all its processes; returns when none is left."""
@@ -82,7 +88,7 @@ class LocalLauncher:
         folder = self._run_dir / spec.fleet_id / spec.server_id
         with self._locked():
             if not folder.exists():
-                servers = [_server(other) for other in self._folders("*")]
+                servers = self._servers("*")
                 self._check_devices(spec, servers)
                 self._write(folder, spec, {server.url for server in servers})
                 self._prune(spec.fleet_id)
@@ -115,6 +121,7 @@ class LocalLauncher:
                 "launched_at": time.time(),
                 "command": [part.replace("{port}", str(port)).replace("{host}", "127.0.0.1") for part in spec.command],
                 "environment": {**pinned, **spec.environment},
+                "max_log_bytes": self._max_log_bytes,
             },
         )
         draft.rename(folder)
@@ -122,12 +129,27 @@ class LocalLauncher:
     def _prune(self, fleet_id: str) -> None:
         stopped = [folder for folder in self._folders(fleet_id) if (folder / "stop").exists() and not _lives(folder)]
         for folder in stopped[:-MAX_STOPPED_KEPT]:
-            shutil.rmtree(folder, ignore_errors=True)
+            hidden = folder.with_name(f".{folder.name}")  # at once: nobody reads half of it
+            folder.rename(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
+
+    def _servers(self, fleet_id: str) -> list[Server]:
+        """All servers, oldest first; of every fleet for `*`."""
+        servers = []
+        for folder in self._folders(fleet_id):
+            with contextlib.suppress(FileNotFoundError):
+                server = _server(folder)
+                (folder / "server.json").stat()  # else it was cleared away while it was read
+                servers.append(server)
+        return servers
 
     def _folders(self, fleet_id: str) -> list[Path]:
         """Folders of servers, oldest first; of every fleet for `*`."""
-        written = self._run_dir.glob(f"{fleet_id}/[!.]*/server.json")
-        return [path.parent for path in sorted(written, key=lambda path: path.stat().st_mtime_ns)]
+        written = []
+        for path in self._run_dir.glob(f"{fleet_id}/[!.]*/server.json"):
+            with contextlib.suppress(FileNotFoundError):  # cleared away meanwhile
+                written.append((path.stat().st_mtime_ns, path.parent))
+        return [folder for _, folder in sorted(written)]
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -234,12 +256,19 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _last_lines(log: Path) -> tuple[str, ...]:
+    tail = _tail(log)
+    if len(tail) < _TAIL_BYTES:  # it may have been begun anew a moment ago
+        tail = _tail(log.with_name("log.1")) + tail
+    return tuple(tail.decode(errors="replace").splitlines()[-NUM_LAST_LINES:])
+
+
+def _tail(log: Path) -> bytes:
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            return tuple(file.read().decode(errors="replace").splitlines()[-NUM_LAST_LINES:])
+            return file.read()
     except FileNotFoundError:
-        return ()
+        return b""
 
 
 def _url(port: int) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from controller.launcher import ServerState
-from controller.local_guard import started
-from controller.local_launcher import LocalLauncher
+from controller.launcher import ServerSpec, ServerState
+from controller.local_guard import rotate, started
+from controller.local_launcher import MAX_STOPPED_KEPT, LocalLauncher
 from tests.controller.launcher_contract import FAIL, PROMISES, SERVE, STUBBORN, Promise, Site
 
 
@@ -126,3 +126,60 @@ async def test_many_servers_get_ports_of_their_own(site: Site) -> None:
     specs = [site.spec(SERVE, device) for device in ("0", "1", "2")]
     servers = await asyncio.gather(*(site.launcher.launch(spec) for spec in specs))
     assert len({server.url for server in servers}) == 3
+
+
+# Writes lines until it is stopped; a million of them would be 20 MB.
+TALK = """
+import itertools
+for number in itertools.count():
+    print(f"line number {number:9}", flush=True)
+"""
+
+
+async def test_a_log_is_bounded_and_its_last_lines_are_there(site: Site, tmp_path: Path) -> None:
+    """The file becomes log.1 and goes on empty, while the server writes; the last lines go over both."""
+    launcher = LocalLauncher(tmp_path, ("0", "1", "2"), max_log_bytes=100_000)
+    spec = site.spec(TALK)
+    await launcher.launch(spec)
+    folder = tmp_path / site.fleet_id / spec.server_id
+    async with asyncio.timeout(60.0):
+        while not (folder / "log.1").exists():  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.05)
+    (found,) = await launcher.find(site.fleet_id)
+    assert len(found.last_lines) == 30 and found.last_lines[5].startswith("line number ")
+    await launcher.stop(spec.server_id, 5.0)
+
+
+def test_a_log_that_is_not_full_is_left_alone(tmp_path: Path) -> None:
+    """A full one loses nothing: it is in the older file; of that, only the newest is kept."""
+    log, older = tmp_path / "log", tmp_path / "log.1"
+    with log.open("ab") as writer:
+        for content in (b"first", b"second"):
+            writer.write(content)
+            writer.flush()
+            rotate(log, 10)
+            assert not older.exists() and log.read_bytes() == content
+            rotate(log, 3)
+            assert older.read_bytes() == content and log.read_bytes() == b""
+            older.unlink()
+
+
+async def test_a_look_while_old_folders_are_cleared_away_sees_whole_servers(tmp_path: Path) -> None:
+    """Stopped servers beyond those that are kept go when another is launched; nobody meets half of one."""
+    launcher = LocalLauncher(tmp_path, ("0",))
+    for number in range(MAX_STOPPED_KEPT + 300):
+        folder = tmp_path / "fleet" / f"old-{number}"
+        folder.mkdir(parents=True)
+        asked = {"server_id": folder.name, "fleet_id": "fleet", "tp": 1, "devices": ["0"], "command": [], "port": 1}
+        spec = {name: value for name, value in asked.items() if name != "port"}
+        (folder / "server.json").write_text(json.dumps({"spec": spec | {"environment": {}}, "port": 1}))
+        (folder / "process.json").write_text(json.dumps({"pid": 1, "started": -1, "boot": "another"}))
+        (folder / "stop").touch()
+    spec = ServerSpec("new", "fleet", 1, ("0",), (sys.executable, "-c", SERVE, "--port", "{port}"))
+    launching = asyncio.create_task(launcher.launch(spec))
+    while not launching.done():
+        found = await launcher.find("fleet")
+        assert all(one.state is ServerState.EXITED for one in found if one.spec.server_id != "new")
+    await launching
+    assert len(await launcher.find("fleet")) == MAX_STOPPED_KEPT + 1
+    await launcher.stop("new", 5.0)
