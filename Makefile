@@ -6,7 +6,7 @@ VLLM_VENV ?= .venv-vllm
 # Real agent trajectories, where they lie beside the checkout; else the project's own workload laws are used.
 TRACE ?= $(firstword $(wildcard ../shared/traces/*.jsonl.gz))
 
-.PHONY: help install demo test lint clients ray real bench fidelity results redis clean
+.PHONY: help install demo test lint clients ray real bench fidelity results loop redis clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -51,6 +51,10 @@ bench: install
 results: install
 	$(BIN)/python -m simulator.experiments $(if $(TRACE),--trace $(TRACE)) $(if $(BUDGET),--budget $(BUDGET)) \
 		--write docs/results-simulated.md
+
+## make loop    64 simulated engines, gateway and controller: is a fleet cut anew worth what the simulator says? (20 minutes)
+loop: install
+	$(BIN)/python -m heddle.loop $(LOOP)
 
 lint: install
 	$(BIN)/ruff format --check .
