@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # What vLLM takes (0.33, entrypoints/generate/base/protocol.py); SGLang takes any length.
 _MAX_SALT_LENGTH = 128
+_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,18 @@ class Dialect(Protocol):
     async def abort(self, http: HttpClient, request_id: str, timeout_s: float) -> None:
         """Stop a request whose connection was closed, where closing is not enough."""
         ...
+
+
+async def has_route(http: HttpClient, path: str, timeout_s: float) -> bool:
+    """Whether a POST route is there: it refuses an empty request as malformed, not as unknown or forbidden.
+
+    What a server says now stands until it is lost, so one that fails for once is asked again.
+    """
+    for _ in range(_TRIES):
+        status, _ = await http.post(path, b"{}", timeout_s)
+        if status < 500:
+            break
+    return status in (400, 422)
 
 
 def with_fields(body: bytes, request: Mapping[str, Any], fields: Mapping[str, Any]) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from engines.dialect import Upstream
+from engines.dialect import Upstream, has_route
 from engines.http import HttpClient
 from engines.sglang_events import EventReader
 from engines.sglang_messages import MessageReader
@@ -85,9 +85,8 @@ class NoTokenRoutes(Exception):
 
 async def facts_of(http: HttpClient, timeout_s: float) -> ServerFacts:
     """Ask a server whether it has these routes. Raises NoTokenRoutes, and what HttpClient raises."""
-    for path in (_TOKENIZE, _DETOKENIZE, "/generate"):
-        status, _ = await http.post(path, b"{}", timeout_s)
-        if status not in (400, 422):  # an empty request is malformed, the route is there
+    for path in (_TOKENIZE, _DETOKENIZE):  # `/generate` is as old as SGLang
+        if not await has_route(http, path, timeout_s):
             raise NoTokenRoutes(f"it has no {path}")
     answers = []
     for path in ("/server_info", "/model_info", "/v1/models"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from engines.dialect import Upstream
+from engines.dialect import Upstream, has_route
 from engines.http import HttpClient
 from engines.tokens import Asking, Delta, Event, Piece, Rendered, TokenLeg, Whole, has_tools
 
@@ -24,12 +24,8 @@ _COARSE_TOKENS = 32
 
 
 async def offers_tokens(http: HttpClient, timeout_s: float) -> bool:
-    """Whether these routes are there: they refuse an empty request as malformed, not as unknown or forbidden."""
-    for path in (_RENDER, _DERENDER):
-        status, _ = await http.post(path, b"{}", timeout_s)
-        if status not in (400, 422):
-            return False
-    return True
+    """Whether these routes are there, and not forbidden."""
+    return await has_route(http, _RENDER, timeout_s) and await has_route(http, _DERENDER, timeout_s)
 
 
 class VllmTokens:
