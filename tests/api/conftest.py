@@ -6,15 +6,61 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import orjson
+import pytest
 import pytest_asyncio
 
 from engines.profiles import load_profile
 from engines.simulated.settings import SimulatedEngineSettings
+from engines.simulated.text import Tokenizer
 from tests.support.engine import RecordedEngine, recorded_engine
 from tests.support.gateway import running_gateway
 
 MODEL = "tiny"
 HELLO = [{"role": "user", "content": "Hello"}]
+CHAT = "/v1/chat/completions"
+GENERATE = "/inference/v1/generate"
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.fixture(params=["off", "auto"], ids=["passed on", "by tokens"])
+def token_legs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a test twice: with turns that are passed on, and at token level. What its client sees must be the same."""
+    monkeypatch.setenv("HEDDLE_TOKEN_LEGS", request.param)
+    return str(request.param)
+
+
+class Wire:
+    """How a scripted engine is asked for a chat stream, and what it says then.
+
+    Attributes:
+        path: what it is asked.
+    """
+
+    def __init__(self, token_legs: str) -> None:
+        self.path = GENERATE if token_legs == "auto" else CHAT
+
+    def chunk(self, text: str, reason: str | None = None) -> bytes:
+        """An event with this text."""
+        if self.path == CHAT:
+            choice: dict[str, Any] = {"index": 0, "delta": {"content": text}, "finish_reason": reason}
+            return event(
+                {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": MODEL, "choices": [choice]}
+            )
+        ids = Tokenizer().encode(text)
+        rated = [{"token": "", "logprob": -0.5, "bytes": None, "top_logprobs": []}] * len(ids)
+        choice = {"index": 0, "text": text, "token_ids": ids, "logprobs": {"content": rated}}
+        return event({"request_id": "g", "choices": [choice | {"finish_reason": reason, "stop_reason": None}]})
+
+
+@pytest.fixture
+def wire(token_legs: str) -> Wire:
+    return Wire(token_legs)
+
+
+def event(data: Any) -> bytes:
+    """An event of a stream."""
+    return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
 def toy(dialect: Any = "vllm", slots: int = 8, **settings: Any) -> SimulatedEngineSettings:

@@ -16,6 +16,8 @@ from openai import AsyncOpenAI
 
 from tests.api.conftest import MODEL, Site
 
+pytestmark = pytest.mark.usefixtures("token_legs")
+
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("model_class", [OpenAIChatCompletionsModel, OpenAIResponsesModel], ids=["chat", "responses"])

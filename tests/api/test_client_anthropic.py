@@ -8,6 +8,7 @@ from anthropic import AsyncAnthropic
 
 from tests.api.conftest import HELLO, MODEL, Site, running_site
 
+pytestmark = pytest.mark.usefixtures("token_legs")
 TOOL: Any = {
     "name": "get_weather",
     "input_schema": {

@@ -10,7 +10,7 @@ import pytest
 
 from tests.api.conftest import MODEL, Site
 
-pytestmark = pytest.mark.npm
+pytestmark = [pytest.mark.npm, pytest.mark.usefixtures("token_legs")]
 _CHECKOUT = Path(__file__).parents[2]
 
 

@@ -5,15 +5,15 @@ import json
 from typing import Any
 
 import openai
-import orjson
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
-from tests.api.conftest import HELLO, MODEL, Site, running_site, toy
+from tests.api.conftest import CHAT, HELLO, MODEL, Site, Wire, running_site, toy
 from tests.support.engine import Script, fixed
 from tests.support.gateway import eventually
 
+pytestmark = pytest.mark.usefixtures("token_legs")
 TOOL: Any = {
     "type": "function",
     "function": {
@@ -148,7 +148,7 @@ async def test_extra_fields_and_headers_reach_their_goal(site: Site) -> None:
             **chat(), extra_body={"my_field": [1]}, extra_headers={"X-Session-ID": "run-7"}
         )
     assert raw.headers["x-trajectory-id"] == "run-7"
-    assert site.engine.turns[0].json["my_field"] == [1]
+    assert site.engine.seen[0].json["my_field"] == [1]
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
@@ -224,27 +224,26 @@ async def refused(site: Site, times: int) -> bool:
     return f'status="429"}} {float(times)}' in page
 
 
-async def test_a_stream_that_breaks_raises(site: Site) -> None:
-    """The SDK takes a stream that just ends for a whole one, so the gateway ends it with an error event."""
-    first = orjson.dumps(
-        {"id": "c", "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": "a"}}]}
-    )
+async def test_a_stream_that_breaks_raises(wire: Wire) -> None:
+    """The SDK takes a stream that just ends for a whole one, so the gateway ends it with an error event; at token level
+    when it has tried elsewhere."""
 
     async def play(_: Any, write: Any) -> None:
-        await write(b"data: " + first + b"\n\n")
+        await write(wire.chunk("a"))
 
-    site.engine.scripts["/v1/chat/completions"] = Script(play)
-    async with client_of(site) as client:
-        with pytest.raises(openai.APIError) as caught:
-            async for _ in await client.chat.completions.create(**chat(stream=True)):
-                pass
-    assert caught.value.code == "stream_broken"
+    async with running_site(toy(), max_attempts=2, retry_pause_s=0) as site:
+        site.engine.scripts[wire.path] = Script(play)
+        async with client_of(site) as client:
+            with pytest.raises(openai.APIError) as caught:
+                async for _ in await client.chat.completions.create(**chat(stream=True)):
+                    pass
+    assert caught.value.code == ("stream_broken" if wire.path == CHAT else "engine_failed")
 
 
-async def test_an_engine_in_trouble_raises_a_server_error() -> None:
+async def test_an_engine_in_trouble_raises_a_server_error(wire: Wire) -> None:
     """After every attempt has failed; the engine's own body never reaches the client."""
-    async with running_site(toy(), max_attempts=2) as site:
-        site.engine.scripts["/v1/chat/completions"] = fixed(500, b"<html>secret</html>", b"text/html")
+    async with running_site(toy(), max_attempts=2, retry_pause_s=0) as site:
+        site.engine.scripts[wire.path] = fixed(500, b"<html>secret</html>", b"text/html")
         async with client_of(site) as client:
             with pytest.raises(openai.InternalServerError) as caught:
                 await client.chat.completions.create(**chat())

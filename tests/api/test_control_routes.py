@@ -11,7 +11,7 @@ import pytest
 
 from gateway.passthrough import PASSTHROUGH_ROUTES
 from gateway.turns.turns import TURN_ROUTES
-from tests.api.conftest import MODEL, Site, running_site, toy
+from tests.api.conftest import GENERATE, MODEL, Site, running_site, toy
 
 # vLLM 0.33 (entrypoints/, routers of its API server) and SGLang 0.5.23 (srt/entrypoints/http_server.py), less what the
 # gateway's own API has under the same name.
@@ -178,6 +178,7 @@ def is_openai_error(body: bytes) -> bool:
         return False
 
 
+@pytest.mark.usefixtures("token_legs")
 async def test_the_gateway_asks_engines_for_nothing_but_its_allow_list(site: Site) -> None:
     """The paths that a client can have asked of an engine are the ones in the lists, letter by letter."""
     for path in (*TURN_ROUTES, *PASSTHROUGH_ROUTES):
@@ -185,7 +186,7 @@ async def test_the_gateway_asks_engines_for_nothing_but_its_allow_list(site: Sit
             path, json={"model": MODEL, "messages": [], "prompt": "a", "input": "a", "tokens": [200]}
         )
         await site.client.post(f"/t/x{path}?a=b", json={"model": MODEL, "prompt": "a", "input": "a", "tokens": [200]})
-    assert {asked.path for asked in site.engine.turns} <= {*TURN_ROUTES, *PASSTHROUGH_ROUTES}
+    assert {asked.path for asked in site.engine.turns} <= {*TURN_ROUTES, *PASSTHROUGH_ROUTES, GENERATE}
     assert len(site.engine.turns) >= len(TURN_ROUTES)
 
 

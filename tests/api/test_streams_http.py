@@ -5,18 +5,19 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import orjson
 import pytest
 
-from tests.api.conftest import HELLO, MODEL, Site, running_site, toy
+from tests.api.conftest import CHAT, DONE, GENERATE, HELLO, MODEL, Site, Wire, event, running_site, toy
 from tests.api.differential import assembled, events_of, normalised
 from tests.support.engine import Script, fixed
 from tests.support.gateway import eventually
 
+pytestmark = pytest.mark.usefixtures("token_legs")
 APIS = ("chat/completions", "completions", "responses", "messages")
 HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "upgrade", "proxy-authenticate", "proxy-connection"}
-CHAT = "/v1/chat/completions"
 
 
 def body_of(api: str, **fields: Any) -> dict[str, Any]:
@@ -25,16 +26,6 @@ def body_of(api: str, **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, limit: 4, "stream": True, **asked, **fields}
 
 
-def event(data: Any) -> bytes:
-    return b"data: " + orjson.dumps(data) + b"\n\n"
-
-
-def chunk(text: str, reason: str | None = None) -> bytes:
-    choice = {"index": 0, "delta": {"content": text}, "finish_reason": reason}
-    return event({"id": "c", "object": "chat.completion.chunk", "created": 1, "model": MODEL, "choices": [choice]})
-
-
-DONE = b"data: [DONE]\n\n"
 PAUSED = event(
     {"error": {"message": "Generation is paused.", "type": "Service Unavailable", "param": None, "code": 503}}
 )
@@ -118,12 +109,12 @@ async def test_an_error_after_a_comment_is_an_event(busy: Busy, api: str) -> Non
     ],
 )
 async def test_an_error_in_the_first_event_has_a_status(
-    error: dict[str, Any], status: int, num_attempts: int | None
+    wire: Wire, error: dict[str, Any], status: int, num_attempts: int | None
 ) -> None:
     """vLLM answers 200 before it accepts; its refusal comes as an event, and the client gets a status instead. An
     engine that is only busy is asked again until `queue_timeout_s`."""
     async with running_site(max_attempts=2, queue_timeout_s=2, retry_pause_s=0) as site:
-        site.engine.scripts[CHAT] = pieces(event({"error": error}), DONE)
+        site.engine.scripts[wire.path] = pieces(event({"error": error}), DONE)
         answer = await site.chat(stream=True)
         assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json")
         assert error["message"] in answer.json()["error"]["message"]
@@ -131,40 +122,44 @@ async def test_an_error_in_the_first_event_has_a_status(
         assert status == 400 or answer.headers["retry-after"]
 
 
-async def test_an_engines_own_comments_are_no_answer() -> None:
+async def test_an_engines_own_comments_are_no_answer(wire: Wire) -> None:
     """vLLM's `--sse-keep-alive-interval` sends comments while it waits; an error after them still has a status."""
     alive = b": keep-alive\n\n"
     async with running_site(queue_timeout_s=0.1) as site:
         for parts in ((alive, PAUSED, DONE), (alive + PAUSED + DONE,)):
-            site.engine.scripts[CHAT] = pieces(*parts)
+            site.engine.scripts[wire.path] = pieces(*parts)
             assert (await site.chat(stream=True)).status_code == 503
-        site.engine.scripts[CHAT] = pieces(alive, chunk("a"), alive, chunk("b", "stop"), DONE)
+        site.engine.scripts[wire.path] = pieces(alive, wire.chunk("a"), alive, wire.chunk("b", "stop"), DONE)
         events = events_of((await site.chat(stream=True)).text)
-        assert [data["choices"][0]["delta"]["content"] for _, data in events[:-1]] == ["a", "b"]
+        told = [data["choices"][0]["delta"]["content"] for _, data in events[:-1]]
+        assert [text for text in told if text] == ["a", "b"]
 
 
-async def test_an_error_in_a_later_event_ends_the_stream(site: Site) -> None:
-    """What came before it stays, the error is OpenAI's, and [DONE] does not follow."""
-    site.engine.scripts[CHAT] = pieces(chunk("a"), PAUSED, DONE)
-    events = events_of((await site.chat(stream=True)).text)
-    assert events[0][1]["choices"][0]["delta"]["content"] == "a"
-    assert set(events[-1][1]["error"]) == {"message", "type", "param", "code"}
-    assert len(events) == 2
-    assert len(site.engine.turns) == 1  # what a client has seen of is not made twice
+async def test_an_error_in_a_later_event_ends_the_stream(wire: Wire) -> None:
+    """What came before it stays, the error is OpenAI's, and [DONE] does not follow. What was passed on is not made
+    twice; at token level the turn goes on from it, as long as engines are there to go to."""
+    async with running_site(queue_timeout_s=0.1) as site:
+        site.engine.scripts[wire.path] = pieces(wire.chunk("a"), PAUSED, DONE)
+        events = events_of((await site.chat(stream=True)).text)
+        told = [data["choices"][0]["delta"]["content"] for _, data in events[:-1]]
+        assert [text for text in told if text] == (["a"] if wire.path == CHAT else ["a"] * len(site.engine.turns))
+        assert set(events[-1][1]["error"]) == {"message", "type", "param", "code"}
+        assert wire.path != CHAT or len(site.engine.turns) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_an_aborted_answer_is_made_anew(site: Site, stream: bool) -> None:
+async def test_an_aborted_answer_is_made_anew(site: Site, wire: Wire, stream: bool) -> None:
     """vLLM ends what it aborts with 200 and finish_reason `abort`: no end, so the turn runs again before it is told."""
 
     async def play(_: Any, write: Any) -> None:
-        del site.engine.scripts[CHAT]
+        del site.engine.scripts[wire.path]
         message = {"role": "assistant", "content": "half"}
         whole = {"id": "c", "choices": [{"index": 0, "message": message, "finish_reason": "abort"}]}
-        await write(chunk("", "abort") + DONE if stream else orjson.dumps(whole))
+        await write(wire.chunk("", "abort") + DONE if is_stream else orjson.dumps(whole))
 
-    kind = b"text/event-stream" if stream else b"application/json"
-    site.engine.scripts[CHAT] = Script(play, headers=((b"content-type", kind),))
+    is_stream = stream or wire.path == GENERATE
+    kind = b"text/event-stream" if is_stream else b"application/json"
+    site.engine.scripts[wire.path] = Script(play, headers=((b"content-type", kind),))
     answer = await site.chat("/t/a" + CHAT, stream=stream)
     assert answer.status_code == 200
     assert "abort" not in answer.text
@@ -189,9 +184,8 @@ async def test_an_aborted_answer_is_made_anew(site: Site, stream: bool) -> None:
 async def test_every_error_of_an_engine_has_one_form(api: str, status: int, body: bytes, expected: int) -> None:
     """Flat, nested, a string, FastAPI's, HTML, nothing: the client sees OpenAI's form, or Anthropic's on its route."""
     async with running_site(max_attempts=1, queue_timeout_s=0.1) as site:
-        site.engine.scripts[f"/v1/{api}"] = fixed(
-            status, body, b"text/html" if body[:1] == b"<" else b"application/json"
-        )
+        failing = fixed(status, body, b"text/html" if body[:1] == b"<" else b"application/json")
+        site.engine.scripts |= {f"/v1/{api}": failing, GENERATE: failing}
         answer = await site.client.post(f"/v1/{api}", json=body_of(api, stream=False))
         assert answer.status_code == expected
         error = answer.json()["error"]
@@ -204,38 +198,45 @@ async def test_every_error_of_an_engine_has_one_form(api: str, status: int, body
 async def test_the_first_chunk_comes_before_the_last_is_made(site: Site, api: str) -> None:
     """Nothing is buffered on the way: the engine waits for the client to have read its first event."""
     seen = asyncio.Event()
-    whole = (await site.client.post(f"/v1/{api}", json=body_of(api))).content
-    first, *rest = [part + b"\n\n" for part in whole.split(b"\n\n") if part]
+    asked = body_of(api)
+    whole = normalised(assembled(events_of((await site.client.post(f"/v1/{api}", json=asked)).text)))
+    path = site.engine.turns[-1].path
+    async with httpx.AsyncClient(base_url=site.engine.url, timeout=60) as engine:
+        made = (await engine.post(path, content=site.engine.turns[-1].body)).content
+    first, *rest = [part + b"\n\n" for part in made.split(b"\n\n") if part]
 
     async def play(_: Any, write: Any) -> None:
         await write(first)
         await seen.wait()
         await write(b"".join(rest))
 
-    site.engine.scripts[f"/v1/{api}"] = Script(play)
-    async with asyncio.timeout(60), site.client.stream("POST", f"/v1/{api}", json=body_of(api)) as answer:
-        received = b""
-        async for piece in answer.aiter_bytes():
+    site.engine.scripts[path] = Script(play)
+    async with asyncio.timeout(60), site.client.stream("POST", f"/v1/{api}", json=asked) as answer:
+        received = ""
+        async for piece in answer.aiter_text():
             received += piece
             seen.set()
-    assert received == whole
+    assert normalised(assembled(events_of(received))) == whole
 
 
-async def test_events_cut_anywhere_arrive_whole(site: Site) -> None:
-    """Network reads end in the middle of events, lines and characters; the client gets the same bytes."""
-    stream = chunk("世界🙂") + chunk("é") + chunk("!", "stop") + DONE
-    site.engine.scripts[CHAT] = pieces(*(stream[place : place + 7] for place in range(0, len(stream), 7)))
-    assert (await site.chat(stream=True)).content == stream
+async def test_events_cut_anywhere_arrive_whole(site: Site, wire: Wire) -> None:
+    """Network reads end in the middle of events, lines and characters; the client gets the same text, and where it is
+    passed on the same bytes."""
+    stream = wire.chunk("世界🙂") + wire.chunk("é") + wire.chunk("!", "stop") + DONE
+    site.engine.scripts[wire.path] = pieces(*(stream[place : place + 7] for place in range(0, len(stream), 7)))
+    answer = await site.chat(stream=True)
+    assert answer.content == stream or wire.path != CHAT
+    assert assembled(events_of(answer.text))["choices"][0]["delta"]["content"] == "世界🙂é!"
 
 
-async def test_the_headers_of_a_stream_keep_proxies_from_buffering(site: Site) -> None:
+async def test_the_headers_of_a_stream_keep_proxies_from_buffering(site: Site, wire: Wire) -> None:
     """As proxies ask for it; no compression, nothing hop-by-hop, and nothing of the engine's own headers."""
 
     async def play(_: Any, write: Any) -> None:
-        await write(chunk("a", "stop") + DONE)
+        await write(wire.chunk("a", "stop") + DONE)
 
     headers = ((b"content-type", b"text/event-stream"), (b"x-engine-secret", b"1"), (b"keep-alive", b"timeout=5"))
-    site.engine.scripts[CHAT] = Script(play, headers=headers)
+    site.engine.scripts[wire.path] = Script(play, headers=headers)
     given = (await site.chat(stream=True, headers={"accept-encoding": "gzip, br"})).headers
     assert given["content-type"] == "text/event-stream; charset=utf-8"
     assert (given["cache-control"], given["x-accel-buffering"]) == ("no-cache", "no")
