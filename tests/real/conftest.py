@@ -1,7 +1,13 @@
-"""Two real vLLM servers of the tiny model, started together once for all tests that want them."""
+"""Real vLLM servers of the tiny model, each started once for all tests that want it, and all at the same time.
 
+A test asks for a server by its fixture. To add one, give it a line in `SERVERS`, and a fixture like those below.
+"""
+
+import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +16,15 @@ import pytest_asyncio
 from engines.children import LaunchError
 from engines.local_vllm import DEFAULT_VENV, LocalEngine, LocalVllm, launch_all
 from engines.tiny_model import make_tiny_model
+
+Servers = dict[str, "asyncio.Task[list[LocalEngine]]"]
+
+# What each fixture's servers are like, made of the one that all others resemble and of the new weights.
+SERVERS: dict[str, Callable[[LocalVllm, Path], list[LocalVllm]]] = {
+    "real_engines": lambda spec, _: [replace(spec, kv_transfer=True)] * 2,
+    "new_engine": lambda spec, new_weights: [replace(spec, model_dir=new_weights)],
+    "doomed_engine": lambda spec, _: [replace(spec, max_num_seqs=16)],
+}
 
 
 @pytest.fixture(scope="session")
@@ -22,14 +37,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="session")
+def new_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with other weights."""
+    return make_tiny_model(tmp_path_factory.mktemp("new-weights"), seed=1)
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def real_engines(
+async def servers(
     vllm_venv: Path,
     tiny_model: Path,
+    new_weights: Path,
     tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
-) -> AsyncIterator[list[LocalEngine]]:
-    """Two equal engines of 4 slots. A machine without vLLM fails the tests, and is told what to run."""
+) -> AsyncIterator[Servers]:
+    """All servers that a test of this session wants, while they start."""
     capture = request.config.pluginmanager.getplugin("capturemanager")
 
     def tell(line: str) -> None:
@@ -38,8 +60,39 @@ async def real_engines(
 
     # Contexts so long that a turn outlasts the seconds for which a busy machine may stand still.
     spec = LocalVllm(tiny_model, max_model_len=32_768, num_kv_blocks=4096, venv=vllm_venv)
+    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    starting: Servers = {}
+    async with AsyncExitStack() as stack:
+        for name in SERVERS.keys() & wanted:
+            launched = launch_all(SERVERS[name](spec, new_weights), tmp_path_factory.mktemp(name), tell)
+            starting[name] = asyncio.create_task(stack.enter_async_context(launched))
+        yield starting
+        for task in starting.values():
+            task.cancel()  # one that no test came to need
+        await asyncio.gather(*starting.values(), return_exceptions=True)
+
+
+async def started(servers: Servers, name: str) -> list[LocalEngine]:
+    """A machine without vLLM fails the tests, and is told what to run."""
     try:
-        async with launch_all([spec, spec], tmp_path_factory.mktemp("vllm"), tell) as engines:
-            yield engines
+        return await servers[name]
     except LaunchError as error:
         pytest.fail(str(error), pytrace=False)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def real_engines(servers: Servers) -> list[LocalEngine]:
+    """Two equal engines of 4 slots, which can fetch KV from each other."""
+    return await started(servers, "real_engines")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def new_engine(servers: Servers) -> LocalEngine:
+    """One that never had other weights than the new ones."""
+    return (await started(servers, "new_engine"))[0]
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def doomed_engine(servers: Servers) -> LocalEngine:
+    """One of 16 slots, for the one test that kills it."""
+    return (await started(servers, "doomed_engine"))[0]

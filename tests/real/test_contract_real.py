@@ -6,7 +6,7 @@ from engines.local_vllm import LocalEngine
 from tests.engines.contract import PROMISES, Promise
 from tests.engines.site import Facts, site
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 
 FACTS = Facts(
     kind="vllm",

@@ -11,13 +11,15 @@ import pytest
 
 from engines.children import LaunchError
 from engines.local_vllm import LocalVllm, launch
+from tests.support.rounds import LOOK_EVERY_S
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 LAUNCHER = """
 import asyncio, sys
 from pathlib import Path
 from engines.local_vllm import LocalVllm, launch
+from tests.support.rounds import LOOK_EVERY_S
 
 async def main(model, venv, log):
     async with launch(LocalVllm(model, venv=venv), log):
@@ -46,15 +48,17 @@ def test_no_server_outlives_the_process_that_started_it(vllm_venv: Path, tiny_mo
     """Killed without warning, it leaves nothing behind, not even a server that is still starting."""
     log_path = tmp_path / "log"
     parent = subprocess.Popen([sys.executable, "-c", LAUNCHER, tiny_model, vllm_venv, log_path])
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 600
     while not (found := re.search(r"EngineCore pid=(\d+)", log_path.read_text() if log_path.exists() else "")):
         assert parent.poll() is None and time.monotonic() < deadline, "the server did not start"
+        time.sleep(LOOK_EVERY_S)
     group = process_group(int(found[1]))
     assert len(living_members(group)) >= 3  # the guard, the server, its engine core
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     while left := living_members(group):
         assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(LOOK_EVERY_S)
 
 
 def process_group(pid: int) -> int:

@@ -12,7 +12,7 @@ import pytest
 
 from engines.local_vllm import LocalEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 Json = dict[str, Any]
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -29,7 +29,7 @@ MESSAGE_FIELDS = {"role", "content", "refusal", "annotations", "audio", "functio
 
 @pytest.fixture
 def vllm(real_engines: list[LocalEngine]) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=real_engines[0].url, timeout=60.0) as client:
+    with httpx2.Client(base_url=real_engines[0].url, timeout=300.0) as client:
         yield client
 
 

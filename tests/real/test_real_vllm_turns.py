@@ -1,166 +1,63 @@
-"""What a real vLLM does with turns that leave, are aborted or wait, and whether two of them agree.
+"""What a real vLLM does with turns that wait while others run, and whether two of them agree."""
 
-On a busy machine a process may stand still for seconds, the client or the server. So nothing here hangs on when or in
-which order something was seen: tokens and gauges are the engine's own word.
-"""
+import asyncio
 
-import json
-import socket
-import threading
-import time
-from collections.abc import Iterator
-from typing import Any
-
-import httpx2
+import httpx
+import orjson
 import pytest
 
 from engines.local_vllm import LocalEngine
+from tests.engines.site import TIMEOUT_S, Site, site
+from tests.real.test_contract_real import FACTS
+from tests.support.rounds import play_rounds
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
-
-Json = dict[str, Any]
-ENDLESS: Json = {"max_tokens": 30_000, "ignore_eos": True}  # a minute and a half
-
-
-@pytest.fixture
-def vllm(real_engines: list[LocalEngine]) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=real_engines[0].url, timeout=60.0) as client:
-        yield client
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 
 
-def chat(client: httpx2.Client, **fields: Any) -> Json:
-    response = client.post("/v1/chat/completions", json=chat_body(**fields))
-    assert response.status_code == 200, response.text
-    answer: Json = response.json()
-    return answer
+async def preemptions(engine: Site) -> float:
+    _, page = await engine.http.get("/metrics", TIMEOUT_S)
+    return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(b"vllm:num_preemptions_total{"))
 
 
-def chat_body(**fields: Any) -> Json:
-    return {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "Hello"}],
-        "max_tokens": 8,
-        "temperature": 0,
-    } | fields
+async def test_an_urgent_turn_preempts_nobody_and_aborted_in_the_queue_it_has_no_tokens(
+    real_engines: list[LocalEngine],
+) -> None:
+    """A turn that runs keeps its slot. HTTP 200 and the reason `abort`: a gateway must not take that for finished."""
+
+    async def play(_: int) -> bool:
+        before, request_id = await preemptions(engine), engine.new_id()
+        async with engine.crowd(engine.facts.slots) as others:
+            if not await engine.until_or_over(lambda seen: seen.num_running == engine.facts.slots, others):
+                return False
+            urgent = asyncio.create_task(engine.ask(engine.endless, priority=-5, request_id=request_id))
+            waits = await engine.until_or_over(lambda seen: seen.num_waiting == 1, others)
+            target, body = engine.facts.abort(request_id)
+            await engine.http.post(target, orjson.dumps(body), TIMEOUT_S)
+            answer = await urgent
+            assert await preemptions(engine) == before
+        if waits is None:
+            return False
+        assert answer.status == 200 and answer.json["choices"][0]["finish_reason"] == "abort"
+        assert answer.json["usage"]["completion_tokens"] == 0
+        return True
+
+    async with site(real_engines[0].url, FACTS) as engine:
+        await play_rounds("endless turns held all slots", play)
 
 
-def post_by_hand(url: httpx2.URL, body: Json) -> socket.socket:
-    """A chat request whose answer is never read: what the socket is closed on is a client that left."""
-    payload = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {url.host}\r\ncontent-type: application/json\r\n"
-    connection = socket.create_connection((url.host, url.port or 80))
-    connection.sendall(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
-    return connection
-
-
-def has_first_token(connection: socket.socket) -> None:
-    """Read a stream until its turn runs. The first event is its role, and comes when the second is there."""
-    connection.settimeout(60)
-    heard = b""
-    while heard.count(b"\ndata: ") < 2:
-        piece = connection.recv(4096)
-        assert piece, "the stream ended"
-        heard += piece
-
-
-def gauge(client: httpx2.Client, name: str) -> float:
-    lines = client.get("/metrics").text.splitlines()
-    return next(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
-
-
-def seconds_until(client: httpx2.Client, name: str, wanted: float, limit_s: float = 60.0) -> float:
-    started_at = time.monotonic()
-    while (seen := gauge(client, name)) != wanted:
-        assert time.monotonic() - started_at < limit_s, f"{name} is {seen:g} and never came to {wanted:g}"
-        time.sleep(0.02)  # asked without a pause, the server is busy with nothing else
-    return time.monotonic() - started_at
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_client_that_leaves_frees_its_slot_within_a_second(real_engines: list[LocalEngine], streamed: bool) -> None:
-    """About 30 ms in fact, streaming or not. The best of three counts: a busy machine may stand still for longer."""
-
-    def leave(watcher: httpx2.Client) -> float:
-        body = chat_body(stream=streamed, **ENDLESS)
-        connection = post_by_hand(watcher.base_url, body)
-        seconds_until(watcher, "num_requests_running", 1)
-        connection.close()
-        return seconds_until(watcher, "num_requests_running", 0)
-
-    with httpx2.Client(base_url=real_engines[0].url, timeout=60.0) as watcher:
-        tries = [leave(watcher)]
-        while min(tries) >= 1.0 and len(tries) < 3:
-            tries.append(leave(watcher))
-    assert min(tries) < 1.0, tries
-
-
-def test_an_aborted_request_ends_well_with_the_reason_abort(vllm: httpx2.Client) -> None:
-    """HTTP 200 with what there is so far: a gateway must not take it for a finished turn."""
-    answers: list[Json] = []
-    with httpx2.Client(base_url=vllm.base_url, timeout=60.0, headers={"x-request-id": "doomed"}) as other:
-        turn = threading.Thread(target=lambda: answers.append(chat(other, **ENDLESS)))
-        turn.start()
-        seconds_until(vllm, "num_requests_running", 1)
-        vllm.post("/abort_requests", json={"request_ids": ["chatcmpl-doomed"]}).raise_for_status()
-        turn.join(10)
-    assert answers[0]["choices"][0]["finish_reason"] == "abort"
-    assert 0 < answers[0]["usage"]["completion_tokens"] < 30_000
-
-
-def test_turns_beyond_the_slots_wait_and_the_most_urgent_goes_first(vllm: httpx2.Client) -> None:
-    """Lower numbers are more urgent, whatever the order of arrival; a turn that runs is not preempted.
-
-    Its first token shows that a turn holds a slot: gauges may still count what another test left behind. One slot
-    becomes free at a time, and an abort then shows who took it: only a turn that ran has made tokens.
-    """
-    answers: dict[str, Json] = {}
-
-    def turn(name: str, priority: int) -> None:
-        with httpx2.Client(base_url=vllm.base_url, timeout=120.0, headers={"x-request-id": name}) as client:
-            answers[name] = chat(client, priority=priority, **ENDLESS)
-
-    def tokens_when_aborted(name: str) -> int:
-        vllm.post("/abort_requests", json={"request_ids": [f"chatcmpl-{name}"]}).raise_for_status()
-        waiting[name].join(60)
-        assert answers[name]["choices"][0]["finish_reason"] == "abort"
-        tokens: int = answers[name]["usage"]["completion_tokens"]
-        return tokens
-
-    preemptions = gauge(vllm, "num_preemptions_total")
-    slots = [post_by_hand(vllm.base_url, chat_body(priority=9, stream=True, **ENDLESS)) for _ in range(4)]
-    for connection in slots:
-        has_first_token(connection)
-    waiting: dict[str, threading.Thread] = {}
-    for name, priority in (("low", 5), ("mid", 0), ("high", -5)):
-        waiting[name] = threading.Thread(target=turn, args=(name, priority))
-        waiting[name].start()
-        seconds_until(vllm, "num_requests_waiting", len(waiting))
-    slots.pop().close()
-    seconds_until(vllm, "num_requests_waiting", 2)
-    assert tokens_when_aborted("high") > 0, "another turn took the first free slot"
-    seconds_until(vllm, "num_requests_waiting", 1)
-    assert tokens_when_aborted("low") == 0, "the least urgent turn took the second free slot"
-    assert tokens_when_aborted("mid") > 0
-    seconds_until(vllm, "num_requests_running", 3)
-    assert gauge(vllm, "num_preemptions_total") == preemptions
-    for connection in slots:
-        connection.close()
-
-
-def test_two_engines_agree_on_greedy_text_that_depends_on_all_of_its_context(
+async def test_two_engines_agree_on_greedy_text_that_depends_on_all_of_its_context(
     real_engines: list[LocalEngine],
 ) -> None:
     """What later tests of moved and resumed trajectories stand on: same context, same tokens; other context, others."""
     rows = "".join(f"row {i}; " for i in range(400))
-    bodies = [
-        {"model": "tiny", "prompt": f"{word} {rows}", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
-        for word in ("one", "two")
-    ]
-    texts = [
-        httpx2.post(f"{engine.url}/v1/completions", json=body, timeout=60.0).json()["choices"][0]["text"]
-        for body in bodies
-        for engine in real_engines
-    ]
+
+    async def text(engine: LocalEngine, word: str) -> str:
+        body = {"model": "tiny", "prompt": f"{word} {rows}", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+        answer = await client.post(f"{engine.url}/v1/completions", json=body)
+        return str(answer.json()["choices"][0]["text"])
+
+    async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+        texts = await asyncio.gather(*(text(engine, word) for word in ("one", "two") for engine in real_engines))
     assert texts[0] == texts[1] and texts[2] == texts[3] and texts[0] != texts[2]
     windows = [texts[0][i : i + 8] for i in range(len(texts[0]) - 8)]
     assert len(set(windows)) > 0.9 * len(windows), "greedy text runs in a loop"
