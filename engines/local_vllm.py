@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engines.children import Child, LaunchError, Progress, child, free_port
+from engines.kv import SIDE_CHANNEL, nixl_flags
 
 DEFAULT_VENV = Path(".venv-vllm")
 START_TIMEOUT_S = 600.0  # Two servers at once take about 45 s on 2 cores; on a busy machine or a cold disk, minutes.
@@ -25,6 +26,7 @@ class LocalVllm:
         port: 0 takes a free one.
         max_num_seqs: slots, that is turns that run at once.
         num_kv_blocks: KV capacity in blocks of 32 tokens; the default holds 8 full contexts.
+        kv_transfer: it offers its KV to others, and fetches theirs, over NIXL.
         keep_alive_s: how long the server keeps an idle connection. The default is vLLM's own.
         extra_args: further flags for the server; later ones win over the ones set here.
     """
@@ -36,6 +38,7 @@ class LocalVllm:
     max_model_len: int = 8192
     tp: int = 1
     num_kv_blocks: int = 2048
+    kv_transfer: bool = False
     keep_alive_s: int = 5
     venv: Path = DEFAULT_VENV
     extra_args: tuple[str, ...] = ()
@@ -53,6 +56,7 @@ class LocalVllm:
             *("--dtype", "float32", "--enforce-eager"),
             *("--scheduling-policy", "priority", "--enable-prompt-tokens-details", "--enable-scale-out"),
             *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+            *(nixl_flags(has_gpu=False) if self.kv_transfer else ()),
             *self.extra_args,
         ]
 
@@ -68,6 +72,7 @@ class LocalVllm:
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(self.keep_alive_s),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            **({f"{SIDE_CHANNEL}_PORT": str(free_port()), "UCX_TLS": "tcp,self,shm"} if self.kv_transfer else {}),
             **self.extra_environment,
         }
 
