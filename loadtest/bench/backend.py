@@ -16,6 +16,7 @@ import asyncio
 import os
 import re
 import time
+from collections.abc import Callable
 from typing import cast
 
 import uvloop
@@ -30,20 +31,24 @@ _GROUPS = 20  # streams of a pace are served in so many turns, each as one batch
 _LENGTH = re.compile(rb"content-length: ?(\d+)", re.IGNORECASE)
 
 
+# The chunk of a chat, or of a stream of tokens, that says this.
+MakeChunk = Callable[[str], bytes]
+
+
 class EndlessStreams:
     """Sends each open stream a chunk every `interval_s`, once so many are open; a batch at a time, of one stamp."""
 
     def __init__(self, interval_s: float, number: int) -> None:
         self._interval_s = interval_s
-        self._groups: list[dict[int, asyncio.Transport]] = [{} for _ in range(_GROUPS)]
+        self._groups: list[dict[int, tuple[asyncio.Transport, MakeChunk]]] = [{} for _ in range(_GROUPS)]
         self._missing = number
         self._loop = asyncio.get_running_loop()
 
-    def join(self, transport: asyncio.Transport) -> int:
+    def join(self, transport: asyncio.Transport, make: MakeChunk) -> int:
         """Begin a stream here; gives its number."""
-        transport.write(answers.STREAM_HEAD + answers.word_event(_stamp(), is_first=True))
+        transport.write(answers.STREAM_HEAD + make(_stamp()))
         descriptor: int = transport.get_extra_info("socket").fileno()
-        self._groups[descriptor % _GROUPS][descriptor] = transport
+        self._groups[descriptor % _GROUPS][descriptor] = (transport, make)
         self._missing -= 1
         if self._interval_s and not self._missing:
             self._loop.call_soon(self._tick, 0, self._loop.time())
@@ -54,8 +59,11 @@ class EndlessStreams:
         self._groups[descriptor % _GROUPS].pop(descriptor, None)
 
     def _tick(self, number: int, due_at: float) -> None:
-        chunk = answers.word_event(_stamp())
-        for descriptor, transport in tuple(self._groups[number].items()):
+        stamp = _stamp()
+        makers: tuple[MakeChunk, ...] = (answers.word_event, token_answers.said)
+        chunks = {make: make(stamp) for make in makers}
+        for descriptor, (transport, make) in tuple(self._groups[number].items()):
+            chunk = chunks[make]
             # Past the transport, which has nothing to send: at 100,000 chunks a second its queues cost too much.
             try:
                 is_sent = os.write(descriptor, chunk) == len(chunk)
@@ -118,8 +126,7 @@ class Server(asyncio.Protocol):
             case b"/v1/chat/completions/render":
                 write(token_answers.rendered(len(body)))
             case b"/inference/v1/generate":
-                write(answers.STREAM_HEAD)
-                self._stream(token_answers.generated(body), 0)
+                self._tokens(body)
             case b"/v1/chat/completions/derender":
                 write(token_answers.derendered(body))
             case b"/v1/completions/render" | b"/v1/completions/derender":
@@ -129,11 +136,19 @@ class Server(asyncio.Protocol):
             case _:
                 write(answers.PAGES.get(path, answers.EMPTY))
 
+    def _tokens(self, body: bytes) -> None:
+        # Only where the client has a stream too: a whole answer is made of few large events.
+        if self._streams is not None and not token_answers.is_coarse(body):
+            self._stream_number = self._streams.join(self._transport, token_answers.said)
+        else:
+            self._transport.write(answers.STREAM_HEAD)
+            self._stream(token_answers.generated(body), 0)
+
     def _chat(self, body: bytes) -> None:
         if not (b'"stream":true' in body or b'"stream": true' in body):
             self._transport.write(answers.CHAT)
         elif self._streams is not None:
-            self._stream_number = self._streams.join(self._transport)
+            self._stream_number = self._streams.join(self._transport, answers.word_event)
         else:
             self._transport.write(answers.STREAM_HEAD)
             wants_usage = b'"include_usage":true' in body or b'"include_usage": true' in body

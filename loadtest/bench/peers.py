@@ -119,6 +119,7 @@ backend engines
     hash-type consistent
     http-reuse always
     option abortonclose
+    option http-no-delay
 {servers}
 """)
     return [str(HAPROXY), "-f", str(home / "haproxy.cfg")]

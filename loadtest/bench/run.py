@@ -102,6 +102,8 @@ def run_section(section: Section, peers: list[Peer], options: argparse.Namespace
     record.begin()
     for repeat in range(repeats):
         for peer in peers:
+            if peer.name in section.without:
+                continue
             if (repeat, peer.name) in record.done or (repeat and peer.name in record.failures):
                 continue  # what fails once would fail again, and take a minute each time
             began_at = time.monotonic()

@@ -28,14 +28,25 @@ def rendered(num_bytes: int) -> bytes:
 def generated(body: bytes) -> list[bytes]:
     """The chunks of a stream of tokens."""
     with_text = b'"output_mode":"text"' in body
-    is_coarse = b'"stream_interval":' in body
     with_logprobs = b'"logprobs":0' in body
-    return _generated(with_text, is_coarse, with_logprobs)
+    return _generated(with_text, is_coarse(body), with_logprobs)
+
+
+def is_coarse(body: bytes) -> bool:
+    """Whether few large events are asked for."""
+    return b'"stream_interval":' in body
+
+
+def said(text: str) -> bytes:
+    """The chunk of a stream of tokens whose one token has this text."""
+    own: Json = {"token": text, "bytes": list(text.encode()), "logprob": -0.25, "top_logprobs": []}
+    choice: Json = {"index": 0, "token_ids": [FIRST_ID], "finish_reason": None, "stop_reason": None, "text": text}
+    return event({"request_id": _ABOUT["id"], "choices": [choice | {"logprobs": {"content": [own]}}]})
 
 
 @cache
-def _generated(with_text: bool, is_coarse: bool, with_logprobs: bool) -> list[bytes]:
-    starts = [0, *range(1, NUM_CHUNKS, _COARSE_TOKENS if is_coarse else 1)]
+def _generated(with_text: bool, in_large_events: bool, with_logprobs: bool) -> list[bytes]:
+    starts = [0, *range(1, NUM_CHUNKS, _COARSE_TOKENS if in_large_events else 1)]
     ends = [*starts[1:], NUM_CHUNKS]
     chunks = [_tokens(*span, with_text, with_logprobs) for span in zip(starts, ends, strict=True)]
     chunks[-1] += event({"request_id": _ABOUT["id"], "choices": [], "usage": _USAGE}) + STREAM_END

@@ -52,6 +52,13 @@ def test_token_legs_are_measured_at_token_level(tmp_path: Path) -> None:
             assert answers.ABOUT["id"] not in _one_answer(served.port, rig.peer.has_tools)
 
 
+def test_slow_streams_are_measured_at_token_level(tmp_path: Path) -> None:
+    """Chunks arrive with their stamps, and at their pace, there too."""
+    slow = next(section for section in SECTIONS if section.name == "slow")
+    sample = slow.measure(rig_for(peer_named("gateway, token legs"), tmp_path))
+    assert sample["share 2000"] > 0 and sample["p50 2000"] > 0
+
+
 def _one_answer(port: int, has_tools: bool) -> str:
     import httpx
 
