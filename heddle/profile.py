@@ -26,7 +26,7 @@ from engines.probe import discover
 from engines.profiling import Batch, Fit, Measurement, fit, plan, to_toml
 from scheduling.cost import EngineProfile
 
-_PROBE_TIMEOUT_S = 10.0
+_PROBE_TIMEOUT_S = 60.0  # Seen: over 10 s, from a vLLM that had just started on a busy machine.
 _REQUEST_TIMEOUT_S = 600.0  # The largest batch of a slow engine takes minutes; more than this is a hung one.
 _NAME = re.compile(r"([A-Za-z0-9._-]+)-([A-Za-z0-9._]+)-tp([1-9]\d*)")
 _EPILOG = """examples:
