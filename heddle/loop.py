@@ -10,7 +10,6 @@ machine was too slow for the speed-up, and nothing follows from the second.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import secrets
@@ -30,6 +29,7 @@ from rich.console import Console
 from controller.fleet_file import ADMIN_KEY_VARIABLE
 from controller.local_launcher import LocalLauncher
 from engines.children import Child, LaunchError, child, free_port
+from heddle.processors import cpu_s, idle_and_all_ticks
 from heddle.rollouts import START_TIMEOUT_S, play
 from loadtest.replayer import ReplaySettings
 from scheduling.fleets import in_words, largest_first
@@ -169,11 +169,11 @@ async def _rollout(
             settings = ReplaySettings(
                 f"{gateway}/v1", speed_up=parsed.speed_up, client="raw", stream_share=0.0, rollout_id=folder.name
             )
-            (idle_before, all_before), cpu_before_s = _ticks(), time.process_time()
+            (idle_before, all_before), cpu_before_s = idle_and_all_ticks(), time.process_time()
             result = await play(workload, gateway, name, settings, console)
-            idle_after, all_after = _ticks()
+            idle_after, all_after = idle_and_all_ticks()
             engine_sessions = {json.loads(one.read_text())["pid"] for one in folder.glob("servers/*/*/process.json")}
-            cpu_s = time.process_time() - cpu_before_s, _cpu_s({gateway_session}), _cpu_s(engine_sessions)
+            used_s = time.process_time() - cpu_before_s, cpu_s({gateway_session}), cpu_s(engine_sessions)
             fleet = await _ask(f"http://{listen}/v1/fleet")
     for error in result.errors[:5]:
         console.print(f"  {error}", soft_wrap=True)
@@ -187,7 +187,7 @@ async def _rollout(
         relaunch_s * parsed.speed_up if phases else None,
         _fleets(folder / "journal.jsonl"),
         1 - (idle_after - idle_before) / (all_after - all_before),
-        cpu_s,
+        used_s,
     )
 
 
@@ -284,23 +284,6 @@ def _fleets(journal: Path) -> tuple[str, ...]:
 async def _ask(url: str) -> Any:
     async with httpx.AsyncClient(timeout=60.0) as client:
         return (await client.get(url)).raise_for_status().json()
-
-
-def _cpu_s(sessions: set[int]) -> float:
-    """Processor seconds of the processes that are alive in these sessions."""
-    ticks = 0
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = path.read_text().rpartition(") ")[2].split()
-            if int(fields[3]) in sessions:
-                ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _ticks() -> tuple[int, int]:
-    """Idle and all time of this machine's cores so far."""
-    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    return fields[3] + fields[4], sum(fields)
 
 
 if __name__ == "__main__":
