@@ -26,7 +26,6 @@ from loadtest.bench.processes import (
     wait_until,
 )
 
-WARM_UP_S = 0.3
 # Beyond the time of a measurement: a server in trouble answers 2,000 connections one after the other.
 _CLIENT_TIMEOUT_S = 60.0
 
@@ -133,7 +132,6 @@ class Rig:
 
     def cpu_per_answer(self, served: Served, **options: int | bool) -> tuple[float, dict[str, float]]:
         """Microseconds of processor time of the server for each answer, and what the client saw."""
-        self.load(served, WARM_UP_S, **options)
         before_us = served.cpu_us()
         result = self.load(served, **options)
         return (served.cpu_us() - before_us) / result["num_answers"], result

@@ -16,12 +16,14 @@ import argparse
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +167,15 @@ def _processor() -> str:
     return platform.machine()
 
 
+@cache
 def _commit() -> str:
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return git.stdout.strip() or "unknown"
+    """Of the code; this run itself changes docs/."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + (" and changes" if changed else "")
 
 
 def _build() -> str:
@@ -210,6 +218,8 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="FILE")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
+    # What it started ends with it, however it is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sections = _chosen(options.sections, [section.name for section in SECTIONS], "section")
     names = _chosen(options.only, [peer.name for peer in PEERS], "server")
     peers = [peer for peer in PEERS if peer.name in names or peer.name == DIRECT]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from loadtest.bench.answers import NUM_CHUNKS
 from loadtest.bench.peers import RUST, STICKY, TOKEN_LEGS_TOOLS
-from loadtest.bench.rig import WARM_UP_S, Failed, Rig
+from loadtest.bench.rig import Failed, Rig
 from loadtest.bench.tables import Column, Sample, added, cost, plain
 
 CONNECTIONS = 32
@@ -17,6 +17,7 @@ LIVE_TRAJECTORIES = 10_000
 SLOW_STREAMS = (500, 2_000)
 SLOW_INTERVAL_MS = 20
 IDLE_STREAMS = 10_000
+WARM_UP_S = 0.3
 _FIRST_TURNS_S = 120.0  # 10,000 answers of the slowest take some ten seconds
 _SETTLE_S = 0.5  # until what a server does after a burst is done
 _FILES_OF_A_SERVER = 512  # besides two for each stream
@@ -31,7 +32,7 @@ class Section:
         title: of its table.
         about: what is done, in one or two sentences.
         measure: one repeat of one server. Raises Failed, NotStarted.
-        repeats: at most so many, where more would say the same.
+        repeats: at most so many, where more would say the same or take too long.
         without: servers that are not measured, and why is in `about`.
     """
 
@@ -47,6 +48,7 @@ class Section:
 def _answers(rig: Rig) -> Sample:
     sample: Sample = {}
     with rig.serving() as served:
+        rig.load(served, WARM_UP_S, connections=CONNECTIONS)
         for name, num_bytes in BODIES.items():
             sample[name], seen = rig.cpu_per_answer(served, connections=CONNECTIONS, body=num_bytes)
             sample[f"{name} rate"] = seen["answers_per_s"]
@@ -65,8 +67,10 @@ def _concurrency(rig: Rig) -> Sample:
 
 def _streams(rig: Rig) -> Sample:
     with rig.serving("--interval-ms", "5") as served:
+        rig.load(served, WARM_UP_S, connections=CONNECTIONS, stream=True)
         paced_us, _ = rig.cpu_per_answer(served, connections=CONNECTIONS, stream=True)
     with rig.serving() as served:
+        rig.load(served, WARM_UP_S, connections=CONNECTIONS, stream=True)
         fast_us, seen = rig.cpu_per_answer(served, connections=CONNECTIONS, stream=True)
     return {
         "paced": paced_us,
@@ -188,6 +192,7 @@ SECTIONS = (
                 plain("busy %", f"busy {number}"),
             )
         ),
+        repeats=2,
         without=(TOKEN_LEGS_TOOLS,),
     ),
     Section(
@@ -212,5 +217,6 @@ SECTIONS = (
         f"answer and none has ended. x: beside {STICKY}.",
         _live,
         (*cost("CPU us per answer", "cpu", STICKY), plain("answers/s", "rate"), plain("P99 ms", "p99_ms")),
+        repeats=2,
     ),
 )
