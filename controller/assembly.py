@@ -3,8 +3,8 @@
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
-from controller.drivers import Mover, move_nothing
 from controller.fleet_file import FleetFile, FleetFileError
 from controller.gateway_client import GatewayClient
 from controller.journal import Journal
@@ -37,7 +37,7 @@ def launcher_of(fleet: FleetFile) -> Launcher:
 
 
 @asynccontextmanager
-async def controller(fleet: FleetFile, launcher: Launcher, mover: Mover = move_nothing) -> AsyncIterator[Controller]:
+async def controller(fleet: FleetFile, launcher: Launcher) -> AsyncIterator[Controller]:
     """A controller with the fleet's lease, for which it waits; its loop is not run.
 
     Raises:
@@ -50,7 +50,9 @@ async def controller(fleet: FleetFile, launcher: Launcher, mover: Mover = move_n
     try:
         journal = Journal(fleet.state_dir / "journal.jsonl")
         key = fleet.admin_key.get_secret_value() if fleet.admin_key else None
-        made = Controller(fleet, launcher, GatewayClient(fleet.gateway, key), journal, mover)
+        gateway = GatewayClient(fleet.gateway, key)
+        mover = partial(gateway.evacuate, timeout_s=fleet.limits.move_timeout_s)
+        made = Controller(fleet, launcher, gateway, journal, mover)
         try:
             yield made
         finally:

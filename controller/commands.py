@@ -4,6 +4,7 @@ vLLM (0.33, docs of `vllm serve` and its environment variables):
 - a fixed KV size (`--kv-cache-memory-bytes`) where the file gives one, so that nothing is profiled; else the result of
   profiling is kept (`VLLM_ENABLE_STARTUP_PLAN`);
 - compiled code is kept, in a folder for each TP size: its key covers the TP size, so one folder would grow with all;
+- KV is offered to other servers over NIXL where the file says so: a change of the fleet moves it then;
 - priorities, cached tokens and token routes are on, which the gateway uses.
 
 SGLang (0.5.23): our own warm-up request takes the place of the server's (`--skip-server-warmup`), compiled kernels are
@@ -18,6 +19,7 @@ from pathlib import Path
 from controller.fleet_file import FleetFile
 from controller.launcher import ServerSpec
 from controller.steps import Wanted
+from engines.kv import SIDE_CHANNEL, nixl_flags
 
 
 def server_spec(fleet: FleetFile, wanted: Wanted) -> ServerSpec:
@@ -52,6 +54,9 @@ def _vllm(fleet: FleetFile, tp: int) -> tuple[list[str], dict[str, str]]:
     environment: dict[str, str] = {}
     if fleet.engine.slots:
         command += ["--max-num-seqs", str(fleet.engine.slots)]
+    if fleet.engine.kv_transfer == "nixl":
+        command += nixl_flags(has_gpu=not fleet.cpu_slots)
+        environment |= {f"{SIDE_CHANNEL}_HOST": "{host}", f"{SIDE_CHANNEL}_PORT": "{kv_port}"}
     if tp in fleet.engine.kv_bytes_by_tp:
         command += ["--kv-cache-memory-bytes", str(fleet.engine.kv_bytes_by_tp[tp])]
     elif fleet.engine.is_fast_start:
@@ -86,6 +91,8 @@ def _sim(fleet: FleetFile, tp: int) -> tuple[list[str], dict[str, str]]:
     command = [*program, "--host", "{host}", "--port", "{port}", "--model", served_name(fleet)]
     if tp in fleet.engine.profiles:
         command += ["--profile", fleet.engine.profiles[tp]]
+    if fleet.engine.kv_transfer == "nixl":
+        command.append("--kv-transfer")
     if fleet.engine.slots:
         command += ["--slots", str(fleet.engine.slots)]
     return command, {}

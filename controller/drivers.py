@@ -1,7 +1,7 @@
 """Carries single steps out: against the launcher, the gateway and the new server. Each is safe to repeat.
 
-What takes long is measured, and written down for the next plan's relaunch cost: `drain` (until no turn runs), `stop`,
-`start` (launch until warm) and `register` (until the gateway gives it turns).
+What takes long is measured, and written down for the next plan's relaunch cost: `drain` (until no turn runs),
+`move` (of KV), `stop`, `start` (launch until warm) and `register` (until the gateway gives it turns).
 """
 
 import asyncio
@@ -102,7 +102,9 @@ class Drivers:
                 await self._at_gateway(server_id, self._gateway.uncordon)
             case MoveKv():
                 self._ended("drain", server_id, await self._tp(server_id))
+                self._begins("move", server_id)
                 await self._at_gateway(server_id, self._mover)
+                self._ended("move", server_id, await self._tp(server_id))
             case Stop():
                 self._begins("stop", server_id)
                 tp = await self._tp(server_id)
@@ -158,6 +160,7 @@ class Drivers:
             "kind": None if engine.kind == "sim" else engine.kind,
             "profile": engine.profiles.get(tp),
             "slots": engine.slots,
+            "kv_transfer": engine.kv_transfer,
         }
         await self._gateway.add({name: value for name, value in said.items() if value is not None})
 

@@ -51,6 +51,9 @@ class EngineTable(BaseModel):
         {}, description="KV cache of each GPU in bytes, by TP size: nothing is profiled then, which saves seconds."
     )
     profiles: dict[Tp, str] = Field({}, description="Engine profile of each TP size; plans need them.")
+    kv_transfer: Literal["nixl"] | None = Field(
+        None, description="vLLM: KV follows trajectories when the fleet changes; needs the nixl package there."
+    )
     is_fast_start: bool = Field(True, description="What makes a relaunch faster and changes nothing else.")
 
 
@@ -76,6 +79,7 @@ class Limits(BaseModel):
     stop_grace_s: float = Field(20.0, ge=0, description="Between SIGTERM and SIGKILL; vLLM ends within 10 s.")
     max_starting: int = Field(8, ge=1, description="Servers that start at once; they share disks and cores.")
     min_engines: int = Field(0, ge=0, description="That go on serving during a change. 0: turns wait meanwhile.")
+    move_timeout_s: float = Field(60.0, ge=0, description="For the KV of all who live on a server; the rest is left.")
     drain_alarm_s: float = Field(1800.0, gt=0, description="A drain that takes longer is told; nothing is killed.")
     observe_interval_s: float = Field(1.0, gt=0, description="Between looks at launcher and gateway.")
     max_log_bytes: int = Field(

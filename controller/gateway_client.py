@@ -106,6 +106,11 @@ class GatewayClient:
         """Give it no more turns, and have those that can go on elsewhere now; waits for none."""
         await self._ask("POST", f"/v1/engines/{quote(engine_id, safe='')}/drain?timeout_s=0")
 
+    async def evacuate(self, engine_id: str, timeout_s: float) -> None:
+        """Bring the KV of those who live there to where they go on; what takes longer than `timeout_s` is left."""
+        target = f"/v1/engines/{quote(engine_id, safe='')}/evacuate?timeout_s={timeout_s:g}"
+        await self._ask("POST", target, timeout_s=timeout_s + _TIMEOUT_S)
+
     async def uncordon(self, engine_id: str) -> None:
         """Give it turns again."""
         await self._ask("POST", f"/v1/engines/{quote(engine_id, safe='')}/uncordon")
@@ -117,9 +122,9 @@ class GatewayClient:
     def close(self) -> None:
         self._http.close()
 
-    async def _ask(self, method: str, target: str, body: bytes = b"") -> Any:
+    async def _ask(self, method: str, target: str, body: bytes = b"", timeout_s: float = _TIMEOUT_S) -> Any:
         try:
-            response = await self._http.request(method, target, body, timeout_s=_TIMEOUT_S)
+            response = await self._http.request(method, target, body, timeout_s=timeout_s)
             said = await response.body(64 * 2**20, _TIMEOUT_S)
         except FAULTS as fault:
             raise GatewayAway(str(fault) or type(fault).__name__) from None

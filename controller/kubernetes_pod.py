@@ -19,6 +19,8 @@ Json = dict[str, Any]
 FLEET_LABEL, SPEC_ANNOTATION = "heddle/fleet", "heddle/spec"
 MANAGED = {"app.kubernetes.io/name": "heddle-engine", "app.kubernetes.io/managed-by": "heddle-controller"}
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+# NIXL's, by which other servers ask for a server's memory.
+_KV_PORT = 5600
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
@@ -101,8 +103,10 @@ def _fill_container(container: Json, spec: ServerSpec, resource: str, port: int)
     container.pop("args", None)
     environment = {"POD_IP": {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}}
     environment |= {entry["name"]: entry for entry in container.get("env", [])}
+    places = {"{host}": "$(POD_IP)", "{kv_port}": str(_KV_PORT)}  # a Pod has its ports for itself
     environment |= {
-        name: {"name": name, "value": value.replace("$(", "$$(")} for name, value in spec.environment.items()
+        name: {"name": name, "value": places.get(value) or value.replace("$(", "$$(")}
+        for name, value in spec.environment.items()
     }
     container["env"] = list(environment.values())
     container["ports"] = [{"name": "http", "containerPort": port}]

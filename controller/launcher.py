@@ -23,7 +23,7 @@ class ServerSpec:
         fleet_id: whose it is; `find` gives only servers of this fleet.
         devices: GPUs (or CPU slots) that it holds; names within the launcher's own inventory. As many as `tp`.
         command: program and arguments; "{port}" and "{host}" in them are filled in by the launcher.
-        environment: added to the launcher's own.
+        environment: added to the launcher's own; "{host}", and "{kv_port}" for another port, are filled in too.
     """
 
     server_id: str

@@ -2,7 +2,7 @@
 
 Engines get aligned blocks, as a buddy allocator gives them: TP 4 begins at device 0, 4, 8, ... of its node, where
 neighbours are best connected. An engine that is there already stays if the plan has one of its size for its node, and
-if the others still fit beside it.
+if the others still fit beside it. New ones get devices that nobody holds, where there are enough.
 """
 
 from collections import Counter
@@ -106,7 +106,9 @@ def _node(
     while True:
         missing = list((Counter(shape) - Counter(one.tp for one in kept)).elements())
         taken = set(resting).union(*(one.devices for one in kept))
-        blocks = _blocks(missing, node, taken)
+        # On free devices a server starts while the others still serve, and can fetch their KV.
+        held = taken.union(*(one.devices for one in there))
+        blocks = _blocks(missing, node, held) or _blocks(missing, node, taken)
         if blocks is not None:
             return kept + [Wanted(new_id(), len(block), block) for block in blocks]
         if not kept:

@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -120,7 +120,7 @@ class LocalLauncher:
                 "port": port,
                 "launched_at": time.time(),
                 "command": [part.replace("{port}", str(port)).replace("{host}", "127.0.0.1") for part in spec.command],
-                "environment": {**pinned, **spec.environment},
+                "environment": {**pinned, **_filled(spec.environment)},
                 "max_log_bytes": self._max_log_bytes,
             },
         )
@@ -158,6 +158,11 @@ class LocalLauncher:
         with (self._run_dir / "launching").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+
+def _filled(environment: Mapping[str, str]) -> dict[str, str]:
+    places = {"{host}": "127.0.0.1", "{kv_port}": str(free_port())}
+    return {name: places.get(value, value) for name, value in environment.items()}
 
 
 def _server(folder: Path) -> Server:

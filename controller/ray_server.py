@@ -122,7 +122,9 @@ class Keeper:
         self._pid = 0  # of the guard, which leads the server's process group
         self._ended = threading.Event()
         if records.read("stop") is None:
-            self._start([self._filled(argument, host, port) for argument in command], environment)
+            places = {"{host}": host, "{kv_port}": str(_free_port())}
+            filled = {name: places.get(value, value) for name, value in environment.items()}
+            self._start([self._filled(argument, host, port) for argument in command], filled)
             if part.rank == 0:
                 records.write_once("process", url=self._url, log=str(self._log), pid=self._pid)
         threading.Thread(target=self._until_it_ends, daemon=True).start()

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,25 @@ async def engines(gateway_url: str) -> list[dict[str, Any]]:
         return found
 
 
+async def cached_at_new_homes(gateway_url: str, number: int) -> list[float]:
+    """Of the context before each turn that ran, all of it, elsewhere than the one before: the share that was there."""
+    async with httpx.AsyncClient(timeout=60.0) as client:
+        rows = (await client.get(f"{gateway_url}/v1/trajectories/agent-{number}")).json()["turns"]
+    return [
+        now["cached_tokens"] / (before["prompt_tokens"] + before["output_tokens"])
+        for before, now in pairwise(rows)
+        if before["engine"] != now["engine"] and now["legs"] == 1
+    ]
+
+
+async def kv_moves(gateway_url: str) -> dict[str, int]:
+    """How many times KV was brought to a new home, by outcome."""
+    async with httpx.AsyncClient(timeout=60.0) as client:
+        page = (await client.get(f"{gateway_url}/metrics")).text
+    found = re.findall(r'^heddle_kv_moves_total\{outcome="(\w+)"\} (\d+)', page, re.MULTILINE)
+    return {outcome: int(count) for outcome, count in found}
+
+
 class Rollout:
     """Agents that go on with greedy turns until told to stop; each knows what its turns must say.
 
@@ -101,6 +122,7 @@ class Rollout:
         num_agents: trajectories at once.
         tool_s: between their turns.
         num_turns: of each agent, which then tells the gateway that it has ended; None: until they are told to stop.
+        task: what is said in each first prompt behind its number.
     """
 
     def __init__(
@@ -111,6 +133,7 @@ class Rollout:
         max_tokens: int = 24,
         tool_s: float = 0.05,
         num_turns: int | None = None,
+        task: str = "",
     ) -> None:
         self.answers: list[list[str]] = [[] for _ in range(num_agents)]
         self.failures: list[str] = []
@@ -119,6 +142,7 @@ class Rollout:
         self._max_tokens = max_tokens
         self._tool_s = tool_s
         self._num_turns = num_turns
+        self._task = task
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -136,7 +160,7 @@ class Rollout:
         await asyncio.gather(*self._tasks)
 
     async def _agent(self, name: str, number: int) -> None:
-        messages = [{"role": "user", "content": f"task {number}"}]
+        messages = [{"role": "user", "content": f"task {number}{self._task}"}]
         url = f"{self._url}/t/{name}-{number}/v1/chat/completions"
         async with httpx.AsyncClient(timeout=600.0) as client:
             while not self._stopping and len(self.answers[number]) != self._num_turns:

@@ -133,7 +133,7 @@ async def the_inventory_names_each_device_once(site: Site) -> None:
 
 async def a_launched_server_answers_at_its_url(site: Site) -> None:
     """It is found running, with all that was asked of it, and what it wrote."""
-    spec = site.spec(environment={"COLOUR": "blue"})
+    spec = site.spec(environment={"COLOUR": "blue", "KV_HOST": "{host}", "KV_PORT": "{kv_port}"})
     launched = await site.launcher.launch(spec)
     assert launched.spec.server_id == spec.server_id and launched.state is not ServerState.EXITED
     said = await site.answer(spec.server_id)
@@ -141,6 +141,8 @@ async def a_launched_server_answers_at_its_url(site: Site) -> None:
     assert found.state is ServerState.RUNNING and found.exit_cause == ""
     assert (found.spec.devices, found.spec.tp, found.spec.fleet_id) == (spec.devices, spec.tp, spec.fleet_id)
     assert said["environment"]["COLOUR"] == "blue"
+    assert found.url and said["environment"]["KV_HOST"] in found.url
+    assert said["environment"]["KV_PORT"].isdecimal() and said["environment"]["KV_PORT"] not in found.url
     assert said["arguments"] == ["--port", found.url.rpartition(":")[2]] if found.url else False
 
 

@@ -1,5 +1,6 @@
 """What a fleet file may say, and the commands that come of it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,18 @@ def test_vllm_is_launched_to_start_fast(tmp_path: Path) -> None:
     assert "--kv-cache-memory-bytes" not in four.command and four.command[-1] == "--enable-expert-parallel"
     assert four.environment["VLLM_ENABLE_STARTUP_PLAN"] == "1" and four.environment["NCCL_DEBUG"] == "WARN"
     assert four.environment["VLLM_CACHE_ROOT"] != two.environment["VLLM_CACHE_ROOT"]
+
+
+def test_vllm_is_launched_to_hand_kv_on_where_that_is_wanted(tmp_path: Path) -> None:
+    """What it cannot fetch it computes; others find it by an address and port that its launcher gives it."""
+    fleet = load_fleet_file(written(tmp_path, WHOLE.replace("[engine]", '[engine]\nkv_transfer = "nixl"')))
+    spec = server_spec(fleet, Wanted("a", 2, ("0", "1")))
+    config = json.loads(said(spec.command, "--kv-transfer-config"))
+    assert (config["kv_connector"], config["kv_role"]) == ("NixlConnector", "kv_both")
+    assert config["kv_load_failure_policy"] == "recompute" and "kv_buffer_device" not in config
+    assert spec.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "{kv_port}"
+    plain = server_spec(load_fleet_file(written(tmp_path, WHOLE)), Wanted("a", 2, ("0", "1")))
+    assert "--kv-transfer-config" not in plain.command
 
 
 def test_fast_starts_can_be_turned_off(tmp_path: Path) -> None:

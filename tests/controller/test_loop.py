@@ -16,8 +16,10 @@ from tests.controller.fleet_site import (
     ENGINE,
     Rollout,
     acting,
+    cached_at_new_homes,
     engines,
     fleet_file,
+    kv_moves,
     launcher_for,
     stopped_at_the_end,
     until,
@@ -45,13 +47,40 @@ async def test_a_fleet_changes_shape_under_a_rollout(tmp_path: Path) -> None:
             assert rollout.failures == []
             assert len({one["url"] for one in await engines(gateway.url)}) == 2, "old engines are forgotten"
             phases = {phase for phase, _ in made.journal.state.phase_s}
-            assert phases == {"drain", "stop", "start", "register"}
+            assert phases == {"drain", "move", "stop", "start", "register"}
             undisturbed = Rollout(gateway.url, "simulated", 6)
             undisturbed.begin("again")
             await until(lambda: min(map(len, undisturbed.answers)) >= max(map(len, rollout.answers)))
             await undisturbed.end()
         for answers, expected in zip(rollout.answers, undisturbed.answers, strict=True):
             assert answers == expected[: len(answers)]
+
+
+async def test_trajectories_take_their_kv_along_where_devices_are_free(tmp_path: Path) -> None:
+    """The new server starts beside the old ones, and fetches the KV of who goes on there before these are stopped."""
+    settings = {"observe_interval_s": 0.1, "token_legs": "auto", "kv_move_min_tokens": 100}
+    async with running_gateway(**settings) as gateway:
+        engine = ENGINE | {"kv_transfer": "nixl"}
+        limits = {"observe_interval_s": 0.05, "stop_grace_s": 5.0, "min_engines": 1}
+        fleet = fleet_file(tmp_path, gateway.url, cpu_slots=4, first=(1, 1), engine=engine, limits=limits)
+        async with stopped_at_the_end(fleet), acting(fleet) as made:
+            await until_reached(made, 1, 1)
+            rollout = Rollout(gateway.url, "simulated", 4, task=" Weave the warp through the heddle." * 40)
+            rollout.begin()
+            for tps in ([2], [1, 1]):
+                num_turns = rollout.num_turns
+                await until(lambda num_turns=num_turns: rollout.num_turns > num_turns + 8, lambda: rollout.failures)
+                made.ask(made.will.scaled(tps, made.in_sight()))
+                await until_reached(made, *tps)
+            num_turns = rollout.num_turns
+            await until(lambda: rollout.num_turns > num_turns + 8, lambda: rollout.failures)
+            await rollout.end()
+            assert rollout.failures == []
+            shares = [share for number in range(4) for share in await cached_at_new_homes(gateway.url, number)]
+            assert shares and min(shares) >= 0.85, shares
+            moves = await kv_moves(gateway.url)
+            assert moves["fetched"] >= 8 and moves["failed"] == 0, moves
+            assert {phase for phase, _ in made.journal.state.phase_s} >= {"move"}
 
 
 async def test_an_engine_that_dies_in_start_up_is_tried_again_and_given_up(tmp_path: Path) -> None:

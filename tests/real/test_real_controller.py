@@ -1,4 +1,4 @@
-"""The controller cuts a fleet of real vLLM servers anew while a rollout goes on."""
+"""The controller cuts a fleet of real vLLM servers anew while a rollout goes on, and KV follows the trajectories."""
 
 import os
 from pathlib import Path
@@ -10,21 +10,28 @@ from engines.local_vllm import LocalVllm
 from tests.controller.fleet_site import (
     Rollout,
     acting,
+    cached_at_new_homes,
+    kv_moves,
     stopped_at_the_end,
     until,
     until_reached,
 )
-from tests.support.gateway import ADMIN_KEY, running_gateway
+from tests.support.gateway import ADMIN_KEY, PATIENT, running_gateway
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
+# Of every trajectory from its first turn on, so that its KV is worth a move.
+TASK = "Weave the warp through the heddle, thread by thread. " * 40
 
 
 def real_fleet(state_dir: Path, gateway_url: str, model: Path, venv: Path) -> FleetFile:
-    """Two CPU slots with vLLM; flags and environment as for every real server of the tests."""
+    """Four CPU slots with vLLM, of which a fleet takes two: a new server starts beside those that it takes over from.
+
+    Flags and environment are as for every real server of the tests.
+    """
     server = LocalVllm(model, max_model_len=16_384, num_kv_blocks=4096, venv=venv)
-    environment = dict(server.environment().items() - os.environ.items())
+    environment = dict(server.environment().items() - os.environ.items()) | {"UCX_TLS": "tcp,self,shm"}
     flags = ("--max-model-len", "16384", "--num-gpu-blocks-override", "4096", "--block-size", "32")
     return FleetFile(
         fleet="real",
@@ -32,16 +39,18 @@ def real_fleet(state_dir: Path, gateway_url: str, model: Path, venv: Path) -> Fl
         served_name="tiny",
         gateway=gateway_url,
         state_dir=state_dir,
-        cpu_slots=2,
+        cpu_slots=4,
         tp_sizes=(1, 2),
+        first=(1, 1),
         engine={
             "kind": "vllm",
             "program": (str(venv.absolute() / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
             "flags": (*flags, "--dtype", "float32", "--enforce-eager"),
             "environment": environment,
             "slots": 4,
+            "kv_transfer": "nixl",
         },
-        limits={"observe_interval_s": 0.2, "start_timeout_s": START_TIMEOUT_S},
+        limits={"observe_interval_s": 0.2, "start_timeout_s": START_TIMEOUT_S, "min_engines": 1},
         admin_key=ADMIN_KEY,
     )
 
@@ -49,12 +58,14 @@ def real_fleet(state_dir: Path, gateway_url: str, model: Path, venv: Path) -> Fl
 async def test_two_servers_become_one_and_two_again_under_a_rollout(
     tmp_path: Path, tiny_model: Path, vllm_venv: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """2 x TP 1 -> 1 x TP 2 -> 2 x TP 1: no turn fails, and every greedy answer is what an undisturbed fleet says."""
-    async with running_gateway(observe_interval_s=0.2) as gateway:
+    """2 x TP 1 -> 1 x TP 2 -> 2 x TP 1: no turn fails, every greedy answer is what an undisturbed fleet says, and with
+    its first turn at a new home a trajectory finds at least 90 % of its context."""
+    settings = {"observe_interval_s": 0.2, "token_legs": "auto", "kv_move_timeout_s": 25.0} | PATIENT
+    async with running_gateway(**settings) as gateway:
         fleet = real_fleet(tmp_path, gateway.url, tiny_model, vllm_venv)
         async with stopped_at_the_end(fleet), acting(fleet) as made:
             await until_reached(made, 1, 1, timeout_s=START_TIMEOUT_S)
-            rollout = Rollout(gateway.url, "tiny", 3, tool_s=1.0)
+            rollout = Rollout(gateway.url, "tiny", 3, tool_s=1.0, task=TASK)
             rollout.begin()
             for tps in ([2], [1, 1]):
                 await goes_on(rollout)
@@ -63,15 +74,24 @@ async def test_two_servers_become_one_and_two_again_under_a_rollout(
             await goes_on(rollout)
             await rollout.end()
             assert rollout.failures == [] and made.journal.state.failures == ()
-            undisturbed = Rollout(gateway.url, "tiny", 3, tool_s=0.0, num_turns=max(map(len, rollout.answers)))
+            shares = [share for number in range(3) for share in await cached_at_new_homes(gateway.url, number)]
+            moves = await kv_moves(gateway.url)
+            undisturbed = Rollout(
+                gateway.url, "tiny", 3, tool_s=0.0, num_turns=max(map(len, rollout.answers)), task=TASK
+            )
             undisturbed.begin("again")
             await undisturbed.end(stop=False)
             seconds = made.journal.state.phase_s
     assert undisturbed.failures == []
     for answers, expected in zip(rollout.answers, undisturbed.answers, strict=True):
         assert answers == expected[: len(answers)]
+    assert len(shares) >= 3 and min(shares) >= 0.9, shares
+    assert moves["fetched"] >= 6 and not moves["failed"], moves
     with capsys.disabled():
-        print(f"\n{rollout.num_turns} turns, none failed, none altered; seconds of each phase:")
+        print(
+            f"\n{rollout.num_turns} turns, none failed, none altered; {len(shares)} first turns at a new home,", end=""
+        )
+        print(f" where at least {min(shares):.1%} of the context was; seconds of each phase:")
         for (phase, tp), times in sorted(seconds.items()):
             print(f"  {phase} of TP {tp}: {', '.join(f'{one:.1f}' for one in times)}")
 
@@ -80,6 +100,11 @@ async def goes_on(rollout: Rollout) -> None:
     """Wait until each agent had two more answers."""
     before = [len(answers) for answers in rollout.answers]
     await until(
-        lambda: all(len(now) >= then + 2 for now, then in zip(rollout.answers, before, strict=True)),
+        lambda: (
+            bool(rollout.failures)
+            or all(len(now) >= then + 2 for now, then in zip(rollout.answers, before, strict=True))
+        ),
         lambda: rollout.failures,
+        START_TIMEOUT_S,
     )
+    assert rollout.failures == []
