@@ -20,7 +20,6 @@ from gateway.fleet.weight_record import WeightRecord
 from gateway.front import Front
 from gateway.http.access import Access
 from gateway.kv.contexts import Contexts
-from gateway.kv.counts import MoveCounts
 from gateway.kv.moves import KvMoves
 from gateway.messages.conversations import Conversations
 from gateway.metrics import Metrics
@@ -108,8 +107,8 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
     driver = Driver(scheduler, clock, ledger, event_log, finished, forgotten, moved)
     weight_record = WeightRecord(store)
     fleet = Fleet(settings, clock, driver.post, store, weight_record)
-    contexts, move_counts = Contexts(book, settings.max_kept_request_bytes), MoveCounts()
-    kv = KvMoves(settings, clock, fleet, contexts, move_counts, scheduler.policy.is_sticky)
+    contexts = Contexts(book, settings.max_kept_request_bytes)
+    kv = KvMoves(settings, clock, fleet, contexts, metrics, scheduler.policy.is_sticky)
     staleness = Staleness(settings, weight_record, ledger)
     weights = Weights(settings, clock, fleet, store, weight_record, staleness, driver.live_turns)
     turns = Turns(
@@ -129,7 +128,6 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
         kv,
     )
     passthrough = Passthrough(settings, fleet)
-    metrics.registry.register(move_counts)
     metrics.watch(scheduler, fleet, ledger, store)
     api = build_api(
         Health(settings, driver, fleet, store, metrics, book),

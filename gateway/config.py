@@ -161,7 +161,7 @@ class Settings(BaseSettings):
         1_000, ge=0, description="Of KV that follows a trajectory to another engine; less is prefilled as fast."
     )
     kv_move_timeout_s: float = Field(
-        10.0, gt=0, description="For each; 40K tokens take 0.2 to 0.7 s, and the engine may be full at first."
+        10.0, gt=0, le=25, description="For each; 40K tokens take 0.2 to 0.7 s. Less than the engines' lease of 30 s."
     )
     kv_moves_at_once: int = Field(8, ge=1, description="In tool calls; more only share the network.")
     max_kept_request_bytes: int = Field(

@@ -43,6 +43,12 @@ class Metrics:
         self.retried_legs = Counter(
             "heddle_retried_legs", "Legs lost to an engine whose turns go on.", ["fault"], registry=self.registry
         )
+        self._kv_moves = _Counts("heddle_kv_moves", "Trajectories whose KV was to be brought elsewhere.", ("outcome",))
+        self._kv_moved_tokens = _Counts("heddle_kv_moved_tokens", "KV that was there then.", ("outcome",))
+        self._kv_move_seconds = _Times("heddle_kv_move_seconds", "Of each such move.")
+        self._kv_moves.counts.update({("fetched",): 0, ("prefilled",): 0, ("failed",): 0})
+        for moves in (self._kv_moves, self._kv_moved_tokens, self._kv_move_seconds):
+            self.registry.register(moves)
 
     def turn_ended(self, api: str, outcome: str, total_s: float) -> None:
         """A turn of this API ended as `finished`, `failed`, `refused`, `left`, `aborted` or `stopped`."""
@@ -60,6 +66,12 @@ class Metrics:
         counts["prompt",] += prompt
         counts["cached",] += cached
         counts["output",] += output
+
+    def kv_moved(self, outcome: str, num_tokens: int, seconds: float) -> None:
+        """KV was `fetched` from its old home, `prefilled` at the new one in a tool call, or that `failed`."""
+        self._kv_moves.counts[outcome,] += 1
+        self._kv_moved_tokens.counts[outcome,] += num_tokens
+        self._kv_move_seconds.observe(seconds)
 
     def watch(self, scheduler: Scheduler, fleet: Fleet, ledger: Ledger, store: Store) -> None:
         """Show the state of these too."""

@@ -27,7 +27,7 @@ from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine
 from gateway.fleet.member import EngineState, Member
 from gateway.kv.contexts import Contexts
-from gateway.kv.counts import MoveCounts
+from gateway.metrics import Metrics
 from gateway.turnlog import LOGGER
 from gateway.turns.chain import Chain
 from gateway.turns.turn import Turn
@@ -56,7 +56,6 @@ class KvMoves:
 
     Args:
         contexts: what is to be moved.
-        counts: told how each move ended.
         is_sticky: trajectories have homes. Where they have none, nothing follows them.
     """
 
@@ -66,14 +65,14 @@ class KvMoves:
         clock: Clock,
         fleet: Fleet,
         contexts: Contexts,
-        counts: MoveCounts,
+        metrics: Metrics,
         is_sticky: bool,
     ) -> None:
         self._settings = settings
         self._clock = clock
         self._fleet = fleet
         self.contexts = contexts
-        self._counts = counts
+        self._metrics = metrics
         self._is_sticky = is_sticky
         self._under_way: dict[str, _UnderWay] = {}
         self._at_once = asyncio.Semaphore(settings.kv_moves_at_once)
@@ -179,7 +178,7 @@ class KvMoves:
         seconds: float = 0.0,
         why: Exception | None = None,
     ) -> None:
-        self._counts.ended(outcome, num_tokens, seconds)
+        self._metrics.kv_moved(outcome, num_tokens, seconds)
         fields: dict[str, Any] = {"trajectory_id": trajectory_id, "outcome": outcome, "tokens": num_tokens}
         fields |= {"source": source.engine_id if source else None, "target": target.engine_id}
         fields |= {"seconds": round(seconds, 3), "why": str(why) or type(why).__name__ if why else ""}
