@@ -29,12 +29,14 @@ from scheduling.types import (
     Abort,
     Action,
     Dispatch,
+    EngineLeaving,
     EngineLost,
     EngineReported,
     EngineSpec,
     Event,
     Fault,
     Forget,
+    Move,
     Prediction,
     Preempt,
     Refusal,
@@ -203,6 +205,16 @@ class AnyOrder(RuleBasedStateMachine):
         self.engines[engine_id] = EngineSpec(engine_id, frozenset(models), slots, kv)
         (self.cordoned.discard if accepting else self.cordoned.add)(engine_id)
         self.handle(EngineReported(self.at, self.engines[engine_id], accepting=accepting))
+
+    @rule(engine_id=st.sampled_from(ENGINES))
+    def evacuate(self, engine_id: str) -> None:
+        for action in self.handle(EngineLeaving(self.at, engine_id)):
+            if isinstance(action, Move):
+                assert action.source == engine_id and action.source in self.cordoned
+                assert action.target in self.engines and action.target not in self.cordoned
+                assert self.saved_homes[action.trajectory_id] == action.target
+                assert not self.scheduler.trajectories[action.trajectory_id].turns
+                self.check_watermark(action.target)
 
     @rule(engine_id=st.sampled_from(ENGINES))
     def lose(self, engine_id: str) -> None:
