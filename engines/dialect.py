@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import orjson
 
 from engines.http import HttpClient
+from scheduling.values import value_class
 
 if TYPE_CHECKING:
     from engines.tokens import TokenRoutes
@@ -18,7 +19,7 @@ _MAX_SALT_LENGTH = 128
 _TRIES = 3
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Leg:
     """What the gateway tells an engine about one leg.
 
@@ -41,7 +42,7 @@ class Leg:
     cache_salt: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Upstream:
     """One request to an engine: header lines end in CRLF."""
 

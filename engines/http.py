@@ -9,6 +9,8 @@ Python costs per request. Rules:
 4. Leaving a response before its end closes its connection; that is how an engine learns to stop.
 5. Behind the last event of a stream comes an empty chunk. A released response lets it come, so that the connection
    is used again, but nobody waits for it.
+6. Who can do without a coroutine sends with `post_now` and is called back (`Response.watch`); it may begin to await the
+   same response at any time after that.
 """
 
 import asyncio
@@ -26,6 +28,8 @@ HIGH_WATER_BYTES = 256 * 1024
 HEAD_LIMIT_BYTES = 64 * 1024
 # Engines send the empty chunk within a millisecond of the last event.
 TRAILER_TIMEOUT_S = 1.0
+# Heads of requests that are kept ready: there are some ten targets without a query.
+_MAX_STARTS = 64
 
 
 class EngineUnreachable(Exception):
@@ -85,12 +89,14 @@ class Response:
         "_deadline",
         "_error",
         "_loop",
+        "_on_news",
         "_pieces",
         "_released",
         "_take",
         "_timeout_s",
         "_timer",
         "_waiter",
+        "has_begun",
         "headers",
         "status",
     )
@@ -98,6 +104,7 @@ class Response:
     def __init__(self, connection: "_Connection", loop: asyncio.AbstractEventLoop) -> None:
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
+        self.has_begun = False
         self._connection = connection
         self._loop = loop
         self._pieces: deque[bytes] = deque()
@@ -107,8 +114,65 @@ class Response:
         self._error: Exception | None = None
         self._take: Callable[[bytes], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._on_news: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timeout_s = self._deadline = 0.0
+
+    # --- for a reader that is called back ---------------------------------------------------------------------
+
+    def watch(self, on_news: Callable[[], None] | None) -> None:
+        """Call this whenever something came: the head, a piece of the body that nothing takes, the end. None: no more.
+
+        A reader that begins to await stops to watch before.
+        """
+        self._on_news = on_news
+
+    def take(self, take: Callable[[bytes], bool] | None) -> None:
+        """Give the body's bytes to this as they come, until it returns False. None: no more."""
+        self._take = take
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of it has come."""
+        return self._complete
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether no more of it will come; who awaits it gets the reason."""
+        return self._error is not None
+
+    @property
+    def is_piled_up(self) -> bool:
+        """Whether no more of it is read until somebody takes what came."""
+        return self._buffered > HIGH_WATER_BYTES
+
+    @property
+    def was_stale(self) -> bool:
+        """Whether it was asked for on a connection that had been closed meanwhile: safe to repeat."""
+        return isinstance(self._error, ConnectionBroken) and not self._connection.has_answered
+
+    def so_far(self) -> bytes:
+        """What came of the body and nothing has taken; it stays here."""
+        pieces = self._pieces
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def break_off(self, error: Exception) -> None:
+        """Have who awaits it get this."""
+        self.finish(error)
+        self._connection.abort()
+
+    # --- for one that awaits ----------------------------------------------------------------------------------
+
+    async def begun(self, timeout_s: float | None) -> None:
+        """Wait for status and headers; None waits as long as the engine lives.
+
+        Raises:
+            ConnectionBroken, BadResponse, ResponseTimeout: no usable answer.
+        """
+        while not self.has_begun and self._error is None:
+            await self._wait(timeout_s)
+        if not self.has_begun and self._error is not None:
+            raise self._error
 
     async def piece(self, timeout_s: float) -> bytes:
         """The next bytes of the body, all that are there; b"" at its end.
@@ -183,8 +247,9 @@ class Response:
     # --- called by the connection ---------------------------------------------------------------------------
 
     def feed(self, data: bytes) -> None:
-        if self._take is not None:
-            self._pour(self._take, data)
+        take = self._take
+        if take is not None:
+            self._pour(take, data)
             return
         self._pieces.append(data)
         self._buffered += len(data)
@@ -193,13 +258,16 @@ class Response:
         self._wake()
 
     def _pour(self, take: Callable[[bytes], bool], data: bytes) -> None:
-        self._deadline = self._loop.time() + self._timeout_s
+        if self._waiter is not None:
+            self._deadline = self._loop.time() + self._timeout_s
         try:
             if take(data):
                 return
         except Exception as error:  # the reader's; it is told where it waits
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_exception(error)
+            elif self._on_news is not None:
+                self.break_off(error)
         self._take = None
         self._wake()
 
@@ -214,16 +282,24 @@ class Response:
             self._timer.cancel()
         self._wake()
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def begin(self) -> None:
+        self.has_begun = True
+        self._wake()
 
-    async def _wait(self, timeout_s: float) -> None:
+    def _wake(self) -> None:
+        if self._waiter is not None:
+            if not self._waiter.done():
+                self._waiter.set_result(None)
+        elif self._on_news is not None:
+            self._on_news()
+
+    async def _wait(self, timeout_s: float | None) -> None:
         waiter = self._waiter = self._loop.create_future()
-        self._timeout_s, self._deadline = timeout_s, self._loop.time() + timeout_s
-        # A timer that fires too early looks again; a new one for each chunk would cost more.
-        if self._timer is None or self._timer.when() > self._deadline:
-            self._set_timer()
+        if timeout_s is not None:
+            self._timeout_s, self._deadline = timeout_s, self._loop.time() + timeout_s
+            # A timer that fires too early looks again; a new one for each chunk would cost more.
+            if self._timer is None or self._timer.when() > self._deadline:
+                self._set_timer()
         try:
             await waiter
         finally:
@@ -242,7 +318,8 @@ class Response:
             self._set_timer()
             return
         self._connection.abort()
-        self._waiter.set_exception(ResponseTimeout(f"no byte for {self._timeout_s:g} s"))
+        silence = "no byte for" if self.has_begun else "no answer within"
+        self._waiter.set_exception(ResponseTimeout(f"{silence} {self._timeout_s:g} s"))
 
 
 class _Connection(asyncio.Protocol):
@@ -254,7 +331,6 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._response: Response | None = None
-        self._head: asyncio.Future[Response] | None = None
         self._head_bytes = 0
         self._keeps_alive = False
         self._ends_at_eof = False
@@ -262,22 +338,15 @@ class _Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self.closed = False
 
-    def send(self, data: bytes) -> "asyncio.Future[Response]":
-        """Write a request; the future gives its response once the head is there."""
+    def send(self, data: bytes) -> Response:
+        """Write a request; its response has not begun yet."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
-        self._response = Response(self, self.loop)
-        self._head = self.loop.create_future()
+        response = self._response = Response(self, self.loop)
         self._head_bytes = 0
         self.has_answered = False
         self._transport.write(data)
-        return self._head
-
-    def time_out(self, head: "asyncio.Future[Response]", timeout_s: float) -> None:
-        """Fail a request whose head has not come."""
-        if not head.done():
-            head.set_exception(ResponseTimeout(f"no answer within {timeout_s:g} s"))
-            self.abort()
+        return response
 
     def abort(self) -> None:
         if not self.closed and self._transport is not None:
@@ -301,7 +370,8 @@ class _Connection(asyncio.Protocol):
             self.abort()
             return
         self.has_answered = True
-        if self._head is not None:
+        response = self._response
+        if response is None or not response.has_begun:
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -309,24 +379,22 @@ class _Connection(asyncio.Protocol):
             self._fail(BadResponse(f"the engine does not speak HTTP: {error}"))
             self.abort()
             return
-        if self._head is not None and self._head_bytes > HEAD_LIMIT_BYTES:
+        if response is not None and not response.has_begun and self._head_bytes > HEAD_LIMIT_BYTES:
             self._fail(BadResponse(f"the head of the engine's answer is larger than {HEAD_LIMIT_BYTES} bytes"))
             self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         self._client.connection_closed(self)
-        if self._ends_at_eof and self._head is None and exc is None and self._response is not None:
+        if self._ends_at_eof and exc is None and self._response is not None and self._response.has_begun:
             self._response.finish(None)
             self._response = None
         else:
             self._fail(ConnectionBroken("the engine closed the connection before its answer was complete"))
 
     def _fail(self, error: Exception) -> None:
-        head, response = self._head, self._response
-        self._head = self._response = self._parser = None
-        if head is not None and not head.done():
-            head.set_exception(error)
+        response = self._response
+        self._response = self._parser = None
         if response is not None:
             response.finish(error)
 
@@ -352,9 +420,7 @@ class _Connection(asyncio.Protocol):
         self._keeps_alive = bool(parser.should_keep_alive())
         has_length = b"content-length" in response.headers or b"transfer-encoding" in response.headers
         self._ends_at_eof = not has_length and response.status not in (204, 304)
-        head, self._head = self._head, None
-        if head is not None and not head.done():
-            head.set_result(response)
+        response.begin()
 
     def on_body(self, data: bytes) -> None:
         if self._response is not None:
@@ -392,6 +458,7 @@ class HttpClient:
         common = f"host: {parts.netloc.rpartition('@')[2]}\r\n" + "".join(f"{k}: {v}\r\n" for k, v in headers)
         self._common = common.encode("latin-1")
         self._limits = limits or HttpLimits()
+        self._starts: dict[tuple[str, str], bytes] = {}
         self._idle: list[_Connection] = []
         self._all: set[_Connection] = set()
         self._reaper: asyncio.TimerHandle | None = None
@@ -411,10 +478,7 @@ class HttpClient:
             EngineUnreachable, NoMoreConnections: nothing was sent.
             ConnectionBroken, BadResponse, ResponseTimeout: no usable answer.
         """
-        length = b"content-length: %d\r\n" % len(body) if body or method == "POST" else b""
-        kind = b"content-type: application/json\r\n" if body else b""
-        start = f"{method} ".encode() + self._prefix + target.encode() + b" HTTP/1.1\r\n"
-        data = b"".join((start, self._common, kind, length, headers, b"\r\n", body))
+        data = self._request(method, target, body, headers)
         connection = self._take_idle()
         if connection is not None:
             try:
@@ -423,6 +487,11 @@ class HttpClient:
                 if connection.has_answered or self._is_closed:
                     raise
         return await self._answered(await self._connect(), data, timeout_s)
+
+    def post_now(self, target: str, body: bytes, headers: bytes) -> Response | None:
+        """Send a POST on an idle connection; None where there is none. Nothing of its response has come yet."""
+        connection = self._take_idle()
+        return None if connection is None else connection.send(self._request("POST", target, body, headers))
 
     async def get(self, target: str, timeout_s: float, limit_bytes: int = 16 * 1024 * 1024) -> tuple[int, bytes]:
         """Status and whole body of a GET."""
@@ -444,19 +513,29 @@ class HttpClient:
         for connection in list(self._all):
             connection.abort()
 
+    def _request(self, method: str, target: str, body: bytes, headers: bytes) -> bytes:
+        start = self._starts.get((method, target))
+        if start is None:
+            start = f"{method} ".encode() + self._prefix + target.encode() + b" HTTP/1.1\r\n" + self._common
+            if len(self._starts) < _MAX_STARTS:
+                self._starts[method, target] = start
+        if body:
+            return b"%bcontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n%b" % (
+                start,
+                len(body),
+                headers,
+                body,
+            )
+        return b"%b%b%b\r\n" % (start, b"content-length: 0\r\n" if method == "POST" else b"", headers)
+
     async def _answered(self, connection: _Connection, data: bytes, timeout_s: float | None) -> Response:
-        head = connection.send(data)
-        timer = None
-        if timeout_s is not None:
-            timer = connection.loop.call_later(timeout_s, connection.time_out, head, timeout_s)
+        response = connection.send(data)
         try:
-            return await head
+            await response.begun(timeout_s)
         except asyncio.CancelledError:
             connection.abort()
             raise
-        finally:
-            if timer is not None:
-                timer.cancel()
+        return response
 
     def _take_idle(self) -> _Connection | None:
         while self._idle:

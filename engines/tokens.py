@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engines.dialect import Upstream
-from scheduling.values import value_class
 
 Event = Mapping[str, Any]
 Asking = Callable[[Upstream], Awaitable[bytes]]
@@ -63,7 +62,7 @@ class TokenLeg:
     index: int = 0
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """What one event of a leg's stream says.
 

@@ -5,7 +5,7 @@ declared there all the same, for its documentation, and answer alike if they are
 """
 
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -13,7 +13,7 @@ from gateway.config import Settings
 from gateway.http.access import Access
 from gateway.http.client import Client, ClientLeft, Receive, Send
 from gateway.http.errors import Api
-from gateway.http.exchange import client_of
+from gateway.http.exchange import Exchange, client_of
 from gateway.http.outlet import Outlet
 from gateway.http.refusals import Refused, bad_request, headers_too_large, internal_error, method_not_allowed
 from gateway.messages.identity import IdentityError, strip_identity_path
@@ -63,8 +63,7 @@ class Front:
             if path.startswith(("/t/", "/sessions/")):
                 path = unquote(strip_identity_path(scope["raw_path"].decode("latin-1"))[1])
             api = TURN_ROUTES.get(path) or PASSTHROUGH_ROUTES.get(path) or "other"
-            size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
-            if size > self._settings.max_header_bytes:
+            if self._is_head_too_large(scope):
                 raise headers_too_large(self._settings.max_header_bytes)
             key = "" if path in OPEN_PATHS else self._access.client(scope["headers"])
             if path in TURN_ROUTES or path in PASSTHROUGH_ROUTES:
@@ -89,6 +88,36 @@ class Front:
             await self._api({**scope, "path": path, "raw_path": path.encode()}, receive, _with_id(send, request_id))
         except Exception:  # its client has been told
             self._log.defect(request_id)
+
+    def take(self, exchange: Exchange) -> bool:
+        """Serve a turn request that is all there, without a task; False for all others, of which nothing was done."""
+        scope = exchange.scope
+        path: str = scope["path"]
+        if scope["method"] != "POST":
+            return False
+        try:
+            if path not in TURN_ROUTES:
+                path = unquote(strip_identity_path(scope["raw_path"].decode("latin-1"))[1])
+                if path not in TURN_ROUTES:
+                    return False
+            key = self._access.client(scope["headers"])
+        except (IdentityError, Refused):
+            return False
+        if self._is_head_too_large(scope):
+            return False
+        body = exchange.body_at_once(self._settings.max_body_bytes)
+        if body is None:
+            return False
+        rest = self._turns.begin(exchange, path, key, body, exchange)
+        if rest is not None:
+            exchange.spawn(rest)
+        return True
+
+    def _is_head_too_large(self, scope: Mapping[str, Any]) -> bool:
+        size = 0
+        for name, value in scope["headers"]:
+            size += len(name) + len(value) + 4
+        return size > self._settings.max_header_bytes
 
     async def _read(self, client: Client, receive: Receive) -> Receive:
         """Read the body, whose bounds FastAPI does not keep, and give it to FastAPI. Raises Refused, or ClientLeft."""

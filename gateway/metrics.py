@@ -32,7 +32,9 @@ class Metrics:
         self._first_token_seconds = _Times(
             "heddle_turn_first_token_seconds", "From a turn's arrival to its first byte."
         )
-        for metric in (self._turns, self._tokens, self._turn_seconds, self._queued_seconds, self._first_token_seconds):
+        self.hot_turns = _Counts("heddle_hot_turns", "Turns served by callbacks.", ("until",))
+        times = (self._turn_seconds, self._queued_seconds, self._first_token_seconds)
+        for metric in (self._turns, self.hot_turns, self._tokens, *times):
             self.registry.register(metric)
         self.joined_turns = Counter(
             "heddle_joined_turns", "Repeated requests that joined a running turn.", registry=self.registry

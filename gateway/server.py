@@ -54,7 +54,7 @@ async def serving(settings: Settings) -> AsyncIterator[Listening]:
         config = uvicorn.Config(
             app,
             loop="none",
-            http=bounded_protocol(2 * settings.max_header_bytes, settings.body_timeout_s),
+            http=bounded_protocol(2 * settings.max_header_bytes, settings.body_timeout_s, front.take),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -25,7 +25,7 @@ from typing import IO, Any
 import orjson
 
 from store.piece_file import PieceFile
-from store.port import StoreCorrupt, StoredTrajectory, StoreError, StoreHealth, StoreInUse
+from store.port import Json, StoreCorrupt, StoredTrajectory, StoreError, StoreHealth, StoreInUse
 from store.settings import StoreSettings
 
 FORMAT = 2
@@ -86,6 +86,7 @@ class EmbeddedStore:
         self._waiting: dict[str, list[tuple[Any, ...]]] = {statement: [] for statement in IN_THIS_ORDER}
         self._has_waiting = False
         self._unsettled: list[asyncio.Future[None]] = []
+        self._when_committed: list[Callable[[], None]] = []
         self._checkpoint: Future[None] | None = None
         self._checkpointer = ThreadPoolExecutor(1, thread_name_prefix="store-checkpoint")
         self._database: sqlite3.Connection
@@ -126,12 +127,12 @@ class EmbeddedStore:
     def on_loss(self, rewrite: Callable[[], None]) -> None:
         self._rewrite = rewrite
 
-    def put_trajectory(self, trajectory_id: str, record: dict[str, Any], answer: bytes | None = None) -> None:
+    def put_trajectory(self, trajectory_id: str, record: Json, answer: bytes | None = None) -> None:
         value = orjson.dumps(record)
         rows = self._rows.get(trajectory_id) or self._new_rows(trajectory_id)
         self._write(PUT_RECORD, (rows.record, trajectory_id, value, answer))
 
-    def append_turn(self, trajectory_id: str, turn: dict[str, Any]) -> None:
+    def append_turn(self, trajectory_id: str, turn: Json) -> None:
         value = orjson.dumps(turn)
         rows = self._rows.get(trajectory_id)
         if rows is None:
@@ -174,6 +175,15 @@ class EmbeddedStore:
         except sqlite3.Error as fault:
             raise _explained(self._path, fault) from fault
         return bytes(row[0]) if row else None
+
+    def when_settled(self, call: Callable[[], None]) -> bool:
+        if len(self._pieces):
+            return False
+        if self._has_waiting:
+            self._when_committed.append(call)
+        else:
+            call()
+        return True
 
     async def settle(self, timeout_s: float) -> bool:
         if self._has_waiting:
@@ -241,6 +251,9 @@ class EmbeddedStore:
             if not committed.done():  # nobody gave up waiting
                 committed.set_result(None)
         self._unsettled.clear()
+        calls, self._when_committed = self._when_committed, []
+        for call in calls:
+            call()
 
     def _write_waiting(self) -> None:
         """Within a transaction. Whether or not it succeeds, nothing waits any more."""

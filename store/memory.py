@@ -5,11 +5,10 @@ It keeps JSON text, not the caller's objects, so that it fails and copies exactl
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import orjson
 
-from store.port import StoredTrajectory, StoreHealth
+from store.port import Json, StoredTrajectory, StoreHealth
 from store.settings import StoreSettings
 
 
@@ -41,12 +40,12 @@ class MemoryStore:
     def on_loss(self, rewrite: Callable[[], None]) -> None:
         """Nothing can be lost here."""
 
-    def put_trajectory(self, trajectory_id: str, record: dict[str, Any], answer: bytes | None = None) -> None:
+    def put_trajectory(self, trajectory_id: str, record: Json, answer: bytes | None = None) -> None:
         self._records[trajectory_id] = orjson.dumps(record)
         if answer is not None:
             self._answers[trajectory_id] = answer
 
-    def append_turn(self, trajectory_id: str, turn: dict[str, Any]) -> None:
+    def append_turn(self, trajectory_id: str, turn: Json) -> None:
         value = orjson.dumps(turn)
         self._records.setdefault(trajectory_id, b"{}")
         self._turns.setdefault(trajectory_id, deque(maxlen=self._max_turns)).append(value)
@@ -80,6 +79,10 @@ class MemoryStore:
         return self._states.get(name)
 
     async def settle(self, timeout_s: float) -> bool:
+        return True
+
+    def when_settled(self, call: Callable[[], None]) -> bool:
+        call()
         return True
 
     def health(self) -> StoreHealth:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import orjson
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTrajectory:
@@ -67,6 +69,10 @@ class StoreAway(StoreError):
     """The record cannot be reached now. Safe to repeat."""
 
 
+Json = dict[str, Any] | orjson.Fragment
+"""A JSON object, or the encoded text of one."""
+
+
 class Store(Protocol):
     """The record of one process: restore with `open` and `load`, then put, and `settle` where it must be safe."""
 
@@ -92,10 +98,10 @@ class Store(Protocol):
         as well.
         """
 
-    def put_trajectory(self, trajectory_id: str, record: dict[str, Any], answer: bytes | None = None) -> None:
+    def put_trajectory(self, trajectory_id: str, record: Json, answer: bytes | None = None) -> None:
         """Keep this record for the trajectory, and this answer if there is one; the last of each wins."""
 
-    def append_turn(self, trajectory_id: str, turn: dict[str, Any]) -> None:
+    def append_turn(self, trajectory_id: str, turn: Json) -> None:
         """Add a turn to the trajectory's history, of which the newest `max_turns_kept` stay."""
 
     def forget_trajectory(self, trajectory_id: str) -> None:
@@ -138,6 +144,13 @@ class Store(Protocol):
             False after `timeout_s`, or at once when the store is known to be away.
 
         Cost: nothing when nothing is pending; concurrent callers share one flush (embedded: one round of the loop).
+        """
+
+    def when_settled(self, call: Callable[[], None]) -> bool:
+        """Call this once everything put so far is at the record: now, or at the end of this round of the loop.
+
+        Returns:
+            False, and nothing is called, where that may take longer: then `settle` is to be awaited.
         """
 
     def health(self) -> StoreHealth:

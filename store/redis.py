@@ -32,7 +32,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError
 
 from store.pending import Operation, Pending
-from store.port import StoreAway, StoreCorrupt, StoredTrajectory, StoreError, StoreHealth
+from store.port import Json, StoreAway, StoreCorrupt, StoredTrajectory, StoreError, StoreHealth
 from store.settings import StoreSettings
 
 FORMAT = b"1"
@@ -172,11 +172,11 @@ class RedisStore:
     def on_loss(self, rewrite: Callable[[], None]) -> None:
         self._rewrite = rewrite
 
-    def put_trajectory(self, trajectory_id: str, record: dict[str, Any], answer: bytes | None = None) -> None:
+    def put_trajectory(self, trajectory_id: str, record: Json, answer: bytes | None = None) -> None:
         self._pending.put_trajectory(trajectory_id, orjson.dumps(record), answer)
         self._wanted.set()
 
-    def append_turn(self, trajectory_id: str, turn: dict[str, Any]) -> None:
+    def append_turn(self, trajectory_id: str, turn: Json) -> None:
         self._pending.append_turn(trajectory_id, orjson.dumps(turn))
         self._wanted.set()
 
@@ -220,6 +220,9 @@ class RedisStore:
         except FAULTS as fault:
             raise StoreAway(self._away(fault)) from fault
         return None if value is None else bytes(value)
+
+    def when_settled(self, call: Callable[[], None]) -> bool:
+        return False  # the network is always longer
 
     async def settle(self, timeout_s: float) -> bool:
         wanted = self._pending.num_puts

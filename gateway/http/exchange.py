@@ -6,7 +6,7 @@ together a tenth of what a turn costs. Everything else, and every route that is 
 cycle, which this is a kind of.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
@@ -17,11 +17,18 @@ _EXTENSION = "heddle"
 
 
 class Exchange(RequestResponseCycle):
-    """A Client."""
+    """A Client.
+
+    Attributes:
+        hand_over: has what serves it without a task go on in one, so that a shutdown can wait for it and end it.
+    """
+
+    start_task: "Callable[[Exchange, Any], None]"
 
     def __init__(self, **cycle: Any) -> None:
         super().__init__(**cycle)
         self.scope["extensions"] = {_EXTENSION: {"exchange": self}}
+        self.hand_over: Callable[[], object] | None = None
         self._on_left: Callable[[], object] | None = None
         self._head = b""
         self._is_chunked = False
@@ -31,12 +38,27 @@ class Exchange(RequestResponseCycle):
         """Whether the connection takes no more for now."""
         return bool(self.flow.write_paused) and not self.disconnected
 
+    def spawn(self, rest: Coroutine[Any, Any, None]) -> None:
+        """Have the server run what is left of this request, as one of its tasks."""
+
+        async def serve(*_: Any) -> None:
+            await rest
+
+        self.start_task(self, serve)
+
+    def body_at_once(self, limit_bytes: int) -> bytes | None:
+        """The body of the request, if it is here and no larger."""
+        if self.more_body or self.disconnected or len(self.body) > limit_bytes:
+            return None
+        body, self.body = bytes(self.body), bytearray()
+        self.flow.resume_reading()  # it was paused for a large body, and only who reads sees a client leave
+        return body
+
     async def read(self, limit_bytes: int, timeout_s: float) -> bytes:
         """The body of the request."""
-        if self.more_body or self.disconnected or len(self.body) > limit_bytes:
+        body = self.body_at_once(limit_bytes)
+        if body is None:
             return await AsgiClient(self.scope, self.receive, self.send).read(limit_bytes, timeout_s)  # type: ignore[arg-type]
-        body, self.body = bytes(self.body), bytearray()
-        self.flow.resume_reading()
         self.message_event.clear()
         return body
 

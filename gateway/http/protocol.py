@@ -4,6 +4,7 @@ below ASGI.
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
@@ -17,13 +18,16 @@ from gateway.http.refusals import Refused, bad_request, headers_too_large
 _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
 
-def bounded_protocol(max_head_bytes: int, head_timeout_s: float) -> type[HttpToolsProtocol]:
+def bounded_protocol(
+    max_head_bytes: int, head_timeout_s: float, take: Callable[[Exchange], bool]
+) -> type[HttpToolsProtocol]:
     """The protocol class with these bounds.
 
     Args:
         max_head_bytes: of a request line with all headers. It guards memory only, for it is looked at as bytes come;
             the exact limit on headers is kept, and told, where requests are served.
         head_timeout_s: from the connection, or a later head's first byte, to that head's end.
+        take: serves a request that is all there without a task; False leaves it to the application. Raises nothing.
     """
 
     class BoundedProtocol(HttpToolsProtocol):
@@ -32,6 +36,7 @@ def bounded_protocol(max_head_bytes: int, head_timeout_s: float) -> type[HttpToo
             self._in_head = False
             self._head_bytes = 0
             self._served: Exchange | None = None
+            self._unserved: Exchange | None = None
             self._timer: asyncio.TimerHandle | None = self.loop.call_later(head_timeout_s, transport.close)
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -43,6 +48,8 @@ def bounded_protocol(max_head_bytes: int, head_timeout_s: float) -> type[HttpToo
         def data_received(self, data: bytes) -> None:
             was_in_head = self._in_head
             super().data_received(data)
+            if self._unserved is not None:
+                self._serve(self._unserved)
             if not self._in_head:
                 return
             self._head_bytes = len(data) + (self._head_bytes if was_in_head else 0)
@@ -80,11 +87,23 @@ def bounded_protocol(max_head_bytes: int, head_timeout_s: float) -> type[HttpToo
                 keep_alive=version != "1.0" and self.parser.should_keep_alive(),
                 on_response=self.on_response_complete,
             )
+            self.cycle.start_task = self._start_asgi_task
             if before is None or before.response_complete:
-                self._start_asgi_task(self.cycle, self.app)
+                self._unserved = self.cycle  # until all bytes that are here were read
             else:  # pipelined: it is served when the answers before it are out
                 self.flow.pause_reading()
                 self.pipeline.appendleft((self.cycle, self.app))
+
+        def _serve(self, exchange: Exchange) -> None:
+            self._unserved = None
+            self._served = exchange
+            if exchange.more_body or self.transport.is_closing() or not take(exchange):
+                self._start_asgi_task(exchange, self.app)
+
+        def shutdown(self) -> None:
+            super().shutdown()
+            if self._served is not None and self._served.hand_over is not None:
+                self._served.hand_over()
 
         def _start_asgi_task(self, cycle: Any, app: Any) -> None:
             self._served = cycle

@@ -33,9 +33,14 @@ class EventSplitter:
         """What came after the last whole event; at the end of a stream, a sign that it was cut off."""
         return bytes(self._buffer)
 
+    @property
+    def is_at_start(self) -> bool:
+        """Whether the next byte is the first of an event."""
+        return not self._buffer and not self._ended_in_cr
+
     def feed(self, chunk: bytes) -> bytes:
         """The whole events there are now, b"" for none. Cost: 0.2 us for a read that ends with an event."""
-        if not self._buffer and not self._ended_in_cr and chunk.endswith(b"\n\n"):
+        if self.is_at_start and chunk.endswith(b"\n\n"):
             return chunk
         searched = max(len(self._buffer) - 3, 0)
         self._buffer += chunk

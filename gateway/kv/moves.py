@@ -98,6 +98,14 @@ class KvMoves:
             return len(left)
         return 0
 
+    def may_bring(self, turn: Turn, member: Member) -> bool:
+        """Whether `bring` may have something to wait for."""
+        trajectory_id = turn.ask.trajectory_id
+        if trajectory_id in self._under_way:
+            return True
+        context = self.contexts.get(trajectory_id)
+        return context is not None and context.engine_id != member.engine_id and self._is_sticky
+
     async def bring(self, turn: Turn, member: Member) -> None:
         """Have a turn's KV at the engine where a leg of it is about to run, as far as that can be done."""
         trajectory_id = turn.ask.trajectory_id

@@ -90,10 +90,13 @@ class Driver:
     def post(self, event: Event) -> None:
         """Tell the scheduler and do what it says."""
         actions = self.scheduler.handle(event)
-        self._event_log.add(event, actions)
+        if self._event_log.is_on:
+            self._event_log.add(event, actions)
         for action in actions:
             self._perform(action)
-        self._set_timer(event.at)
+        # While turns are live there is a Tick a second anyway; to ask the scheduler after every event costs 10 us.
+        if self._timer is None or self._timer_at > event.at + TICK_S:
+            self._set_timer(event.at)
 
     def close(self) -> None:
         """No more ticks."""
@@ -129,9 +132,6 @@ class Driver:
                 assert_never(action)
 
     def _set_timer(self, at: float) -> None:
-        # While turns are live there is a Tick a second anyway; to ask the scheduler after every event costs 10 us.
-        if self._timer is not None and self._timer_at <= at + TICK_S:
-            return
         wakeup = self.scheduler.next_wakeup()
         if wakeup is None:
             return

@@ -50,9 +50,14 @@ class EventLog:
             start = {"at": at, "kind": "start", "policy": policy, "limits": limits, "can_preempt": can_preempt}
             self._write(orjson.dumps(start | {"records": records}, option=orjson.OPT_APPEND_NEWLINE))
 
+    @property
+    def is_on(self) -> bool:
+        """Whether anybody reads it."""
+        return self._file is not None or bool(self._watchers)
+
     def add(self, event: Event, actions: list[Action]) -> None:
         """Note an event and the actions that followed from it."""
-        if self._file is None and not self._watchers:
+        if not self.is_on:
             return
         lines = [_line(event.at, "event", event)]
         lines += [_line(event.at, "action", action) for action in actions]

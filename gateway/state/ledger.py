@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import orjson
+
 from scheduling.types import TrajectoryRecord, TrajectoryState
 from store.port import Store, StoredTrajectory
 
@@ -75,12 +77,12 @@ class Ledger:
         entry.reward = reward
         self._put(entry)
 
-    def add_turn(self, trajectory_id: str, turn: dict[str, Any]) -> None:
-        """Add an ended turn to its trajectory's history."""
+    def add_turn(self, trajectory_id: str, turn: dict[str, Any], encoded: bytes | None = None) -> None:
+        """Add an ended turn to its trajectory's history; `encoded` is the JSON of it, if that is known."""
         entry = self._entries.get(trajectory_id)
         if entry is not None:
             entry.turns.append(turn)
-            self._store.append_turn(trajectory_id, turn)
+            self._store.append_turn(trajectory_id, turn if encoded is None else orjson.Fragment(encoded))
 
     def answered(self, trajectory_id: str, answer: bytes) -> None:
         """Write this answer down with the trajectory's next record. It is not kept here: it may be long."""
@@ -109,13 +111,12 @@ class Ledger:
         return Entry(record, deque(item.turns, self._max_turns_kept), declared, conversation, reward)
 
     def _put(self, entry: Entry) -> None:
-        fields = {name: getattr(entry.record, name) for name in _RECORD_FIELDS}
-        fields["declared"] = entry.declared
-        fields["conversation"] = entry.conversation
+        more: dict[str, Any] = {"declared": entry.declared, "conversation": entry.conversation}
         if entry.reward is not None:
-            fields["reward"] = entry.reward
+            more["reward"] = entry.reward
+        value = orjson.Fragment(b"%b,%b" % (orjson.dumps(entry.record)[:-1], orjson.dumps(more)[1:]))
         trajectory_id = entry.record.trajectory_id
-        self._store.put_trajectory(trajectory_id, fields, self._answers.pop(trajectory_id, None))
+        self._store.put_trajectory(trajectory_id, value, self._answers.pop(trajectory_id, None))
 
     def rewrite(self) -> None:
         """Write everything down again, after the store lost something."""
@@ -123,9 +124,6 @@ class Ledger:
             self._put(entry)
             for turn in entry.turns:
                 self._store.append_turn(trajectory_id, turn)
-
-
-_RECORD_FIELDS = tuple(TrajectoryRecord.__dataclass_fields__)
 
 
 def as_json(entry: Entry) -> dict[str, Any]:

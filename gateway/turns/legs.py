@@ -38,6 +38,23 @@ from scheduling.types import Dispatch, Fault, TurnProgressed
 _ABORT_TIMEOUT_S = 5.0
 
 
+class Begun:
+    """A leg that was begun: where, and its answer if it has been asked for.
+
+    Args:
+        first_version: index of the weights that its engine had then.
+    """
+
+    __slots__ = ("dispatch", "first_version", "member", "relay", "response")
+
+    def __init__(self, dispatch: Dispatch, member: Member, first_version: int, response: Response | None) -> None:
+        self.dispatch = dispatch
+        self.member = member
+        self.first_version = first_version
+        self.response = response
+        self.relay: Relay | None = None
+
+
 class Legs:
     """Runs legs on the fleet."""
 
@@ -63,33 +80,70 @@ class Legs:
         self._token_legs = TokenLegs(settings, clock, book, self._note_first_byte, self._note_progress, save_tokens)
         self._aborts: set[asyncio.Task[None]] = set()
 
-    async def run(self, turn: Turn, dispatch: Dispatch) -> Outcome:
-        """Run a leg to its end.
+    def begin(self, turn: Turn, dispatch: Dispatch) -> Begun | None:
+        """Begin a leg that passes through, without waiting for anything; None where that cannot be."""
+        try:
+            member = self._fleet.get(dispatch.engine_id)
+        except UnknownEngine:
+            return None
+        if self._kv.may_bring(turn, member):
+            return None
+        upstream = self._upstream(turn, dispatch, member)
+        response = member.http.post_now(upstream.path, upstream.body, upstream.headers)
+        if response is None:
+            return None
+        begun = self._began(turn, dispatch, member)
+        begun.response = response
+        turn.run_by_tokens(dispatch.engine_id, False)
+        self._tell_about(turn, dispatch)
+        return begun
+
+    def relay(self, turn: Turn) -> Relay:
+        """What passes on the stream of a leg."""
+        return Relay(turn, self._note_first_byte, self._note_progress)
+
+    def ended(self, turn: Turn, begun: Begun) -> None:
+        """A leg ended with its answer, all of which has come, or been passed on."""
+        turn.run_by_tokens("", False)
+        turn.versions = begun.member.versions[begun.first_version :]
+        self._kv.contexts.ran(turn, begun.member.engine_id)
+        self._fleet.leg_ended(begun.member, None, True)
+
+    def _began(self, turn: Turn, dispatch: Dispatch, member: Member) -> Begun:
+        begun = Begun(dispatch, member, max(len(member.versions) - 1, 0), None)
+        turn.versions = member.versions[begun.first_version :]
+        self._fleet.leg_began(member)
+        return begun
+
+    async def run(self, turn: Turn, dispatch: Dispatch, begun: Begun | None = None) -> Outcome:
+        """Run a leg to its end; or one that was begun from there on.
 
         Raises:
             LegFailed: the engine or the request failed.
             Stopped: the client left, the trajectory was aborted, or the leg is paused.
         """
-        try:
-            member = self._fleet.get(dispatch.engine_id)
-        except UnknownEngine as error:
-            raise LegFailed(Fault.ENGINE, api_error(502, "The engine left the fleet.", "engine_lost")) from error
+        if begun is None:
+            try:
+                begun = self._began(turn, dispatch, self._fleet.get(dispatch.engine_id))
+            except UnknownEngine as error:
+                raise LegFailed(Fault.ENGINE, api_error(502, "The engine left the fleet.", "engine_lost")) from error
+        member, response = begun.member, begun.response
         fault: Exception | None = None
         has_answered = False
-        response: Response | None = None
-        first_version = max(len(member.versions) - 1, 0)
-        turn.versions = member.versions[first_version:]
-        self._fleet.leg_began(member)
         try:
             with turn.stoppable():
+                if response is not None and not response.was_stale:
+                    await response.begun(self._settings.turn_timeout_s)
+                    answer = await self._answer(turn, response, begun.relay)
+                    has_answered = True
+                    return answer
                 await self._kv.bring(turn, member)
                 outcome = await self._by_tokens(turn, dispatch, member)
                 if outcome is None:
                     turn.begin_again()  # tokens of an earlier leg are of another answer
                     turn.run_by_tokens(dispatch.engine_id, False)
                     response = await self._ask(turn, dispatch, member)
-                    is_stream = turn.ask.wants_stream and response.status == 200
-                    outcome = await (self._relay(turn, response) if is_stream else self._whole(turn, response))
+                    outcome = await self._answer(turn, response, None)
                 has_answered = True
                 return outcome
         except CONNECTION_FAULTS as error:
@@ -117,7 +171,7 @@ class Legs:
             raise
         finally:
             turn.run_by_tokens("", False)
-            turn.versions = member.versions[first_version:]
+            turn.versions = member.versions[begun.first_version :]
             if response is not None:
                 response.close()
             if fault is None:
@@ -132,9 +186,15 @@ class Legs:
         return await self._token_legs.run(turn, member, _request_id(turn), dispatch.priority)
 
     async def _ask(self, turn: Turn, dispatch: Dispatch, member: Member) -> Response:
+        upstream = self._upstream(turn, dispatch, member)
+        self._tell_about(turn, dispatch)
+        timeout_s = self._settings.turn_timeout_s
+        return await member.http.request("POST", upstream.path, upstream.body, upstream.headers, timeout_s)
+
+    def _upstream(self, turn: Turn, dispatch: Dispatch, member: Member) -> Upstream:
         assert member.dialect is not None
         ask = turn.ask
-        upstream: Upstream = member.dialect.upstream(
+        return member.dialect.upstream(
             Leg(
                 path=ask.path,
                 request_id=_request_id(turn),
@@ -146,17 +206,20 @@ class Legs:
                 cache_salt=member.cache_salt,
             )
         )
-        self._tell_about(turn, dispatch)
-        timeout_s = self._settings.turn_timeout_s
-        return await member.http.request("POST", upstream.path, upstream.body, upstream.headers, timeout_s)
 
     def _tell_about(self, turn: Turn, dispatch: Dispatch) -> None:
         turn.outlet.about(dispatch.engine_id, (turn.first_dispatch_at or turn.arrived_at) - turn.arrived_at)
 
-    async def _whole(self, turn: Turn, response: Response) -> Outcome:
+    async def _answer(self, turn: Turn, response: Response, relay: Relay | None) -> Outcome:
+        if turn.ask.wants_stream and response.status == 200:
+            return await self._relay(turn, response, relay)
         body = await response.body(self._settings.max_answer_bytes, self._settings.silence_timeout_s)
-        if response.status != 200:
-            raise refused_leg(engine_error(response.status, body))
+        return self.whole(turn, response.status, body)
+
+    def whole(self, turn: Turn, status: int, body: bytes) -> Outcome:
+        """What a whole answer means. Raises LegFailed; nothing has changed then."""
+        if status != 200:
+            raise refused_leg(engine_error(status, body))
         answer = read_answer(turn.ask.api, body)
         if answer.error is not None:
             raise refused_leg(answer.error)
@@ -165,11 +228,11 @@ class Legs:
         api, outlet = turn.ask.api, turn.outlet
         return Outcome(answer.body, lambda: outlet.whole(200, answer.body), lambda: content_of(api, body))
 
-    async def _relay(self, turn: Turn, response: Response) -> Outcome:
-        if b"event-stream" not in response.headers.get(b"content-type", b""):
+    async def _relay(self, turn: Turn, response: Response, relay: Relay | None) -> Outcome:
+        if not is_stream(response):
             raise BadResponse("it answered a stream request with something else")
-        api, outlet = turn.ask.api, turn.outlet
-        relay = Relay(turn, self._note_first_byte, self._note_progress)
+        outlet = turn.outlet
+        relay = relay or self.relay(turn)
         reader = relay.reader
         while not relay.is_over:
             settings = self._settings
@@ -181,11 +244,15 @@ class Legs:
             if not has_more:
                 raise refused_leg(reader.end() or api_error(502, "The engine's stream broke off."))
             await outlet.drain()
-        last = relay.last
         if reader.error is not None:
-            if last and reader.num_chunks > 1:  # more than the error itself and comments before it
-                outlet.stream(last)
+            if relay.last and reader.num_chunks > 1:  # more than the error itself and comments before it
+                outlet.stream(relay.last)
             raise refused_leg(reader.error)
+        return self.streamed(turn, response, relay)
+
+    def streamed(self, turn: Turn, response: Response, relay: Relay) -> Outcome:
+        """The end of a stream that ended well."""
+        reader, last, outlet, api = relay.reader, relay.last, turn.outlet, turn.ask.api
         if turn.first_byte_at is None:
             self._note_first_byte(turn)
         response.release()
@@ -214,6 +281,11 @@ class Legs:
         task = asyncio.create_task(abort())
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
+
+
+def is_stream(response: Response) -> bool:
+    """Whether the body of an answer is events."""
+    return b"event-stream" in response.headers.get(b"content-type", b"")
 
 
 def _request_id(turn: Turn) -> str:

@@ -1,5 +1,8 @@
 """What the predictor is told of a trajectory, from what the ledger knows."""
 
+from collections.abc import Iterable
+from typing import Any
+
 from gateway.state.ledger import Entry
 from predictor.progress import Progress
 from scheduling.types import TrajectoryRecord
@@ -23,8 +26,8 @@ def begun(
     record, turns = entry.record, entry.turns
     # The first turn is looked for where all are there, and the last one from the end: hundreds may lie between.
     is_whole = record.num_turns <= len(turns) != turns.maxlen
-    first = next((turn for turn in turns if turn["outcome"] == "finished"), None) if is_whole else None
-    last = next((turn for turn in reversed(turns) if turn["outcome"] == "finished"), None)
+    first = _first_finished(turns) if is_whole else None
+    last = _first_finished(reversed(turns))
     return Progress(
         trajectory_id,
         group_id,
@@ -36,6 +39,13 @@ def begun(
         num_turns=record.num_turns,
         outcomes=outcomes,
     )
+
+
+def _first_finished(turns: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    for turn in turns:
+        if turn["outcome"] == "finished":
+            return turn
+    return None
 
 
 def ended(record: TrajectoryRecord) -> Progress:

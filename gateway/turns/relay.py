@@ -30,6 +30,7 @@ class Relay:
         self._note_progress = note_progress
         self._report_at = _PROGRESS_CHUNKS
         self._splitter = EventSplitter()
+        self._is_at_start = True
 
     def take(self, piece: bytes) -> bool:
         """Pass on the events that end in this piece.
@@ -38,17 +39,23 @@ class Relay:
             nor when the client has to be waited for, nor at the end.
         Raises: EventTooLarge.
         """
+        reader = self.reader
+        if self._is_at_start and reader.passes(piece):
+            return self._pass_on(piece)
         block = self._splitter.feed(piece)
+        self._is_at_start = self._splitter.is_at_start
         if not block:
             return True
-        reader = self.reader
         block = reader.read(block)
         if reader.done or reader.error is not None:
             self.is_over, self.last = True, block
             return False
-        num_chunks = reader.num_chunks
-        if not num_chunks:
+        if not reader.num_chunks:
             return True  # comments that keep a waiting stream open: nothing of an answer yet, so it can start over
+        return self._pass_on(block)
+
+    def _pass_on(self, block: bytes) -> bool:
+        num_chunks = self.reader.num_chunks
         turn = self._turn
         outlet = turn.outlet
         is_first = turn.first_byte_at is None

@@ -14,12 +14,13 @@ import orjson
 from gateway.http.outlet import Outlet, kept_outlet
 from gateway.turns.turn import Ask, Turn
 
-_RETRY_HEADERS = (b"x-stainless-retry-count", b"idempotency-key")
+_RETRY_HEADERS = frozenset({b"x-stainless-retry-count", b"idempotency-key"})
 
 
 def is_retry(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """Whether the client says that it asks again."""
-    return any(name in _RETRY_HEADERS and value not in (b"", b"0") for name, value in headers)
+    said = [value for name, value in headers if name in _RETRY_HEADERS]
+    return any(value not in (b"", b"0") for value in said) if said else False
 
 
 class Repeats:

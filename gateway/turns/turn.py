@@ -1,11 +1,12 @@
 """One turn of one client, from its request to its answer: what it asked, and what was decided of it."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gateway.http.errors import Api, ApiError
+from gateway.http.heartbeat import Heartbeat
 from gateway.http.outlet import Outlet
 from gateway.http.refusals import Refused, refused_turn
 from gateway.messages.answers import Usage
@@ -88,6 +89,8 @@ class Turn:
         is_stale: it was stopped because these are too old.
         last_error: why its last leg failed.
         digest: of its request, once somebody needed it.
+        on_stop: called when it is to stop while no task awaits its leg.
+        key: names its client's key.
     """
 
     def __init__(self, turn_id: str, ask: Ask, outlet: Outlet, arrived_at: float, predicted_tokens: float) -> None:
@@ -119,6 +122,9 @@ class Turn:
         self._is_stopping = False
         self._fault: Fault | None = None
         self._task: asyncio.Task[Any] | None = None
+        self.on_stop: Callable[[], None] | None = None
+        self.key = ""
+        self.heartbeat: Heartbeat | None = None
 
     # --- what the scheduler decides -------------------------------------------------------------------------
 
@@ -185,6 +191,8 @@ class Turn:
             self._fault = fault
         if is_first and self._task is not None:
             self._task.cancel()
+        elif is_first and self.on_stop is not None:
+            self.on_stop()
 
     def begin_again(self) -> bool:
         """Drop what was made of its answer; False if some of it is out."""

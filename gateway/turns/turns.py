@@ -10,8 +10,8 @@ This is the hot path. What it decides is in `scheduling/`; how bytes pass is in 
 
 import asyncio
 import contextlib
-import os
-from collections.abc import Mapping
+import random
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import orjson
@@ -21,6 +21,7 @@ from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.http.client import Client, ClientLeft, Headers
 from gateway.http.errors import Api
+from gateway.http.exchange import Exchange
 from gateway.http.heartbeat import Heartbeat
 from gateway.http.outlet import Outlet
 from gateway.http.refusals import (
@@ -35,15 +36,16 @@ from gateway.http.refusals import (
 )
 from gateway.kv.moves import KvMoves
 from gateway.messages.conversations import Conversations
-from gateway.messages.identity import Identity, IdentityError, identify, prompt_group
+from gateway.messages.identity import NO_HINTS, Identity, IdentityError, identify, prompt_group
 from gateway.metrics import Metrics
 from gateway.state.driver import Driver
-from gateway.state.ledger import Ledger
+from gateway.state.ledger import Entry, Ledger
 from gateway.tokens.book import StoredTokens
 from gateway.tokens.partials import Partials
 from gateway.turnlog import TurnLog
+from gateway.turns.hot import HotTurns
 from gateway.turns.kept_tokens import KeptTokens
-from gateway.turns.legs import Legs
+from gateway.turns.legs import Begun, Legs
 from gateway.turns.outcome import Outcome
 from gateway.turns.progress import begun
 from gateway.turns.repeats import Repeats, is_retry
@@ -109,6 +111,7 @@ class Turns:
         self._staleness = staleness
         self._kv = kv
         self._repeats = repeats
+        self._hot = HotTurns(self, self._legs, store, clock, settings, metrics)
         self._num_of_key: dict[str, int] = {}
         self._bytes_per_token = _BYTES_PER_TOKEN
 
@@ -120,43 +123,83 @@ class Turns:
             path: the API route, without it.
             key: names the client's key, for its limit; "" when the gateway is open.
         """
-        turn_id = os.urandom(16).hex()
-        api = TURN_ROUTES[path]
         settings = self._settings
-        outlet = Outlet(client, api, turn_id, keeps=True, max_kept_bytes=settings.max_answer_bytes)
-        body, ask = b"", None
         try:
             body = await client.read(settings.max_body_bytes, settings.body_timeout_s)
-            ask = self._ask(client.scope, api, path, body)
+        except Refused as refused:
+            turn_id = new_id()
+            outlet = Outlet(client, TURN_ROUTES[path], turn_id, keeps=False, max_kept_bytes=0)
+            outlet.headers += _named(client.scope, b"")
+            self.tell(refused, outlet, turn_id)
+        except ClientLeft:
+            return
+        else:
+            rest = self.begin(client, path, key, body)
+            if rest is not None:
+                await rest
+        await client.drain()
+
+    def begin(
+        self, client: Client, path: str, key: str, body: bytes, taker: Exchange | None = None
+    ) -> Coroutine[Any, Any, None] | None:
+        """Serve a request whose body is here, as far as that needs no waiting. Raises nothing.
+
+        Args:
+            taker: the client, if callbacks may see to its answer once this has returned.
+
+        Returns: the rest, to be awaited; None where the answer is given, or callbacks see to it.
+        """
+        turn_id = new_id()
+        api = TURN_ROUTES[path]
+        outlet = Outlet(client, api, turn_id, keeps=True, max_kept_bytes=self._settings.max_answer_bytes)
+        try:
+            try:
+                ask = self._ask(client.scope, api, path, body)
+            except Refused:
+                outlet.headers += _named(client.scope, body)
+                raise
             outlet.headers.append((b"x-trajectory-id", ask.trajectory_id.encode("latin-1", "replace")))
             retries = is_retry(client.scope["headers"])
             joined = self._repeats.running(ask, retries)
             if joined is not None:
-                await self._join(joined, client)
-                return
+                return self.serving(self._join(joined, client), client, outlet, turn_id)
             answer = self._repeats.answer(ask, retries)
             if answer is not None:
                 self._metrics.joined_turns.inc()
-                await answer.follow(client)
-                return
-            with self._counted(key):
-                turn = Turn(turn_id, ask, outlet, self._clock(), 0.0)
-                if settings.token_legs != "off":
-                    await self._kept_tokens.prepare(turn, ask.may_be_joined or retries)
-                await self._run(turn, client)
-        except Refused as refused:
-            self._metrics.refused.labels(str(refused.error.status)).inc()
-            if ask is None:
-                outlet.headers += _named(client.scope, body)
-            outlet.refuse(refused)
+                return self.serving(answer.follow(client), client, outlet, turn_id)
+            self._count(key)
+            turn = Turn(turn_id, ask, outlet, self._clock(), 0.0)
+            turn.key = key
+            if self._settings.token_legs != "off":
+                return self.serving(self._prepared(turn, client, retries), client, outlet, turn_id)
+            self._arrive(turn, client)
+        except Exception as error:
+            self.tell(error, outlet, turn_id)
+            return None
+        if taker is not None and self._hot.take(turn, taker):
+            return None
+        return self.serving(self.run(turn, client), client, outlet, turn_id)
+
+    async def serving(self, rest: Coroutine[Any, Any, None], client: Client, outlet: Outlet, request_id: str) -> None:
+        """Await the rest of what serves a request, and tell its client if that fails."""
+        try:
+            await rest
         except ClientLeft:
             return
         except asyncio.CancelledError:
             raise
-        except Exception:
-            self._log.defect(turn_id)
-            outlet.refuse(internal_error())
+        except Exception as error:
+            self.tell(error, outlet, request_id)
         await client.drain()
+
+    def tell(self, error: Exception, outlet: Outlet, request_id: str) -> None:
+        """Answer with an error, which is being handled."""
+        if isinstance(error, Refused):
+            self._metrics.refused.labels(str(error.error.status)).inc()
+            outlet.refuse(error)
+        else:
+            self._log.defect(request_id)
+            outlet.refuse(internal_error())
 
     # --- what is asked --------------------------------------------------------------------------------------
 
@@ -173,7 +216,7 @@ class Turns:
         trajectory_id, is_inferred = identity.trajectory_id, False
         if trajectory_id is None:
             is_inferred = True
-            trajectory_id = self._conversations.continued(request) or f"t-{os.urandom(12).hex()}"
+            trajectory_id = self._conversations.continued(request) or f"t-{new_id()[:24]}"
         return Ask(
             api=api,
             path=path,
@@ -208,32 +251,63 @@ class Turns:
 
     # --- running --------------------------------------------------------------------------------------------
 
-    async def _run(self, turn: Turn, client: Client) -> None:
+    async def _prepared(self, turn: Turn, client: Client, retries: bool) -> None:
+        try:
+            await self._kept_tokens.prepare(turn, turn.ask.may_be_joined or retries)
+        except BaseException:
+            self._num_of_key[turn.key] -= 1
+            raise
+        self._arrive(turn, client)
+        await self.run(turn, client)
+
+    def _arrive(self, turn: Turn, client: Client) -> None:
+        """Tell the scheduler of a turn whose key counts it. Raises Refused; then it is over."""
         ask = turn.ask
-        self._staleness.check(ask.trajectory_id)
+        try:
+            self._staleness.check(ask.trajectory_id)
+        except Refused:
+            self._num_of_key[turn.key] -= 1
+            raise
         self._repeats.began(turn)
         self._driver.begin(turn.turn_id, turn)
-        heartbeat = Heartbeat(turn.outlet, self._settings.heartbeat_s) if ask.wants_stream else None
+        if ask.wants_stream:
+            turn.heartbeat = Heartbeat(turn.outlet, self._settings.heartbeat_s)
         client.when_left(lambda: _leave(turn))
         try:
             self._driver.post(self._arrival(turn))
-            await self._run_legs(turn)
-        finally:
-            client.unwatch()
-            if heartbeat is not None:
-                heartbeat.stop()
-            self._driver.end(turn.turn_id)
-            self._repeats.ended(turn)
+        except BaseException:
+            self.over(turn, client)
+            raise
 
-    async def _run_legs(self, turn: Turn) -> None:
+    def over(self, turn: Turn, client: Client) -> None:
+        """A turn that arrived has ended, well or not."""
+        client.unwatch()
+        if turn.heartbeat is not None:
+            turn.heartbeat.stop()
+        self._driver.end(turn.turn_id)
+        self._repeats.ended(turn)
+        self._num_of_key[turn.key] -= 1
+
+    async def run(self, turn: Turn, client: Client, begun: Begun | None = None) -> None:
+        """Run the legs of a turn that has arrived, until one finishes; the first may have begun."""
+        try:
+            await self._run_legs(turn, begun)
+        finally:
+            self.over(turn, client)
+
+    async def _run_legs(self, turn: Turn, begun: Begun | None) -> None:
         dispatch: Dispatch | None = None
         outcome: Outcome | None = None
         try:
             while outcome is None:
-                dispatch = await turn.next_leg()
-                turn.first_dispatch_at = turn.first_dispatch_at or self._clock()
+                if begun is None:
+                    dispatch = await turn.next_leg()
+                    turn.first_dispatch_at = turn.first_dispatch_at or self._clock()
+                else:
+                    dispatch = begun.dispatch
+                first, begun = begun, None
                 try:
-                    outcome = await self._legs.run(turn, dispatch)
+                    outcome = await self._legs.run(turn, dispatch, first)
                 except LegFailed as failure:
                     can_retry = turn.can_go_on
                     turn.leg_failed(failure.error)
@@ -245,7 +319,8 @@ class Turns:
                     if stop.fault is not None:
                         raise
                     self._driver.post(TurnPaused(self._clock(), turn.turn_id, turn.leg, turn.num_chunks))
-            await self._finish(turn, dispatch, outcome)
+            self.finished(turn, dispatch, outcome)
+            await self._settle(turn, outcome)
         except Refused as refused:
             self._close(turn, "refused" if turn.leg == 0 else "failed", dispatch, refused)
             raise
@@ -261,9 +336,10 @@ class Turns:
                 raise ClientLeft from None
             raise refused_turn(Refusal.TRAJECTORY_ABORTED, None) from None
 
-    async def _finish(self, turn: Turn, dispatch: Dispatch | None, outcome: Outcome) -> None:
+    def finished(self, turn: Turn, dispatch: Dispatch | None, outcome: Outcome) -> None:
+        """Note everywhere that a turn finished; when that is at the store, its client may know it too."""
         usage = turn.usage
-        prompt_tokens = usage.prompt_tokens if usage else self._prompt_tokens(turn.ask)
+        prompt_tokens = usage.prompt_tokens if usage else self._estimated_prompt(turn.ask)
         output_tokens = usage.completion_tokens if usage else turn.num_chunks
         now = self._clock()
         if usage and usage.prompt_tokens > 0:
@@ -278,7 +354,20 @@ class Turns:
             self._ledger.answered(turn.ask.trajectory_id, stored)
         self._driver.post(TurnFinished(now, turn.turn_id, turn.leg, prompt_tokens, output_tokens))
         self._close(turn, "finished", dispatch, None)
+
+    async def settled(self, turn: Turn, client: Client, outcome: Outcome) -> None:
+        """Send the answer's end of a turn that has finished, once the store knows of it."""
+        try:
+            await self._settle(turn, outcome)
+        finally:
+            self.over(turn, client)
+
+    async def _settle(self, turn: Turn, outcome: Outcome) -> None:
         await self._store.settle(self._settings.settle_timeout_s)
+        self.end(turn, outcome)
+
+    def end(self, turn: Turn, outcome: Outcome) -> None:
+        """Send the answer's end."""
         outcome.send_end()
         self._repeats.answered(turn)
 
@@ -298,30 +387,32 @@ class Turns:
             self._conversations.release(turn.ask.trajectory_id)
         engine_id = dispatch.engine_id if dispatch else None
         row = turn.row(outcome, now, engine_id, dispatch.why if dispatch else "", refused)
-        self._ledger.add_turn(turn.ask.trajectory_id, row)
+        encoded = orjson.dumps(row)
+        self._ledger.add_turn(turn.ask.trajectory_id, row, encoded)
         self._metrics.turn_ended(turn.ask.api, outcome, now - turn.arrived_at)
-        self._log.turn(turn.ask.trajectory_id, turn.ask.rollout_id, row)
+        self._log.turn(turn.ask.trajectory_id, turn.ask.rollout_id, encoded)
 
     # --- what the scheduler is told -------------------------------------------------------------------------
 
     def _arrival(self, turn: Turn) -> TurnArrived:
         ask = turn.ask
-        prediction = self._prediction(ask)
+        entry = self._ledger.get(ask.trajectory_id)
+        prompt_tokens = self._prompt_tokens(ask, entry)
+        prediction = self._prediction(ask, entry, prompt_tokens)
         turn.predicted_tokens = prediction.total_tokens
         return TurnArrived(
             at=turn.arrived_at,
             turn_id=turn.turn_id,
             trajectory_id=ask.trajectory_id,
             model=ask.model,
-            prompt_tokens=self._prompt_tokens(ask),
+            prompt_tokens=prompt_tokens,
             prediction=prediction,
             group_id=ask.group_id,
             rollout_id=ask.rollout_id,
             priority=ask.priority,
         )
 
-    def _prediction(self, ask: Ask) -> Prediction:
-        entry = self._ledger.get(ask.trajectory_id)
+    def _prediction(self, ask: Ask, entry: Entry | None, prompt_tokens: int) -> Prediction:
         made = entry.record.output_tokens if entry is not None else 0
         declared = entry.declared.get("expected_output_tokens") if entry is not None else None
         if declared:
@@ -330,16 +421,18 @@ class Turns:
         prompt_id = "" if made else prompt_group(ask.request)
         is_read = made and self._predictor.reads_outcomes
         told = outcomes(ask.request.get("messages") or ask.request.get("input")) if is_read else ()
-        progress = begun(ask.trajectory_id, ask.group_id, prompt_id, self._prompt_tokens(ask), entry, told)
+        progress = begun(ask.trajectory_id, ask.group_id, prompt_id, prompt_tokens, entry, told)
         return self._predictor.predict(progress)
 
-    def _prompt_tokens(self, ask: Ask) -> int:
-        entry = self._ledger.get(ask.trajectory_id)
+    def _prompt_tokens(self, ask: Ask, entry: Entry | None) -> int:
         known = entry.record.context_tokens if entry is not None else 0
         estimate = max(known, int(len(ask.body) / self._bytes_per_token))
         model = self._fleet.models().get(ask.model)
         limit = model.max_context_tokens if model is not None else None
         return min(estimate, limit) if limit else estimate
+
+    def _estimated_prompt(self, ask: Ask) -> int:
+        return self._prompt_tokens(ask, self._ledger.get(ask.trajectory_id))
 
     # --- repeated requests ----------------------------------------------------------------------------------
 
@@ -357,24 +450,20 @@ class Turns:
             follow.cancel()
             _leave(turn)
 
-    def _counted(self, key: str) -> "_Counted":
-        return _Counted(self._num_of_key, key, self._settings.max_turns_per_key)
+    def _count(self, key: str) -> None:
+        """Count one of a key's turns under way. Raises Refused above the limit."""
+        num = self._num_of_key.get(key, 0)
+        if num >= self._settings.max_turns_per_key:
+            raise too_many_turns(self._settings.max_turns_per_key)
+        self._num_of_key[key] = num + 1
 
 
-class _Counted:
-    """Counts a key's turns under way while it is entered. Raises Refused above the limit."""
+_random = random.Random()  # the system's own source is a system call each time; these ids are no secrets
 
-    def __init__(self, counts: dict[str, int], key: str, limit: int) -> None:
-        self._counts, self._key, self._limit = counts, key, limit
 
-    def __enter__(self) -> None:
-        num = self._counts.get(self._key, 0)
-        if num >= self._limit:
-            raise too_many_turns(self._limit)
-        self._counts[self._key] = num + 1
-
-    def __exit__(self, *_: object) -> None:
-        self._counts[self._key] -= 1
+def new_id() -> str:
+    """An id that nobody else has: 32 hexadecimal digits."""
+    return f"{_random.getrandbits(128):032x}"
 
 
 def _leave(turn: Turn) -> None:
@@ -397,6 +486,8 @@ def _named(scope: Mapping[str, Any], body: bytes) -> Headers:
 
 def _priority(identity: Identity) -> int:
     """The scheduler's priority, lower is earlier. In hints higher is more urgent, and a strict tier goes before all."""
+    if identity.hints is NO_HINTS:
+        return 0
     tier, priority = (max(-_MAX_HINT, min(_MAX_HINT, hint or 0)) for hint in _hints(identity))
     return -(tier * (2 * _MAX_HINT + 1) + priority)
 

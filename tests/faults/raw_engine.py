@@ -28,6 +28,7 @@ class RawEngine:
         running, tokens: its gauge of running requests and its counter of tokens, from its metrics page.
         page: a whole metrics page in place of its own.
         models: the body of its list of models.
+        keeps_open: a connection goes on after an answer, unless `answer` closed it.
 
     Attributes:
         posts: head and body of every POST.
@@ -41,6 +42,7 @@ class RawEngine:
     started_at: float = 1000.0
     page: bytes | None = None
     models: bytes = _MODELS
+    keeps_open: bool = False
     url: str = ""
     posts: list[bytes] = field(default_factory=list)
     num_open: int = 0
@@ -64,7 +66,7 @@ class RawEngine:
                 await self.answer(reader, writer)
             finally:
                 self.num_open -= 1
-            return False
+            return self.keeps_open and not writer.is_closing()
         if not self.watched:
             await reader.read()
             return False

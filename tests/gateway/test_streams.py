@@ -304,3 +304,24 @@ def test_no_event_of_any_shape_crashes_it(data: Any, api: Any) -> None:
     reader.read(b"data: " + orjson.dumps(data) + b"\n\n")
     reader.end()
     content_of_stream(api, reader.kept)
+
+
+MARKED = ['"error"', '"usage":{', '"usage": {', '"usage"', '"finish_reason":"stop"', '"finish_reason": "stop"']
+PARTS = [*MARKED, '"finish_reason":null', '"message_', "x", "\n", "\r", "\n\n", "data:", "}", "{", " "]
+OF_READER = {"_is_plain": None, "_search": None}  # bound to each of its own
+
+
+@given(
+    api=st.sampled_from(["chat", "completions", "messages", "responses"]),
+    text=st.lists(st.sampled_from(PARTS)).map("".join),
+    keep=st.booleans(),
+)
+def test_what_passes_unread_is_what_reading_would_leave_alone(api: Any, text: str, keep: bool) -> None:
+    """The short way for a plain event gives and counts the same as the long one."""
+    first = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
+    piece = f"data: {text}}}\n\n".encode()
+    short, long = StreamReader(api, keep=keep), StreamReader(api, keep=keep)
+    assert short.read(first) == long.read(first)
+    if short.passes(piece):
+        assert long.read(piece) == piece
+        assert vars(short) | OF_READER == vars(long) | OF_READER

@@ -1,0 +1,200 @@
+"""Serves the ordinary turn by callbacks: no task, no future and no wake-up between its request and its answer.
+
+Most turns are dispatched as soon as they arrive, to an engine with an idle connection, and are answered well. Such a
+turn is served within two callbacks: the client's bytes bring about the request to the engine, and the engine's bytes
+the answer to the client. All that decides anything is what the coroutines of turns.py and legs.py use too.
+
+Rules:
+
+1. Whatever is not ordinary is handed over to these coroutines, at the point where they would be awaiting the same
+   answer: a fault, an error, a client that leaves or is slow, an abort, a long silence, a shutdown. Only a plain end is
+   handled here.
+2. Nothing here raises into a transport's callback.
+3. A turn that is not dispatched at once, or has no idle connection, or is served at token level, is none of ours.
+"""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from engines.http import ResponseTimeout
+from gateway.clock import Clock
+from gateway.config import Settings
+from gateway.http.exchange import Exchange
+from gateway.metrics import Metrics
+from gateway.turns.legs import Begun, Legs, is_stream
+from gateway.turns.outcome import Outcome
+from gateway.turns.relay import Relay
+from gateway.turns.turn import LegFailed, Turn
+from store.port import Store
+
+if TYPE_CHECKING:
+    from gateway.turns.turns import Turns
+
+# How often turns are looked at for engines that are silent; timeouts are minutes.
+_LOOK_S = 1.0
+
+
+class HotTurns:
+    """The turns that are served by callbacks now."""
+
+    def __init__(
+        self, turns: "Turns", legs: Legs, store: Store, clock: Clock, settings: Settings, metrics: Metrics
+    ) -> None:
+        self.turns = turns
+        self.legs = legs
+        self.store = store
+        self.clock = clock
+        self.settings = settings
+        self.metrics = metrics
+        self._running: set[_HotTurn] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def take(self, turn: Turn, client: Exchange) -> bool:
+        """Run the first leg of a turn that has arrived; False, and nothing is done, where that must be awaited."""
+        dispatch = turn.dispatch
+        if dispatch is None or client.disconnected:
+            return False
+        turn.first_dispatch_at = self.clock()
+        try:
+            begun = self.legs.begin(turn, dispatch)
+        except Exception:  # a defect, which the coroutine meets too, and tells
+            return False
+        if begun is None:
+            return False
+        turn.dispatch = None
+        hot = _HotTurn(self, turn, client, begun)
+        self._running.add(hot)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+        return True
+
+    def left(self, hot: "_HotTurn") -> None:
+        """It is over, or a coroutine goes on with it."""
+        self._running.discard(hot)
+
+    def _look(self) -> None:
+        self._timer = None
+        now = self.clock()
+        for hot in list(self._running):
+            hot.look(now)
+        if self._running:
+            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+
+
+class _HotTurn:
+    """One of them, from its request to the engine until its answer has come."""
+
+    __slots__ = ("_begun", "_client", "_hot", "_num_chunks", "_outcome", "_response", "_since", "_turn")
+
+    def __init__(self, hot: HotTurns, turn: Turn, client: Exchange, begun: Begun) -> None:
+        assert begun.response is not None
+        self._hot = hot
+        self._turn = turn
+        self._client = client
+        self._begun = begun
+        self._response = begun.response
+        self._since = turn.first_dispatch_at or 0.0
+        self._num_chunks = 0
+        self._outcome: Outcome | None = None
+        turn.on_stop = client.hand_over = self.hand_over
+        self._response.watch(self._note)
+
+    def hand_over(self) -> None:
+        """Go on as a coroutine, from here."""
+        self._leave()
+        self._hot.metrics.hot_turns.counts["handed_over",] += 1
+        turn, turns = self._turn, self._hot.turns
+        rest = turns.run(turn, self._client, self._begun)
+        self._client.spawn(turns.serving(rest, self._client, turn.outlet, turn.turn_id))
+
+    def look(self, now: float) -> None:
+        """Have a coroutine see to an engine that is silent for too long."""
+        settings, turn = self._hot.settings, self._turn
+        if turn.num_chunks != self._num_chunks:
+            self._num_chunks, self._since = turn.num_chunks, now
+        limit_s = settings.turn_timeout_s if turn.first_byte_at is None else settings.silence_timeout_s
+        if now - self._since > limit_s:
+            what = "no answer within" if turn.first_byte_at is None else "no byte for"
+            self._response.break_off(ResponseTimeout(f"{what} {limit_s:g} s"))
+        elif self._response.has_begun and not turn.ask.wants_stream:
+            self.hand_over()  # it came in pieces with a pause between them, whose length has a limit of its own
+
+    def _leave(self) -> None:
+        self._turn.on_stop = self._client.hand_over = None
+        self._response.watch(None)
+        self._response.take(None)
+        self._hot.left(self)
+
+    def _note(self) -> None:
+        try:
+            self._look_at_answer()
+        except Exception:  # a defect, which the coroutine meets too, and tells
+            self.hand_over()
+
+    def _look_at_answer(self) -> None:
+        """Something of it came, or it broke off."""
+        response = self._response
+        if response.is_broken or response.is_piled_up:
+            self.hand_over()
+        elif response.is_complete:
+            self._whole()
+        elif self._begun.relay is None and self._turn.ask.wants_stream and response.status == 200:
+            if not is_stream(response):
+                self.hand_over()
+                return
+            self._begun.relay = self._hot.legs.relay(self._turn)
+            response.take(self._begun.relay.take)
+        elif self._begun.relay is not None:
+            self._relayed(self._begun.relay)
+
+    def _whole(self) -> None:
+        turn, response = self._turn, self._response
+        if turn.ask.wants_stream:
+            self.hand_over()  # a stream that ended without its end, or an error in its place
+            return
+        body = response.so_far()
+        if len(body) > self._hot.settings.max_answer_bytes:
+            self.hand_over()
+            return
+        try:
+            outcome = self._hot.legs.whole(turn, response.status, body)
+        except LegFailed:
+            self.hand_over()
+            return
+        self._finish(outcome)
+
+    def _relayed(self, relay: Relay) -> None:
+        """The relay took an event and wants no more at once."""
+        if relay.is_over and relay.reader.error is None:
+            self._finish(self._hot.legs.streamed(self._turn, self._response, relay))
+        elif relay.is_over or self._turn.outlet.is_full:
+            self.hand_over()
+        else:
+            self._response.take(relay.take)
+
+    def _finish(self, outcome: Outcome) -> None:
+        turn, turns = self._turn, self._hot.turns
+        self._leave()
+        self._hot.metrics.hot_turns.counts["answer",] += 1
+        self._outcome = outcome
+        self._hot.legs.ended(turn, self._begun)
+        try:
+            turns.finished(turn, self._begun.dispatch, outcome)
+            is_soon = self._hot.store.when_settled(self._end)
+        except Exception as error:
+            turns.over(turn, self._client)
+            turns.tell(error, turn.outlet, turn.turn_id)
+            return
+        if not is_soon:
+            rest = turns.settled(turn, self._client, outcome)
+            self._client.spawn(turns.serving(rest, self._client, turn.outlet, turn.turn_id))
+
+    def _end(self) -> None:
+        turn, turns = self._turn, self._hot.turns
+        assert self._outcome is not None
+        try:
+            turns.end(turn, self._outcome)
+        except Exception as error:
+            turns.tell(error, turn.outlet, turn.turn_id)
+        finally:
+            turns.over(turn, self._client)

@@ -1,0 +1,256 @@
+"""The turn that is served by callbacks answers as the one that is served by coroutines, and leaves the same behind.
+
+A request whose body comes with its head may be served by callbacks; one whose body comes later never is.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import SimulatedEngineSettings
+from gateway.server import Listening
+from tests.faults.asking import body_of
+from tests.faults.raw_engine import CHAT_EVENT, STREAM_HEAD, Answer, chunk, raw_engine, whole
+from tests.support.gateway import PATIENT, eventually, running_gateway
+
+PATH = "/v1/chat/completions"
+USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11, "prompt_tokens_details": {"cached_tokens": 4}}
+CHOICE = {"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}
+CHAT = orjson.dumps({"id": "c", "object": "chat.completion", "choices": [CHOICE], "usage": USAGE})
+END = b'data: {"id":"c","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n'
+USAGE_EVENT = b'data: {"id":"c","choices":[],"usage":%s}\n\n' % orjson.dumps(USAGE)
+STREAM = chunk(CHAT_EVENT) * 3 + chunk(END) + chunk(USAGE_EVENT) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+ERROR = b'{"error":{"message":"too long","type":"BadRequestError","code":400}}'
+ERROR_EVENT = b'data: {"error":{"message":"no","type":"InternalServerError","code":500}}\n\n'
+CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What an engine sends, in these pieces, and whether it then closes; whether callbacks answer it to the end.
+
+    None where that depends on how long the pieces take.
+    """
+
+    name: str
+    pieces: tuple[bytes, ...]
+    closes: bool = False
+    is_stream: bool = False
+    is_hot: bool | None = True
+
+
+CASES = (
+    Case("whole", (whole(CHAT),)),
+    Case("whole in two pieces", (whole(CHAT)[:150], whole(CHAT)[150:]), is_hot=None),
+    Case("whole in chunks", (CHUNKED_HEAD + chunk(CHAT[:20]) + chunk(CHAT[20:]), b"0\r\n\r\n")),
+    Case("until the connection closes", (b"HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n\r\n", CHAT), True),
+    Case("a client's mistake", (whole(ERROR, b"400 Bad Request"),), is_hot=False),
+    Case("an engine's mistake", (whole(ERROR, b"500 Oh"),), is_hot=False),
+    Case("not JSON", (whole(b"<html>"),), is_hot=False),
+    Case("an odd reason", (whole(CHAT.replace(b'"stop"', b'"repetition"')),)),
+    Case("cut", (whole(CHAT)[:150],), True, is_hot=False),
+    Case("not HTTP", (b"SSH-2.0\r\n",), True, is_hot=False),
+    Case(
+        "a count without end",
+        (whole(CHAT.replace(b'"completion_tokens":2', b'"completion_tokens":' + b"2" * 5_000)),),
+        is_hot=False,
+    ),
+    Case("larger than a pile", (whole(CHAT.replace(b"hi", b"h" * 400_000)),), is_hot=False),
+    Case("stream", (STREAM_HEAD + STREAM,), is_stream=True),
+    Case("stream, byte by byte", (STREAM_HEAD, *(STREAM[n : n + 1] for n in range(len(STREAM)))), is_stream=True),
+    Case("stream without usage", (STREAM_HEAD, STREAM.replace(chunk(USAGE_EVENT), b"")), is_stream=True),
+    Case("stream that is none", (whole(CHAT),), is_stream=True, is_hot=False),
+    Case("stream refused", (whole(ERROR, b"400 Bad Request"),), is_stream=True, is_hot=False),
+    Case("stream without its end", (STREAM_HEAD, chunk(CHAT_EVENT) + b"0\r\n\r\n"), is_stream=True, is_hot=False),
+    Case("stream cut", (STREAM_HEAD, chunk(CHAT_EVENT)), True, is_stream=True, is_hot=False),
+    Case("stream cut at once", (STREAM_HEAD,), True, is_stream=True, is_hot=False),
+    Case("stream with an error", (STREAM_HEAD, chunk(CHAT_EVENT + ERROR_EVENT)), is_stream=True, is_hot=False),
+    Case("stream that is an error", (STREAM_HEAD, chunk(ERROR_EVENT)), is_stream=True, is_hot=False),
+    Case("stream not JSON", (STREAM_HEAD, chunk(b"data: nonsense\n\n")), is_stream=True, is_hot=False),
+)
+
+
+def sends(case: Case) -> Answer:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for piece in case.pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+        if case.closes:
+            writer.close()
+
+    return answer
+
+
+@dataclass
+class Seen:
+    """All that a turn leaves behind: the bytes that its client got, history, metrics and events without times."""
+
+    answer: bytes
+    turns: list[dict[str, Any]]
+    counts: dict[str, float]
+    events: list[dict[str, Any]]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+async def test_both_ways_answer_alike(case: Case, tmp_path: Path) -> None:
+    """Status, headers, body byte for byte, history, metrics and events; and it is the way that it is meant to be."""
+    for name in ("hot", "cold"):
+        (tmp_path / name).mkdir()
+    async with asyncio.timeout(110):
+        hot = await seen(case, tmp_path / "hot", is_together=True)
+        cold = await seen(case, tmp_path / "cold", is_together=False)
+    num_hot = {name: hot.counts.pop(name) for name in list(hot.counts) if name.startswith("heddle_hot_turns_total")}
+    if case.is_hot is not None:
+        assert num_hot == {f'heddle_hot_turns_total{{until="{"answer" if case.is_hot else "handed_over"}"}}': 1}
+    assert not any(name.startswith("heddle_hot_turns_total") for name in cold.counts)
+    assert hot == cold
+
+
+async def seen(case: Case, home: Path, is_together: bool) -> Seen:
+    settings = {"event_log": str(home / "events"), "store": f"sqlite:{home / 'store'}", "max_attempts": 1}
+    async with (
+        raw_engine(sends(case), keeps_open=True) as engine,
+        running_gateway(engine.url, **settings, **PATIENT) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=60) as watch,
+    ):
+        await eventually(lambda: knows_the_engine(watch), 60)
+        body = orjson.dumps(body_of("chat", case.is_stream))
+        answer = await asked(gateway, watch, body, is_together)
+        assert len(engine.posts) == 1
+        shown = (await watch.get("/v1/trajectories/t-1")).json()
+        page = (await watch.get("/metrics")).text
+    name = engine.url.removeprefix("http://").encode()
+    lines = (home / "events").read_bytes().replace(name, b"ENGINE").splitlines()
+    return Seen(
+        answer=masked(answer.replace(name, b"ENGINE")),
+        turns=[timeless(turn) for turn in shown["turns"]],
+        counts={name: float(count) for name, count in re.findall(COUNT, page, re.M)},
+        events=[timeless(event) for line in lines if (event := orjson.loads(line)).get("type") in OF_TURNS],
+    )
+
+
+OF_TURNS = {"TurnArrived", "TurnFinished", "TurnFailed", "TurnProgressed", "Dispatch", "Save", "Reject", "Abort"}
+COUNT = r"^(heddle_\S+_(?:total|count)\S*) (\S+)$"
+OF_TIME = ("at", "turn_id", "queued_s", "engine", "priority", "last_", "created_")
+
+
+def timeless(row: dict[str, Any]) -> dict[str, Any]:
+    """Without what differs from one turn to the next, whoever serves it."""
+    kept = {name: timeless(value) if isinstance(value, dict) else value for name, value in row.items()}
+    return {name: value for name, value in kept.items() if not name.startswith(OF_TIME) and not name.endswith("_at")}
+
+
+def masked(answer: bytes) -> bytes:
+    """Without ids and times, and without the bounds of a stream's chunks, which are those of the engine's segments."""
+    head, blank, body = answer.partition(b"\r\n\r\n")
+    if b"\r\ntransfer-encoding: chunked" in head:
+        assert body.endswith(b"0\r\n\r\n")
+        body = re.sub(rb"(?:^|\r\n)[0-9a-f]+\r\n", b"", body)
+    answer = head + blank + body
+    answer = re.sub(rb"[0-9a-f]{32}", b"ID", answer)
+    return re.sub(rb"(date|x-heddle-queued-ms): [^\r]*", rb"\1: X", answer)
+
+
+async def knows_the_engine(watch: httpx.AsyncClient) -> bool:
+    return (await watch.get("/readyz")).status_code == 200
+
+
+async def asked(gateway: Listening, watch: httpx.AsyncClient, body: bytes, is_together: bool) -> bytes:
+    """What comes for a request that is sent in one piece, or head first and the body when that was read."""
+    host, _, port = gateway.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nx-trajectory-id: t-1\r\nconnection: close\r\n".encode()
+    head += b"content-length: %d\r\n\r\n" % len(body)
+    if is_together:
+        writer.write(head + body)
+    else:
+        writer.write(head)
+        await writer.drain()
+        await watch.get("/healthz")
+        writer.write(body)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+# --- what is handed over while it runs -----------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def silent(**settings: Any) -> AsyncIterator[tuple[Any, Listening, httpx.AsyncClient]]:
+    """A gateway before an engine that says nothing until its connection is closed."""
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with (
+        raw_engine(hang) as engine,
+        running_gateway(engine.url, **PATIENT, **settings) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=60) as watch,
+    ):
+        await eventually(lambda: knows_the_engine(watch), 60)
+        yield engine, gateway, watch
+
+
+async def test_a_client_that_leaves_frees_the_engine(tmp_path: Path) -> None:
+    """Its connection to the engine is closed, and the history says `left`."""
+    async with asyncio.timeout(120), silent() as (engine, gateway, watch):
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        body = orjson.dumps(body_of("chat"))
+        writer.write(b"POST %s HTTP/1.1\r\nhost: x\r\nx-trajectory-id: t-1\r\n" % PATH.encode())
+        writer.write(b"content-length: %d\r\n\r\n%s" % (len(body), body))
+        await eventually(lambda: engine.num_open == 1, 60)
+        writer.transport.abort()
+        await eventually(lambda: engine.num_open == 0, 60)
+
+        async def is_left() -> bool:
+            turns = (await watch.get("/v1/trajectories/t-1")).json()["turns"]
+            return [turn["outcome"] for turn in turns] == ["left"]
+
+        await eventually(is_left, 60)
+
+
+async def test_an_engine_that_is_silent_for_too_long_is_late() -> None:
+    """As for a turn that a coroutine serves: 504, in OpenAI's form."""
+    async with asyncio.timeout(120), silent(turn_timeout_s=1, max_attempts=1) as (_, gateway, watch):
+        answer = await asked(gateway, watch, orjson.dumps(body_of("chat")), is_together=True)
+        assert b"no answer within 1 s" in answer or b'"code":"engine_failed"' in answer, answer
+        assert answer.startswith(b"HTTP/1.1 50")
+
+
+async def test_a_trajectory_that_is_deleted_stops_its_turn() -> None:
+    """Its client is told, and the engine is freed."""
+    async with asyncio.timeout(120), silent() as (engine, gateway, watch):
+        asking = asyncio.create_task(asked(gateway, watch, orjson.dumps(body_of("chat")), is_together=True))
+        await eventually(lambda: engine.num_open == 1, 60)
+        await watch.delete("/v1/trajectories/t-1")
+        assert b"trajectory_aborted" in await asking
+        await eventually(lambda: engine.num_open == 0, 60)
+
+
+async def test_the_same_request_joins_a_turn_that_callbacks_serve() -> None:
+    """Both clients get the same answer, and the engine one request."""
+    async with (
+        asyncio.timeout(120),
+        serve_engine(SimulatedEngineSettings(speed_up=5)) as engine,
+        running_gateway(engine, **PATIENT) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=60) as watch,
+    ):
+        body = orjson.dumps(body_of("chat", tokens=60))
+        first, second = await asyncio.gather(
+            asked(gateway, watch, body, is_together=True), asked(gateway, watch, body, is_together=True)
+        )
+        assert first.partition(b"\r\n\r\n")[2] == second.partition(b"\r\n\r\n")[2]
+        assert "heddle_joined_turns_total 1.0" in (await watch.get("/metrics")).text

@@ -1,0 +1,148 @@
+"""HTTP/1.1 by its bytes: however requests are cut and pipelined, each is answered once and in order, and what two
+servers could read differently is refused."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import orjson
+import pytest
+import pytest_asyncio
+
+from gateway.server import Listening
+from tests.faults.asking import body_of
+from tests.faults.raw_engine import RawEngine, raw_engine, whole
+from tests.gateway.test_exchange import HEAD, connected, head_of
+from tests.support.gateway import PATIENT, running_gateway
+
+
+@pytest_asyncio.fixture
+async def site() -> AsyncIterator[tuple[RawEngine, Listening]]:
+    """An engine that answers with what it was asked, before a gateway."""
+
+    async def echo(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        said = orjson.loads(engine.posts[-1].partition(b"\r\n\r\n")[2])["messages"][0]["content"]
+        message = {"role": "assistant", "content": said}
+        writer.write(whole(orjson.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})))
+        await writer.drain()
+
+    async with (
+        raw_engine(echo, keeps_open=True) as engine,
+        running_gateway(engine.url, body_timeout_s=2, **PATIENT) as gateway,
+    ):
+        yield engine, gateway
+
+
+def request(text: str, dice: random.Random, ending: bytes = b"") -> bytes:
+    """A turn that asks this, with a length or in chunks."""
+    body = orjson.dumps(body_of("chat", text=text))
+    if dice.random() < 0.5:
+        return HEAD + ending + b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    chunks = b""
+    while body:
+        size = dice.randint(1, len(body))
+        chunks += b"%x\r\n%s\r\n" % (size, body[:size])
+        body = body[size:]
+    return HEAD + ending + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_requests_cut_anywhere_are_answered_in_order(site: tuple[RawEngine, Listening], seed: int) -> None:
+    """Each answer is to the request in its place, and the engine hears each once."""
+    engine, gateway = site
+    dice = random.Random(seed)
+    texts = [f"{seed}-{number} " + "x" * dice.choice([0, 10, 3_000, 70_000]) for number in range(dice.randint(1, 6))]
+    sent = b"".join(request(text, dice) for text in texts)
+    cuts = sorted(dice.randrange(len(sent)) for _ in range(dice.choice([0, 1, 5, 40])))
+    pieces = [sent[start:end] for start, end in zip([0, *cuts], [*cuts, len(sent)], strict=True)]
+    async with asyncio.timeout(110):
+        reader, writer = await connected(gateway)
+
+        async def send() -> None:
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0)
+
+        sending = asyncio.create_task(send())
+        for text in texts:
+            status, headers = await head_of(reader)
+            body = await reader.readexactly(int(headers[b"content-length"]))
+            assert status == b"HTTP/1.1 200 OK", body
+            assert orjson.loads(body)["choices"][0]["message"]["content"] == text
+        await sending
+        writer.close()
+    assert len(engine.posts) == len(texts)
+
+
+BODY = orjson.dumps(body_of("chat"))
+HIDDEN = HEAD + b"content-length: %d\r\n\r\n%s" % (len(BODY), BODY)
+LENGTH = b"content-length: %d\r\n" % len(BODY)
+AMBIGUOUS = {
+    "a length beside chunks": HEAD + LENGTH + b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n" + HIDDEN,
+    "chunks beside a length": HEAD + b"transfer-encoding: chunked\r\n" + LENGTH + b"\r\n0\r\n\r\n" + HIDDEN,
+    "two lengths": HEAD + b"content-length: 0\r\n" + LENGTH + b"\r\n" + BODY + HIDDEN,
+    "a length that is a list": HEAD + b"content-length: %d, 0\r\n\r\n%s" % (len(BODY), BODY) + HIDDEN,
+    "a length below zero": HEAD + b"content-length: -1\r\n\r\n" + HIDDEN,
+    "a length with a sign": HEAD + b"content-length: +%d\r\n\r\n%s" % (len(BODY), BODY) + HIDDEN,
+    "a length beyond all bounds": HEAD + b"content-length: 99999999999999999999999\r\n\r\n" + HIDDEN,
+    "an unknown coding": HEAD + b"transfer-encoding: chunky\r\n\r\n" + HIDDEN,
+    "chunks not last": HEAD + b"transfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n" + HIDDEN,
+    "a space before the colon": HEAD + b"transfer-encoding : chunked\r\n" + LENGTH + b"\r\n" + BODY + HIDDEN,
+    "a name with a control character": HEAD + b"x\x01: y\r\n" + LENGTH + b"\r\n" + BODY,
+    "a value with a NUL": HEAD + b"x: \x00\r\n" + LENGTH + b"\r\n" + BODY,
+    "a chunk without a size": HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n" + HIDDEN,
+    "a chunk beyond all bounds": HEAD + b"transfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\n" + HIDDEN,
+    "a chunk longer than its size": HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\nabc\r\n0\r\n\r\n" + HIDDEN,
+}
+
+
+@pytest.mark.parametrize("sent", AMBIGUOUS.values(), ids=AMBIGUOUS)
+async def test_what_could_be_read_in_two_ways_reaches_no_engine(site: tuple[RawEngine, Listening], sent: bytes) -> None:
+    """Neither it nor a request that is hidden behind it: the connection is closed, with a 400 if with anything."""
+    engine, gateway = site
+    async with asyncio.timeout(110):
+        reader, writer = await connected(gateway)
+        writer.write(sent)
+        answer = await reader.read()
+        writer.close()
+    assert answer == b"" or (answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1)
+    assert engine.posts == []
+
+
+@pytest.mark.parametrize(
+    "start", [b"", HEAD, HEAD + LENGTH, HEAD + b"x: y"], ids=["no byte", "a line", "a length", "half"]
+)
+async def test_a_head_that_does_not_end_is_not_waited_for(site: tuple[RawEngine, Listening], start: bytes) -> None:
+    """A byte now and then does not help: the time is the whole head's."""
+    _, gateway = site
+    async with asyncio.timeout(110):
+        reader, writer = await connected(gateway)
+        writer.write(start)
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(site: tuple[RawEngine, Listening]) -> None:
+    """408, and the engine hears nothing."""
+    engine, gateway = site
+    async with asyncio.timeout(110):
+        reader, writer = await connected(gateway)
+        writer.write(HEAD + LENGTH + b"\r\n" + BODY[:-1])
+        status, _ = await head_of(reader)
+        assert status.startswith(b"HTTP/1.1 408")
+        writer.close()
+    assert engine.posts == []
+
+
+async def test_a_folded_header_names_no_other_trajectory(site: tuple[RawEngine, Listening]) -> None:
+    """Refused, or read as one value: never as a header of its own."""
+    engine, gateway = site
+    async with asyncio.timeout(110):
+        reader, writer = await connected(gateway)
+        folded = b"x-filler: a\r\n x-trajectory-id: stolen\r\nconnection: close\r\n"
+        writer.write(HEAD + folded + LENGTH + b"\r\n" + BODY)
+        answer = await reader.read()
+        writer.close()
+    assert b"x-trajectory-id: stolen" not in answer
+    assert len(engine.posts) == answer.startswith(b"HTTP/1.1 200")
