@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engines.dialect import Upstream
+from scheduling.values import value_class
 
 Event = Mapping[str, Any]
 Asking = Callable[[Upstream], Awaitable[bytes]]
@@ -62,7 +63,7 @@ class TokenLeg:
     index: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Piece:
     """What one event of a leg's stream says.
 

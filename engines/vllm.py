@@ -32,7 +32,9 @@ class Vllm:
 
     async def find_tokens(self, http: HttpClient, timeout_s: float) -> None:
         self.tokens = VllmTokens() if await offers_tokens(http, timeout_s) else None
-        self.tokens_note = "" if self.tokens else "it has no render and derender routes (--enable-scale-out)"
+        self.tokens_note = (
+            self.tokens.limits if self.tokens else "it has no render and derender routes (--enable-scale-out)"
+        )
 
     def upstream(self, leg: Leg) -> Upstream:
         # Headers, not body fields: the body stays as it came, and the header outranks a priority in it.

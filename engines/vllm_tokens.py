@@ -33,7 +33,7 @@ class VllmTokens:
 
     kind = "vllm"
     stop_field = "stop_reason"
-    limits = ""
+    limits = "/v1/messages and /v1/responses pass through: it renders them, but derenders only chat and completions"
 
     def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream:
         return Upstream(f"{path}/render", b"", body)

@@ -24,25 +24,38 @@ _CALLS = ("function_call", "tool_use", "custom_tool_call")
 
 def digests_after_answers(body: Mapping[str, Any]) -> tuple[list[str], str]:
     """The chain's digest after each answer in a request, oldest first, and after its last message."""
-    hasher = sha256()
-    digests = []
-    for answered, text in _messages(body):
-        hasher.update(text.encode("utf-8", "replace"))
-        if answered:
-            digests.append(hasher.hexdigest()[:DIGEST_LENGTH])
-    return digests, hasher.hexdigest()[:DIGEST_LENGTH]
+    history = History(body)
+    return history.digests, history.digest()
 
 
 def digest_with_answer(body: Mapping[str, Any], answer: object) -> str:
     """The chain's digest after a request and the answer it got: an assistant message, or output items."""
-    hasher = sha256()
-    for _, text in _messages(body):
-        hasher.update(text.encode("utf-8", "replace"))
-    for message in answer if isinstance(answer, list) else [answer]:
-        _, spelling = _message(message)
-        if spelling is not None:
-            hasher.update(spelling.encode("utf-8", "replace"))
-    return hasher.hexdigest()[:DIGEST_LENGTH]
+    return History(body).digest(answer)
+
+
+class History:
+    """A request's conversation, read once for all that is asked of it.
+
+    Attributes:
+        digests: the chain's after each answer, oldest first.
+    """
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self.digests: list[str] = []
+        self._hasher = sha256()
+        for answered, text in _messages(body):
+            self._hasher.update(text.encode("utf-8", "replace"))
+            if answered:
+                self.digests.append(self._hasher.hexdigest()[:DIGEST_LENGTH])
+
+    def digest(self, answer: object = ()) -> str:
+        """The chain's digest after its last message, and after an answer to it: a message, or output items."""
+        hasher = self._hasher.copy()
+        for message in answer if isinstance(answer, list | tuple) else [answer]:
+            _, spelling = _message(message)
+            if spelling is not None:
+                hasher.update(spelling.encode("utf-8", "replace"))
+        return hasher.hexdigest()[:DIGEST_LENGTH]
 
 
 def digest_of_prompt(body: Mapping[str, Any]) -> str:

@@ -10,8 +10,7 @@ A chain outlives its legs. Where a leg ends early, the next one goes on from the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from engines.tokens import Piece, Rendered
 from gateway.tokens.turn_tokens import VersionSpan
@@ -24,8 +23,7 @@ class Diverged(Exception):
     """What was made again is not what the client was told before."""
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
+class Said(NamedTuple):
     """What is new for the client."""
 
     text: str
@@ -42,9 +40,7 @@ class Chain:
         tells_logprobs: the client asked for log-probabilities; others may be for the record only.
 
     Attributes:
-        text: of all tokens, as far as it may be told.
         finish_reason: once the answer is complete.
-        voice_state: of who reads the tokens for the client; kept from leg to leg.
     """
 
     def __init__(
@@ -55,8 +51,8 @@ class Chain:
         self.parent = parent
         self.output_ids: list[int] = []
         self.logprobs: list[dict[str, Any]] = []
-        self.versions: list[VersionSpan] = []
-        self.text = ""
+        self._versions: list[VersionSpan] = []  # the last of them goes to the end of the output, whatever it says
+        self._texts: list[str] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.cached_tokens: int | None = None
@@ -70,7 +66,20 @@ class Chain:
 
     def restore(self, ids: list[int], logprobs: list[dict[str, Any]], versions: list[VersionSpan]) -> None:
         """Take up what an earlier process had made; nothing of it is told."""
-        self.output_ids, self.logprobs, self.versions = ids, logprobs, versions
+        self.output_ids, self.logprobs, self._versions = ids, logprobs, versions
+
+    @property
+    def text(self) -> str:
+        """Of all tokens, as far as it may be told."""
+        if len(self._texts) > 1:
+            self._texts = ["".join(self._texts)]
+        return self._texts[0] if self._texts else ""
+
+    @property
+    def versions(self) -> list[VersionSpan]:
+        """Which weights made the tokens, without a gap."""
+        spans = _until(len(self.output_ids), self._versions)
+        return [*spans[:-1], *(VersionSpan(last.version, last.start, len(self.output_ids)) for last in spans[-1:])]
 
     @property
     def told_logprobs(self) -> list[dict[str, Any]]:
@@ -123,14 +132,14 @@ class Chain:
 
     def _begin_again(self) -> None:
         if not self._tells:
-            self.text = ""
+            self._texts = []
         self._text_again, self._ids_again = self.text, list(self._told_ids)
         self._cut(0)
 
     def _cut(self, length: int) -> None:
+        self._versions = _until(length, self.versions)
         self.output_ids = self.output_ids[:length]
         self.logprobs = self.logprobs[:length]
-        self.versions = _until(length, self.versions)
 
     # --- as tokens come -------------------------------------------------------------------------------------
 
@@ -145,11 +154,18 @@ class Chain:
         """
         if piece.cached_tokens is not None and self.cached_tokens is None and not self._leg_start:
             self.cached_tokens = piece.cached_tokens
-        self._note_versions(piece, version)
-        start = len(self.output_ids) + self._again(piece.ids)
-        self.output_ids += piece.ids
-        self.logprobs += piece.logprobs or ()
-        text = self._unsaid(piece.text) if self._text_again else piece.text
+        ids, text, start = piece.ids, piece.text, len(self.output_ids)
+        if piece.versions:
+            self._note_versions(piece)
+        elif ids and (not self._versions or self._versions[-1].version != version):
+            self._begin_version(version, start)
+        if self._ids_again:
+            start += self._again(ids)
+        self.output_ids += ids
+        if piece.logprobs:
+            self.logprobs += piece.logprobs
+        if self._text_again:
+            text = self._unsaid(text)
         if piece.finish_reason is not None:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
         if self._seam is not None:
@@ -162,29 +178,26 @@ class Chain:
         return self._said(self._through_seam("") if self._seam is not None else "", len(self.output_ids))
 
     def _said(self, text: str, start: int) -> Said:
-        self.text += text
+        if text:
+            self._texts.append(text)
         if not self._tells:
             return Said(text, (), ())
         ids = self.output_ids[start:]
         self._told_ids += ids
-        return Said(text, ids, self.told_logprobs[start:])
+        return Said(text, ids, self.logprobs[start:] if self._tells_logprobs else ())
 
-    def _note_versions(self, piece: Piece, version: str) -> None:
-        start, end = len(self.output_ids), len(self.output_ids) + len(piece.ids)
-        spans = [VersionSpan(version, start, end)] if end > start else []
-        if piece.versions:
-            spans = [
-                VersionSpan(told, self._leg_start + first, self._leg_start + last)
-                for told, first, last in piece.versions
-                if last > first
-            ]
-            self.versions = _until(self._leg_start, self.versions)
-        for span in spans:
-            last = self.versions[-1] if self.versions else None
-            if last is not None and last.version == span.version and last.end == span.start:
-                self.versions[-1] = VersionSpan(span.version, last.start, span.end)
-            else:
-                self.versions.append(span)
+    def _note_versions(self, piece: Piece) -> None:
+        """Take the engine's own word of a whole leg in place of what was thought of it."""
+        self._versions = _until(self._leg_start, self._versions)
+        for version, first, last in piece.versions:
+            if last > first and (not self._versions or self._versions[-1].version != version):
+                self._begin_version(version, self._leg_start + first)
+
+    def _begin_version(self, version: str, start: int) -> None:
+        if self._versions:
+            last = self._versions[-1]
+            self._versions[-1] = VersionSpan(last.version, last.start, start)
+        self._versions.append(VersionSpan(version, start, start))
 
     def _again(self, ids: list[int]) -> int:
         """How many of these tokens the client was told before."""

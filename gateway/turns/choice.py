@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from gateway.messages.transcripts import History
 from gateway.turns.chain import Chain
 from gateway.turns.voices import ParsedVoice, TextVoice
 
@@ -11,6 +12,7 @@ class Choice:
     """A choice of a turn at token level, kept from leg to leg.
 
     Attributes:
+        history: what it answers, for the turn that goes on from it; None where none can.
         num_counted: so many of its tokens are in the turn's count.
         num_saved: so many are written down, against the end of this process.
         has_ended: the two below are made.
@@ -18,8 +20,9 @@ class Choice:
         whole: what it is in a whole answer.
     """
 
-    def __init__(self, index: int, chain: Chain, voice: TextVoice | ParsedVoice) -> None:
+    def __init__(self, index: int, chain: Chain, voice: TextVoice | ParsedVoice, history: History | None) -> None:
         self.index = index
+        self.history = history
         self.chain = chain
         self.voice = voice
         self.num_counted = 0

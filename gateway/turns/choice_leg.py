@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from engines.http import BadResponse, Response
 from engines.tokens import TokenLeg, TokenRoutes
+from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.member import Member
 from gateway.http.errors import api_error, engine_error
@@ -39,6 +40,7 @@ class Place:
     request_id: str
     priority: int
     settings: Settings
+    clock: Clock
     note: Callable[[Turn, int], None]
 
 
@@ -108,7 +110,7 @@ class ChoiceLeg:
         turn, choice, place, voice = self._turn, self._choice, self._place, self._choice.voice
         outlet = turn.outlet if turn.ask.wants_stream else None
         read = place.routes.reader(self._chain.rendered)
-        relay = TokenRelay(choice, read, lambda: place.member.weight_version, outlet, self._note)
+        relay = TokenRelay(choice, read, lambda: place.member.weight_version, outlet, self._note, place.clock)
         while not relay.is_over:
             timeout_s = self._timeout_s if relay.has_begun else place.settings.turn_timeout_s
             try:
@@ -120,6 +122,7 @@ class ChoiceLeg:
             relay.was_heard()
             if outlet is not None and isinstance(voice, ParsedVoice) and self._chain.finish_reason is None:
                 told = await voice.say(place.routes, place.member.http, self._chain, self._timeout_s)
+                voice.pause(place.clock())
                 if told:
                     self._note()
                     outlet.stream(told)

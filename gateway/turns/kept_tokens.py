@@ -10,7 +10,6 @@ from typing import Any
 import orjson
 
 from gateway.clock import Clock
-from gateway.messages.transcripts import digest_with_answer
 from gateway.tokens.book import StoredTokens, choice_id
 from gateway.tokens.partials import Partials
 from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
@@ -70,7 +69,6 @@ class KeptTokens:
 
     def _keep(self, turn: Turn, choice: Choice) -> None:
         ask, chain, content = turn.ask, choice.chain, choice.content()
-        has_message = ask.api == "chat" and isinstance(content, dict)
         self._book.add(
             TurnTokens(
                 trajectory_id=ask.trajectory_id,
@@ -81,7 +79,7 @@ class KeptTokens:
                 versions=tuple(chain.versions),
                 finish_reason=chain.finish_reason or "",
                 parent=chain.parent,
-                history=digest_with_answer(ask.request, content) if has_message else "",
+                history=choice.history.digest(content) if choice.history else "",
                 ended_at=self._clock(),
             )
         )

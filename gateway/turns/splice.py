@@ -6,17 +6,19 @@ the token that ends a turn cuts prompts into messages. The messages of the earli
 but for answers, which begin with what opens one, and were spliced into the earlier prompt themselves.
 """
 
-from gateway.messages.transcripts import digests_after_answers
+from gateway.messages.transcripts import History
 from gateway.tokens.turn_tokens import TokenBook, TurnTokens
-from gateway.turns.turn import Ask
 
 
-def spliced(book: TokenBook, ask: Ask, rendered: list[int]) -> tuple[list[int], str | None]:
-    """The prompt, and the turn that it goes on from; the render as it is, and None, where it is a branch."""
-    if ask.api != "chat":
-        return rendered, None
-    digests, _ = digests_after_answers(ask.request)
-    before = book.continued(ask.trajectory_id, digests[-1]) if digests else None
+def spliced(
+    book: TokenBook, trajectory_id: str, history: History | None, rendered: list[int]
+) -> tuple[list[int], str | None]:
+    """The prompt, and the turn that it goes on from; the render as it is, and None, where it is a branch.
+
+    Args:
+        history: of the request; None where it has none.
+    """
+    before = book.continued(trajectory_id, history.digests[-1]) if history and history.digests else None
     if before is None:
         return rendered, None
     prompt = _joined(before, rendered)

@@ -17,6 +17,7 @@ from gateway.config import Settings
 from gateway.fleet.member import Member
 from gateway.http.errors import api_error, engine_error
 from gateway.messages.answers import Usage
+from gateway.messages.transcripts import History
 from gateway.tokens.turn_tokens import TokenBook
 from gateway.turns.chain import Chain, Diverged
 from gateway.turns.choice import Choice
@@ -122,7 +123,7 @@ class TokenLegs:
                 await self._go_on(turn, routes, member)
             if not turn.choices:
                 return None
-            place = Place(routes, member, request_id, priority, self._settings, self._note)
+            place = Place(routes, member, request_id, priority, self._settings, self._clock, self._note)
             await run_all(ChoiceLeg(turn, choice, place) for choice in turn.choices if not choice.has_ended)
         except RefusedTokens:
             turn.choices = []
@@ -139,14 +140,15 @@ class TokenLegs:
         rendered = await self._rendered(ask, routes, member)
         if rendered is None:
             return
-        prompt_ids, parent = spliced(self._book, ask, rendered.prompt_ids)
+        history = History(ask.request) if ask.api == "chat" else None
+        prompt_ids, parent = spliced(self._book, ask.trajectory_id, history, rendered.prompt_ids)
         frame = Frame(ask, turn.turn_id, turn.arrived_at, routes.stop_field)
         voice = ParsedVoice if rendered.needs_parser else TextVoice
         for index in range(num_choices(ask)):
             chain = Chain(rendered, prompt_ids, parent, ask.wants_stream, _wants_logprobs(ask))
             if index < len(turn.made_before):
                 chain.restore(*turn.made_before[index])
-            turn.choices.append(Choice(index, chain, voice(ask, frame, index)))
+            turn.choices.append(Choice(index, chain, voice(ask, frame, index), history))
 
     async def _go_on(self, turn: Turn, routes: TokenRoutes, member: Member) -> None:
         """Have a turn that began on another kind of engine told to this one in its own words."""

@@ -10,8 +10,9 @@ from gateway.http.errors import ApiError, engine_error
 from gateway.http.outlet import Outlet
 from gateway.http.sse import EventSplitter, data_of, split_events
 from gateway.messages.answers import fault_of
+from gateway.turns.chain import Said
 from gateway.turns.choice import Choice
-from gateway.turns.voices import ParsedVoice
+from gateway.turns.voices import ParsedVoice, TextVoice
 
 
 class TokenRelay:
@@ -36,16 +37,22 @@ class TokenRelay:
         version: Callable[[], str],
         outlet: Outlet | None,
         note: Callable[[], None],
+        now: Callable[[], float],
     ) -> None:
         self.has_begun = False
         self.has_finished = False
         self.is_over = False
         self.error: ApiError | None = None
         self._choice = choice
+        self._chain = choice.chain
+        voice = choice.voice if outlet is not None else None
+        self._text = voice if isinstance(voice, TextVoice) else None
+        self._parsed = voice if isinstance(voice, ParsedVoice) else None
         self._read = read
         self._version = version
         self._outlet = outlet
         self._note = note
+        self._now = now
         self._splitter = EventSplitter()
         self._told: list[bytes] = []
         self._is_due = False
@@ -59,14 +66,19 @@ class TokenRelay:
         block = self._splitter.feed(piece)
         if not block:
             return True
-        was_first = not self.has_begun
+        was_first, version = not self.has_begun, self._version()
         try:
             for event in split_events(block):
-                data = data_of(event)
+                # Engines write an event as one line; whatever else the standard allows is read the slow way.
+                data = (
+                    event[6:-2]
+                    if event.startswith(b"data: {") and event.find(b"\n") == len(event) - 2
+                    else data_of(event)
+                )
                 if data.startswith(b"[DONE]"):
                     self.is_over = True
                 elif data:
-                    self._event(data)
+                    self._event(data, version)
                 if self.is_over:
                     break
         finally:  # what came before a fault is in the chain as told, so it must be
@@ -76,11 +88,13 @@ class TokenRelay:
             if told:
                 assert self._outlet is not None
                 self._outlet.stream(told)
+        if self._parsed is not None and not self._is_due:
+            self._is_due = self._parsed.is_due(self._now())
         is_full = self._outlet is not None and self._outlet.is_full
         is_first = was_first and self.has_begun
         return not (is_first or self._is_due or self.is_over or is_full)
 
-    def _event(self, data: bytes) -> None:
+    def _event(self, data: bytes, version: str) -> None:
         try:
             event = orjson.loads(data)
             if event.get("error"):
@@ -90,23 +104,24 @@ class TokenRelay:
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             raise BadResponse("it sent an event that is no token event") from None
         self.has_begun = True
-        chain, voice = self._choice.chain, self._choice.voice
-        self.error = fault_of(piece.finish_reason)
-        if self.error is not None:
-            self.is_over = True
+        if piece.finish_reason is not None and (error := fault_of(piece.finish_reason)) is not None:
+            self.error, self.is_over = error, True
             piece = Piece(piece.ids, piece.text, piece.logprobs, None, None, piece.versions)
-        said = chain.add(piece, self._version())
-        if chain.finish_reason is not None and piece.finish_reason is None and not self.has_finished:
-            self.is_over = True  # by a stop string that its engine cannot see
-        is_new_end, self.has_finished = not self.has_finished, chain.finish_reason is not None
-        if self._outlet is None:
-            return
-        if isinstance(voice, ParsedVoice):
-            self._is_due = voice.hear(said.ids) or self._is_due
-        elif not self.has_finished:
-            self._told.append(voice.say(said.text, said.logprobs) if said.text or said.logprobs else b"")
-        elif is_new_end:
-            self._choice.last = voice.say(said.text, said.logprobs, chain.finish_reason, chain.stop_reason)
+        chain = self._chain
+        said = chain.add(piece, version)
+        if self._parsed is not None:
+            self._parsed.hear(said.ids)
+        elif self._text is not None and chain.finish_reason is None and (said.text or said.logprobs):
+            self._told.append(self._text.say(said.text, said.logprobs))
+        if chain.finish_reason is not None and not self.has_finished:
+            self._finish(said, piece.finish_reason is not None)
+
+    def _finish(self, said: Said, is_known: bool) -> None:
+        self.has_finished = True
+        self.is_over = self.is_over or not is_known  # by a stop string that its engine cannot see
+        if self._text is not None:
+            chain = self._chain
+            self._choice.last = self._text.say(said.text, said.logprobs, chain.finish_reason, chain.stop_reason)
 
     def was_heard(self) -> None:
         """The voice has said what was due."""

@@ -22,8 +22,10 @@ from scheduling.types import Fault
 
 _DONE = b"data: [DONE]\n\n"
 _MAX_DERENDERED_BYTES = 64 * 2**20
-# A parser reads all tokens anew for each event, so events grow with the answer: the work is n log n, not n squared.
+# A parser reads all tokens anew for each event, so events grow with the answer: the work is n log n, not n squared; and
+# each is a request, so they come no faster than an eye takes them in.
 _SHARE_OF_ANSWER = 16
+_PAUSE_S = 0.1
 
 
 class Frame:
@@ -35,18 +37,18 @@ class Frame:
         kind = ("chat.completion.chunk" if ask.wants_stream else "chat.completion") if is_chat else "text_completion"
         answer_id = f"chatcmpl-{turn_id}" if is_chat else f"cmpl-{turn_id}"
         self._head = {"id": answer_id, "object": kind, "created": int(created_at), "model": ask.model}
-        self._start = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":['
+        self.start = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":['
         self._wants_usage = ask.wants_usage
 
     def event(self, choice: bytes) -> bytes:
         """One event of a stream."""
-        return self._start + choice + b"]}\n\n"
+        return self.start + choice + b"]}\n\n"
 
     def end(self, last: bytes, usage: Usage) -> bytes:
         """The events that end a stream."""
         told = b""
         if self._wants_usage:
-            told = self._start + b'],"usage":' + orjson.dumps(_usage(usage)) + b"}\n\n"
+            told = self.start + b'],"usage":' + orjson.dumps(_usage(usage)) + b"}\n\n"
         return last + told + _DONE
 
     def whole(self, choices: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
@@ -72,6 +74,8 @@ class TextVoice:
         self._start = b'{"index":%d,' % index
         self._has_begun = not self._is_chat
         self._text_offset = 0
+        self._before = frame.start + self._start + (b'"delta":{"content":' if self._is_chat else b'"text":')
+        self._after = (b"}" if self._is_chat else b"") + b',"logprobs":null,"finish_reason":null}]}\n\n'
 
     def say(
         self, text: str, logprobs: Sequence[dict[str, Any]], reason: str | None = None, stop: str | int | None = None
@@ -85,13 +89,14 @@ class TextVoice:
             )
         if not text and not logprobs and reason is None:
             return begin
-        said = b'"delta":{"content":%b}' if self._is_chat else b'"text":%b'
+        if not logprobs and reason is None:
+            return begin + self._before + orjson.dumps(text) + self._after
         told = orjson.dumps(self._logprobs(logprobs)) if logprobs else b"null"
         end = b"null"
         if reason is not None:
             end = orjson.dumps(openai_reason(reason)) + b',"%b":' % self._frame.stop_field.encode() + orjson.dumps(stop)
-        choice = self._start + said % orjson.dumps(text) + b',"logprobs":' + told + b',"finish_reason":' + end + b"}"
-        return begin + self._frame.event(choice)
+        said = orjson.dumps(text) + (b"}" if self._is_chat else b"")
+        return b'%b%b%b,"logprobs":%b,"finish_reason":%b}]}\n\n' % (begin, self._before, said, told, end)
 
     def whole(self, chain: Chain) -> dict[str, Any]:
         """The one choice of a whole answer."""
@@ -134,15 +139,23 @@ class ParsedVoice:
         self._frame = frame
         self._index = index
         self._unsaid: list[int] = []
+        self._due_at = 0.0
         self._said: list[int] = []
         self._state: Any = None
         self._kind = ""  # of the engine whose state it is
         self._message: dict[str, Any] = {"role": "assistant", "content": None}
 
-    def hear(self, ids: Sequence[int]) -> bool:
-        """Take what is new; whether it is time to say it."""
+    def hear(self, ids: Sequence[int]) -> None:
+        """Take what is new."""
         self._unsaid += ids
-        return len(self._unsaid) > len(self._said) // _SHARE_OF_ANSWER
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to say it."""
+        return now >= self._due_at and len(self._unsaid) > len(self._said) // _SHARE_OF_ANSWER
+
+    def pause(self, now: float) -> None:
+        """Something was said: the next is due in a while."""
+        self._due_at = now + _PAUSE_S
 
     async def say(self, routes: TokenRoutes, http: HttpClient, chain: Chain, timeout_s: float) -> bytes:
         """The events for what was heard; with the finish reason when the chain has one."""

@@ -16,7 +16,8 @@ from tests.api.differential import assembled, events_of, merged, normalised
 from tests.api.test_token_prompts import TOOL, generated, tokens_of
 from tests.faults.gateway_process import gateway_process
 from tests.faults.test_token_legs import ENDURING, SCHEMA, count_of
-from tests.support.gateway import eventually, running_gateway
+from tests.support.gateway import running_gateway
+from tests.support.rounds import came_about, play_rounds
 
 CHAT = "/v1/chat/completions"
 KINDS: dict[str, dict[str, Any]] = {
@@ -167,28 +168,34 @@ async def test_a_killed_gateway_goes_on_with_every_choice(tmp_path: Path) -> Non
     """What was written down of each is not made again."""
     body = body_of("plain", False, n=3, seed=None, temperature=0, max_tokens=400, ignore_eos=True)
     async with fleet(1, speed_up=2) as (client, [engine, quiet]):
-        options = ("--engine", engine, "--store", f"sqlite:{tmp_path / 'heddle.sqlite3'}")
-        environment = {"HEDDLE_TOKEN_LEGS": "auto", "HEDDLE_SAVE_TOKENS_S": "0.02"}
-        async with gateway_process(*options, **environment) as gateway:
+        [want] = (await answer_to(client, quiet, body | {"n": 1}))["choices"]
+
+        async def play(number: int) -> bool:
+            options = ("--engine", engine, "--store", f"sqlite:{tmp_path / f'{number}.sqlite3'}")
+            environment = {"HEDDLE_TOKEN_LEGS": "auto", "HEDDLE_SAVE_TOKENS_S": "0.02"}
             headers = {"x-trajectory-id": "killed"}
-            asked = asyncio.create_task(answer_to(client, gateway.url, body, headers))
+            begun = await made_by(client, engine)
 
             async def half_made() -> bool:
-                return await made_by(client, engine) > 600
+                return await made_by(client, engine) > begun + 600
 
-            await eventually(half_made, 60)
-            assert not asked.done()
-            await gateway.kill()
-            with pytest.raises(httpx.TransportError):
-                await asked
-            before = await made_by(client, engine)
-            await gateway.start()
-            got = await answer_to(client, gateway.url, body, headers)
-            made = await made_by(client, engine) - before
-        want = await answer_to(client, quiet, body | {"n": 1})
-    assert [choice["message"] for choice in got["choices"]] == [want["choices"][0]["message"]] * 3
-    assert got["usage"]["completion_tokens"] == 1200
-    assert made < 1000, "half was made before the kill"
+            async with gateway_process(*options, **environment) as gateway:
+                asked = asyncio.create_task(client.post(gateway.url + CHAT, json=body, headers=headers))
+                if not await came_about(half_made, asked.done):
+                    return False
+                await gateway.kill()
+                with pytest.raises(httpx.TransportError):
+                    await asked
+                before = await made_by(client, engine)
+                await gateway.start()
+                got = await answer_to(client, gateway.url, body, headers)
+                made = await made_by(client, engine) - before
+            assert [choice["message"] for choice in got["choices"]] == [want["message"]] * 3
+            assert got["usage"]["completion_tokens"] == 1200
+            assert made < 1000, "half was made before the kill"
+            return True
+
+        await play_rounds("the gateway was killed in the middle of the turn", play)
 
 
 async def made_by(client: httpx.AsyncClient, engine: str) -> float:

@@ -4,6 +4,7 @@ from typing import Any
 
 from tests.api.conftest import MODEL, Site, running_site
 
+MESSAGE = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
 TOOL = {
     "type": "function",
     "function": {"name": "look", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}},
@@ -58,6 +59,15 @@ async def test_who_wants_no_tokens_kept_has_none() -> None:
         assert generated(site)
         answer = await site.client.get("/v1/trajectories/private/tokens")
         assert answer.status_code == 404 or not answer.json()["turns"]
+
+
+async def test_an_engine_says_which_requests_pass_through() -> None:
+    """In `GET /v1/engines`, with the reason."""
+    async with running_site(token_legs="auto") as site:
+        assert (await site.client.post("/v1/messages", json=MESSAGE)).status_code == 200
+        assert not generated(site)
+        [engine] = (await site.client.get("/v1/engines")).json()["data"]
+    assert engine["token_legs"] is True and "/v1/messages" in engine["token_legs_note"]
 
 
 async def test_requests_that_token_routes_cannot_serve_pass_through() -> None:

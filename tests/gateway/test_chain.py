@@ -8,6 +8,8 @@ from engines.tokens import Piece, Rendered
 from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
 from gateway.turns.chain import Chain, Diverged
 from gateway.turns.splice import _joined
+from gateway.turns.turn import Ask
+from gateway.turns.voices import Frame, ParsedVoice
 
 
 def chain_of(stop: tuple[str, ...] = (), includes: bool = False, grammar: bool = False, tells: bool = True) -> Chain:
@@ -129,3 +131,30 @@ def test_a_prompt_that_was_spliced_is_gone_on_from_too() -> None:
     before = turn([ASK, 1, END, ANSWER, 3, 4, END, ASK, 5, END, ANSWER], [6, 0, END])
     rendered = [ASK, 1, END, ANSWER, 34, END, ASK, 5, END, ANSWER, 60, END, ASK, 2, END, ANSWER]
     assert _joined(before, rendered) == [*before.prompt_ids, 6, 0, END, ASK, 2, END, ANSWER]
+
+
+def test_versions_cover_what_was_made_whoever_tells_them() -> None:
+    """The gateway's word as tokens come, over a restart and a seam; at a leg's end the engine's own in its place."""
+    chain = chain_of()
+    chain.restore([1, 2], [], [VersionSpan("1", 0, 2)])
+    chain.begin_leg()
+    chain.add(Piece([3], "c"), "1")
+    assert chain.versions == [VersionSpan("1", 0, 3)]
+    chain.begin_leg()
+    chain.add(Piece([4], "d"), "2")
+    assert chain.versions == [VersionSpan("1", 0, 3), VersionSpan("2", 3, 4)]
+    told = (("1", 0, 1), ("3", 1, 3))
+    chain.add(Piece([5, 6], "e", finish_reason="length", versions=told), "2")
+    assert chain.versions == [VersionSpan("1", 0, 4), VersionSpan("3", 4, 6)]
+
+
+def test_a_voice_that_asks_an_engine_speaks_in_parts() -> None:
+    """Its first token at once, then so many as are worth a request, and no sooner than a while after the last."""
+    ask = Ask("chat", "", "m", b"", {"stream": True}, "t", "g", None, 0, False, False)
+    voice = ParsedVoice(ask, Frame(ask, "turn", 0.0), 0)
+    assert not voice.is_due(0.0)
+    voice.hear([1])
+    assert voice.is_due(0.0)
+    voice.pause(10.0)
+    voice.hear([2])
+    assert not voice.is_due(10.05) and voice.is_due(10.11)
