@@ -53,7 +53,7 @@ class OpenStreams:
                 raise TimeoutError(f"{len(self._sockets) - len(waiting)} of {number} streams begin in time")
 
     def _ask(self, payload: bytes) -> int:
-        connection = socket.create_connection(("127.0.0.1", self._port))
+        connection = socket.create_connection(("127.0.0.1", self._port), _OPEN_TIMEOUT_S)
         connection.sendall(head(self._port, f"open-{len(self._sockets)}", len(payload)) + payload)
         connection.setblocking(False)
         self._sockets[connection.fileno()] = connection

@@ -55,7 +55,9 @@ class Record:
     def restore(self) -> None:
         """Take up what an earlier run measured, with the same settings where this has any."""
         lines = self.path.read_bytes().splitlines() if self.path.is_file() else []
-        if lines and self.settings in ({}, orjson.loads(lines[0])):
+        settings = orjson.loads(lines[0]) if lines else None
+        if settings is not None and self.settings in ({}, settings):
+            self.settings = settings
             for line in lines[1:]:
                 self._take(orjson.loads(line))
 
@@ -122,7 +124,8 @@ def goals() -> str:
     for section in SECTIONS:
         record = Record(_path(section.name), {})
         record.restore()
-        measured[section.name] = record.samples()
+        if record.settings.get("scale") == 1:
+            measured[section.name] = record.samples()
     return goals_table(measured)
 
 
