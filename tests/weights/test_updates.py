@@ -1,6 +1,7 @@
 """New weights while turns run, on simulated engines of both kinds: what clients get, and what a failure costs."""
 
 import asyncio
+import itertools
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -52,9 +53,12 @@ async def test_every_turn_of_a_rollout_ends_well_while_updates_come(token_legs: 
     """Three updates in both modes: each answer is one generation by the weights that its row names, in that order."""
     versions = ["default", "v1", "v2", "v3"]
     answers: dict[str, tuple[str, str]] = {}
+    are_done = asyncio.Event()
 
     async def trajectory(client: httpx.AsyncClient, number: int) -> None:
-        for turn in range(4):
+        for turn in itertools.count():  # as long as updates come, however slow the machine is
+            if turn >= 4 and are_done.is_set():
+                return
             prompt = f"Task {number}, turn {turn}: " + "look at the loom. " * 20
             name = f"t{number}-{turn}"
             answers[name] = (prompt, await complete(client, name, prompt, 250))
@@ -70,7 +74,8 @@ async def test_every_turn_of_a_rollout_ends_well_while_updates_come(token_legs: 
                 done = (await update(client, version, mode=mode)).json()
                 assert done["status"] == "done", done
                 assert set(done["engines"]) == set(ids)
-        assert len(answers) == 36
+            are_done.set()
+        assert len(answers) >= 36
         mixed = 0
         for name, (prompt, text) in answers.items():
             made_by = (await last_turn(client, name))["weight_versions"]
