@@ -22,6 +22,8 @@ from tests.controller.fleet_site import launcher_for, stopped_at_the_end
 from tests.support.gateway import ADMIN, ADMIN_KEY, eventually, running_gateway
 
 TIMEOUT_S = 90.0
+# Dozens of processes start here, and a busy machine takes seconds for each.
+pytestmark = pytest.mark.timeout(300)
 
 
 async def heddle(*arguments: str, admin_key: str | None = ADMIN_KEY) -> tuple[int, str]:

@@ -27,6 +27,9 @@ from tests.controller.fleet_site import (
 )
 from tests.support.gateway import running_gateway
 
+# Dozens of processes start here, and a busy machine takes seconds for each.
+pytestmark = pytest.mark.timeout(300)
+
 
 async def test_a_fleet_changes_shape_under_a_rollout(tmp_path: Path) -> None:
     """2 x TP 1 -> 1 x TP 2 -> 2 x TP 1: no turn fails, and greedy answers are those of an undisturbed gateway."""
