@@ -57,6 +57,8 @@ def _vllm(fleet: FleetFile, tp: int) -> tuple[list[str], dict[str, str]]:
     if fleet.engine.kv_transfer == "nixl":
         command += nixl_flags(has_gpu=not fleet.cpu_slots)
         environment |= {f"{SIDE_CHANNEL}_HOST": "{host}", f"{SIDE_CHANNEL}_PORT": "{kv_port}"}
+        if fleet.cpu_slots:
+            environment["UCX_TLS"] = "tcp,self,shm"  # it looks for GPUs and their networks otherwise
     if tp in fleet.engine.kv_bytes_by_tp:
         command += ["--kv-cache-memory-bytes", str(fleet.engine.kv_bytes_by_tp[tp])]
     elif fleet.engine.is_fast_start:

@@ -31,7 +31,7 @@ def real_fleet(state_dir: Path, gateway_url: str, model: Path, venv: Path) -> Fl
     Flags and environment are as for every real server of the tests.
     """
     server = LocalVllm(model, max_model_len=16_384, num_kv_blocks=4096, venv=venv)
-    environment = dict(server.environment().items() - os.environ.items()) | {"UCX_TLS": "tcp,self,shm"}
+    environment = dict(server.environment().items() - os.environ.items())
     flags = ("--max-model-len", "16384", "--num-gpu-blocks-override", "4096", "--block-size", "32")
     return FleetFile(
         fleet="real",
