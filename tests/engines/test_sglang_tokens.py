@@ -176,7 +176,7 @@ async def test_both_forms_of_stream_are_read_alike() -> None:
 @pytest.mark.parametrize("is_incremental", [False, True])
 async def test_what_an_abort_says_again_is_not_taken_twice(is_incremental: bool) -> None:
     """An incremental stream ends so with its last token once more, and with all of its text."""
-    settings = SimulatedEngineSettings(dialect="sglang", speed_up=0.5, incremental_streaming_output=is_incremental)
+    settings = SimulatedEngineSettings(dialect="sglang", speed_up=1.0, incremental_streaming_output=is_incremental)
     async with serve_engine(settings) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         routes = tokens(is_incremental=is_incremental)
         made = routes.rendered({"prompt": [300], "max_tokens": 500, "ignore_eos": True}, b"")
