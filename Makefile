@@ -52,7 +52,7 @@ results: install
 	$(BIN)/python -m simulator.experiments $(if $(TRACE),--trace $(TRACE)) $(if $(BUDGET),--budget $(BUDGET)) \
 		--write docs/results-simulated.md
 
-## make loop    64 simulated engines, gateway and controller: is a fleet cut anew worth what the simulator says? (20 minutes)
+## make loop    64 simulated engines, gateway and controller: is a fleet cut anew worth what the simulator says? (half an hour)
 loop: install
 	$(BIN)/python -m heddle.loop $(LOOP)
 
