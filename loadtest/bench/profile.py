@@ -150,6 +150,8 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=30)
     parser.add_argument("--perf", action="store_true")
     parsed = parser.parse_args()
+    # What it started ends with it, however it is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     parsed.answers = parsed.answers or (600 if parsed.stream else 3_000)
     with tempfile.TemporaryDirectory(prefix="heddle-bench-") as name:
         home = Path(name)
