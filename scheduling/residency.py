@@ -109,7 +109,7 @@ PAUSED = Residency(room_for_a_program, programs_to_pause, PAUSE_EVERY_S, is_one_
 def _fading_tokens(engine: Engine, at: float) -> float:
     """Claimed KV, where a context in a tool call halves every second."""
     faded = [engine.claims[name] * (1.0 - exp2(since - at)) for name, since in engine.in_tool.items()]
-    return engine.kv_claimed - sum(faded)
+    return engine.kv_claimed - sum(faded, 0.0)
 
 
 def _until_freed(engine: Engine, trajectory_ids: Iterable[str], excess_tokens: float) -> list[str]:

@@ -17,6 +17,7 @@ WORK = Path(os.environ.get("HEDDLE_WORK", ".work")).resolve()
 NGINX = WORK / "bench-nginx" / "nginx"
 HAPROXY = WORK / "bench-haproxy" / "haproxy"
 ROUTERS = WORK / "bench-venv" / "bin"
+COMPILED_HEDDLE = Path(".venv-compiled/bin/heddle").resolve()
 MAX_CONNECTIONS = 32_768  # of which 10,000 are open streams
 
 # port, a second free port, the backends' ports, a directory of its own
@@ -44,15 +45,23 @@ class Peer:
     model: bytes = b"bench"
 
 
-def gateway(port: int, _: int, backends: list[int], home: Path) -> list[str]:
-    """Identity by header, policy heddle, SQLite, metrics, and a log line per turn to a file."""
-    command = [sys.executable, "-m", "heddle", "serve", "--port", str(port), "--policy", "heddle"]
-    # Redis is said by the environment, which the command line would outrank.
-    command += ["--log-level", "info", "--config", str(home / "heddle.toml")]
-    (home / "heddle.toml").write_text(
-        f'max_connections_per_engine = {MAX_CONNECTIONS}\nstore = "sqlite:{home / "store.sqlite3"}"\n'
-    )
-    return command + [word for backend in backends for word in ("--engine", f"http://127.0.0.1:{backend}")]
+def gateway(*heddle: str) -> Command:
+    """Identity by header, policy heddle, SQLite, metrics, and a log line per turn to a file.
+
+    Args:
+        heddle: how the command is called.
+    """
+
+    def command(port: int, _: int, backends: list[int], home: Path) -> list[str]:
+        # Redis is said by the environment, which the command line would outrank.
+        (home / "heddle.toml").write_text(
+            f'max_connections_per_engine = {MAX_CONNECTIONS}\nstore = "sqlite:{home / "store.sqlite3"}"\n'
+        )
+        start = [*heddle, "serve", "--port", str(port), "--policy", "heddle", "--log-level", "info"]
+        start += ["--config", str(home / "heddle.toml")]
+        return start + [word for backend in backends for word in ("--engine", f"http://127.0.0.1:{backend}")]
+
+    return command
 
 
 def router(program: str, *options: str) -> Command:
@@ -130,15 +139,18 @@ _BY_TOKENS = {"HEDDLE_TOKEN_LEGS": "auto"}
 
 DIRECT, GATEWAY, STICKY = "direct", "gateway", "vllm-router, sticky_least_loaded"
 PROGRAMS = "vllm-router, program scheduling"
+COMPILED = "gateway, compiled scheduler"
 TOKEN_LEGS, TOKEN_LEGS_TOOLS = "gateway, token legs", "gateway, token legs, tools"
 RUST = (STICKY, "vllm-router, round_robin", "sglang-router, manual", "smg, least_load and sticky")
 
+FROM_SOURCE = gateway(sys.executable, "-m", "heddle")
 PEERS = (
     Peer(DIRECT, None),
-    Peer(GATEWAY, gateway),
-    Peer("gateway, Redis", gateway, environment={"HEDDLE_STORE": "{redis}"}, needs_redis=True),
-    Peer(TOKEN_LEGS, gateway, environment=_BY_TOKENS, has_tools=False),
-    Peer(TOKEN_LEGS_TOOLS, gateway, environment=_BY_TOKENS),
+    Peer(GATEWAY, FROM_SOURCE),
+    Peer(COMPILED, gateway(str(COMPILED_HEDDLE)), COMPILED_HEDDLE),
+    Peer("gateway, Redis", FROM_SOURCE, environment={"HEDDLE_STORE": "{redis}"}, needs_redis=True),
+    Peer(TOKEN_LEGS, FROM_SOURCE, environment=_BY_TOKENS, has_tools=False),
+    Peer(TOKEN_LEGS_TOOLS, FROM_SOURCE, environment=_BY_TOKENS),
     Peer(STICKY, router("vllm-router", "--policy", "sticky_least_loaded"), ROUTERS / "vllm-router"),
     Peer(RUST[1], router("vllm-router", "--policy", "round_robin"), ROUTERS / "vllm-router"),
     Peer(

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from loadtest.bench.answers import NUM_CHUNKS
-from loadtest.bench.peers import gateway
+from loadtest.bench.peers import FROM_SOURCE
 from loadtest.bench.processes import CLIENT_CORE, SERVER_CORE, answers, cpu_us, free_ports, running, wait_until
 
 _HERE = "loadtest.bench.profile"
@@ -57,7 +57,7 @@ def _gateway(home: Path, parsed: argparse.Namespace, statistics: Path | None) ->
     environment = dict(setting.split("=", 1) for setting in parsed.setting)
     backend = [sys.executable, "-m", "loadtest.bench.backend", "--interval-ms", "5" if parsed.stream else "0"]
     backend += [word for number in backends for word in ("--port", str(number))]
-    command = gateway(port, 0, backends, home)
+    command = FROM_SOURCE(port, 0, backends, home)
     if statistics:
         command = [sys.executable, "-m", _HERE, "--serve", str(statistics), *command[3:]]
     log = home / "log"
