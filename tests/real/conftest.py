@@ -21,7 +21,8 @@ Servers = dict[str, "asyncio.Task[list[LocalEngine]]"]
 
 # What each fixture's servers are like, made of the one that all others resemble and of the new weights.
 SERVERS: dict[str, Callable[[LocalVllm, Path], list[LocalVllm]]] = {
-    "real_engines": lambda spec, _: [replace(spec, kv_transfer=True)] * 2,
+    "real_engines": lambda spec, _: [spec] * 2,
+    "nixl_engines": lambda spec, _: [replace(spec, kv_transfer=True)] * 2,
     "new_engine": lambda spec, new_weights: [replace(spec, model_dir=new_weights)],
     "doomed_engine": lambda spec, _: [replace(spec, max_num_seqs=16)],
 }
@@ -82,8 +83,14 @@ async def started(servers: Servers, name: str) -> list[LocalEngine]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def real_engines(servers: Servers) -> list[LocalEngine]:
-    """Two equal engines of 4 slots, which can fetch KV from each other."""
+    """Two equal engines of 4 slots."""
     return await started(servers, "real_engines")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def nixl_engines(servers: Servers) -> list[LocalEngine]:
+    """Two that can fetch KV from each other."""
+    return await started(servers, "nixl_engines")
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -9,7 +9,7 @@ import pytest
 from engines.local_vllm import LocalEngine
 from tests.support.gateway import ADMIN, PATIENT, eventually, running_gateway
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.vllm, pytest.mark.nixl, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 
 TASK = "Weave the warp through the heddle, thread by thread. " * 40
 NUM_TRAJECTORIES = 3
@@ -58,11 +58,11 @@ async def rows_of(client: httpx.AsyncClient, url: str, trajectory_id: str) -> li
 
 @pytest.mark.parametrize("token_legs", ["auto", "off"])
 async def test_a_drained_engines_trajectories_are_fetched_by_the_other(
-    real_engines: list[LocalEngine], token_legs: str
+    nixl_engines: list[LocalEngine], token_legs: str
 ) -> None:
     """In their tool calls; of its context at the drain each finds at least 90 % at its new home, and its answers are
     those of an engine where nothing moves."""
-    first, second = (engine.url for engine in real_engines)
+    first, second = (engine.url for engine in nixl_engines)
     ids = {url: url.removeprefix("http://") for url in (first, second)}
     name = f"migration-{token_legs}"
     async with (
