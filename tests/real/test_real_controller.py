@@ -61,7 +61,7 @@ async def test_two_servers_become_one_and_two_again_under_a_rollout(
     tiny_model: Path,
     vllm_venv: Path,
     capsys: pytest.CaptureFixture[str],
-    kv_transfer: str | None | None,
+    kv_transfer: str | None,
 ) -> None:
     """2 x TP 1 -> 1 x TP 2 -> 2 x TP 1: no turn fails, and every greedy answer is what an undisturbed fleet says.
 
