@@ -158,8 +158,12 @@ def assembled(events: list[tuple[str, Any]]) -> Any:
 
 def merged(old: Any, new: Any, name: str = "") -> Any:
     """Two chunks as one: texts and lists are joined, items with an `index` by it, of numbers the later one counts."""
-    if old is None or new is None:
-        return old if new is None else new
+    if new is None:
+        return old
+    if old is None and isinstance(new, dict):
+        return {key: merged(None, item, key) for key, item in new.items()}
+    if old is None:  # one chunk may name an index twice
+        return merged([], new, name) if isinstance(new, list) else new
     if isinstance(old, str) and isinstance(new, str) and name not in _WORDS:
         return old + new
     if isinstance(old, dict) and isinstance(new, dict):
