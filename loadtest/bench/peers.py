@@ -17,7 +17,6 @@ WORK = Path(os.environ.get("HEDDLE_WORK", ".work")).resolve()
 NGINX = WORK / "bench-nginx" / "nginx"
 HAPROXY = WORK / "bench-haproxy" / "haproxy"
 ROUTERS = WORK / "bench-venv" / "bin"
-COMPILED_HEDDLE = Path(".venv-compiled/bin/heddle").resolve()
 MAX_CONNECTIONS = 32_768  # of which 10,000 are open streams
 
 # port, a second free port, the backends' ports, a directory of its own
@@ -139,7 +138,6 @@ _BY_TOKENS = {"HEDDLE_TOKEN_LEGS": "auto"}
 
 DIRECT, GATEWAY, STICKY = "direct", "gateway", "vllm-router, sticky_least_loaded"
 PROGRAMS = "vllm-router, program scheduling"
-COMPILED = "gateway, compiled scheduler"
 TOKEN_LEGS, TOKEN_LEGS_TOOLS = "gateway, token legs", "gateway, token legs, tools"
 RUST = (STICKY, "vllm-router, round_robin", "sglang-router, manual", "smg, least_load and sticky")
 
@@ -147,7 +145,6 @@ FROM_SOURCE = gateway(sys.executable, "-m", "heddle")
 PEERS = (
     Peer(DIRECT, None),
     Peer(GATEWAY, FROM_SOURCE),
-    Peer(COMPILED, gateway(str(COMPILED_HEDDLE)), COMPILED_HEDDLE),
     Peer("gateway, Redis", FROM_SOURCE, environment={"HEDDLE_STORE": "{redis}"}, needs_redis=True),
     Peer(TOKEN_LEGS, FROM_SOURCE, environment=_BY_TOKENS, has_tools=False),
     Peer(TOKEN_LEGS_TOOLS, FROM_SOURCE, environment=_BY_TOKENS),
