@@ -6,6 +6,9 @@ VLLM_VENV ?= .venv-vllm
 # Real agent trajectories, where they lie beside the checkout; else the project's own workload laws are used.
 TRACE ?= $(firstword $(wildcard ../shared/traces/*.jsonl.gz))
 
+# Tests that need nothing that is large, or no machine of their own.
+HERE := not vllm and not npm and not ray and not quiet
+
 .PHONY: help install demo test lint clients nixl ray real bench fidelity results loop redis clean
 
 help:
@@ -17,7 +20,8 @@ demo: install
 
 ## make test    all tests, with a real Redis server
 test: install lint redis
-	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -n 2 -m "not vllm and not npm and not ray and not quiet"
+	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -n 2 -m "not alone and $(HERE)"
+	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -m "alone and $(HERE)"
 
 ## make real    the same on real vLLM without a GPU (installs 3.4 GB)
 real: install

@@ -98,6 +98,7 @@ def run(settings: Settings) -> None:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        gc.disable()  # what a start makes stays: collections would only look at it again and again
         async with serving(settings) as listening:
             _spare_collector()
             LOGGER.info("serving", extra={"fields": {"url": listening.url, "policy": settings.policy}})
@@ -116,6 +117,7 @@ def _spare_collector() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(10_000, 10, 10)
 
 

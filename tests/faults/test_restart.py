@@ -101,6 +101,7 @@ async def test_a_rollout_survives_a_gateway_that_is_killed_and_started_again(
         assert replayed.difference is None and replayed.num_actions > 2 * NUM_TRAJECTORIES * NUM_TURNS
 
 
+@pytest.mark.alone
 async def test_ten_thousand_trajectories_are_restored_within_two_seconds(
     client: httpx.AsyncClient, store_url: str, record_property: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
