@@ -22,6 +22,10 @@ class StoreSettings:
     batch_bytes: int = 2**20
     """Largest write sent at once: Redis serves nobody else while it applies one, and 1 MiB takes it about 3 ms."""
 
+    piece_pause_s: float = 0.005
+    """Between two writes of the embedded store's pieces: what comes meanwhile goes to the thread, and into the
+    file, at once, which costs 100 us each time. A turn that ends with tokens just after another waits for it."""
+
     load_batch: int = 200
     """Trajectories read at once, for the same reason."""
 

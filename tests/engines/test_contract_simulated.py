@@ -1,5 +1,7 @@
 """The engine contract on the simulated vLLM and the simulated SGLang."""
 
+from dataclasses import replace
+
 import pytest
 
 from engines.profiles import load_profile
@@ -9,43 +11,34 @@ from tests.engines.contract import PROMISES, Promise
 from tests.engines.site import Facts, site
 
 PROFILE = load_profile("toy-cpu-tp1")  # about 1 ms a token, as fast as the real engine of tests/real
-FACTS = (
-    Facts(
-        kind="vllm",
-        model="simulated",
-        max_context_tokens=8192,
-        kv_capacity_tokens=PROFILE.kv_capacity_tokens,
-        slots=PROFILE.slots,
-        block_tokens=16,
-        keep_alive_s=0.5,
-        tells_start=True,
-        unknown_model_status=404,
-        bad_type_status=400,
-        named_call_reason="stop",
-        tells_fingerprint=True,
-        num_tries=1,
-        abort=lambda request_id: ("/abort_requests", {"request_ids": [f"chatcmpl-{request_id}"]}),
-    ),
-    Facts(
-        kind="sglang",
-        model="simulated",
-        max_context_tokens=8192,
-        kv_capacity_tokens=PROFILE.kv_capacity_tokens,
-        slots=PROFILE.slots,
-        block_tokens=16,
-        keep_alive_s=0.5,
-        tells_start=False,
-        unknown_model_status=200,
-        bad_type_status=400,
-        named_call_reason="tool_calls",
-        tells_fingerprint=False,
-        num_tries=1,
-        abort=lambda request_id: ("/abort_request", {"rid": request_id}),
-    ),
+VLLM = Facts(
+    kind="vllm",
+    model="simulated",
+    max_context_tokens=8192,
+    kv_capacity_tokens=PROFILE.kv_capacity_tokens,
+    slots=PROFILE.slots,
+    block_tokens=16,
+    keep_alive_s=0.5,
+    tells_start=True,
+    unknown_model_status=404,
+    bad_type_status=400,
+    named_call_reason="stop",
+    tells_fingerprint=True,
+    num_tries=1,
+    abort=lambda request_id: ("/abort_requests", {"request_ids": [f"chatcmpl-{request_id}"]}),
+)
+SGLANG = replace(
+    VLLM,
+    kind="sglang",
+    tells_start=False,
+    unknown_model_status=200,
+    named_call_reason="tool_calls",
+    tells_fingerprint=False,
+    abort=lambda request_id: ("/abort_request", {"rid": request_id}),
 )
 
 
-@pytest.mark.parametrize("facts", FACTS, ids=lambda facts: facts.kind)
+@pytest.mark.parametrize("facts", (VLLM, SGLANG), ids=lambda facts: facts.kind)
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 async def test_a_simulated_engine_keeps_the_contract(facts: Facts, promise: Promise) -> None:
     """What the real engines promise, the double promises."""

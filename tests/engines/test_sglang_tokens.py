@@ -11,12 +11,13 @@ import pytest
 
 from engines.dialect import Upstream
 from engines.http import HttpClient
-from engines.probe import discover
+from engines.probe import discover, tells_tokens
 from engines.sglang_messages import MessageReader
 from engines.sglang_tokens import NoTokenRoutes, ServerFacts, SglangTokens, facts_of
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from engines.simulated.text import ASSISTANT, END, Tokenizer
+from engines.token_ids import TokenIds
 from engines.tokens import Asking, Delta, Piece, Rendered, TokenLeg, Whole
 from tests.support.engine import fixed, recorded_engine
 
@@ -35,7 +36,12 @@ def rendered(request: dict[str, Any], **facts: Any) -> Rendered | None:
 
 
 def leg(**more: Any) -> TokenLeg:
-    known: dict[str, Any] = {"request_id": "r.", "trajectory_id": "t", "priority": 2, "prompt_ids": [5, 6, 7]}
+    known: dict[str, Any] = {
+        "request_id": "r.",
+        "trajectory_id": "t",
+        "priority": 2,
+        "prompt_ids": TokenIds.of([5, 6, 7]),
+    }
     known |= {"num_made": 0, "cache_salt": "", "is_coarse": False, "wants_logprobs": False}
     return TokenLeg(**known | more)
 
@@ -127,8 +133,9 @@ async def test_an_engine_says_why_it_has_no_token_routes() -> None:
             engine.scripts = {path: answer}
             with pytest.raises(NoTokenRoutes, match=word):
                 await facts_of(http, 5)
-            found = await discover(http, "sglang", 5, seeks_tokens=True)
-            assert found.dialect.tokens is None and word in found.dialect.tokens_note
+            dialect = (await discover(http, "sglang", 5)).dialect
+            assert await tells_tokens(dialect, http, 5)
+            assert dialect.tokens is None and word in dialect.tokens_note
         http.close()
 
 
@@ -155,7 +162,7 @@ async def test_both_forms_of_stream_are_read_alike() -> None:
             made = routes.rendered({"prompt": [300, 301], "max_tokens": 200, "ignore_eos": True, "logprobs": 2}, b"")
             assert made is not None
             for is_coarse in (False, True):
-                asked = routes.generate(made, leg(prompt_ids=[300, 301], is_coarse=is_coarse))
+                asked = routes.generate(made, leg(prompt_ids=TokenIds.of([300, 301]), is_coarse=is_coarse))
                 heard.append((await pieces_of(url, asked, routes, made), is_coarse))
     told = [
         (
@@ -181,7 +188,9 @@ async def test_what_an_abort_says_again_is_not_taken_twice(is_incremental: bool)
         routes = tokens(is_incremental=is_incremental)
         made = routes.rendered({"prompt": [300], "max_tokens": 500, "ignore_eos": True}, b"")
         assert made is not None
-        reading = asyncio.create_task(pieces_of(url, routes.generate(made, leg(prompt_ids=[300])), routes, made))
+        reading = asyncio.create_task(
+            pieces_of(url, routes.generate(made, leg(prompt_ids=TokenIds.of([300]))), routes, made)
+        )
         async with asyncio.timeout(60):
             while "sglang:generation_tokens_total{" not in (page := (await client.get("/metrics")).text) or all(
                 float(line.split()[-1]) < 5 for line in page.splitlines() if "generation_tokens_total{" in line

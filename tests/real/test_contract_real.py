@@ -1,28 +1,25 @@
 """The engine contract on a real vLLM."""
 
+from dataclasses import replace
+
 import pytest
 
 from engines.local_vllm import LocalEngine
 from tests.engines.contract import PROMISES, Promise
-from tests.engines.site import Facts, site
+from tests.engines.site import site
+from tests.engines.test_contract_simulated import VLLM
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 
-FACTS = Facts(
-    kind="vllm",
+FACTS = replace(
+    VLLM,
     model="tiny",
     max_context_tokens=32_768,
     kv_capacity_tokens=131_072,
     slots=4,
     block_tokens=32,
     keep_alive_s=5.0,
-    tells_start=True,
-    unknown_model_status=404,
-    bad_type_status=400,
-    named_call_reason="stop",
-    tells_fingerprint=True,
     num_tries=3,
-    abort=lambda request_id: ("/abort_requests", {"request_ids": [f"chatcmpl-{request_id}"]}),
 )
 
 
