@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,8 +28,8 @@ SCHEMA = """
     CREATE INDEX IF NOT EXISTS piece_of ON piece (trajectory_id, name, num_bytes);
 """
 PUT = """
-    INSERT INTO piece (trajectory_id, name, num_bytes, value) SELECT * FROM (VALUES {rows}) AS new
-    WHERE NOT EXISTS (SELECT 1 FROM piece WHERE trajectory_id = new.column1 AND name = new.column2)
+    INSERT INTO piece (trajectory_id, name, num_bytes, value) SELECT ?1, ?2, ?3, ?4
+    WHERE NOT EXISTS (SELECT 1 FROM piece WHERE trajectory_id = ?1 AND name = ?2)
 """
 DROP = "DELETE FROM piece WHERE trajectory_id = ? AND substr(name, 1, length(?)) = ?"
 GET = "SELECT name, value FROM piece WHERE trajectory_id = ? AND substr(name, 1, length(?)) = ? ORDER BY number"
@@ -38,12 +37,6 @@ SIZES = "SELECT trajectory_id, sum(num_bytes) FROM piece GROUP BY trajectory_id"
 
 STEP_BYTES = 100
 """What a queued step costs beside its value."""
-
-ROWS_AT_ONCE = 200
-"""Pieces of one statement; SQLite before 3.32 takes 999 values. The thread asks for Python's lock again after each
-statement, and on a machine with more to do than cores it waits long for it: with a statement for each piece, 1,500
-tokens of running turns once waited to be written.
-"""
 
 _Result = TypeVar("_Result")
 
@@ -65,7 +58,7 @@ class PieceFile:
         self._num_bytes = 0
         self._num_steps = self._num_written = 0
         self._wanted: asyncio.Event
-        self._waiting: deque[tuple[int, asyncio.Future[bool]]] = deque()
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-pieces")
         self._database: sqlite3.Connection
         self._writer: asyncio.Task[None]
@@ -117,17 +110,12 @@ class PieceFile:
     async def settle(self, timeout_s: float | None = None) -> bool:
         """Wait until what was put so far is written; False after that time, and at once where nothing is written."""
         if self._num_written < self._num_steps and not self.fault:
-            loop = asyncio.get_running_loop()
-            written = loop.create_future()
+            written = asyncio.get_running_loop().create_future()
             self._waiting.append((self._num_steps, written))
-            # asyncio's own ways to wait for so long cost 20 us more.
-            timer = None if timeout_s is None else loop.call_later(timeout_s, _give_up, written)
-            try:
-                if not await written:
-                    return False
-            finally:
-                if timer is not None:
-                    timer.cancel()
+            await asyncio.wait((written,), timeout=timeout_s)
+            if not written.done():
+                written.cancel()
+                return False
         return not self.fault
 
     async def close(self) -> None:
@@ -170,7 +158,6 @@ class PieceFile:
             self.fault = ""
             self._num_written += len(batch)
             self._tell()
-            await asyncio.sleep(self._settings.piece_pause_s)
 
     def _take(self) -> list[_Step]:
         batch: list[_Step] = []
@@ -185,44 +172,25 @@ class PieceFile:
         """In the thread: one transaction, which leaves nothing behind if it fails."""
         try:
             self._database.execute("BEGIN")
-            for statement, steps in groupby(batch, lambda step: step.statement):
-                if statement is PUT:
-                    self._put_all([step.values for step in steps])
-                else:
-                    for step in steps:
-                        self._database.execute(statement, step.values)
+            for step in batch:
+                self._database.execute(step.statement, step.values)
             self._database.execute("COMMIT")
         except sqlite3.Error:
             with suppress(sqlite3.Error):
                 self._database.execute("ROLLBACK")
             raise
 
-    def _put_all(self, pieces: list[tuple[Any, ...]]) -> None:
-        firsts: dict[tuple[str, str], tuple[Any, ...]] = {}
-        for piece in pieces:
-            firsts.setdefault(piece[:2], piece)
-        kept = list(firsts.values())
-        for start in range(0, len(kept), ROWS_AT_ONCE):
-            rows = kept[start : start + ROWS_AT_ONCE]
-            statement = PUT.format(rows=", ".join(["(?, ?, ?, ?)"] * len(rows)))
-            self._database.execute(statement, list(chain.from_iterable(rows)))
-
     def _tell(self, all_of_them: bool = False) -> None:
         while self._waiting and (all_of_them or self._waiting[0][0] <= self._num_written):
             _, written = self._waiting.popleft()
             if not written.done():  # nobody gave up waiting
-                written.set_result(True)
+                written.set_result(None)
 
     async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except sqlite3.Error as fault:
             raise _explained(self._path, fault) from fault
-
-
-def _give_up(written: asyncio.Future[bool]) -> None:
-    if not written.done():
-        written.set_result(False)
 
 
 def _connect(path: Path) -> sqlite3.Connection:
