@@ -37,10 +37,19 @@ system_package() {
     step "installing the system package $1" sh -c "apt-get -q update && apt-get -q -y install $1"
 }
 
+# The thread that NIXL has in each server looks for messages without a pause, for NIXL's Python sets its delay to 0: a
+# whole core for as long as the server lives. With a delay it sleeps until a message comes, or for that long (10 ms).
+let_nixl_sleep() {
+    api=$(echo "$venv"/lib/python3*/site-packages/nixl_cu13/_api.py)
+    sed -i 's/agent_config.pthrDelay = 0$/agent_config.pthrDelay = 10000/' "$api"
+    grep -q 'agent_config.pthrDelay = 10000$' "$api" || fail "another NIXL than expected: no pthrDelay in $api"
+}
+
 has_library() { "$python" -c "import ctypes, sys; ctypes.CDLL(sys.argv[1])" "$1" 2>/dev/null; }
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$python is older than 3.11"
 if cmp -s "$constraints" "$stamp"; then
+    let_nixl_sleep # also where an older version of this script was here
     say "vLLM is in $venv"
     exit 0
 fi
@@ -67,6 +76,7 @@ EOF
 step "getting what vLLM needs" $pip --requirement "$requirements"
 # Servers hand KV to each other over NIXL. Its wheel is built for GPUs, and does without.
 step "getting NIXL" $pip --no-deps nixl nixl-cu13
+let_nixl_sleep
 
 step "trying it" "$venv/bin/python" -c '
 import nixl._api, torch, vllm.entrypoints.openai.api_server

@@ -79,7 +79,7 @@ class Dialect(Protocol):
 
     Attributes:
         tokens: how at token level; None for an engine that has no such routes, or until `find_tokens` found them.
-        tokens_note: why not, or which requests pass through all the same, for people to read.
+        tokens_note: why not, or which requests pass through all the same, for people to read; "" until then.
     """
 
     kind: str

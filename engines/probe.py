@@ -1,6 +1,5 @@
-"""Tells what an unknown server is: which dialect it speaks and which models it serves."""
+"""Tells what an unknown server is: which dialect it speaks, which models it serves, whether it has token routes."""
 
-import contextlib
 from dataclasses import dataclass
 
 import orjson
@@ -29,11 +28,8 @@ class Discovery:
     models: tuple[Model, ...]
 
 
-async def discover(http: HttpClient, kind: str | None, timeout_s: float, seeks_tokens: bool = False) -> Discovery:
+async def discover(http: HttpClient, kind: str | None, timeout_s: float) -> Discovery:
     """Ask a server for its models and, unless `kind` says it, for its dialect.
-
-    Args:
-        seeks_tokens: whether to ask for token routes too.
 
     Raises:
         ObservationError: it answers, but not as a model server does. What HttpClient raises, otherwise.
@@ -51,11 +47,21 @@ async def discover(http: HttpClient, kind: str | None, timeout_s: float, seeks_t
         kind = next((owner for owner in sorted(map(str, owners)) if owner in DIALECTS), None)
     if kind is None:
         raise ObservationError(f"neither vLLM nor SGLang (models owned by {sorted(map(str, owners))}); name its kind")
-    dialect = DIALECTS[kind]()
-    if seeks_tokens:
-        with contextlib.suppress(ConnectionBroken, BadResponse, ResponseTimeout, AnswerTooLarge):
-            await dialect.find_tokens(http, timeout_s)  # a server that breaks over them does not offer them
-    return Discovery(dialect, models)
+    return Discovery(DIALECTS[kind](), models)
+
+
+async def tells_tokens(dialect: Dialect, http: HttpClient, timeout_s: float) -> bool:
+    """Ask a server for its token routes.
+
+    Returns: whether it told; one that broke off offers none, and is to be asked again.
+    Raises: EngineUnreachable, NoMoreConnections.
+    """
+    try:
+        await dialect.find_tokens(http, timeout_s)
+    except (ConnectionBroken, BadResponse, ResponseTimeout, AnswerTooLarge) as fault:
+        dialect.tokens, dialect.tokens_note = None, f"it did not tell ({fault}), and is asked again"
+        return False
+    return True
 
 
 def _positive(value: object) -> int | None:

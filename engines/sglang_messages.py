@@ -46,9 +46,15 @@ class MessageReader:
         limits = ["chats with a forced or strict tool call pass through"]
         if self._tool_parser not in (None, *_CALL_MARKERS):
             limits = [f"chats with tools pass through: --tool-call-parser {self._tool_parser} is not among those known"]
-        if self._reasoning_parser not in (None, *_THINKERS):
-            limits = [f"all chats pass through: --reasoning-parser {self._reasoning_parser} is not among those known"]
+        if self.passed:
+            limits = [f"all chats pass through: {self.passed}"]
         return limits[0]
+
+    @property
+    def passed(self) -> str:
+        """Why all chats are beyond it; "" where they are not."""
+        is_known = self._reasoning_parser in (None, *_THINKERS)
+        return "" if is_known else f"--reasoning-parser {self._reasoning_parser} is not among those known"
 
     def is_needed(self, request: Mapping[str, Any]) -> bool:
         """Whether a chat's answer is more than its text."""

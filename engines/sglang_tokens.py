@@ -15,6 +15,7 @@ from engines.dialect import Upstream, has_route
 from engines.http import HttpClient
 from engines.sglang_events import EventReader
 from engines.sglang_messages import MessageReader
+from engines.token_ids import TokenIds, cut_ids, with_ids
 from engines.tokens import Asking, Delta, Event, Piece, Rendered, TokenLeg, Whole
 
 _TOKENIZE = "/v1/tokenize"
@@ -127,6 +128,12 @@ class SglangTokens:
             limits.append(f"a chat must name {', '.join(_SET_BY_MODEL)} (or start it with --sampling-defaults openai)")
         return "; ".join(limits)
 
+    @property
+    def passed(self) -> Mapping[str, str]:
+        """The APIs whose answers cannot be made of its tokens, and why."""
+        chat = {"chat": self._messages.passed} if self._messages.passed else {}
+        return chat | dict.fromkeys(("responses", "messages"), "its token routes know only chats and completions")
+
     def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream | None:
         if path == "/v1/chat/completions":
             return Upstream(_TOKENIZE, b"", body)
@@ -134,15 +141,17 @@ class SglangTokens:
         return Upstream(_TOKENIZE, b"", orjson.dumps({"prompt": prompt})) if isinstance(prompt, str) else None
 
     def rendered(self, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
-        ids = orjson.loads(answer)["tokens"] if answer else request.get("prompt")
-        if not isinstance(ids, list):
+        made, ids = cut_ids(answer, "tokens") if answer else ({"tokens": request.get("prompt")}, None)
+        if not isinstance(made["tokens"], list):
             return None
         try:
+            if ids is None or made["tokens"]:
+                ids = TokenIds.of(made["tokens"])
             return self._rendered(request, ids)
         except (AttributeError, TypeError, ValueError):
             return None  # malformed, which the engine's own route says in its own words
 
-    def _rendered(self, request: Mapping[str, Any], ids: list[int]) -> Rendered | None:
+    def _rendered(self, request: Mapping[str, Any], ids: TokenIds) -> Rendered | None:
         is_chat = "messages" in request
         grammar = _grammar(request)
         if grammar is None or not _is_within(request):
@@ -208,7 +217,7 @@ class SglangTokens:
             "stream": True,
         }
         told = {name: value for name, value in call.items() if value is not None}
-        return Upstream("/generate", b"", orjson.dumps(told))
+        return Upstream("/generate", b"", with_ids(told))
 
     def reader(self, rendered: Rendered) -> Callable[[Event], Piece]:
         return EventReader(self._facts.is_incremental, rendered)
@@ -225,7 +234,7 @@ class SglangTokens:
         return [text[len(before) :].rstrip("\ufffd") for text in texts]
 
     async def derender(
-        self, ask: Asking, request: Mapping[str, Any], prompt_ids: Sequence[int], last: Whole | Delta
+        self, ask: Asking, request: Mapping[str, Any], prompt_ids: TokenIds, last: Whole | Delta
     ) -> tuple[dict[str, Any], Any]:
         tail = prompt_ids[-_TAIL_TOKENS:]
         if isinstance(last, Delta):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engines.dialect import Upstream
+from engines.token_ids import TokenIds
 from scheduling.values import value_class
 
 Event = Mapping[str, Any]
@@ -29,7 +30,7 @@ class Rendered:
     """
 
     kind: str
-    prompt_ids: list[int]
+    prompt_ids: TokenIds
     call: Mapping[str, Any]
     max_tokens: int
     min_tokens: int
@@ -55,7 +56,7 @@ class TokenLeg:
     request_id: str
     trajectory_id: str
     priority: int
-    prompt_ids: Sequence[int]
+    prompt_ids: TokenIds
     num_made: int
     cache_salt: str
     is_coarse: bool
@@ -89,6 +90,7 @@ class TokenRoutes(Protocol):
         stop_field: what an answer's choice calls the stop string or token that ended it.
         limits: which requests only the engine's own routes can serve, for people to read; "" where there is no more
             to say than of any engine.
+        passed: the APIs whose answers cannot be made of its tokens, and why.
     """
 
     @property
@@ -99,6 +101,9 @@ class TokenRoutes(Protocol):
 
     @property
     def limits(self) -> str: ...
+
+    @property
+    def passed(self) -> Mapping[str, str]: ...
 
     def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream | None:
         """Ask for the prompt ids of a request; None where there is nothing to ask."""
@@ -125,7 +130,7 @@ class TokenRoutes(Protocol):
         ...
 
     async def derender(
-        self, ask: Asking, request: Mapping[str, Any], prompt_ids: Sequence[int], last: "Whole | Delta"
+        self, ask: Asking, request: Mapping[str, Any], prompt_ids: TokenIds, last: "Whole | Delta"
     ) -> tuple[dict[str, Any], Any]:
         """The message that an output is, whole or what some tokens add to it.
 

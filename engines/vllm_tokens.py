@@ -12,6 +12,7 @@ import orjson
 
 from engines.dialect import Upstream, has_route
 from engines.http import HttpClient
+from engines.token_ids import TokenIds, cut_ids, with_ids
 from engines.tokens import Asking, Delta, Event, Piece, Rendered, TokenLeg, Whole, has_tools
 
 _RENDER = "/v1/completions/render"
@@ -33,25 +34,30 @@ class VllmTokens:
 
     kind = "vllm"
     stop_field = "stop_reason"
-    limits = "/v1/messages and /v1/responses pass through: it renders them, but derenders only chat and completions"
+    limits = ""
+    passed: Mapping[str, str] = dict.fromkeys(
+        ("responses", "messages"), "it renders them to tokens, but derenders only chat and completions"
+    )
 
     def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream:
         return Upstream(f"{path}/render", b"", body)
 
     def rendered(self, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
-        made = orjson.loads(answer)
+        made, ids = cut_ids(answer, "token_ids")
         if isinstance(made, list):  # one for each prompt of a completion
             if len(made) != 1:
                 return None
             made = made[0]
         if made.get("features"):
             return None
+        if ids is None or made["token_ids"]:
+            ids = TokenIds.of(made["token_ids"])
         sampling = made["sampling_params"]
         needs_parser = has_tools(request) or made.get("reasoning_parser_kwargs") is not None
         stop = sampling.get("stop") or ()
         return Rendered(
             kind=self.kind,
-            prompt_ids=made["token_ids"],
+            prompt_ids=ids,
             call={"sampling_params": sampling}
             | {name: made[name] for name in _PASSED_ON if made.get(name) is not None},
             max_tokens=sampling["max_tokens"],
@@ -88,7 +94,7 @@ class VllmTokens:
             own = call.get("cache_salt")
             call["cache_salt"] = f"{own}.{leg.cache_salt}" if own else leg.cache_salt
         headers = f"x-request-id: {leg.request_id}\r\nx-session-id: {leg.trajectory_id}\r\n"
-        return Upstream("/inference/v1/generate", headers.encode("latin-1", "replace"), orjson.dumps(call))
+        return Upstream("/inference/v1/generate", headers.encode("latin-1", "replace"), with_ids(call))
 
     def reader(self, rendered: Rendered) -> Callable[[Event], Piece]:
         return _piece
@@ -102,7 +108,7 @@ class VllmTokens:
         return [choice["text"] for choice in orjson.loads(answer)["choices"]]
 
     async def derender(
-        self, ask: Asking, request: Mapping[str, Any], prompt_ids: Sequence[int], last: Whole | Delta
+        self, ask: Asking, request: Mapping[str, Any], prompt_ids: TokenIds, last: Whole | Delta
     ) -> tuple[dict[str, Any], Any]:
         choice: dict[str, Any] = {
             "token_ids": last.ids,
@@ -118,7 +124,7 @@ class VllmTokens:
                 choice["logprobs"] = {"content": last.logprobs}
             # A parser that must know whether the prompt left reasoning open looks here for the prompt.
             call["generate_response"] = _response("whole", choice) | {"prompt_token_ids": prompt_ids}
-        made = orjson.loads(await ask(Upstream("/v1/chat/completions/derender", b"", orjson.dumps(call))))
+        made = orjson.loads(await ask(Upstream("/v1/chat/completions/derender", b"", with_ids(call))))
         state = made.get("stream_state")
         return (made["chunk"] if state is not None else made)["choices"][0], state
 

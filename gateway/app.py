@@ -132,7 +132,7 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
     api = build_api(
         Health(settings, driver, fleet, store, metrics, book),
         Trajectories(clock, driver, ledger, predictor),
-        Engines(fleet, driver, event_log, kv, access, settings.heartbeat_s),
+        Engines(fleet, driver, event_log, kv, access, settings.heartbeat_s, settings.token_legs == "auto"),
         Tokens(ledger, book),
     )
     add_weights(api, weights, access)

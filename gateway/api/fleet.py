@@ -15,6 +15,8 @@ from gateway.http.refusals import bad_request
 from gateway.kv.moves import KvMoves
 from gateway.state.driver import Driver
 from gateway.state.eventlog import EventLog
+from gateway.turns.token_apis import token_apis
+from gateway.turns.turns import TURN_ROUTES
 from scheduling.types import EngineLeaving
 
 
@@ -38,10 +40,18 @@ class Engines:
     Args:
         access: checks the admin key of what changes the fleet.
         heartbeat_s: of a stream of events that has nothing to tell.
+        takes_tokens: turns are served at token level where an engine can.
     """
 
     def __init__(
-        self, fleet: Fleet, driver: Driver, event_log: EventLog, kv: KvMoves, access: Access, heartbeat_s: float
+        self,
+        fleet: Fleet,
+        driver: Driver,
+        event_log: EventLog,
+        kv: KvMoves,
+        access: Access,
+        heartbeat_s: float,
+        takes_tokens: bool,
     ) -> None:
         self.fleet = fleet
         self.event_log = event_log
@@ -50,11 +60,13 @@ class Engines:
         self.clock = driver.clock
         self._driver = driver
         self._kv = kv
+        self._takes_tokens = takes_tokens
 
     def view(self, member: Member) -> dict[str, Any]:
         """One engine, as the API shows it."""
         known = self._driver.scheduler.engines.get(member.engine_id)
         seen = member.observation
+        by_tokens, passed = token_apis(member.dialect, TURN_ROUTES, self._takes_tokens)
         return {
             "id": member.engine_id,
             "object": "engine",
@@ -77,6 +89,8 @@ class Engines:
             "kv_offered_tokens": member.kv_offered_tokens,
             "token_legs": member.dialect is not None and member.dialect.tokens is not None,
             "token_legs_note": (member.dialect.tokens_note if member.dialect else "") or None,
+            "token_apis": by_tokens,
+            "passed_apis": passed,
             "num_legs": member.num_legs,
             "num_faults": member.num_faults,
             "last_fault": member.last_fault or None,

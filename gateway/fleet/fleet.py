@@ -22,7 +22,7 @@ import orjson
 from engines.dialect import Observation, ObservationError
 from engines.http import CONNECTION_FAULTS, FAULTS, EngineUnreachable, HttpClient, HttpLimits, NoMoreConnections
 from engines.kv import can_move
-from engines.probe import Model, discover
+from engines.probe import Model, discover, tells_tokens
 from engines.profiles import load_profile
 from gateway.clock import Clock
 from gateway.config import EngineSettings, Settings
@@ -222,11 +222,14 @@ class Fleet:
     async def _look(self, member: Member) -> None:
         timeout_s = self._settings.observe_timeout_s
         if member.dialect is None or member.state is EngineState.LOST:
-            found = await discover(member.http, member.settings.kind, timeout_s, self._settings.token_legs == "auto")
+            found = await discover(member.http, member.settings.kind, timeout_s)
             member.dialect, member.models = found.dialect, self._named(member, found.models)
+            member.asks_tokens = self._settings.token_legs == "auto"
             self._gather_models()
             member.moves_kv = await self._moves_kv(member)
             member.slots = member.settings.slots or await member.dialect.slots(member.http, timeout_s)
+        if member.asks_tokens:
+            member.asks_tokens = not await tells_tokens(member.dialect, member.http, timeout_s)
         observation = await member.dialect.observe(member.http, timeout_s)
         self._check_progress(member, observation)
         started_at = observation.started_at

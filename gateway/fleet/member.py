@@ -32,6 +32,7 @@ class Member:
         is_updating: it is being given weights. It is not looked at meanwhile, for it may stand still for minutes.
         versions: of its weights since this process was first seen, in order; none where it does not tell.
         cache_salt: goes with every request, so that none meets KV of other weights; "" until a version was set.
+        asks_tokens: it did not tell yet whether it has token routes, and is asked at each look.
         moves_kv: it offers KV to others and fetches theirs, as far as is known.
         kv_offered_tokens: KV that it must keep until another engine has fetched it.
         num_legs: legs that this gateway runs on it.
@@ -57,6 +58,7 @@ class Member:
     models: tuple[Model, ...] = ()
     slots: int | None = None
     observation: Observation | None = None
+    asks_tokens: bool = False
     moves_kv: bool = False
     kv_offered_tokens: int = 0
     num_legs: int = 0

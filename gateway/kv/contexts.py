@@ -94,7 +94,7 @@ class Contexts:
         context = self._contexts.get(trajectory_id)
         ids: list[int] | array[int] | None = None
         if turn is not None and turn.choices:
-            ids = turn.choices[0].chain.prompt_ids + turn.choices[0].chain.output_ids
+            ids = [*turn.choices[0].chain.prompt_ids, *turn.choices[0].chain.output_ids]
         elif context is None or context.body is None:
             ids = await self._kept_ids(trajectory_id)
         if ids:

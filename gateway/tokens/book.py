@@ -12,9 +12,10 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from engines.token_ids import ID_BYTES
 from gateway.clock import Clock
 from gateway.state.ledger import Ledger
-from gateway.tokens.packed import ID_BYTES, KeptTurn, all_ids, chain, decoded, encoded, id_bytes, rooted
+from gateway.tokens.packed import KeptTurn, all_ids, chain, decoded, encoded, id_bytes, rooted
 from gateway.tokens.turn_tokens import TurnTokens
 from store.port import Store, StoreError
 

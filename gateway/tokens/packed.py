@@ -13,9 +13,10 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from engines.token_ids import ID_BYTES, TokenIds
 from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
 
-ID_BYTES = LOGPROB_BYTES = 4
+LOGPROB_BYTES = 4
 _HEAD_LENGTH = 4
 """Bytes that say how long the head is, which is a JSON list of the fields of KeptTurn; the arrays follow it."""
 _VERSIONS = 5
@@ -111,6 +112,8 @@ def decoded(data: bytes) -> KeptTurn:
 
 def id_bytes(ids: Sequence[int]) -> bytes:
     """Token ids as bytes; free of conversion where they are an array of 32-bit integers already."""
+    if isinstance(ids, TokenIds):
+        return ids.packed
     return _numbers("I", ids)
 
 

@@ -12,6 +12,7 @@ A chain outlives its legs. Where a leg ends early, the next one goes on from the
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from engines.token_ids import TokenIds
 from engines.tokens import Piece, Rendered
 from gateway.tokens.turn_tokens import VersionSpan
 
@@ -44,7 +45,7 @@ class Chain:
     """
 
     def __init__(
-        self, rendered: Rendered, prompt_ids: list[int], parent: str | None, tells: bool, tells_logprobs: bool
+        self, rendered: Rendered, prompt_ids: TokenIds, parent: str | None, tells: bool, tells_logprobs: bool
     ) -> None:
         self.rendered = rendered
         self.prompt_ids = prompt_ids

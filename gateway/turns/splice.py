@@ -6,13 +6,19 @@ the token that ends a turn cuts prompts into messages. The messages of the earli
 but for answers, which begin with what opens one, and were spliced into the earlier prompt themselves.
 """
 
+from itertools import pairwise
+
+import numpy as np
+
+from engines.token_ids import ID_BYTES, TokenIds
 from gateway.messages.transcripts import History
+from gateway.tokens.packed import id_bytes
 from gateway.tokens.turn_tokens import TokenBook, TurnTokens
 
 
 def spliced(
-    book: TokenBook, trajectory_id: str, history: History | None, rendered: list[int]
-) -> tuple[list[int], str | None]:
+    book: TokenBook, trajectory_id: str, history: History | None, rendered: TokenIds
+) -> tuple[TokenIds, str | None]:
     """The prompt, and the turn that it goes on from; the render as it is, and None, where it is a branch.
 
     Args:
@@ -21,22 +27,24 @@ def spliced(
     before = book.continued(trajectory_id, history.digests[-1]) if history and history.digests else None
     if before is None:
         return rendered, None
-    prompt = _joined(before, rendered)
+    prompt = joined(before, rendered)
     return (rendered, None) if prompt is None else (prompt, before.turn_id)
 
 
-def _joined(before: TurnTokens, rendered: list[int]) -> list[int] | None:
-    prompt, output = list(before.prompt_ids), list(before.output_ids)
-    if not output:
+def joined(before: TurnTokens, rendered: TokenIds) -> TokenIds | None:
+    """An earlier turn's tokens, and what is new in a render after them; None where that does not go on from them."""
+    made = before.output_ids
+    if not len(made):
         return None
-    if rendered[: len(prompt) + len(output)] == prompt + output:
+    prompt, output = id_bytes(before.prompt_ids), id_bytes(made)
+    if rendered.packed.startswith(prompt + output):
         return rendered
     # An answer cut by its limit has no end of its own, and neither does one that ran over its end.
-    end_of_turn = output[-1]
-    if before.finish_reason == "length" or end_of_turn in output[:-1]:
+    end_of_turn = made[-1]
+    if before.finish_reason == "length" or end_of_turn in made[:-1]:
         return None
     *known, opening = _messages(prompt, end_of_turn)
-    messages = _messages(rendered, end_of_turn)
+    messages = _messages(rendered.packed, end_of_turn)
     if len(messages) < len(known) + 2 or not opening:
         return None
     size = len(opening)
@@ -45,16 +53,10 @@ def _joined(before: TurnTokens, rendered: list[int]) -> list[int] | None:
     for mine, theirs in zip(known, messages, strict=False):
         if mine != theirs and not mine[:size] == theirs[:size] == opening:
             return None
-    return prompt + output + [id for message in messages[len(known) + 1 :] for id in message]
+    return TokenIds(b"".join((prompt, output, *messages[len(known) + 1 :])))
 
 
-def _messages(ids: list[int], end_of_turn: int) -> list[list[int]]:
+def _messages(packed: bytes, end_of_turn: int) -> list[bytes]:
     """Cut behind each such token; what follows the last one comes last."""
-    cut, start = [], 0
-    try:
-        while True:
-            end = ids.index(end_of_turn, start) + 1
-            cut.append(ids[start:end])
-            start = end
-    except ValueError:
-        return [*cut, ids[start:]]
+    ends = ID_BYTES * (np.flatnonzero(np.frombuffer(packed, np.uint32) == end_of_turn) + 1)
+    return [packed[start:end] for start, end in pairwise((0, *ends.tolist(), len(packed)))]

@@ -2,9 +2,19 @@
 
 from typing import Any
 
-from tests.api.conftest import MODEL, Site, running_site
+import httpx
 
-MESSAGE = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+from tests.api.conftest import MODEL, Site, running_site, toy
+from tests.support.engine import fixed, recorded_engine
+from tests.support.gateway import running_gateway
+
+_CHAT = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+TURNS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": _CHAT,
+    "/v1/completions": {"model": MODEL, "max_tokens": 4, "prompt": "hi"},
+    "/v1/responses": {"model": MODEL, "max_output_tokens": 4, "input": "hi"},
+    "/v1/messages": _CHAT,
+}
 TOOL = {
     "type": "function",
     "function": {"name": "look", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}},
@@ -61,13 +71,31 @@ async def test_who_wants_no_tokens_kept_has_none() -> None:
         assert answer.status_code == 404 or not answer.json()["turns"]
 
 
-async def test_an_engine_says_which_requests_pass_through() -> None:
-    """In `GET /v1/engines`, with the reason."""
+async def test_an_engine_says_which_apis_pass_through() -> None:
+    """In `GET /v1/engines`, with the reason; and what it says is so."""
     async with running_site(token_legs="auto") as site:
-        assert (await site.client.post("/v1/messages", json=MESSAGE)).status_code == 200
-        assert not generated(site)
         [engine] = (await site.client.get("/v1/engines")).json()["data"]
-    assert engine["token_legs"] is True and "/v1/messages" in engine["token_legs_note"]
+        assert engine["token_legs"] is True
+        by_tokens, passed = engine["token_apis"], engine["passed_apis"]
+        assert sorted([*by_tokens, *passed]) == sorted(TURNS)
+        for path, body in TURNS.items():
+            before = len(generated(site))
+            answer = await site.client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            assert len(generated(site)) - before == (path in by_tokens)
+            assert path in by_tokens or "derenders only chat and completions" in passed[path]
+
+
+async def test_an_engine_without_token_routes_says_why_all_passes_through() -> None:
+    """As the setting is, or as the engine was started."""
+    for setting, why in (("off", "the setting"), ("auto", "--enable-scale-out")):
+        async with recorded_engine(toy()) as recorded:
+            recorded.scripts["/v1/completions/render"] = fixed(404, b"{}")
+            async with running_gateway(recorded.url, token_legs=setting) as gateway, httpx.AsyncClient() as client:
+                [engine] = (await client.get(gateway.url + "/v1/engines")).json()["data"]
+        assert engine["token_legs"] is False and engine["token_apis"] == []
+        assert engine["passed_apis"].keys() == TURNS.keys()
+        assert all(why in reason for reason in engine["passed_apis"].values())
 
 
 async def test_requests_that_token_routes_cannot_serve_pass_through() -> None:

@@ -4,17 +4,19 @@ from typing import Any
 
 import pytest
 
+from engines.token_ids import TokenIds
 from engines.tokens import Piece, Rendered
 from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
 from gateway.turns.chain import Chain, Diverged
-from gateway.turns.splice import _joined
+from gateway.turns.splice import joined
 from gateway.turns.turn import Ask
 from gateway.turns.voices import Frame, ParsedVoice
 
 
 def chain_of(stop: tuple[str, ...] = (), includes: bool = False, grammar: bool = False, tells: bool = True) -> Chain:
-    rendered = Rendered("vllm", [1, 2], {}, 100, 0, stop, includes, False, grammar)
-    return Chain(rendered, [1, 2], None, tells, tells_logprobs=True)
+    ids = TokenIds.of([1, 2])
+    rendered = Rendered("vllm", ids, {}, 100, 0, stop, includes, False, grammar)
+    return Chain(rendered, ids, None, tells, tells_logprobs=True)
 
 
 def say(chain: Chain, *pieces: tuple[list[int], str]) -> str:
@@ -112,7 +114,7 @@ END, ASK, ANSWER = 9, 7, 8
 
 
 @pytest.mark.parametrize(
-    ("rendered", "joined"),
+    ("rendered", "wanted"),
     [
         pytest.param([ASK, 1, END, ANSWER, 3, 4, END, ASK, 5], [ASK, 1, END, ANSWER, 3, 4, END, ASK, 5], id="the same"),
         pytest.param([ASK, 1, END, ANSWER, 34, END, ASK, 5], [ASK, 1, END, ANSWER, 3, 4, END, ASK, 5], id="others"),
@@ -121,16 +123,17 @@ END, ASK, ANSWER = 9, 7, 8
         pytest.param([ASK, 1, END, ANSWER, 34, ASK, 5], None, id="no end of the answer"),
     ],
 )
-def test_a_prompt_goes_on_from_the_tokens_that_were_made(rendered: list[int], joined: Any) -> None:
+def test_a_prompt_goes_on_from_the_tokens_that_were_made(rendered: list[int], wanted: Any) -> None:
     """Whatever the template makes of the answer's text; else the render stands."""
-    assert _joined(turn([ASK, 1, END, ANSWER], [3, 4, END]), rendered) == joined
+    prompt = joined(turn([ASK, 1, END, ANSWER], [3, 4, END]), TokenIds.of(rendered))
+    assert (list(prompt) if prompt else None) == wanted
 
 
 def test_a_prompt_that_was_spliced_is_gone_on_from_too() -> None:
     """Its own answers are not as the template renders them, and need not be."""
     before = turn([ASK, 1, END, ANSWER, 3, 4, END, ASK, 5, END, ANSWER], [6, 0, END])
     rendered = [ASK, 1, END, ANSWER, 34, END, ASK, 5, END, ANSWER, 60, END, ASK, 2, END, ANSWER]
-    assert _joined(before, rendered) == [*before.prompt_ids, 6, 0, END, ASK, 2, END, ANSWER]
+    assert list(joined(before, TokenIds.of(rendered)) or ()) == [*before.prompt_ids, 6, 0, END, ASK, 2, END, ANSWER]
 
 
 def test_versions_cover_what_was_made_whoever_tells_them() -> None:
