@@ -58,7 +58,7 @@ class PieceFile:
         self._num_bytes = 0
         self._num_steps = self._num_written = 0
         self._wanted: asyncio.Event
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting: deque[tuple[int, asyncio.Future[bool]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-pieces")
         self._database: sqlite3.Connection
         self._writer: asyncio.Task[None]
@@ -110,12 +110,17 @@ class PieceFile:
     async def settle(self, timeout_s: float | None = None) -> bool:
         """Wait until what was put so far is written; False after that time, and at once where nothing is written."""
         if self._num_written < self._num_steps and not self.fault:
-            written = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            written = loop.create_future()
             self._waiting.append((self._num_steps, written))
-            await asyncio.wait((written,), timeout=timeout_s)
-            if not written.done():
-                written.cancel()
-                return False
+            # asyncio's own ways to wait for so long cost 20 us more.
+            timer = None if timeout_s is None else loop.call_later(timeout_s, _give_up, written)
+            try:
+                if not await written:
+                    return False
+            finally:
+                if timer is not None:
+                    timer.cancel()
         return not self.fault
 
     async def close(self) -> None:
@@ -158,6 +163,7 @@ class PieceFile:
             self.fault = ""
             self._num_written += len(batch)
             self._tell()
+            await asyncio.sleep(self._settings.piece_pause_s)
 
     def _take(self) -> list[_Step]:
         batch: list[_Step] = []
@@ -184,13 +190,18 @@ class PieceFile:
         while self._waiting and (all_of_them or self._waiting[0][0] <= self._num_written):
             _, written = self._waiting.popleft()
             if not written.done():  # nobody gave up waiting
-                written.set_result(None)
+                written.set_result(True)
 
     async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except sqlite3.Error as fault:
             raise _explained(self._path, fault) from fault
+
+
+def _give_up(written: asyncio.Future[bool]) -> None:
+    if not written.done():
+        written.set_result(False)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

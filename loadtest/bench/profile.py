@@ -72,8 +72,9 @@ def _gateway(home: Path, parsed: argparse.Namespace, statistics: Path | None) ->
 def _load(port: int, num_answers: int, parsed: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "loadtest.bench.load", "--port", str(port), "--answers", str(num_answers)]
     command += ["--connections", str(parsed.connections), "--body", str(parsed.body), "--seconds", "600"]
+    command += [*(["--stream"] if parsed.stream else []), *(["--no-tools"] if parsed.no_tools else [])]
     subprocess.run(
-        ["taskset", "-c", CLIENT_CORE, *command, *(["--stream"] if parsed.stream else [])],
+        ["taskset", "-c", CLIENT_CORE, *command],
         stdout=subprocess.DEVNULL,
         check=True,
     )
@@ -146,6 +147,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, help="default 3,000, or 600 streams")
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--body", type=int, default=5_500, metavar="BYTES")
+    parser.add_argument("--no-tools", action="store_true", help="requests offer no tools")
     parser.add_argument("--setting", action="append", default=[], metavar="HEDDLE_NAME=VALUE")
     parser.add_argument("--top", type=int, default=30)
     parser.add_argument("--perf", action="store_true")
