@@ -66,8 +66,8 @@ class LocalVllm:
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; otherwise 92 % of the machine's memory
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # Binding wants a NUMA node per shard.
             "OMP_NUM_THREADS": "1",
-            # Without this an engine of TP 1 has its worker in a process of its own, which takes 18 s of CPU time to start
-            # and keeps a core busy for a second behind each step. TP 2 has two of them either way.
+            # Without this an engine of TP 1 has its worker in a process of its own, which takes 18 s of CPU time to
+            # start and keeps a core busy for a second behind each step. TP 2 has two of them either way.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             # Without this the first request with log-probabilities compiles for 19 s while everything waits.
             "TORCH_COMPILE_DISABLE": "1",
