@@ -1,8 +1,9 @@
 """Under which conditions a rollout is played: what engines can do beyond the plain, and what goes wrong."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engines.simulated.features import Features
+from scheduling.scaling import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,14 @@ class Reshape:
         every_s: so often a plan is made.
         relaunch_s: until an engine that was cut anew serves; 45 cold, 10.8 activated, 3 woken.
         min_gain_share: of the time that is left, beyond the relaunch.
+        roles: speculation is what engines that are launched for the tail have, and no others: drafting costs memory.
     """
 
     every_s: float = 30.0
     relaunch_s: float = 45.0
     min_gain_share: float = 0.15
     gpus_per_node: int = 8
+    roles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,11 @@ class Conditions:
     transfer: Transfer | None = None
     faults: Faults = field(default_factory=Faults)
     reshape: Reshape | None = None
+
+    def features_of(self, role: Role) -> Features:
+        """What an engine has that is launched in this role."""
+        is_plain = self.reshape is not None and self.reshape.roles and role is not Role.TAIL
+        return replace(self.features, speculation=None) if is_plain else self.features
 
 
 PLAIN = Conditions()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from scheduling.cost import EngineProfile
 from scheduling.estimate import Remaining
+from scheduling.scaling import PlannedEngine, Role
 from scheduling.types import EngineLost, EngineReported, EngineSpec, Event
 from simulator.agenda import Agenda
 from simulator.conditions import Conditions
@@ -48,23 +49,24 @@ class EngineRoom:
         self._pause_legs = pause_legs
         self._remaining = remaining
         self._profiles: dict[str, EngineProfile] = {}
-        self._nodes: dict[str, int] = {}
+        self._places: dict[str, PlannedEngine] = {}
         self._num_launching = 0
 
     def open(self, fleet: Sequence[EngineProfile]) -> None:
         """Start the first engines, and note what will become of them."""
         nodes = [0] * len(fleet)
         if self._conditions.reshape is not None:
-            reshaper = Reshaper(self._conditions.reshape, self._family, sum(profile.tp for profile in fleet))
+            gpus, speculation = sum(profile.tp for profile in fleet), self._conditions.features.speculation
+            reshaper = Reshaper(self._conditions.reshape, self._family, gpus, speculation)
             nodes = reshaper.nodes_of(fleet)
             self._note_reshape(reshaper)
         for number, (profile, node) in enumerate(zip(fleet, nodes, strict=True)):
-            self._launch(f"e{number:03d}", profile, node, self._mishaps.start_s())
+            self._launch(f"e{number:03d}", profile, PlannedEngine(profile.tp, node, Role.BULK), self._mishaps.start_s())
         self._note_death()
 
-    def _launch(self, engine_id: str, profile: EngineProfile, node: int, after_s: float) -> None:
+    def _launch(self, engine_id: str, profile: EngineProfile, place: PlannedEngine, after_s: float) -> None:
         self._profiles[engine_id] = profile
-        self._nodes[engine_id] = node
+        self._places[engine_id] = place
         self._num_launching += 1
         if after_s:
             self._agenda.note(self._agenda.now + after_s, self._start, engine_id)
@@ -74,7 +76,8 @@ class EngineRoom:
     def _start(self, engine_id: str) -> None:
         self._num_launching -= 1
         profile, now = self._profiles[engine_id], self._agenda.now
-        host = Host(engine_id, profile, self._conditions.features, now, by_priority=self._by_priority)
+        features = self._conditions.features_of(self._places[engine_id].role)
+        host = Host(engine_id, profile, features, now, by_priority=self._by_priority)
         self.hosts[engine_id] = host
         self._handle(EngineReported(now, _spec(host)))
 
@@ -96,7 +99,7 @@ class EngineRoom:
         host = self.hosts[self._mishaps.one_of(alive)]
         self.num_relaunches += 1
         again = f"{host.engine_id.partition('.')[0]}.{self.num_relaunches}"
-        self._launch(again, host.profile, self._nodes[host.engine_id], self._conditions.faults.relaunch_s)
+        self._launch(again, host.profile, self._places[host.engine_id], self._conditions.faults.relaunch_s)
         self._lose(host)
 
     def _lose(self, host: Host) -> None:
@@ -114,15 +117,16 @@ class EngineRoom:
         if self._num_launching or not remaining:
             return
         alive = self._alive()
-        change = reshaper.change(remaining, [(host.profile.tp, self._nodes[host.engine_id]) for host in alive])
+        change = reshaper.change(remaining, [self._places[host.engine_id] for host in alive])
         if change is None:
             return
         for host in alive:
-            if self._nodes[host.engine_id] in change.nodes:
+            if self._places[host.engine_id].node in change.nodes:
                 self._retire(host)
-        for node, profile in change.launches:
+        for place in change.launches:
             self.num_relaunches += 1
-            self._launch(f"r{self.num_relaunches:03d}", profile, node, reshaper.settings.relaunch_s)
+            engine_id, profile = f"r{self.num_relaunches:03d}", reshaper.profile(place)
+            self._launch(engine_id, profile, place, reshaper.settings.relaunch_s)
 
     def _retire(self, host: Host) -> None:
         """Stop an engine as a controller does: nothing new comes, what runs there is paused, it is gone."""

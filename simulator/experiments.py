@@ -169,7 +169,16 @@ def play(job: Job, study: Study, commit: str) -> Row:
     limits = replace(scenario.limits, queue_timeout_s=_QUEUE_TIMEOUT_S)
     policy, conditions = policy_named(job.policy), scenario.conditions
     outcomes = [
-        Rollout(workload, fleet.profiles, policy, limits, predictor, conditions=conditions, seed=job.seed).run()
+        Rollout(
+            workload,
+            fleet.profiles,
+            policy,
+            limits,
+            predictor,
+            conditions=conditions,
+            family=fleet.family,
+            seed=job.seed,
+        ).run()
         for workload in workloads
     ]
     bounds = bounds_of(scenario, fleet, workloads[-1])

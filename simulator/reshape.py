@@ -3,24 +3,26 @@
 An engine that is relaunched keeps no KV; turns that run on it keep their tokens and go elsewhere, or wait.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
+from engines.simulated.features import Speculation as Modelled
 from scheduling.cost import EngineProfile
 from scheduling.estimate import Remaining
 from scheduling.fleets import GpuBudget, largest_first, on_nodes
 from scheduling.partition import Presorted
 from scheduling.reshaping import ReshapeRule, nodes_to_relaunch, renumbered, worth_reshaping
-from scheduling.scaling import FleetPlan, PlannedEngine, Role, makespan_s, plan, usable_kinds
+from scheduling.row import LoadedEngine, Speculation
+from scheduling.scaling import FleetPlan, PlannedEngine, Role, plan
 from simulator.conditions import Reshape
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What to do: nodes whose engines stop, and the profiles of those that take their place, by node."""
+    """What to do: nodes whose engines stop, and those that take their place."""
 
     nodes: frozenset[int]
-    launches: tuple[tuple[int, EngineProfile], ...]
+    launches: tuple[PlannedEngine, ...]
 
 
 class Reshaper:
@@ -28,12 +30,16 @@ class Reshaper:
 
     Args:
         profiles: one for each TP degree.
+        speculation: what engines have that decode speculatively; with `settings.roles` only those of the tail.
     """
 
-    def __init__(self, settings: Reshape, profiles: Sequence[EngineProfile], gpus: int) -> None:
+    def __init__(
+        self, settings: Reshape, profiles: Sequence[EngineProfile], gpus: int, speculation: Modelled | None = None
+    ) -> None:
         self.settings = settings
         self._profiles = {profile.tp: profile for profile in profiles}
         self._budget = GpuBudget(gpus, settings.gpus_per_node)
+        self._speculation = Speculation(speculation.speed_up, speculation.max_batch) if speculation else None
 
     def nodes_of(self, fleet: Sequence[EngineProfile]) -> list[int]:
         """The node of each engine of the first fleet."""
@@ -44,25 +50,37 @@ class Reshaper:
             nodes[index] = node
         return nodes
 
-    def change(self, remaining: Sequence[Remaining], engines: Iterable[tuple[int, int]]) -> Change | None:
+    def profile(self, engine: PlannedEngine) -> EngineProfile:
+        return self._profiles[engine.tp]
+
+    def change(self, remaining: Sequence[Remaining], engines: Iterable[PlannedEngine]) -> Change | None:
         """What to change now, for these trajectories; None: nothing that pays.
 
         Args:
-            engines: TP degree and node of each that is there.
+            engines: those that are there.
         """
-        present = FleetPlan(tuple(PlannedEngine(tp, node, Role.BULK) for tp, node in engines), 0.0, "", "")
+        present = FleetPlan(tuple(sorted(engines, key=lambda one: -one.tp)), 0.0, "", "")
         rule = ReshapeRule(self.settings.min_gain_share)
-        wanted = plan(remaining, self._profiles, self._budget)
-        current_s = self._estimate_s(remaining, self._profiles, present)
+        wanted = plan(remaining, self._profiles, self._budget, speculation=self._speculation)
+        current_s = self._estimate_s(remaining, present)
         if not worth_reshaping(current_s, wanted.makespan_s, self.settings.relaunch_s, rule):
             return None
-        wanted = renumbered(wanted, present)
+        wanted = self._with_roles(renumbered(wanted, present), present)
         nodes = frozenset(nodes_to_relaunch(wanted, present))
-        launches = tuple((one.node, self._profiles[one.tp]) for one in wanted.engines if one.node in nodes)
-        return Change(nodes, launches)
+        return Change(nodes, tuple(one for one in wanted.engines if one.node in nodes))
 
-    def _estimate_s(
-        self, remaining: Sequence[Remaining], profiles: Mapping[int, EngineProfile], fleet: FleetPlan
-    ) -> float:
-        kinds = usable_kinds(remaining, profiles, self._budget, None)
-        return makespan_s(Presorted(remaining), kinds, largest_first(fleet.tps))
+    def _with_roles(self, wanted: FleetPlan, present: FleetPlan) -> FleetPlan:
+        """A node is launched for the tail as a whole, and stays so; where speculation is no role, none is."""
+        both = (*wanted.engines, *present.engines) if self.settings.roles else ()
+        tail = {one.node for one in both if one.role is Role.TAIL}
+        engines = (replace(one, role=Role.TAIL if one.node in tail else Role.BULK) for one in wanted.engines)
+        return replace(wanted, engines=tuple(engines))
+
+    def _estimate_s(self, remaining: Sequence[Remaining], fleet: FleetPlan) -> float:
+        """With the best partition on the engines that are there."""
+        presorted = Presorted(remaining)
+        return presorted.bound_s([presorted.filler(self._loaded(one)) for one in fleet.engines])
+
+    def _loaded(self, engine: PlannedEngine) -> LoadedEngine:
+        speculates = engine.role is Role.TAIL or not self.settings.roles
+        return LoadedEngine(self.profile(engine), speculation=self._speculation if speculates else None)

@@ -10,10 +10,13 @@ from engines.profiles import load_profile
 from engines.simulated.features import Features, HostTier, Speculation
 from predictor.siblings import SiblingPredictor
 from scheduling.cost import EngineProfile
+from scheduling.estimate import Remaining
 from scheduling.limits import Limits
 from scheduling.policy import POLICIES
+from scheduling.scaling import PlannedEngine, Role
 from simulator.conditions import Conditions, Faults, Reshape, Transfer
 from simulator.outcome import Ending, Outcome
+from simulator.reshape import Change, Reshaper
 from simulator.rollout import Rollout
 from workloads.laws import draw, law_named
 from workloads.trajectories import Trajectory, Turn, Workload
@@ -202,6 +205,46 @@ def test_a_fleet_of_the_wrong_degree_is_cut_anew_while_the_rollout_runs() -> Non
     made = sum(engine.num_generated_tokens for engine in taken[True].engines)
     assert made == pytest.approx(workload.output_tokens, abs=4)
     assert taken[True].makespan_s < 0.7 * taken[False].makespan_s
+
+
+def few_long(reshape: Reshape | None, features: Features) -> Outcome:
+    """Four long trajectories on two engines of one node, whose profile is the only one."""
+    trajectories = [Trajectory(f"t{n}", f"g{n}", 256, (Turn(0, 20, 1.0), Turn(16, 30_000, 0.0))) for n in range(4)]
+    return Rollout(
+        Workload("few", tuple(trajectories)),
+        [TP4] * 2,
+        POLICIES["heddle"],
+        PATIENT,
+        SiblingPredictor(),
+        oracle=True,
+        conditions=Conditions(features, reshape=reshape),
+        family=[TP4],
+    ).run()
+
+
+def test_engines_that_are_launched_for_the_tail_speculate_and_no_others() -> None:
+    """Where speculation is a role, nobody has it until engines are launched in it; then what is left is faster."""
+    reshape = Reshape(every_s=10.0, relaunch_s=5.0, roles=True)
+    speculation = Features(Speculation(speed_up=1.6, max_batch=8))
+    plain_s = few_long(None, Features()).makespan_s
+    assert few_long(replace(reshape, min_gain_share=0.9), speculation).makespan_s == plain_s
+    launched = few_long(reshape, speculation)
+    assert launched.num_relaunches == 2 and {engine.tp for engine in launched.engines} == {4}
+    left_s = plain_s - 10.0
+    # The first of the two that is up takes all four, so that their KV makes its steps some 10 % longer.
+    assert launched.makespan_s == pytest.approx(10.0 + 5.0 + left_s / 1.6, rel=0.1)
+    assert few_long(replace(reshape, roles=False), speculation).num_relaunches == 0  # all have it already
+
+
+def test_a_node_that_was_launched_for_the_tail_stays_so() -> None:
+    """With roles that wavered, each change of what is left would cost a relaunch and bring nothing."""
+    speculation = Speculation(speed_up=1.6, max_batch=8)
+    reshaper = Reshaper(Reshape(relaunch_s=5.0, roles=True), [TP4], 8, speculation)
+    crowd, few = [Remaining(2_000.0, 256.0)] * 300, [Remaining(30_000.0, 256.0)] * 4
+    bulk, tail = ([PlannedEngine(4, 0, role)] * 2 for role in (Role.BULK, Role.TAIL))
+    assert reshaper.change(crowd, bulk) is None
+    assert reshaper.change(few, bulk) == Change(frozenset({0}), tuple(tail))
+    assert reshaper.change(few, tail) is None and reshaper.change(crowd, tail) is None
 
 
 def test_tools_that_hang_end_at_their_time_out() -> None:

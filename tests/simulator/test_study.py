@@ -208,6 +208,14 @@ def test_a_scenario_is_a_case_and_is_played_in_its_size(study: Study) -> None:
     assert read_cases(study.scenarios, study.size) != [case]
 
 
+def test_a_fleet_may_be_cut_anew_in_a_study(study: Study) -> None:
+    """Such a scenario is played with all degrees that there are profiles of, as `heddle simulate` plays it."""
+    path = study.scenarios / "coding-14b.toml"
+    path.write_text(f"{SCENARIO}\n[reshape]\nevery_s = 0.5\nrelaunch_s = 0.1\n")
+    (case,) = read_cases(study.scenarios, study.size)
+    assert play(Job(case, HEDDLE.name, 1, 1), study, "abc1234").figures["num_finished"] == 32
+
+
 def test_the_page_shows_the_runs_that_were_kept_whole(study: Study) -> None:
     """Heddle, the best and the slowest baseline and the clairvoyant as curves; no plot while one of them is missing."""
     (case,) = study.cases
