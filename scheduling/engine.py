@@ -129,7 +129,7 @@ class Engine:
         if self.longest_is_stale and at - self.longest_at >= LONGEST_MAX_AGE_S:
             self.work.longest_tokens = self._longest_but(None)
             self.longest_is_stale, self.longest_at = False, at
-            self._facts.forget_finish()
+            self._facts.estimate_finish()
         return self._facts
 
     def work_without(self, trajectory_id: str) -> Work:
@@ -150,7 +150,7 @@ class Engine:
         timing = spec.profile or UNMEASURED
         facts.profile = replace(timing, slots=spec.slots, kv_capacity_tokens=spec.kv_capacity_tokens)
         facts.tp = spec.tp
-        facts.forget_finish()
+        facts.estimate_finish()
 
     def _discount(self, trajectory_id: str) -> None:
         tokens = self.claims.pop(trajectory_id, None)
@@ -167,4 +167,4 @@ class Engine:
     def _note_claims(self) -> None:
         facts = self._facts
         facts.kv_claimed, facts.num_trajectories = self.kv_claimed, len(self.claims)
-        facts.forget_finish()
+        facts.estimate_finish()

@@ -6,6 +6,7 @@ Engines are compared by the additive cost of estimate.py.
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import exp
+from operator import attrgetter
 from typing import Protocol
 
 from scheduling.cost import EngineProfile
@@ -36,6 +37,8 @@ NEAR_LATEST_SHARE = 0.1
 # makespan. Between 0.02 and 0.1 only the number of moves changes.
 LEAST_GAIN = 0.05
 
+_finish_s = attrgetter("finish_s")
+
 
 @dataclass(slots=True)
 class EngineFacts:
@@ -45,6 +48,7 @@ class EngineFacts:
         profile: its timing; its slots and KV capacity are those of the engine itself.
         num_turns: turns that it runs or that wait for it.
         without: tells its work if the trajectory in question left; only of a home that it may move from.
+        finish_s: estimated seconds until the work that it has is finished.
         num_trajectories: trajectories that live there, those in a tool call included.
         kv_claimed: their KV tokens.
         prompts: groups whose prompt may be in its cache.
@@ -62,18 +66,14 @@ class EngineFacts:
     prompts: Container[str] = ()
     ranks: tuple[float, float] = (0.0, 0.0)
     without: Callable[[], Work] | None = None
-    _finish_s: float | None = field(default=None, init=False, repr=False, compare=False)
+    finish_s: float = field(init=False)
 
-    @property
-    def finish_s(self) -> float:
-        """Estimated seconds until the work that it has is finished; kept until that changes."""
-        if self._finish_s is None:
-            self._finish_s = estimate_finish_s(self.profile, self.work)
-        return self._finish_s
+    def __post_init__(self) -> None:
+        self.estimate_finish()
 
-    def forget_finish(self) -> None:
+    def estimate_finish(self) -> None:
         """Its work has changed."""
-        self._finish_s = None
+        self.finish_s = estimate_finish_s(self.profile, self.work)
 
     @property
     def kv_share(self) -> float:
@@ -124,7 +124,7 @@ def lower_the_latest(
     share = turn.share
     without = home.without()
     home_s = estimate_finish_with_s(home.profile, without, *share)
-    latest_s = max(home_s, *[engine.finish_s for engine in fleet])
+    latest_s = max(home_s, *map(_finish_s, fleet))
     temperature = NEAR_LATEST_SHARE * latest_s
     if home_s < latest_s - 3 * temperature:
         return None  # its weight is under 5 %: nothing that it gives away can gain enough
