@@ -3,12 +3,14 @@
 The engine that has it is asked first, with `do_remote_decode`: it answers from its cache, keeps the blocks for a lease,
 and says how they can be fetched. What it said goes with the same request to the other engine, which fetches them over
 NIXL and keeps them as its own prefix cache; then the blocks are free again. Without an answer of the first, the second
-request is a prefill. Any route of an OpenAI-style server will do: the prompt is what counts.
+request is a prefill. An offer that was not fetched after all is given back with a third. Any route of an OpenAI-style
+server will do: the prompt is what counts.
 
 Source: vLLM 0.32 and 0.33, kv_connector/v1/nixl/pull_scheduler.py. Its other way, that every answer pins its blocks
 until a time-out (`bidirectional_kv_xfer`), is not used: nobody can free them earlier, and most trajectories stay.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +87,16 @@ def offering(request: Mapping[str, Any]) -> dict[str, Any]:
 def fetching(request: Mapping[str, Any], offer: Mapping[str, Any]) -> dict[str, Any]:
     """Such a request to the engine that is to have the KV."""
     return {**request, "kv_transfer_params": dict(offer)}
+
+
+def releasing(model: object, offer: Mapping[str, Any]) -> dict[str, Any]:
+    """A request to any engine that could have fetched an offer, by which the one that made it is free of it.
+
+    It has one token as its prompt, and so fetches one block; whoever fetched is done, however little it was. The salt
+    is its own, so that no other request ever finds that block in the cache.
+    """
+    salt = os.urandom(16).hex()
+    return fetching({"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0, "cache_salt": salt}, offer)
 
 
 def held(answer: bytes) -> Held:

@@ -17,7 +17,7 @@ from gateway.tokens.packed import all_ids, chain
 from gateway.turns.turn import Turn
 from store.port import StoreError
 
-_COMPLETIONS = "/v1/completions"
+COMPLETIONS = "/v1/completions"
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Contexts:
         if ids:
             model = turn.ask.model if turn is not None else context.model if context is not None else None
             salt = turn.ask.request.get("cache_salt") if turn is not None else context and context.cache_salt
-            return _COMPLETIONS, _of_ids(ids, model, salt)
+            return COMPLETIONS, _of_ids(ids, model, salt)
         if turn is not None:
             return turn.ask.path, turn.ask.request
         if context is None or context.body is None:

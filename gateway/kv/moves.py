@@ -7,8 +7,8 @@
 3. Nothing fails with a move. It takes `kv_move_timeout_s` at most, is counted, and then the turn computes what is
    absent.
 
-While blocks are offered they are counted as KV in use at the old home: until they were fetched or, if they never are,
-until the engine's lease is over. A trajectory that stays has nothing offered.
+While blocks are offered they are counted as KV in use at the old home: until they were fetched or given back or, where
+neither can be done, until the engine's lease is over. A trajectory that stays has nothing offered.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ import orjson
 
 from engines.dialect import Leg
 from engines.http import FAULTS
-from engines.kv import LEASE_S, Held, fetching, held, offering, one_token
+from engines.kv import LEASE_S, Held, fetching, held, offering, one_token, releasing
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine
 from gateway.fleet.member import EngineState, Member
-from gateway.kv.contexts import Contexts
+from gateway.kv.contexts import COMPLETIONS, Contexts
 from gateway.metrics import Metrics
 from gateway.turnlog import LOGGER
 from gateway.turns.chain import Chain
@@ -76,7 +76,7 @@ class KvMoves:
         self._is_sticky = is_sticky
         self._under_way: dict[str, _UnderWay] = {}
         self._at_once = asyncio.Semaphore(settings.kv_moves_at_once)
-        self._leases: set[asyncio.TimerHandle] = set()
+        self._given_back: set[asyncio.Task[None]] = set()
 
     def begin(self, move: Move) -> None:
         """A trajectory in a tool call has another home. Returns at once."""
@@ -124,12 +124,10 @@ class KvMoves:
 
     async def close(self) -> None:
         """Let go of what is under way."""
-        tasks = [one.task for one in self._under_way.values() if one.task]
+        tasks = [*(one.task for one in self._under_way.values() if one.task), *self._given_back]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for lease in self._leases:
-            lease.cancel()
 
     # --- one move -------------------------------------------------------------------------------------------
 
@@ -232,10 +230,24 @@ class KvMoves:
             if is_fetched:
                 source.kv_offered_tokens -= told.prompt_tokens
             else:
-                self._free_later(source, told.prompt_tokens)
+                giving = self._give_back(source, target, trajectory_id, asked.get("model"), told)
+                task = asyncio.create_task(giving, name=f"give back {trajectory_id}")
+                self._given_back.add(task)
+                task.add_done_callback(self._given_back.discard)
         if not is_fetched:
             raise MoveFailed("the new home could not fetch it")
         return got.prompt_tokens if got.cached_tokens is None else got.cached_tokens
+
+    async def _give_back(self, source: Member, target: Member, trajectory_id: str, model: object, told: Held) -> None:
+        """Free the old home of an offer that the new one did not fetch."""
+        assert told.offer is not None
+        try:
+            async with asyncio.timeout(self._settings.kv_move_timeout_s):
+                await self._ask(target, trajectory_id, COMPLETIONS, releasing(model, told.offer), _FIRST)
+        except (MoveFailed, TimeoutError, ValueError, *FAULTS):
+            await asyncio.sleep(LEASE_S)
+        finally:
+            source.kv_offered_tokens -= told.prompt_tokens
 
     async def _ask(self, member: Member, trajectory_id: str, path: str, request: dict[str, Any], priority: int) -> Held:
         assert member.dialect is not None
@@ -275,14 +287,6 @@ class KvMoves:
             is_same = (source.cache_salt, source.weight_version) == (target.cache_salt, target.weight_version)
             return source if can and is_there and is_same else None
         return None
-
-    def _free_later(self, source: Member, num_tokens: int) -> None:
-        def free() -> None:
-            source.kv_offered_tokens -= num_tokens
-            self._leases.discard(lease)
-
-        lease = asyncio.get_running_loop().call_later(LEASE_S, free)
-        self._leases.add(lease)
 
 
 def _made_tokens(chain: Chain) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from engines.kv import LEASE_S
 from engines.simulated.settings import Fault
 from tests.kv.site import Site, engine, first_messages, site
 from tests.support.gateway import ADMIN, eventually
@@ -93,6 +94,22 @@ async def test_what_cannot_be_fetched_is_prefilled_in_the_tool_call(fault: Any) 
         assert await fleet.moves() == {"failed": 1, "prefilled": 1} and await fleet.cached_share("t") >= 0.85
 
 
+@pytest.mark.parametrize("fault", ["refuse", "hang"])
+async def test_an_offer_that_was_not_fetched_is_given_back(fault: Any) -> None:
+    """A move that failed or timed out leaves nothing pinned at the old home: nobody waits for the lease to be over."""
+    once = Fault(fault, path="/simulate/kv", count=1)
+    engines = [engine(once, kv_lease_s=1e6) for _ in range(2)]
+    async with site(*engines, kv_move_timeout_s=2.0) as fleet:
+        messages = first_messages()
+        await fleet.turn("t", messages)
+        home = (await fleet.last("t"))["engine"]
+        await fleet.act(home, "evacuate")
+        assert await fleet.moves() == {"failed": 1, "prefilled": 1}
+        await eventually(lambda: fleet_is_free(fleet, home), LEASE_S - 5)
+        await fleet.turn("t", messages)
+        assert await fleet.cached_share("t") >= 0.85
+
+
 async def test_an_offer_whose_lease_is_over_is_computed_anew() -> None:
     """The blocks are free again at the old home, and the new one prefills."""
     async with site(engine(kv_lease_s=0.0), engine(kv_lease_s=0.0)) as fleet:
@@ -106,7 +123,8 @@ async def test_an_offer_whose_lease_is_over_is_computed_anew() -> None:
 
 
 async def fleet_is_free(fleet: Site, engine_id: str) -> bool:
-    return (await fleet.engines())[engine_id]["kv_used_share"] == 0.0
+    one = (await fleet.engines())[engine_id]
+    return one["kv_used_share"] == 0.0 and one["kv_offered_tokens"] == 0
 
 
 async def test_a_home_that_is_gone_costs_a_prefill_and_no_turn() -> None:
