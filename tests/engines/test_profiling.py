@@ -125,6 +125,7 @@ def test_a_written_profile_is_read_back(tmp_path: Path) -> None:
     assert load_profile(f"{file}:my.model-b200-tp8") == given
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 async def test_a_running_engine_gives_its_profile_back(dialect: Literal["vllm", "sglang"]) -> None:
     """A simulated engine over HTTP, vLLM's and SGLang's way, three times as fast as its profile says.

@@ -67,6 +67,7 @@ def served() -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.timeout(600)
 def test_every_operation_answers_as_its_schema_says(served: Served) -> None:
     """Whatever is sent: no 500, no hang, a documented status, the documented type and form of body."""
     schema = schemathesis.openapi.from_url(served.url + "/openapi.json")

@@ -34,11 +34,20 @@ async def locust(file: str, url: str, directory: Path, *arguments: str) -> tuple
     return process.returncode, rows, output.decode()
 
 
+async def some_seconds(url: str, directory: Path) -> tuple[int, dict[str, dict[str, str]], str]:
+    """Agents for three seconds; for thirty, where the machine was too busy for one trajectory to end in three."""
+    for run_time in ("3s", "30s"):
+        code, rows, output = await locust("locustfile.py", url, directory, "-u", "4", "-r", "4", "-t", run_time)
+        if "AGENT trajectory" in rows:
+            break
+    return code, rows, output
+
+
 async def test_agents_play_trajectories_and_report_them(tmp_path: Path) -> None:
     """A headless run ends well, and turns, first tokens and whole trajectories are lines of their own."""
     app = ToyChat()
     with serve(app) as url:
-        code, rows, output = await locust("locustfile.py", url, tmp_path, "-u", "4", "-r", "4", "-t", "3s")
+        code, rows, output = await some_seconds(url, tmp_path)
     assert code == 0, output
     num_turns = int(rows["POST turn"]["Request Count"])
     num_trajectories = int(rows["AGENT trajectory"]["Request Count"])
@@ -92,7 +101,7 @@ async def test_agents_of_the_gateway_end_well(tmp_path: Path) -> None:
         running_gateway(first, second) as gateway,
         httpx2.AsyncClient(base_url=gateway.url) as client,
     ):
-        code, rows, output = await locust("locustfile.py", gateway.url, tmp_path, "-u", "6", "-r", "6", "-t", "3s")
+        code, rows, output = await some_seconds(gateway.url, tmp_path)
         known = (await client.get("/v1/trajectories", params={"limit": 1000})).json()["data"]
     assert code == 0, output
     assert rows["Aggregated"]["Failure Count"] == "0"

@@ -101,7 +101,7 @@ async def test_a_much_more_urgent_request_preempts_a_running_one(start: Start, l
         order.append(name)
 
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(ask("running", 1500, 0))
+        tasks.create_task(ask("running", 6000, 0))
         await until_metric(client, RUNNING, 1)
         tasks.create_task(ask("not enough", 20, urgent // 2))
         tasks.create_task(ask("urgent", 20, urgent))

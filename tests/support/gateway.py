@@ -27,7 +27,7 @@ async def running_gateway(*engines: str, **settings: Any) -> AsyncIterator[Liste
         yield listening
 
 
-async def eventually(condition: Any, timeout_s: float = 5.0) -> None:
+async def eventually(condition: Any, timeout_s: float = 60.0) -> None:
     """Wait until `condition()` holds; it may be a coroutine function."""
     async with asyncio.timeout(timeout_s):
         while True:
