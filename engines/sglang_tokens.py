@@ -61,7 +61,6 @@ _BEYOND = (
 # Others are for the engine's own route to refuse.
 _LOWEST = {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 0, "top_logprobs": 0, "seed": -(2**63)}
 _TAIL_TOKENS = 16  # of the prompt, for the text of a token depends on the ones before it
-_COARSE_TOKENS = 32  # as for vLLM: few large events where nobody waits for single tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +200,8 @@ class SglangTokens:
             sampling["sampling_seed"] += leg.index
         if rendered.needs_parser:
             sampling["skip_special_tokens"] = False
-        if leg.is_coarse:
-            sampling["stream_interval"] = _COARSE_TOKENS
+        if leg.event_tokens > 1:
+            sampling["stream_interval"] = leg.event_tokens
         own, salt = rendered.call["cache_salt"], leg.cache_salt
         call: dict[str, Any] = {
             **rendered.call,

@@ -5,7 +5,6 @@ is one request and the reading of its answer; the gateway sends it.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engines.dialect import Upstream
@@ -17,7 +16,7 @@ Asking = Callable[[Upstream], Awaitable[bytes]]
 """Sends a request to an engine and gives the body of its answer, if that is a good one."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Rendered:
     """A request at token level.
 
@@ -40,7 +39,7 @@ class Rendered:
     has_grammar: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class TokenLeg:
     """What one leg asks for.
 
@@ -49,7 +48,7 @@ class TokenLeg:
         num_made: how many of them were made.
         index: which choice it is of those that the client wants; each is asked for by itself.
         cache_salt: KV is shared only under the same salt; "" for none but the client's own.
-        is_coarse: nobody waits for single tokens, so that few large events are best.
+        event_tokens: how many tokens one event may have; 1 where the client waits for each.
         wants_logprobs: of the chosen tokens, even where the request asks for none.
     """
 
@@ -59,7 +58,7 @@ class TokenLeg:
     prompt_ids: TokenIds
     num_made: int
     cache_salt: str
-    is_coarse: bool
+    event_tokens: int
     wants_logprobs: bool
     index: int = 0
 
@@ -140,7 +139,7 @@ class TokenRoutes(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Whole:
     """A whole output."""
 
@@ -150,7 +149,7 @@ class Whole:
     stop_reason: str | int | None
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Delta:
     """New tokens of an output that is streamed.
 

@@ -19,9 +19,6 @@ _RENDER = "/v1/completions/render"
 _DERENDER = "/v1/completions/derender"
 # What render says of a request besides, and generate wants to hear again.
 _PASSED_ON = ("model", "reasoning_ended", "reasoning_parser_kwargs", "cache_salt")
-# A client that waits for the whole answer gets nothing from single tokens, and an event costs as much for one as for
-# many. More would be lost with an engine.
-_COARSE_TOKENS = 32
 
 
 async def offers_tokens(http: HttpClient, timeout_s: float) -> bool:
@@ -78,8 +75,8 @@ class VllmTokens:
             sampling["seed"] += leg.index + leg.num_made
         if leg.wants_logprobs and sampling.get("logprobs") is None:
             sampling["logprobs"] = 0
-        if leg.is_coarse:
-            sampling["stream_interval"] = _COARSE_TOKENS
+        if leg.event_tokens > 1:
+            sampling["stream_interval"] = leg.event_tokens
         call: dict[str, Any] = {
             **rendered.call,
             "request_id": leg.request_id,
@@ -115,14 +112,14 @@ class VllmTokens:
             "finish_reason": last.finish_reason,
             "stop_reason": last.stop_reason,
         }
-        call: dict[str, Any] = {"prompt_token_ids": prompt_ids, "chat_request": request}
+        call: dict[str, Any] = {"chat_request": request}
         if isinstance(last, Delta):
             made = _response("part", choice)
-            call |= {"stream": True, "generate_chunk": made, "stream_state": last.state}
+            call |= {"stream": True, "prompt_token_ids": prompt_ids, "generate_chunk": made, "stream_state": last.state}
         else:
             if last.logprobs is not None:
                 choice["logprobs"] = {"content": last.logprobs}
-            # A parser that must know whether the prompt left reasoning open looks here for the prompt.
+            # Here, and nowhere else, a parser looks for the prompt that must know whether it left reasoning open.
             call["generate_response"] = _response("whole", choice) | {"prompt_token_ids": prompt_ids}
         made = orjson.loads(await ask(Upstream("/v1/chat/completions/derender", b"", with_ids(call))))
         state = made.get("stream_state")

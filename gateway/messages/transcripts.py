@@ -93,12 +93,14 @@ def _message(message: object) -> tuple[bool, str | None]:
     """
     if not isinstance(message, dict):
         return False, _sized(_json(message))
+    role, content = message.get("role"), message.get("content")
+    if len(message) == 2 and isinstance(role, str) and isinstance(content, str) and role != "assistant":
+        return False, _sized(role) + _sized(content.strip())  # what most messages are, and the same as below
     kind = message.get("type")
     if kind in _UNSAID:
         return False, None
     if kind in _CALLS:
         return True, _call(message.get("call_id") or message.get("id"), message.get("name"), _arguments_of(message))
-    role = message.get("role")
     if role is None:
         kept = {key: value for key, value in message.items() if key not in ("id", "status", "cache_control")}
         return False, _sized(_json(kept))

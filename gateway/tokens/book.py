@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from engines.token_ids import ID_BYTES
 from gateway.clock import Clock
 from gateway.state.ledger import Ledger
-from gateway.tokens.packed import KeptTurn, all_ids, chain, decoded, encoded, id_bytes, rooted
+from gateway.tokens.packed import KeptTurn, all_ids, chain, decoded, id_bytes, kept, rooted
 from gateway.tokens.turn_tokens import TurnTokens
 from store.port import Store, StoreError
 
@@ -157,12 +157,12 @@ class StoredTokens:
         before = all_ids(chain(shelf.turns, parent)) if parent else b""
         if parent and not prompt.startswith(before):
             parent, before = None, b""
-        data = encoded(tokens, parent.turn_id if parent else None, prompt, len(before) // ID_BYTES)
-        turn = shelf.turns[tokens.turn_id] = decoded(data)
+        turn = kept(tokens, parent.turn_id if parent else None, prompt, len(before) // ID_BYTES)
+        shelf.turns[tokens.turn_id] = turn
         shelf.added_at = now
-        shelf.stored_bytes += len(data)
-        self._stored_bytes += len(data)
-        self._store.put_piece(trajectory_id, PREFIX + tokens.turn_id, data)
+        shelf.stored_bytes += len(turn.data)
+        self._stored_bytes += len(turn.data)
+        self._store.put_piece(trajectory_id, PREFIX + tokens.turn_id, turn.data)
         self._use(trajectory_id, shelf, _memory_bytes(turn))
         self._bound()
 

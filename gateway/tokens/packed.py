@@ -6,7 +6,6 @@ trajectory costs each of its tokens once.
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from engines.token_ids import ID_BYTES, TokenIds
 from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
+from scheduling.values import value_class
 
 LOGPROB_BYTES = 4
 _HEAD_LENGTH = 4
@@ -23,7 +23,7 @@ _VERSIONS = 5
 """Where in the head the versions are."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class KeptTurn:
     """One ended turn. The arrays are views of `data`.
 
@@ -72,8 +72,8 @@ class KeptTurn:
         return np.frombuffer(self.data, np.float32, self.num_output, start)
 
 
-def encoded(tokens: TurnTokens, parent: str | None, prompt: bytes, num_before: int) -> bytes:
-    """A turn as bytes.
+def kept(tokens: TurnTokens, parent: str | None, prompt: bytes, num_before: int) -> KeptTurn:
+    """A turn as it is kept; `decoded` makes the same of its bytes.
 
     Args:
         parent: the kept turn that it continues.
@@ -84,26 +84,17 @@ def encoded(tokens: TurnTokens, parent: str | None, prompt: bytes, num_before: i
     num_output = len(output) // ID_BYTES
     logprobs = b"" if tokens.logprobs is None else _numbers("f", tokens.logprobs)
     assert tokens.logprobs is None or len(logprobs) == LOGPROB_BYTES * num_output, "one log-probability per token"
-    head = orjson.dumps(
-        (
-            tokens.turn_id,
-            parent,
-            tokens.history,
-            tokens.finish_reason,
-            tokens.ended_at,
-            [(span.version, span.start, span.end) for span in tokens.versions],
-            num_before,
-            len(prompt) // ID_BYTES - num_before,
-            num_output,
-            tokens.logprobs is not None,
-        )
-    )
+    names = tokens.turn_id, parent, tokens.history, tokens.finish_reason, tokens.ended_at
+    counts = num_before, len(prompt) // ID_BYTES - num_before, num_output, tokens.logprobs is not None
+    versions = [(span.version, span.start, span.end) for span in tokens.versions]
+    head = orjson.dumps((*names, versions, *counts))
     head += b" " * (-len(head) % ID_BYTES)
-    return b"".join((len(head).to_bytes(_HEAD_LENGTH), head, prompt[ID_BYTES * num_before :], output, logprobs))
+    data = b"".join((len(head).to_bytes(_HEAD_LENGTH), head, prompt[ID_BYTES * num_before :], output, logprobs))
+    return KeptTurn(*names, tokens.versions, *counts, data, _HEAD_LENGTH + len(head))
 
 
 def decoded(data: bytes) -> KeptTurn:
-    """The turn that was encoded so."""
+    """The turn that was kept as these bytes."""
     start = _HEAD_LENGTH + int.from_bytes(data[:_HEAD_LENGTH])
     head: list[Any] = orjson.loads(data[_HEAD_LENGTH:start])
     head[_VERSIONS] = tuple(VersionSpan(*span) for span in head[_VERSIONS])

@@ -1,11 +1,12 @@
 """The tokens of a turn as they were made: what a later turn is spliced from, and what a trainer learns from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from scheduling.values import value_class
 
-@dataclass(frozen=True, slots=True)
+
+@value_class(frozen=True, slots=True)
 class VersionSpan:
     """Output tokens at [start, end) of a turn were made with weights of this version."""
 
@@ -14,7 +15,7 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class TurnTokens:
     """One ended turn at token level.
 

@@ -79,6 +79,8 @@ class Chain:
     @property
     def versions(self) -> list[VersionSpan]:
         """Which weights made the tokens, without a gap."""
+        if len(self._versions) == 1 and self.output_ids:
+            return [VersionSpan(self._versions[0].version, self._versions[0].start, len(self.output_ids))]
         spans = _until(len(self.output_ids), self._versions)
         return [*spans[:-1], *(VersionSpan(last.version, last.start, len(self.output_ids)) for last in spans[-1:])]
 

@@ -5,7 +5,6 @@ What came stays in the choice's chain when the leg ends early, and the next one 
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from engines.http import BadResponse, Response
 from engines.tokens import TokenLeg, TokenRoutes
@@ -21,13 +20,20 @@ from gateway.turns.token_relay import TokenRelay
 from gateway.turns.turn import LegFailed, Turn
 from gateway.turns.voices import ParsedVoice
 from scheduling.types import Fault
+from scheduling.values import value_class
+
+# An event costs as much for one token as for many. Who waits for the whole answer gets nothing from single ones, but
+# what is in an event that has not come is lost with its engine: a second's work.
+_WHOLE_EVENT_TOKENS = 32
+# Who is told in parts, 0.1 s apart, gets one as soon: a sequence makes 20 to 100 tokens a second.
+_PART_EVENT_TOKENS = 4
 
 
 class RefusedTokens(Exception):
     """The engine finds fault with the request before anything is made; its own route shall say which."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Place:
     """Where a turn's leg runs, and as what.
 
@@ -101,10 +107,15 @@ class ChoiceLeg:
             prompt_ids=chain.prompt_ids + chain.output_ids,
             num_made=len(chain.output_ids),
             cache_salt=place.member.cache_salt,
-            is_coarse=not turn.ask.wants_stream,
+            event_tokens=self._event_tokens(),
             wants_logprobs=place.settings.keep_logprobs and turn.ask.keeps_tokens,
             index=index,
         )
+
+    def _event_tokens(self) -> int:
+        if not self._turn.ask.wants_stream:
+            return _WHOLE_EVENT_TOKENS
+        return _PART_EVENT_TOKENS if isinstance(self._choice.voice, ParsedVoice) else 1
 
     async def _read(self, response: Response) -> None:
         turn, choice, place, voice = self._turn, self._choice, self._place, self._choice.voice

@@ -20,7 +20,7 @@ from gateway.messages.answers import Usage
 from gateway.messages.transcripts import History
 from gateway.tokens.turn_tokens import TokenBook
 from gateway.turns.chain import Chain, Diverged
-from gateway.turns.choice import Choice
+from gateway.turns.choice import Choice, is_made
 from gateway.turns.choice_leg import ChoiceLeg, Place, RefusedTokens, run_all
 from gateway.turns.outcome import Outcome, refused_leg
 from gateway.turns.splice import spliced
@@ -29,23 +29,25 @@ from gateway.turns.voices import Frame, ParsedVoice, TextVoice
 from scheduling.types import Fault
 
 # What these fields ask for is not in the answers of token routes.
-_BEYOND_TOKENS = (
-    "best_of",
-    "ec_transfer_params",
-    "echo",
-    "function_call",
-    "functions",
-    "kv_transfer_params",
-    "logprob_token_ids",
-    "mm_payload",
-    "prompt_embeds",
-    "prompt_logprobs",
-    "return_prompt_text",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
-    "return_weight_versions",
-    "suffix",
-    "use_beam_search",
+_BEYOND_TOKENS = frozenset(
+    {
+        "best_of",
+        "ec_transfer_params",
+        "echo",
+        "function_call",
+        "functions",
+        "kv_transfer_params",
+        "logprob_token_ids",
+        "mm_payload",
+        "prompt_embeds",
+        "prompt_logprobs",
+        "return_prompt_text",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "return_weight_versions",
+        "suffix",
+        "use_beam_search",
+    }
 )
 _PROGRESS_TOKENS = 64
 # Each is a request of its own at the engine: more than its slots gain nothing by it.
@@ -66,9 +68,9 @@ def may_take_tokens(ask: Ask) -> bool:
     options = request.get("stream_options")
     if not (options is None or (isinstance(options, dict) and options.get("include_usage") in (None, True, False))):
         return False  # for the engine to refuse
-    if (options or {}).get("continuous_usage_stats") or any(
-        request.get(name) not in (None, False) for name in _BEYOND_TOKENS
-    ):
+    if options and options.get("continuous_usage_stats"):
+        return False
+    if any(request[name] not in (None, False) for name in _BEYOND_TOKENS.intersection(request)):
         return False
     if ask.api == "completions":
         prompt = request.get("prompt")
@@ -183,11 +185,12 @@ class TokenLegs:
                 self._note_first_byte(turn)
             turn.outlet.num_events = turn.num_chunks
         self._save(turn)
-        if turn.num_chunks // _PROGRESS_TOKENS != num_before // _PROGRESS_TOKENS:
+        if turn.num_chunks // _PROGRESS_TOKENS != num_before // _PROGRESS_TOKENS and not is_made(turn):
             self._note_progress(turn)
 
     def _outcome(self, turn: Turn) -> Outcome:
-        choices, outlet, frame = turn.choices, turn.outlet, Frame(turn.ask, turn.turn_id, turn.arrived_at)
+        choices, outlet = turn.choices, turn.outlet
+        frame = choices[0].voice.frame
         first = choices[0].chain
         num_made = sum(len(choice.chain.output_ids) for choice in choices)
         usage = Usage(len(first.prompt_ids), num_made, first.cached_tokens)

@@ -69,7 +69,7 @@ class TextVoice:
     def __init__(self, ask: Ask, frame: Frame, index: int) -> None:
         self._request = ask.request
         self._is_chat = ask.api == "chat"
-        self._frame = frame
+        self.frame = frame
         self._index = index
         self._start = b'{"index":%d,' % index
         self._has_begun = not self._is_chat
@@ -84,7 +84,7 @@ class TextVoice:
         begin = b""
         if not self._has_begun:
             self._has_begun = True
-            begin = self._frame.event(
+            begin = self.frame.event(
                 self._start + b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
             )
         if not text and not logprobs and reason is None:
@@ -94,7 +94,7 @@ class TextVoice:
         told = orjson.dumps(self._logprobs(logprobs)) if logprobs else b"null"
         end = b"null"
         if reason is not None:
-            end = orjson.dumps(openai_reason(reason)) + b',"%b":' % self._frame.stop_field.encode() + orjson.dumps(stop)
+            end = orjson.dumps(openai_reason(reason)) + b',"%b":' % self.frame.stop_field.encode() + orjson.dumps(stop)
         said = orjson.dumps(text) + (b"}" if self._is_chat else b"")
         return b'%b%b%b,"logprobs":%b,"finish_reason":%b}]}\n\n' % (begin, self._before, said, told, end)
 
@@ -106,7 +106,7 @@ class TextVoice:
             **({"message": message} if self._is_chat else {"text": chain.text}),
             "logprobs": self._logprobs(chain.told_logprobs) if chain.told_logprobs else None,
             "finish_reason": openai_reason(chain.finish_reason or ""),
-            self._frame.stop_field: chain.stop_reason,
+            self.frame.stop_field: chain.stop_reason,
         }
 
     def content(self, chain: Chain) -> dict[str, Any] | str:
@@ -136,7 +136,7 @@ class ParsedVoice:
 
     def __init__(self, ask: Ask, frame: Frame, index: int) -> None:
         self._request = ask.request
-        self._frame = frame
+        self.frame = frame
         self._index = index
         self._unsaid: list[int] = []
         self._due_at = 0.0
@@ -185,9 +185,9 @@ class ParsedVoice:
             events.append({"delta": delta})
         if reason is not None:
             told_reason = choice["finish_reason"] if reason == "stop" else reason
-            events[-1] |= {"finish_reason": openai_reason(told_reason), self._frame.stop_field: chain.stop_reason}
+            events[-1] |= {"finish_reason": openai_reason(told_reason), self.frame.stop_field: chain.stop_reason}
         nulls = {"index": self._index, "logprobs": None, "finish_reason": None}
-        return b"".join([self._frame.event(orjson.dumps(nulls | event)) for event in events])
+        return b"".join([self.frame.event(orjson.dumps(nulls | event)) for event in events])
 
     async def whole(self, routes: TokenRoutes, http: HttpClient, chain: Chain, timeout_s: float) -> dict[str, Any]:
         """The one choice of a whole answer."""

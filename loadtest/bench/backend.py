@@ -138,11 +138,12 @@ class Server(asyncio.Protocol):
 
     def _tokens(self, body: bytes) -> None:
         # Only where the client has a stream too: a whole answer is made of few large events.
-        if self._streams is not None and not token_answers.is_coarse(body):
+        num_tokens = token_answers.event_tokens(body)
+        if self._streams is not None and num_tokens < token_answers.WHOLE_EVENT_TOKENS:
             self._stream_number = self._streams.join(self._transport, token_answers.said)
         else:
             self._transport.write(answers.STREAM_HEAD)
-            self._stream(token_answers.generated(body), 0)
+            self._stream(token_answers.generated(body), 0, num_tokens * self._interval_s)
 
     def _chat(self, body: bytes) -> None:
         if not (b'"stream":true' in body or b'"stream": true' in body):
@@ -152,14 +153,14 @@ class Server(asyncio.Protocol):
         else:
             self._transport.write(answers.STREAM_HEAD)
             wants_usage = b'"include_usage":true' in body or b'"include_usage": true' in body
-            self._stream(_STREAM_WITH_USAGE if wants_usage else _STREAM, 0)
+            self._stream(_STREAM_WITH_USAGE if wants_usage else _STREAM, 0, self._interval_s)
 
-    def _stream(self, chunks: list[bytes], number: int) -> None:
+    def _stream(self, chunks: list[bytes], number: int, interval_s: float) -> None:
         if self._transport.is_closing():
             return
         self._transport.write(chunks[number])
         if number + 1 < len(chunks):
-            self._loop.call_later(self._interval_s, self._stream, chunks, number + 1)
+            self._loop.call_later(interval_s, self._stream, chunks, number + 1, interval_s)
 
 
 _STREAM = [*answers.STREAM[:-1], answers.STREAM[NUM_CHUNKS - 1] + answers.STREAM_END]

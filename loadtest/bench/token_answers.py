@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,9 @@ import orjson
 from loadtest.bench.answers import FIRST_ID, MESSAGE, NUM_CHUNKS, STREAM_END, WORDS, Json, event, whole
 
 _BYTES_PER_TOKEN = 4
-_COARSE_TOKENS = 32
+WHOLE_EVENT_TOKENS = 32
+"""What is asked for where the client has no stream."""
+_EVENT_TOKENS = re.compile(rb'"stream_interval":(\d+)')
 _IDS = list(range(FIRST_ID, FIRST_ID + NUM_CHUNKS))
 _ABOUT = {"id": "generate-tokens-0123456789abcdef", "object": "chat.completion", "created": 1_700_000_000}
 _USAGE = {"prompt_tokens": 1400, "total_tokens": 1400 + NUM_CHUNKS, "completion_tokens": NUM_CHUNKS}
@@ -29,12 +32,13 @@ def generated(body: bytes) -> list[bytes]:
     """The chunks of a stream of tokens."""
     with_text = b'"output_mode":"text"' in body
     with_logprobs = b'"logprobs":0' in body
-    return _generated(with_text, is_coarse(body), with_logprobs)
+    return _generated(with_text, event_tokens(body), with_logprobs)
 
 
-def is_coarse(body: bytes) -> bool:
-    """Whether few large events are asked for."""
-    return b'"stream_interval":' in body
+def event_tokens(body: bytes) -> int:
+    """How many tokens an event is to have."""
+    asked = _EVENT_TOKENS.search(body)
+    return int(asked[1]) if asked else 1
 
 
 def said(text: str) -> bytes:
@@ -45,8 +49,8 @@ def said(text: str) -> bytes:
 
 
 @cache
-def _generated(with_text: bool, in_large_events: bool, with_logprobs: bool) -> list[bytes]:
-    starts = [0, *range(1, NUM_CHUNKS, _COARSE_TOKENS if in_large_events else 1)]
+def _generated(with_text: bool, num_tokens: int, with_logprobs: bool) -> list[bytes]:
+    starts = [0, *range(1, NUM_CHUNKS, num_tokens)]
     ends = [*starts[1:], NUM_CHUNKS]
     chunks = [_tokens(*span, with_text, with_logprobs) for span in zip(starts, ends, strict=True)]
     chunks[-1] += event({"request_id": _ABOUT["id"], "choices": [], "usage": _USAGE}) + STREAM_END

@@ -42,7 +42,7 @@ def leg(**more: Any) -> TokenLeg:
         "priority": 2,
         "prompt_ids": TokenIds.of([5, 6, 7]),
     }
-    known |= {"num_made": 0, "cache_salt": "", "is_coarse": False, "wants_logprobs": False}
+    known |= {"num_made": 0, "cache_salt": "", "event_tokens": 1, "wants_logprobs": False}
     return TokenLeg(**known | more)
 
 
@@ -161,9 +161,9 @@ async def test_both_forms_of_stream_are_read_alike() -> None:
             http.close()
             made = routes.rendered({"prompt": [300, 301], "max_tokens": 200, "ignore_eos": True, "logprobs": 2}, b"")
             assert made is not None
-            for is_coarse in (False, True):
-                asked = routes.generate(made, leg(prompt_ids=TokenIds.of([300, 301]), is_coarse=is_coarse))
-                heard.append((await pieces_of(url, asked, routes, made), is_coarse))
+            for event_tokens in (1, 32):
+                asked = routes.generate(made, leg(prompt_ids=TokenIds.of([300, 301]), event_tokens=event_tokens))
+                heard.append((await pieces_of(url, asked, routes, made), event_tokens))
     told = [
         (
             [id for piece in pieces for id in piece.ids],
@@ -177,7 +177,7 @@ async def test_both_forms_of_stream_are_read_alike() -> None:
     assert all(one == told[0] for one in told) and len(told[0][0]) == len(told[0][2]) == 200
     assert told[0][3:] == ("length", (("default", 0, 200),))
     assert all(len(entry["top_logprobs"]) == 2 for entry in told[0][2])
-    assert all(len(pieces) == (8 if is_coarse else 200) for pieces, is_coarse in heard)
+    assert all(len(pieces) == (200 if event_tokens == 1 else 8) for pieces, event_tokens in heard)
 
 
 @pytest.mark.parametrize("is_incremental", [False, True])

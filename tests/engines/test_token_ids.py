@@ -1,0 +1,59 @@
+"""Token ids as JSON and as 32-bit integers: both say the same, and an answer is cut at its list only."""
+
+from array import array
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.token_ids import TokenIds, cut_ids, with_ids
+
+IDS = st.lists(st.integers(0, 2**31 - 1))
+# A name, a text and a list that look like the one that is sought, where none is.
+WORDS = st.sampled_from(["token_ids", '"token_ids":[1]', "text", '","token_ids":[7],"'])
+
+
+@given(IDS, IDS)
+def test_ids_are_the_same_in_each_form(ids: list[int], more: list[int]) -> None:
+    """Read from JSON or from a list, gone on with or not."""
+    _, read = cut_ids(orjson.dumps({"ids": ids}), "ids")
+    assert read is not None and read == TokenIds.of(ids) == TokenIds.of(array("I", ids))
+    both = read + more
+    assert list(both) == ids + more and len(both) == len(ids + more) and both[-3:] == (ids + more)[-3:]
+    assert orjson.loads(both.json) == orjson.loads(TokenIds.of(ids + more).json) == ids + more
+    assert orjson.loads(with_ids({"a": [both]})) == {"a": [ids + more]}
+
+
+@given(IDS, st.dictionaries(WORDS, st.one_of(WORDS, IDS)), st.booleans())
+def test_an_answer_is_the_same_with_its_ids_cut_out(ids: list[int], others: dict[str, object], is_last: bool) -> None:
+    """Whatever its other fields are called and say."""
+    others.pop("token_ids", None)
+    answer = others | {"token_ids": ids} if is_last else {"token_ids": ids} | others
+    made, cut = cut_ids(orjson.dumps(answer), "token_ids")
+    assert cut is not None and list(cut) == ids
+    assert made == answer | {"token_ids": []}
+
+
+@pytest.mark.parametrize(
+    "answer", ['{"token_ids":[1,"2"]}', '{"token_ids":[[1],[2]]}', '{"token_ids":[1.5]}', '{"token_ids":[-1]}', "[]"]
+)
+def test_a_list_that_is_none_of_ids_stays_where_it_is(answer: str) -> None:
+    """So does each of several; the reader sees what it is."""
+    assert cut_ids(answer.encode(), "token_ids") == (orjson.loads(answer), None)
+    twice = b'[{"token_ids":[1]},{"token_ids":[2]}]'
+    assert cut_ids(twice, "token_ids") == (orjson.loads(twice), None)
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**32], ["1"], [None]])
+def test_what_is_no_id_is_refused(ids: list[int]) -> None:
+    """As an engine's nonsense."""
+    with pytest.raises((TypeError, ValueError)):
+        TokenIds.of(ids)
+
+
+def test_an_answer_that_is_no_json_is_refused() -> None:
+    """Also where its list of ids is a good one."""
+    for answer in (b'{"token_ids":[1,2]', b'{"token_ids":[1,,2]}', b'{"token_ids":[1,2}'):
+        with pytest.raises(ValueError, match=r"\w"):
+            cut_ids(answer, "token_ids")
