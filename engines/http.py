@@ -121,7 +121,7 @@ class Response:
     # --- for a reader that is called back ---------------------------------------------------------------------
 
     def watch(self, on_news: Callable[[], None] | None) -> None:
-        """Call this whenever something came: the head, a piece of the body that nothing takes, the end. None: no more.
+        """Call this when the head came, a body that nothing takes piles up, or the end came. None: no more.
 
         A reader that begins to await stops to watch before.
         """
@@ -219,6 +219,8 @@ class Response:
 
     async def body(self, limit_bytes: int, timeout_s: float) -> bytes:
         """The whole body. Raises as `piece` does, and AnswerTooLarge above the limit."""
+        if self._complete and self._buffered <= min(limit_bytes, HIGH_WATER_BYTES):  # as most that are not streams
+            return self.so_far()
         pieces: list[bytes] = []
         size = 0
         while data := await self.piece(timeout_s):
@@ -253,9 +255,11 @@ class Response:
             return
         self._pieces.append(data)
         self._buffered += len(data)
-        if self._buffered > HIGH_WATER_BYTES:
+        is_piled_up = self._buffered > HIGH_WATER_BYTES
+        if is_piled_up:
             self._connection.pause()
-        self._wake()
+        if is_piled_up or self._waiter is not None:
+            self._wake()
 
     def _pour(self, take: Callable[[bytes], bool], data: bytes) -> None:
         if self._waiter is not None:

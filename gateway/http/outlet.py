@@ -148,12 +148,16 @@ class Outlet:
                 self._kept = None
             else:
                 self._kept.append(data)
-                for news in self._followers:
-                    if not news.done():
-                        news.set_result(None)
-                self._followers.clear()
+                if self._followers:
+                    self._tell_followers()
         if self._client is not None:
             self._client.write(data, more)
+
+    def _tell_followers(self) -> None:
+        for news in self._followers:
+            if not news.done():
+                news.set_result(None)
+        self._followers.clear()
 
 
 def kept_outlet(api: Api, request_id: str, trajectory_id: str, body: bytes, is_stream: bool) -> Outlet:
