@@ -7,19 +7,21 @@ Each has the text, the ids and the log-probabilities of all tokens so far or, wh
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engines.tokens import Event, Piece, Rendered
+from engines.tokens import Piece, Rendered, parsed
 
 
 class EventReader:
     """Reads one stream."""
 
-    def __init__(self, is_incremental: bool, rendered: Rendered) -> None:
+    def __init__(self, is_incremental: bool, rendered: Rendered, only_numbers: bool) -> None:
+        self._only_numbers = only_numbers
         self._is_incremental = is_incremental
         self._stop_ids = rendered.call["sampling_params"].get("stop_token_ids") or ()
         self._has_text = not rendered.needs_parser
         self._num_ids = self._num_rated = self._num_characters = 0
 
-    def __call__(self, event: Event) -> Piece:
+    def __call__(self, data: bytes) -> Piece:
+        event = parsed(data)
         meta = event["meta_info"]
         reason = meta["finish_reason"]
         kind, matched = (reason["type"], reason.get("matched")) if reason else (None, None)
@@ -37,13 +39,16 @@ class EventReader:
         return Piece(
             ids,
             text if self._has_text else "",
-            _entries(rated, rivals) if rated is not None else None,
+            self._entries(rated, rivals) if rated is not None else None,
             kind,
             # A token that ends every answer is no reason worth telling; one that the client named is.
             matched if isinstance(matched, str) or matched in self._stop_ids else None,
             tuple((span["version"], span["start"], span["end"]) for span in spans),
             meta.get("cached_tokens"),
         )
+
+    def _entries(self, rated: Sequence[Sequence[Any]], rivals: Sequence[Any] | None) -> list[Any]:
+        return [token[0] for token in rated] if self._only_numbers else _entries(rated, rivals)
 
 
 def _abort(reason: Mapping[str, Any]) -> str:

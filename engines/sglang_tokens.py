@@ -16,7 +16,7 @@ from engines.http import HttpClient
 from engines.sglang_events import EventReader
 from engines.sglang_messages import MessageReader
 from engines.token_ids import TokenIds, cut_ids, with_ids
-from engines.tokens import Asking, Delta, Event, Piece, Rendered, TokenLeg, Whole
+from engines.tokens import Asking, Delta, Piece, Rendered, TokenLeg, Whole
 
 _TOKENIZE = "/v1/tokenize"
 _DETOKENIZE = "/v1/detokenize"
@@ -218,8 +218,8 @@ class SglangTokens:
         told = {name: value for name, value in call.items() if value is not None}
         return Upstream("/generate", b"", with_ids(told))
 
-    def reader(self, rendered: Rendered) -> Callable[[Event], Piece]:
-        return EventReader(self._facts.is_incremental, rendered)
+    def reader(self, rendered: Rendered, only_numbers: bool) -> Callable[[bytes], Piece]:
+        return EventReader(self._facts.is_incremental, rendered, only_numbers)
 
     def texts(self, rendered: Rendered, outputs: Sequence[Sequence[int]]) -> Upstream:
         tail = rendered.prompt_ids[-_TAIL_TOKENS:]

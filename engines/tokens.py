@@ -7,6 +7,8 @@ is one request and the reading of its answer; the gateway sends it.
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import orjson
+
 from engines.dialect import Upstream
 from engines.token_ids import TokenIds
 from scheduling.values import value_class
@@ -69,17 +71,33 @@ class Piece:
 
     Args:
         text: what came to the text by these tokens; "" where a parser is needed.
-        logprobs: an entry for each token, in the engine's form; None where not asked for.
+        logprobs: for each token its entry in the engine's form, or the number alone; None where not asked for.
         versions: weight version, first and last + 1 of the leg's tokens; told at the end, if at all.
     """
 
     ids: list[int]
     text: str = ""
-    logprobs: list[dict[str, Any]] | None = None
+    logprobs: list[Any] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     versions: tuple[tuple[str, int, int], ...] = ()
     cached_tokens: int | None = None
+
+
+class ErrorEvent(Exception):
+    """An event that says what went wrong, in place of tokens."""
+
+    def __init__(self, event: Event) -> None:
+        super().__init__("the stream ended with an error")
+        self.event = event
+
+
+def parsed(data: bytes) -> Event:
+    """An event of a stream. Raises ErrorEvent, ValueError."""
+    event: Event = orjson.loads(data)
+    if event.get("error"):
+        raise ErrorEvent(event)
+    return event
 
 
 class TokenRoutes(Protocol):
@@ -116,8 +134,14 @@ class TokenRoutes(Protocol):
         """Ask for further ids, as a stream."""
         ...
 
-    def reader(self, rendered: Rendered) -> Callable[[Event], Piece]:
-        """Reads the events of one such stream. Raises ValueError, KeyError or TypeError for nonsense."""
+    def reader(self, rendered: Rendered, only_numbers: bool) -> Callable[[bytes], Piece]:
+        """Reads the data of the events of one such stream.
+
+        Args:
+            only_numbers: nobody is told more of a log-probability than the number.
+
+        The reader raises ErrorEvent; ValueError, KeyError, TypeError or AttributeError for nonsense.
+        """
         ...
 
     def texts(self, rendered: Rendered, outputs: Sequence[Sequence[int]]) -> Upstream:

@@ -5,6 +5,7 @@ route, stop strings held back and cut off. Where one is, the ids go to derender,
 new tokens after a replay of all before them.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +14,13 @@ import orjson
 from engines.dialect import Upstream, has_route
 from engines.http import HttpClient
 from engines.token_ids import TokenIds, cut_ids, with_ids
-from engines.tokens import Asking, Delta, Event, Piece, Rendered, TokenLeg, Whole, has_tools
+from engines.tokens import Asking, Delta, Event, Piece, Rendered, TokenLeg, Whole, has_tools, parsed
 
 _RENDER = "/v1/completions/render"
 _DERENDER = "/v1/completions/derender"
+# Where the entries of log-probabilities stand in an event, and what they have.
+_LOGPROBS, _AFTER_LOGPROBS = b'"logprobs":{"content":[', b"]}}]}"
+_LOGPROB = re.compile(rb'"logprob":(-?[0-9][0-9.eE+-]*)')
 # What render says of a request besides, and generate wants to hear again.
 _PASSED_ON = ("model", "reasoning_ended", "reasoning_parser_kwargs", "cache_salt")
 
@@ -93,8 +97,8 @@ class VllmTokens:
         headers = f"x-request-id: {leg.request_id}\r\nx-session-id: {leg.trajectory_id}\r\n"
         return Upstream("/inference/v1/generate", headers.encode("latin-1", "replace"), with_ids(call))
 
-    def reader(self, rendered: Rendered) -> Callable[[Event], Piece]:
-        return _piece
+    def reader(self, rendered: Rendered, only_numbers: bool) -> Callable[[bytes], Piece]:
+        return _piece_of_numbers if only_numbers else _whole_piece
 
     def texts(self, rendered: Rendered, outputs: Sequence[Sequence[int]]) -> Upstream:
         made = [_response(f"part-{i}", {"token_ids": ids, "finish_reason": "length"}) for i, ids in enumerate(outputs)]
@@ -130,7 +134,33 @@ def _response(request_id: str, choice: dict[str, Any]) -> dict[str, Any]:
     return {"request_id": request_id, "choices": [{"index": 0, **choice}]}
 
 
-def _piece(event: Event) -> Piece:
+def _piece_of_numbers(data: bytes) -> Piece:
+    """With the log-probabilities' numbers alone: to make objects of all that an event says of them takes twice as long
+    as all else of it."""
+    text, logprobs = cut_logprobs(data)
+    return _piece(parsed(text), logprobs)
+
+
+def cut_logprobs(data: bytes) -> tuple[bytes, list[float] | None]:
+    """An event without its entries of log-probabilities, and the number of each; all of it, and None, where these are
+    not what it ends with. Within a string its quotes would be escaped."""
+    start = data.find(_LOGPROBS) + len(_LOGPROBS)
+    entries = data[start : -len(_AFTER_LOGPROBS)]
+    num_tokens = entries.count(b'"top_logprobs":[')
+    if start < len(_LOGPROBS) or not data.endswith(_AFTER_LOGPROBS) or b']},"' in entries or not num_tokens:
+        return data, None
+    # Its first rival is the token itself, if any: no others were asked for.
+    numbers = list(map(float, _LOGPROB.findall(entries)))
+    if len(numbers) not in (num_tokens, 2 * num_tokens):
+        return data, None
+    return data[:start] + _AFTER_LOGPROBS, numbers[:: len(numbers) // num_tokens]
+
+
+def _whole_piece(data: bytes) -> Piece:
+    return _piece(parsed(data), None)
+
+
+def _piece(event: Event, numbers: list[float] | None) -> Piece:
     choices = event["choices"]
     if not choices:
         details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
@@ -140,7 +170,7 @@ def _piece(event: Event) -> Piece:
     return Piece(
         choice["token_ids"] or [],
         choice.get("text") or "",
-        logprobs["content"] if logprobs else None,
+        numbers or (logprobs["content"] if logprobs else None),
         choice["finish_reason"],
         choice.get("stop_reason"),
         tuple((span["version"], span["start"], span["end"]) for span in versions) if versions else (),

@@ -51,21 +51,21 @@ class Chain:
         self.prompt_ids = prompt_ids
         self.parent = parent
         self.output_ids: list[int] = []
-        self.logprobs: list[dict[str, Any]] = []
+        self.logprobs: list[Any] = []  # entries where the client is told of them, else numbers or entries
         self._versions: list[VersionSpan] = []  # the last of them goes to the end of the output, whatever it says
         self._texts: list[str] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.cached_tokens: int | None = None
         self._tells = tells
-        self._tells_logprobs = tells_logprobs
+        self.tells_logprobs = tells_logprobs
         self._told_ids: list[int] = []
         self._leg_start = 0
         self._seam: _Seam | None = None
         self._text_again = ""  # of what the client was told before, and must come again
         self._ids_again: list[int] = []
 
-    def restore(self, ids: list[int], logprobs: list[dict[str, Any]], versions: list[VersionSpan]) -> None:
+    def restore(self, ids: list[int], logprobs: list[Any], versions: list[VersionSpan]) -> None:
         """Take up what an earlier process had made; nothing of it is told."""
         self.output_ids, self.logprobs, self._versions = ids, logprobs, versions
 
@@ -85,9 +85,14 @@ class Chain:
         return [*spans[:-1], *(VersionSpan(last.version, last.start, len(self.output_ids)) for last in spans[-1:])]
 
     @property
+    def chosen_logprobs(self) -> list[float] | None:
+        """Of the tokens; None where the engine gave none."""
+        return [entry["logprob"] if isinstance(entry, dict) else entry for entry in self.logprobs] or None
+
+    @property
     def told_logprobs(self) -> list[dict[str, Any]]:
         """What the client may hear of them."""
-        return self.logprobs if self._tells_logprobs else []
+        return self.logprobs if self.tells_logprobs else []
 
     # --- at a seam ------------------------------------------------------------------------------------------
 
@@ -187,7 +192,7 @@ class Chain:
             return Said(text, (), ())
         ids = self.output_ids[start:]
         self._told_ids += ids
-        return Said(text, ids, self.logprobs[start:] if self._tells_logprobs else ())
+        return Said(text, ids, self.logprobs[start:] if self.tells_logprobs else ())
 
     def _note_versions(self, piece: Piece) -> None:
         """Take the engine's own word of a whole leg in place of what was thought of it."""

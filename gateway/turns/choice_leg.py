@@ -120,7 +120,7 @@ class ChoiceLeg:
     async def _read(self, response: Response) -> None:
         turn, choice, place, voice = self._turn, self._choice, self._place, self._choice.voice
         outlet = turn.outlet if turn.ask.wants_stream else None
-        read = place.routes.reader(self._chain.rendered)
+        read = place.routes.reader(self._chain.rendered, only_numbers=not self._chain.tells_logprobs)
         relay = TokenRelay(choice, read, lambda: place.member.weight_version, outlet, self._note, place.clock)
         while not relay.is_over:
             timeout_s = self._timeout_s if relay.has_begun else place.settings.turn_timeout_s

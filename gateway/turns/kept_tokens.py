@@ -75,7 +75,7 @@ class KeptTokens:
                 turn_id=choice_id(turn.turn_id, choice.index),
                 prompt_ids=chain.prompt_ids,
                 output_ids=chain.output_ids,
-                logprobs=[entry["logprob"] for entry in chain.logprobs] if chain.logprobs else None,
+                logprobs=chain.chosen_logprobs,
                 versions=tuple(chain.versions),
                 finish_reason=chain.finish_reason or "",
                 parent=chain.parent,

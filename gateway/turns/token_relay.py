@@ -2,10 +2,8 @@
 
 from collections.abc import Callable
 
-import orjson
-
 from engines.http import BadResponse
-from engines.tokens import Event, Piece
+from engines.tokens import ErrorEvent, Piece
 from gateway.http.errors import ApiError, engine_error
 from gateway.http.outlet import Outlet
 from gateway.http.sse import EventSplitter, data_of, split_events
@@ -33,7 +31,7 @@ class TokenRelay:
     def __init__(
         self,
         choice: Choice,
-        read: Callable[[Event], Piece],
+        read: Callable[[bytes], Piece],
         version: Callable[[], str],
         outlet: Outlet | None,
         note: Callable[[], None],
@@ -96,11 +94,10 @@ class TokenRelay:
 
     def _event(self, data: bytes, version: str) -> None:
         try:
-            event = orjson.loads(data)
-            if event.get("error"):
-                self.error, self.is_over = engine_error(200, event), True
-                return
-            piece = self._read(event)
+            piece = self._read(data)
+        except ErrorEvent as told:
+            self.error, self.is_over = engine_error(200, dict(told.event)), True
+            return
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             raise BadResponse("it sent an event that is no token event") from None
         self.has_begun = True
