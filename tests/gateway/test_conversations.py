@@ -2,7 +2,7 @@
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.messages.conversations import Conversations
@@ -206,6 +206,7 @@ def test_restored_conversations_are_recognised(conversations: Conversations) -> 
     assert conversations.dump("never seen") == ""
 
 
+@example("", "\x00", "", 0)
 @given(st.text(max_size=3000), st.text(min_size=1, max_size=50), st.text(max_size=50), st.integers(0, 3))
 def test_a_completion_goes_on_where_its_text_is_repeated(prompt: str, answer: str, more: str, copies: int) -> None:
     """A prompt that begins with an earlier prompt and its answer continues it, whatever their lengths."""
@@ -214,7 +215,8 @@ def test_a_completion_goes_on_where_its_text_is_repeated(prompt: str, answer: st
     conversations.remember("a", {"prompt": prompt}, answer)
     assert conversations.continued({"prompt": prompt + answer + more}) == "a"
     conversations.release("a")
-    assert conversations.continued({"prompt": "\x00" + prompt + answer + more}) is None
+    other = "\x00" + prompt + answer + more
+    assert conversations.continued({"prompt": other}) == ("a" if other.startswith(prompt + answer) else None)
 
 
 def test_stored_responses_are_known_by_their_id(conversations: Conversations) -> None:
