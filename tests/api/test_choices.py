@@ -15,7 +15,7 @@ from tests.api.conftest import HELLO, running_site, toy
 from tests.api.differential import assembled, events_of, merged, normalised
 from tests.api.test_token_prompts import TOOL, generated, tokens_of
 from tests.faults.gateway_process import gateway_process
-from tests.faults.test_token_legs import ENDURING, SCHEMA, count_of
+from tests.faults.token_jobs import ENDURING, SCHEMA, count_of
 from tests.support.gateway import running_gateway
 from tests.support.rounds import came_about, play_rounds
 

@@ -10,8 +10,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
+import orjson
 
 from engines.children import free_port
+from gateway.tokens.partials import PREFIX
+from store import StoreSettings, open_store
 
 START_TIMEOUT_S = 120.0  # A busy machine takes ten times the usual 2 s, and more.
 
@@ -97,3 +100,15 @@ async def refused_start(*options: str, **environment: str) -> tuple[int, str]:
             process.kill()
     assert process.returncode is not None
     return process.returncode, said.decode()
+
+
+async def tokens_written(store_url: str) -> int:
+    """The tokens of unfinished turns that a gateway which is gone left in its store."""
+    store = open_store(store_url, StoreSettings())
+    await store.open()
+    num = 0
+    for trajectory_id in await store.piece_sizes():
+        for part in (await store.get_pieces(trajectory_id, PREFIX)).values():
+            num += sum(len(ids) for _, ids, *_ in orjson.loads(part))
+    await store.close()
+    return num

@@ -18,11 +18,9 @@ import orjson
 import pytest
 
 from engines.local_vllm import LocalEngine
-from gateway.tokens.partials import PREFIX
-from store import StoreSettings, open_store
 from tests.faults.asking import ask
-from tests.faults.gateway_process import gateway_process
-from tests.faults.test_token_legs import ENDURING, URGENT, told
+from tests.faults.gateway_process import gateway_process, tokens_written
+from tests.faults.token_jobs import ENDURING, URGENT, told
 from tests.support.gateway import ADMIN, PATIENT, running_gateway
 from tests.support.rounds import came_about, num_ended, play_rounds
 
@@ -101,18 +99,6 @@ async def made_by(client: httpx.AsyncClient, *engines: LocalEngine) -> float:
 async def are_idle(client: httpx.AsyncClient, engines: list[LocalEngine]) -> bool:
     """Whether nothing runs on these engines."""
     return not any([await metric(client, engine, "num_requests_running") for engine in engines])
-
-
-async def tokens_written(store_url: str) -> int:
-    """The tokens of unfinished turns that a gateway which is gone left in its store."""
-    store = open_store(store_url, StoreSettings())
-    await store.open()
-    num = 0
-    for trajectory_id in await store.piece_sizes():
-        for part in (await store.get_pieces(trajectory_id, PREFIX)).values():
-            num += sum(len(ids) for _, ids, *_ in orjson.loads(part))
-    await store.close()
-    return num
 
 
 async def metric(client: httpx.AsyncClient, engine: LocalEngine, name: str) -> float:
