@@ -37,19 +37,31 @@ system_package() {
     step "installing the system package $1" sh -c "apt-get -q update && apt-get -q -y install $1"
 }
 
-# The thread that NIXL has in each server looks for messages without a pause, for NIXL's Python sets its delay to 0: a
-# whole core for as long as the server lives. With a delay it sleeps until a message comes, or for that long (10 ms).
-let_nixl_sleep() {
-    api=$(echo "$venv"/lib/python3*/site-packages/nixl_cu13/_api.py)
-    sed -i 's/agent_config.pthrDelay = 0$/agent_config.pthrDelay = 10000/' "$api"
-    grep -q 'agent_config.pthrDelay = 10000$' "$api" || fail "another NIXL than expected: no pthrDelay in $api"
+# Put $3 in place of $2 at the ends of lines of $1, a file of the environment's packages, unless that was done.
+mend() {
+    file=$(echo "$venv"/lib/python3*/site-packages/"$1")
+    sed -i "s/$2\$/$3/" "$file"
+    grep -q "$3\$" "$file" || fail "another version than expected: neither '$2' nor '$3' in $file"
+}
+
+# What waits busily keeps a core each, and starves the rest where there are two:
+# - NIXL's thread in each worker looks for messages without a pause, for as long as the server lives, for NIXL's Python
+#   sets its delay to 0. With a delay it sleeps until a message comes, or for that long (10 ms).
+# - The engine core and the workers of TP 2 look for each other's messages without a pause, for a second after each one.
+#   Without that second they sleep until they are told of the next. At times they are not, and look by themselves then:
+#   after 2 ms in place of 5 s.
+let_it_sleep() {
+    shm=vllm/distributed/device_communicators/shm_broadcast.py
+    mend nixl_cu13/_api.py 'agent_config.pthrDelay = 0' 'agent_config.pthrDelay = 10000'
+    mend "$shm" 'SHM_READER_RECHECK_INTERVAL_MS = 5000' 'SHM_READER_RECHECK_INTERVAL_MS = 2'
+    mend "$shm" 'busy_loop_s: float = 1,' 'busy_loop_s: float = 0,'
 }
 
 has_library() { "$python" -c "import ctypes, sys; ctypes.CDLL(sys.argv[1])" "$1" 2>/dev/null; }
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$python is older than 3.11"
 if cmp -s "$constraints" "$stamp"; then
-    let_nixl_sleep # also where an older version of this script was here
+    let_it_sleep # also where an older version of this script was here
     say "vLLM is in $venv"
     exit 0
 fi
@@ -76,7 +88,7 @@ EOF
 step "getting what vLLM needs" $pip --requirement "$requirements"
 # Servers hand KV to each other over NIXL. Its wheel is built for GPUs, and does without.
 step "getting NIXL" $pip --no-deps nixl nixl-cu13
-let_nixl_sleep
+let_it_sleep
 
 step "trying it" "$venv/bin/python" -c '
 import nixl._api, torch, vllm.entrypoints.openai.api_server
