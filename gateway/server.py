@@ -115,7 +115,6 @@ def _spare_collector() -> None:
     With Python's own thresholds they cost 16 to 35 us a turn; one of 10,000 young objects takes a third of a
     millisecond.
     """
-    gc.collect()
     gc.freeze()
     gc.enable()
     gc.set_threshold(10_000, 10, 10)

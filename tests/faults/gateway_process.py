@@ -14,6 +14,7 @@ import orjson
 
 from engines.children import free_port
 from gateway.tokens.partials import PREFIX
+from loadtest.bench.processes import cpu_us
 from store import StoreSettings, open_store
 
 START_TIMEOUT_S = 120.0  # A busy machine takes ten times the usual 2 s, and more.
@@ -23,13 +24,14 @@ class GatewayProcess:
     """`heddle serve` with these options, on a port that stays the same.
 
     Attributes:
-        start_s: from the last start until it answered.
+        start_s: seconds from the last start until it answered.
+        start_cpu_s: of its processor time until then, which others' work does not change.
     """
 
     def __init__(self, *options: str, **environment: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.start_s = 0.0
+        self.start_s = self.start_cpu_s = 0.0
         self._options = options
         self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
@@ -51,7 +53,7 @@ class GatewayProcess:
                     await client.get(self.url + "/healthz")
                     break
                 await asyncio.sleep(0.005)
-        self.start_s = time.perf_counter() - began_at
+        self.start_s, self.start_cpu_s = time.perf_counter() - began_at, cpu_us(self._process.pid) / 1e6
 
     async def kill(self) -> None:
         """End it as SIGKILL does."""

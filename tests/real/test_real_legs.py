@@ -22,7 +22,9 @@ from tests.faults.asking import ask
 from tests.faults.gateway_process import gateway_process, tokens_written
 from tests.faults.token_jobs import ENDURING, URGENT, told
 from tests.support.gateway import ADMIN, PATIENT, running_gateway
-from tests.support.rounds import came_about, num_ended, play_rounds
+from tests.support.rounds import LOOK_TIMEOUT_S, came_about, num_ended, play_rounds
+
+REST_S = 3.0  # longer than a busy machine lets one of an engine's processes stand still beside the other
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 
@@ -96,9 +98,20 @@ async def made_by(client: httpx.AsyncClient, *engines: LocalEngine) -> float:
     return sum([await metric(client, engine, "generation_tokens_total") for engine in engines])
 
 
-async def are_idle(client: httpx.AsyncClient, engines: list[LocalEngine]) -> bool:
-    """Whether nothing runs on these engines."""
-    return not any([await metric(client, engine, "num_requests_running") for engine in engines])
+async def made_at_rest(client: httpx.AsyncClient, engines: list[LocalEngine]) -> float:
+    """All tokens that these engines have generated, once nothing runs on them and nothing more is counted.
+
+    An engine's own processes lag behind each other: on a machine that stood still, one that said that nothing ran
+    counted hundreds of tokens later.
+    """
+    made, is_idle = -1.0, False
+    async with asyncio.timeout(LOOK_TIMEOUT_S):
+        while True:
+            before, made = made, await made_by(client, *engines)
+            if is_idle and made == before:
+                return made
+            is_idle = not any([await metric(client, engine, "num_requests_running") for engine in engines])
+            await asyncio.sleep(REST_S)
 
 
 async def metric(client: httpx.AsyncClient, engine: LocalEngine, name: str) -> float:
@@ -220,15 +233,15 @@ async def test_a_killed_gateway_has_nothing_generated_twice(real_engines: list[L
             await gateway.kill()
             heard = sum(heard_of(event_log).values())
             # Engines stop when they see that their client is gone. What they made until then counts as made before.
-            assert await came_about(partial(are_idle, client, real_engines), lambda: False)
-            at_kill = await made_by(client, *real_engines) - made_before
+            at_kill = await made_at_rest(client, real_engines) - made_before
             written = await tokens_written(store)
             await gateway.start()
             got = await asyncio.gather(*asked)
             again = await made_by(client, *real_engines) - made_before - num * length
         assert got == wanted
         print(f"{again:.0f} of {num * length} made again; {at_kill:.0f} were made, {heard} heard, {written} written")
-        assert again <= at_kill - written, "what the gateway had written down is not made again"
+        # One step of each turn may be counted late, or be made for a request that is being aborted.
+        assert again <= at_kill - written + num, "what the gateway had written down is not made again"
         return is_in_the_middle and written > num * length / 8
 
     async with httpx.AsyncClient(timeout=600) as client:
