@@ -25,6 +25,7 @@ _ADDRESS = re.compile(r"\w+://[^\s'\"<>)]+")
 _IDS = frozenset({"id", "item_id", "call_id", "response_id", "request_id"})
 _TIMES = frozenset({"created", "created_at", "completed_at"})
 _WORDS = frozenset({"id", "type", "role", "name", "object", "model", "finish_reason", "call_id", "system_fingerprint"})
+_KINDS = ("role", "reasoning", "content", "text", "tool_calls")  # in the order in which one choice tells them
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "invalid_request_error"}
 _ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 
@@ -179,16 +180,20 @@ def merged(old: Any, new: Any, name: str = "") -> Any:
 
 
 def kinds_of(events: list[tuple[str, Any]]) -> list[str]:
-    """The kinds of events in their order, repetitions left out; of several choices, one after the other."""
+    """The kinds of events in their order, repetitions left out; of several choices, one after the other.
+
+    An engine that is slower than its tokens puts several into one event: that changes nothing here.
+    """
     lanes: dict[int, list[str]] = {}
     for name, data in events:
         if isinstance(data, dict) and isinstance(data.get("choices"), list):
             for choice in data["choices"]:
                 lane = lanes.setdefault(choice.get("index", 0), [])
                 delta = choice.get("delta", choice)
-                lane += [kind for kind in ("role", "content", "text", "tool_calls", "reasoning") if delta.get(kind)]
+                lane += [kind for kind in _KINDS if delta.get(kind)]
                 lane += ["finish"] if choice.get("finish_reason") else []
-                lane += ["usage"] if data.get("usage") else []
+            if data["choices"] and data.get("usage"):
+                lanes.setdefault(999, []).append("usage with a choice")
             if not data["choices"]:
                 lanes.setdefault(1_000, []).append("usage event")
         else:

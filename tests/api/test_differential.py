@@ -7,7 +7,7 @@ import pytest
 
 from engines.simulated.server import serve_engine
 from tests.api.conftest import MODEL, toy
-from tests.api.differential import compare
+from tests.api.differential import assembled, compare, kinds_of
 from tests.api.requests_table import make_cases
 from tests.support.gateway import running_gateway
 
@@ -26,3 +26,20 @@ async def test_the_gateway_answers_as_the_engine_does(dialect: Any, token_legs: 
         untold = frozenset({"system_fingerprint"}) if token_legs == "auto" else frozenset[str]()
         found = [one for case in make_cases(MODEL) for one in await compare(straight, through, case, untold)]
     assert not found, "\n\n".join(found)
+
+
+def test_an_engine_that_joins_tokens_into_one_event_tells_the_same() -> None:
+    """A vLLM whose reader is slow puts what it has made meanwhile into one event: no difference to a client."""
+
+    def event(finish: str | None, tokens: int, **said: Any) -> tuple[str, Any]:
+        choice = {"index": 0, "finish_reason": finish, **said}
+        return "", {"choices": [choice], "usage": {"completion_tokens": tokens}}
+
+    apart = [event(None, 1, text="a"), event(None, 2, text="b"), event("length", 3, text="c"), ("", "[DONE]")]
+    joined = [event("length", 3, text="abc"), ("", "[DONE]")]
+    assert (kinds_of(apart), assembled(apart)) == (kinds_of(joined), assembled(joined))
+    thought = [event(None, 1, delta={"reasoning": "a"}), event("stop", 2, delta={"content": "b"})]
+    at_once = [event("stop", 2, delta={"reasoning": "a", "content": "b"})]
+    assert (kinds_of(thought), assembled(thought)) == (kinds_of(at_once), assembled(at_once))
+    without_usage = [("", {"choices": [{"index": 0, "text": "abc", "finish_reason": "length"}]}), ("", "[DONE]")]
+    assert kinds_of(without_usage) != kinds_of(joined)
