@@ -5,7 +5,6 @@ from typing import Any
 
 from gateway.messages.transcripts import History
 from gateway.turns.chain import Chain
-from gateway.turns.turn import Turn
 from gateway.turns.voices import ParsedVoice, TextVoice
 
 
@@ -35,8 +34,3 @@ class Choice:
     def content(self) -> Any:
         """The answer as the client will send it back with its next turn."""
         return self.voice.content(self.chain)
-
-
-def is_made(turn: Turn) -> bool:
-    """Whether all tokens of a turn's choices are made."""
-    return all(choice.chain.finish_reason is not None for choice in turn.choices)

@@ -15,9 +15,9 @@ from gateway.http.errors import api_error, engine_error
 from gateway.http.sse import EventTooLarge
 from gateway.turns.chain import Said
 from gateway.turns.choice import Choice
-from gateway.turns.outcome import refused_leg
+from gateway.turns.outcome import LegFailed, refused_leg
 from gateway.turns.token_relay import TokenRelay
-from gateway.turns.turn import LegFailed, Turn
+from gateway.turns.turn import Turn
 from gateway.turns.voices import ParsedVoice
 from scheduling.types import Fault
 from scheduling.values import value_class

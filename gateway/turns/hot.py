@@ -22,9 +22,9 @@ from gateway.config import Settings
 from gateway.http.exchange import Exchange
 from gateway.metrics import Metrics
 from gateway.turns.legs import Begun, Legs, is_stream
-from gateway.turns.outcome import Outcome
+from gateway.turns.outcome import LegFailed, Outcome
 from gateway.turns.relay import Relay
-from gateway.turns.turn import LegFailed, Turn
+from gateway.turns.turn import Turn
 from store.port import Store
 
 if TYPE_CHECKING:

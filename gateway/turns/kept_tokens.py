@@ -13,7 +13,7 @@ from gateway.clock import Clock
 from gateway.tokens.book import StoredTokens, choice_id
 from gateway.tokens.partials import Partials
 from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
-from gateway.turns.choice import Choice, is_made
+from gateway.turns.choice import Choice
 from gateway.turns.repeats import digest_of
 from gateway.turns.turn import Made, Turn
 from store.port import StoreError
@@ -54,7 +54,7 @@ class KeptTokens:
     def save(self, turn: Turn) -> None:
         """Write down what is new of a running turn, if it is time."""
         now = self._clock()
-        if now - turn.saved_at < self._save_s or is_made(turn):  # then the whole of it is kept in a moment
+        if now - turn.saved_at < self._save_s or turn.is_made:  # then the whole of it is kept in a moment
             return
         part = orjson.dumps([_unsaved(choice) for choice in turn.choices])
         self._partials.put(turn.ask.trajectory_id, digest_of(turn), turn.num_parts, part)

@@ -28,11 +28,11 @@ from gateway.messages.streams import content_of_stream
 from gateway.metrics import Metrics
 from gateway.state.driver import Driver
 from gateway.tokens.turn_tokens import TokenBook
-from gateway.turns.outcome import Outcome, refused_leg
+from gateway.turns.outcome import LegFailed, Outcome, Stopped, refused_leg
 from gateway.turns.relay import Relay
 from gateway.turns.staleness import Staleness
 from gateway.turns.token_legs import TokenLegs, may_take_tokens
-from gateway.turns.turn import LegFailed, Stopped, Turn
+from gateway.turns.turn import Turn
 from scheduling.types import Dispatch, Fault, TurnProgressed
 
 _ABORT_TIMEOUT_S = 5.0

@@ -1,10 +1,9 @@
-"""How a leg ends: with an answer whose end is still to be sent, or as a failure that says whose fault it was."""
+"""How a leg ends: with an answer whose end is still to be sent, stopped, or failed by someone's fault."""
 
 from collections.abc import Callable
 from typing import Any
 
 from gateway.http.errors import ApiError
-from gateway.turns.turn import LegFailed
 from scheduling.types import Fault
 
 
@@ -20,6 +19,24 @@ class Outcome:
         self.end = end
         self.send_end = send_end
         self.content = content
+
+
+class LegFailed(Exception):
+    """A leg ended without its turn being finished; `error` is for the client, unless it can start over."""
+
+    def __init__(self, fault: Fault, error: ApiError) -> None:
+        super().__init__(error.message)
+        self.fault = fault
+        self.error = error
+
+
+class Stopped(Exception):
+    """The turn must stop where it is: its client left, it was aborted, or its engine is lost; without a fault, it is to
+    pause."""
+
+    def __init__(self, fault: Fault | None) -> None:
+        super().__init__(fault.value if fault else "pause")
+        self.fault = fault
 
 
 def refused_leg(error: ApiError) -> LegFailed:

@@ -12,7 +12,8 @@ from hashlib import sha256
 import orjson
 
 from gateway.http.outlet import Outlet, kept_outlet
-from gateway.turns.turn import Ask, Turn
+from gateway.turns.ask import Ask
+from gateway.turns.turn import Turn
 
 _RETRY_HEADERS = frozenset({b"x-stainless-retry-count", b"idempotency-key"})
 

@@ -15,7 +15,8 @@ from gateway.http.errors import ApiError, api_error
 from gateway.http.refusals import Refused
 from gateway.state.driver import LiveTurn
 from gateway.state.ledger import Ledger
-from gateway.turns.turn import LegFailed, Turn
+from gateway.turns.outcome import LegFailed
+from gateway.turns.turn import Turn
 from scheduling.types import Fault
 
 

@@ -19,12 +19,13 @@ from gateway.http.errors import api_error, engine_error
 from gateway.messages.answers import Usage
 from gateway.messages.transcripts import History
 from gateway.tokens.turn_tokens import TokenBook
+from gateway.turns.ask import Ask
 from gateway.turns.chain import Chain, Diverged
-from gateway.turns.choice import Choice, is_made
+from gateway.turns.choice import Choice
 from gateway.turns.choice_leg import ChoiceLeg, Place, RefusedTokens, run_all
-from gateway.turns.outcome import Outcome, refused_leg
+from gateway.turns.outcome import LegFailed, Outcome, refused_leg
 from gateway.turns.splice import spliced
-from gateway.turns.turn import Ask, LegFailed, Turn
+from gateway.turns.turn import Turn
 from gateway.turns.voices import Frame, ParsedVoice, TextVoice
 from scheduling.types import Fault
 
@@ -185,7 +186,7 @@ class TokenLegs:
                 self._note_first_byte(turn)
             turn.outlet.num_events = turn.num_chunks
         self._save(turn)
-        if turn.num_chunks // _PROGRESS_TOKENS != num_before // _PROGRESS_TOKENS and not is_made(turn):
+        if turn.num_chunks // _PROGRESS_TOKENS != num_before // _PROGRESS_TOKENS and not turn.is_made:
             self._note_progress(turn)
 
     def _outcome(self, turn: Turn) -> Outcome:

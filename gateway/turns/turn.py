@@ -1,78 +1,23 @@
-"""One turn of one client, from its request to its answer: what it asked, and what was decided of it."""
+"""One turn of one client, from its request to its answer: what is decided of it, and what has come of it."""
 
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gateway.http.errors import Api, ApiError
+from gateway.http.errors import ApiError
 from gateway.http.heartbeat import Heartbeat
 from gateway.http.outlet import Outlet
 from gateway.http.refusals import Refused, refused_turn
 from gateway.messages.answers import Usage
 from gateway.tokens.turn_tokens import VersionSpan
+from gateway.turns.ask import Ask
+from gateway.turns.choice import Choice
+from gateway.turns.outcome import Stopped
 from scheduling.types import Abort, Dispatch, Fault, Preempt, Reject
-from scheduling.values import value_class
-
-if TYPE_CHECKING:
-    from gateway.turns.choice import Choice
 
 Made = tuple[list[int], list[dict[str, Any]], list[VersionSpan]]
 """Output ids, their log-probabilities if asked for, and the versions of the weights that made them."""
-
-
-@value_class(frozen=True, slots=True)
-class Ask:
-    """What a client asked for.
-
-    Args:
-        path: the API route, without an identity in front of it.
-        is_inferred: the trajectory was recognised by its conversation, or is new, without an id sent.
-        may_be_joined: the same request again, while this one runs, is a retry.
-        keeps_tokens: its tokens are kept for later turns and for a trainer.
-    """
-
-    api: Api
-    path: str
-    model: str
-    body: bytes
-    request: dict[str, Any]
-    trajectory_id: str
-    group_id: str
-    rollout_id: str | None
-    priority: int
-    is_inferred: bool
-    may_be_joined: bool
-    keeps_tokens: bool = False
-
-    @property
-    def wants_stream(self) -> bool:
-        """Whether the answer is to be a stream."""
-        return self.request.get("stream") is True
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether the client asked its stream for a usage event."""
-        options = self.request.get("stream_options")
-        return isinstance(options, dict) and bool(options.get("include_usage"))
-
-
-class LegFailed(Exception):
-    """A leg ended without its turn being finished; `error` is for the client, unless it can start over."""
-
-    def __init__(self, fault: Fault, error: ApiError) -> None:
-        super().__init__(error.message)
-        self.fault = fault
-        self.error = error
-
-
-class Stopped(Exception):
-    """The turn must stop where it is: its client left, it was aborted, or its engine is lost; without a fault, it is to
-    pause."""
-
-    def __init__(self, fault: Fault | None) -> None:
-        super().__init__(fault.value if fault else "pause")
-        self.fault = fault
 
 
 class Turn:
@@ -228,6 +173,11 @@ class Turn:
             raise Stopped(fault) from None
 
     # --- its history ----------------------------------------------------------------------------------------
+
+    @property
+    def is_made(self) -> bool:
+        """Whether all tokens of its choices are made."""
+        return all(choice.chain.finish_reason is not None for choice in self.choices)
 
     @property
     def versions_made(self) -> list[str]:

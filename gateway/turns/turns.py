@@ -43,14 +43,15 @@ from gateway.state.ledger import Entry, Ledger
 from gateway.tokens.book import StoredTokens
 from gateway.tokens.partials import Partials
 from gateway.turnlog import TurnLog
+from gateway.turns.ask import Ask
 from gateway.turns.hot import HotTurns
 from gateway.turns.kept_tokens import KeptTokens
 from gateway.turns.legs import Begun, Legs
-from gateway.turns.outcome import Outcome
+from gateway.turns.outcome import LegFailed, Outcome, Stopped
 from gateway.turns.progress import begun
 from gateway.turns.repeats import Repeats, is_retry
 from gateway.turns.staleness import Staleness
-from gateway.turns.turn import Ask, LegFailed, Stopped, Turn
+from gateway.turns.turn import Turn
 from predictor.outcomes import outcomes
 from predictor.progress import Predictor
 from scheduling.types import Dispatch, Fault, Prediction, Refusal, TurnArrived, TurnFailed, TurnFinished, TurnPaused

@@ -15,9 +15,10 @@ from engines.http import HttpClient
 from engines.tokens import Delta, TokenRoutes, Whole
 from gateway.http.errors import api_error
 from gateway.messages.answers import Usage, openai_reason
+from gateway.turns.ask import Ask
 from gateway.turns.chain import Chain
+from gateway.turns.outcome import LegFailed
 from gateway.turns.retold import rest_of
-from gateway.turns.turn import Ask, LegFailed
 from scheduling.types import Fault
 
 _DONE = b"data: [DONE]\n\n"

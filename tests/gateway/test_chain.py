@@ -7,9 +7,9 @@ import pytest
 from engines.token_ids import TokenIds
 from engines.tokens import Piece, Rendered
 from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
+from gateway.turns.ask import Ask
 from gateway.turns.chain import Chain, Diverged
 from gateway.turns.splice import joined
-from gateway.turns.turn import Ask
 from gateway.turns.voices import Frame, ParsedVoice
 
 

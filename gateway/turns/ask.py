@@ -1,0 +1,42 @@
+"""What a client asked of one turn."""
+
+from typing import Any
+
+from gateway.http.errors import Api
+from scheduling.values import value_class
+
+
+@value_class(frozen=True, slots=True)
+class Ask:
+    """What a client asked for.
+
+    Args:
+        path: the API route, without an identity in front of it.
+        is_inferred: the trajectory was recognised by its conversation, or is new, without an id sent.
+        may_be_joined: the same request again, while this one runs, is a retry.
+        keeps_tokens: its tokens are kept for later turns and for a trainer.
+    """
+
+    api: Api
+    path: str
+    model: str
+    body: bytes
+    request: dict[str, Any]
+    trajectory_id: str
+    group_id: str
+    rollout_id: str | None
+    priority: int
+    is_inferred: bool
+    may_be_joined: bool
+    keeps_tokens: bool = False
+
+    @property
+    def wants_stream(self) -> bool:
+        """Whether the answer is to be a stream."""
+        return self.request.get("stream") is True
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the client asked its stream for a usage event."""
+        options = self.request.get("stream_options")
+        return isinstance(options, dict) and bool(options.get("include_usage"))
