@@ -28,9 +28,17 @@ from gateway.state.driver import Driver
 from gateway.state.eventlog import EventLog
 from gateway.state.ledger import Ledger
 from gateway.tokens.book import StoredTokens
+from gateway.tokens.partials import Partials
 from gateway.turnlog import TurnLog
+from gateway.turns.arrivals import Arrivals
+from gateway.turns.endings import Endings
+from gateway.turns.hot import HotTurns
+from gateway.turns.kept_tokens import KeptTokens
+from gateway.turns.legs import Legs
 from gateway.turns.progress import ended
 from gateway.turns.repeats import Repeats
+from gateway.turns.request_reader import RequestReader
+from gateway.turns.running import RunningTurns
 from gateway.turns.staleness import Staleness
 from gateway.turns.turns import Turns
 from gateway.turns.weight_updates import Weights
@@ -111,22 +119,15 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
     kv = KvMoves(settings, clock, fleet, contexts, metrics, scheduler.policy.is_sticky)
     staleness = Staleness(settings, weight_record, ledger)
     weights = Weights(settings, clock, fleet, store, weight_record, staleness, driver.live_turns)
-    turns = Turns(
-        settings,
-        clock,
-        driver,
-        fleet,
-        ledger,
-        store,
-        predictor,
-        conversations,
-        repeats,
-        metrics,
-        log,
-        book,
-        staleness,
-        kv,
-    )
+    reader = RequestReader(settings, fleet, ledger, conversations, book)
+    arrivals = Arrivals(fleet, ledger, predictor)
+    before = {record.trajectory_id for record in records}
+    kept_tokens = KeptTokens(book, Partials(store), clock, settings.save_tokens_s, before)
+    endings = Endings(clock, driver, ledger, conversations, repeats, arrivals, kept_tokens, contexts, metrics, log)
+    legs = Legs(settings, clock, driver, fleet, metrics, book, kept_tokens.save, staleness, kv)
+    running = RunningTurns(settings, clock, driver, store, repeats, staleness, arrivals, legs, endings, metrics)
+    hot = HotTurns(running, endings, legs, store, clock, settings, metrics)
+    turns = Turns(settings, clock, reader, repeats, kept_tokens, running, hot, endings, metrics)
     passthrough = Passthrough(settings, fleet)
     metrics.watch(scheduler, fleet, ledger, store)
     api = build_api(

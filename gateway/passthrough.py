@@ -7,7 +7,7 @@ from gateway.http.client import Client
 from gateway.http.errors import Api, api_error, engine_error
 from gateway.http.outlet import Outlet
 from gateway.http.refusals import Refused, bad_request, no_engine, not_found
-from gateway.turns.turns import parse_object
+from gateway.turns.request_reader import parse_object
 
 # An allow-list: what is not here, an engine's control routes above all, cannot be reached.
 PASSTHROUGH_ROUTES: dict[str, Api] = {

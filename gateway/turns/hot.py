@@ -2,7 +2,7 @@
 
 Most turns are dispatched as soon as they arrive, to an engine with an idle connection, and are answered well. Such a
 turn is served within two callbacks: the client's bytes bring about the request to the engine, and the engine's bytes
-the answer to the client. All that decides anything is what the coroutines of turns.py and legs.py use too.
+the answer to the client. All that decides anything is what the coroutines of running.py and legs.py use too.
 
 Rules:
 
@@ -14,21 +14,19 @@ Rules:
 """
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from engines.http import ResponseTimeout
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.http.exchange import Exchange
 from gateway.metrics import Metrics
+from gateway.turns.endings import Endings
 from gateway.turns.legs import Begun, Legs, is_stream
 from gateway.turns.outcome import LegFailed, Outcome
 from gateway.turns.relay import Relay
+from gateway.turns.running import RunningTurns
 from gateway.turns.turn import Turn
 from store.port import Store
-
-if TYPE_CHECKING:
-    from gateway.turns.turns import Turns
 
 # How often turns are looked at for engines that are silent; timeouts are minutes.
 _LOOK_S = 1.0
@@ -38,15 +36,23 @@ class HotTurns:
     """The turns that are served by callbacks now."""
 
     def __init__(
-        self, turns: "Turns", legs: Legs, store: Store, clock: Clock, settings: Settings, metrics: Metrics
+        self,
+        running: RunningTurns,
+        endings: Endings,
+        legs: Legs,
+        store: Store,
+        clock: Clock,
+        settings: Settings,
+        metrics: Metrics,
     ) -> None:
-        self.turns = turns
+        self.running = running
+        self.endings = endings
         self.legs = legs
         self.store = store
         self.clock = clock
         self.settings = settings
         self.metrics = metrics
-        self._running: set[_HotTurn] = set()
+        self._taken: set[_HotTurn] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     def take(self, turn: Turn, client: Exchange) -> bool:
@@ -63,21 +69,21 @@ class HotTurns:
             return False
         turn.dispatch = None
         hot = _HotTurn(self, turn, client, begun)
-        self._running.add(hot)
+        self._taken.add(hot)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
         return True
 
     def left(self, hot: "_HotTurn") -> None:
         """It is over, or a coroutine goes on with it."""
-        self._running.discard(hot)
+        self._taken.discard(hot)
 
     def _look(self) -> None:
         self._timer = None
         now = self.clock()
-        for hot in list(self._running):
+        for hot in list(self._taken):
             hot.look(now)
-        if self._running:
+        if self._taken:
             self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
 
 
@@ -103,9 +109,9 @@ class _HotTurn:
         """Go on as a coroutine, from here."""
         self._leave()
         self._hot.metrics.hot_turns.counts["handed_over",] += 1
-        turn, turns = self._turn, self._hot.turns
-        rest = turns.run(turn, self._client, self._begun)
-        self._client.spawn(turns.serving(rest, self._client, turn.outlet, turn.turn_id))
+        turn = self._turn
+        rest = self._hot.running.run(turn, self._client, self._begun)
+        self._client.spawn(self._hot.endings.serving(rest, self._client, turn.outlet, turn.turn_id))
 
     def look(self, now: float) -> None:
         """Have a coroutine see to an engine that is silent for too long."""
@@ -173,28 +179,28 @@ class _HotTurn:
             self._response.take(relay.take)
 
     def _finish(self, outcome: Outcome) -> None:
-        turn, turns = self._turn, self._hot.turns
+        turn, running, endings = self._turn, self._hot.running, self._hot.endings
         self._leave()
         self._hot.metrics.hot_turns.counts["answer",] += 1
         self._outcome = outcome
         self._hot.legs.ended(turn, self._begun)
         try:
-            turns.finished(turn, self._begun.dispatch, outcome)
+            endings.finished(turn, self._begun.dispatch, outcome)
             is_soon = self._hot.store.when_settled(self._end)
         except Exception as error:
-            turns.over(turn, self._client)
-            turns.tell(error, turn.outlet, turn.turn_id)
+            running.over(turn, self._client)
+            endings.tell(error, turn.outlet, turn.turn_id)
             return
         if not is_soon:
-            rest = turns.settled(turn, self._client, outcome)
-            self._client.spawn(turns.serving(rest, self._client, turn.outlet, turn.turn_id))
+            rest = running.settled(turn, self._client, outcome)
+            self._client.spawn(endings.serving(rest, self._client, turn.outlet, turn.turn_id))
 
     def _end(self) -> None:
-        turn, turns = self._turn, self._hot.turns
+        turn, endings = self._turn, self._hot.endings
         assert self._outcome is not None
         try:
-            turns.end(turn, self._outcome)
+            endings.send(turn, self._outcome)
         except Exception as error:
-            turns.tell(error, turn.outlet, turn.turn_id)
+            endings.tell(error, turn.outlet, turn.turn_id)
         finally:
-            turns.over(turn, self._client)
+            self._hot.running.over(turn, self._client)

@@ -152,6 +152,12 @@ class Turn:
         if self._fault in (None, Fault.ENGINE):
             self._is_stopping, self._fault = False, None
 
+    def left(self) -> None:
+        """One of its clients left; it stops when that was the last."""
+        self.num_clients -= 1
+        if self.num_clients == 0:
+            self.stop(Fault.CLIENT_LEFT)
+
     @contextmanager
     def stoppable(self) -> Iterator[None]:
         """What is awaited here ends with Stopped when `stop` is called; any other cancellation passes."""

@@ -1,0 +1,79 @@
+"""What the scheduler is told of a turn that arrives: how long its prompt is, and how much work its trajectory has left.
+
+A prompt's tokens are estimated, for only the engine can count them: by the trajectory's context so far, and by the
+bytes per token that finished turns had.
+"""
+
+from gateway.fleet.fleet import Fleet
+from gateway.messages.answers import Usage
+from gateway.messages.identity import prompt_group
+from gateway.state.ledger import Entry, Ledger
+from gateway.turns.ask import Ask
+from gateway.turns.progress import begun
+from gateway.turns.turn import Turn
+from predictor.outcomes import outcomes
+from predictor.progress import Predictor
+from scheduling.types import Prediction, TurnArrived
+
+# Of the first prompts, until the fleet's own tokenizer has been seen at work; typical of English and code.
+_BYTES_PER_TOKEN = 4.0
+
+
+class Arrivals:
+    """Says what arrives.
+
+    Args:
+        predictor: says how much work a trajectory has left.
+    """
+
+    def __init__(self, fleet: Fleet, ledger: Ledger, predictor: Predictor) -> None:
+        self._fleet = fleet
+        self._ledger = ledger
+        self._predictor = predictor
+        self._bytes_per_token = _BYTES_PER_TOKEN
+
+    def arrival(self, turn: Turn) -> TurnArrived:
+        """The event for a turn, which gets to know its prediction."""
+        ask = turn.ask
+        entry = self._ledger.get(ask.trajectory_id)
+        prompt_tokens = self._prompt_tokens(ask, entry)
+        prediction = self._prediction(ask, entry, prompt_tokens)
+        turn.predicted_tokens = prediction.total_tokens
+        return TurnArrived(
+            at=turn.arrived_at,
+            turn_id=turn.turn_id,
+            trajectory_id=ask.trajectory_id,
+            model=ask.model,
+            prompt_tokens=prompt_tokens,
+            prediction=prediction,
+            group_id=ask.group_id,
+            rollout_id=ask.rollout_id,
+            priority=ask.priority,
+        )
+
+    def prompt_tokens(self, ask: Ask) -> int:
+        """The estimate, for a turn whose engine did not tell."""
+        return self._prompt_tokens(ask, self._ledger.get(ask.trajectory_id))
+
+    def learn(self, ask: Ask, usage: Usage) -> None:
+        """Estimate better by what an engine counted, which must be some tokens."""
+        self._bytes_per_token += 0.05 * (len(ask.body) / usage.prompt_tokens - self._bytes_per_token)
+
+    def _prediction(self, ask: Ask, entry: Entry | None, prompt_tokens: int) -> Prediction:
+        made = entry.record.output_tokens if entry is not None else 0
+        declared = entry.declared.get("expected_output_tokens") if entry is not None else None
+        if declared:
+            total = float(max(declared, made + 1))
+            return Prediction(total, total)
+        prompt_id = "" if made else prompt_group(ask.request)
+        is_read = made and self._predictor.reads_outcomes
+        told = outcomes(ask.request.get("messages") or ask.request.get("input")) if is_read else ()
+        progress = begun(ask.trajectory_id, ask.group_id, prompt_id, prompt_tokens, entry, told)
+        return self._predictor.predict(progress)
+
+    def _prompt_tokens(self, ask: Ask, entry: Entry | None) -> int:
+        known = entry.record.context_tokens if entry is not None else 0
+        estimate = max(known, int(len(ask.body) / self._bytes_per_token))
+        model = self._fleet.models().get(ask.model)
+        limit = model.max_context_tokens if model is not None else None
+        return min(estimate, limit) if limit else estimate

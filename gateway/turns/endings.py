@@ -1,0 +1,125 @@
+"""How turns end: what is noted where, and what the client gets last."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import orjson
+
+from gateway.clock import Clock
+from gateway.http.client import Client, ClientLeft
+from gateway.http.outlet import Outlet
+from gateway.http.refusals import Refused, internal_error
+from gateway.kv.contexts import Contexts
+from gateway.messages.conversations import Conversations
+from gateway.metrics import Metrics
+from gateway.state.driver import Driver
+from gateway.state.ledger import Ledger
+from gateway.turnlog import TurnLog
+from gateway.turns.arrivals import Arrivals
+from gateway.turns.kept_tokens import KeptTokens
+from gateway.turns.outcome import Outcome
+from gateway.turns.repeats import Repeats
+from gateway.turns.turn import Turn
+from scheduling.types import Dispatch, TurnFinished
+
+
+class Endings:
+    """Ends turns. The scheduler, the ledger, the history, the metrics and the log hear of each one.
+
+    Args:
+        contexts: know what an engine's KV holds of a trajectory.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        driver: Driver,
+        ledger: Ledger,
+        conversations: Conversations,
+        repeats: Repeats,
+        arrivals: Arrivals,
+        kept_tokens: KeptTokens,
+        contexts: Contexts,
+        metrics: Metrics,
+        log: TurnLog,
+    ) -> None:
+        self._clock = clock
+        self._driver = driver
+        self._ledger = ledger
+        self._conversations = conversations
+        self._repeats = repeats
+        self._arrivals = arrivals
+        self._kept_tokens = kept_tokens
+        self._contexts = contexts
+        self._metrics = metrics
+        self._log = log
+
+    def finished(self, turn: Turn, dispatch: Dispatch | None, outcome: Outcome) -> None:
+        """Note everywhere that a turn finished; when that is at the store, its client may know it too."""
+        usage = turn.usage
+        prompt_tokens = usage.prompt_tokens if usage else self._arrivals.prompt_tokens(turn.ask)
+        output_tokens = usage.completion_tokens if usage else turn.num_chunks
+        now = self._clock()
+        if usage and usage.prompt_tokens > 0:
+            self._arrivals.learn(turn.ask, usage)
+            self._metrics.tokens(usage.prompt_tokens, usage.cached_tokens or 0, usage.completion_tokens)
+        if turn.ask.is_inferred or turn.choices:
+            self._remember(turn, outcome.content())
+        if dispatch is not None:
+            self._contexts.finished(turn, dispatch.engine_id, prompt_tokens + output_tokens)
+        stored = self._repeats.to_store(turn, outcome.end)
+        if stored is not None:
+            self._ledger.answered(turn.ask.trajectory_id, stored)
+        self._driver.post(TurnFinished(now, turn.turn_id, turn.leg, prompt_tokens, output_tokens))
+        self.close(turn, "finished", dispatch, None)
+
+    def close(self, turn: Turn, outcome: str, dispatch: Dispatch | None, refused: Refused | None) -> None:
+        """Put a turn that has ended into the history, however it did; its last leg was that of `dispatch`."""
+        now = self._clock()
+        if outcome != "finished" and turn.ask.is_inferred:
+            self._conversations.release(turn.ask.trajectory_id)
+        engine_id = dispatch.engine_id if dispatch else None
+        row = turn.row(outcome, now, engine_id, dispatch.why if dispatch else "", refused)
+        encoded = orjson.dumps(row)
+        self._ledger.add_turn(turn.ask.trajectory_id, row, encoded)
+        self._metrics.turn_ended(turn.ask.api, outcome, now - turn.arrived_at)
+        self._log.turn(turn.ask.trajectory_id, turn.ask.rollout_id, encoded)
+
+    def _remember(self, turn: Turn, content: Any) -> None:
+        trajectory_id = turn.ask.trajectory_id
+        self._kept_tokens.ended(turn)
+        if not turn.ask.is_inferred:
+            return
+        self._conversations.remember(trajectory_id, turn.ask.request, content)
+        entry = self._ledger.get(trajectory_id)
+        if entry is not None:
+            entry.conversation = [*entry.conversation[-63:], self._conversations.dump(trajectory_id)]
+
+    # --- what the client gets -------------------------------------------------------------------------------
+
+    def send(self, turn: Turn, outcome: Outcome) -> None:
+        """Send the answer's end."""
+        outcome.send_end()
+        self._repeats.answered(turn)
+
+    def tell(self, error: Exception, outlet: Outlet, request_id: str) -> None:
+        """Answer with an error, which is being handled."""
+        if isinstance(error, Refused):
+            self._metrics.refused.labels(str(error.error.status)).inc()
+            outlet.refuse(error)
+        else:
+            self._log.defect(request_id)
+            outlet.refuse(internal_error())
+
+    async def serving(self, rest: Coroutine[Any, Any, None], client: Client, outlet: Outlet, request_id: str) -> None:
+        """Await the rest of what serves a request, and tell its client if that fails."""
+        try:
+            await rest
+        except ClientLeft:
+            return
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self.tell(error, outlet, request_id)
+        await client.drain()

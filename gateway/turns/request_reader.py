@@ -1,0 +1,126 @@
+"""Reads what a client asks: which model, which trajectory, and how much it hurries. Nothing is awaited."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from gateway.config import Settings
+from gateway.fleet.fleet import Fleet
+from gateway.http.client import Headers
+from gateway.http.errors import Api
+from gateway.http.refusals import Refused, bad_request, no_engine, not_found
+from gateway.messages.conversations import Conversations
+from gateway.messages.identity import NO_HINTS, Identity, IdentityError, identify, prompt_group
+from gateway.state.ledger import Ledger
+from gateway.tokens.book import StoredTokens
+from gateway.turns.ask import Ask
+from gateway.turns.ids import new_id
+
+# Larger hints mean no more than this: the number goes on to engines, scaled, and must stay a 64-bit integer there.
+_MAX_HINT = 1_000
+
+
+class RequestReader:
+    """Reads the requests of turns.
+
+    Args:
+        conversations: know clients that send no id.
+    """
+
+    def __init__(
+        self, settings: Settings, fleet: Fleet, ledger: Ledger, conversations: Conversations, book: StoredTokens
+    ) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._ledger = ledger
+        self._conversations = conversations
+        self._book = book
+
+    def ask(self, scope: Mapping[str, Any], api: Api, path: str, body: bytes) -> Ask:
+        """What a request asks. Raises Refused.
+
+        Args:
+            scope: its raw path may hold an identity.
+            path: the API route, without it.
+        """
+        request = parse_object(body)
+        stream = request.get("stream")
+        if stream is not None and not isinstance(stream, bool):
+            raise bad_request("'stream' must be true or false.", "stream")
+        model = self._model(request)
+        try:
+            identity = identify(scope["raw_path"].decode("latin-1"), scope["headers"], request)
+        except IdentityError as error:
+            raise bad_request(str(error), code="bad_identity") from None
+        trajectory_id, is_inferred = identity.trajectory_id, False
+        if trajectory_id is None:
+            is_inferred = True
+            trajectory_id = self._conversations.continued(request) or f"t-{new_id()[:24]}"
+        return Ask(
+            api=api,
+            path=path,
+            model=model,
+            body=body,
+            request=request,
+            trajectory_id=trajectory_id,
+            group_id=identity.group_id or self._known_group(trajectory_id) or prompt_group(request),
+            rollout_id=identity.rollout_id,
+            priority=_priority(identity),
+            is_inferred=is_inferred,
+            may_be_joined=identity.strong and not is_inferred,
+            keeps_tokens=self._settings.token_legs != "off" and self._book.wants(trajectory_id, scope["headers"]),
+        )
+
+    def _model(self, request: dict[str, Any]) -> str:
+        model = request.get("model")
+        known = self._fleet.models()
+        if model is None and len(known) == 1:
+            return next(iter(known))
+        if not isinstance(model, str) or not model:
+            raise bad_request("'model' must be the name of a model.", "model")
+        if model not in known:
+            if not known:
+                raise no_engine()
+            raise not_found(f"The model {model[:200]!r} does not exist.", "model_not_found")
+        return model
+
+    def _known_group(self, trajectory_id: str) -> str | None:
+        entry = self._ledger.get(trajectory_id)
+        return entry.record.group_id if entry is not None else None
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A request body as a JSON object. Raises Refused (400)."""
+    try:
+        request = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"The request body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(request, dict):
+        raise bad_request("The request body must be a JSON object.", code="invalid_json")
+    return request
+
+
+def named(scope: Mapping[str, Any], body: bytes) -> Headers:
+    """The header that names the trajectory of a request refused early, as far as the request can be read."""
+    request: dict[str, Any] = {}
+    with contextlib.suppress(Refused):
+        request = parse_object(body)
+    try:
+        identity = identify(scope["raw_path"].decode("latin-1"), scope["headers"], request)
+    except IdentityError:
+        return []
+    return [(b"x-trajectory-id", identity.trajectory_id.encode())] if identity.trajectory_id else []
+
+
+def _priority(identity: Identity) -> int:
+    """The scheduler's priority, lower is earlier. In hints higher is more urgent, and a strict tier goes before all."""
+    if identity.hints is NO_HINTS:
+        return 0
+    tier, priority = (max(-_MAX_HINT, min(_MAX_HINT, hint or 0)) for hint in _hints(identity))
+    return -(tier * (2 * _MAX_HINT + 1) + priority)
+
+
+def _hints(identity: Identity) -> tuple[int | None, int | None]:
+    return identity.hints.strict_priority, identity.hints.priority

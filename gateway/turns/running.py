@@ -1,0 +1,164 @@
+"""Turns under way: from their arrival at the scheduler, leg after leg, until they are over.
+
+A turn at token level goes on from its last token on another engine; one that passes through starts over there, and only
+while nothing of an answer is out.
+"""
+
+import asyncio
+
+from gateway.clock import Clock
+from gateway.config import Settings
+from gateway.http.client import Client, ClientLeft
+from gateway.http.heartbeat import Heartbeat
+from gateway.http.refusals import Refused, refused_turn, shutting_down, too_many_turns
+from gateway.metrics import Metrics
+from gateway.state.driver import Driver
+from gateway.turns.arrivals import Arrivals
+from gateway.turns.endings import Endings
+from gateway.turns.legs import Begun, Legs
+from gateway.turns.outcome import LegFailed, Outcome, Stopped
+from gateway.turns.repeats import Repeats
+from gateway.turns.staleness import Staleness
+from gateway.turns.turn import Turn
+from scheduling.types import Dispatch, Fault, Refusal, TurnFailed, TurnPaused
+from store.port import Store
+
+
+class RunningTurns:
+    """Runs turns.
+
+    Args:
+        repeats: may join others to a turn while it runs.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        driver: Driver,
+        store: Store,
+        repeats: Repeats,
+        staleness: Staleness,
+        arrivals: Arrivals,
+        legs: Legs,
+        endings: Endings,
+        metrics: Metrics,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._driver = driver
+        self._store = store
+        self._repeats = repeats
+        self._staleness = staleness
+        self._arrivals = arrivals
+        self._legs = legs
+        self._endings = endings
+        self._metrics = metrics
+        self._num_of_key: dict[str, int] = {}
+
+    # --- the beginning and the end --------------------------------------------------------------------------
+
+    def count(self, key: str) -> None:
+        """Count one of a key's turns, until it is over or given up. Raises Refused above the limit."""
+        num = self._num_of_key.get(key, 0)
+        if num >= self._settings.max_turns_per_key:
+            raise too_many_turns(self._settings.max_turns_per_key)
+        self._num_of_key[key] = num + 1
+
+    def give_up(self, turn: Turn) -> None:
+        """A turn that was counted does not arrive."""
+        self._num_of_key[turn.key] -= 1
+
+    def arrive(self, turn: Turn, client: Client) -> None:
+        """Tell the scheduler of a turn that was counted. Raises Refused; then it is over."""
+        ask = turn.ask
+        try:
+            self._staleness.check(ask.trajectory_id)
+        except Refused:
+            self.give_up(turn)
+            raise
+        self._repeats.began(turn)
+        self._driver.begin(turn.turn_id, turn)
+        if ask.wants_stream:
+            turn.heartbeat = Heartbeat(turn.outlet, self._settings.heartbeat_s)
+        client.when_left(turn.left)
+        try:
+            self._driver.post(self._arrivals.arrival(turn))
+        except BaseException:
+            self.over(turn, client)
+            raise
+
+    def over(self, turn: Turn, client: Client) -> None:
+        """A turn that arrived has ended, well or not."""
+        client.unwatch()
+        if turn.heartbeat is not None:
+            turn.heartbeat.stop()
+        self._driver.end(turn.turn_id)
+        self._repeats.ended(turn)
+        self._num_of_key[turn.key] -= 1
+
+    # --- between them ---------------------------------------------------------------------------------------
+
+    async def run(self, turn: Turn, client: Client, begun: Begun | None = None) -> None:
+        """Run the legs of a turn that has arrived, until one finishes; the first may have begun."""
+        try:
+            await self._run_legs(turn, begun)
+        finally:
+            self.over(turn, client)
+
+    async def settled(self, turn: Turn, client: Client, outcome: Outcome) -> None:
+        """Send the answer's end of a turn that has finished, once the store knows of it."""
+        try:
+            await self._settle(turn, outcome)
+        finally:
+            self.over(turn, client)
+
+    async def _run_legs(self, turn: Turn, begun: Begun | None) -> None:
+        dispatch: Dispatch | None = None
+        outcome: Outcome | None = None
+        try:
+            while outcome is None:
+                if begun is None:
+                    dispatch = await turn.next_leg()
+                    turn.first_dispatch_at = turn.first_dispatch_at or self._clock()
+                else:
+                    dispatch = begun.dispatch
+                first, begun = begun, None
+                outcome = await self._run_leg(turn, dispatch, first)
+            self._endings.finished(turn, dispatch, outcome)
+            await self._settle(turn, outcome)
+        except Refused as refused:
+            self._endings.close(turn, "refused" if turn.leg == 0 else "failed", dispatch, refused)
+            raise
+        except (Stopped, asyncio.CancelledError) as stop:
+            fault = (stop.fault if isinstance(stop, Stopped) else None) or Fault.CLIENT_LEFT
+            self._driver.post(TurnFailed(self._clock(), turn.turn_id, turn.leg, fault, can_retry=False))
+            if isinstance(stop, asyncio.CancelledError):  # uvicorn's, at the end of a shutdown's patience
+                told = shutting_down()
+                self._endings.close(turn, "stopped", dispatch, told)
+                raise told from None
+            self._endings.close(turn, "left" if fault is Fault.CLIENT_LEFT else "aborted", dispatch, None)
+            if fault is Fault.CLIENT_LEFT:
+                raise ClientLeft from None
+            raise refused_turn(Refusal.TRAJECTORY_ABORTED, None) from None
+
+    async def _run_leg(self, turn: Turn, dispatch: Dispatch, begun: Begun | None) -> Outcome | None:
+        """How a leg finished; None where another one is to follow it, of which the scheduler knows."""
+        try:
+            return await self._legs.run(turn, dispatch, begun)
+        except LegFailed as failure:
+            can_retry = turn.can_go_on
+            turn.leg_failed(failure.error)
+            self._driver.post(TurnFailed(self._clock(), turn.turn_id, turn.leg, failure.fault, can_retry))
+            if not can_retry or failure.fault is Fault.REQUEST:
+                raise Refused(failure.error) from None
+            self._metrics.retried_legs.labels(failure.fault.value).inc()
+        except Stopped as stop:
+            if stop.fault is not None:
+                raise
+            self._driver.post(TurnPaused(self._clock(), turn.turn_id, turn.leg, turn.num_chunks))
+        return None
+
+    async def _settle(self, turn: Turn, outcome: Outcome) -> None:
+        await self._store.settle(self._settings.settle_timeout_s)
+        self._endings.send(turn, outcome)
