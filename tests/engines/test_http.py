@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import engines.http
+import engines.http.response
 from engines.http import (
     AnswerTooLarge,
     BadResponse,
@@ -243,7 +243,7 @@ async def test_a_slow_reader_slows_the_server() -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(all_sent.wait(), 0.5)
         held = await response.piece(TIMEOUT_S)
-        assert len(held) < 4 * engines.http.HIGH_WATER_BYTES
+        assert len(held) < 4 * engines.http.response.HIGH_WATER_BYTES
         assert len(held) + len(await read(response)) == size
 
 
@@ -415,7 +415,7 @@ async def test_a_released_answer_gives_its_connection_back() -> None:
 
 async def test_a_released_answer_that_does_not_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that sends on has not understood."""
-    monkeypatch.setattr(engines.http, "TRAILER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(engines.http.response, "TRAILER_TIMEOUT_S", 0.05)
     async with talking(starting(STREAM_HEAD)) as (server, http):
         (await http.request("GET", "/")).release()
         await until_left(server)

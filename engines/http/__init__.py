@@ -1,0 +1,41 @@
+"""The one HTTP client of this project: pooled keep-alive connections to one engine, over httptools.
+
+An asyncio.Protocol that hands bytes to its reader as they come, because the HTTP client is most of what a gateway in
+Python costs per request. From the ground up:
+
+- `faults.py`: what a request may raise, and whose fault that is;
+- `response.py`: an answer, awaited or called back, as its bytes come;
+- `connection.py`: a socket's bytes, parsed into the response that they belong to;
+- `pool.py`: the connections to one engine, idle for less than its keep-alive;
+- `client.py`: requests, sent once more where a reused connection had been closed.
+
+Who can do without a coroutine sends with `post_now` and is called back (`Response.watch`).
+"""
+
+from engines.http.client import HttpClient
+from engines.http.faults import (
+    CONNECTION_FAULTS,
+    FAULTS,
+    AnswerTooLarge,
+    BadResponse,
+    ConnectionBroken,
+    EngineUnreachable,
+    NoMoreConnections,
+    ResponseTimeout,
+)
+from engines.http.pool import HttpLimits
+from engines.http.response import Response
+
+__all__ = [
+    "CONNECTION_FAULTS",
+    "FAULTS",
+    "AnswerTooLarge",
+    "BadResponse",
+    "ConnectionBroken",
+    "EngineUnreachable",
+    "HttpClient",
+    "HttpLimits",
+    "NoMoreConnections",
+    "Response",
+    "ResponseTimeout",
+]

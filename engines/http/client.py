@@ -1,0 +1,111 @@
+"""Requests to one engine: written, sent on a connection of the pool, and sent once more where that had been closed.
+
+A reused connection may have been closed by the engine meanwhile. If it ends before a byte of the answer came, nothing
+was served, and the request is sent once more on a new one.
+"""
+
+import asyncio
+import ssl
+from urllib.parse import urlsplit
+
+from engines.http.faults import ConnectionBroken
+from engines.http.pool import HttpLimits, Pool
+from engines.http.response import Response
+
+# Heads of requests that are kept ready: there are some ten targets without a query.
+_MAX_STARTS = 64
+
+
+class HttpClient:
+    """Requests to one engine.
+
+    Args:
+        base_url: scheme, host and port; a path is put before every target.
+        limits: bounds.
+        headers: sent with every request, such as the engine's own API key.
+    """
+
+    def __init__(
+        self, base_url: str, limits: HttpLimits | None = None, headers: tuple[tuple[str, str], ...] = ()
+    ) -> None:
+        parts = urlsplit(base_url)
+        tls = ssl.create_default_context() if parts.scheme == "https" else None
+        port = parts.port or (443 if tls else 80)
+        self._pool = Pool(parts.hostname or "localhost", port, tls, limits or HttpLimits())
+        self._prefix = parts.path.rstrip("/").encode()
+        common = f"host: {parts.netloc.rpartition('@')[2]}\r\n" + "".join(f"{k}: {v}\r\n" for k, v in headers)
+        self._common = common.encode("latin-1")
+        self._starts: dict[tuple[str, str], bytes] = {}
+        self._is_closed = False
+
+    async def request(
+        self, method: str, target: str, body: bytes = b"", headers: bytes = b"", timeout_s: float | None = None
+    ) -> Response:
+        """Send a request and give its response as soon as the head is there.
+
+        Args:
+            target: path and query.
+            headers: further header lines, each ended by CRLF.
+            timeout_s: longest wait for the head; None waits as long as the engine lives.
+
+        Raises:
+            EngineUnreachable, NoMoreConnections: nothing was sent.
+            ConnectionBroken, BadResponse, ResponseTimeout: no usable answer.
+        """
+        data = self._request(method, target, body, headers)
+        connection = self._pool.take()
+        if connection is not None:
+            response = connection.send(data)
+            try:
+                return await _begun(response, timeout_s)
+            except ConnectionBroken:
+                if not response.was_stale or self._is_closed:
+                    raise
+        connection = await self._pool.connect()
+        return await _begun(connection.send(data), timeout_s)
+
+    def post_now(self, target: str, body: bytes, headers: bytes) -> Response | None:
+        """Send a POST on an idle connection; None where there is none. Nothing of its response has come yet."""
+        connection = self._pool.take()
+        return None if connection is None else connection.send(self._request("POST", target, body, headers))
+
+    async def get(self, target: str, timeout_s: float, limit_bytes: int = 16 * 1024 * 1024) -> tuple[int, bytes]:
+        """Status and whole body of a GET."""
+        response = await self.request("GET", target, timeout_s=timeout_s)
+        return response.status, await response.body(limit_bytes, timeout_s)
+
+    async def post(
+        self, target: str, body: bytes, timeout_s: float, limit_bytes: int = 16 * 1024 * 1024
+    ) -> tuple[int, bytes]:
+        """Status and whole body of a POST."""
+        response = await self.request("POST", target, body, timeout_s=timeout_s)
+        return response.status, await response.body(limit_bytes, timeout_s)
+
+    def close(self) -> None:
+        """Close every connection; responses under way break."""
+        self._is_closed = True
+        self._pool.close()
+
+    def _request(self, method: str, target: str, body: bytes, headers: bytes) -> bytes:
+        start = self._starts.get((method, target))
+        if start is None:
+            start = f"{method} ".encode() + self._prefix + target.encode() + b" HTTP/1.1\r\n" + self._common
+            if len(self._starts) < _MAX_STARTS:
+                self._starts[method, target] = start
+        if body:
+            return b"%bcontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n%b" % (
+                start,
+                len(body),
+                headers,
+                body,
+            )
+        return b"%b%b%b\r\n" % (start, b"content-length: 0\r\n" if method == "POST" else b"", headers)
+
+
+async def _begun(response: Response, timeout_s: float | None) -> Response:
+    try:
+        await response.begun(timeout_s)
+    except asyncio.CancelledError:
+        response.close()
+        raise
+    return response

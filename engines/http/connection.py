@@ -1,0 +1,135 @@
+"""One connection to an engine: bytes from the socket through httptools into the response that they belong to.
+
+What is no answer to what was asked closes it: bytes that nobody asked for, two answers to one request, a head without
+end.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+import httptools
+
+from engines.http.faults import BadResponse, ConnectionBroken
+from engines.http.response import Response
+
+HEAD_LIMIT_BYTES = 64 * 1024
+
+
+class Connection(asyncio.Protocol):
+    """One TCP connection: at most one response at a time.
+
+    Args:
+        on_idle: called when it may be used again.
+        on_lost: called when it may not, once.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_idle: Callable[["Connection"], None],
+        on_lost: Callable[["Connection"], None],
+    ) -> None:
+        self._on_idle = on_idle
+        self._on_lost = on_lost
+        self.loop = loop  # to ask for the running one costs a system call each time
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._response: Response | None = None
+        self._head_bytes = 0
+        self._keeps_alive = False
+        self._ends_at_eof = False
+        self.idle_since = 0.0
+        self.closed = False
+
+    def send(self, data: bytes) -> Response:
+        """Write a request; its response has not begun yet."""
+        assert self._transport is not None
+        self._parser = httptools.HttpResponseParser(self)
+        response = self._response = Response(self._transport, self.loop)
+        self._head_bytes = 0
+        self._transport.write(data)
+        return response
+
+    def abort(self) -> None:
+        """Close it at once; a response under way breaks."""
+        if not self.closed and self._transport is not None:
+            self._transport.abort()
+
+    # --- asyncio.Protocol ---------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, but not by inheritance
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None:  # bytes that nobody asked for
+            self.abort()
+            return
+        response = self._response
+        if response is not None:
+            response.has_answered = True
+            if not response.has_begun:
+                self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(BadResponse(f"the engine does not speak HTTP: {error}"))
+            self.abort()
+            return
+        if response is not None and not response.has_begun and self._head_bytes > HEAD_LIMIT_BYTES:
+            self._fail(BadResponse(f"the head of the engine's answer is larger than {HEAD_LIMIT_BYTES} bytes"))
+            self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        self._on_lost(self)
+        if self._ends_at_eof and exc is None and self._response is not None and self._response.has_begun:
+            self._response.finish(None)
+            self._response = None
+        else:
+            self._fail(ConnectionBroken("the engine closed the connection before its answer was complete"))
+
+    def _fail(self, error: Exception) -> None:
+        response = self._response
+        self._response = self._parser = None
+        if response is not None:
+            response.finish(error)
+
+    # --- httptools ----------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._response is None:  # a second answer to one request: what would come next is anyone's guess
+            self._keeps_alive = False
+            self.abort()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._response is not None:
+            self._response.headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        parser, response = self._parser, self._response
+        if parser is None or response is None:
+            return
+        response.status = parser.get_status_code()
+        if response.status < 200:  # an interim answer; the real one follows
+            response.headers.clear()
+            return
+        self._keeps_alive = bool(parser.should_keep_alive())
+        has_length = b"content-length" in response.headers or b"transfer-encoding" in response.headers
+        self._ends_at_eof = not has_length and response.status not in (204, 304)
+        response.begin()
+
+    def on_body(self, data: bytes) -> None:
+        if self._response is not None:
+            self._response.feed(data)
+
+    def on_message_complete(self) -> None:
+        response = self._response
+        if response is None or response.status < 200:
+            return
+        self._response = self._parser = None
+        response.finish(None)
+        if self._keeps_alive:
+            self._on_idle(self)
+        elif self._transport is not None:
+            self._transport.close()

@@ -1,0 +1,95 @@
+"""The connections to one engine: those in use, and those that wait to be used again.
+
+A connection idles for less than the engines' keep-alive (5 s), so a request hardly ever meets a closed socket.
+"""
+
+import asyncio
+import errno
+import ssl
+from dataclasses import dataclass
+
+from engines.http.connection import Connection
+from engines.http.faults import EngineUnreachable, NoMoreConnections
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Bounds of the client.
+
+    Args:
+        connect_timeout_s: an engine on the same network accepts in milliseconds; 5 s is a dead one.
+        max_idle_s: below the 5 s after which vLLM's and SGLang's uvicorn close an idle connection.
+        max_connections: per engine; twice the largest `max_num_seqs` in use, and few enough for 64 engines under the
+            usual limit of a million file descriptors.
+    """
+
+    connect_timeout_s: float = 5.0
+    max_idle_s: float = 3.0
+    max_connections: int = 4096
+
+
+class Pool:
+    """Keeps the connections.
+
+    Args:
+        tls: None speaks plain HTTP.
+    """
+
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, limits: HttpLimits) -> None:
+        self._host = host
+        self._port = port
+        self._tls = tls
+        self._limits = limits
+        self._idle: list[Connection] = []
+        self._all: set[Connection] = set()
+        self._reaper: asyncio.TimerHandle | None = None
+
+    def take(self) -> Connection | None:
+        """An idle connection; None where there is none."""
+        while self._idle:
+            connection = self._idle.pop()
+            idle_s = connection.loop.time() - connection.idle_since
+            if not connection.closed and idle_s < self._limits.max_idle_s:
+                return connection
+            connection.abort()
+        return None
+
+    async def connect(self) -> Connection:
+        """A new one. Raises EngineUnreachable, NoMoreConnections."""
+        if len(self._all) >= self._limits.max_connections:
+            raise NoMoreConnections(f"all {self._limits.max_connections} connections to the engine are in use")
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._limits.connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: Connection(loop, self._keep, self._all.discard), self._host, self._port, ssl=self._tls
+                )
+        except (OSError, TimeoutError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise NoMoreConnections(f"no more file descriptors: {error.strerror}") from None
+            raise EngineUnreachable(f"no connection to the engine: {error or 'timed out'}") from None
+        self._all.add(connection)
+        return connection
+
+    def close(self) -> None:
+        """Close every connection; responses under way break."""
+        if self._reaper is not None:
+            self._reaper.cancel()
+        for connection in list(self._all):
+            connection.abort()
+
+    def _keep(self, connection: Connection) -> None:
+        connection.idle_since = connection.loop.time()
+        self._idle.append(connection)
+        if self._reaper is None:
+            self._reaper = connection.loop.call_later(self._limits.max_idle_s, self._reap)
+
+    def _reap(self) -> None:
+        """Close connections before the engine does; the idle list is ordered by age."""
+        loop = asyncio.get_running_loop()
+        oldest = loop.time() - self._limits.max_idle_s
+        for connection in self._idle:
+            if connection.idle_since <= oldest:
+                connection.abort()
+        self._idle = [connection for connection in self._idle if connection.idle_since > oldest]
+        self._reaper = loop.call_later(self._limits.max_idle_s / 2, self._reap) if self._idle else None

@@ -1,0 +1,282 @@
+"""The answer to one request, as its reader sees it.
+
+A reader awaits (`begun`, `piece`, `pour`, `body`), or is called back (`watch`, `take`); it may begin to await the same
+response at any time. Rules:
+
+1. Reading stops while the reader is slow, so an answer never piles up in memory.
+2. Leaving a response before its end closes its connection; that is how an engine learns to stop.
+3. Behind the last event of a stream comes an empty chunk. A released response lets it come, so that the connection
+   is used again, but nobody waits for it.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from engines.http.faults import AnswerTooLarge, ConnectionBroken, ResponseTimeout
+
+HIGH_WATER_BYTES = 256 * 1024
+# Engines send the empty chunk within a millisecond of the last event.
+TRAILER_TIMEOUT_S = 1.0
+
+
+class Response:
+    """An answer in the making: status and headers are there, the body is read piece by piece.
+
+    Attributes:
+        has_answered: some of it came, if only a part of its head.
+        has_begun: its head came.
+    """
+
+    __slots__ = (
+        "_buffered",
+        "_complete",
+        "_deadline",
+        "_error",
+        "_loop",
+        "_on_news",
+        "_pieces",
+        "_released",
+        "_take",
+        "_timeout_s",
+        "_timer",
+        "_transport",
+        "_waiter",
+        "has_answered",
+        "has_begun",
+        "headers",
+        "status",
+    )
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.has_begun = False
+        self.has_answered = False
+        self._transport = transport
+        self._loop = loop
+        self._pieces: deque[bytes] = deque()
+        self._buffered = 0
+        self._complete = False
+        self._released = False
+        self._error: Exception | None = None
+        self._take: Callable[[bytes], bool] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._on_news: Callable[[], None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timeout_s = self._deadline = 0.0
+
+    # --- for a reader that is called back ---------------------------------------------------------------------
+
+    def watch(self, on_news: Callable[[], None] | None) -> None:
+        """Call this when the head came, a body that nothing takes piles up, or the end came. None: no more.
+
+        A reader that begins to await stops to watch before.
+        """
+        self._on_news = on_news
+
+    def take(self, take: Callable[[bytes], bool] | None) -> None:
+        """Give the body's bytes to this as they come, until it returns False. None: no more."""
+        self._take = take
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of it has come."""
+        return self._complete
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether no more of it will come; who awaits it gets the reason."""
+        return self._error is not None
+
+    @property
+    def is_piled_up(self) -> bool:
+        """Whether no more of it is read until somebody takes what came."""
+        return self._buffered > HIGH_WATER_BYTES
+
+    @property
+    def was_stale(self) -> bool:
+        """Whether it was asked for on a connection that had been closed meanwhile: safe to repeat."""
+        return isinstance(self._error, ConnectionBroken) and not self.has_answered
+
+    def so_far(self) -> bytes:
+        """What came of the body and nothing has taken; it stays here."""
+        pieces = self._pieces
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def break_off(self, error: Exception) -> None:
+        """Have who awaits it get this."""
+        self.finish(error)
+        self._transport.abort()
+
+    # --- for one that awaits ----------------------------------------------------------------------------------
+
+    async def begun(self, timeout_s: float | None) -> None:
+        """Wait for status and headers; None waits as long as the engine lives.
+
+        Raises:
+            ConnectionBroken, BadResponse, ResponseTimeout: no usable answer.
+        """
+        while not self.has_begun and self._error is None:
+            await self._wait(timeout_s)
+        if not self.has_begun and self._error is not None:
+            raise self._error
+
+    async def piece(self, timeout_s: float) -> bytes:
+        """The next bytes of the body, all that are there; b"" at its end.
+
+        Raises:
+            ConnectionBroken, BadResponse, ResponseTimeout: the answer is not complete.
+        """
+        if not self._pieces and not self._complete and self._error is None:
+            await self._wait(timeout_s)
+        if self._pieces:
+            data = self._pieces.popleft() if len(self._pieces) == 1 else b"".join(self._pieces)
+            self._pieces.clear()
+            if self._buffered > HIGH_WATER_BYTES:
+                self._read_on()
+            self._buffered = 0
+            return data
+        if self._error is not None:
+            raise self._error
+        return b""
+
+    async def pour(self, take: Callable[[bytes], bool], timeout_s: float) -> bool:
+        """Give the body's bytes to `take` as they come, within the callback that brings them, until it returns False.
+
+        A reader that awaits `piece` is woken for each of them, which costs more than most do with it.
+
+        Returns: False at the body's end, else True.
+        Raises: as `piece` does, and what `take` raises.
+        """
+        while self._pieces or not (self._complete or self._error):
+            if self._pieces:
+                if not take(await self.piece(timeout_s)):
+                    return True
+                continue
+            self._take = take
+            try:
+                await self._wait(timeout_s)
+            finally:
+                wants_more, self._take = self._take is not None, None
+            if not wants_more:
+                return True
+        if self._error is not None:
+            raise self._error
+        return False
+
+    async def body(self, limit_bytes: int, timeout_s: float) -> bytes:
+        """The whole body. Raises as `piece` does, and AnswerTooLarge above the limit."""
+        if self._complete and self._buffered <= min(limit_bytes, HIGH_WATER_BYTES):  # as most that are not streams
+            return self.so_far()
+        pieces: list[bytes] = []
+        size = 0
+        while data := await self.piece(timeout_s):
+            pieces.append(data)
+            size += len(data)
+            if size > limit_bytes:
+                self.close()
+                raise AnswerTooLarge(f"the engine's answer is larger than {limit_bytes} bytes")
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def close(self) -> None:
+        """Leave it. Unless it is complete or released, its connection is closed, and the engine stops."""
+        if not self._complete and not self._released:
+            self._transport.abort()
+
+    def release(self) -> None:
+        """Leave it, knowing that all that matters has come."""
+        if not self._complete:
+            self._released = True
+            self._loop.call_later(TRAILER_TIMEOUT_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if not self._complete:
+            self._transport.abort()
+
+    # --- called by the connection ---------------------------------------------------------------------------
+
+    def feed(self, data: bytes) -> None:
+        take = self._take
+        if take is not None:
+            self._pour(take, data)
+            return
+        self._pieces.append(data)
+        self._buffered += len(data)
+        is_piled_up = self._buffered > HIGH_WATER_BYTES
+        if is_piled_up:
+            self._read_no_more()
+        if is_piled_up or self._waiter is not None:
+            self._wake()
+
+    def _pour(self, take: Callable[[bytes], bool], data: bytes) -> None:
+        if self._waiter is not None:
+            self._deadline = self._loop.time() + self._timeout_s
+        try:
+            if take(data):
+                return
+        except Exception as error:  # the reader's; it is told where it waits
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_exception(error)
+            elif self._on_news is not None:
+                self.break_off(error)
+        self._take = None
+        self._wake()
+
+    def finish(self, error: Exception | None) -> None:
+        if self._complete or self._error is not None:
+            return
+        if error is None:
+            self._complete = True
+        else:
+            self._error = error
+        if self._timer is not None:
+            self._timer.cancel()
+        self._wake()
+
+    def begin(self) -> None:
+        self.has_begun = True
+        self._wake()
+
+    def _read_no_more(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def _read_on(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _wake(self) -> None:
+        if self._waiter is not None:
+            if not self._waiter.done():
+                self._waiter.set_result(None)
+        elif self._on_news is not None:
+            self._on_news()
+
+    async def _wait(self, timeout_s: float | None) -> None:
+        waiter = self._waiter = self._loop.create_future()
+        if timeout_s is not None:
+            self._timeout_s, self._deadline = timeout_s, self._loop.time() + timeout_s
+            # A timer that fires too early looks again; a new one for each chunk would cost more.
+            if self._timer is None or self._timer.when() > self._deadline:
+                self._set_timer()
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._deadline, self._check_time)
+
+    def _check_time(self) -> None:
+        self._timer = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._loop.time() < self._deadline:
+            self._set_timer()
+            return
+        self._transport.abort()
+        silence = "no byte for" if self.has_begun else "no answer within"
+        self._waiter.set_exception(ResponseTimeout(f"{silence} {self._timeout_s:g} s"))
