@@ -7,18 +7,11 @@ from typing import Any
 
 import orjson
 
-from engines.dialect import (
-    Leg,
-    Observation,
-    ObservationError,
-    Upstream,
-    salted,
-    stream_options,
-    with_fields,
-)
+from engines.dialect import Observation, ObservationError
 from engines.http import HttpClient
 from engines.sglang_tokens import NoTokenRoutes, SglangTokens, facts_of
 from engines.tokens import TokenRoutes
+from engines.upstream import Leg, Upstream, salted, stream_options, with_fields
 
 # The routes whose body takes `rid` and `priority`; the others check their fields or do not know them.
 _TAGGED = frozenset({"/v1/chat/completions", "/v1/completions"})

@@ -11,8 +11,8 @@ from uuid import uuid4
 
 import orjson
 
-from engines.dialect import Upstream
 from engines.tokens import Asking, Delta, Whole, has_tools
+from engines.upstream import Upstream
 
 # What stands before the first call, by parser (function_call/*_detector.py). Left out are those that make a grammar
 # for calls that the model is free not to make, number their calls over the history, or have no such marker.

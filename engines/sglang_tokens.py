@@ -11,12 +11,13 @@ from typing import Any
 
 import orjson
 
-from engines.dialect import Upstream, has_route
+from engines.dialect import has_route
 from engines.http import HttpClient
 from engines.sglang_events import EventReader
 from engines.sglang_messages import MessageReader
 from engines.token_ids import TokenIds, cut_ids, with_ids
 from engines.tokens import Asking, Delta, Piece, Rendered, TokenLeg, Whole
+from engines.upstream import Upstream
 
 _TOKENIZE = "/v1/tokenize"
 _DETOKENIZE = "/v1/detokenize"

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import orjson
 
-from engines.dialect import Upstream
 from engines.token_ids import TokenIds
+from engines.upstream import Upstream
 from scheduling.values import value_class
 
 Event = Mapping[str, Any]

@@ -1,21 +1,14 @@
 """vLLM's dialect, as of 0.32 and 0.33: lower priority is earlier, and closing the connection aborts a request."""
 
 import re
+from math import isfinite, nan
 
 import orjson
 
-from engines.dialect import (
-    Leg,
-    Observation,
-    ObservationError,
-    Upstream,
-    metric_sum,
-    salted,
-    stream_options,
-    with_fields,
-)
+from engines.dialect import Observation, ObservationError
 from engines.http import HttpClient
 from engines.tokens import TokenRoutes
+from engines.upstream import Leg, Upstream, salted, stream_options, with_fields
 from engines.vllm_tokens import VllmTokens, offers_tokens
 
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -54,20 +47,20 @@ class Vllm:
         if status != 200:
             raise ObservationError(f"/metrics answered {status}")
         text = page.decode("utf-8", "replace")
-        running = metric_sum(text, "vllm:num_requests_running")
+        running = _metric_sum(text, "vllm:num_requests_running")
         if running is None:
             raise ObservationError("/metrics has no vllm:num_requests_running")
-        tokens = (metric_sum(text, "vllm:generation_tokens_total") or 0) + (
-            metric_sum(text, "vllm:prompt_tokens_total") or 0
+        tokens = (_metric_sum(text, "vllm:generation_tokens_total") or 0) + (
+            _metric_sum(text, "vllm:prompt_tokens_total") or 0
         )
         return Observation(
             num_running=int(running),
-            num_waiting=int(metric_sum(text, "vllm:num_requests_waiting") or 0),
-            kv_used_share=metric_sum(text, "vllm:kv_cache_usage_perc") or 0.0,
+            num_waiting=int(_metric_sum(text, "vllm:num_requests_waiting") or 0),
+            kv_used_share=_metric_sum(text, "vllm:kv_cache_usage_perc") or 0.0,
             kv_capacity_tokens=_kv_capacity(text),
             slots=None,
             work_counter=tokens,
-            started_at=metric_sum(text, "process_start_time_seconds"),
+            started_at=_metric_sum(text, "process_start_time_seconds"),
         )
 
     async def slots(self, http: HttpClient, timeout_s: float) -> int | None:
@@ -96,3 +89,30 @@ def _kv_capacity(text: str) -> int | None:
         return int(labels["num_gpu_blocks"]) * int(labels["block_size"])
     except (KeyError, ValueError):
         return None
+
+
+def _metric_sum(page: str, name: str) -> float | None:
+    """The sum of all series of one Prometheus metric; None if it is absent. Cost: a search, for pages have 80 KB.
+
+    Raises:
+        ObservationError: a series has no finite value.
+    """
+    total: float | None = None
+    start = 0
+    while (start := page.find(name, start)) >= 0:
+        end = start + len(name)
+        if (start == 0 or page[start - 1] == "\n") and page[end : end + 1] in ("{", " "):
+            line_end = page.find("\n", start)
+            total = (total or 0.0) + _value(page[start : line_end if line_end >= 0 else len(page)])
+        start = end
+    return total
+
+
+def _value(series: str) -> float:
+    try:
+        value = float(series.rpartition("}")[2].split()[0] if "}" in series else series.split()[1])
+    except (IndexError, ValueError):
+        value = nan
+    if not isfinite(value):
+        raise ObservationError(f"the metrics have no value at {series[:100]!r}")
+    return value

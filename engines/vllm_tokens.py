@@ -11,10 +11,11 @@ from typing import Any
 
 import orjson
 
-from engines.dialect import Upstream, has_route
+from engines.dialect import has_route
 from engines.http import HttpClient
 from engines.token_ids import TokenIds, cut_ids, with_ids
 from engines.tokens import Asking, Delta, Event, Piece, Rendered, TokenLeg, Whole, has_tools, parsed
+from engines.upstream import Upstream
 
 _RENDER = "/v1/completions/render"
 _DERENDER = "/v1/completions/derender"

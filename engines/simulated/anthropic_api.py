@@ -13,7 +13,8 @@ from engines.simulated.live import Generation
 from engines.simulated.openai_api import run
 from engines.simulated.outcomes import call_fragment, finish_reason, text_of
 from engines.simulated.routes import Routes
-from engines.simulated.service import Asked, EngineService, Running
+from engines.simulated.running import Asked, Running
+from engines.simulated.service import EngineService
 
 
 def anthropic_routes(service: EngineService, dialect: Dialect) -> Routes:

@@ -9,16 +9,14 @@ import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 from engines.http import FAULTS, HttpClient
 from engines.simulated.exchange import ApiError, Exchange
 from engines.simulated.live import LiveEngine, blocks_of
 from engines.simulated.prefix_cache import Piece
-
-if TYPE_CHECKING:
-    from engines.simulated.service import Asked, Running
+from engines.simulated.running import Asked, Running
 
 FETCH = "/simulate/kv"
 _FETCH_TIMEOUT_S = 10.0
@@ -48,7 +46,7 @@ class KvTransfer:
         self._engine_id = os.urandom(8).hex()
         self._offers: dict[str, _Offer] = {}
 
-    async def fetched(self, asked: "Asked") -> None:
+    async def fetched(self, asked: Asked) -> None:
         """Have the KV here that a request says where to find, if it is there still."""
         params = asked.kv_transfer or {}
         if not params.get("do_remote_prefill"):
@@ -67,7 +65,7 @@ class KvTransfer:
             self._live.adopt(blocks_of(prompt, self._live.block_size, asked.cache_salt))
             self.num_fetched_tokens += len(prompt)
 
-    def offered(self, running: "Running", exchange: Exchange) -> Mapping[str, Any] | None:
+    def offered(self, running: Running, exchange: Exchange) -> Mapping[str, Any] | None:
         """What the answer of a request says of its KV; None where nothing was asked for."""
         asked = running.asked
         if not (asked.kv_transfer or {}).get("do_remote_decode"):

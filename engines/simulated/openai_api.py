@@ -11,7 +11,8 @@ from engines.simulated.fields import Body, flag, integer, items, wishes_of
 from engines.simulated.logprobs import chat_logprobs, completion_logprobs
 from engines.simulated.openai_stream import DONE, OpenAIStream, chat_choice, completion_choice
 from engines.simulated.outcomes import call_id_of, chat_finish_reason, finish_reason, message_of, text_of, usage_of
-from engines.simulated.service import Asked, EngineService, Running
+from engines.simulated.running import Asked, Running
+from engines.simulated.service import EngineService
 
 
 class EventStream(Protocol):

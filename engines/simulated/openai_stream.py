@@ -12,7 +12,8 @@ from engines.simulated.fields import Body, flag, mapping
 from engines.simulated.live import Generation
 from engines.simulated.logprobs import chat_logprobs, completion_logprobs
 from engines.simulated.outcomes import call_fragment, call_id_of, chat_finish_reason, usage_of
-from engines.simulated.service import EngineService, Running
+from engines.simulated.running import Running
+from engines.simulated.service import EngineService
 from engines.simulated.text import Tokenizer
 
 DONE = b"data: [DONE]\n\n"

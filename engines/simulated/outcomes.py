@@ -6,7 +6,7 @@ from engines.simulated.chat import CALL_TAIL, call_head
 from engines.simulated.dialect import Shape
 from engines.simulated.fields import Body
 from engines.simulated.live import Generation
-from engines.simulated.service import Running
+from engines.simulated.running import Running
 
 
 def finish_reason(generation: Generation) -> str:

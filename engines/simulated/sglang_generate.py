@@ -11,7 +11,8 @@ from engines.simulated.fields import ANY_OBJECT, Body, flag, integer, mapping, w
 from engines.simulated.live import Generation
 from engines.simulated.openai_api import prompts_of, run
 from engines.simulated.openai_stream import DONE
-from engines.simulated.service import Asked, EngineService, Running
+from engines.simulated.running import Asked, Running
+from engines.simulated.service import EngineService
 from engines.simulated.sglang_tokens import tools_in
 
 _KNOWN = frozenset(

@@ -16,7 +16,8 @@ from engines.simulated.openai_api import chat_prompt, prompts_of, run
 from engines.simulated.openai_stream import DONE
 from engines.simulated.outcomes import usage_of
 from engines.simulated.routes import Routes
-from engines.simulated.service import Asked, EngineService, Running
+from engines.simulated.running import Asked, Running
+from engines.simulated.service import EngineService
 from engines.simulated.vllm_derender import derender_routes
 from engines.simulated.vllm_dialect import VllmDialect
 

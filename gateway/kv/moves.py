@@ -19,9 +19,9 @@ from typing import Any
 
 import orjson
 
-from engines.dialect import Leg
 from engines.http import FAULTS
 from engines.kv import LEASE_S, Held, fetching, held, offering, one_token, releasing
+from engines.upstream import Leg
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine

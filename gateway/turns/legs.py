@@ -6,7 +6,6 @@ Whatever an engine does instead of answering becomes a LegFailed that says whose
 import asyncio
 from collections.abc import Callable
 
-from engines.dialect import Leg, Upstream
 from engines.http import (
     CONNECTION_FAULTS,
     FAULTS,
@@ -16,6 +15,7 @@ from engines.http import (
     Response,
     ResponseTimeout,
 )
+from engines.upstream import Leg, Upstream
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine

@@ -10,9 +10,9 @@ from typing import Any
 
 import orjson
 
-from engines.dialect import Upstream
 from engines.http import HttpClient
 from engines.tokens import Delta, TokenRoutes, Whole
+from engines.upstream import Upstream
 from gateway.http.errors import api_error
 from gateway.messages.answers import Usage, openai_reason
 from gateway.turns.ask import Ask

@@ -10,9 +10,10 @@ from typing import Any
 import orjson
 import pytest
 
-from engines.dialect import Dialect, Leg, Observation
+from engines.dialect import Dialect, Observation
 from engines.http import HttpClient, HttpLimits, Response
 from engines.probe import discover
+from engines.upstream import Leg
 from tests.support.rounds import came_about, num_ended
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

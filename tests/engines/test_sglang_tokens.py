@@ -9,7 +9,6 @@ import httpx
 import orjson
 import pytest
 
-from engines.dialect import Upstream
 from engines.http import HttpClient
 from engines.probe import discover, tells_tokens
 from engines.sglang_messages import MessageReader
@@ -19,6 +18,7 @@ from engines.simulated.settings import SimulatedEngineSettings
 from engines.simulated.text import ASSISTANT, END, Tokenizer
 from engines.token_ids import TokenIds
 from engines.tokens import Asking, Delta, Piece, Rendered, TokenLeg, Whole
+from engines.upstream import Upstream
 from tests.support.engine import fixed, recorded_engine
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 40}

@@ -1,0 +1,55 @@
+"""A request's choices: as they were asked for, and on their way."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engines.simulated.answers import Wish
+from engines.simulated.live import Generation, Signal
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request's choices, ready to run.
+
+    Args:
+        id: the answer's id, by which the request can be aborted.
+        prompts: one for each wish; choices of the same prompt share its list.
+        prompt_tokens: of all prompts, each counted once.
+        priority: lower goes earlier, whatever the dialect's own sign is.
+        kv_transfer: vLLM's `kv_transfer_params`.
+    """
+
+    id: str
+    prompts: Sequence[list[int]]
+    wishes: Sequence[Wish]
+    prompt_tokens: int
+    priority: int = 0
+    cache_salt: str = ""
+    is_stream: bool = False
+    kv_transfer: Mapping[str, Any] | None = None
+
+
+class Running:
+    """The choices of one request on their way."""
+
+    __slots__ = ("asked", "created", "generations", "kv_offer", "over", "signal")
+
+    def __init__(self, asked: Asked, generations: list[Generation], signal: Signal) -> None:
+        self.asked = asked
+        self.generations = generations
+        self.signal = signal
+        self.over = asyncio.Event()
+        self.created = int(time.time())
+        self.kv_offer: Mapping[str, Any] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return all(generation.ended_at is not None for generation in self.generations)
+
+    async def end(self) -> None:
+        """Returns when the last choice has ended."""
+        while not self.is_over:
+            await self.signal.wait()
