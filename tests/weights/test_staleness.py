@@ -75,13 +75,17 @@ async def test_what_runs_when_it_becomes_too_stale_ends_with_the_same_error(kind
     async with gateway_before(kind, 5.0, max_staleness=1, token_legs=token_legs) as client:
         await complete(client, "old", PROMPT, 5)
         await update(client, "v1")
-        path, body = "/t/{}/v1/completions", body_of(PROMPT, 400)
-        turns = [asyncio.create_task(client.post(path.format(name), json=body)) for name in ("old", "young")]
-        await eventually(lambda: has_legs(client, 2), 60)
-        await update(client, "v2")
-        old, young = await asyncio.gather(*turns)
-        assert (old.status_code, old.json()["error"]["code"]) == (409, "too_stale"), old.text
-        assert young.status_code == 200
+        path, events = "/t/{}/v1/completions", []
+        old = asyncio.create_task(client.post(path.format("old"), json=body_of(PROMPT, 1_000)))
+        async with client.stream("POST", path.format("young"), json=body_of(PROMPT, 1_000, stream=True)) as young:
+            async for line in young.aiter_lines():
+                if line.startswith("data: {") and not events:  # it has a token of v1
+                    await eventually(lambda: has_legs(client, 2), 60)
+                    await update(client, "v2")
+                events += [line] if line else []
+        refused = await old
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "too_stale"), refused.text
+        assert young.status_code == 200 and events[-1] == "data: [DONE]"
         assert (await last_turn(client, "young"))["weight_versions"] == ["v1", "v2"]
 
 

@@ -134,7 +134,7 @@ async def test_an_engine_that_fails_at_a_step_is_held_and_costs_the_fleet_nothin
 ) -> None:
     """The others get the weights; it gets no turns, its own go on elsewhere, and the same POST again brings it back."""
     bad = engine(kind, Fault(fault, path=path, count=1), speed_up=5.0)
-    limits = {"weight_pause_timeout_s": 0.5, "weight_load_timeout_s": 0.5, "retry_pause_s": 0.1}
+    limits = {"weight_pause_timeout_s": 2.0, "weight_load_timeout_s": 2.0, "retry_pause_s": 0.1}
     async with fleet(engine(kind), bad, **limits) as (client, (good_id, bad_id)):
         await client.post(f"/v1/engines/{good_id}/cordon", headers=ADMIN)
         turn = asyncio.create_task(complete(client, "one", "Go on.", 300))
