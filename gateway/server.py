@@ -51,10 +51,11 @@ async def serving(settings: Settings) -> AsyncIterator[Listening]:
     async with gateway(settings) as front:
         host, port = listener.getsockname()[:2]
         app: Any = front
+        protocol: Any = bounded_protocol(2 * settings.max_header_bytes, settings.body_timeout_s, front.take)
         config = uvicorn.Config(
             app,
             loop="none",
-            http=bounded_protocol(2 * settings.max_header_bytes, settings.body_timeout_s, front.take),
+            http=protocol,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -5,6 +5,7 @@ below ASGI.
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -20,8 +21,8 @@ _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
 def bounded_protocol(
     max_head_bytes: int, head_timeout_s: float, take: Callable[[Exchange], bool]
-) -> type[HttpToolsProtocol]:
-    """The protocol class with these bounds.
+) -> Callable[..., HttpToolsProtocol]:
+    """What makes the protocol of a connection, with these bounds; the rest of its arguments are uvicorn's.
 
     Args:
         max_head_bytes: of a request line with all headers. It guards memory only, for it is looked at as bytes come;
@@ -29,100 +30,109 @@ def bounded_protocol(
         head_timeout_s: from the connection, or a later head's first byte, to that head's end.
         take: serves a request that is all there without a task; False leaves it to the application. Raises nothing.
     """
+    return partial(_BoundedProtocol, max_head_bytes, head_timeout_s, take)
 
-    class BoundedProtocol(HttpToolsProtocol):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._in_head = False
-            self._head_bytes = 0
-            self._served: Exchange | None = None
-            self._unserved: Exchange | None = None
-            self._timer: asyncio.TimerHandle | None = self.loop.call_later(head_timeout_s, transport.close)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_timer()
-            super().connection_lost(exc)
-            if self._served is not None:
-                self._served.left()
+class _BoundedProtocol(HttpToolsProtocol):
+    def __init__(
+        self, max_head_bytes: int, head_timeout_s: float, take: Callable[[Exchange], bool], **uvicorn: Any
+    ) -> None:
+        super().__init__(**uvicorn)
+        self._max_head_bytes = max_head_bytes
+        self._head_timeout_s = head_timeout_s
+        self._take = take
+        self._in_head = False
+        self._head_bytes = 0
+        self._served: Exchange | None = None
+        self._unserved: Exchange | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
-        def data_received(self, data: bytes) -> None:
-            was_in_head = self._in_head
-            super().data_received(data)
-            if self._unserved is not None:
-                self._serve(self._unserved)
-            if not self._in_head:
-                return
-            self._head_bytes = len(data) + (self._head_bytes if was_in_head else 0)
-            if self._head_bytes > max_head_bytes:
-                self._refuse(headers_too_large(max_head_bytes))
-            elif self._timer is None:
-                self._timer = self.loop.call_later(head_timeout_s, self.transport.close)
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(self._head_timeout_s, transport.close)
 
-        def on_message_begin(self) -> None:
-            self._in_head = True
-            super().on_message_begin()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+        if self._served is not None:
+            self._served.left()
 
-        def on_headers_complete(self) -> None:
-            self._in_head = False
-            self._stop_timer()
-            version = self.parser.get_http_version()
-            url = httptools.parse_url(self.url)
-            path = url.path.decode("ascii")
-            self.scope["http_version"] = version
-            self.scope["method"] = self.parser.get_method().decode("ascii")
-            self.scope["path"] = unquote(path) if "%" in path else path
-            self.scope["raw_path"] = url.path
-            self.scope["query_string"] = url.query or b""
-            before = self.cycle
-            self.cycle = Exchange(
-                scope=self.scope,
-                transport=self.transport,
-                flow=self.flow,
-                logger=self.logger,
-                access_logger=self.access_logger,
-                access_log=self.access_log,
-                default_headers=self.server_state.default_headers,
-                message_event=asyncio.Event(),
-                expect_100_continue=self.expect_100_continue,
-                keep_alive=version != "1.0" and self.parser.should_keep_alive(),
-                on_response=self.on_response_complete,
-            )
-            self.cycle.start_task = self._start_asgi_task
-            if before is None or before.response_complete:
-                self._unserved = self.cycle  # until all bytes that are here were read
-            else:  # pipelined: it is served when the answers before it are out
-                self.flow.pause_reading()
-                self.pipeline.appendleft((self.cycle, self.app))
+    def data_received(self, data: bytes) -> None:
+        was_in_head = self._in_head
+        super().data_received(data)
+        if self._unserved is not None:
+            self._serve(self._unserved)
+        if not self._in_head:
+            return
+        self._head_bytes = len(data) + (self._head_bytes if was_in_head else 0)
+        if self._head_bytes > self._max_head_bytes:
+            self._refuse(headers_too_large(self._max_head_bytes))
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self._head_timeout_s, self.transport.close)
 
-        def _serve(self, exchange: Exchange) -> None:
-            self._unserved = None
-            self._served = exchange
-            if exchange.more_body or self.transport.is_closing() or not take(exchange):
-                self._start_asgi_task(exchange, self.app)
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        super().on_message_begin()
 
-        def shutdown(self) -> None:
-            super().shutdown()
-            if self._served is not None and self._served.hand_over is not None:
-                self._served.hand_over()
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_timer()
+        version = self.parser.get_http_version()
+        url = httptools.parse_url(self.url)
+        path = url.path.decode("ascii")
+        self.scope["http_version"] = version
+        self.scope["method"] = self.parser.get_method().decode("ascii")
+        self.scope["path"] = unquote(path) if "%" in path else path
+        self.scope["raw_path"] = url.path
+        self.scope["query_string"] = url.query or b""
+        before = self.cycle
+        self.cycle = Exchange(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=version != "1.0" and self.parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        self.cycle.start_task = self._start_asgi_task
+        if before is None or before.response_complete:
+            self._unserved = self.cycle  # until all bytes that are here were read
+        else:  # pipelined: it is served when the answers before it are out
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, self.app))
 
-        def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-            self._served = cycle
-            super()._start_asgi_task(cycle, app)
+    def _serve(self, exchange: Exchange) -> None:
+        self._unserved = None
+        self._served = exchange
+        if exchange.more_body or self.transport.is_closing() or not self._take(exchange):
+            self._start_asgi_task(exchange, self.app)
 
-        def send_400_response(self, msg: str) -> None:
-            self._refuse(bad_request(msg, code="bad_http"))
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._served is not None and self._served.hand_over is not None:
+            self._served.hand_over()
 
-        def _refuse(self, refused: Refused) -> None:
-            if self.cycle is None or self.cycle.response_complete:  # else it would land within another answer
-                body = error_body("other", refused.error)
-                head = b"HTTP/1.1 %d %s\r\n" % (refused.error.status, _REASONS[refused.error.status])
-                head += b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-                self.transport.write(head + body)
-            self.transport.close()
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
 
-        def _stop_timer(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(bad_request(msg, code="bad_http"))
 
-    return BoundedProtocol
+    def _refuse(self, refused: Refused) -> None:
+        if self.cycle is None or self.cycle.response_complete:  # else it would land within another answer
+            body = error_body("other", refused.error)
+            head = b"HTTP/1.1 %d %s\r\n" % (refused.error.status, _REASONS[refused.error.status])
+            head += b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            self.transport.write(head + body)
+        self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -159,7 +159,7 @@ def _usage_at_end(body: bytes) -> Usage | None:
     start = body.rfind(b'"usage"')
     if start < 0:
         return None
-    counts = {name: int(number) for name, number in reversed(_COUNT.findall(body, start))}
+    counts = {name: int(number) for name, number in _COUNT.findall(body, start)[::-1]}
     if b"prompt_tokens" not in counts:
         return None
     return Usage(counts[b"prompt_tokens"], counts.get(b"completion_tokens", 0), counts.get(b"cached_tokens"))

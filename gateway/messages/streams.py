@@ -27,6 +27,7 @@ _MARKS = {
 }
 # An answer cut by its token limit is one all the same, and its client goes on from it.
 _ENDS_OF_RESPONSES = ("response.completed", "response.incomplete")
+_LAST_OF_RESPONSES = (*_ENDS_OF_RESPONSES, "response.failed")
 
 
 class StreamReader:
@@ -196,7 +197,7 @@ class StreamReader:
 
     def _read_response(self, parsed: dict[str, Any]) -> None:
         response = parsed.get("response")
-        if parsed.get("type") in (*_ENDS_OF_RESPONSES, "response.failed"):
+        if parsed.get("type") in _LAST_OF_RESPONSES:
             response = response if isinstance(response, dict) else {}
             status = response.get("status") or str(parsed["type"]).removeprefix("response.")
             self.usage = usage_of(response.get("usage"))
