@@ -134,7 +134,10 @@ class SimulatedEngine:
     def keep(self, at: float, pieces: Sequence[Piece]) -> bool:
         """Pin pieces until they are let go, for another engine is to fetch them; False where there is no room."""
         self._run_until(at)
-        is_kept = self._kv.keep(pieces, self._num_made())
+        made = self._num_made()
+        if self._is_in_step():  # whose tokens come before anybody can be preempted for them
+            made += self._batch.num_decoding
+        is_kept = self._kv.keep(pieces, made)
         if is_kept:
             self._change_batch()
         return is_kept
@@ -212,7 +215,7 @@ class SimulatedEngine:
     def _change_batch(self) -> None:
         """Lets the batch change when the current step ends, which is now if the engine stands between two steps."""
         run = self._run
-        if run and run.end_of(run.num_done) < self._now:
+        if run and self._is_in_step():
             run.num_steps = run.num_done + 1
             return
         if run:
@@ -229,6 +232,9 @@ class SimulatedEngine:
     def _begin_run(self) -> None:
         if self._paused != "keep":
             self._run = self._batching.begin(self._now)
+
+    def _is_in_step(self) -> bool:
+        return self._run is not None and self._run.end_of(self._run.num_done) < self._now
 
     def _num_done(self) -> int:
         return self._run.num_done if self._run else 0

@@ -307,6 +307,31 @@ def test_a_pause_that_keeps_freezes_and_loses_nothing() -> None:
     assert run_to_end(engine)[-1].at == pytest.approx(60 + 0.0011 * (20 - frozen), rel=0.01)
 
 
+def test_what_is_kept_for_another_engine_leaves_room_for_the_step_under_way() -> None:
+    """Blocks pinned in the middle of a step are refused where its token would find no room; else growth preempts."""
+    kept = [(("kept", i), BLOCK_TOKENS) for i in range(4)]
+    answers = []
+    for num_steps in range(1, 8):
+        engine = SimulatedEngine(profile(kv_capacity_tokens=120), chunk_tokens=100, block_tokens=BLOCK_TOKENS)
+        engine.submit(0.0, SimulatedSequence("long", 100, 20, nothing_cached))
+        for _ in range(num_steps):
+            at = engine.next_step_at()
+            assert at is not None
+            engine.advance(at)
+        ends_at = engine.next_step_at()
+        assert ends_at is not None
+        answers.append(engine.keep((at + ends_at) / 2, kept))
+        events = engine.advance(60.0)
+        if answers[-1]:
+            assert "preempted" in [event.kind for event in events], "20 tokens grow beside 16 that are kept"
+            engine.let_go(60.0, kept)
+            events += run_to_end(engine)
+        assert events[-1].kind == "finished"
+        assert events[-1].num_generated == 20
+    # 19 tokens are free after the first one: 16 are kept, and 1 is for the step under way.
+    assert answers == [True, True, True, False, False, False, False]
+
+
 def test_a_sequence_that_can_never_fit_is_refused() -> None:
     """Else it would be preempted for ever."""
     engine = SimulatedEngine(profile(kv_capacity_tokens=100))
