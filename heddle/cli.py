@@ -3,11 +3,14 @@
 import argparse
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
 import uvloop
+
+from heddle.arguments import Parser
 
 # Name, help, and the module with its `add_arguments` and `run`. Only the one that is asked for is imported: all of them
 # take 2.5 s of a core, a simulated engine alone 0.3 s, and fleets start them by the dozen.
@@ -22,14 +25,15 @@ _VERBS = (
     ("demo", "Run a rollout on simulated engines, with and without Heddle.", "heddle.demo"),
     ("simulate", "Compare policies in virtual time.", "heddle.simulate"),
     ("real", "Run a rollout on real vLLM without a GPU, with and without Heddle.", "heddle.real"),
-    ("replay", "Drive any OpenAI base_url with agent trajectories.", "loadtest.command"),
+    ("replay", "Drive any OpenAI base_url with agent trajectories.", "heddle.replay"),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb; its exit status is the process's."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog="heddle", description="An OpenAI-compatible gateway for agentic RL rollouts.")
+    parser = Parser(prog="heddle", description="An OpenAI-compatible gateway for agentic RL rollouts.")
+    parser.add_argument("--version", action="version", version=_version() if "--version" in arguments else "")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     module: ModuleType | None = None
     for name, text, module_name in _VERBS:
@@ -37,14 +41,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if [name] == list(arguments[:1]):
             module = importlib.import_module(module_name)
             module.add_arguments(verb)
-    parsed = parser.parse_args(arguments)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        verbs.choices[parsed.verb].error(f"unknown argument {unknown[0]!r}")
     assert module is not None, "the parser ends the program where no verb is given"
     try:
         ran = module.run(parsed)
         status: int = uvloop.run(ran) if inspect.iscoroutine(ran) else ran
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `heddle ... | head`: whoever read has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return status
+
+
+def _version() -> str:
+    from importlib.metadata import version  # a tenth of a simulated engine's start
+
+    return version("heddle")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import uvloop
 from rich.console import Console
 
 from engines.children import LaunchError, child, free_port
+from heddle.arguments import count, positive
 from heddle.rollouts import START_TIMEOUT_S, local_gateway, play
 from loadtest.display import print_results
 from loadtest.replayer import ReplaySettings
@@ -37,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What one may vary."""
     parser.epilog = _EPILOG
     parser.add_argument("--law", default="coding", help="coding, search or math, alone or with -light, -heavy, -pareto")
-    parser.add_argument("--trajectories", type=int, default=128)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--slots", type=int, default=32, help="turns that an engine runs at once")
-    parser.add_argument("--kv-tokens", type=int, default=60_000, help="KV that an engine holds")
-    parser.add_argument("--scale", type=float, default=0.7, help="multiplies lengths")
-    parser.add_argument("--speed-up", type=float, default=10.0, help="virtual seconds per second")
+    parser.add_argument("--trajectories", type=count, default=128, metavar="N", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=1, help="another one is another rollout")
+    parser.add_argument("--engines", type=count, default=4, metavar="N", help="default: %(default)s")
+    parser.add_argument("--slots", type=count, default=32, help="turns that an engine runs at once")
+    parser.add_argument("--kv-tokens", type=count, default=60_000, help="KV that an engine holds")
+    parser.add_argument("--scale", type=positive, default=0.7, help="multiplies lengths")
+    parser.add_argument("--speed-up", type=positive, default=10.0, help="virtual seconds per second")
     parser.add_argument("--work-dir", type=Path, default=Path(".work/demo"), help="for logs and stores")
 
 
@@ -51,7 +52,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Play both; 1 if a turn failed."""
     try:
         return uvloop.run(_run(parsed))
-    except (LaunchError, ValueError) as error:
+    except (LaunchError, OSError, ValueError) as error:
         print(f"heddle demo: {error}", file=sys.stderr)
         return 2
 

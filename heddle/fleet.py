@@ -15,10 +15,10 @@ from controller.fleet_file import ADMIN_KEY_VARIABLE
 _TIMEOUT_S = 30.0
 _EPILOG = """examples:
   heddle fleet show
-  heddle fleet plan            what the last plan says, and its steps
-  heddle fleet plan 2xTP4      the steps to two engines of TP 4
+  heddle fleet plan            # what the last plan says, and its steps
+  heddle fleet plan 2xTP4      # the steps to two engines of TP 4
   HEDDLE_ADMIN_KEY=... heddle fleet scale 4xTP1 2xTP2
-  HEDDLE_ADMIN_KEY=... heddle fleet scale --plans     let plans decide again
+  HEDDLE_ADMIN_KEY=... heddle fleet scale --plans     # let plans decide again
   HEDDLE_ADMIN_KEY=... heddle fleet drain SERVER
 """
 
@@ -30,7 +30,7 @@ class _Failed(Exception):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Verbs and where the controller is."""
     parser.epilog = _EPILOG
-    parser.add_argument("what", choices=("show", "plan", "scale", "drain"))
+    parser.add_argument("what", choices=("show", "plan", "scale", "drain"), help="see the examples")
     parser.add_argument("of", nargs="*", metavar="COUNTxTP | SERVER", help="engines such as 2xTP4, or a server's id")
     parser.add_argument("--plans", action="store_true", help="with scale: let plans decide again")
     parser.add_argument("--controller", default="http://127.0.0.1:8070", metavar="URL", help="default: %(default)s")
@@ -41,18 +41,26 @@ def run(parsed: argparse.Namespace) -> int:
     """1 if the controller said no or is not there, 2 if the command makes no sense."""
     try:
         answer = _asked(parsed)
+        told = _plan(answer) if parsed.what == "plan" else _fleet(answer)
     except _Failed as failed:
         print(f"heddle fleet: {failed}", file=sys.stderr)
         return 1
     except ValueError as error:
         print(f"heddle fleet: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(answer, indent=2) if parsed.json else _plan(answer) if parsed.what == "plan" else _fleet(answer))
+    except (KeyError, TypeError, AttributeError) as error:
+        print(f"heddle fleet: what answers at {parsed.controller} is no controller ({error!r})", file=sys.stderr)
+        return 1
+    print(json.dumps(answer, indent=2) if parsed.json else told)
     return 0
 
 
 def _asked(parsed: argparse.Namespace) -> Any:
+    if not parsed.controller.startswith(("http://", "https://")):
+        raise ValueError(f"--controller: a URL such as http://127.0.0.1:8070 is wanted, not {parsed.controller!r}")
     match parsed.what:
+        case "show" if parsed.of:
+            raise ValueError(f"show takes nothing more, such as {parsed.of[0]!r}")
         case "show":
             return _ask(parsed.controller, "GET", "/v1/fleet")
         case "plan":
@@ -73,7 +81,8 @@ def _sizes(texts: list[str]) -> list[int]:
     """`["2xTP4", "1x1"]` is `[4, 4, 1]`."""
     sizes: list[int] = []
     for text in texts:
-        found = re.fullmatch(r"(\d+)x(?:TP)?(\d+)", text, re.IGNORECASE)
+        # No fleet has 10,000 engines: who writes more has slipped, and would wait long for the list.
+        found = re.fullmatch(r"(\d{1,4})x(?:TP)?([1-9]\d{0,3})", text, re.IGNORECASE)
         if not found:
             raise ValueError(f"{text!r} is not COUNTxTP, such as 2xTP4")
         sizes += [int(found[2])] * int(found[1])
@@ -98,7 +107,7 @@ def _ask(url: str, method: str, target: str, body: dict[str, Any] | None = None)
             message = f"status {error.code}: {said[:300]}"
         raise _Failed(message) from None
     except (OSError, ValueError) as error:
-        raise _Failed(f"no controller at {url}: {error}") from None
+        raise _Failed(f"no controller at {url}: {getattr(error, 'reason', error)}") from None
 
 
 def _fleet(told: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from heddle.arguments import out_file
 from workloads.importers import READERS, detect_format, import_trace
 from workloads.importers.native import write_trace
 from workloads.traces import TraceError
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What one may vary."""
     parser.epilog = _EPILOG
     parser.add_argument("file", type=Path, help="a trace or a log; for kv-cache-tester a folder of them, too")
-    parser.add_argument("--out", type=Path, required=True, help="the trace to write, gzipped if it ends in .gz")
+    parser.add_argument("--out", type=out_file, required=True, help="the trace to write, gzipped if it ends in .gz")
     parser.add_argument("--format", choices=sorted(READERS), help="the form of the file; without it, it is found out")
 
 

@@ -3,17 +3,22 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
-from predictor.evaluation import Split, evaluate, folds, markdown
+from heddle.arguments import count, out_file
+from predictor.evaluation import MIN_TRAJECTORIES, Split, evaluate, folds, markdown
 from predictor.named import PREDICTORS, predictor_named
 from predictor.training import learn_events, learn_trajectories
 from workloads.laws import draw, law_named
 from workloads.traces import load_trace
 from workloads.trajectories import Trajectory
 
-_EPILOG = """examples:
-  heddle predictor train --events events.jsonl --out model.json
-  heddle predictor train --trace trace.jsonl.gz --law coding --out model.json
+_TRAINED = """examples:
+  heddle predictor train --events events.jsonl --out model
+  heddle predictor train --trace trace.jsonl.gz --law coding --out model
+  heddle serve --config heddle.toml     # with predictor_model = "model" in it
+"""
+_EVALUATED = """examples:
   heddle predictor evaluate --law coding --law math-heavy
   heddle predictor evaluate --trace trace.jsonl.gz --arrival chained --markdown
 """
@@ -21,13 +26,13 @@ _EPILOG = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What one sets of both."""
-    parser.epilog = _EPILOG
+    parser.epilog = "`heddle predictor VERB --help` has examples."
     verbs = parser.add_subparsers(dest="deed", required=True, metavar="VERB")
-    train = verbs.add_parser("train", help="learn from traces, laws and event logs, one after the other")
+    train = _verb(verbs, "train", "learn from traces, laws and event logs, one after the other", _TRAINED)
     train.add_argument("--events", action="append", default=[], type=Path, metavar="FILE", help="a gateway's event log")
-    train.add_argument("--out", required=True, type=Path, metavar="MODEL")
-    train.add_argument("--predictor", choices=tuple(PREDICTORS), default="tabular")
-    evaluated = verbs.add_parser("evaluate", help="compare predictors, and each with single features")
+    train.add_argument("--out", required=True, type=out_file, metavar="MODEL", help="the model to write")
+    train.add_argument("--predictor", choices=tuple(PREDICTORS), default="tabular", help="default: %(default)s")
+    evaluated = _verb(verbs, "evaluate", "compare predictors, and each with single features", _EVALUATED)
     evaluated.add_argument("--predictor", action="append", choices=tuple(PREDICTORS), help="default: all")
     evaluated.add_argument(
         "--arrival",
@@ -35,14 +40,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="together",
         help="all trajectories start at once, or each sibling when the one before it has ended",
     )
-    evaluated.add_argument("--folds", type=int, default=5, help="of a trace, split by group")
+    evaluated.add_argument("--folds", type=_folds, default=5, help="of a trace, split by group (default: 5)")
     evaluated.add_argument("--cold", action="store_true", help="learn nothing before")
     evaluated.add_argument("--markdown", action="store_true", help="leave out what is for a terminal only")
     for one in (train, evaluated):
-        one.add_argument("--trace", action="append", default=[], type=Path, metavar="FILE")
+        one.add_argument(
+            "--trace",
+            action="append",
+            default=[],
+            type=Path,
+            metavar="FILE",
+            help="JSON lines of trajectories, .gz or not",
+        )
         one.add_argument("--law", action="append", default=[], metavar="LAW", help="coding, search, math-heavy, ...")
-        one.add_argument("--trajectories", type=int, default=1_600, help="drawn of a law")
-        one.add_argument("--seed", type=int, default=1)
+        one.add_argument(
+            "--trajectories", type=count, default=1_600, metavar="N", help="drawn of a law (default: %(default)s)"
+        )
+        one.add_argument("--seed", type=int, default=1, help="of what is drawn (default: %(default)s)")
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -52,6 +66,23 @@ def run(parsed: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"heddle predictor {parsed.deed}: {error}", file=sys.stderr)
         return 2
+
+
+def _verb(verbs: Any, name: str, text: str, epilog: str) -> argparse.ArgumentParser:
+    verb: argparse.ArgumentParser = verbs.add_parser(
+        name,
+        help=text,
+        description=f"{text.capitalize()}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return verb
+
+
+def _folds(text: str) -> int:
+    if count(text) < 2:
+        raise argparse.ArgumentTypeError("at least 2 are wanted: one to be asked about, the others to learn from")
+    return int(text)
 
 
 def _train(parsed: argparse.Namespace) -> int:
@@ -81,6 +112,8 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     for name, splits in sources:
         splits = [((), asked) for _, asked in splits] if parsed.cold else splits
         rows = evaluate(splits, parsed.arrival, parsed.predictor or tuple(PREDICTORS))
+        if not rows:
+            raise ValueError(f"{name}: under {MIN_TRAJECTORIES} trajectories, of which nothing can be said")
         learned = "nothing learned before" if parsed.cold else "other groups learned before"
         print(f"### {name}: {parsed.arrival}, {learned}\n\n{markdown(rows)}")
         if not parsed.markdown:

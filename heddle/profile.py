@@ -24,6 +24,7 @@ from engines.dialect import ObservationError
 from engines.http import BadResponse, ConnectionBroken, EngineUnreachable, HttpClient, ResponseTimeout
 from engines.probe import discover
 from engines.profiling import Batch, Fit, Measurement, fit, plan, to_toml
+from heddle.arguments import count, out_file, whole
 from scheduling.cost import EngineProfile
 
 _PROBE_TIMEOUT_S = 60.0  # Seen: over 10 s, from a vLLM that had just started on a busy machine.
@@ -52,11 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What one may say of the engine and the file."""
     parser.epilog = _EPILOG
     parser.add_argument("engine", help="base URL of a vLLM or SGLang server, without /v1")
-    parser.add_argument("--out", type=Path, default=Path("profile.toml"), help="the file to write")
+    parser.add_argument("--out", type=out_file, default=Path("profile.toml"), help="the file to write")
     parser.add_argument("--model", help="the served model (default: the first one)")
     parser.add_argument("--name", default="model-gpu-tp1", help="the profile's name: MODEL-GPU-tpN (%(default)s)")
-    parser.add_argument("--slots", type=int, help="turns it runs at once, if it does not say: vLLM's --max-num-seqs")
-    parser.add_argument("--kv-bytes-per-token", type=int, default=0, help="no engine says it (default: 0, not known)")
+    parser.add_argument("--slots", type=count, help="turns it runs at once, if it does not say: vLLM's --max-num-seqs")
+    parser.add_argument("--kv-bytes-per-token", type=whole, default=0, help="no engine says it (default: 0, not known)")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter batches, each once")
 
 

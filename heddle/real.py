@@ -13,6 +13,7 @@ from engines.children import LaunchError
 from engines.http import HttpClient
 from engines.local_vllm import DEFAULT_VENV, LocalVllm, launch_all
 from engines.tiny_model import make_tiny_model
+from heddle.arguments import count
 from heddle.rollouts import local_gateway, play
 from loadtest.display import print_results
 from loadtest.replayer import ReplaySettings
@@ -33,12 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What one may vary."""
     parser.epilog = _EPILOG
     parser.add_argument("--trace", type=Path, help="JSON lines of trajectories; without it, the coding law")
-    parser.add_argument("--trajectories", type=int, default=32)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--engines", type=int, default=2)
-    parser.add_argument("--slots", type=int, default=4, help="turns that an engine runs at once")
-    parser.add_argument("--max-context-tokens", type=int, default=3_000, help="lengths are scaled to fit")
-    parser.add_argument("--max-turns", type=int, default=12)
+    parser.add_argument("--trajectories", type=count, default=32, metavar="N", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=1, help="another one is another rollout")
+    parser.add_argument("--engines", type=count, default=2, metavar="N", help="default: %(default)s")
+    parser.add_argument("--slots", type=count, default=4, help="turns that an engine runs at once")
+    parser.add_argument("--max-context-tokens", type=count, default=3_000, help="lengths are scaled to fit")
+    parser.add_argument("--max-turns", type=count, default=12, help="later turns are left out (default: %(default)s)")
     parser.add_argument("--venv", type=Path, default=DEFAULT_VENV, help="where vLLM is installed")
     parser.add_argument("--work-dir", type=Path, default=Path(".work/real"), help="for the model, logs and stores")
 

@@ -10,6 +10,7 @@ from typing import get_args
 
 from rich.console import Console
 
+from heddle.arguments import count, out_file, positive, share, whole
 from loadtest.agent import Identity
 from loadtest.clients import RequestFailed
 from loadtest.display import RolloutProgress, print_results
@@ -23,7 +24,7 @@ examples:
   heddle replay --base-url http://127.0.0.1:8080/v1 --law coding --trajectories 64 --speed-up 20
   heddle replay --base-url http://127.0.0.1:8080/v1 --trace agents.jsonl.gz --limit 24 --max-turns 8 \\
       --max-context-tokens 2000 --speed-up 100 --identity path --json out.json
-  heddle replay --base-url http://127.0.0.1:8000/v1 --law math-heavy --no-finish    (an engine, with no gateway)
+  heddle replay --base-url http://127.0.0.1:8000/v1 --law math-heavy --no-finish   # an engine, with no gateway
 
 Exits with 1 if a turn failed and 2 if the arguments or the server's address are wrong.
 """
@@ -35,20 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--base-url", required=True, help="ends in /v1")
-    add("--api-key", default="none")
+    add("--base-url", type=_base_url, required=True, help="ends in /v1")
+    add("--api-key", default="none", help="sent as the bearer token")
     add("--model", help="default: the first that the server lists")
     _add_workload_arguments(parser)
-    add("--speed-up", type=_positive, default=1.0, help="tools take so many times less (default 1)")
+    add("--speed-up", type=positive, default=1.0, help="tools take so many times less (default 1)")
     add("--identity", choices=get_args(Identity), default="header", help="how agents say who they are")
     add("--stream", action=argparse.BooleanOptionalAction, default=True, help="stream answers (default)")
-    add("--stream-share", type=_share, help="only this share of the trajectories streams, 0 to 1")
-    add("--concurrency", type=_count, help="so many trajectories at once (default: all)")
-    add("--max-retries", type=int, default=8, help="of a request; 8 bridges a restart of half a minute")
+    add("--stream-share", type=share, help="only this share of the trajectories streams, 0 to 1")
+    add("--concurrency", type=count, help="so many trajectories at once (default: all)")
+    add("--max-retries", type=whole, default=8, help="of a request; 8 bridges a restart of half a minute")
     add("--client", choices=("sdk", "raw"), default="sdk", help="OpenAI's SDK, or one that costs less")
     add("--finish", action=argparse.BooleanOptionalAction, default=True, help="tell the gateway of each end")
     add("--rollout-id", help="begins every trajectory's id (default: a new one)")
-    add("--json", type=Path, metavar="FILE", help="write summary, trajectories and turns here")
+    add("--json", type=out_file, metavar="FILE", help="write summary, trajectories and turns here")
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -74,13 +75,13 @@ def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines of trajectories, .gz or not")
     source.add_argument("--law", help="coding, search or math, alone or with -light, -heavy, -pareto")
     add = parser.add_argument
-    add("--trajectories", "--limit", type=_count, metavar="N", help="default: 64 of a law, all of a trace")
-    add("--seed", type=int, default=1)
-    add("--scale", type=_positive, default=1.0, help="multiplies lengths")
-    add("--tool-scale", type=_positive, help="multiplies tool times (default: as lengths)")
-    add("--max-context-tokens", type=_count, help="scale lengths until every trajectory fits")
-    add("--max-turns", type=_count, help="leave out later turns")
-    add("--max-tool-s", type=_positive, help="shorten longer tool calls")
+    add("--trajectories", "--limit", type=count, metavar="N", help="default: 64 of a law, all of a trace")
+    add("--seed", type=int, default=1, help="of what is drawn (default 1)")
+    add("--scale", type=positive, default=1.0, help="multiplies lengths")
+    add("--tool-scale", type=positive, help="multiplies tool times (default: as lengths)")
+    add("--max-context-tokens", type=count, help="scale lengths until every trajectory fits")
+    add("--max-turns", type=count, help="leave out later turns")
+    add("--max-tool-s", type=positive, help="shorten longer tool calls")
 
 
 def _workload(args: argparse.Namespace) -> Workload:
@@ -120,22 +121,7 @@ def _settings(args: argparse.Namespace) -> ReplaySettings:
     )
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
+def _base_url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"a URL such as http://127.0.0.1:8080/v1 is wanted, not {text!r}")
+    return text

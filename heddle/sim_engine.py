@@ -8,6 +8,7 @@ import time
 from engines.profiles import load_profile, profile_names
 from engines.simulated.server import run as run_engine
 from engines.simulated.settings import SimulatedEngineSettings
+from heddle.arguments import count, port, positive, seconds
 
 _EPILOG = """examples:
   heddle sim-engine --port 8000
@@ -20,20 +21,24 @@ _EPILOG = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What one sets of a simulated engine."""
     parser.epilog = _EPILOG
-    parser.add_argument("--dialect", choices=("vllm", "sglang"), default="vllm")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--model", default="simulated", help="the model's name")
+    parser.add_argument("--dialect", choices=("vllm", "sglang"), default="vllm", help="default: %(default)s")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=port, default=8000, help="port to listen on (default: %(default)s)")
+    parser.add_argument("--model", default="simulated", help="the model's name (default: %(default)s)")
     parser.add_argument("--profile", default="qwen3-14b-h100-tp1", help="timing and KV; 'list' shows all")
-    parser.add_argument("--slots", type=int, help="turns at once (default: the profile's)")
-    parser.add_argument("--kv-tokens", type=int, help="KV capacity (default: the profile's)")
-    parser.add_argument("--max-model-len", type=int, default=40_960, help="tokens of prompt and answer together")
-    parser.add_argument("--speed-up", type=float, default=1.0, help="virtual seconds per second")
-    parser.add_argument("--start-s", type=float, default=0.0, help="virtual seconds until it listens: loading weights")
-    parser.add_argument("--chunk-interval", type=float, default=0.0, metavar="S", help="seconds between chunks")
-    parser.add_argument("--scheduling-policy", choices=("fcfs", "priority"), default="priority")
+    parser.add_argument("--slots", type=count, help="turns at once (default: the profile's)")
+    parser.add_argument("--kv-tokens", type=count, help="KV capacity (default: the profile's)")
+    parser.add_argument("--max-model-len", type=count, default=40_960, help="tokens of prompt and answer together")
+    parser.add_argument("--speed-up", type=positive, default=1.0, help="virtual seconds per second")
+    parser.add_argument(
+        "--start-s", type=seconds, default=0.0, help="virtual seconds until it listens: loading weights"
+    )
+    parser.add_argument("--chunk-interval", type=seconds, default=0.0, metavar="S", help="seconds between chunks")
+    parser.add_argument(
+        "--scheduling-policy", choices=("fcfs", "priority"), default="priority", help="as vLLM's (default: %(default)s)"
+    )
     parser.add_argument("--kv-transfer", action="store_true", help="vLLM's NixlConnector: KV can be fetched by others")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the dice for faults")
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -10,6 +10,8 @@ from pathlib import Path
 import orjson
 from rich.console import Console
 
+from heddle.arguments import count, out_file
+from scheduling.policy import POLICIES
 from simulator.display import RunProgress, print_runs
 from simulator.outcome import FORMAT, run_json
 from simulator.replay import LogWriter, replay
@@ -17,13 +19,21 @@ from simulator.runs import Run, bounds_of, play, policy_named, predictor_named
 from simulator.scenario import Scenario, WorkloadSettings, load_scenario
 
 REPLAY = "replay"
-_EPILOG = """examples:
+_EPILOG = f"""examples:
   heddle simulate scenarios/coding-14b.toml
   heddle simulate scenarios/coding-14b.toml --policy heddle --policy verl --seed 1 --seed 2 --predictor oracle
   heddle simulate scenarios/sessions-14b.toml --trace sessions.jsonl.gz --json runs.json
   heddle simulate --trace sessions.jsonl.gz --fleet fleet.toml
   heddle simulate scenarios/coding-14b.toml --tp 4 --policy heddle --seed 1 --log events.jsonl
   heddle simulate replay events.jsonl
+
+A fleet file, the same as the [fleet] of a scenario; `heddle sim-engine --profile list` names the profiles:
+  [fleet]
+  gpus = 16
+  profile = "qwen3-14b-h100"
+  tp = [1, 2, 4]              # a fleet for each
+
+Policies: {", ".join(POLICIES)}.
 """
 
 
@@ -32,17 +42,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("scenario", type=Path, nargs="?", metavar="SCENARIO.toml", help="or the word replay")
     parser.add_argument("events", type=Path, nargs="?", metavar="EVENTS.jsonl", help="the log to replay")
-    parser.add_argument("--policy", action="append", help="instead of the scenario's; the first is the baseline")
+    parser.add_argument(
+        "--policy", action="append", help="instead of the scenario's; the others are compared with the first"
+    )
     parser.add_argument("--seed", action="append", type=int, help="instead of the scenario's")
     parser.add_argument("--predictor", help="siblings, tabular, tree, oracle, or noisy:CORRELATION")
-    parser.add_argument("--trace", help="agents from this file instead of the scenario's")
-    parser.add_argument("--trajectories", type=int, help="so many of them")
-    parser.add_argument("--fleet", type=Path, metavar="FLEET.toml", help="engines from this file")
-    parser.add_argument("--tp", action="append", type=int, help="only this TP degree, of those of the scenario")
+    parser.add_argument("--trace", metavar="FILE", help="agents from this file instead of the scenario's")
+    parser.add_argument("--trajectories", type=count, metavar="N", help="so many of them")
     parser.add_argument(
-        "--log", type=Path, metavar="FILE", help="write the scheduler's events; of the last run, if many"
+        "--max-context-tokens", type=count, metavar="N", help="of a trace: scale lengths until every trajectory fits"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything: figures, timelines, predictions")
+    parser.add_argument("--fleet", type=Path, metavar="FLEET.toml", help="engines from this file")
+    parser.add_argument("--tp", action="append", type=count, help="only this TP degree, of those of the scenario")
+    parser.add_argument(
+        "--log", type=out_file, metavar="FILE", help="write the scheduler's events; of the last run, if many"
+    )
+    parser.add_argument(
+        "--json", type=out_file, metavar="FILE", help="write everything: figures, timelines, predictions"
+    )
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -78,7 +95,13 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
             if is_law
             else dataclasses.replace(scenario.workload, trace=parsed.trace)
         )
-        scenario = dataclasses.replace(scenario, workload=workload, epochs=1)
+        # Whoever brings a trace brings one rollout, and none that was before it.
+        scenario = dataclasses.replace(scenario, workload=workload, epochs=1, earlier=0)
+    if parsed.max_context_tokens:
+        if scenario.workload.trace is None:
+            raise ValueError("--max-context-tokens: a law has no such thing, a trace has")
+        workload = dataclasses.replace(scenario.workload, max_context_tokens=parsed.max_context_tokens)
+        scenario = dataclasses.replace(scenario, workload=workload)
     if parsed.trajectories:
         scenario = dataclasses.replace(
             scenario, workload=dataclasses.replace(scenario.workload, trajectories=parsed.trajectories)

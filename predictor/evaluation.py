@@ -15,8 +15,9 @@ from workloads.trajectories import Trajectory
 Split = tuple[Sequence[Trajectory], Sequence[Trajectory]]
 """Trajectories to learn from before, and trajectories to be asked about; no group is in both."""
 
-# Of fewer trajectories a row says nothing.
-_MIN_TRAJECTORIES = 20
+MIN_TRAJECTORIES = 20
+"""Of fewer trajectories a row says nothing."""
+
 _COLUMNS = ("pearson", "remaining_pearson", "kendall", "recall_20", "recall_1", "in_top_10", "under_p50", "under_p90")
 _HEADS = ("log-Pearson", "of remaining", "Kendall", "top 20 %", "top 1 %", "1 % in 10 %", "<= p50", "<= p90")
 
@@ -80,7 +81,7 @@ def _rows(
     return [
         Row(name, is_single, step, score(ones, is_total=not is_single))
         for step, ones in by_step.items()
-        if len(ones) >= _MIN_TRAJECTORIES
+        if len(ones) >= MIN_TRAJECTORIES
     ]
 
 

@@ -5,12 +5,12 @@ predictor only when it would be.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Literal
 
 from predictor.progress import Predictor, Progress
-from workloads.trajectories import Trajectory
+from workloads.trajectories import Trajectory, Turn
 
 STEPS = (0, 1, 2, 4, 8)
 """Finished turns after which predictions are compared."""
@@ -45,20 +45,21 @@ Ask = Callable[[Progress], tuple[float, tuple[float, float] | None]]
 def play(trajectories: Sequence[Trajectory], predictor: Predictor, ask: Ask, arrival: Arrival) -> Iterator[Said]:
     """What `ask` said at each of STEPS. `predictor` is told every turn and every end; `ask` may look into it."""
     waiting: dict[str, list[Trajectory]] = {}
-    heap: list[tuple[float, int, int, Trajectory]] = []
+    heap: list[tuple[float, int, Progress, Trajectory]] = []
     for number, trajectory in enumerate(trajectories):
         if arrival == "chained" and trajectory.group_id in waiting:
             waiting[trajectory.group_id].append(trajectory)
         else:
             waiting[trajectory.group_id] = []
-            heappush(heap, (0.0, number, 0, trajectory))
+            heappush(heap, (0.0, number, _beginning(trajectory), trajectory))
     while heap:
-        at, number, turn, trajectory = heappop(heap)
-        progress = progress_of(trajectory, turn)
+        at, number, progress, trajectory = heappop(heap)
+        turn = progress.num_turns
         if turn == len(trajectory.turns):
             predictor.ended(progress)
             if waiting[trajectory.group_id]:
-                heappush(heap, (at, number, 0, waiting[trajectory.group_id].pop(0)))
+                sibling = waiting[trajectory.group_id].pop(0)
+                heappush(heap, (at, number, _beginning(sibling), sibling))
             continue
         if turn in STEPS:
             predicted, quantiles = ask(progress)
@@ -67,22 +68,28 @@ def play(trajectories: Sequence[Trajectory], predictor: Predictor, ask: Ask, arr
         else:
             predictor.predict(progress)
         done = trajectory.turns[turn]
-        heappush(
-            heap, (at + done.output_tokens * _TOKEN_S + min(done.tool_s, _MAX_TOOL_S), number, turn + 1, trajectory)
-        )
+        done_at = at + done.output_tokens * _TOKEN_S + min(done.tool_s, _MAX_TOOL_S)
+        heappush(heap, (done_at, number, _after(progress, done, trajectory), trajectory))
 
 
-def progress_of(trajectory: Trajectory, num_turns: int) -> Progress:
-    """What a predictor is told of a trajectory with so many finished turns."""
-    turns = trajectory.turns
-    made = sum(turn.output_tokens for turn in turns[:num_turns])
-    given = sum(turn.new_tokens for turn in turns[: num_turns + 1])
+def _beginning(trajectory: Trajectory) -> Progress:
+    """What a predictor is told of a trajectory before its first turn."""
     return Progress(
         trajectory.trajectory_id,
         trajectory.group_id,
         prompt_tokens=trajectory.context_tokens,
-        context_tokens=trajectory.context_tokens + given + made,
-        output_tokens=made,
-        last_output_tokens=turns[num_turns - 1].output_tokens if num_turns else 0,
+        context_tokens=trajectory.context_tokens + trajectory.turns[0].new_tokens,
+    )
+
+
+def _after(progress: Progress, done: Turn, trajectory: Trajectory) -> Progress:
+    """What it is told when that turn is done; not summed anew, for there are trajectories of thousands of turns."""
+    num_turns = progress.num_turns + 1
+    given = trajectory.turns[num_turns].new_tokens if num_turns < len(trajectory.turns) else 0
+    return replace(
+        progress,
+        context_tokens=progress.context_tokens + done.output_tokens + given,
+        output_tokens=progress.output_tokens + done.output_tokens,
+        last_output_tokens=done.output_tokens,
         num_turns=num_turns,
     )

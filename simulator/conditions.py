@@ -1,5 +1,6 @@
 """Under which conditions a rollout is played: what engines can do beyond the plain, and what goes wrong."""
 
+import math
 from dataclasses import dataclass, field, replace
 
 from engines.simulated.features import Features
@@ -19,6 +20,9 @@ class Transfer:
 
     start_s: float = 0.05
     bytes_per_s: float = 30e9
+
+    def __post_init__(self) -> None:
+        assert self.start_s >= 0 and self.bytes_per_s > 0, "start_s from 0, bytes_per_s above 0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,13 @@ class Faults:
     tool_timeout_s: float = 60.0
     turn_retries: int = 2
 
+    def __post_init__(self) -> None:
+        for share in (self.leaving_share, self.tool_timeout_share):
+            assert 0 <= share <= 1, "leaving_share and tool_timeout_share: from 0 to 1"
+        assert 0 <= self.deaths_per_hour <= 3_600, "deaths_per_hour: from 0 to 3,600, one a second"
+        for least in (self.relaunch_s, self.slow_start_s, self.tool_timeout_s, self.turn_retries):
+            assert 0 <= least < math.inf, "times and retries: from 0"
+
 
 @dataclass(frozen=True, slots=True)
 class Reshape:
@@ -59,6 +70,11 @@ class Reshape:
     min_gain_share: float = 0.15
     gpus_per_node: int = 8
     roles: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.every_s > 0, "every_s: above 0"
+        assert self.relaunch_s >= 0, "relaunch_s: from 0"
+        assert self.gpus_per_node > 0, "gpus_per_node: at least 1"
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class Rollout:
         if workload.max_context_tokens > smallest.kv_capacity_tokens:
             raise ValueError(
                 f"a trajectory comes to {workload.max_context_tokens:,} tokens, and the KV of {smallest.name} holds "
-                f"{smallest.kv_capacity_tokens:,}"
+                f"{smallest.kv_capacity_tokens:,}: larger engines are wanted, or `max_context_tokens` for the trace"
             )
         self._policy = policy
         self._predictor = Oracle(workload.trajectories) if oracle else predictor

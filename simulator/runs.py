@@ -1,5 +1,6 @@
 """Plays scenarios: one policy on one fleet with one seed, through all epochs."""
 
+import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -95,7 +96,9 @@ def bounds_of(scenario: Scenario, fleet: Fleet, workload: Workload) -> Bounds:
 def policy_named(name: str) -> Policy:
     """The policy of that name. Raises ValueError, which lists them."""
     if name not in POLICIES:
-        raise ValueError(f"no policy {name!r}; there are: {', '.join(POLICIES)}")
+        near = difflib.get_close_matches(name, POLICIES, n=1)
+        meant = f", did you mean {near[0]}?" if near else ""
+        raise ValueError(f"no policy {name!r}{meant}; there are: {', '.join(POLICIES)}")
     return POLICIES[name]
 
 

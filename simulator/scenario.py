@@ -19,9 +19,10 @@ tp = [1, 2, 4, 8]                           # one fleet for each; or [[fleet.eng
 [limits] [features.speculation] [features.host_tier] [transfer] [faults] [reshape]
 """
 
+import math
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from engines.profiles import load_profile, profile_names
@@ -64,6 +65,11 @@ class WorkloadSettings:
         assert self.law is None or self.trace is None, "a law or a trace, not both"
         assert self.trajectories is None or self.trajectories > 0, "trajectories: at least 1"
         assert self.law is None or self.trajectories, "a law needs a number of trajectories"
+        assert 0 < self.scale < math.inf, "scale: above 0"
+        assert self.tool_scale is None or 0 <= self.tool_scale < math.inf, "tool_scale: from 0"
+        assert self.max_tool_s is None or self.max_tool_s >= 0, "max_tool_s: from 0"
+        for least in (self.max_context_tokens, self.max_turns):
+            assert least is None or least > 0, "max_context_tokens and max_turns: at least 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,8 @@ class FleetSettings:
     slots_per_gpu: int | None = None
 
     def __post_init__(self) -> None:
+        assert self.gpus is None or self.gpus > 0, "gpus: at least 1"
+        assert self.slots_per_gpu is None or self.slots_per_gpu > 0, "slots_per_gpu: at least 1"
         by_degree = (self.gpus is not None, self.profile is not None, bool(self.tp))
         assert all(by_degree) if not self.engines else not any(by_degree), "either engines, or gpus, profile and tp"
         assert all(engines.count > 0 for engines in self.engines), "engines: a count of at least 1"
@@ -138,6 +146,9 @@ class Scenario:
         assert self.policies and self.seeds, "policies and seeds: at least one of each"
         assert self.epochs >= 1, "epochs: at least 1"
         assert self.earlier >= 0, "earlier: at least 0"
+        assert 0 < self.limits.kv_watermark <= 1, "limits.kv_watermark: a share above 0, 1 at most"
+        for limit, value in asdict(self.limits).items():
+            assert value >= 0, f"limits.{limit}: at least 0"
         has_one_rollout = self.epochs == 1 and not self.earlier
         assert has_one_rollout or self.workload.law is not None, "epochs need a law, as does earlier"
 

@@ -34,7 +34,7 @@ def from_table(kind: type[Kind], table: object, where: str = "") -> Kind:
     try:
         return kind(**{name: _value(hints[name], value, f"{where}{name}") for name, value in table.items()})
     except AssertionError as error:
-        raise ValueError(f"{where.rstrip('.')}: {error}") from error
+        raise ValueError(f"{where.rstrip('.')}: {error}" if where else str(error)) from error
 
 
 def _value(hint: Any, value: object, where: str) -> Any:

@@ -3,24 +3,30 @@
     {"trajectory_id": "a-0", "group_id": "a", "context_tokens": 900,
      "turns": [{"new_tokens": 0, "output_tokens": 154, "tool_s": 3.0}, ...]}
 
-Other fields are ignored. A recorded call that wrote nothing counts as one token: an engine cannot write
-fewer. Recorded agents are mostly larger than the engine at hand, so a trace can be cut and scaled; each step
-uses the same factors for every trajectory. Another format needs a function from a line to a `Trajectory`, and
-nothing else.
+Other fields are ignored. A trajectory without `group_id` is a group of its own. A recorded call that wrote nothing
+counts as one token: an engine cannot write fewer. Recorded agents are mostly larger than the engine at hand, so a
+trace can be cut and scaled; each step uses the same factors for every trajectory. Another format needs a function
+from a line to a `Trajectory`, and nothing else.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import math
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from workloads.trajectories import Trajectory, Turn, Workload
 
 LineParser = Callable[[str], Trajectory]
+
+# A context of a million tokens is long, and a tool call of a year; what is far above is a slip, not a workload.
+_MAX_TOKENS = 10**9
+_MAX_TOOL_S = 1e9
+_GZIP_MAGIC = b"\x1f\x8b"
 
 
 class TraceError(ValueError):
@@ -73,11 +79,10 @@ def read_trajectories(path: Path, parse: LineParser) -> Iterator[Trajectory]:
     """The trajectories of a file, in its order. Empty lines are passed over.
 
     Raises:
-        TraceError: At the first line that `parse` refuses, and where an id comes twice.
+        TraceError: At the first line that `parse` refuses, where an id comes twice, and if the file is damaged.
     """
     seen: set[str] = set()
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
+    with open_text(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -91,25 +96,57 @@ def read_trajectories(path: Path, parse: LineParser) -> Iterator[Trajectory]:
             yield trajectory
 
 
+@contextmanager
+def open_text(path: Path) -> Iterator[TextIO]:
+    """The lines of a file, gzipped or not, whatever its name says.
+
+    Raises:
+        TraceError: While it is read, if it is not text or is damaged.
+        OSError: If the file cannot be read.
+    """
+    with path.open("rb") as file:
+        is_gzipped = file.read(2) == _GZIP_MAGIC
+    opener = gzip.open if is_gzipped else open
+    try:
+        # Some editors begin a file with a byte order mark, which JSON forbids.
+        with opener(path, "rt", encoding="utf-8-sig") as lines:
+            yield lines
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: not text in UTF-8") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TraceError(f"{path}: a damaged gzip file, perhaps not all of it: {error}") from error
+
+
 def parse_line(line: str) -> Trajectory:
     """The trajectory that a line of this project's trace form describes.
 
     Raises:
         ValueError: Saying which field is missing or wrong.
     """
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error}") from error
+    record = parse_json(line)
     _expect(isinstance(record, dict), "not a JSON object")
     turns = record.get("turns")
     _expect(isinstance(turns, list) and len(turns) > 0, "turns: a list of at least one turn is wanted")
     return Trajectory(
         trajectory_id=_text(record, "trajectory_id"),
-        group_id=_text(record, "group_id"),
+        group_id=_text(record, "group_id" if record.get("group_id") is not None else "trajectory_id"),
         context_tokens=max(1, _count(record, "context_tokens")),
         turns=tuple(_turn(turn, f"turns[{index}].") for index, turn in enumerate(turns)),
     )
+
+
+def parse_json(text: str) -> Any:
+    """What a JSON text says.
+
+    Raises:
+        ValueError: It says nothing; with the place.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    except RecursionError:
+        raise ValueError("not JSON that can be read: nested too deeply") from None
 
 
 def _turn(record: Any, where: str) -> Turn:
@@ -124,21 +161,24 @@ def _turn(record: Any, where: str) -> Turn:
 def _text(record: dict[str, Any], field: str) -> str:
     value = record.get(field)
     _expect(isinstance(value, str) and value != "", f"{field}: a text is wanted, not {value!r}")
-    return str(value)
+    # JSON can escape half of a surrogate pair, which no encoding can write again.
+    text = str(value)
+    _expect(not any("\ud800" <= letter <= "\udfff" for letter in text), f"{field}: not Unicode: {text!r}")
+    return text
 
 
 def _count(record: dict[str, Any], field: str, where: str = "") -> int:
     value = record.get(field)
     # JSON's true is an int to Python.
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{where}{field}: a whole number from 0 is wanted, not {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_TOKENS:
+        raise ValueError(f"{where}{field}: a whole number from 0 to {_MAX_TOKENS:,} is wanted, not {value!r}")
     return value
 
 
 def _seconds(record: dict[str, Any], field: str, where: str) -> float:
     value = record.get(field)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ValueError(f"{where}{field}: seconds from 0 are wanted, not {value!r}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MAX_TOOL_S:
+        raise ValueError(f"{where}{field}: seconds from 0 to {_MAX_TOOL_S:,.0f} are wanted, not {value!r}")
     return float(value)
 
 

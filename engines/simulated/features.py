@@ -15,6 +15,9 @@ class Speculation:
     speed_up: float = 1.6
     max_batch: int = 8
 
+    def __post_init__(self) -> None:
+        assert self.speed_up > 0 and self.max_batch > 0, "speed_up above 0, max_batch at least 1"
+
 
 @dataclass(frozen=True, slots=True)
 class HostTier:
@@ -27,6 +30,9 @@ class HostTier:
 
     capacity_tokens: int
     bytes_per_s: float = 25e9
+
+    def __post_init__(self) -> None:
+        assert self.capacity_tokens >= 0 and self.bytes_per_s > 0, "capacity_tokens from 0, bytes_per_s above 0"
 
 
 @dataclass(frozen=True, slots=True)

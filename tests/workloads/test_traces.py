@@ -56,13 +56,17 @@ def test_a_call_that_wrote_nothing_counts_as_one_token(tmp_path: Path) -> None:
         (record() | {"turns": []}, "turns: a list of at least one turn"),
         (record() | {"trajectory_id": 7}, "trajectory_id: a text is wanted, not 7"),
         (record() | {"group_id": ""}, "group_id: a text is wanted"),
-        (record() | {"context_tokens": -1}, "context_tokens: a whole number from 0 is wanted, not -1"),
+        (record() | {"context_tokens": -1}, r"context_tokens: a whole number from 0 to .* is wanted, not -1"),
         (record() | {"context_tokens": True}, "context_tokens: a whole number"),
         (record() | {"turns": [3]}, r"turns\[0\]: not a JSON object"),
         (record() | {"turns": [{"new_tokens": 0, "output_tokens": 1}]}, r"turns\[0\]\.tool_s: seconds from 0"),
         (record() | {"turns": [{"new_tokens": 0, "output_tokens": 1.5, "tool_s": 0}]}, "not 1.5"),
         (record() | {"turns": [{"new_tokens": 0, "output_tokens": 1, "tool_s": float("inf")}]}, "not inf"),
         (record("a-0"), "'a-0' was already there"),
+        ("[" * 100_000, "nested too deeply"),
+        (record() | {"trajectory_id": "\ud800"}, "not Unicode"),
+        (record() | {"context_tokens": 10**30}, "context_tokens: a whole number from 0 to 1,000,000,000"),
+        (record() | {"turns": [{"new_tokens": 0, "output_tokens": 1, "tool_s": 10**400}]}, "seconds from 0 to"),
     ],
 )
 def test_a_malformed_line_is_refused_with_its_number(tmp_path: Path, wrong: Any, message: str) -> None:
@@ -128,3 +132,38 @@ def test_a_fitted_workload_fits_and_keeps_its_order(drawn: list[Any], max_contex
                 assert after.context_tokens <= other_after.context_tokens
     if workload.max_context_tokens + TEMPLATE_TOKENS_PER_TURN * 12 <= max_context_tokens // 2:
         assert fitted == workload
+
+
+@pytest.mark.parametrize("name", ["zipped.jsonl", "plain.jsonl.gz"])
+def test_what_a_file_is_tells_its_content_and_not_its_name(tmp_path: Path, name: str) -> None:
+    """A browser unpacks a `.gz` and keeps its name, and a pipe packs one without saying so."""
+    content = json.dumps(record()).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.startswith("zipped") else content)
+    assert len(load_trace(tmp_path / name).trajectories) == 1
+
+
+def test_a_byte_order_mark_is_no_part_of_a_trace(tmp_path: Path) -> None:
+    """Some editors put one before the first line."""
+    (tmp_path / "t.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(record()).encode())
+    assert len(load_trace(tmp_path / "t.jsonl").trajectories) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "not text"])
+def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path, damage: str) -> None:
+    """A download that broke off, a bit that fell over, a picture: one error, and it names the file."""
+    lines = "\n".join(json.dumps(record(f"a-{number}")) for number in range(400))
+    whole = bytearray(gzip.compress(lines.encode()))
+    if damage == "cut":
+        del whole[len(whole) // 2 :]
+    elif damage == "changed":
+        whole[40] ^= 0xFF
+    (tmp_path / "t.jsonl.gz").write_bytes(b"\xff\xfe\xfd\n" if damage == "not text" else bytes(whole))
+    with pytest.raises(TraceError, match=r"t\.jsonl\.gz"):
+        load_trace(tmp_path / "t.jsonl.gz")
+
+
+def test_a_trajectory_without_a_group_is_a_group_of_its_own(tmp_path: Path) -> None:
+    """Who recorded single agents has no groups to tell of."""
+    alone = {name: value for name, value in record("a-0").items() if name != "group_id"}
+    workload = load_trace(write(tmp_path / "t.jsonl", alone, record("a-1") | {"group_id": None}))
+    assert [trajectory.group_id for trajectory in workload.trajectories] == ["a-0", "a-1"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from workloads.importers.mooncake import read_mooncake
 from workloads.importers.records import read_lines
 from workloads.importers.sglang_log import is_sglang_line, read_sglang_log
 from workloads.importers.vllm_log import is_vllm_line, read_vllm_log
-from workloads.traces import TraceError
+from workloads.traces import TraceError, parse_json
 from workloads.trajectories import Workload
 
 READERS: dict[str, Callable[[Path], Workload]] = {
@@ -71,8 +70,8 @@ def detect_format(path: Path) -> str:
 
 def _form_of_object(line: str) -> str | None:
     try:
-        record: Any = json.loads(line)
-    except json.JSONDecodeError:
+        record: Any = parse_json(line)
+    except ValueError:
         return None
     if not isinstance(record, dict):
         return None

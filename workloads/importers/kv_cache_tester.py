@@ -11,14 +11,13 @@ streamed and not: the second is the complete one. Source: kv-cache-tester, docs/
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from workloads.importers.calls import Call, whole_blocks, workload_of_sessions
 from workloads.importers.records import Record, read_lines
-from workloads.traces import TraceError
+from workloads.traces import TraceError, parse_json
 from workloads.trajectories import Trajectory, Workload
 
 
@@ -56,8 +55,8 @@ def _conversations(path: Path) -> Iterator[Record]:
 
 def _is_document(text: str) -> bool:
     try:
-        json.loads(text)
-    except json.JSONDecodeError:
+        parse_json(text)
+    except ValueError:
         return False
     return True
 

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from workloads.traces import TraceError
+from workloads.traces import TraceError, open_text, parse_json
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     """Each line that is not empty, with the words that say where it is. Files may be gzipped.
 
     Raises:
-        TraceError: If it is not text.
+        TraceError: If it is not text, or damaged.
         OSError: If the file cannot be read.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
-        try:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"{path}, line {number}", line
-        except UnicodeDecodeError as error:
-            raise TraceError(f"{path}: not text in UTF-8") from error
+    with open_text(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"{path}, line {number}", line
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -52,9 +46,10 @@ class Record:
     def parse(cls, text: str, where: str) -> Record:
         """The object that a text describes."""
         try:
-            return cls(json.loads(text), where)
-        except json.JSONDecodeError as error:
-            raise TraceError(f"{where}: not JSON: {error}") from error
+            fields = parse_json(text)
+        except ValueError as error:
+            raise TraceError(f"{where}: {error}") from error
+        return cls(fields, where)
 
     def has(self, name: str) -> bool:
         """Whether the field is there; null counts as missing, as it does in these formats."""

@@ -76,8 +76,8 @@ def _message(line: str) -> tuple[float, str, str, str | None, str] | None:
         try:
             record = json.loads(line)
             at = datetime.strptime(record["asctime"], "%Y-%m-%d %H:%M:%S,%f")
-            text = record["message"]
-        except (ValueError, KeyError, TypeError):
+            text = str(record["message"])
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
     else:
         parts = _TEXT_LINE.search(line)

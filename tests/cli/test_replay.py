@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.command import add_arguments, run
+from heddle.replay import add_arguments, run
 from tests.support.toy_chat import Faults, ToyChat, serve
 
 SMALL = ["--law", "math", "--trajectories", "3", "--scale", "0.01"]

@@ -1,0 +1,75 @@
+"""What options take: a parser that says what is wrong in one line, and the numbers that options may be."""
+
+import argparse
+import difflib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+Number = TypeVar("Number", int, float)
+
+
+class Parser(argparse.ArgumentParser):
+    """Arguments that are wrong end the program with status 2 and one line. The usage, a page for some verbs, is
+    shown by --help only."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse does, and names what was meant."""
+        if action.choices is not None and value not in action.choices:
+            near = difflib.get_close_matches(str(value), map(str, action.choices), n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise argparse.ArgumentError(
+                action, f"{value!r} is not one of {', '.join(map(str, action.choices))}{meant}"
+            )
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    return _checked(text, int, lambda value: value >= 1, "a whole number from 1")
+
+
+def whole(text: str) -> int:
+    """A whole number from 0."""
+    return _checked(text, int, lambda value: value >= 0, "a whole number from 0")
+
+
+def port(text: str) -> int:
+    """A TCP port; 0 is any free one."""
+    return _checked(text, int, lambda value: 0 <= value <= 65_535, "a port from 0 to 65535")
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    return _checked(text, float, lambda value: 0 < value < math.inf, "a number above 0")
+
+
+def seconds(text: str) -> float:
+    """A finite number from 0."""
+    return _checked(text, float, lambda value: 0 <= value < math.inf, "a number of seconds from 0")
+
+
+def share(text: str) -> float:
+    """From 0 to 1."""
+    return _checked(text, float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+
+
+def out_file(text: str) -> Path:
+    """A file that can be written: found out before the work, not after it."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"a file in a folder that exists is wanted, not {text!r}")
+    return path
+
+
+def _checked(text: str, kind: Callable[[str], Number], is_allowed: Callable[[Number], bool], wish: str) -> Number:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not is_allowed(value):
+        raise argparse.ArgumentTypeError(f"{wish} is wanted, not {text!r}")
+    return value

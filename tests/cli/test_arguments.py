@@ -1,0 +1,122 @@
+"""What the command says when it cannot: one line that names what is wrong, and a status that is not 0."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from heddle.cli import main
+
+FLEET = '[fleet]\ngpus = 4\nprofile = "qwen3-14b-h100"\ntp = [1]\n'
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a trace and a fleet."""
+    monkeypatch.chdir(tmp_path)
+    turns = [{"new_tokens": 0, "output_tokens": 20, "tool_s": 0.1}] * 2
+    lines = [{"trajectory_id": f"a-{n}", "group_id": "a", "context_tokens": 50, "turns": turns} for n in range(4)]
+    Path("trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    Path("fleet.toml").write_text(FLEET)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """The status of a command and what it wrote to standard error."""
+    try:
+        status = main(arguments)
+    except SystemExit as ended:
+        assert isinstance(ended.code, int)
+        status = ended.code
+    return status, capsys.readouterr().err
+
+
+SIMULATE = ("simulate", "--trace", "trace.jsonl", "--fleet", "fleet.toml", "--policy", "heddle")
+REPLAY = ("replay", "--base-url", "http://127.0.0.1:1/v1")
+WRONG = [
+    ((), "VERB"),
+    (("simulte",), "did you mean simulate?"),
+    (("serve", "--prot", "1"), "'--prot'"),
+    (("sim-engine", "--port", "99999"), "a port from 0 to 65535 is wanted, not '99999'"),
+    (("sim-engine", "--slots", "0"), "a whole number from 1 is wanted, not '0'"),
+    (("sim-engine", "--speed-up", "nan"), "a number above 0 is wanted, not 'nan'"),
+    (("sim-engine", "--start-s", "-1"), "seconds from 0"),
+    (("sim-engine", "--profile", "qwen3-14b-h100-tp3"), "did you mean one of: qwen3-14b-h100"),
+    (("profile", "http://127.0.0.1:1", "--out", "nowhere/file.toml"), "a file in a folder that exists"),
+    (("import", "trace.jsonl", "--out", "x.jsonl"), "Heddle's own form already"),
+    (("predictor", "evaluate", "--trace", "trace.jsonl"), "under 20 trajectories"),
+    (("predictor", "evaluate", "--trace", "trace.jsonl", "--folds", "1"), "at least 2"),
+    (("predictor", "train", "--trace", "trace.jsonl", "--out", "."), "a file in a folder that exists"),
+    (("demo", "--trajectories", "0"), "a whole number from 1"),
+    (("demo", "--work-dir", "trace.jsonl"), "trace.jsonl"),
+    (("real", "--engines", "0"), "a whole number from 1"),
+    ((*SIMULATE, "--trajectories", "-3"), "a whole number from 1"),
+    ((*SIMULATE, "--policy", "hedle"), "did you mean heddle?"),
+    ((*SIMULATE, "--json", "nowhere/x.json"), "a file in a folder that exists"),
+    (("simulate", "--trace", "nowhere", "--fleet", "fleet.toml"), "nowhere"),
+    ((*REPLAY, "--law", "coding", "--speed-up", "x"), "a number above 0 is wanted, not 'x'"),
+    (("replay", "--base-url", "here", "--law", "coding"), "a URL such as http://127.0.0.1:8080/v1"),
+    (("fleet", "show", "--controller", "here"), "a URL such as http://127.0.0.1:8070"),
+    (("fleet", "show", "more"), "show takes nothing more"),
+    (("fleet", "scale", "999999999xTP1"), "is not COUNTxTP"),
+    (("fleet", "scale", "2xTP0"), "is not COUNTxTP"),
+    (("controller", "--fleet", "fleet.toml"), "fleet.toml"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
+def test_wrong_arguments_are_refused_in_one_line(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 2, no usage of a page, no traceback, and what is wrong by name."""
+    status, error = said(capsys, *arguments)
+    assert status == 2
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("[faults]\ndeaths_per_hour = -1", "deaths_per_hour: from 0"),
+        ("[faults]\nleaving_share = 2", "leaving_share"),
+        ("[reshape]\nevery_s = 0", "every_s: above 0"),
+        ("[transfer]\nbytes_per_s = 0", "bytes_per_s above 0"),
+        ("[features.speculation]\nspeed_up = 0", "speed_up above 0"),
+        ("[limits]\nkv_watermark = 7", "limits.kv_watermark"),
+        ("[limits]\nqueue_timeout_s = -1", "limits.queue_timeout_s: at least 0"),
+        ("[workload]\nscale = nan", "scale: above 0"),
+        ("[workload]\nmax_turns = 0", "max_turns: at least 1"),
+        ("[workload]\nmax_tool_s = -1", "max_tool_s: from 0"),
+    ],
+)
+def test_a_scenario_that_cannot_be_is_refused(toml: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of these was a traceback or ran for ever; now it names the file, the table and what is allowed."""
+    Path("fleet.toml").write_text(FLEET + toml)
+    status, error = said(capsys, *SIMULATE)
+    assert status == 2
+    assert "fleet.toml: " in error and message in error and error.count("\n") == 1
+
+
+def test_a_trace_takes_the_place_of_a_law_that_had_earlier_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--trace` with a scenario whose predictor has a past: a trace has none, and is played all the same."""
+    law = 'earlier = 1\nepochs = 2\npolicies = ["heddle"]\n[workload]\nlaw = "coding"\ntrajectories = 8\n'
+    Path("scenario.toml").write_text(law + FLEET)
+    assert main(["simulate", "scenario.toml", "--trace", "trace.jsonl"]) == 0
+    assert "4 trajectories" in capsys.readouterr().out
+
+
+def test_what_answers_but_is_no_controller_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """The port of something else: status 1 and one line."""
+    from tests.support.toy_chat import ToyChat, serve
+
+    with serve(ToyChat()) as url:
+        status, error = said(capsys, "fleet", "show", "--controller", url)
+    assert status == 1
+    assert error.startswith("heddle fleet: ") and error.count("\n") == 1
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """What one writes into a report of a defect."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip()[0].isdigit()
