@@ -1,0 +1,87 @@
+"""Which engines may be used; the scheduler hears of each change.
+
+The circuit of an engine opens
+
+- at once, when nothing listens at its address or another process does;
+- after some connection faults in a row, of turns or of looks;
+- when turns run in it and its token counter stands still (it hangs), whether or not it counts those turns;
+
+and never because a generation is long: a turn that runs out of time is no fault of the connection. It closes at the
+first good look (`watch.py`).
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from gateway.clock import Clock
+from gateway.config import Settings
+from gateway.fleet.member import EngineState, Member
+from gateway.turnlog import LOGGER
+from scheduling.types import EngineLoad, EngineLost, EngineReported, EngineSpec, Event
+
+
+class Circuits:
+    """Opens and closes them.
+
+    Args:
+        post: tells the scheduler.
+    """
+
+    def __init__(self, settings: Settings, clock: Clock, post: Callable[[Event], None]) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._post = post
+        self._changed = asyncio.Event()
+
+    def close(self, member: Member) -> bool:
+        """A look was good: the engine may be used; says whether it could not be before."""
+        was_open = member.state is not EngineState.READY
+        member.state, member.num_faults = EngineState.READY, 0
+        return was_open
+
+    def count_fault(self, member: Member, fault: Exception) -> None:
+        """A connection fault, of a turn or of a look."""
+        member.num_faults += 1
+        member.last_fault = str(fault)
+        if member.num_faults >= self._settings.faults_to_open:
+            self.open(member, fault)
+
+    def open(self, member: Member, fault: Exception) -> None:
+        """The engine is lost."""
+        member.last_fault = str(fault)
+        if member.state is not EngineState.LOST:
+            LOGGER.warning("engine is lost", extra={"fields": {"engine": member.engine_id, "fault": str(fault)}})
+        if member.state is EngineState.READY:
+            self.send_away(member)
+        member.state = EngineState.LOST
+        self.changed()
+
+    def send_away(self, member: Member) -> None:
+        """What runs on an engine goes on elsewhere."""
+        self._post(EngineLost(self._clock(), member.engine_id))
+
+    def report(self, member: Member) -> None:
+        """Tell the scheduler how an engine is, if it may be used."""
+        seen = member.observation
+        if member.state is not EngineState.READY or seen is None:
+            return
+        capacity = member.settings.kv_capacity_tokens or seen.kv_capacity_tokens or 0
+        spec = EngineSpec(
+            engine_id=member.engine_id,
+            models=frozenset(model.model_id for model in member.models),
+            slots=member.slots or seen.slots or self._settings.default_slots,
+            kv_capacity_tokens=max(capacity - member.kv_offered_tokens, 1) if capacity else 0,
+            tp=member.settings.tp,
+            profile=member.profile,
+        )
+        load = EngineLoad(seen.num_running, seen.num_waiting, int(seen.kv_used_share * capacity))
+        self._post(EngineReported(self._clock(), spec, load, accepting=member.takes_turns))
+
+    def changed(self) -> None:
+        """Wake who waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def next_change(self) -> None:
+        """Wait until an engine is lost, is there, or has no more turns."""
+        await self._changed.wait()

@@ -1,0 +1,46 @@
+"""Which process was last seen at each engine's address, written down: so homes hold over a restart of the gateway."""
+
+from typing import Any
+
+import orjson
+
+from gateway.fleet.member import Member
+from store.port import Store
+
+_STATE_NAME = "fleet"
+
+
+class Seen:
+    """The last process of each address, by its URL."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._seen: dict[str, dict[str, Any]] = {}
+
+    async def restore(self) -> None:
+        """Read what an earlier process knew. Raises StoreError."""
+        self._seen = orjson.loads(await self._store.get_state(_STATE_NAME) or b"{}")
+
+    def at(self, url: str) -> dict[str, Any]:
+        """What `note` wrote of the process there; empty for one that was never seen."""
+        return self._seen.get(url, {})
+
+    def note(self, member: Member) -> None:
+        """Write down how an engine is now."""
+        self._seen[member.settings.url] = {
+            "generation": member.generation,
+            "started_at": member.started_at,
+            "is_cordoned": member.is_cordoned,
+            "is_in_doubt": member.is_in_doubt,
+            "models": [(model.model_id, model.max_context_tokens) for model in member.models],
+        }
+        self.remember()
+
+    def left(self, member: Member) -> None:
+        """It left the fleet. Another process may come to this address; it must not get this one's id."""
+        self._seen[member.settings.url] = {"generation": member.generation + 1, "started_at": None}
+        self.remember()
+
+    def remember(self) -> None:
+        """Write all of it down; also after the store lost it."""
+        self._store.put_state(_STATE_NAME, orjson.dumps(self._seen))

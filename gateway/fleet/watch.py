@@ -1,0 +1,130 @@
+"""Looks at an engine every second, and tells how it is.
+
+An engine that comes back as another process gets a new id, for the KV of the old one is gone. It gets no turn before it
+has the fleet's weights.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from engines.dialect import Observation, ObservationError
+from engines.http import FAULTS, EngineUnreachable, NoMoreConnections
+from engines.kv import can_move
+from engines.probe import Model, discover, tells_tokens
+from gateway.clock import Clock
+from gateway.config import Settings
+from gateway.fleet.circuits import Circuits
+from gateway.fleet.member import EngineState, Member
+from gateway.fleet.seen import Seen
+from gateway.fleet.weight_record import WeightRecord
+from gateway.fleet.weight_steps import join
+from gateway.turnlog import LOGGER
+
+_MAX_RECHECK_S = 5.0
+
+
+class Watch:
+    """Looks at engines, each by a task of its own.
+
+    Args:
+        weights: which ones an engine must have to get turns.
+        on_models: called when an engine told which models it serves.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        circuits: Circuits,
+        seen: Seen,
+        weights: WeightRecord,
+        on_models: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._circuits = circuits
+        self._seen = seen
+        self._weights = weights
+        self._on_models = on_models
+
+    async def over(self, member: Member) -> None:
+        """Look at one engine until cancelled."""
+        pause_s = self._settings.observe_interval_s
+        while True:
+            try:
+                if not member.is_updating:
+                    await self._look(member)
+                pause_s = self._settings.observe_interval_s
+            except Exception as fault:
+                if not isinstance(fault, (ObservationError, *FAULTS)):
+                    LOGGER.exception("defect", extra={"fields": {"engine": member.engine_id}})
+                if isinstance(fault, EngineUnreachable):
+                    self._circuits.open(member, fault)
+                elif not isinstance(fault, NoMoreConnections):  # which is no fault of the engine
+                    self._circuits.count_fault(member, fault)
+                pause_s = min(pause_s * 1.5, _MAX_RECHECK_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await member.recheck.wait()
+            member.recheck.clear()
+
+    async def _look(self, member: Member) -> None:
+        timeout_s = self._settings.observe_timeout_s
+        if member.dialect is None or member.state is EngineState.LOST:
+            await self._discover(member)
+        assert member.dialect is not None
+        if member.asks_tokens:
+            member.asks_tokens = not await tells_tokens(member.dialect, member.http, timeout_s)
+        observation = await member.dialect.observe(member.http, timeout_s)
+        self._check_progress(member, observation)
+        started_at = observation.started_at
+        is_new_process = started_at != member.started_at or (started_at is None and member.state is EngineState.LOST)
+        was_seen = member.observation is not None or member.started_at is not None
+        if was_seen and is_new_process:
+            self._circuits.open(member, ObservationError("another process answers"))
+            member.generation += 1
+            member.is_in_doubt = False
+        if member.state is not EngineState.READY:
+            await join(member, self._weights, self._settings)
+        member.started_at, member.observation = started_at, observation
+        if self._circuits.close(member):
+            LOGGER.info("engine is ready", extra={"fields": {"engine": member.engine_id}})
+            self._seen.note(member)
+            self._circuits.changed()
+        self._circuits.report(member)
+
+    async def _discover(self, member: Member) -> None:
+        """Ask a process that is new here what it is."""
+        timeout_s = self._settings.observe_timeout_s
+        found = await discover(member.http, member.settings.kind, timeout_s)
+        member.dialect, member.models = found.dialect, self._named(member, found.models)
+        member.asks_tokens = self._settings.token_legs == "auto"
+        self._on_models()
+        member.moves_kv = await self._moves_kv(member)
+        member.slots = member.settings.slots or await found.dialect.slots(member.http, timeout_s)
+
+    async def _moves_kv(self, member: Member) -> bool:
+        if member.settings.kv_transfer is not None:
+            return member.settings.kv_transfer == "nixl"
+        is_vllm = member.dialect is not None and member.dialect.kind == "vllm"
+        return is_vllm and await can_move(member.http, self._settings.observe_timeout_s)
+
+    def _named(self, member: Member, models: tuple[Model, ...]) -> tuple[Model, ...]:
+        """The models by the names under which clients know them."""
+        if not any(self._weights.is_path(model.model_id) for model in models):
+            return models
+        known = self._seen.at(member.settings.url).get("models", [])
+        return member.models or tuple(Model(*model) for model in known) or models
+
+    def _check_progress(self, member: Member, observation: Observation) -> None:
+        """Raises ObservationError when turns run and nothing has come of it for too long."""
+        before = member.observation
+        now = self._clock()
+        is_busy = bool(observation.num_running or member.num_legs)
+        was_busy, member.is_busy = member.is_busy, is_busy
+        if before is None or not (is_busy and was_busy) or observation.work_counter != before.work_counter:
+            member.worked_at = now
+        elif now - member.worked_at > self._settings.stall_timeout_s:
+            self._circuits.open(member, ObservationError("it hangs: turns run, and no token came"))
+            raise ObservationError("it hangs")
