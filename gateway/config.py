@@ -16,6 +16,7 @@ from pydantic_settings import (
 )
 
 from engines.profiles import load_profile
+from gateway.mistakes import in_words, meant
 from gateway.tokens.book import TokenLimits
 from predictor.named import PREDICTORS
 from scheduling.limits import Limits
@@ -75,20 +76,20 @@ _OTHERS = frozenset({"HEDDLE_CONFIG", "HEDDLE_WORK", "HEDDLE_VLLM_VENV", "HEDDLE
 
 def _known_policy(name: str) -> str:
     if name not in POLICIES:
-        raise ValueError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
+        raise ValueError(f"unknown policy {name!r}{meant(name, POLICIES)}; known: {', '.join(POLICIES)}")
     return name
 
 
 def _known_predictor(name: str) -> str:
     if name not in PREDICTORS:
-        raise ValueError(f"unknown predictor {name!r}; known: {', '.join(PREDICTORS)}")
+        raise ValueError(f"unknown predictor {name!r}{meant(name, PREDICTORS)}; known: {', '.join(PREDICTORS)}")
     return name
 
 
 class Settings(BaseSettings):
     """Everything one can set of the gateway process."""
 
-    model_config = SettingsConfigDict(env_prefix="HEDDLE_", extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="HEDDLE_", extra="forbid", frozen=True, allow_inf_nan=False)
     toml_file: ClassVar[str | None] = None
 
     host: str = Field("127.0.0.1", description="Loopback, because a gateway without keys must not face a network.")
@@ -203,6 +204,8 @@ class Settings(BaseSettings):
     @classmethod
     def _parse_engines(cls, value: Any) -> Any:
         texts = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+        if not isinstance(texts, list | tuple):
+            raise ValueError("a list of URLs or tables is wanted")
         return tuple(EngineSettings.parse(item) if isinstance(item, str) else item for item in texts)
 
     @field_validator("engines")
@@ -283,13 +286,13 @@ def load_settings(config_file: str | None = None, **overrides: Any) -> Settings:
         if name.startswith("HEDDLE_") and name not in _OTHERS and name[7:].lower() not in Settings.model_fields
     )
     if unknown:
-        raise ConfigError(f"unknown setting in the environment: {', '.join(unknown)}")
+        known = [f"HEDDLE_{name.upper()}" for name in Settings.model_fields]
+        raise ConfigError(f"unknown setting in the environment: {unknown[0]}{meant(unknown[0], known)}")
     sourced = type("Settings", (Settings,), {"toml_file": config_file, "__doc__": Settings.__doc__})
     try:
         settings = sourced(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"setting {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise ConfigError(in_words(error, Settings.model_fields, EngineSettings.model_fields)) from None
     except ValueError as error:
         raise ConfigError(f"configuration file {config_file}: {error}") from None
     assert isinstance(settings, Settings)

@@ -1,0 +1,80 @@
+"""Settings from a file and from the environment: read alike, and refused with what is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gateway.config import ConfigError, Settings, load_settings
+
+# One that is not the default, for each that a rule for its kind does not give.
+OTHERS = {
+    "host": "0.0.0.0",
+    "engines": ["http://a:1", "sglang+http://b:2"],
+    "policy": "verl",
+    "predictor": "siblings",
+    "predictor_model": "model",
+    "store": "memory:",
+    "store_namespace": "other:",
+    "event_log": "events.jsonl",
+    "log_level": "debug",
+    "api_keys": ["one", "two"],
+    "admin_key": "three",
+    "token_legs": "auto",
+    "stale": "restart",
+    "max_staleness": 3,
+    "kv_watermark": 0.5,
+}
+
+
+def other(name: str) -> object:
+    """A value of that setting which is allowed and not its default."""
+    default = Settings.model_fields[name].default
+    if name in OTHERS:
+        return OTHERS[name]
+    return not default if isinstance(default, bool) else default + 1
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_a_setting_is_the_same_from_a_file_and_from_the_environment(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/operating.md says: a key of the TOML file, or HEDDLE_ and its name in capitals, lists with commas."""
+    value = other(name)
+    file = tmp_path / "heddle.toml"
+    file.write_text(f"{name} = {json.dumps(value)}\n")
+    from_file = load_settings(str(file))
+    monkeypatch.setenv(f"HEDDLE_{name.upper()}", ",".join(value) if isinstance(value, list) else str(value))
+    assert getattr(load_settings(), name) == getattr(from_file, name) != Settings.model_fields[name].default
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("prot = 1", "setting prot: unknown, did you mean port?"),
+        ("engines = 5", "setting engines: a list"),
+        ('[[engines]]\nurl = "http://a:1"\nslot = 3', "setting engines.0.slot: unknown, did you mean slots?"),
+        ('[[engines]]\nurl = "http://a:1"\nslots = 0', "setting engines.0.slots: .*equal to 1, not 0"),
+        ('engines = ["a:1"]', "'a:1' is not a base URL"),
+        ('policy = "hedle"', "did you mean heddle?.*known: heddle, "),
+        ('predictor = "tabula"', "did you mean tabular?"),
+        ("kv_watermark = 7", "setting kv_watermark: .*equal to 1, not 7"),
+        ("shutdown_timeout_s = inf", "setting shutdown_timeout_s: .*finite"),
+        ("port = ", "heddle.toml: Invalid value"),
+        ("admin_key = 5", r"setting admin_key: Input should be a valid string$"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_its_name(tmp_path: Path, toml: str, message: str) -> None:
+    """One line: which setting, what is allowed, and what it was, unless it is a key."""
+    file = tmp_path / "heddle.toml"
+    file.write_text(toml)
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")) as refused:
+        load_settings(str(file))
+    assert "\n" not in str(refused.value)
+
+
+def test_an_unknown_variable_is_refused_with_what_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slip in the environment of a service is not passed over in silence."""
+    monkeypatch.setenv("HEDDLE_PROT", "9000")
+    with pytest.raises(ConfigError, match="HEDDLE_PROT, did you mean HEDDLE_PORT"):
+        load_settings()
