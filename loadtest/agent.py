@@ -13,7 +13,9 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, Literal
+from urllib.parse import quote
 
 from workloads.trajectories import Trajectory, Turn
 
@@ -29,6 +31,8 @@ _WORD_TEXT = (
 WORDS = _WORD_TEXT.split()
 # What a byte-pair tokenizer makes of such words, space included, until the server has said better.
 USUAL_CHARS_PER_TOKEN = 4.0
+# The gateway takes no longer ids.
+MAX_ID_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +72,24 @@ class Address:
     body: Mapping[str, Any] = field(default_factory=dict)
 
 
+def sent_id(recorded: str) -> str:
+    """An id as headers can carry it: itself, or where it is no printable ASCII, or long, one that stands for it."""
+    if recorded.isascii() and recorded.isprintable() and recorded == recorded.strip() and len(recorded) <= MAX_ID_CHARS:
+        return recorded
+    digest = sha256(recorded.encode()).hexdigest()[:16]
+    return f"{quote(recorded, safe='')[: MAX_ID_CHARS // 2]}-{digest}"
+
+
 def address_of(identity: Identity, trajectory_id: str, group_id: str, rollout_id: str) -> Address:
-    """The address of a trajectory's turns. `none` says nothing at all, as a client that knows no gateway."""
+    """The address of a trajectory's turns, ids as `sent_id` makes them. `none` says nothing at all, as a client
+    that knows no gateway."""
+    trajectory_id, group_id, rollout_id = map(sent_id, (trajectory_id, group_id, rollout_id))
     labels = {"X-Group-Id": group_id, "X-Rollout-Id": rollout_id}
     match identity:
         case "header":
             return Address(headers={"X-Trajectory-Id": trajectory_id, **labels})
         case "path":
-            return Address(path_prefix=f"/t/{trajectory_id}", headers=labels)
+            return Address(path_prefix=f"/t/{quote(trajectory_id, safe='')}", headers=labels)
         case "body":
             metadata = {"trajectory_id": trajectory_id, "group_id": group_id, "rollout_id": rollout_id}
             return Address(body={"metadata": metadata})

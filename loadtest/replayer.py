@@ -16,9 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+from urllib.parse import quote
 from uuid import uuid4
 
-from loadtest.agent import Conversation, Identity, Writer, address_of, chat_body
+from loadtest.agent import Conversation, Identity, Writer, address_of, chat_body, sent_id
 from loadtest.clients import ChatClient, RequestFailed, SdkClient
 from loadtest.raw_client import RawClient
 from loadtest.results import RolloutResult, TrajectoryResult, TurnResult
@@ -73,7 +74,7 @@ class ReplaySettings:
 
 async def queued_by_trajectory_route(client: ChatClient, trajectory_id: str) -> Sequence[float | None] | None:
     """The gateway's own word on each turn's waiting: `queued_s` of the turns of `GET /v1/trajectories/{id}`."""
-    record = await client.get(f"/trajectories/{trajectory_id}")
+    record = await client.get(f"/trajectories/{quote(trajectory_id, safe='')}")
     return None if record is None else [turn.get("queued_s") for turn in record.get("turns", ())]
 
 
@@ -163,10 +164,10 @@ class _Agent:
         self._settings = settings
         self._began_at = began_at
         self._conversation = Conversation(trajectory, writer)
-        sent_id = f"{rollout_id}-{trajectory.trajectory_id}"
-        self._address = address_of(settings.identity, sent_id, trajectory.group_id, rollout_id)
+        name = sent_id(f"{rollout_id}-{trajectory.trajectory_id}")
+        self._address = address_of(settings.identity, name, trajectory.group_id, rollout_id)
         # An agent that says nothing learns from the answers what the gateway calls it.
-        self._known_as = None if settings.identity == "none" else sent_id
+        self._known_as = None if settings.identity == "none" else name
 
     async def run(
         self,
@@ -184,7 +185,7 @@ class _Agent:
                 if queued_source is not None:
                     turns = await self._with_queued(turns, queued_source)
                 if self._settings.finish and self._known_as is not None:
-                    await self._client.post(f"/trajectories/{self._known_as}/finish")
+                    await self._client.post(f"/trajectories/{quote(self._known_as, safe='')}/finish")
             except RequestFailed as failure:
                 error = str(failure)
         trajectory = self._trajectory

@@ -222,3 +222,19 @@ async def test_calibration_makes_the_first_prompts_right(app: ToyChat, settings:
     result = await replay(workload, replace(settings, calibrate=True))
     for turn in result.turns:
         assert turn.prompt_tokens == pytest.approx(300, abs=3)
+
+
+@pytest.mark.parametrize("identity", ["header", "path", "body", "none"])
+async def test_ids_that_no_header_can_carry_are_sent_all_the_same(
+    app: ToyChat, settings: ReplaySettings, identity: Any
+) -> None:
+    """A trace from anywhere has ids of any script, with slashes, line ends, a page long: all are played, all differ."""
+    names = ["Bahn/é?#1", "轨迹-1", "轨迹-2", "a\r\nX-Group-Id: b", "x" * 300, "x" * 301, " a", "a%2Fb"]
+    workload = Workload("any", tuple(Trajectory(name, name, 40, (Turn(0, 10, 0.0),)) for name in names))
+    result = await replay(workload, replace(settings, identity=identity))
+    assert result.errors == ()
+    assert [played.trajectory_id for played in result.trajectories] == names
+    if identity in ("header", "path"):
+        assert len({headers["x-group-id"] for _, headers, _ in app.seen}) == len(names)
+    if identity == "path":
+        assert len({path for path, _, _ in app.seen}) == len(names)
