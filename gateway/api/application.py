@@ -167,4 +167,5 @@ async def _validation_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(step) for step in first["loc"] if step not in ("body", "query", "path"))
-    return _refused_response(bad_request(f"{where}: {first['msg']}." if where else f"{first['msg']}.", where or None))
+    said = f"{first['msg'].removeprefix('Value error, ')}."
+    return _refused_response(bad_request(f"{where}: {said}" if where else said, where or None))

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gateway.config import EngineSettings
 from gateway.fleet.fleet import Fleet
@@ -138,8 +138,11 @@ def add_engines(app: FastAPI, engines: Engines) -> None:
             parsed = EngineSettings.parse(engine.url)
             given = engine.model_dump(exclude={"url"}, exclude_none=True)
             member = engines.fleet.add(EngineSettings(**{**parsed.model_dump(), **given}))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise bad_request(first["msg"].removeprefix("Value error, "), str(first["loc"][0])) from None
         except ValueError as error:
-            raise bad_request(str(error).splitlines()[0], "url") from None
+            raise bad_request(str(error), "url") from None
         return engines.view(member)
 
     @app.delete("/v1/engines/{engine_id}", tags=["fleet"], dependencies=admin)

@@ -18,7 +18,16 @@ from predictor.progress import Predictor, Progress
 from scheduling.types import Prediction, TrajectoryClosed, TrajectoryDeclared, TrajectoryState
 
 MAX_PAGE = 1000
-_ID = Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")
+
+
+def printable(text: str) -> str:
+    """An id as turns may have it. Raises ValueError."""
+    if not (text.isascii() and text.isprintable()) or text != text.strip():
+        raise ValueError("printable ASCII without spaces at its ends is wanted")
+    return text
+
+
+_Id = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(printable)]
 
 
 def storable(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -35,9 +44,9 @@ class Declaration(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    id: Annotated[str | None, _ID] = None
+    id: _Id | None = None
     group_id: Annotated[str, Field(max_length=256)] = ""
-    rollout_id: Annotated[str | None, _ID] = None
+    rollout_id: _Id | None = None
     expected_output_tokens: Annotated[int | None, Field(ge=1, le=2**31)] = None
     metadata: Annotated[dict[str, Any], AfterValidator(storable)] = {}
 

@@ -44,13 +44,22 @@ async def test_declaring_twice_is_a_conflict(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"id": ""}, {"id": "a b"}, {"id": 7}, {"unknown": 1}, {"expected_output_tokens": 0}, []]
+    "bad", [{"id": ""}, {"id": " a"}, {"id": "\u00e9"}, {"id": 7}, {"unknown": 1}, {"expected_output_tokens": 0}, []]
 )
 async def test_a_bad_declaration_is_refused(site: Site, bad: Any) -> None:
     """400 in OpenAI's form."""
     answer = await site.client.post("/v1/trajectories", json=bad)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_what_a_turn_may_be_called_may_be_declared(site: Site) -> None:
+    """An id with a space and a slash in it is printable ASCII: a turn of that id finds what was declared."""
+    made = await site.client.post("/v1/trajectories", json={"id": "task 8/sample 1"})
+    assert made.status_code == 201
+    answer = await site.chat("/t/task%208%2Fsample%201/v1/chat/completions")
+    assert answer.headers["x-trajectory-id"] == "task 8/sample 1"
+    assert (await site.client.get("/v1/trajectories/task%208%2Fsample%201")).json()["num_turns"] == 1
 
 
 async def test_trajectories_are_listed_in_pages(site: Site) -> None:
@@ -241,6 +250,7 @@ async def test_a_bad_engine_url_is_refused(site: Site, url: str) -> None:
     """400, and the fleet is as it was."""
     answer = await site.client.post("/v1/engines", json={"url": url}, headers=ADMIN)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "url")
+    assert answer.json()["error"]["message"] == f"{url!r} is not a base URL such as http://host:8000"
     assert len((await site.client.get("/v1/engines")).json()["data"]) == 1
 
 
