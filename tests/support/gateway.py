@@ -12,7 +12,7 @@ from gateway.server import Listening, serving
 ADMIN_KEY = "admin-key-of-the-tests"
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
 # For engines in processes of their own: on a busy machine they stand still (seen: 20 s), and are well all the same.
-PATIENT: dict[str, Any] = {"start_timeout_s": 60, "observe_timeout_s": 60}
+PATIENT: dict[str, Any] = {"start_timeout_s": 60, "observe_timeout_s": 60, "connect_timeout_s": 60}
 
 
 @asynccontextmanager
