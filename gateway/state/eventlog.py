@@ -2,16 +2,20 @@
 
 A line is `{"at", "kind": "event" | "action", "type", ...fields}`. Before the first event of a process, a line of kind
 `start` says in the file how its scheduler was made, so that `heddle simulate replay` can make it again. Watchers that
-fall behind lose the oldest lines and are told how many.
+fall behind lose the oldest lines and are told how many. A file that cannot be written any more, the disk being full, is
+given up with a word in the process's log: turns do not depend on it.
 """
 
 import asyncio
+import contextlib
+import errno
 import os
 from collections import deque
 from collections.abc import AsyncIterator
 
 import orjson
 
+from gateway.turnlog import LOGGER
 from scheduling.limits import Limits
 from scheduling.logged import logged
 from scheduling.types import Action, Event, TrajectoryRecord
@@ -103,13 +107,26 @@ class EventLog:
 
     def _write(self, data: bytes) -> None:
         assert self._file is not None and self._path is not None
-        if self._size + len(data) > self._max_bytes and self._size:
-            self._file.close()
-            os.replace(self._path, f"{self._path}.1")
-            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - it lives as long as this
-            self._size = 0
-        self._file.write(data)
-        self._size += len(data)
+        try:
+            if self._size + len(data) > self._max_bytes and self._size:
+                self._file.close()
+                os.replace(self._path, f"{self._path}.1")
+                self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - it lives as long as this
+                self._size = 0
+            if self._file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._give_up(error)
+        else:
+            self._size += len(data)
+
+    def _give_up(self, error: OSError) -> None:
+        assert self._file is not None and self._path is not None
+        LOGGER.error("event log given up", extra={"fields": {"path": self._path, "error": str(error)}})
+        self._file.close()
+        self._file = None
+        with contextlib.suppress(OSError):  # half a line, which nobody could read
+            os.truncate(self._path, self._size)
 
 
 def _line(at: float, kind: str, said: Event | Action) -> bytes:

@@ -1,0 +1,43 @@
+"""The event log where its disk ends: turns do not depend on it."""
+
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+
+from gateway.state.eventlog import EventLog
+from scheduling.types import Tick
+
+
+@pytest.fixture
+def full_at_1000_bytes() -> Iterator[None]:
+    """No file of this process may grow beyond that: as a full disk, but for the error's number."""
+    before, (soft, hard) = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_log_that_cannot_be_written_is_given_up(full_at_1000_bytes: None, tmp_path: Path) -> None:
+    """Events go on, nothing is raised, and what was written until then is whole lines."""
+    path = tmp_path / "events.jsonl"
+    log = EventLog(str(path), 2**30)
+    for number in range(100):
+        log.add(Tick(float(number)), [])
+    assert not log.is_on
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert 1 < len(lines) < 100 and all(orjson.loads(line)["kind"] == "event" and line[-1:] == b"\n" for line in lines)
+
+
+async def test_who_watches_sees_on_when_the_file_is_given_up() -> None:
+    """The feed of `GET /v1/events` needs no disk."""
+    log = EventLog("/dev/full", 2**30)
+    watching = log.watch(silence_s=0.001)
+    assert await anext(watching) == b""
+    log.add(Tick(1.0), [])
+    assert b'"Tick"' in await anext(watching)
+    log.close()
