@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", action="append", type=int, help="instead of the scenario's")
     parser.add_argument("--predictor", help="siblings, tabular, tree, oracle, or noisy:CORRELATION")
-    parser.add_argument("--trace", metavar="FILE", help="agents from this file instead of the scenario's")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="agents from this file (JSON lines, .gz or not) instead of the scenario's"
+    )
     parser.add_argument("--trajectories", type=count, metavar="N", help="so many of them")
     parser.add_argument(
         "--max-context-tokens", type=count, metavar="N", help="of a trace: scale lengths until every trajectory fits"
