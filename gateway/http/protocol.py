@@ -78,7 +78,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._stop_timer()
         version = self.parser.get_http_version()
-        url = httptools.parse_url(self.url)
+        url: Any = httptools.parse_url(self.url)  # by its own types it always has a query, which is not so
         path = url.path.decode("ascii")
         self.scope["http_version"] = version
         self.scope["method"] = self.parser.get_method().decode("ascii")

@@ -125,8 +125,8 @@ class Legs:
         if begun is None:
             try:
                 begun = self._began(turn, dispatch, self._fleet.get(dispatch.engine_id))
-            except UnknownEngine as error:
-                raise LegFailed(Fault.ENGINE, api_error(502, "The engine left the fleet.", "engine_lost")) from error
+            except UnknownEngine:
+                raise LegFailed(Fault.ENGINE, api_error(502, "The engine left the fleet.", "engine_lost")) from None
         member, response = begun.member, begun.response
         fault: Exception | None = None
         has_answered = False
@@ -146,17 +146,12 @@ class Legs:
                     outcome = await self._answer(turn, response, None)
                 has_answered = True
                 return outcome
-        except CONNECTION_FAULTS as error:
-            fault = error
-            raise LegFailed(Fault.ENGINE, api_error(502, f"The engine failed: {error}.", "engine_failed")) from None
-        except NoMoreConnections as error:
-            raise LegFailed(Fault.BUSY, api_error(503, f"The gateway is full: {error}.", "gateway_full")) from None
-        except ResponseTimeout as error:
-            self._abort(turn, member)
-            raise LegFailed(Fault.ENGINE, api_error(504, f"The engine is late: {error}.", "engine_late")) from None
-        except AnswerTooLarge as error:
-            self._abort(turn, member)
-            raise LegFailed(Fault.REQUEST, api_error(502, f"{error}.", "answer_too_large")) from None
+        except FAULTS as error:
+            if isinstance(error, CONNECTION_FAULTS):
+                fault = error
+            elif isinstance(error, ResponseTimeout | AnswerTooLarge):
+                self._abort(turn, member)
+            raise _failed(error) from None
         except Stopped as stop:
             self._abort(turn, member)
             if turn.is_stale and stop.fault is Fault.ENGINE:
@@ -281,6 +276,19 @@ class Legs:
         task = asyncio.create_task(abort())
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
+
+
+def _failed(error: Exception) -> LegFailed:
+    """What it means that an engine did not answer: whose fault that is, and what its client hears."""
+    match error:
+        case NoMoreConnections():
+            return LegFailed(Fault.BUSY, api_error(503, f"The gateway is full: {error}.", "gateway_full"))
+        case ResponseTimeout():
+            return LegFailed(Fault.ENGINE, api_error(504, f"The engine is late: {error}.", "engine_late"))
+        case AnswerTooLarge():
+            return LegFailed(Fault.REQUEST, api_error(502, f"{error}.", "answer_too_large"))
+        case _:
+            return LegFailed(Fault.ENGINE, api_error(502, f"The engine failed: {error}.", "engine_failed"))
 
 
 def is_stream(response: Response) -> bool:
