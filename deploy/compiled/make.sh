@@ -1,6 +1,7 @@
 #!/bin/sh
-# Builds a wheel of Heddle whose scheduler is machine code, installs it into a new environment, and runs the tests of the
-# scheduler and of the gateway on that. Needs a C compiler and Python's headers. The checkout stays as it is.
+# Builds a wheel of Heddle in which what takes part in every turn is machine code, installs it into a new environment,
+# and runs the tests of the scheduler and of the gateway on that. Needs a C compiler and Python's headers. The checkout
+# stays as it is.
 #
 #   deploy/compiled/make.sh VENV_DIR [WHEEL_DIR]
 set -eu
@@ -16,16 +17,19 @@ install() { "$venv/bin/python" -m pip install -q --disable-pip-version-check -c 
 # What the sources are now, committed or not.
 mkdir "$work/sources" "$work/wheel" "$work/away"
 (cd "$here" && git ls-files -z --cached --others --exclude-standard | xargs -0 tar -c --ignore-failed-read) | tar -x -C "$work/sources"
+# First as it is: the compiler wants the types of all that is imported.
+install 'setuptools>=77' wheel mypy "$work/sources"
+rm -rf "$work/sources/build" "$work/sources/"*.egg-info
 cp "$here/deploy/compiled/setup.py" "$work/sources"
-install 'setuptools>=77' wheel mypy pydantic
 "$venv/bin/python" -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w "$work/wheel" "$work/sources"
-install "$work/wheel/"*.whl anthropic httpx httpx2 hypothesis pyarrow pytest pytest-asyncio pytest-timeout
+install --force-reinstall --no-deps "$work/wheel/"*.whl
+install anthropic httpx httpx2 hypothesis pyarrow pytest pytest-asyncio pytest-timeout
 
 # Away from the sources, which would be imported instead.
 cd "$work/away"
 ln -s "$here/tests" "$here/scenarios" "$here/docs" "$here/deploy" .
 cp "$here/pyproject.toml" .
-"$venv/bin/python" -c 'import scheduling.scheduler as s; assert s.__file__.endswith(".so"), s.__file__'
+"$venv/bin/python" -c 'import gateway.turns.hot as hot; assert hot.__file__.endswith(".so"), hot.__file__'
 REDIS_SERVER=$("$here/deploy/get-redis.sh") "$venv/bin/python" -m pytest -p no:cacheprovider tests/scheduling tests/gateway
 "$venv/bin/python" -m tests.bench.test_scheduler_speed heddle
 [ -z "${2:-}" ] || { mkdir -p "$here/$2" && cp "$work/wheel/"*.whl "$here/$2"; }

@@ -1,23 +1,27 @@
-"""Compiles what decides on every turn to machine code; laid beside pyproject.toml in a copy of the sources, never in a
-checkout, where an extension module would stand before the source that somebody changes.
+"""Compiles what takes part in every turn to machine code; laid beside pyproject.toml in a copy of the sources, never in
+a checkout, where an extension module would stand before the source that somebody changes.
 """
 
 from mypyc.build import mypycify
 from setuptools import setup
 
-# No module whose dataclasses are ever encoded (types, limits, cost): orjson reads them by their memory, which in a
-# compiled class is another, and the process dies.
-COMPILED = (
-    "chooser",
-    "dispatcher",
-    "engine",
-    "estimate",
-    "idle",
-    "order",
-    "placement",
-    "residency",
-    "scheduler",
-    "state",
-)
+# Modules by their folder. Left out are those
+# - whose dataclasses are ever encoded (scheduling: types, limits, cost): orjson reads them by their memory, which in a
+#   compiled class is another, and the process dies;
+# - whose classes are asked for a class attribute (engines/vllm.py), or made a base of (gateway/clock.py);
+# - with asynchronous generators, which mypyc has not, and gateway/kv/moves.py, which it cannot read.
+COMPILED = {
+    "scheduling": "chooser dispatcher engine estimate idle order placement residency scheduler state",
+    "predictor": "forecast groups lattice lengths pace tabular",
+    "store": "embedded",
+    "engines/http": "client connection pool response",
+    "gateway": "front metrics turnlog",
+    "gateway/http": "access exchange outlet protocol sse",
+    "gateway/kv": "contexts",
+    "gateway/messages": "answers conversations identity streams transcripts",
+    "gateway/state": "driver ledger",
+    "gateway/turns": "arrivals endings hot legs outcome progress relay repeats request_reader running turn turns",
+}
 
-setup(ext_modules=mypycify([f"scheduling/{name}.py" for name in COMPILED], opt_level="2"))
+files = [f"{folder}/{name}.py" for folder, names in COMPILED.items() for name in names.split()]
+setup(ext_modules=mypycify(files, opt_level="2", debug_level="0"))
