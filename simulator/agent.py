@@ -160,8 +160,8 @@ class Agent:
         self.tool_s += tool_s
         return tool_s
 
-    def progress(self) -> Progress:
-        """What a predictor is told before the turn, and at the end."""
+    def progress(self, tells_outcomes: bool) -> Progress:
+        """What a predictor is told before the turn, and at the end; of tool outcomes only one that reads them."""
         return Progress(
             trajectory_id=self.trajectory.trajectory_id,
             group_id=self.trajectory.group_id,
@@ -171,7 +171,7 @@ class Agent:
             output_tokens=self.made_tokens,
             last_output_tokens=self.trajectory.turns[self.turn - 1].output_tokens if self.turn else 0,
             num_turns=self.turn,
-            outcomes=tuple(self.tool_outcomes),
+            outcomes=tuple(self.tool_outcomes) if tells_outcomes else (),
         )
 
     def note_prediction(self, prediction: Prediction) -> None:

@@ -134,7 +134,7 @@ class Rollout:
 
     def _ask(self, agent: Agent) -> None:
         agent.ask()
-        prediction = self._predictor.predict(agent.progress())
+        prediction = self._predictor.predict(agent.progress(self._predictor.reads_outcomes))
         agent.note_prediction(prediction)
         trajectory_id, group_id = agent.trajectory.trajectory_id, agent.trajectory.group_id
         self._handle(
@@ -260,7 +260,7 @@ class Rollout:
             self._agenda.note(at + tool_s, self._turn_due, trajectory.trajectory_id)
         else:
             self._end(agent, Ending.FINISHED)
-            self._predictor.ended(agent.progress())
+            self._predictor.ended(agent.progress(self._predictor.reads_outcomes))
             self._close(trajectory.trajectory_id)
 
     def _preempt(self, turn_id: str, leg: int) -> None:

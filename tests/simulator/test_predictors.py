@@ -5,8 +5,13 @@ from statistics import correlation, fmean
 
 import pytest
 
+from engines.profiles import load_profile
 from predictor.progress import Progress
+from scheduling.limits import Limits
+from scheduling.policy import POLICIES
+from scheduling.types import Prediction
 from simulator.predictors import Noisy, Oracle
+from simulator.rollout import Rollout
 from simulator.runs import predictor_named
 from workloads.laws import draw, law_named
 
@@ -54,3 +59,25 @@ def test_a_predictor_that_is_not_there_is_refused(name: str) -> None:
     """With what there is, or what is wanted."""
     with pytest.raises(ValueError, match="noisy"):
         predictor_named(name, TRAJECTORIES, 0)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_predictor_is_told_what_the_gateway_would_tell_it(reads: bool) -> None:
+    """Tool outcomes only if it reads them: the gateway does not look for them in the messages for others."""
+    told: list[Progress] = []
+
+    class Listening(Oracle):
+        reads_outcomes = reads
+
+        def predict(self, progress: Progress) -> Prediction:
+            told.append(progress)
+            return super().predict(progress)
+
+        def ended(self, progress: Progress) -> None:
+            told.append(progress)
+
+    workload = draw(law_named("coding"), 4, 1)
+    fleet = [load_profile("qwen3-14b-h100-tp4")]
+    Rollout(workload, fleet, POLICIES["heddle"], Limits(), Listening(workload.trajectories)).run()
+    assert len(told) == workload.num_turns + len(workload.trajectories)
+    assert any(progress.outcomes for progress in told) == reads
