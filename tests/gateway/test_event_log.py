@@ -3,31 +3,37 @@
 import resource
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
-import pytest
 
 from gateway.state.eventlog import EventLog
 from scheduling.types import Tick
 
 
-@pytest.fixture
+@contextmanager
 def full_at_1000_bytes() -> Iterator[None]:
-    """No file of this process may grow beyond that: as a full disk, but for the error's number."""
+    """No file of this process may grow beyond that: as a full disk, but for the error's number.
+
+    Only while the log is written: what the tests print may go to a file, too.
+    """
     before, (soft, hard) = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    signal.signal(signal.SIGXFSZ, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
 
 
-def test_a_log_that_cannot_be_written_is_given_up(full_at_1000_bytes: None, tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_is_given_up(tmp_path: Path) -> None:
     """Events go on, nothing is raised, and what was written until then is whole lines."""
     path = tmp_path / "events.jsonl"
     log = EventLog(str(path), 2**30)
-    for number in range(100):
-        log.add(Tick(float(number)), [])
+    with full_at_1000_bytes():
+        for number in range(100):
+            log.add(Tick(float(number)), [])
     assert not log.is_on
     lines = path.read_bytes().splitlines(keepends=True)
     assert 1 < len(lines) < 100 and all(orjson.loads(line)["kind"] == "event" and line[-1:] == b"\n" for line in lines)
