@@ -72,7 +72,12 @@ async def _run(parsed: argparse.Namespace) -> int:
             _engines(parsed) as engines,
             local_gateway(engines, policy, parsed.work_dir, "--log-level", "warning") as url,
         ):
-            settings = ReplaySettings(base_url=f"{url}/v1", speed_up=parsed.speed_up, rollout_id=policy)
+            settings = ReplaySettings(
+                base_url=f"{url}/v1",
+                speed_up=parsed.speed_up,
+                rollout_id=policy,
+                client="raw",  # what agents compute is time in which they hold KV: speed_up times as much as theirs
+            )
             results.append(await play(workload, url, title, settings, console))
     print_results([result.times(parsed.speed_up) for result in results], console)
     for line in _NEXT:

@@ -13,8 +13,10 @@ class Limits:
         answer_tokens: what a turn makes while nobody knows its trajectory, then a prior for the mean of its answers. So
             much is claimed when it is dispatched: where answers are not counted until they end, engines are full before
             their claims are, and evict. What coding and search agents write a turn; 0: claim nothing in advance.
-        in_tool_lease_s: how long a trajectory in a tool call keeps its KV claim against others. 95 % of the
-            tool calls of coding agents end within 10 s (vllm-router#285); a minute covers the slow ones.
+        in_tool_lease_s: how long a trajectory in a tool call keeps its KV claim against others. None: as long as it
+            would take to prefill all of the engine's KV anew. Until then keeping a context costs less of the engine
+            than prefilling it again, and whoever does not know when a tool ends does best to keep it just so long (the
+            ski-rental problem: at most twice the cost of knowing).
         entry_patience_s: a turn that waited this long may take the claim of any trajectory in a tool call, so that
             nothing starves.
         ageing_tokens_per_s: a second of waiting counts as this many predicted tokens. At 100, the shortest trajectory
@@ -35,7 +37,7 @@ class Limits:
 
     kv_watermark: float = 0.9
     answer_tokens: int = 500
-    in_tool_lease_s: float = 60.0
+    in_tool_lease_s: float | None = None
     entry_patience_s: float = 300.0
     ageing_tokens_per_s: float = 100.0
     max_waiting_turns: int = 20_000

@@ -53,9 +53,10 @@ def claims_giving_way(engine: Engine, turn: Turn, at: float, limits: Limits) -> 
     if excess_tokens <= 0:
         return []
     is_impatient = at - turn.queued_at >= limits.entry_patience_s
+    lease_s = engine.refill_s if limits.in_tool_lease_s is None else limits.in_tool_lease_s
     giving_way: list[str] = []
     for trajectory_id, since in engine.in_tool.items():
-        if not is_impatient and at - since < limits.in_tool_lease_s:
+        if not is_impatient and at - since < lease_s:
             break
         giving_way.append(trajectory_id)
         excess_tokens -= engine.claims[trajectory_id]

@@ -148,7 +148,7 @@ class Scenario:
         assert self.earlier >= 0, "earlier: at least 0"
         assert 0 < self.limits.kv_watermark <= 1, "limits.kv_watermark: a share above 0, 1 at most"
         for limit, value in asdict(self.limits).items():
-            assert value >= 0, f"limits.{limit}: at least 0"
+            assert value is None or value >= 0, f"limits.{limit}: at least 0"
         has_one_rollout = self.epochs == 1 and not self.earlier
         assert has_one_rollout or self.workload.law is not None, "epochs need a law, as does earlier"
 

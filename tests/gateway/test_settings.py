@@ -24,6 +24,7 @@ OTHERS = {
     "stale": "restart",
     "max_staleness": 3,
     "kv_watermark": 0.5,
+    "in_tool_lease_s": 5.0,
 }
 
 

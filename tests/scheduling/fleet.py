@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+from scheduling.cost import EngineProfile
 from scheduling.limits import Limits
 from scheduling.policy import HEDDLE, Policy
 from scheduling.scheduler import Scheduler
@@ -81,9 +82,15 @@ class Fleet:
         return without_saves(self.actions)
 
     def engine(
-        self, engine_id: str, slots: int = 1, kv: int = 0, accepting: bool = True, models: tuple[str, ...] = (MODEL,)
+        self,
+        engine_id: str,
+        slots: int = 1,
+        kv: int = 0,
+        accepting: bool = True,
+        models: tuple[str, ...] = (MODEL,),
+        profile: EngineProfile | None = None,
     ) -> list[Action]:
-        spec = EngineSpec(engine_id, frozenset(models), slots, kv)
+        spec = EngineSpec(engine_id, frozenset(models), slots, kv, profile=profile)
         return self.handle(EngineReported(self.at, spec, accepting=accepting))
 
     def lose(self, engine_id: str) -> list[Action]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from scheduling.limits import Limits
+from scheduling.placement import UNMEASURED
 from scheduling.policy import HEDDLE, VERL, Policy
 from scheduling.types import Dispatch, Fault
 from tests.scheduling.fleet import Fleet, record
@@ -336,3 +337,18 @@ def test_claims_of_an_earlier_process_give_way_longest_idle_first() -> None:
     assert fleet.claims("A") == {"old": 40, "young": 40}
     assert fleet.sent(fleet.arrive("b", prompt=50)) == [("b", "A")]
     assert set(fleet.claims("A")) == {"young", "b"}
+
+
+def test_a_claim_is_kept_for_as_long_as_filling_the_kv_anew_would_take() -> None:
+    """By default, by the engine's profile: 100 tokens at 100 ms each are 10 s. A number of seconds overrules it."""
+    slow = replace(UNMEASURED, prefill_per_ktoken_ms=100_000.0, prefill_per_ktoken2_ms=0.0)
+    for limits, lease_s in ((Limits(), 10.0), (Limits(in_tool_lease_s=3.0), 3.0), (Limits(in_tool_lease_s=0.0), 0.0)):
+        fleet = Fleet(limits=limits)
+        fleet.engine("A", slots=4, kv=100, profile=slow)
+        fleet.arrive("a", prompt=40)
+        fleet.finish("a", prompt=40, output=10)
+        entered = fleet.arrive("b", prompt=60)
+        if lease_s:
+            assert entered == fleet.tick(lease_s - 0.1) == []
+            entered = fleet.tick(0.2)
+        assert fleet.sent(entered) == [("b", "A")]
