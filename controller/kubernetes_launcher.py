@@ -141,7 +141,10 @@ class KubernetesLauncher:
         for pod in self._read_pods(_SELECTOR):
             server = server_of(pod, (), "", self._port)
             held = set(spec.devices) & set(server.spec.devices)
-            if held and server.state is not ServerState.EXITED:
+            is_other = (
+                server.spec.server_id != spec.server_id
+            )  # else another controller was first, as _launch finds out
+            if held and is_other and server.state is not ServerState.EXITED:
                 raise LaunchFailed(f"{server.spec.server_id} holds {', '.join(sorted(held))}")
 
     def _find(self, selector: str) -> list[Server]:

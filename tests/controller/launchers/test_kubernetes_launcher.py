@@ -51,6 +51,22 @@ async def test_the_kubernetes_launcher_keeps_the_contract(promise: Promise, site
     await promise(site)
 
 
+async def test_another_controller_that_is_first_by_a_hair_holds_nothing_against_a_launch(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It creates the same server's Pod after this one saw none, and before it looks who holds the devices."""
+    spec, loop = site.spec(), asyncio.get_running_loop()
+    inventory = site.launcher.inventory
+
+    def inventory_after_the_other() -> tuple[str, ...]:
+        asyncio.run_coroutine_threadsafe(site.connect().launch(spec), loop).result(30)
+        return inventory()
+
+    monkeypatch.setattr(site.launcher, "inventory", inventory_after_the_other)
+    assert (await site.launcher.launch(spec)).spec.server_id == spec.server_id
+    assert len(await site.launcher.find(site.fleet_id)) == 1
+
+
 async def test_two_servers_of_a_node_see_gpus_of_their_own(site: Site) -> None:
     """As many as they have devices, on the devices' node."""
     assert site.launcher.inventory() == ("node-a/0", "node-a/1", "node-b/0", "node-b/1")
