@@ -100,7 +100,7 @@ async def test_an_engine_that_dies_in_start_up_is_tried_again_and_given_up(tmp_p
             assert len(state.failures) == 3 and state.blocked_tps == {2}
             for failure in state.failures:
                 assert failure.tp == 2 and "exit status 2" in failure.cause
-                assert "--no-such-flag" in failure.last_lines[-1]
+                assert "unknown argument '--no-such-flag'" in failure.last_lines[-1]
 
 
 async def test_an_engine_that_dies_while_it_serves_is_replaced(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def fuzz(operation: Any, mode: GenerationMode) -> None:
     """Send requests that the schema allows, or does not; the same ones in every run."""
 
     @hypothesis.settings(
-        max_examples=20,
+        max_examples=40,
         derandomize=True,
         deadline=None,
         database=None,

@@ -34,6 +34,7 @@ WORKLOAD = Workload(
 )
 ENGINE = SimulatedEngineSettings(speed_up=3)
 RESTORE_LIMIT_S = 2.0
+MAX_STOLEN = 0.05
 
 
 class Milestone:
@@ -102,20 +103,23 @@ async def test_a_rollout_survives_a_gateway_that_is_killed_and_started_again(
         assert replayed.difference is None and replayed.num_actions > 2 * NUM_TRAJECTORIES * NUM_TURNS
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 async def test_ten_thousand_trajectories_are_restored_within_two_seconds(
     client: httpx.AsyncClient, store_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With ten turns each: what the gateway and Redis compute until it answers, less what an empty gateway does.
+    """With ten turns each: from the start until it answers, less what an empty gateway takes; best of three.
 
-    On a machine that does nothing else a start takes as long, or less where there are two cores. On one whose cores
-    are lent to others too its seconds say nothing of the gateway, so they are printed and not judged.
+    Judged are what the gateway and Redis compute, and the clock; but for the clock of a machine whose cores are lent to
+    others meanwhile, which says nothing of the gateway.
     """
     await fill(store_url, num_trajectories=10_000, num_turns=10)
     async with gateway_process("--store", "memory:") as bare:
         bare_cpu_s, bare_s = await least_start(bare, "memory:")
     async with gateway_process("--store", store_url) as gateway:
+        before = processor_ticks()
         cpu_s, all_s = await least_start(gateway, store_url)
+        stolen, total = (now - then for now, then in zip(processor_ticks(), before, strict=True))
         page = (await client.get(gateway.url + "/metrics")).text
         assert "heddle_trajectories 10000.0" in page
         trajectory = (await client.get(gateway.url + "/v1/trajectories/t-007")).json()
@@ -124,6 +128,7 @@ async def test_ten_thousand_trajectories_are_restored_within_two_seconds(
         print(f"\n{store_url.partition(':')[0]}: 10,000 trajectories restored in {cpu_s - bare_cpu_s:.2f} s", end=" ")
         print(f"of computing, {all_s - bare_s:.2f} s by the clock (an empty start: {bare_s:.2f} s)")
     assert cpu_s - bare_cpu_s < RESTORE_LIMIT_S
+    assert all_s - bare_s < RESTORE_LIMIT_S or stolen > MAX_STOLEN * total
 
 
 async def least_start(gateway: GatewayProcess, store_url: str) -> tuple[float, float]:
@@ -136,6 +141,12 @@ async def least_start(gateway: GatewayProcess, store_url: str) -> tuple[float, f
         cpu.append(gateway.start_cpu_s + redis_cpu_s(store_url) - before_s)
         clock.append(gateway.start_s)
     return min(cpu), min(clock)
+
+
+def processor_ticks() -> tuple[int, int]:
+    """What others took of this machine's cores so far, and all there was (proc(5))."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return ticks[7], sum(ticks)
 
 
 def redis_cpu_s(store_url: str) -> float:
