@@ -33,6 +33,10 @@ class ObservationError(Exception):
     """The engine is not healthy, or does not answer as its kind does."""
 
 
+class Asleep(ObservationError):
+    """Somebody put it to sleep: it answers, but makes no tokens, and its KV is gone."""
+
+
 class Dialect(Protocol):
     """How one kind of engine is spoken to.
 

@@ -5,7 +5,7 @@ from math import isfinite, nan
 
 import orjson
 
-from engines.dialect import Observation, ObservationError
+from engines.dialect import Asleep, Observation, ObservationError
 from engines.http import HttpClient
 from engines.tokens import TokenRoutes
 from engines.upstream import Leg, Upstream, salted, stream_options, with_fields
@@ -50,6 +50,8 @@ class Vllm:
         running = _metric_sum(text, "vllm:num_requests_running")
         if running is None:
             raise ObservationError("/metrics has no vllm:num_requests_running")
+        if 'sleep_state="awake"} 0' in text:
+            raise Asleep("it sleeps")
         tokens = (_metric_sum(text, "vllm:generation_tokens_total") or 0) + (
             _metric_sum(text, "vllm:prompt_tokens_total") or 0
         )

@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start-s", type=seconds, default=0.0, help="virtual seconds until it listens: loading weights"
     )
+    parser.add_argument(
+        "--sleep-s", type=seconds, default=0.0, help="virtual seconds that falling asleep takes, and waking"
+    )
     parser.add_argument("--chunk-interval", type=seconds, default=0.0, metavar="S", help="seconds between chunks")
     parser.add_argument(
         "--scheduling-policy", choices=("fcfs", "priority"), default="priority", help="as vLLM's (default: %(default)s)"
@@ -64,6 +67,7 @@ def run(parsed: argparse.Namespace) -> int:
         scheduling_policy=parsed.scheduling_policy,
         chunk_interval_s=parsed.chunk_interval,
         kv_transfer=parsed.kv_transfer,
+        sleep_s=parsed.sleep_s,
         seed=parsed.seed,
     )
     time.sleep(parsed.start_s / parsed.speed_up)

@@ -40,7 +40,7 @@ class EngineService:
         self.weight_version = settings.weight_version
         self.weights = settings.weight_version
         self.served_name = settings.model
-        self.is_sleeping = False
+        self.sleep_level: int | None = None
         self.started_at = time.time()
 
     def check_queue(self) -> None:

@@ -51,6 +51,7 @@ class SimulatedEngineSettings:
         mean_output_tokens: how long an answer is on average when the request does not limit it.
         weight_version: of the weights it starts with; they enter every answer, so that answers of other weights differ.
         weight_load_s: virtual seconds that other weights take to load.
+        sleep_s: virtual seconds that falling asleep takes, and waking.
         api_key: clients of `/v1` and `/inference` must send it. None: anyone may.
         keep_alive_s: idle connections are closed after this long; 5 s as the real engines have it.
         kv_transfer: vLLM's NixlConnector is there: KV can be offered and fetched.
@@ -76,6 +77,7 @@ class SimulatedEngineSettings:
     mean_output_tokens: int = 128
     weight_version: str = "default"
     weight_load_s: float = 0.0
+    sleep_s: float = 0.0
     api_key: str | None = None
     keep_alive_s: float = 5.0
     kv_transfer: bool = False

@@ -13,6 +13,7 @@ from engines.simulated.service import EngineService
 from engines.simulated.sglang_dialect import VERSION, SglangDialect, cache_hit_rate
 from engines.simulated.sglang_generate import generate
 from engines.simulated.sglang_tokens import message_routes
+from engines.simulated.sleep import SglangSleepRoutes
 from engines.simulated.weights import SglangWeightRoutes
 
 
@@ -23,6 +24,7 @@ def sglang_routes(service: EngineService, dialect: SglangDialect) -> Routes:
     return {
         **common,
         **SglangWeightRoutes(service).table(),
+        **SglangSleepRoutes(service, dialect).table(),
         ("POST", "/v1/tokenize"): common["POST", "/tokenize"],
         **message_routes(service),
         ("POST", "/v1/chat/completions"): partial(chat_completions, service, dialect),

@@ -82,7 +82,7 @@ class VllmDialect:
         self._service.check_queue()
 
     def late_refusal(self) -> ApiError | None:
-        if self._service.is_sleeping or self._service.live.engine.paused in ("abort", "wait"):
+        if self._service.sleep_level is not None or self._service.live.engine.paused in ("abort", "wait"):
             return ApiError(503, "Generation is paused.", "Service Unavailable")
         return None
 
@@ -100,7 +100,9 @@ class VllmDialect:
         out.gauge("vllm:num_requests_waiting", counts.num_waiting)
         out.gauges("vllm:num_requests_waiting_by_reason", "reason", {"capacity": counts.num_waiting, "deferred": 0})
         out.gauge("vllm:kv_cache_usage_perc", counts.kv_usage)
-        out.gauge("vllm:engine_sleep_state", float(service.is_sleeping), 'sleep_state="discard_all"')
+        level = service.sleep_level
+        states = {"awake": int(level is None), "weights_offloaded": int(level == 1), "discard_all": int(level == 2)}
+        out.gauges("vllm:engine_sleep_state", "sleep_state", states)
         block = service.settings.block_size
         info = f'block_size="{block}",num_gpu_blocks="{profile.kv_capacity_tokens // block}"'
         info += f',kv_cache_size_tokens="{profile.kv_capacity_tokens}"'

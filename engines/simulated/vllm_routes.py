@@ -11,6 +11,7 @@ from engines.simulated.fields import items
 from engines.simulated.openai_api import chat_completions, completions
 from engines.simulated.routes import Routes
 from engines.simulated.service import EngineService
+from engines.simulated.sleep import VllmSleepRoutes
 from engines.simulated.vllm_dialect import VERSION, VllmDialect, query_value
 from engines.simulated.vllm_tokens import token_routes
 from engines.simulated.weights import VllmWeightRoutes
@@ -23,6 +24,7 @@ def vllm_routes(service: EngineService, dialect: VllmDialect) -> Routes:
         **common_routes(service, dialect),
         **token_routes(service, dialect),
         **VllmWeightRoutes(service).table(),
+        **VllmSleepRoutes(service).table(),
         ("POST", "/v1/chat/completions"): partial(chat_completions, service, dialect),
         ("POST", "/v1/completions"): partial(completions, service, dialect),
         ("GET", "/metrics"): partial(_metrics, dialect),
@@ -34,9 +36,6 @@ def vllm_routes(service: EngineService, dialect: VllmDialect) -> Routes:
         ("POST", "/pause"): control.pause,
         ("POST", "/resume"): control.resume,
         ("GET", "/is_paused"): control.is_paused,
-        ("POST", "/sleep"): control.sleep,
-        ("POST", "/wake_up"): control.wake_up,
-        ("GET", "/is_sleeping"): control.is_sleeping,
         ("POST", "/abort_requests"): control.abort_requests,
         ("POST", "/inference/v1/abort_requests"): control.abort_requests,
         ("POST", "/reset_prefix_cache"): control.reset_prefix_cache,
@@ -75,21 +74,6 @@ class _Control:
 
     async def is_paused(self, exchange: Exchange) -> None:
         await exchange.respond_json({"is_paused": self._service.live.engine.paused is not None})
-
-    async def sleep(self, exchange: Exchange) -> None:
-        self._service.live.pause("abort")
-        await self._service.drained()
-        self._service.live.clear_prefix_cache()
-        self._service.is_sleeping = True
-        await exchange.respond(b"")
-
-    async def wake_up(self, exchange: Exchange) -> None:
-        self._service.is_sleeping = False
-        self._service.live.resume()
-        await exchange.respond(b"")
-
-    async def is_sleeping(self, exchange: Exchange) -> None:
-        await exchange.respond_json({"is_sleeping": self._service.is_sleeping})
 
     async def abort_requests(self, exchange: Exchange) -> None:
         raw = await exchange.body()

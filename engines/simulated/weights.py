@@ -50,7 +50,9 @@ class VllmWeightRoutes:
     async def collective_rpc(self, exchange: Exchange) -> None:
         body = await exchange.json()
         if body.get("method") == "reload_weights":
-            await _load(self._service, _at(str(mapping(body, "kwargs").get("weights_path", ""))))
+            path = mapping(body, "kwargs").get("weights_path") if "kwargs" in body else None
+            # Without a path it is the checkpoint again that the engine was started with.
+            await _load(self._service, _at(str(path)) if path else self._service.settings.weight_version)
             await exchange.respond_json({"results": [None]})
             return
         await exchange.respond_json({"results": [f"{body.get('method')} on a simulated worker"]})

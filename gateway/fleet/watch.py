@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from engines.dialect import Observation, ObservationError
+from engines.dialect import Asleep, Observation, ObservationError
 from engines.http import FAULTS, EngineUnreachable, NoMoreConnections
 from engines.kv import can_move
 from engines.probe import Model, discover, tells_tokens
@@ -59,8 +59,10 @@ class Watch:
             except Exception as fault:
                 if not isinstance(fault, (ObservationError, *FAULTS)):
                     LOGGER.exception("defect", extra={"fields": {"engine": member.engine_id}})
-                if isinstance(fault, EngineUnreachable):
+                if isinstance(fault, (Asleep, EngineUnreachable)):
                     self._circuits.open(member, fault)
+                    if isinstance(fault, Asleep) and member.started_at is not None:
+                        member.started_at = 0.0  # what wakes has no KV, so it counts as another process
                 elif not isinstance(fault, NoMoreConnections):  # which is no fault of the engine
                     self._circuits.count_fault(member, fault)
                 pause_s = min(pause_s * 1.5, _MAX_RECHECK_S)

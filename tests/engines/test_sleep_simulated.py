@@ -1,0 +1,41 @@
+"""The contract of sleep on the simulated vLLM and the simulated SGLang, and what an engine without it says."""
+
+import pytest
+
+from engines.http import HttpClient
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import SimulatedEngineSettings
+from engines.sleep import SLEEP, CannotSleep, SleepFault
+from tests.engines.contract_of_sleep import PROMISES, Promise
+from tests.engines.site import TIMEOUT_S, Facts, site
+from tests.engines.test_contract_simulated import PROFILE, SGLANG, VLLM
+
+EVERY_LEVEL = [(facts, level) for facts in (VLLM, SGLANG) for level in SLEEP[facts.kind].levels]
+
+
+@pytest.mark.parametrize(("facts", "level"), EVERY_LEVEL, ids=lambda one: getattr(one, "kind", one))
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+async def test_a_simulated_engine_sleeps_as_the_real_ones(facts: Facts, promise: Promise, level: int) -> None:
+    """What the controller relies on, at each level."""
+    settings = SimulatedEngineSettings(
+        dialect=facts.kind,  # type: ignore[arg-type]
+        profile=PROFILE,
+        model=facts.model,
+        max_model_len=facts.max_context_tokens,
+        block_size=facts.block_tokens,
+    )
+    async with serve_engine(settings) as url, site(url, facts) as engine:
+        await promise(engine, level)
+
+
+async def test_an_engine_that_has_no_such_route_is_told_from_one_that_failed() -> None:
+    """SGLang has no `/sleep`, as vLLM without development mode has none; nobody at all is another thing."""
+    async with serve_engine(SimulatedEngineSettings(dialect="sglang", profile=PROFILE)) as url:
+        http = HttpClient(url)
+        with pytest.raises(CannotSleep, match="it has no /sleep"):
+            await SLEEP["vllm"].fall_asleep(http, 1, TIMEOUT_S)
+        http.close()
+    nobody = HttpClient("http://127.0.0.1:9")
+    with pytest.raises(SleepFault) as failed:
+        await SLEEP["vllm"].wake(nobody, 1, TIMEOUT_S)
+    assert not isinstance(failed.value, CannotSleep)
