@@ -41,12 +41,14 @@ class Connection(asyncio.Protocol):
         self._ends_at_eof = False
         self.idle_since = 0.0
         self.closed = False
+        self.on_body: Callable[[bytes], None] = _for_nobody
 
     def send(self, data: bytes) -> Response:
         """Write a request; its response has not begun yet."""
         assert self._transport is not None
-        self._parser = httptools.HttpResponseParser(self)
         response = self._response = Response(self._transport, self.loop)
+        self.on_body = response.feed  # from the parser straight to the reader: it is called for each chunk
+        self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
         self._transport.write(data)
         return response
@@ -92,6 +94,7 @@ class Connection(asyncio.Protocol):
     def _fail(self, error: Exception) -> None:
         response = self._response
         self._response = self._parser = None
+        self.on_body = _for_nobody
         if response is not None:
             response.finish(error)
 
@@ -119,17 +122,18 @@ class Connection(asyncio.Protocol):
         self._ends_at_eof = not has_length and response.status not in (204, 304)
         response.begin()
 
-    def on_body(self, data: bytes) -> None:
-        if self._response is not None:
-            self._response.feed(data)
-
     def on_message_complete(self) -> None:
         response = self._response
         if response is None or response.status < 200:
             return
         self._response = self._parser = None
+        self.on_body = _for_nobody
         response.finish(None)
         if self._keeps_alive:
             self._on_idle(self)
         elif self._transport is not None:
             self._transport.close()
+
+
+def _for_nobody(data: bytes) -> None:
+    """No response is under way."""

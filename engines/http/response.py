@@ -198,18 +198,9 @@ class Response:
 
     def feed(self, data: bytes) -> None:
         take = self._take
-        if take is not None:
-            self._pour(take, data)
+        if take is None:
+            self._pile_up(data)
             return
-        self._pieces.append(data)
-        self._buffered += len(data)
-        is_piled_up = self._buffered > HIGH_WATER_BYTES
-        if is_piled_up:
-            self._read_no_more()
-        if is_piled_up or self._waiter is not None:
-            self._wake()
-
-    def _pour(self, take: Callable[[bytes], bool], data: bytes) -> None:
         if self._waiter is not None:
             self._deadline = self._loop.time() + self._timeout_s
         try:
@@ -222,6 +213,17 @@ class Response:
                 self.break_off(error)
         self._take = None
         self._wake()
+
+    def _pile_up(self, data: bytes) -> None:
+        if self._complete or self._error is not None:
+            return  # of a second answer to one request
+        self._pieces.append(data)
+        self._buffered += len(data)
+        is_piled_up = self._buffered > HIGH_WATER_BYTES
+        if is_piled_up:
+            self._read_no_more()
+        if is_piled_up or self._waiter is not None:
+            self._wake()
 
     def finish(self, error: Exception | None) -> None:
         if self._complete or self._error is not None:

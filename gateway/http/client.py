@@ -42,8 +42,11 @@ class Client(Protocol):
     def start(self, status: int, headers: Headers, length: int | None) -> None:
         """Begin the answer, whose body has this many bytes; None where that is not known."""
 
-    def write(self, data: bytes, more: bool) -> None:
-        """Some of the body, of which there may be more. Nothing happens where the client has left."""
+    def write(self, data: bytes, more: bool) -> bool:
+        """Some of the body, of which there may be more. Nothing happens where the client has left.
+
+        Returns: `is_full`, now.
+        """
 
     async def drain(self) -> None:
         """Wait until there is room for more."""
@@ -109,9 +112,10 @@ class AsgiClient:
             headers = [*headers, (b"content-length", b"%d" % length)]
         self._unsent.append({"type": "http.response.start", "status": status, "headers": headers})
 
-    def write(self, data: bytes, more: bool) -> None:
+    def write(self, data: bytes, more: bool) -> bool:
         self._unsent.append({"type": "http.response.body", "body": data, "more_body": more})
         self.is_full = True
+        return True
 
     async def drain(self) -> None:
         while self._unsent:

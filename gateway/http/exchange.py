@@ -32,6 +32,7 @@ class Exchange(RequestResponseCycle):
         self._on_left: Callable[[], object] | None = None
         self._head = b""
         self._is_chunked = False
+        self._has_body = True
 
     @property
     def is_full(self) -> bool:
@@ -89,6 +90,7 @@ class Exchange(RequestResponseCycle):
         self.response_started = True
         self.waiting_for_100_continue = False
         self._is_chunked = length is None
+        self._has_body = self.scope["method"] != "HEAD"
         lines = [STATUS_LINE[status]]
         for name, value in (*self.default_headers, *headers):
             lines += (name, b": ", value, b"\r\n")
@@ -100,11 +102,11 @@ class Exchange(RequestResponseCycle):
         lines.append(b"\r\n")
         self._head = b"".join(lines)
 
-    def write(self, data: bytes, more: bool) -> None:
-        """Some of the body."""
+    def write(self, data: bytes, more: bool) -> bool:
+        """Some of the body; gives `is_full`."""
         if self.disconnected:
-            return
-        if self.scope["method"] == "HEAD":
+            return False
+        if not self._has_body:
             data = b""
         elif self._is_chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
@@ -120,6 +122,7 @@ class Exchange(RequestResponseCycle):
             if not self.keep_alive:
                 self.transport.close()
             self.on_response()
+        return bool(self.flow.write_paused)
 
     async def drain(self) -> None:
         """Wait until the connection takes more."""

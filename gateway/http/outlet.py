@@ -84,21 +84,37 @@ class Outlet:
         """Send a whole JSON answer."""
         self.has_begun = True
         self._start(status, [*_JSON, *(headers or [])], len(body))
-        self._write(body, more=False)
+        self.go_on(body, more=False)
 
-    def stream(self, data: bytes, more: bool = True) -> None:
-        """Send events of a stream, after its head if they are the first; its last ones, with no more to come."""
+    def stream(self, data: bytes, more: bool = True) -> bool:
+        """Send events of a stream, after its head if they are the first; its last ones, with no more to come.
+
+        Returns: `is_full`, now.
+        """
         if self._head is None:
             self._start(200, _STREAM, None)
         self.has_begun = True
-        self._write(data, more)
+        return self.go_on(data, more)
+
+    def go_on(self, data: bytes, more: bool) -> bool:
+        """Send more of an answer that has begun; gives `is_full`."""
+        self.num_bytes += len(data)
+        self._has_ended = not more
+        if self._kept is not None:
+            if self.num_bytes > self._max_kept_bytes and not self._num_following:
+                self._kept = None
+            else:
+                self._kept.append(data)
+                if self._followers:
+                    self._tell_followers()
+        return self._client is not None and self._client.write(data, more)
 
     def heartbeat(self) -> None:
         """Send a comment into a stream that has not begun."""
         if not self.has_begun:
             if self._head is None:
                 self._start(200, _STREAM, None)
-            self._write(HEARTBEAT, more=True)
+            self.go_on(HEARTBEAT, more=True)
 
     def refuse(self, refused: Refused) -> None:
         """Send an error, as an answer if nothing is out yet, else as the stream's last event."""
@@ -139,19 +155,6 @@ class Outlet:
         self._head = (status, [*headers, *self.headers, *self._about], length)
         if self._client is not None:
             self._client.start(*self._head)
-
-    def _write(self, data: bytes, more: bool) -> None:
-        self.num_bytes += len(data)
-        self._has_ended = not more
-        if self._kept is not None:
-            if self.num_bytes > self._max_kept_bytes and not self._num_following:
-                self._kept = None
-            else:
-                self._kept.append(data)
-                if self._followers:
-                    self._tell_followers()
-        if self._client is not None:
-            self._client.write(data, more)
 
     def _tell_followers(self) -> None:
         for news in self._followers:

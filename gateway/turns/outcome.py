@@ -15,7 +15,7 @@ class Outcome:
         content: what the client will send back with its next turn.
     """
 
-    def __init__(self, end: bytes, send_end: Callable[[], None], content: Callable[[], Any]) -> None:
+    def __init__(self, end: bytes, send_end: Callable[[], object], content: Callable[[], Any]) -> None:
         self.end = end
         self.send_end = send_end
         self.content = content

@@ -41,30 +41,29 @@ class Relay:
         """
         reader = self.reader
         if self._is_at_start and reader.passes(piece):
-            return self._pass_on(piece)
-        block = self._splitter.feed(piece)
-        self._is_at_start = self._splitter.is_at_start
-        if not block:
-            return True
-        block = reader.read(block)
-        if reader.done or reader.error is not None:
-            self.is_over, self.last = True, block
-            return False
-        if not reader.num_chunks:
-            return True  # comments that keep a waiting stream open: nothing of an answer yet, so it can start over
-        return self._pass_on(block)
-
-    def _pass_on(self, block: bytes) -> bool:
-        num_chunks = self.reader.num_chunks
+            block = piece
+        else:
+            block = self._splitter.feed(piece)
+            self._is_at_start = self._splitter.is_at_start
+            if not block:
+                return True
+            block = reader.read(block)
+            if reader.done or reader.error is not None:
+                self.is_over, self.last = True, block
+                return False
+            if not reader.num_chunks:
+                return True  # comments that keep a waiting stream open: nothing of an answer, so it can start over
         turn = self._turn
         outlet = turn.outlet
         is_first = turn.first_byte_at is None
         if is_first:
             self._note_first_byte(turn)
         if block:
-            outlet.stream(block)
-        turn.num_chunks = outlet.num_events = num_chunks
-        if num_chunks >= self._report_at:
-            self._report_at = num_chunks + _PROGRESS_CHUNKS
+            is_full = outlet.go_on(block, True) if outlet.has_begun else outlet.stream(block)
+        else:
+            is_full = outlet.is_full
+        turn.num_chunks = outlet.num_events = reader.num_chunks
+        if reader.num_chunks >= self._report_at:
+            self._report_at = reader.num_chunks + _PROGRESS_CHUNKS
             self._note_progress(turn)
-        return not is_first and not outlet.is_full
+        return not (is_first or is_full)
