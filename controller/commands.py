@@ -4,6 +4,7 @@ vLLM (0.33, docs of `vllm serve` and its environment variables):
 - a fixed KV size (`--kv-cache-memory-bytes`) where the file gives one, so that nothing is profiled; else the result of
   profiling is kept (`VLLM_ENABLE_STARTUP_PLAN`);
 - compiled code is kept, in a folder for each TP size: its key covers the TP size, so one folder would grow with all;
+- engines that may sleep are started for it;
 - KV is offered to other servers over NIXL where the file says so: a change of the fleet moves it then;
 - priorities, cached tokens and token routes are on, which the gateway uses.
 
@@ -14,17 +15,26 @@ Neither has anything that changes what an engine answers.
 """
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from controller.fleet_file import FleetFile
 from controller.launcher import ServerSpec
 from controller.steps import Wanted
 from engines.kv import SIDE_CHANNEL, nixl_flags
+from engines.sleep import SLEEP
 
 
-def server_spec(fleet: FleetFile, wanted: Wanted) -> ServerSpec:
-    """What the launcher is told."""
+def server_spec(fleet: FleetFile, wanted: Wanted, asleep: Iterable[str] = ()) -> ServerSpec:
+    """What the launcher is told.
+
+    Args:
+        asleep: ids of servers that sleep.
+    """
     command, environment = {"vllm": _vllm, "sglang": _sglang, "sim": _sim}[fleet.engine.kind](fleet, wanted.tp)
+    if wanted.tp in fleet.sleep.tp_sizes and fleet.engine.kind != "sim":
+        more, variables = SLEEP[fleet.engine.kind].flags(fleet.sleep.level, has_gpu=not fleet.cpu_slots)
+        command, environment = [*command, *more], environment | variables
     flags = (*fleet.engine.flags, *fleet.engine.flags_by_tp.get(wanted.tp, ()))
     return ServerSpec(
         server_id=wanted.server_id,
@@ -33,6 +43,7 @@ def server_spec(fleet: FleetFile, wanted: Wanted) -> ServerSpec:
         devices=wanted.devices,
         command=(*command, *flags),
         environment={**environment, **fleet.engine.environment},
+        beside=tuple(sorted(asleep)),
     )
 
 

@@ -1,7 +1,7 @@
 """Carries single steps out: against the launcher, the gateway and the new server. Each is safe to repeat.
 
 What takes long is measured, and written down for the next plan's relaunch cost: `drain` (until no turn runs),
-`move` (of KV), `stop`, `start` (launch until warm) and `register` (until the gateway gives it turns).
+`move` (of KV), `stop`, `start` (launch until warm), `sleep`, `wake` and `register` (until the gateway gives it turns).
 """
 
 import asyncio
@@ -13,12 +13,30 @@ from typing import assert_never
 import orjson
 
 from controller.commands import served_name, server_spec
-from controller.fleet_file import FleetFile
+from controller.fleet_file import FleetFile, engine_kind
 from controller.gateway_client import GatewayClient
-from controller.journal import Journal, step_record
+from controller.journal import Journal
 from controller.launcher import Launcher
-from controller.steps import Drain, Launch, MakeReady, MoveKv, Register, Remove, Reopen, Seen, Step, Stop
+from controller.records import step_record
+from controller.steps import (
+    Drain,
+    Launch,
+    MakeReady,
+    MoveKv,
+    Register,
+    Remove,
+    Reopen,
+    Rest,
+    Seen,
+    Sleep,
+    Step,
+    Stop,
+    Wake,
+)
+from engines.dialect import Asleep, ObservationError
 from engines.http import BadResponse, ConnectionBroken, EngineUnreachable, HttpClient, ResponseTimeout
+from engines.sleep import SLEEP, SleepFault
+from engines.vllm import Vllm
 
 _POLL_S = 0.2
 _PROBE_TIMEOUT_S = 5.0
@@ -61,13 +79,15 @@ class Drivers:
         self._journal = journal
         self._mover = mover
         self._clock = clock
+        self._sleep = SLEEP[engine_kind(fleet.engine.kind)]
         self._began: dict[tuple[str, str], float] = {}
 
     async def perform(self, step: Step) -> None:
         """Carry a step out, with a record before it and one after.
 
         Raises:
-            StartFailed: a server did not get ready. LaunchFailed: it could not even be launched.
+            StartFailed: a server did not get ready, or did not wake. LaunchFailed: it could not even be launched.
+            SleepFault, CannotSleep: it did not fall asleep.
             GatewayAway, GatewayRefused: see there.
         """
         more = {"url": await self._url(step.server_id)} if isinstance(step, Register) else {}
@@ -80,13 +100,42 @@ class Drivers:
         if one.is_serving:
             self._ended("register", one.server_id, one.tp)
 
+    async def sleeps(self, server_id: str) -> bool:
+        """Whether a server says that it sleeps; only vLLM tells."""
+        url = await self._url(server_id)
+        if url is None or not self._fleet.sleep.tp_sizes or self._fleet.engine.kind == "sglang":
+            return False
+        http = HttpClient(url)
+        try:
+            await Vllm().observe(http, _PROBE_TIMEOUT_S)
+        except Asleep:
+            return True
+        except (ObservationError, *_NO_ANSWER):
+            return False
+        finally:
+            http.close()
+        return False
+
     async def _do(self, step: Step) -> None:
         server_id = step.server_id
         match step:
             case Launch():
                 self._begins("start", server_id)
-                await self._launcher.launch(server_spec(self._fleet, step.wanted))
+                asleep = (one for one, rest in self._journal.state.rest.items() if rest == Rest.ASLEEP)
+                await self._launcher.launch(server_spec(self._fleet, step.wanted, asleep))
                 self.launched.add(server_id)
+            case Sleep():
+                self._begins("sleep", server_id)
+                self.ready.discard(server_id)
+                await self._told(server_id, self._sleep.fall_asleep)
+                self._ended("sleep", server_id, await self._tp(server_id))
+            case Wake():
+                self._begins("wake", server_id)
+                try:
+                    await self._told(server_id, self._sleep.wake)
+                except SleepFault as fault:
+                    raise StartFailed(f"it did not wake: {fault}") from None
+                self._ended("wake", server_id, await self._tp(server_id))
             case MakeReady():
                 await self._make_ready(server_id)
                 self.ready.add(server_id)
@@ -163,6 +212,17 @@ class Drivers:
             "kv_transfer": engine.kv_transfer,
         }
         await self._gateway.add({name: value for name, value in said.items() if value is not None})
+
+    async def _told(self, server_id: str, act: Callable[[HttpClient, int, float], Awaitable[None]]) -> None:
+        """Have the server itself do something. Raises SleepFault."""
+        url = await self._url(server_id)
+        if url is None:
+            raise SleepFault("it has no address")
+        http = HttpClient(url)
+        try:
+            await act(http, self._fleet.sleep.level, self._fleet.limits.sleep_timeout_s)
+        finally:
+            http.close()
 
     async def _at_gateway(self, server_id: str, act: Callable[[str], Awaitable[None]]) -> None:
         """Act on the engine that the gateway has at the server's address, if it has one."""

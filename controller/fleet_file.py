@@ -8,8 +8,10 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
+from controller.spares import SpareRule
 from controller.tending import RetryRule
 from engines.profiles import load_profile
+from engines.sleep import SLEEP
 from scheduling.cost import EngineProfile
 
 ADMIN_KEY_VARIABLE = "HEDDLE_ADMIN_KEY"
@@ -57,6 +59,37 @@ class EngineTable(BaseModel):
     is_fast_start: bool = Field(True, description="What makes a relaunch faster and changes nothing else.")
 
 
+class Sleeping(BaseModel):
+    """Which engines fall asleep, and are not stopped, when the fleet changes."""
+
+    model_config = _STRICT
+
+    tp_sizes: tuple[Tp, ...] = Field((), description="Whose engines may sleep; none: every change stops and launches.")
+    is_ahead: bool = Field(True, description="Start one on each block of GPUs before the first fleet: later ones wake.")
+    level: Literal[1, 2] = Field(1, description="1: weights wait in host memory; 2: are read again. SGLang has 1.")
+    weight_bytes: int | None = Field(None, gt=0, description="Of the whole model: what level 1 keeps for each engine.")
+    host_bytes: int | None = Field(
+        None, gt=0, description="Host memory of a node for all that sleep there; more would push the engines out."
+    )
+
+    def check(self, kind: str, tp_sizes: tuple[int, ...], num_devices: int) -> None:
+        """Raises ValueError where these engines cannot sleep so."""
+        if unknown := set(self.tp_sizes) - set(tp_sizes):
+            raise ValueError(f"sleep.tp_sizes: TP {min(unknown)} is not among tp_sizes")
+        if self.level not in SLEEP[engine_kind(kind)].levels:
+            raise ValueError(f"sleep.level: {kind} has no level {self.level}")
+        if not self.tp_sizes or self.level == 2 or kind == "sim":
+            return
+        if self.weight_bytes is None or self.host_bytes is None:
+            raise ValueError("sleep.level 1 keeps weights in host memory: say weight_bytes and host_bytes")
+        num_engines = sum(num_devices // tp for tp in self.tp_sizes)
+        if num_engines * self.weight_bytes > self.host_bytes:
+            needs = f"{num_engines} x {self.weight_bytes:,} bytes"
+            raise ValueError(
+                f"sleep: engines of TP {list(self.tp_sizes)} may keep {needs} of a node, more than host_bytes"
+            )
+
+
 class WarmUp(BaseModel):
     """The request that a new engine serves before its first turn; it compiles what is compiled late."""
 
@@ -79,6 +112,9 @@ class Limits(BaseModel):
     stop_grace_s: float = Field(20.0, ge=0, description="Between SIGTERM and SIGKILL; vLLM ends within 10 s.")
     max_starting: int = Field(8, ge=1, description="Servers that start at once; they share disks and cores.")
     min_engines: int = Field(0, ge=0, description="That go on serving during a change. 0: turns wait meanwhile.")
+    sleep_timeout_s: float = Field(
+        120.0, gt=0, description="To fall asleep or to wake: 140 GB of weights take 10 s, from a disk a minute."
+    )
     move_timeout_s: float = Field(60.0, ge=0, description="For the KV of all who live on a server; the rest is left.")
     drain_alarm_s: float = Field(1800.0, gt=0, description="A drain that takes longer is told; nothing is killed.")
     observe_interval_s: float = Field(1.0, gt=0, description="Between looks at launcher and gateway.")
@@ -123,6 +159,7 @@ class FleetFile(BaseModel):
     tp_sizes: tuple[Tp, ...] = Field((1,), min_length=1, description="That engines may have.")
     first: tuple[Tp, ...] | None = Field(None, description="TP sizes of the first fleet; none: TP 1 on every device.")
     engine: EngineTable = EngineTable()
+    sleep: Sleeping = Sleeping()
     warm_up: WarmUp = WarmUp()
     limits: Limits = Limits()
     planning: Planning = Planning()
@@ -141,6 +178,9 @@ class FleetFile(BaseModel):
             raise ValueError(f"first: TP {min(unknown)} is not among tp_sizes")
         if self.planning.is_automatic and (missing := set(self.tp_sizes) - set(self.engine.profiles)):
             raise ValueError(f"planning needs a profile of TP {min(missing)} in engine.profiles")
+        if self.sleep.tp_sizes and self.launcher != "local":
+            raise ValueError(f"sleep: {self.launcher} gives a GPU to one engine, so none can sleep beside another")
+        self.sleep.check(self.engine.kind, self.tp_sizes, min(len(self.local_devices), self.gpus_per_node))
         for tp, name in self.engine.profiles.items():
             if load_profile(name).tp != tp:
                 raise ValueError(f"engine.profiles: {name} is of TP {load_profile(name).tp}, not {tp}")
@@ -157,12 +197,21 @@ class FleetFile(BaseModel):
         return self.devices or tuple(str(number) for number in range(self.gpus))
 
     @property
+    def spare_rule(self) -> SpareRule:
+        return SpareRule(frozenset(self.sleep.tp_sizes), self.sleep.is_ahead)
+
+    @property
     def retry_rule(self) -> RetryRule:
         return RetryRule(self.limits.max_tries, self.limits.back_off_s, self.limits.max_back_off_s)
 
     def profiles(self) -> dict[int, EngineProfile]:
         """Of each TP size that has one, with the slots that engines are launched with."""
         return {tp: load_profile(self.engine.profiles[tp]) for tp in self.tp_sizes if tp in self.engine.profiles}
+
+
+def engine_kind(kind: str) -> str:
+    """Whose control routes an engine of the file has: simulated ones are launched as vLLM."""
+    return "vllm" if kind == "sim" else kind
 
 
 def load_fleet_file(path: str | Path) -> FleetFile:

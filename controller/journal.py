@@ -7,14 +7,14 @@ lines; the state is their fold, and nothing else changes it. A last line that is
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from controller import rollouts
 from controller.rollouts import History
-from controller.steps import Step, Wanted
+from controller.steps import Rest, Wanted
 
 MAX_TIMES_KEPT = 5  # of one phase and TP size: the median follows a change of disk or model soon
 MAX_FAILURES_KEPT = 20
@@ -42,6 +42,9 @@ class State:
         wanted: the fleet that should be there.
         proven: the last fleet that was reached; it comes back when another does not start. Empty: there was none.
         is_manual: an operator chose the fleet; plans are made, but not acted upon.
+        spares: servers that should be there asleep; none of them is wanted.
+        sleepless: why none may sleep, by an engine's own word; "": they may.
+        rest: servers that are not awake: `asleep`, or `between` where one was told to fall asleep or to wake.
         resting: devices that an operator took out of use.
         urls: where servers were registered at the gateway, by server id.
         num_tries: starts of a server that failed, counted over those that took its place, by server id.
@@ -54,6 +57,9 @@ class State:
 
     wanted: tuple[Wanted, ...] = ()
     proven: tuple[Wanted, ...] = ()
+    spares: tuple[Wanted, ...] = ()
+    sleepless: str = ""
+    rest: dict[str, str] = field(default_factory=dict)
     is_manual: bool = False
     why: str = ""
     serial: int = 0
@@ -85,13 +91,15 @@ def fold(state: State, record: Json) -> State:
         case "begun":
             return replace(_begun(state, record), begun=state.begun | {record["server_id"]: record["step"]})
         case "done":
-            begun = {server_id: step for server_id, step in state.begun.items() if server_id != record["server_id"]}
-            return replace(_done(state, record), begun=begun)
+            return replace(_done(state, record), begun=_without(state.begun, {record["server_id"]}))
         case "failed":
             failure = Failure(**{**record["failure"], "last_lines": tuple(record["failure"]["last_lines"])})
             return replace(state, failures=(*state.failures, failure)[-MAX_FAILURES_KEPT:])
         case "phase":
             return _measured(state, record)
+        case "spares":
+            spares = _servers(record["spares"])
+            return replace(state, spares=spares, sleepless=record.get("sleepless", state.sleepless))
         case "rollouts":
             return replace(state, history=rollouts.loaded(record["history"]))
         case "blocked":
@@ -102,11 +110,14 @@ def fold(state: State, record: Json) -> State:
 
 
 def _wanted(state: State, record: Json) -> State:
-    """What is absent from the record stays as it is."""
-    wanted = tuple(Wanted(one["server_id"], one["tp"], tuple(one["devices"])) for one in record["wanted"])
+    """What is absent from the record stays as it is; what is wanted is no spare any more."""
+    wanted = _servers(record["wanted"])
+    spares = _servers(record["spares"]) if "spares" in record else state.spares
     return replace(
         state,
         wanted=wanted,
+        spares=tuple(one for one in spares if one.server_id not in {other.server_id for other in wanted}),
+        sleepless=record.get("sleepless", state.sleepless),
         serial=record["serial"],
         changed_at=record["at"],
         why=record["why"],
@@ -133,6 +144,8 @@ def _begun(state: State, record: Json) -> State:
             return replace(state, drained=state.drained | {server_id}, moved=state.moved - {server_id})
         case "Register":
             return replace(state, urls=state.urls | {server_id: record["url"]})
+        case "Sleep" | "Wake":
+            return replace(state, rest=state.rest | {server_id: Rest.BETWEEN.value})
     return state
 
 
@@ -145,8 +158,13 @@ def _done(state: State, record: Json) -> State:
             return replace(state, moved=state.moved | {server_id})
         case "Stop":
             return replace(state, stopped=state.stopped | {server_id})
+        case "Sleep":
+            return replace(state, rest=state.rest | {server_id: Rest.ASLEEP.value})
+        case "Wake":
+            return replace(state, rest=_without(state.rest, {server_id}))
         case "Remove":
-            return replace(state, urls={one: url for one, url in state.urls.items() if one != server_id})
+            drained, moved = state.drained - {server_id}, state.moved - {server_id}
+            return replace(state, urls=_without(state.urls, {server_id}), drained=drained, moved=moved)
     return state
 
 
@@ -157,9 +175,18 @@ def _gone(state: State, server_ids: set[str]) -> State:
         drained=state.drained - server_ids,
         moved=state.moved - server_ids,
         stopped=state.stopped - server_ids,
-        urls={one: url for one, url in state.urls.items() if one not in server_ids},
-        begun={one: step for one, step in state.begun.items() if one not in server_ids},
+        rest=_without(state.rest, server_ids),
+        urls=_without(state.urls, server_ids),
+        begun=_without(state.begun, server_ids),
     )
+
+
+def _without(of: dict[str, str], server_ids: set[str]) -> dict[str, str]:
+    return {server_id: value for server_id, value in of.items() if server_id not in server_ids}
+
+
+def _servers(items: Iterable[Json]) -> tuple[Wanted, ...]:
+    return tuple(Wanted(one["server_id"], one["tp"], tuple(one["devices"])) for one in items)
 
 
 class Journal:
@@ -209,38 +236,6 @@ def read_state(path: Path) -> State:
     return state
 
 
-def step_record(kind: str, step: Step, at: float, **more: Any) -> Json:
-    """The record before (`begun`) or after (`done`) a step."""
-    return {"kind": kind, "at": at, "step": type(step).__name__, "server_id": step.server_id, **more}
-
-
-def wanted_record(wanted: Iterable[Wanted], serial: int, at: float, why: str, **more: Any) -> Json:
-    """The record of a decision. `more`: see `State`; what is not there stays as it is."""
-    return {
-        "kind": "wanted",
-        "at": at,
-        "why": why,
-        "serial": serial,
-        "wanted": [asdict(one) for one in wanted],
-        **{name: sorted(value) if isinstance(value, (set, frozenset)) else value for name, value in more.items()},
-    }
-
-
-def new_ids(fleet_id: str, state: State) -> tuple[Callable[[], str], Callable[[], int]]:
-    """Gives ids that no server of this fleet ever had, and the serial number to write down with them.
-
-    A few random digits keep them apart from those of a journal that was moved away.
-    """
-    serial = state.serial
-
-    def new_id() -> str:
-        nonlocal serial
-        serial += 1
-        return f"{fleet_id}-{serial}-{os.urandom(2).hex()}"
-
-    return new_id, lambda: serial
-
-
 def dumped(state: State) -> Json:
     """The state as JSON: for the journal's first record, and for people."""
     fields = asdict(state)
@@ -249,17 +244,13 @@ def dumped(state: State) -> Json:
 
 
 def _loaded(fields: Json) -> State:
-    def wanted(items: list[Json]) -> tuple[Wanted, ...]:
-        return tuple(Wanted(one["server_id"], one["tp"], tuple(one["devices"])) for one in items)
-
     sets = ("resting", "drained", "moved", "stopped", "blocked_tps")
     return State(
         **{
             **fields,
             **{name: frozenset(fields[name]) for name in sets},
             "history": rollouts.loaded(fields["history"]) if "history" in fields else History(),
-            "wanted": wanted(fields["wanted"]),
-            "proven": wanted(fields["proven"]),
+            **{name: _servers(fields.get(name, ())) for name in ("wanted", "proven", "spares")},
             "failures": tuple(Failure(**{**one, "last_lines": tuple(one["last_lines"])}) for one in fields["failures"]),
             "phase_s": {(phase, tp): tuple(times) for phase, tp, times in fields["phase_s"]},
         }

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from controller.launcher import Server, ServerSpec, ServerState
+from controller.launcher import Server, ServerSpec, ServerState, loaded_spec
 
 Json = dict[str, Any]
 
@@ -71,8 +71,7 @@ def is_of(pod: Mapping[str, Any], server_id: str) -> bool:
 
 def spec_of(pod: Mapping[str, Any]) -> ServerSpec:
     """The server that a Pod was made for."""
-    written = json.loads(pod["metadata"]["annotations"][SPEC_ANNOTATION])
-    return ServerSpec(**written | {"devices": tuple(written["devices"]), "command": tuple(written["command"])})
+    return loaded_spec(json.loads(pod["metadata"]["annotations"][SPEC_ANNOTATION]))
 
 
 def server_of(pod: Mapping[str, Any], last_lines: tuple[str, ...], node_cause: str, port: int) -> Server:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class ServerState(StrEnum):
@@ -22,6 +22,7 @@ class ServerSpec:
         server_id: chosen by the controller, unique for ever; launching it twice gives the same server.
         fleet_id: whose it is; `find` gives only servers of this fleet.
         devices: GPUs (or CPU slots) that it holds; names within the launcher's own inventory. As many as `tp`.
+        beside: ids of servers that sleep, with whom it may share devices; only local servers can.
         command: program and arguments; "{port}" and "{host}" in them are filled in by the launcher.
         environment: added to the launcher's own; "{host}", and "{kv_port}" for another port, are filled in too.
     """
@@ -32,6 +33,7 @@ class ServerSpec:
     devices: tuple[str, ...]
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,12 @@ class Server:
     url: str | None = None
     exit_cause: str = ""
     last_lines: tuple[str, ...] = ()
+
+
+def loaded_spec(written: Mapping[str, Any]) -> ServerSpec:
+    """What `asdict` made of a specification and JSON of that, as launchers keep it."""
+    fields: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in written.items()}
+    return ServerSpec(**fields)
 
 
 class LaunchFailed(Exception):

@@ -41,13 +41,25 @@ class Floor:
         size = self.devices_per_node
         return [self.devices[start : start + size] for start in range(0, len(self.devices), size)]
 
+    def blocks(self, tp: int) -> list[tuple[str, ...]]:
+        """Aligned blocks of so many devices, on no node's edge and without one that rests."""
+        blocks = [node[start : start + tp] for node in self.nodes() for start in range(0, len(node) - tp + 1, tp)]
+        return [block for block in blocks if not self.resting & set(block)]
 
-def lay_out(tps: Iterable[int], current: Sequence[Wanted], floor: Floor, new_id: Callable[[], str]) -> list[Wanted]:
-    """The servers of a fleet: those of `current` that stay, and new ones with ids of `new_id`.
+
+def lay_out(
+    tps: Iterable[int],
+    current: Sequence[Wanted],
+    floor: Floor,
+    new_id: Callable[[], str],
+    asleep: Sequence[Wanted] = (),
+) -> list[Wanted]:
+    """The servers of a fleet: those of `current` that stay, of `asleep` that wake, and new ones with ids of `new_id`.
 
     Args:
         tps: sizes of the engines, each a power of two.
         current: what is wanted now, then what still runs besides; of two on the same device one can stay at most.
+        asleep: what holds no device, and may come in place of a new one.
 
     Raises:
         DoesNotFit: too many devices, or no aligned block is left.
@@ -57,8 +69,8 @@ def lay_out(tps: Iterable[int], current: Sequence[Wanted], floor: Floor, new_id:
     shapes = _shapes(sizes, current, nodes, floor)
     laid: list[Wanted] = []
     for node, shape in zip(nodes, shapes, strict=True):
-        there = [one for one in current if set(one.devices) <= set(node)]
-        laid += _node(shape, there, node, floor.resting, new_id)
+        there, sleeping = ([one for one in each if set(one.devices) <= set(node)] for each in (current, asleep))
+        laid += _node(shape, there, sleeping, node, floor.resting, new_id)
     return laid
 
 
@@ -92,13 +104,18 @@ def _filled(sizes: tuple[int, ...], usable: list[int]) -> list[list[int]]:
 
 
 def _node(
-    shape: list[int], there: Sequence[Wanted], node: tuple[str, ...], resting: frozenset[str], new_id: Callable[[], str]
+    shape: list[int],
+    there: Sequence[Wanted],
+    asleep: Sequence[Wanted],
+    node: tuple[str, ...],
+    resting: frozenset[str],
+    new_id: Callable[[], str],
 ) -> list[Wanted]:
     """The servers of one node. Keeps the largest first, and gives up one after the other until the rest fits."""
     kept: list[Wanted] = []
     left = Counter(shape)
     taken = set(resting)
-    for one in sorted(there, key=lambda one: -one.tp):
+    for one in sorted([*there, *asleep], key=lambda one: -one.tp):
         if left[one.tp] and not taken & set(one.devices):
             left[one.tp] -= 1
             taken |= set(one.devices)

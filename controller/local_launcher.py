@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from controller import local_guard
-from controller.launcher import LaunchFailed, Server, ServerSpec, ServerState
+from controller.launcher import LaunchFailed, Server, ServerSpec, ServerState, loaded_spec
 from engines.children import free_port
 
 NUM_LAST_LINES = 30  # enough to show a Python traceback's end
@@ -70,7 +70,7 @@ class LocalLauncher:
         """Start a server, or give the one of this id that is or was there.
 
         Raises:
-            LaunchFailed: a device is unknown, or another server holds it, of whatever fleet.
+            LaunchFailed: a device is unknown, or another server, of whatever fleet, holds it and does not sleep.
         """
         return await asyncio.to_thread(self._launch, spec)
 
@@ -102,7 +102,7 @@ class LocalLauncher:
             raise LaunchFailed(f"no such device here: {', '.join(sorted(unknown))}; there are {self._devices}")
         for server in servers:
             held = set(spec.devices) & set(server.spec.devices)
-            if held and server.state is not ServerState.EXITED:
+            if held and server.state is not ServerState.EXITED and server.spec.server_id not in spec.beside:
                 raise LaunchFailed(f"{server.spec.server_id} holds {', '.join(sorted(held))}")
 
     def _write(self, folder: Path, spec: ServerSpec, taken_urls: set[str | None]) -> None:
@@ -167,8 +167,7 @@ def _filled(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _server(folder: Path) -> Server:
     written = json.loads((folder / "server.json").read_text())
-    asked = written["spec"]
-    spec = ServerSpec(**asked | {"devices": tuple(asked["devices"]), "command": tuple(asked["command"])})
+    spec = loaded_spec(written["spec"])
     if _lives(folder):
         state, cause = ServerState.RUNNING, ""
     elif (folder / "process.json").exists():

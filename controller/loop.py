@@ -21,13 +21,15 @@ from controller import rollouts
 from controller.drivers import Drivers, Mover, StartFailed, move_nothing
 from controller.fleet_file import FleetFile
 from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused, LastRollout
-from controller.journal import Journal, Json, new_ids, step_record
-from controller.launcher import Launcher, LaunchFailed, Server, ServerState
+from controller.journal import Journal, Json
+from controller.launcher import Launcher, LaunchFailed, Server
 from controller.planning import Proposal, present_tps
+from controller.records import new_ids, spares_record, step_record
 from controller.sight import put_together
-from controller.steps import Launch, MakeReady, Remove, Seen, Step, Wanted, is_reached, next_steps
-from controller.tending import Ended, held_back, tend
+from controller.steps import Launch, MakeReady, Remove, Seen, Sleep, Step, Wanted, is_reached, next_steps
+from controller.tending import find_ended, held_back, tend
 from controller.will import Refused, Will
+from engines.sleep import CannotSleep, SleepFault
 
 LOGGER = logging.getLogger("heddle.controller")
 
@@ -86,6 +88,9 @@ class Controller:
         before = self._num_changes
         if not await self.look() or before != self._num_changes:
             return
+        if self.journal.state.changed_at is None:
+            await self._begin()
+            return
         self._decide()
         await self._plan()
         if before == self._num_changes:
@@ -138,47 +143,37 @@ class Controller:
     # --- deciding -------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        state = self.journal.state
-        if state.changed_at is None:
-            self._begin()
         self.ask(self._tended())
         state = self.journal.state
         if is_reached(state.wanted, self.seen) and state.wanted != state.proven:
             self.journal.write(kind="proven", at=self._clock())
         wanted_ids = {one.server_id for one in state.wanted}
-        known = {one.server_id for one in self.seen} | wanted_ids
-        noted = {*state.drained, *state.moved, *state.stopped, *state.urls, *state.begun}
+        known = {one.server_id for one in self.seen} | {one.server_id for one in (*state.wanted, *state.spares)}
+        noted = {*state.drained, *state.moved, *state.stopped, *state.rest, *state.urls, *state.begun}
         if gone := sorted(noted - known - self._tasks.keys()):
             self.journal.write(kind="gone", server_ids=gone)
         for one in self.seen:  # a controller that was killed behind its request may not have written that it was done
-            if one.server_id in state.urls and one.server_id not in wanted_ids and not (one.is_alive or one.is_member):
+            if one.server_id in state.urls and one.server_id not in wanted_ids and not (one.held or one.is_member):
                 self.journal.write(**step_record("done", Remove(one.server_id), self._clock()))
         self._watch_drains()
 
-    def _begin(self) -> None:
+    async def _begin(self) -> None:
         """A fleet without a journal: what runs is adopted, else the first fleet is wanted."""
-        alive = [server.spec for server in self.servers if server.state is not ServerState.EXITED]
-        if alive:
-            self.ask(self.will.adopted([Wanted(one.server_id, one.tp, one.devices) for one in alive]))
-        else:
-            self.ask(self.will.first())
+        alive = [one for one in self.seen if one.is_alive]
+        asleep = {one.server_id for one in alive if await self._drivers.sleeps(one.server_id)}
+        for server_id in asleep:
+            self.journal.write(**step_record("done", Sleep(server_id), self._clock()))
+        self.ask(self.will.adopted(alive, asleep) if alive else self.will.first())
 
     def _tended(self) -> list[Json]:
         state = self.journal.state
-        wanted = {one.server_id for one in state.wanted}
-        ended = [
-            Ended(server.spec.server_id, server.exit_cause, server.last_lines)
-            for server in self.servers
-            if server.state is ServerState.EXITED and server.spec.server_id in wanted
-        ]
-        lines = {server.spec.server_id: server.last_lines for server in self.servers}
-        told = {failed.server_id for failed in ended}
-        for server_id, cause in self._failed.items():
-            if server_id in wanted and server_id not in told:
-                ended.append(Ended(server_id, cause, lines.get(server_id, ())))
-        alive = {one.server_id: Wanted(one.server_id, one.tp, one.devices) for one in self.seen if one.is_alive}
-        for server_id in told | self._failed.keys():
-            alive.pop(server_id, None)
+        ended = find_ended(state, self.servers, self._failed)
+        failed = {one.server_id for one in ended} | self._failed.keys()
+        alive = {
+            one.server_id: Wanted(one.server_id, one.tp, one.devices)
+            for one in self.seen
+            if one.is_alive and one.server_id not in failed
+        }
         self._failed.clear()
         new_id, serial = new_ids(self.fleet.fleet, state)
         return tend(state, ended, alive, self._clock(), self.fleet.retry_rule, new_id, serial)
@@ -231,14 +226,15 @@ class Controller:
 
     def _act(self) -> None:
         state, limits = self.journal.state, self.fleet.limits
-        wanted_ids = {one.server_id for one in state.wanted}
+        expected = {one.server_id for one in (*state.wanted, *state.spares)}
         alive_ids = {one.server_id for one in self.seen if one.is_alive}
         for server_id, (step, task) in self._tasks.items():
-            if isinstance(step, MakeReady) and server_id not in wanted_ids & alive_ids:
+            if isinstance(step, MakeReady) and server_id not in expected & alive_ids:
                 task.cancel()
         steps = next_steps(
             state.wanted,
             self.seen,
+            spares=state.spares,
             min_engines=limits.min_engines,
             max_starting=limits.max_starting,
             held_back=held_back(state, self._clock()),
@@ -254,7 +250,9 @@ class Controller:
             await self._drivers.perform(step)
             self._clear("gateway_refused")
             self._clear("step_failed")
-        except (StartFailed, LaunchFailed) as failure:
+        except CannotSleep as lack:
+            self.journal.write(**spares_record((), sleepless=str(lack)))
+        except (StartFailed, LaunchFailed, SleepFault) as failure:
             self._failed[server_id] = str(failure)
         except GatewayAway as fault:
             self._alarm("gateway_away", str(fault))

@@ -15,6 +15,7 @@ from statistics import median
 from controller.gateway_client import Work
 from controller.journal import State
 from controller.layout import Floor
+from controller.steps import Rest
 from scheduling.cost import EngineProfile
 from scheduling.estimate import Remaining
 from scheduling.fleets import GpuBudget, in_words, largest_first
@@ -22,6 +23,9 @@ from scheduling.partition import Presorted
 from scheduling.reshaping import BETWEEN_ROLLOUTS, COLD_RELAUNCH_S, ReshapeRule, worth_reshaping
 from scheduling.row import LoadedEngine
 from scheduling.scaling import makespan_s, plan, usable_kinds
+
+# Of a sleeping engine, before any was measured: weights of 28 GB come from host memory in 1 to 6 s.
+WAKE_S = 6.0
 
 PhaseTimes = Mapping[tuple[str, int], Sequence[float]]
 
@@ -100,12 +104,18 @@ def present_tps(state: State) -> tuple[int, ...]:
     return largest_first(one.tp for one in state.wanted)
 
 
-def relaunch_s(phase_s: PhaseTimes, current: Sequence[int], wanted: Sequence[int]) -> float:
-    """Seconds from the stop of the old engines until the new ones serve, as measured here, else as known of others."""
+def relaunch_s(phase_s: PhaseTimes, current: Sequence[int], wanted: Sequence[int], asleep: Sequence[int] = ()) -> float:
+    """Seconds from the end of the old engines until the new ones serve, as measured here, else as known of others.
+
+    Args:
+        asleep: TP sizes of engines that sleep: as many of the new ones are woken, not launched.
+    """
     leaving, coming = Counter(current) - Counter(wanted), Counter(wanted) - Counter(current)
-    stop_s = max((_median(phase_s, "stop", tp, 0.0) for tp in leaving), default=0.0)
-    start_s = (_median(phase_s, "start", tp, COLD_RELAUNCH_S) + _median(phase_s, "register", tp, 0.0) for tp in coming)
-    return stop_s + max(start_s, default=0.0)
+    woken = coming & Counter(asleep)
+    end_s = [_median(phase_s, "sleep" if ("sleep", tp) in phase_s else "stop", tp, 0.0) for tp in leaving]
+    begin_s = [_median(phase_s, "start", tp, COLD_RELAUNCH_S) + _register_s(phase_s, tp) for tp in coming - woken]
+    begin_s += [_median(phase_s, "wake", tp, WAKE_S) + _register_s(phase_s, tp) for tp in woken]
+    return max(end_s, default=0.0) + max(begin_s, default=0.0)
 
 
 def _weighed(
@@ -131,7 +141,8 @@ def _weighed(
         }
     except ValueError as error:
         return str(error)
-    planned_s, relaunch = wanted.makespan_s, relaunch_s(state.phase_s, current, wanted.tps)
+    asleep = [one.tp for one in state.spares if state.rest.get(one.server_id) == Rest.ASLEEP]
+    planned_s, relaunch = wanted.makespan_s, relaunch_s(state.phase_s, current, wanted.tps, asleep)
     if wanted.tps == current:
         return Proposal(current, planned_s, planned_s, 0.0, False, f"{about}: the fleet is the best one")
     if not current:
@@ -149,6 +160,10 @@ def _weighed(
     if not is_worth_it:
         why += f"; {rule.min_gain_share:.0%} is the least that pays"
     return Proposal(wanted.tps, current_s, planned_s, relaunch, is_worth_it, why)
+
+
+def _register_s(phase_s: PhaseTimes, tp: int) -> float:
+    return _median(phase_s, "register", tp, 0.0)
 
 
 def _median(phase_s: PhaseTimes, phase: str, tp: int, default_s: float) -> float:

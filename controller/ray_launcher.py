@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from controller.launcher import Launcher, LaunchFailed, Server, ServerSpec, ServerState
+from controller.launcher import Launcher, LaunchFailed, Server, ServerSpec, ServerState, loaded_spec
 
 try:
     import ray
@@ -191,7 +191,7 @@ def _servers(all_of: Sequence[Records]) -> list[Server]:
 def _server(
     records: Records, asked: dict[str, Any], keeper: Any, last_lines: tuple[str, ...], nodes: Mapping[str, Any]
 ) -> Server:
-    spec = _spec(asked["spec"])
+    spec = loaded_spec(asked["spec"])
     # Read after the keeper was looked up: where it has gone meanwhile, it has left its last words.
     process, ended = records.read("process") or {}, records.read("exit")
     state, cause = ServerState.RUNNING if process else ServerState.STARTING, ""
@@ -285,7 +285,3 @@ def _actor_name(server_id: str, rank: int) -> str:
 
 def _name(node: Mapping[str, Any]) -> str:
     return f"{node['NodeName']}-{node['NodeID'][:8]}"
-
-
-def _spec(written: dict[str, Any]) -> ServerSpec:
-    return ServerSpec(**written | {"devices": tuple(written["devices"]), "command": tuple(written["command"])})

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 
 from controller.fleet_file import FleetFile
 from controller.gateway_client import GatewayClient
+from controller.itinerary import itinerary
 from controller.journal import read_state
 from controller.launcher import Launcher
 from controller.planning import Proposal
 from controller.report import in_words
 from controller.sight import put_together
-from controller.steps import Seen, Step, is_reached, itinerary
+from controller.steps import Seen, Step, is_reached
 from controller.will import Refused, Will
 from scheduling.fleets import in_words as sizes_in_words
 from scheduling.fleets import largest_first
@@ -40,7 +41,13 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
     elif not is_reached(state.wanted, seen):
         wanted = sizes_in_words(largest_first(one.tp for one in state.wanted))
         lines.append(f"It is on its way to {wanted or 'nothing'} ({state.why}).")
-        rounds = itinerary(state.wanted, seen, min_engines=limits.min_engines, max_starting=limits.max_starting)
+        rounds = itinerary(
+            state.wanted,
+            seen,
+            spares=state.spares,
+            min_engines=limits.min_engines,
+            max_starting=limits.max_starting,
+        )
     else:
         more, rounds = _planned(fleet, will, will.proposed(work), state.is_manual, seen)
         lines += more

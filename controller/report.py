@@ -9,7 +9,7 @@ from controller.journal import State
 from controller.launcher import Server
 from controller.loop import Controller
 from controller.planning import Proposal
-from controller.steps import Launch, Seen, Step, is_reached
+from controller.steps import Launch, Rest, Seen, Step, is_reached
 from controller.tending import held_back
 
 Json = dict[str, Any]
@@ -39,6 +39,8 @@ def alarms(controller: Controller, now: float) -> dict[str, str]:
     """What a person should know of, by name; each is explained in docs/controller.md."""
     state = controller.journal.state
     found = dict(controller.alarms)
+    if state.sleepless:
+        found["cannot_sleep"] = f"servers are stopped, not put to sleep: {state.sleepless}"
     if state.blocked_tps:
         sizes = ", ".join(f"TP {tp}" for tp in sorted(state.blocked_tps))
         found["size_given_up"] = f"{sizes}: {state.failures[-1].cause if state.failures else ''}"
@@ -75,6 +77,8 @@ _WHY = {
     "Drain": ("drain", "it gets no more turns; those that run end there", "drain"),
     "MoveKv": ("move KV", "nothing runs there now; trajectories may take their KV along", None),
     "Stop": ("stop", "its devices are wanted by others", "stop"),
+    "Sleep": ("put to sleep", "its devices are wanted by others, and it may be wanted again", "sleep"),
+    "Wake": ("wake", "its devices are free", "wake"),
     "Launch": ("launch", "its devices are free", None),
     "MakeReady": ("make ready", "it answers and is warm before it gets turns", "start"),
     "Register": ("register", "the gateway gives it turns", "register"),
@@ -131,6 +135,8 @@ def _servers(state: State, seen: Sequence[Seen], servers: Sequence[Server], now:
 def _state(one: Seen, is_wanted: bool) -> str:
     if not one.is_alive:
         return "ended"
+    if one.rest is not Rest.AWAKE:
+        return "asleep" if one.rest is Rest.ASLEEP else "waking" if is_wanted else "falling asleep"
     if one.is_serving:
         return "serving" if is_wanted else "leaving"
     if one.is_cordoned:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from controller.gateway_client import Member
 from controller.journal import State
 from controller.launcher import Server, ServerState
-from controller.steps import Launch, Seen
+from controller.steps import Launch, Rest, Seen
 
 
 def put_together(
@@ -43,6 +43,7 @@ def _seen(
     # Only what was registered counts as a member: another server may have had this address before.
     member = by_url.get(server.url or "") if server_id in state.urls else None
     is_alive = server.state is not ServerState.EXITED
+    rest = Rest(state.rest.get(server_id, Rest.AWAKE))
     return Seen(
         server_id=server_id,
         tp=server.spec.tp,
@@ -50,7 +51,7 @@ def _seen(
         is_alive=is_alive,
         is_begun=server.state is not ServerState.STARTING or server_id in launched,
         # It is registered when it is ready; a gateway that was restarted is told again at once.
-        is_ready=is_alive and (server_id in ready or server_id in state.urls),
+        is_ready=is_alive and rest is Rest.AWAKE and (server_id in ready or server_id in state.urls),
         is_member=member is not None,
         is_cordoned=member is not None and member.is_cordoned,
         is_serving=is_alive and member is not None and member.is_ready and not member.is_cordoned,
@@ -58,4 +59,5 @@ def _seen(
         was_drained=server_id in state.drained,
         was_moved=server_id in state.moved,
         was_stopped=server_id in state.stopped,
+        rest=rest,
     )

@@ -1,12 +1,15 @@
 """What to do next to make the fleet that is seen the fleet that is wanted: pure, and decided anew from what is seen.
 
-    leaving server:   Drain -> (its turns end) -> MoveKv -> Stop -> Remove
-    coming server:    Launch -> MakeReady -> Register
+    leaving server:   Drain -> (its turns end) -> MoveKv -> Stop -> Remove       or, of a spare, Sleep -> Remove
+    coming server:    Launch -> MakeReady -> Register                            or, of a spare, Wake -> Register
 
 There is no position in a plan to be lost: every step follows from what the launcher and the gateway show now, is safe
 to repeat, and a controller that was killed anywhere goes on where the fleet is. Rules:
 
-- A server is stopped only when the gateway has no turn on it, and launched only on devices that no living one holds.
+- A server is stopped, or put to sleep, only when the gateway has no turn on it. One is launched, or woken, only on
+  devices that no other holds; asleep it holds none, and from the beginning of either act to its end it holds them.
+- A spare is kept asleep beside those that are wanted. One that is not there yet is launched, and put to sleep, before
+  others get its devices; but no server that is wanted and serves gives way for it.
 - Servers that share devices leave together, and only while `min_engines` others serve. Where none is asked for, turns
   wait in the gateway meanwhile.
 - The gateway forgets a stopped engine only when another serves: until then it knows the model, so turns wait, and are
@@ -14,9 +17,10 @@ to repeat, and a controller that was killed anywhere goes on where the fleet is.
 - A server that came to be wanted again while it drained is opened again.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, replace
-from typing import assert_never
+from dataclasses import dataclass
+from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +32,22 @@ class Wanted:
     devices: tuple[str, ...]
 
 
+class Rest(StrEnum):
+    """`between`: it was told to fall asleep, or to wake, and did not say that it has: it may be either."""
+
+    AWAKE = "awake"
+    BETWEEN = "between"
+    ASLEEP = "asleep"
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """A server as launcher, gateway and journal show it.
 
     Args:
-        devices: what it holds while it is alive.
+        devices: where it runs; see `held`.
         is_alive: launched, and not known to have ended.
+        rest: of one that is alive; what sleeps is alive.
         is_begun: the launcher has seen it begin; if not, an earlier launch may have broken off.
         is_ready: it answered, and is warm.
         is_member: the gateway knows it.
@@ -59,6 +72,12 @@ class Seen:
     was_drained: bool = False
     was_moved: bool = False
     was_stopped: bool = False
+    rest: Rest = Rest.AWAKE
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Devices that nobody else may use now: none of what has ended or sleeps."""
+        return self.devices if self.is_alive and self.rest is not Rest.ASLEEP else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +97,20 @@ class MoveKv:
 @dataclass(frozen=True, slots=True)
 class Stop:
     """End its processes, or clear away what has ended."""
+
+    server_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Have it give its devices' memory back and keep its processes."""
+
+    server_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Have it take its devices' memory again."""
 
     server_id: str
 
@@ -121,13 +154,14 @@ class Reopen:
     server_id: str
 
 
-Step = Drain | MoveKv | Stop | Launch | MakeReady | Register | Remove | Reopen
+Step = Drain | MoveKv | Stop | Sleep | Wake | Launch | MakeReady | Register | Remove | Reopen
 
 
 def next_steps(
     wanted: Sequence[Wanted],
     seen: Sequence[Seen],
     *,
+    spares: Sequence[Wanted] = (),
     min_engines: int = 0,
     max_starting: int = 8,
     held_back: Set[str] = frozenset(),
@@ -135,29 +169,36 @@ def next_steps(
     """All steps that may be taken now, one for each server at most; none: the fleet is as wanted, or waits.
 
     Args:
+        spares: that should be there, asleep; none of them is wanted.
         min_engines: that must go on serving while others are replaced.
         max_starting: servers that may start at once; they share disks and cores.
         held_back: ids of servers that must not be launched yet.
     """
     wanted_ids = {one.server_id for one in wanted}
-    staying = [one for one in seen if one.server_id in wanted_ids]
-    leaving = [one for one in seen if one.server_id not in wanted_ids]
+    spare_ids = {one.server_id for one in spares}
     may_drain = _may_drain(wanted, seen, min_engines)
     may_remove = not wanted or any(one.is_serving for one in seen)
+    held = Counter(device for one in seen for device in one.held)
+    ordered = [*spares, *wanted]
     steps: list[Step | None] = []
-    steps += [_staying_step(one, wanted) for one in staying]
-    steps += [_leaving_step(one, one.server_id in may_drain, may_remove) for one in leaving]
-    steps += _launches([one for one in wanted if one.server_id not in held_back], seen, max_starting)
+    for one in seen:
+        if one.server_id in wanted_ids:
+            steps.append(_staying_step(one, ordered, held))
+        else:
+            is_spare, may_leave = one.server_id in spare_ids, one.server_id in may_drain
+            steps.append(_leaving_step(one, ordered, is_spare, may_leave, may_remove))
+    steps += _launches(wanted, spares, seen, held_back, max_starting)
     return [step for step in steps if step is not None]
 
 
-def _staying_step(one: Seen, wanted: Sequence[Wanted]) -> Step | None:
+def _staying_step(one: Seen, ordered: Sequence[Wanted], held: Counter[str]) -> Step | None:
     if not one.is_alive:
         return None  # who decides what is wanted must replace it
-    if not one.is_begun:
-        return Launch(next(other for other in wanted if other.server_id == one.server_id))
+    if one.rest is not Rest.AWAKE:
+        is_free = all(held[device] == (device in one.held) for device in one.devices)
+        return Wake(one.server_id) if is_free else None
     if not one.is_ready:
-        return MakeReady(one.server_id)
+        return _starting_step(one, ordered)
     if not one.is_member:
         return Register(one.server_id)
     if one.is_cordoned and one.was_drained:
@@ -165,29 +206,54 @@ def _staying_step(one: Seen, wanted: Sequence[Wanted]) -> Step | None:
     return None
 
 
-def _leaving_step(one: Seen, may_drain: bool, may_remove: bool) -> Step | None:
-    if one.is_alive and one.is_member:
+def _leaving_step(
+    one: Seen, ordered: Sequence[Wanted], is_spare: bool, may_drain: bool, may_remove: bool
+) -> Step | None:
+    if one.is_alive and one.rest is Rest.AWAKE and one.is_member:
         if not (one.is_cordoned and one.was_drained):  # another's cordon may be lifted at any time
             return Drain(one.server_id) if may_drain else None
         if one.num_turns:
             return None
         if not one.was_moved:
             return MoveKv(one.server_id)
-    if one.is_alive or not one.was_stopped:
+    if is_spare and one.is_alive:
+        if one.rest is Rest.AWAKE and not one.is_ready:
+            return _starting_step(one, ordered)
+        if one.rest is not Rest.ASLEEP:
+            return Sleep(one.server_id)
+    elif one.is_alive or not one.was_stopped:
         return Stop(one.server_id)
     if one.is_member:
         return Remove(one.server_id) if may_remove else None
     return None
 
 
-def _launches(wanted: Sequence[Wanted], seen: Sequence[Seen], max_starting: int) -> list[Step]:
-    held = {device for one in seen if one.is_alive for device in one.devices}
+def _starting_step(one: Seen, ordered: Sequence[Wanted]) -> Step:
+    if not one.is_begun:
+        return Launch(next(other for other in ordered if other.server_id == one.server_id))
+    return MakeReady(one.server_id)
+
+
+def _launches(
+    wanted: Sequence[Wanted],
+    spares: Sequence[Wanted],
+    seen: Sequence[Seen],
+    held_back: Set[str],
+    max_starting: int,
+) -> list[Step]:
+    """Spares first. Devices that they wait for are kept for them, unless a wanted server is there already."""
     known = {one.server_id for one in seen}
-    room = max_starting - sum(one.is_alive and not one.is_ready for one in seen)
+    wanted_ids = {one.server_id for one in wanted}
+    kept = {device for one in seen if one.server_id in wanted_ids and one.is_alive for device in one.devices}
+    held = kept.union(*(one.held for one in seen))
+    room = max_starting - sum(bool(one.held) and one.rest is Rest.AWAKE and not one.is_ready for one in seen)
     launches: list[Step] = []
-    for one in wanted:
-        if one.server_id not in known and not held & set(one.devices) and len(launches) < room:
+    for one in (*spares, *wanted):
+        if one.server_id in known or one.server_id in held_back:
+            continue
+        if not held & set(one.devices) and len(launches) < room:
             launches.append(Launch(one))
+        if one.server_id in wanted_ids or not kept & set(one.devices):
             held |= set(one.devices)
     return launches
 
@@ -196,9 +262,9 @@ def _may_drain(wanted: Sequence[Wanted], seen: Sequence[Seen], min_engines: int)
     """Ids of servers whose whole group may leave now."""
     num_serving = sum(one.is_serving for one in seen)
     wanted_ids = {one.server_id for one in wanted}
-    alive_ids = {one.server_id for one in seen if one.is_alive}
-    leaving = [one for one in seen if one.is_alive and one.server_id not in wanted_ids]
-    coming = [one for one in wanted if one.server_id not in alive_ids]
+    holder_ids = {one.server_id for one in seen if one.held}
+    leaving = [one for one in seen if one.held and one.server_id not in wanted_ids]
+    coming = [one for one in wanted if one.server_id not in holder_ids]
     may: set[str] = set()
     for devices in _groups([*(one.devices for one in leaving), *(one.devices for one in coming)]):
         group = [one for one in leaving if devices & set(one.devices)]
@@ -219,64 +285,8 @@ def _groups(holdings: Iterable[Iterable[str]]) -> list[set[str]]:
     return groups
 
 
-def after(step: Step, seen: Sequence[Seen]) -> list[Seen]:
-    """What will be seen when a step went well: for explaining a plan before it is carried out, and for tests."""
-    if isinstance(step, Launch):
-        others = [one for one in seen if one.server_id != step.server_id]
-        return [*others, Seen(step.server_id, step.wanted.tp, step.wanted.devices)]
-    return [_stepped(step, one) if one.server_id == step.server_id else one for one in seen]
-
-
-def _stepped(step: Drain | MoveKv | Stop | MakeReady | Register | Remove | Reopen, one: Seen) -> Seen:
-    match step:
-        case Drain():
-            return replace(one, is_cordoned=True, is_serving=False, was_drained=True)
-        case MoveKv():
-            return replace(one, was_moved=True)
-        case Stop():
-            return replace(one, is_alive=False, is_ready=False, is_serving=False, num_turns=0, was_stopped=True)
-        case MakeReady():
-            return replace(one, is_ready=True)
-        case Register():
-            return replace(one, is_member=True, is_serving=True)
-        case Remove():
-            return replace(one, is_member=False, is_cordoned=False)
-        case Reopen():
-            return replace(one, is_cordoned=False, is_serving=True, was_drained=False, was_moved=False)
-        case _:
-            assert_never(step)
-
-
-def itinerary(
-    wanted: Sequence[Wanted], seen: Sequence[Seen], *, min_engines: int = 0, max_starting: int = 8
-) -> list[list[Step]]:
-    """All rounds of steps until the fleet is as wanted, if each goes well and every turn ends.
-
-    Where `min_engines` forbids the change, the last round leaves something undone: see `is_reached`.
-    """
-    rounds = []
-    now = list(seen)
-    while steps := next_steps(wanted, now, min_engines=min_engines, max_starting=max_starting):
-        rounds.append(steps)
-        for step in steps:
-            now = after(step, now)
-        now = [replace(one, num_turns=0) if one.is_cordoned else one for one in now]
-    return rounds
-
-
 def is_reached(wanted: Sequence[Wanted], seen: Sequence[Seen]) -> bool:
-    """Every wanted server serves, and no other is alive."""
+    """Every wanted server serves, and no other holds a device."""
     wanted_ids = {one.server_id for one in wanted}
     serving = {one.server_id for one in seen if one.is_serving}
-    return wanted_ids <= serving and not any(one.is_alive and one.server_id not in wanted_ids for one in seen)
-
-
-def is_reachable(
-    wanted: Sequence[Wanted], seen: Sequence[Seen], *, min_engines: int = 0, max_starting: int = 8
-) -> bool:
-    """Whether the change can be made without fewer than `min_engines` serving on the way."""
-    now = list(seen)
-    for steps in itinerary(wanted, seen, min_engines=min_engines, max_starting=max_starting):
-        for step in steps:
-            now = after(step, now)
-    return is_reached(wanted, now)
+    return wanted_ids <= serving and not any(one.held and one.server_id not in wanted_ids for one in seen)

@@ -2,13 +2,15 @@
 
 A server that never served counts a try more; one that served and died begins to count anew. After the last try its TP
 size is blocked, and the fleet that served last is wanted again; if that is the same fleet, it goes on without this
-server. Only an operator's `scale` lifts the block.
+server. Only an operator's `scale` lifts the block. A spare that ended is let go: the next change does without it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from controller.journal import Failure, Json, State, wanted_record
+from controller.journal import Failure, Json, State
+from controller.launcher import Server, ServerState
+from controller.records import spares_record, wanted_record
 from controller.steps import Wanted
 
 
@@ -33,11 +35,29 @@ class RetryRule:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A server that is wanted and has ended, and what is known of it."""
+    """A server that is wanted, or a spare, and has ended; and what is known of it."""
 
     server_id: str
     cause: str
     last_lines: tuple[str, ...] = ()
+
+
+def find_ended(state: State, servers: Sequence[Server], failed: Mapping[str, str]) -> list[Ended]:
+    """Which of the servers that should be there have ended, or failed otherwise.
+
+    Args:
+        failed: causes by server id; such a server may be alive.
+    """
+    expected = {one.server_id for one in (*state.wanted, *state.spares)}
+    ended = {
+        server.spec.server_id: Ended(server.spec.server_id, server.exit_cause, server.last_lines)
+        for server in servers
+        if server.state is ServerState.EXITED
+    }
+    lines = {server.spec.server_id: server.last_lines for server in servers}
+    for server_id, cause in failed.items():
+        ended.setdefault(server_id, Ended(server_id, cause, lines.get(server_id, ())))
+    return [one for one in ended.values() if one.server_id in expected]
 
 
 def tend(
@@ -59,11 +79,14 @@ def tend(
     wanted = list(state.wanted)
     tries, not_before = dict(state.num_tries), dict(state.not_before)
     given_up: list[Wanted] = []
+    spares = {one.server_id: one for one in state.spares}
     for one in ended:
-        place = next(place for place, other in enumerate(wanted) if other.server_id == one.server_id)
-        lost = wanted[place]
+        place = next((place for place, other in enumerate(wanted) if other.server_id == one.server_id), None)
+        lost = spares.pop(one.server_id) if place is None else wanted[place]
         failure = Failure(one.server_id, lost.tp, now, one.cause, one.last_lines)
         records.append({"kind": "failed", "failure": asdict(failure)})
+        if place is None:
+            continue
         num_tries = 1 if one.server_id in state.urls else tries.pop(one.server_id, 0) + 1
         not_before.pop(one.server_id, None)
         if num_tries >= rule.max_tries:
@@ -72,8 +95,10 @@ def tend(
         wanted[place] = replace(lost, server_id=new_id())
         tries[wanted[place].server_id] = num_tries
         not_before[wanted[place].server_id] = now + rule.pause_s(num_tries)
-    if not records:
-        return []
+    if len(spares) < len(state.spares):
+        records.append(spares_record(spares.values()))
+    if wanted == list(state.wanted):
+        return records
     why = f"{', '.join(one.server_id for one in ended)} ended"
     for lost in given_up:
         records.append({"kind": "blocked", "tp": lost.tp})

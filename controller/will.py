@@ -4,16 +4,20 @@ An operator's fleet stays until plans are let decide again. A server that is dra
 devices rest, until the fleet is scaled.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 from controller.fleet_file import FleetFile, FleetFileError
 from controller.gateway_client import Work
-from controller.journal import Json, State, new_ids, wanted_record
+from controller.itinerary import is_reachable, itinerary
+from controller.journal import Json, State
 from controller.launcher import Launcher
 from controller.layout import DoesNotFit, Floor, lay_out
 from controller.planning import Proposal, propose, propose_next
-from controller.steps import Seen, Step, Wanted, is_reachable, itinerary
+from controller.records import new_ids, wanted_record
+from controller.spares import SpareRule, spares_beside
+from controller.steps import Seen, Step, Wanted
 from scheduling.reshaping import ReshapeRule
 
 
@@ -49,9 +53,21 @@ class Will:
         except Refused as refused:
             raise FleetFileError(f"the first fleet cannot be: {refused}") from None
 
-    def adopted(self, running: Sequence[Wanted]) -> list[Json]:
-        """What runs already, though no journal tells of it."""
-        return [wanted_record(running, 0, self._clock(), "adopted what runs")]
+    def adopted(self, alive: Sequence[Seen], asleep: Set[str]) -> list[Json]:
+        """What runs already, though no journal tells of it. Of two on the same devices, the gateway's goes first.
+
+        Args:
+            asleep: ids of servers that say that they sleep.
+        """
+        wanted: list[Wanted] = []
+        spares: list[Wanted] = []
+        for one in sorted(alive, key=lambda one: not one.is_member):
+            server = Wanted(one.server_id, one.tp, one.devices)
+            if one.server_id in asleep:
+                spares.append(server)
+            elif not any(set(one.devices) & set(other.devices) for other in wanted):
+                wanted.append(server)
+        return [wanted_record(wanted, 0, self._clock(), "adopted what runs", spares=spares)]
 
     def proposed(self, work: Work) -> Proposal | str:
         """The fleet for this work, or why there is none."""
@@ -70,8 +86,8 @@ class Will:
         return self._wanted(proposal.tps, seen, self._state().resting, proposal.why)
 
     def scaled(self, tps: Sequence[int], seen: Sequence[Seen]) -> list[Json]:
-        """An operator's fleet: every device and every size may be used again. Raises Refused."""
-        more = {"is_manual": True, "blocked_tps": [], "not_before": {}, "num_tries": {}}
+        """An operator's fleet: every device and every size may be used again, and all may sleep. Raises Refused."""
+        more = {"is_manual": True, "blocked_tps": [], "sleepless": "", "not_before": {}, "num_tries": {}}
         return self._wanted(tps, seen, frozenset(), "scaled by hand", **more)
 
     def let_plans_decide(self) -> list[Json]:
@@ -86,40 +102,58 @@ class Will:
         if leaving is None:
             raise Refused(f"{server_id} is no server of this fleet")
         wanted = [one for one in state.wanted if one is not leaving]
-        self._check(wanted, seen)
         resting = state.resting | set(leaving.devices)
+        spares = [one for one in state.spares if not resting & set(one.devices)]
+        self._check(wanted, spares, seen)
         why = f"{server_id} was drained by hand"
-        return [wanted_record(wanted, state.serial, self._clock(), why, resting=resting, is_manual=True)]
+        more = {"spares": spares, "resting": resting, "is_manual": True}
+        return [wanted_record(wanted, state.serial, self._clock(), why, **more)]
 
     def steps_to(self, tps: Sequence[int], seen: Sequence[Seen]) -> list[list[Step]]:
         """All rounds of steps to a fleet of these sizes. Raises Refused."""
-        limits = self._fleet.limits
-        wanted, _ = self._laid_out(tps, seen, self._state().resting)
-        self._check(wanted, seen)
-        return itinerary(wanted, seen, min_engines=limits.min_engines, max_starting=limits.max_starting)
+        limits, state = self._fleet.limits, self._state()
+        wanted, spares, _ = self._laid_out(tps, seen, state.resting, state.sleepless)
+        self._check(wanted, spares, seen)
+        return itinerary(wanted, seen, spares=spares, min_engines=limits.min_engines, max_starting=limits.max_starting)
 
     def _wanted(
         self, tps: Sequence[int], seen: Sequence[Seen], resting: frozenset[str], why: str, **more: Any
     ) -> list[Json]:
-        wanted, serial = self._laid_out(tps, seen, resting)
-        self._check(wanted, seen)
-        return [wanted_record(wanted, serial, self._clock(), why, resting=resting, **more)]
+        sleepless = more.get("sleepless", self._state().sleepless)
+        wanted, spares, serial = self._laid_out(tps, seen, resting, sleepless)
+        self._check(wanted, spares, seen)
+        return [wanted_record(wanted, serial, self._clock(), why, spares=spares, resting=resting, **more)]
 
-    def _laid_out(self, tps: Sequence[int], seen: Sequence[Seen], resting: frozenset[str]) -> tuple[list[Wanted], int]:
-        """The servers, and the serial number that their ids have used up. One that drains may stay after all."""
-        state = self._state()
+    def _laid_out(
+        self, tps: Sequence[int], seen: Sequence[Seen], resting: frozenset[str], sleepless: str
+    ) -> tuple[list[Wanted], list[Wanted], int]:
+        """The servers, the spares beside them, and the serial number that their ids have used up.
+
+        One that drains or sleeps may be among the servers.
+        """
+        state, floor = self._state(), self._floor(resting)
         if unknown := set(tps) - set(self._fleet.tp_sizes):
             raise Refused(f"TP {min(unknown)} is not among tp_sizes {list(self._fleet.tp_sizes)}")
         new_id, serial = new_ids(self._fleet.fleet, state)
+        alive = {one.server_id: one for one in seen if one.is_alive}
+        asleep = [one for one in state.spares if one.server_id in alive and not alive[one.server_id].held]
+        awake = [*state.wanted, *_leaving(state, seen)]
         try:
-            wanted = lay_out(tps, [*state.wanted, *_leaving(state, seen)], self._floor(resting), new_id)
+            wanted = lay_out(tps, awake, floor, new_id, asleep)
         except DoesNotFit as error:
             raise Refused(str(error)) from None
-        return wanted, serial()
+        there = [one for one in (*state.spares, *awake) if one.server_id in alive]
+        rule = SpareRule() if sleepless else self._fleet.spare_rule
+        if state.changed_at is not None:  # a change would wait for servers that it does not want
+            rule = replace(rule, is_ahead=False)
+        spares = spares_beside(wanted, there, floor, rule, new_id)
+        return wanted, spares, serial()
 
-    def _check(self, wanted: Sequence[Wanted], seen: Sequence[Seen]) -> None:
+    def _check(self, wanted: Sequence[Wanted], spares: Sequence[Wanted], seen: Sequence[Seen]) -> None:
         limits = self._fleet.limits
-        if not is_reachable(wanted, seen, min_engines=limits.min_engines, max_starting=limits.max_starting):
+        if not is_reachable(
+            wanted, seen, spares=spares, min_engines=limits.min_engines, max_starting=limits.max_starting
+        ):
             raise Refused(f"fewer than {limits.min_engines} engines (limits.min_engines) would serve on the way")
 
     def _floor(self, resting: frozenset[str]) -> Floor:
@@ -128,10 +162,10 @@ class Will:
 
 
 def _leaving(state: State, seen: Sequence[Seen]) -> list[Wanted]:
-    """Servers that are not wanted, but run, and whose end has not begun."""
+    """Servers that are not wanted, but hold devices, and whose end has not begun."""
     wanted_ids = {one.server_id for one in state.wanted}
     return [
         Wanted(one.server_id, one.tp, one.devices)
         for one in seen
-        if one.is_alive and one.server_id not in wanted_ids and state.begun.get(one.server_id) != "Stop"
+        if one.held and one.server_id not in wanted_ids and state.begun.get(one.server_id) != "Stop"
     ]

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from controller.gateway_client import GatewayAway, Member, Work
 from controller.journal import Journal, State
@@ -94,12 +95,14 @@ class Floor:
 
     Args:
         turns: running on each server, by URL; they end one look after nothing new comes.
+        asleep: addresses of servers that sleep; see `answering_engines`.
         looks_lost: so many looks at the gateway still find nobody.
         finds_lost: so many looks at the launcher still fail.
     """
 
     devices: tuple[str, ...]
     port: int
+    asleep: set[str] = field(default_factory=set)
     servers: dict[str, Server] = field(default_factory=dict)
     members: dict[str, Member] = field(default_factory=dict)
     turns: dict[str, int] = field(default_factory=dict)
@@ -109,6 +112,10 @@ class Floor:
 
     def alive(self) -> list[Server]:
         return [one for one in self.servers.values() if one.state is not ServerState.EXITED]
+
+    def awake(self) -> list[Server]:
+        """Of those alive, who holds its devices."""
+        return [one for one in self.alive() if urlsplit(one.url or "").hostname not in self.asleep]
 
 
 class MemoryLauncher:
@@ -127,7 +134,7 @@ class MemoryLauncher:
         there = servers.get(spec.server_id)
         if there is None:
             for other in self._floor.alive():
-                if set(other.spec.devices) & set(spec.devices):
+                if set(other.spec.devices) & set(spec.devices) and other.spec.server_id not in spec.beside:
                     raise LaunchFailed(f"{other.spec.server_id} holds a device of {spec.server_id}")
             url = f"http://127.0.1.{len(servers) + 1}:{self._floor.port}"  # another address for each, one listener
             servers[spec.server_id] = Server(spec, ServerState.STARTING, url)
@@ -204,8 +211,8 @@ class MemoryGateway:
         self._points.pass_point()
         self._check_there()
         url = engine_id.removeprefix("at ")
-        alive = {one.url for one in self._floor.alive()}
-        assert url not in alive, "the gateway is told to forget a server that works"
+        awake = {one.url for one in self._floor.awake()}
+        assert url not in awake, "the gateway is told to forget a server that works"
         self._floor.members.pop(url, None)
         self._points.pass_point()
 
@@ -233,16 +240,30 @@ class MemoryGateway:
 
 
 @asynccontextmanager
-async def answering_engines() -> AsyncIterator[int]:
-    """One listener that answers every request at every loopback address with 200; gives its port."""
+async def answering_engines(asleep: set[str] | None = None) -> AsyncIterator[int]:
+    """One listener at every loopback address, each an engine that answers every request with 200; gives its port.
+
+    Args:
+        asleep: addresses that were told to fall asleep, and not to wake since. They refuse to make tokens.
+    """
+    sleeping = set() if asleep is None else asleep
+
+    def status_of(address: str, target: str) -> int:
+        if target.startswith("/sleep"):
+            sleeping.add(address)
+        if target.startswith("/wake_up"):
+            sleeping.discard(address)
+        return 503 if target == "/v1/completions" and address in sleeping else 200
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        address = writer.get_extra_info("sockname")[0]
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 lines = head.lower().split(b"\r\n")
                 length = next((int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length:")), 0)
                 await reader.readexactly(length)
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+                status = status_of(address, lines[0].split(b" ")[1].decode())
+                writer.write(b"HTTP/1.1 %d OK\r\ncontent-length: 2\r\n\r\n{}" % status)
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 

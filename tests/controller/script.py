@@ -77,23 +77,33 @@ class Run:
             running.result()
 
     def check_devices(self) -> None:
-        held = [device for server in self.floor.alive() for device in server.spec.devices]
+        held = [device for server in self.floor.awake() for device in server.spec.devices]
         assert len(held) == len(set(held)), "a device is held twice"
 
     def check_end(self) -> None:
-        """What is alive is what is wanted, and the gateway has just that."""
-        alive = self.floor.alive()
-        assert sorted(one.spec.tp for one in alive) == sorted(SCRIPT[-1].tps)
-        assert set(self.floor.members) == {one.url for one in alive}, "the gateway has others than those alive"
+        """What is awake is wanted, and the gateway has just that; of sizes that may sleep the rest sleeps."""
+        awake = self.floor.awake()
+        assert sorted(one.spec.tp for one in awake) == sorted(SCRIPT[-1].tps)
+        assert set(self.floor.members) == {one.url for one in awake}, "the gateway has others than those awake"
+        asleep = [one.spec.tp for one in self.floor.alive() if one not in awake]
+        assert asleep == [tp for tp in self.fleet.sleep.tp_sizes if tp not in SCRIPT[-1].tps], "an orphan is left"
         assert not any(one.is_cordoned for one in self.floor.members.values())
         self.check_devices()
 
 
-def run_in(folder: Path, port: int) -> Run:
-    """The whole script, nothing of it done. `port`: that of `answering_engines`."""
+def run_in(folder: Path, port: int, asleep: set[str] | None = None) -> Run:
+    """The whole script, nothing of it done.
+
+    Args:
+        port: that of `answering_engines`.
+        asleep: what that was given, for a fleet whose servers sleep.
+    """
     limits = {"observe_interval_s": 0.001, "stop_grace_s": 0.0}
-    fleet = fleet_file(folder, "http://127.0.0.1:9", first=SCRIPT[0].tps, limits=limits)
-    return Run(fleet, Floor(("cpu0", "cpu1"), port))
+    sleep = {"tp_sizes": () if asleep is None else (1, 2)}
+    fleet = fleet_file(folder, "http://127.0.0.1:9", first=SCRIPT[0].tps, limits=limits, sleep=sleep)
+    sleeping = set() if asleep is None else asleep
+    sleeping.clear()
+    return Run(fleet, Floor(("cpu0", "cpu1"), port, sleeping))
 
 
 def _is_quiet(made: Controller) -> bool:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from controller.journal import Journal, State, dumped, fold, new_ids, step_record, wanted_record
+from controller.journal import Journal, State, dumped, fold
 from controller.lease import Lease
+from controller.records import new_ids, step_record, wanted_record
 from controller.steps import Drain, Launch, Register, Remove, Reopen, Stop, Wanted
 from controller.tending import Ended, RetryRule, held_back, tend
 

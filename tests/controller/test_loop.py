@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from controller.assembly import controller
-from controller.journal import step_record
 from controller.launcher import ServerState
+from controller.records import step_record
 from controller.steps import Register
 from controller.will import Refused
 from tests.controller.fleet_site import (

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from controller.itinerary import is_reachable, itinerary
 from controller.layout import DoesNotFit, Floor, lay_out
 from controller.steps import (
     Drain,
@@ -18,9 +19,7 @@ from controller.steps import (
     Seen,
     Stop,
     Wanted,
-    is_reachable,
     is_reached,
-    itinerary,
     next_steps,
 )
 from tests.controller.world import World

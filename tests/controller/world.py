@@ -3,7 +3,22 @@
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from controller.steps import Drain, Launch, MakeReady, MoveKv, Register, Remove, Reopen, Seen, Step, Stop, Wanted
+from controller.steps import (
+    Drain,
+    Launch,
+    MakeReady,
+    MoveKv,
+    Register,
+    Remove,
+    Reopen,
+    Rest,
+    Seen,
+    Sleep,
+    Step,
+    Stop,
+    Wake,
+    Wanted,
+)
 
 
 @dataclass
@@ -12,11 +27,12 @@ class World:
 
     Args:
         turns: running on each server, by its id.
-        refuses: launches that fail at once; the server is found as one that has ended.
+        asleep: ids of servers that truly sleep; what is seen is what the journal knows of that.
     """
 
     servers: dict[str, Seen] = field(default_factory=dict)
     turns: dict[str, int] = field(default_factory=dict)
+    asleep: set[str] = field(default_factory=set)
     numbers: "count[int]" = field(default_factory=count)
 
     def seen(self) -> list[Seen]:
@@ -43,18 +59,31 @@ class World:
             case Stop():
                 assert not self.turns.get(one.server_id), "a server is stopped while turns run on it"
                 assert not one.is_serving, "a server is stopped that the gateway may give turns"
+                self.asleep.discard(one.server_id)
                 one = replace(one, is_alive=False, is_ready=False, is_serving=False, was_stopped=True)
-            case MakeReady():
+            case Sleep():
+                assert not self.turns.get(one.server_id), "a server falls asleep while turns run on it"
+                assert not one.is_serving, "a server falls asleep that the gateway may give turns"
                 assert one.is_alive
+                self.asleep.add(one.server_id)
+                one = replace(one, rest=Rest.ASLEEP, is_ready=False)
+            case Wake():
+                assert one.is_alive
+                self.asleep.discard(one.server_id)
+                one = replace(one, rest=Rest.AWAKE)
+                self._check_alone(one.server_id, one.devices)
+            case MakeReady():
+                assert one.is_alive and one.server_id not in self.asleep, "a server that sleeps is asked for tokens"
                 one = replace(one, is_ready=True)
             case Register():
                 assert one.is_ready, "the gateway is told of a server that does not answer"
+                assert one.server_id not in self.asleep, "the gateway is told of a server that sleeps"
                 one = replace(one, is_member=True, is_serving=not one.is_cordoned)
             case Remove():
-                assert not one.is_alive
-                one = replace(one, is_member=False, is_cordoned=False)
+                assert not one.held, "the gateway is told to forget a server that works"
+                one = replace(one, is_member=False, is_cordoned=False, was_drained=False, was_moved=False)
             case Reopen():
-                assert one.is_alive
+                assert one.is_alive and one.server_id not in self.asleep, "a server that sleeps gets turns"
                 one = replace(one, is_cordoned=False, is_serving=True, was_drained=False, was_moved=False)
         self.servers[one.server_id] = one
 
@@ -63,9 +92,21 @@ class World:
         if there is not None:
             self.servers[wanted.server_id] = replace(there, is_begun=True)
             return
-        for other in self.servers.values():
-            assert not (other.is_alive and set(other.devices) & set(wanted.devices)), "a device is held twice"
+        self._check_alone(wanted.server_id, wanted.devices)
         self.servers[wanted.server_id] = Seen(wanted.server_id, wanted.tp, wanted.devices)
+
+    def _check_alone(self, server_id: str, devices: tuple[str, ...]) -> None:
+        for other in self.servers.values():
+            is_awake = other.is_alive and other.server_id not in self.asleep
+            is_other = other.server_id != server_id
+            assert not (is_other and is_awake and set(other.devices) & set(devices)), "a device is held twice"
+
+    def breaks_off(self, step: Sleep | Wake, is_done: bool) -> None:
+        """The controller is killed before it knows whether the server did it."""
+        if is_done:
+            self.perform(step)
+        one = self.servers[step.server_id]
+        self.servers[step.server_id] = replace(one, rest=Rest.BETWEEN, is_ready=False)
 
     def turns_end(self) -> None:
         """Every turn ends on servers that get no more."""
@@ -77,6 +118,7 @@ class World:
         """Its processes end by themselves, and its turns with them."""
         one = self.servers[server_id]
         self.turns[server_id] = 0
+        self.asleep.discard(server_id)
         self.servers[server_id] = replace(one, is_alive=False, is_ready=False, is_serving=False)
 
     def gateway_restarts(self) -> None:

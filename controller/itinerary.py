@@ -1,0 +1,94 @@
+"""What will happen if all goes well: for explaining a change before it is made, and for refusing one that cannot be."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import assert_never
+
+from controller.steps import (
+    Drain,
+    Launch,
+    MakeReady,
+    MoveKv,
+    Register,
+    Remove,
+    Reopen,
+    Rest,
+    Seen,
+    Sleep,
+    Step,
+    Stop,
+    Wake,
+    Wanted,
+    is_reached,
+    next_steps,
+)
+
+
+def itinerary(
+    wanted: Sequence[Wanted],
+    seen: Sequence[Seen],
+    *,
+    spares: Sequence[Wanted] = (),
+    min_engines: int = 0,
+    max_starting: int = 8,
+) -> list[list[Step]]:
+    """All rounds of steps until the fleet is as wanted, if each goes well and every turn ends.
+
+    Where `min_engines` forbids the change, the last round leaves something undone: see `is_reached`.
+    """
+    rounds = []
+    now = list(seen)
+    while steps := next_steps(wanted, now, spares=spares, min_engines=min_engines, max_starting=max_starting):
+        rounds.append(steps)
+        for step in steps:
+            now = after(step, now)
+        now = [replace(one, num_turns=0) if one.is_cordoned else one for one in now]
+    return rounds
+
+
+def is_reachable(
+    wanted: Sequence[Wanted],
+    seen: Sequence[Seen],
+    *,
+    spares: Sequence[Wanted] = (),
+    min_engines: int = 0,
+    max_starting: int = 8,
+) -> bool:
+    """Whether the change can be made without fewer than `min_engines` serving on the way."""
+    now = list(seen)
+    for steps in itinerary(wanted, seen, spares=spares, min_engines=min_engines, max_starting=max_starting):
+        for step in steps:
+            now = after(step, now)
+    return is_reached(wanted, now)
+
+
+def after(step: Step, seen: Sequence[Seen]) -> list[Seen]:
+    """What will be seen when a step went well."""
+    if isinstance(step, Launch):
+        others = [one for one in seen if one.server_id != step.server_id]
+        return [*others, Seen(step.server_id, step.wanted.tp, step.wanted.devices)]
+    return [_stepped(step, one) if one.server_id == step.server_id else one for one in seen]
+
+
+def _stepped(step: Drain | MoveKv | Stop | Sleep | Wake | MakeReady | Register | Remove | Reopen, one: Seen) -> Seen:
+    match step:
+        case Drain():
+            return replace(one, is_cordoned=True, is_serving=False, was_drained=True)
+        case MoveKv():
+            return replace(one, was_moved=True)
+        case Stop():
+            return replace(one, is_alive=False, is_ready=False, is_serving=False, num_turns=0, was_stopped=True)
+        case Sleep():
+            return replace(one, rest=Rest.ASLEEP, is_ready=False)
+        case Wake():
+            return replace(one, rest=Rest.AWAKE)
+        case MakeReady():
+            return replace(one, is_ready=True)
+        case Register():
+            return replace(one, is_member=True, is_serving=True)
+        case Remove():
+            return replace(one, is_member=False, is_cordoned=False)
+        case Reopen():
+            return replace(one, is_cordoned=False, is_serving=True, was_drained=False, was_moved=False)
+        case _:
+            assert_never(step)

@@ -1,0 +1,154 @@
+"""Servers that sleep, in the whole loop: a real gateway, processes of simulated engines, and the controller."""
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from controller.fleet_file import FleetFile
+from controller.launcher import ServerState
+from controller.planning import relaunch_s
+from controller.rehearsal import told
+from controller.steps import Rest
+from tests.controller.fleet_site import (
+    ENGINE,
+    Rollout,
+    acting,
+    engines,
+    fleet_file,
+    launcher_for,
+    stopped_at_the_end,
+    until,
+    until_reached,
+)
+from tests.support.gateway import ADMIN, running_gateway
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def sleeping_fleet(folder: Path, url: str, *flags: str, **sleep: object) -> FleetFile:
+    """Both sizes may sleep; falling asleep and waking take 50 ms."""
+    engine = ENGINE | {"flags": ("--sleep-s", "0.05", *flags)}
+    return fleet_file(folder, url, engine=engine, sleep={"tp_sizes": (1, 2), **sleep})
+
+
+async def alive(fleet: FleetFile) -> set[str]:
+    found = await launcher_for(fleet).find(fleet.fleet)
+    return {one.spec.server_id for one in found if one.state is not ServerState.EXITED}
+
+
+async def test_shapes_are_swapped_under_a_rollout_and_no_server_is_started(tmp_path: Path) -> None:
+    """2 x TP 1 -> 1 x TP 2 -> 2 x TP 1 by the same three processes: no turn fails or says another thing, the seconds
+    of each phase are kept, the next change costs what waking took, and `--dry-run` says so."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        fleet = sleeping_fleet(tmp_path, gateway.url)
+        async with stopped_at_the_end(fleet), acting(fleet) as made:
+            await until_reached(made, 1, 1)
+            processes = await alive(fleet)
+            assert len(processes) == 3, "the other shape is there before it is wanted"
+            rollout = Rollout(gateway.url, "simulated", 6)
+            rollout.begin()
+            for tps in ([2], [1, 1]):
+                num_turns = rollout.num_turns
+                await until(lambda num_turns=num_turns: rollout.num_turns > num_turns + 6, lambda: rollout.failures)
+                made.ask(made.will.scaled(tps, made.in_sight()))
+                await until_reached(made, *tps)
+            num_turns = rollout.num_turns
+            await until(lambda: rollout.num_turns > num_turns + 6, lambda: rollout.failures)
+            await rollout.end()
+            assert rollout.failures == [] and await alive(fleet) == processes
+            await until(lambda: len(made.journal.state.urls) == 2, lambda: made.journal.state)
+            state = made.journal.state
+            assert {phase for phase, _ in state.phase_s} == {"drain", "move", "sleep", "wake", "start", "register"}
+            assert len(state.phase_s["start", 1]) == 2 and len(state.phase_s["start", 2]) == 1
+            woken_s = relaunch_s(state.phase_s, (1, 1), (2,), [2])
+            assert woken_s < relaunch_s(state.phase_s, (1, 1), (2,))
+            rounds = made.will.steps_to([2], made.in_sight())
+            names = [type(step).__name__ for steps in rounds for step in steps]
+            assert names.count("Sleep") == 2 and names.count("Wake") == 1 and not {"Launch", "Stop"} & set(names)
+            undisturbed = Rollout(gateway.url, "simulated", 6)
+            undisturbed.begin("again")
+            await until(lambda: min(map(len, undisturbed.answers)) >= max(map(len, rollout.answers)))
+            await undisturbed.end()
+            made.ask(made.will.scaled([2], made.in_sight()))
+            lines = await told(fleet, launcher_for(fleet))
+            assert any("put to sleep" in line and "s lately]" in line for line in lines), lines
+            assert any(line.split(". ")[1].startswith("wake ") for line in lines if ". " in line), lines
+            await until_reached(made, 2)
+            made.ask(made.will.scaled([], made.in_sight()))
+            await until(lambda: not any(one.is_alive for one in made.seen), lambda: made.seen)
+        for answers, expected in zip(rollout.answers, undisturbed.answers, strict=True):
+            assert answers == expected[: len(answers)]
+
+
+async def test_who_wakes_has_the_weights_that_were_set_while_it_slept(tmp_path: Path) -> None:
+    """Before its first turn, at both levels: asleep it has none or old ones."""
+    async with running_gateway(observe_interval_s=0.1) as gateway, httpx.AsyncClient(timeout=60) as client:
+        for level in (1, 2):
+            fleet = sleeping_fleet(tmp_path / str(level), gateway.url, level=level)
+            async with stopped_at_the_end(fleet), acting(fleet) as made:
+                await until_reached(made, 1, 1)
+                order = {"version": f"v{level}", "path": f"/weights/v{level}"}
+                answer = await client.post(f"{gateway.url}/v1/weights", json=order, headers=ADMIN)
+                assert answer.json()["status"] == "done", answer.text
+                made.ask(made.will.scaled([2], made.in_sight()))
+                await until_reached(made, 2)
+                body = {"model": "simulated", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+                url = f"{gateway.url}/t/of-{level}"
+                assert (await client.post(f"{url}/v1/chat/completions", json=body)).status_code == 200
+                (row,) = (await client.get(f"{gateway.url}/v1/trajectories/of-{level}")).json()["turns"]
+                assert row["weight_versions"] == [f"v{level}"]
+                made.ask(made.will.scaled([], made.in_sight()))
+                await until(lambda: not any(one.is_alive or one.is_member for one in made.seen), lambda: made.seen)
+
+
+async def test_engines_that_cannot_sleep_are_stopped_as_ever(tmp_path: Path) -> None:
+    """The engine's own word is told as an alarm, until an operator scales; the change is made all the same."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        fleet = sleeping_fleet(tmp_path, gateway.url, "--dialect", "sglang", is_ahead=False)
+        async with stopped_at_the_end(fleet), acting(fleet) as made:
+            await until_reached(made, 1, 1)
+            first = await alive(fleet)
+            made.ask(made.will.scaled([2], made.in_sight()))
+            await until_reached(made, 2)
+            assert made.journal.state.sleepless == "it has no /sleep" and not first & await alive(fleet)
+            assert made.journal.state.failures == ()
+
+
+async def test_a_sleeper_that_dies_is_missed_by_nobody(tmp_path: Path) -> None:
+    """Its end is told; the next change launches a server in its place, and that one sleeps later."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        fleet = sleeping_fleet(tmp_path, gateway.url)
+        async with stopped_at_the_end(fleet), acting(fleet) as made:
+            await until_reached(made, 1, 1)
+            (spare,) = made.journal.state.spares
+            process = tmp_path / "servers" / "test" / spare.server_id / "process.json"
+            os.killpg(int(process.read_text().split('"pid": ')[1].split(",")[0]), signal.SIGKILL)
+            await until(lambda: made.journal.state.spares == (), lambda: made.journal.state)
+            await until_reached(made, 1, 1)
+            assert [failure.server_id for failure in made.journal.state.failures] == [spare.server_id]
+            made.ask(made.will.scaled([2], made.in_sight()))
+            await until_reached(made, 2)
+            assert {one.tp for one in made.journal.state.spares} == {1}
+            assert len(await engines(gateway.url)) >= 1
+
+
+async def test_sleepers_are_found_again_when_the_journal_is_lost(tmp_path: Path) -> None:
+    """By their own word: who sleeps is a spare, the others are the fleet, and a change wakes it as ever."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        fleet = sleeping_fleet(tmp_path, gateway.url)
+        async with stopped_at_the_end(fleet):
+            async with acting(fleet) as made:
+                await until_reached(made, 1, 1)
+                before = {one.server_id for one in made.journal.state.wanted}
+            (tmp_path / "journal.jsonl").unlink()
+            async with acting(fleet) as made:
+                await until_reached(made, 1, 1)
+                assert {one.server_id for one in made.journal.state.wanted} == before
+                (spare,) = made.journal.state.spares
+                assert made.journal.state.rest[spare.server_id] == Rest.ASLEEP
+                made.ask(made.will.scaled([2], made.in_sight()))
+                await until_reached(made, 2)
+                assert made.journal.state.wanted == (spare,)

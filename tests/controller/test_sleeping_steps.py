@@ -1,0 +1,176 @@
+"""Servers that sleep beside others on the same devices: any fleet becomes any other, with no harm on the way."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.itinerary import itinerary
+from controller.layout import Floor, lay_out
+from controller.spares import SpareRule, spares_beside
+from controller.steps import (
+    Drain,
+    Launch,
+    MakeReady,
+    MoveKv,
+    Register,
+    Remove,
+    Rest,
+    Seen,
+    Sleep,
+    Stop,
+    Wake,
+    Wanted,
+    is_reached,
+    next_steps,
+)
+from tests.controller.test_steps import DEVICES, FLOOR, serving, sizes
+from tests.controller.world import World
+
+ONES = [Wanted("a", 1, ("0",)), Wanted("b", 1, ("1",))]
+TWO = Wanted("c", 2, ("0", "1"))
+
+
+def asleep(*servers: Wanted) -> list[Seen]:
+    return [Seen(one.server_id, one.tp, one.devices, rest=Rest.ASLEEP) for one in servers]
+
+
+def test_a_change_of_shape_is_sleep_and_wake_and_no_start() -> None:
+    """Two engines fall asleep and one wakes; nothing is stopped or launched, there or back."""
+    there = itinerary([TWO], [*serving(*ONES), *asleep(TWO)], spares=ONES)
+    assert there == [
+        [Drain("a"), Drain("b")],
+        [MoveKv("a"), MoveKv("b")],
+        [Sleep("a"), Sleep("b")],
+        [Wake("c")],
+        [MakeReady("c")],
+        [Register("c")],
+        [Remove("a"), Remove("b")],
+    ]
+    back = itinerary(ONES, [*serving(TWO), *asleep(*ONES)], spares=[TWO])
+    assert back[2:4] == [[Sleep("c")], [Wake("a"), Wake("b")]]
+    assert not any(isinstance(step, (Stop, Launch)) for steps in back for step in steps)
+
+
+def test_the_first_fleet_waits_for_those_that_are_to_sleep_on_its_devices() -> None:
+    """Each shape is started once, one after the other, and asleep before the next one begins."""
+    assert itinerary(ONES, [], spares=[TWO]) == [
+        [Launch(TWO)],
+        [MakeReady("c")],
+        [Sleep("c")],
+        [Launch(ONES[0]), Launch(ONES[1])],
+        [MakeReady("a"), MakeReady("b")],
+        [Register("a"), Register("b")],
+    ]
+
+
+def test_no_engine_that_serves_gives_way_to_one_that_is_to_sleep() -> None:
+    """Nor does a wanted one wait for it."""
+    assert next_steps(ONES, serving(*ONES), spares=[TWO]) == []
+    four = Wanted("d", 4, ("0", "1", "2", "3"))
+    more = [*ONES, Wanted("e", 1, ("2",))]
+    assert next_steps(more, serving(*ONES), spares=[four]) == [Launch(more[2])]
+
+
+def test_one_of_which_nobody_knows_whether_it_sleeps_holds_its_devices() -> None:
+    """The controller was killed while it woke: it is told again, and nobody else gets its devices before."""
+    between = [replace(one, rest=Rest.BETWEEN) for one in asleep(TWO)]
+    assert next_steps([TWO], [*between, *asleep(*ONES)], spares=ONES) == [Wake("c")]
+    assert next_steps(ONES, [*between, *asleep(*ONES)], spares=[TWO]) == [Sleep("c")]
+    assert next_steps(ONES, [*between, *asleep(*ONES)]) == [Stop("c")]
+
+
+@given(
+    st.data(),
+    sizes().filter(bool),
+    st.lists(sizes(), min_size=1, max_size=4),
+    st.sets(st.sampled_from((1, 2, 4, 8))),
+    st.booleans(),
+    st.integers(0, 2),
+)
+@settings(max_examples=300)
+def test_any_fleet_becomes_any_other_with_sleepers_beside_it(
+    data: st.DataObject, first: list[int], plans: list[list[int]], tps: set[int], is_ahead: bool, min_engines: int
+) -> None:
+    """Steps singly, in any order, twice or not at all, or broken off with the server already asleep or not yet; turns
+    come and go, servers die, plans change. The world asserts that no device has two servers awake, no turn meets one
+    that sleeps, and none is stopped under turns. In the end what is wanted serves, and all else sleeps or is gone.
+    """
+    world = World()
+    rule = SpareRule(frozenset(tps), is_ahead)
+    wanted = lay_out(first, [], FLOOR, world.new_id)
+    spares = spares_beside(wanted, [], FLOOR, rule, world.new_id)
+    for plan in [first, *plans]:
+        alive = [one for one in world.seen() if one.is_alive]
+        sleeping = [Wanted(one.server_id, one.tp, one.devices) for one in alive if not one.held]
+        holding = [one for one in wanted if one.server_id not in {other.server_id for other in sleeping}]
+        there = [Wanted(one.server_id, one.tp, one.devices) for one in alive]
+        if plan is not first:
+            wanted = lay_out(plan, holding, FLOOR, world.new_id, sleeping)
+            spares = spares_beside(wanted, there, FLOOR, replace(rule, is_ahead=False), world.new_id)
+        for _ in range(data.draw(st.integers(0, 12))):
+            num_before = len(world.serving())
+            steps = next_steps(wanted, world.seen(), spares=spares, min_engines=min_engines)
+            for step in data.draw(st.permutations(steps)):
+                if isinstance(step, (Sleep, Wake)) and data.draw(st.integers(0, 3)) == 0:
+                    world.breaks_off(step, is_done=data.draw(st.booleans()))
+                    continue
+                for _ in range(data.draw(st.integers(0, 2))):
+                    world.perform(step)
+            assert len(world.serving()) >= min(min_engines, num_before)
+            match data.draw(st.integers(0, 5)):
+                case 0:
+                    world.turns_end()
+                case 1:
+                    world.gateway_restarts()
+                case 2 if world.servers:
+                    victim = data.draw(st.sampled_from(sorted(world.servers)))
+                    world.dies(victim)
+                    wanted = [
+                        replace(one, server_id=world.new_id()) if one.server_id == victim else one for one in wanted
+                    ]
+                    spares = [one for one in spares if one.server_id != victim]
+    settle(world, wanted, spares)
+    assert is_reached(wanted, world.seen())
+    left = {one.server_id for one in world.seen() if one.is_alive}
+    wanted_ids, spare_ids = ({one.server_id for one in each} for each in (wanted, spares))
+    assert wanted_ids <= left <= wanted_ids | spare_ids and left - wanted_ids <= world.asleep, "an orphan is left"
+    assert {one.server_id for one in world.seen() if one.is_member} == wanted_ids
+
+
+def settle(world: World, wanted: list[Wanted], spares: list[Wanted]) -> None:
+    """Quiet at last; nothing need go on serving."""
+    for _ in range(200):
+        world.turns_end()
+        steps = next_steps(wanted, world.seen(), spares=spares)
+        if not steps:
+            return
+        for step in steps:
+            world.perform(step)
+    raise AssertionError("it never ends")
+
+
+@given(sizes().filter(bool), st.sets(st.sampled_from((1, 2, 4, 8))), st.sets(st.sampled_from(DEVICES), max_size=3))
+def test_there_is_one_server_for_each_block_of_the_sizes_that_sleep(
+    tps: list[int], sleeping: set[int], resting: set[str]
+) -> None:
+    """Awake or asleep, none on devices that rest; and none at all beside an empty fleet, which an operator ended."""
+    world = World()
+    wanted = lay_out(tps, [], FLOOR, world.new_id)
+    floor = Floor(DEVICES, 8, frozenset(resting))
+    rule = SpareRule(frozenset(sleeping), is_ahead=True)
+    spares = spares_beside(wanted, [], floor, rule, world.new_id)
+    blocks = [one.devices for one in (*wanted, *spares)]
+    assert len(blocks) == len(set(blocks)) and not any(resting & set(one.devices) for one in spares)
+    for tp in sleeping:
+        assert set(floor.blocks(tp)) <= set(blocks)
+    assert spares_beside([], wanted, floor, rule, world.new_id) == []
+
+
+def test_what_sleeps_on_the_right_devices_is_woken_in_place_of_a_new_server() -> None:
+    """Its id comes back; a size without a sleeper gets a new one, on devices that are free if there are."""
+    floor = Floor(("0", "1", "2", "3"), 4)
+    world = World()
+    assert lay_out([2], ONES, floor, world.new_id, [TWO]) == [TWO]
+    (new,) = lay_out([2], ONES, floor, world.new_id)
+    assert new.devices == ("2", "3") and new.server_id != TWO.server_id
