@@ -38,6 +38,7 @@ class Response:
         "_pieces",
         "_released",
         "_take",
+        "_tells_head",
         "_timeout_s",
         "_timer",
         "_transport",
@@ -63,21 +64,26 @@ class Response:
         self._take: Callable[[bytes], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._on_news: Callable[[], None] | None = None
+        self._tells_head = False
         self._timer: asyncio.TimerHandle | None = None
         self._timeout_s = self._deadline = 0.0
 
     # --- for a reader that is called back ---------------------------------------------------------------------
 
-    def watch(self, on_news: Callable[[], None] | None) -> None:
-        """Call this when the head came, a body that nothing takes piles up, or the end came. None: no more.
+    def watch(self, on_news: Callable[[], None], tells_head: bool) -> None:
+        """Call this when a body that nothing takes piles up, or the end came, and if so wanted when the head came.
 
-        A reader that begins to await stops to watch before.
+        A reader that begins to await lets go before.
         """
-        self._on_news = on_news
+        self._on_news, self._tells_head = on_news, tells_head
 
-    def take(self, take: Callable[[bytes], bool] | None) -> None:
-        """Give the body's bytes to this as they come, until it returns False. None: no more."""
+    def take(self, take: Callable[[bytes], bool]) -> None:
+        """Give the body's bytes to this as they come, until it returns False."""
         self._take = take
+
+    def let_go(self) -> None:
+        """Call nobody any more, neither with news nor with bytes."""
+        self._on_news = self._take = None
 
     @property
     def is_complete(self) -> bool:
@@ -85,14 +91,10 @@ class Response:
         return self._complete
 
     @property
-    def is_broken(self) -> bool:
-        """Whether no more of it will come; who awaits it gets the reason."""
-        return self._error is not None
-
-    @property
-    def is_piled_up(self) -> bool:
-        """Whether no more of it is read until somebody takes what came."""
-        return self._buffered > HIGH_WATER_BYTES
+    def is_stuck(self) -> bool:
+        """Whether no more of it comes unless somebody awaits it: it broke, and who awaits gets the reason, or it is
+        not read on until what came is taken."""
+        return self._error is not None or self._buffered > HIGH_WATER_BYTES
 
     @property
     def was_stale(self) -> bool:
@@ -238,7 +240,8 @@ class Response:
 
     def begin(self) -> None:
         self.has_begun = True
-        self._wake()
+        if self._waiter is not None or self._tells_head:
+            self._wake()
 
     def _read_no_more(self) -> None:
         if not self._transport.is_closing():

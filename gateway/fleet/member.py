@@ -26,6 +26,7 @@ class Member:
     Args:
         address: host, port and path of its URL.
         generation: counts the processes seen at this address.
+        engine_id: its address, and which process there.
         is_cordoned: an operator, or the controller, wants it to get no more turns.
         held: why the gateway itself gives it none: its weights are not the fleet's. "" when they are.
         is_in_doubt: an update began and did not end well, so its weights may not be what it tells.
@@ -68,11 +69,15 @@ class Member:
     worked_at: float = 0.0
     recheck: asyncio.Event = field(default_factory=asyncio.Event)
     task: "asyncio.Task[None] | None" = None
+    engine_id: str = field(init=False)
 
-    @property
-    def engine_id(self) -> str:
-        """Its address, and which process there."""
-        return self.address if self.generation == 1 else f"{self.address}~{self.generation}"
+    def __post_init__(self) -> None:
+        self.engine_id = self.address if self.generation == 1 else f"{self.address}~{self.generation}"
+
+    def become_another(self) -> None:
+        """Another process answers at its address: that is another engine."""
+        self.generation += 1
+        self.engine_id = f"{self.address}~{self.generation}"
 
     @property
     def weight_version(self) -> str:

@@ -85,7 +85,7 @@ class Watch:
         was_seen = member.observation is not None or member.started_at is not None
         if was_seen and is_new_process:
             self._circuits.open(member, ObservationError("another process answers"))
-            member.generation += 1
+            member.become_another()
             member.is_in_doubt = False
         if member.state is not EngineState.READY:
             await join(member, self._weights, self._settings)

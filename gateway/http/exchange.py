@@ -25,8 +25,8 @@ class Exchange(RequestResponseCycle):
 
     start_task: "Callable[[Exchange, Any], None]"
 
-    def __init__(self, **cycle: Any) -> None:
-        super().__init__(**cycle)
+    def __init__(self, *cycle: Any) -> None:
+        super().__init__(*cycle)
         self.scope["extensions"] = {_EXTENSION: {"exchange": self}}
         self.hand_over: Callable[[], object] | None = None
         self._on_left: Callable[[], object] | None = None

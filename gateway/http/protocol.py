@@ -72,32 +72,27 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._in_head = True
-        super().on_message_begin()
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._stop_timer()
         version = self.parser.get_http_version()
-        url: Any = httptools.parse_url(self.url)  # by its own types it always has a query, which is not so
-        path = url.path.decode("ascii")
-        self.scope["http_version"] = version
-        self.scope["method"] = self.parser.get_method().decode("ascii")
-        self.scope["path"] = unquote(path) if "%" in path else path
-        self.scope["raw_path"] = url.path
-        self.scope["query_string"] = url.query or b""
         before = self.cycle
         self.cycle = Exchange(
-            scope=self.scope,
-            transport=self.transport,
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=self.access_log,
-            default_headers=self.server_state.default_headers,
-            message_event=asyncio.Event(),
-            expect_100_continue=self.expect_100_continue,
-            keep_alive=version != "1.0" and self.parser.should_keep_alive(),
-            on_response=self.on_response_complete,
+            self._scope_of(version),
+            self.transport,
+            self.flow,
+            self.logger,
+            self.access_logger,
+            self.access_log,
+            self.server_state.default_headers,
+            asyncio.Event(),
+            self.expect_100_continue,
+            version != "1.0" and self.parser.should_keep_alive(),
+            self.on_response_complete,
         )
         self.cycle.start_task = self._start_asgi_task
         if before is None or before.response_complete:
@@ -105,6 +100,26 @@ class _BoundedProtocol(HttpToolsProtocol):
         else:  # pipelined: it is served when the answers before it are out
             self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, self.app))
+
+    def _scope_of(self, version: str) -> Any:
+        """ASGI's description of the request whose head is here."""
+        url: Any = httptools.parse_url(self.url)  # by its own types it always has a query, which is not so
+        path = url.path.decode("ascii")
+        return {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "root_path": self.root_path,
+            "headers": self.headers,
+            "state": self.app_state.copy(),
+            "method": self.parser.get_method().decode("ascii"),
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+        }
 
     def _serve(self, exchange: Exchange) -> None:
         self._unserved = None

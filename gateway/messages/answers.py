@@ -17,7 +17,8 @@ _REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "functio
 _FAULTS = frozenset({"abort", "error", "cancelled", "failed"})
 _REASON_NAME = b'"finish_reason"'
 _REASON = re.compile(rb': ?"([^"]*)"')
-_COUNT = re.compile(rb'"(prompt_tokens|completion_tokens|cached_tokens)": ?(\d+)')
+_USAGE_NAME = b'"usage"'
+_USAGE = re.compile(rb": ?(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
 
 
 @value_class(frozen=True, slots=True)
@@ -156,13 +157,12 @@ def _read_parsed(api: Api, body: bytes, parsed: dict[str, Any]) -> Answer:
 
 def _usage_at_end(body: bytes) -> Usage | None:
     """The usage of a chat or completions body. A quoted name cannot occur within a JSON string unescaped."""
-    start = body.rfind(b'"usage"')
-    if start < 0:
+    start = body.rfind(_USAGE_NAME)
+    match = _USAGE.match(body, start + len(_USAGE_NAME)) if start >= 0 else None
+    try:
+        return usage_of(orjson.loads(match[1])) if match else None
+    except orjson.JSONDecodeError:
         return None
-    counts = {name: int(number) for name, number in _COUNT.findall(body, start)[::-1]}
-    if b"prompt_tokens" not in counts:
-        return None
-    return Usage(counts[b"prompt_tokens"], counts.get(b"completion_tokens", 0), counts.get(b"cached_tokens"))
 
 
 def _count(usage: dict[str, Any], name: str) -> int:

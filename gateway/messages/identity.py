@@ -100,8 +100,8 @@ def identify(path: str, headers: Iterable[tuple[bytes, bytes]], body: Mapping[st
     """
     sent = {name: value for name, value in headers if name in _KNOWN_HEADERS}
     metadata = _object(body.get("metadata"))
-    context = _agentic_context(body)
-    trajectory_id, _ = strip_identity_path(path)
+    context = _agentic_context(body) if "vllm_xargs" in body else _NOTHING
+    trajectory_id = strip_identity_path(path)[0] if path.startswith(_PATH_PREFIXES) else None
     source, strong = "path", True
     if trajectory_id is None and sent:
         trajectory_id, source = _from_headers(sent)
@@ -111,8 +111,8 @@ def identify(path: str, headers: Iterable[tuple[bytes, bytes]], body: Mapping[st
         trajectory_id,
         source,
         strong,
-        _id(sent.get(b"x-group-id"), "X-Group-Id") or _id(metadata.get("group_id"), "metadata.group_id"),
-        _id(sent.get(b"x-rollout-id"), "X-Rollout-Id") or _id(metadata.get("rollout_id"), "metadata.rollout_id"),
+        _named(sent, metadata, b"x-group-id", "group_id"),
+        _named(sent, metadata, b"x-rollout-id", "rollout_id"),
         None if not context and _PARENT_HEADERS.isdisjoint(sent) else _parent(sent, context, source),
         NO_HINTS
         if not context and "nvext" not in body and _HINT_HEADERS.isdisjoint(sent)
@@ -183,6 +183,13 @@ def _body_forms(
         (body.get("session_id"), "session_id"),
         (metadata.get("session_id"), "metadata.session_id"),
     )
+
+
+def _named(sent: dict[bytes, bytes], metadata: Mapping[str, Any], header: bytes, field: str) -> str | None:
+    """The id in a header, else in a field of the metadata."""
+    if header in sent and (name := _id(sent[header], header.decode().title())) is not None:
+        return name
+    return _id(metadata[field], f"metadata.{field}") if field in metadata else None
 
 
 def _parent(sent: dict[bytes, bytes], context: Mapping[str, Any], source: str) -> str | None:

@@ -106,9 +106,8 @@ class Driver:
     def _perform(self, action: Action) -> None:
         match action:
             case Save(record):
-                before = self._ledger.get(record.trajectory_id)
-                was_active = before is None or before.record.state is TrajectoryState.ACTIVE
-                self._ledger.save(record)
+                before = self._ledger.save(record)
+                was_active = before is None or before.state is TrajectoryState.ACTIVE
                 if was_active and record.state is TrajectoryState.FINISHED:
                     self._on_finished(record)
             case Dispatch():

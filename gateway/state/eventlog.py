@@ -36,6 +36,9 @@ class EventLog:
     Args:
         path: the JSONL file, or None. When it is full it becomes `path.1`, and a new one is begun.
         max_bytes: size at which it is full.
+
+    Attributes:
+        is_on: whether anybody reads it.
     """
 
     def __init__(self, path: str | None, max_bytes: int) -> None:
@@ -45,6 +48,7 @@ class EventLog:
         self._size = self._file.tell() if self._file else 0
         self._watchers: set[_Watcher] = set()
         self._has_ended = False
+        self.is_on = self._file is not None
 
     def begin(
         self, at: float, policy: str, limits: Limits, records: list[TrajectoryRecord], can_preempt: bool = False
@@ -53,11 +57,6 @@ class EventLog:
         if self._file is not None:
             start = {"at": at, "kind": "start", "policy": policy, "limits": limits, "can_preempt": can_preempt}
             self._write(orjson.dumps(start | {"records": records}, option=orjson.OPT_APPEND_NEWLINE))
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anybody reads it."""
-        return self._file is not None or bool(self._watchers)
 
     def add(self, event: Event, actions: list[Action]) -> None:
         """Note an event and the actions that followed from it."""
@@ -76,6 +75,7 @@ class EventLog:
         """Lines as they come, in batches, until the process stops; b"" after `silence_s` without one."""
         watcher = _Watcher()
         self._watchers.add(watcher)
+        self.is_on = True
         try:
             while not self._has_ended:
                 try:
@@ -93,6 +93,7 @@ class EventLog:
                 yield batch
         finally:
             self._watchers.discard(watcher)
+            self.is_on = self._file is not None or bool(self._watchers)
 
     def end_watches(self) -> None:
         """Let go of those who watch; a shutdown would wait for them in vain."""
@@ -125,6 +126,7 @@ class EventLog:
         LOGGER.error("event log given up", extra={"fields": {"path": self._path, "error": str(error)}})
         self._file.close()
         self._file = None
+        self.is_on = bool(self._watchers)
         with contextlib.suppress(OSError):  # half a line, which nobody could read
             os.truncate(self._path, self._size)
 

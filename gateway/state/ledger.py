@@ -12,6 +12,9 @@ import orjson
 from scheduling.types import TrajectoryRecord, TrajectoryState
 from store.port import Store, StoredTrajectory
 
+# Of most trajectories their clients have said nothing.
+_NOTHING_MORE = b'"declared":{},"conversation":[]}'
+
 
 @dataclass(slots=True)
 class Entry:
@@ -56,14 +59,16 @@ class Ledger:
         """The entry of a trajectory, if there is one."""
         return self._entries.get(trajectory_id)
 
-    def save(self, record: TrajectoryRecord) -> None:
-        """Take the scheduler's record of a trajectory and write it down."""
+    def save(self, record: TrajectoryRecord) -> TrajectoryRecord | None:
+        """Take the scheduler's record of a trajectory and write it down; gives the one before."""
+        before = None
         entry = self._entries.get(record.trajectory_id)
         if entry is None:
             entry = self._entries[record.trajectory_id] = Entry(record, deque(maxlen=self._max_turns_kept))
         else:
-            entry.record = record
+            before, entry.record = entry.record, record
         self._put(entry)
+        return before
 
     def declare(self, trajectory_id: str, declared: dict[str, Any]) -> None:
         """Note what a client says of a trajectory that was saved before."""
@@ -111,10 +116,13 @@ class Ledger:
         return Entry(record, deque(item.turns, self._max_turns_kept), declared, conversation, reward)
 
     def _put(self, entry: Entry) -> None:
-        more: dict[str, Any] = {"declared": entry.declared, "conversation": entry.conversation}
-        if entry.reward is not None:
-            more["reward"] = entry.reward
-        value = orjson.Fragment(b"%b,%b" % (orjson.dumps(entry.record)[:-1], orjson.dumps(more)[1:]))
+        more = _NOTHING_MORE
+        if entry.declared or entry.conversation or entry.reward is not None:
+            said: dict[str, Any] = {"declared": entry.declared, "conversation": entry.conversation}
+            if entry.reward is not None:
+                said["reward"] = entry.reward
+            more = orjson.dumps(said)[1:]
+        value = orjson.Fragment(b"%b,%b" % (orjson.dumps(entry.record)[:-1], more))
         trajectory_id = entry.record.trajectory_id
         self._store.put_trajectory(trajectory_id, value, self._answers.pop(trajectory_id, None))
 

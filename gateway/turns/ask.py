@@ -15,6 +15,7 @@ class Ask:
         is_inferred: the trajectory was recognised by its conversation, or is new, without an id sent.
         may_be_joined: the same request again, while this one runs, is a retry.
         keeps_tokens: its tokens are kept for later turns and for a trainer.
+        wants_stream: the answer is to be a stream.
     """
 
     api: Api
@@ -29,11 +30,7 @@ class Ask:
     is_inferred: bool
     may_be_joined: bool
     keeps_tokens: bool = False
-
-    @property
-    def wants_stream(self) -> bool:
-        """Whether the answer is to be a stream."""
-        return self.request.get("stream") is True
+    wants_stream: bool = False
 
     @property
     def wants_usage(self) -> bool:

@@ -72,18 +72,19 @@ class Endings:
         if stored is not None:
             self._ledger.answered(turn.ask.trajectory_id, stored)
         self._driver.post(TurnFinished(now, turn.turn_id, turn.leg, prompt_tokens, output_tokens))
-        self.close(turn, "finished", dispatch, None)
+        self.close(turn, "finished", dispatch, None, now)
 
-    def close(self, turn: Turn, outcome: str, dispatch: Dispatch | None, refused: Refused | None) -> None:
+    def close(
+        self, turn: Turn, outcome: str, dispatch: Dispatch | None, refused: Refused | None, ended_at: float
+    ) -> None:
         """Put a turn that has ended into the history, however it did; its last leg was that of `dispatch`."""
-        now = self._clock()
         if outcome != "finished" and turn.ask.is_inferred:
             self._conversations.release(turn.ask.trajectory_id)
         engine_id = dispatch.engine_id if dispatch else None
-        row = turn.row(outcome, now, engine_id, dispatch.why if dispatch else "", refused)
+        row = turn.row(outcome, ended_at, engine_id, dispatch.why if dispatch else "", refused)
         encoded = orjson.dumps(row)
         self._ledger.add_turn(turn.ask.trajectory_id, row, encoded)
-        self._metrics.turn_ended(turn.ask.api, outcome, now - turn.arrived_at)
+        self._metrics.turn_ended(turn.ask.api, outcome, ended_at - turn.arrived_at)
         self._log.turn(turn.ask.trajectory_id, turn.ask.rollout_id, encoded)
 
     def _remember(self, turn: Turn, content: Any) -> None:

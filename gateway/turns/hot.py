@@ -103,7 +103,7 @@ class _HotTurn:
         self._num_chunks = 0
         self._outcome: Outcome | None = None
         turn.on_stop = client.hand_over = self.hand_over
-        self._response.watch(self._note)
+        self._response.watch(self._note, turn.ask.wants_stream)
 
     def hand_over(self) -> None:
         """Go on as a coroutine, from here."""
@@ -127,8 +127,7 @@ class _HotTurn:
 
     def _leave(self) -> None:
         self._turn.on_stop = self._client.hand_over = None
-        self._response.watch(None)
-        self._response.take(None)
+        self._response.let_go()
         self._hot.left(self)
 
     def _note(self) -> None:
@@ -140,7 +139,7 @@ class _HotTurn:
     def _look_at_answer(self) -> None:
         """Something of it came, or it broke off."""
         response = self._response
-        if response.is_broken or response.is_piled_up:
+        if response.is_stuck:
             self.hand_over()
         elif response.is_complete:
             self._whole()

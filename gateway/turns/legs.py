@@ -103,10 +103,9 @@ class Legs:
         return Relay(turn, self._note_first_byte, self._note_progress)
 
     def ended(self, turn: Turn, begun: Begun) -> None:
-        """A leg ended with its answer, all of which has come, or been passed on."""
+        """A leg ended with its answer, all of which has come, or been passed on: its turn is finished."""
         turn.run_by_tokens("", False)
         turn.versions = begun.member.versions[begun.first_version :]
-        self._kv.contexts.ran(turn, begun.member.engine_id)
         self._fleet.leg_ended(begun.member, None, True)
 
     def _began(self, turn: Turn, dispatch: Dispatch, member: Member) -> Begun:

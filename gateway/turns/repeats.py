@@ -94,7 +94,8 @@ class Repeats:
         return outlet if digest == _digest(ask) else None
 
     def _keep(self, trajectory_id: str, digest: str, outlet: Outlet) -> None:
-        self.forget(trajectory_id)
+        if trajectory_id in self._answered:
+            self.forget(trajectory_id)
         self._answered[trajectory_id] = (digest, outlet, outlet.num_bytes)
         self._room -= outlet.num_bytes
         while self._room < 0:

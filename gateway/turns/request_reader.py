@@ -71,6 +71,7 @@ class RequestReader:
             is_inferred=is_inferred,
             may_be_joined=identity.strong and not is_inferred,
             keeps_tokens=self._settings.token_legs != "off" and self._book.wants(trajectory_id, scope["headers"]),
+            wants_stream=stream is True,
         )
 
     def _model(self, request: dict[str, Any]) -> str:

@@ -128,16 +128,17 @@ class RunningTurns:
             self._endings.finished(turn, dispatch, outcome)
             await self._settle(turn, outcome)
         except Refused as refused:
-            self._endings.close(turn, "refused" if turn.leg == 0 else "failed", dispatch, refused)
+            self._endings.close(turn, "refused" if turn.leg == 0 else "failed", dispatch, refused, self._clock())
             raise
         except (Stopped, asyncio.CancelledError) as stop:
             fault = (stop.fault if isinstance(stop, Stopped) else None) or Fault.CLIENT_LEFT
-            self._driver.post(TurnFailed(self._clock(), turn.turn_id, turn.leg, fault, can_retry=False))
+            now = self._clock()
+            self._driver.post(TurnFailed(now, turn.turn_id, turn.leg, fault, can_retry=False))
             if isinstance(stop, asyncio.CancelledError):  # uvicorn's, at the end of a shutdown's patience
                 told = shutting_down()
-                self._endings.close(turn, "stopped", dispatch, told)
+                self._endings.close(turn, "stopped", dispatch, told, now)
                 raise told from None
-            self._endings.close(turn, "left" if fault is Fault.CLIENT_LEFT else "aborted", dispatch, None)
+            self._endings.close(turn, "left" if fault is Fault.CLIENT_LEFT else "aborted", dispatch, None, now)
             if fault is Fault.CLIENT_LEFT:
                 raise ClientLeft from None
             raise refused_turn(Refusal.TRAJECTORY_ABORTED, None) from None

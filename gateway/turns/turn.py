@@ -38,6 +38,41 @@ class Turn:
         key: names its client's key.
     """
 
+    __slots__ = (
+        "_can_pause",
+        "_decision",
+        "_fault",
+        "_is_stopping",
+        "_reject",
+        "_task",
+        "arrived_at",
+        "ask",
+        "choices",
+        "digest",
+        "dispatch",
+        "engine_id",
+        "finish_reason",
+        "first_byte_at",
+        "first_dispatch_at",
+        "heartbeat",
+        "is_stale",
+        "key",
+        "last_error",
+        "leg",
+        "made_before",
+        "num_chunks",
+        "num_clients",
+        "num_parts",
+        "on_stop",
+        "outlet",
+        "predicted_tokens",
+        "priority",
+        "saved_at",
+        "turn_id",
+        "usage",
+        "versions",
+    )
+
     def __init__(self, turn_id: str, ask: Ask, outlet: Outlet, arrived_at: float, predicted_tokens: float) -> None:
         self.turn_id = turn_id
         self.ask = ask
@@ -214,7 +249,7 @@ class Turn:
             "cached_tokens": self.usage.cached_tokens if self.usage else None,
             "output_tokens": self.usage.completion_tokens if self.usage else self.num_chunks,
             "finish_reason": self.finish_reason,
-            "weight_versions": self.versions_made or self.versions,
+            "weight_versions": (self.versions_made if self.choices else None) or self.versions,
             "tokens": "none" if not self.choices else "kept" if self.ask.keeps_tokens else "not_wanted",
             "error": error.error.openai() if error else None,
         }

@@ -153,7 +153,7 @@ def test_versions_cover_what_was_made_whoever_tells_them() -> None:
 
 def test_a_voice_that_asks_an_engine_speaks_in_parts() -> None:
     """Its first token at once, then so many as are worth a request, and no sooner than a while after the last."""
-    ask = Ask("chat", "", "m", b"", {"stream": True}, "t", "g", None, 0, False, False)
+    ask = Ask("chat", "", "m", b"", {"stream": True}, "t", "g", None, 0, False, False, wants_stream=True)
     voice = ParsedVoice(ask, Frame(ask, "turn", 0.0), 0)
     assert not voice.is_due(0.0)
     voice.hear([1])
