@@ -31,6 +31,7 @@ from typing import Any
 
 from controller import local_guard
 from controller.launcher import LaunchFailed, Server, ServerSpec, ServerState, loaded_spec
+from controller.local_processes import Look, Sessions
 from engines.children import free_port
 
 NUM_LAST_LINES = 30  # enough to show a Python traceback's end
@@ -61,6 +62,7 @@ class LocalLauncher:
         self._devices = tuple(devices)
         self._pin_variable = pin_variable
         self._max_log_bytes = max_log_bytes
+        self._sessions = Sessions()
 
     def inventory(self) -> tuple[str, ...]:
         """All devices."""
@@ -82,7 +84,21 @@ class LocalLauncher:
         """SIGTERM, then SIGKILL to all its processes; returns when none is left."""
         for folder in self._folders("*"):
             if folder.name == server_id:
-                await asyncio.to_thread(_stop, folder, grace_s)
+                await self._stop(folder, grace_s)
+
+    async def _stop(self, folder: Path, grace_s: float) -> None:
+        (folder / "stop").touch()
+        deadline = time.monotonic() + grace_s
+        was_asked = False
+        while (left := await asyncio.to_thread(_left, folder, self._sessions.look())) is not None:
+            guard, pids = left
+            if guard not in pids or time.monotonic() >= deadline:
+                for pid in pids:
+                    _signal(pid, signal.SIGKILL)
+            elif not was_asked:
+                _signal(guard, signal.SIGTERM)
+                was_asked = True
+            await asyncio.sleep(_POLL_S)
 
     def _launch(self, spec: ServerSpec) -> Server:
         folder = self._run_dir / spec.fleet_id / spec.server_id
@@ -95,7 +111,7 @@ class LocalLauncher:
         # Outside the lock, and again where an earlier launch broke off here: the guard knows whether it is too late.
         guard = [sys.executable, "-I", "-S", str(Path(local_guard.__file__)), str(folder)]
         subprocess.run(guard, stdin=subprocess.DEVNULL, check=True)
-        return _server(folder)
+        return _server(folder, self._sessions.look())
 
     def _check_devices(self, spec: ServerSpec, servers: Sequence[Server]) -> None:
         if unknown := set(spec.devices) - set(self._devices):
@@ -127,7 +143,8 @@ class LocalLauncher:
         draft.rename(folder)
 
     def _prune(self, fleet_id: str) -> None:
-        stopped = [folder for folder in self._folders(fleet_id) if (folder / "stop").exists() and not _lives(folder)]
+        look, folders = self._sessions.look(), self._folders(fleet_id)
+        stopped = [folder for folder in folders if (folder / "stop").exists() and not _lives(folder, look)]
         for folder in stopped[:-MAX_STOPPED_KEPT]:
             hidden = folder.with_name(f".{folder.name}")  # at once: nobody reads half of it
             folder.rename(hidden)
@@ -136,9 +153,10 @@ class LocalLauncher:
     def _servers(self, fleet_id: str) -> list[Server]:
         """All servers, oldest first; of every fleet for `*`."""
         servers = []
+        look = self._sessions.look()
         for folder in self._folders(fleet_id):
             with contextlib.suppress(FileNotFoundError):
-                server = _server(folder)
+                server = _server(folder, look)
                 (folder / "server.json").stat()  # else it was cleared away while it was read
                 servers.append(server)
         return servers
@@ -165,10 +183,10 @@ def _filled(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: places.get(value, value) for name, value in environment.items()}
 
 
-def _server(folder: Path) -> Server:
+def _server(folder: Path, look: Look) -> Server:
     written = json.loads((folder / "server.json").read_text())
     spec = loaded_spec(written["spec"])
-    if _lives(folder):
+    if _lives(folder, look):
         state, cause = ServerState.RUNNING, ""
     elif (folder / "process.json").exists():
         state, cause = ServerState.EXITED, _exit_cause(folder)
@@ -190,21 +208,6 @@ def _exit_cause(folder: Path) -> str:
     return "killed with its guard"
 
 
-def _stop(folder: Path, grace_s: float) -> None:
-    (folder / "stop").touch()
-    deadline = time.monotonic() + grace_s
-    was_asked = False
-    while _is_guarded(folder) or _lives(folder):
-        guard, pids = _read_process(folder).get("pid"), _processes(folder)
-        if guard not in pids or time.monotonic() >= deadline:
-            for pid in pids:
-                _signal(pid, signal.SIGKILL)
-        elif not was_asked:
-            _signal(guard, signal.SIGTERM)
-            was_asked = True
-        time.sleep(_POLL_S)
-
-
 def _is_guarded(folder: Path) -> bool:
     """Whether a guard lives or is about to. Only where `stop` lies: a guard that meets our lock here gives up."""
     with (folder / "lock").open("w") as lock:
@@ -215,31 +218,24 @@ def _is_guarded(folder: Path) -> bool:
     return False
 
 
-def _lives(folder: Path) -> bool:
+def _lives(folder: Path, look: Look) -> bool:
     """Whether the guard or anything in its session is there."""
     process = _read_process(folder)
     if not process or process["boot"] != local_guard.boot_id():
         return False
-    return local_guard.started(process["pid"]) == process["started"] or bool(_processes(folder))
+    if local_guard.started(process["pid"]) == process["started"]:
+        return True
+    return bool(look.processes(process["pid"], process["started"]))
 
 
-def _processes(folder: Path) -> list[int]:
-    """Living processes of the server's session, its guard among them."""
+def _left(folder: Path, look: Look) -> tuple[int | None, list[int]] | None:
+    """The guard, and all living processes of a server that is being stopped; None: nothing is left, or will come."""
+    is_guarded = _is_guarded(folder)
     process = _read_process(folder)
     if not process or process["boot"] != local_guard.boot_id():
-        return []
-    session, since = process["pid"], process["started"]
-    # A session's number is free for others only when nobody is left in it; then its leader is another process.
-    if local_guard.started(session) not in (None, since):
-        return []
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            pid = int(path.name)
-            started = local_guard.started(pid)
-            if started is not None and started >= since and os.getsid(pid) == session:
-                found.append(pid)
-    return found
+        return (None, []) if is_guarded else None
+    pids = look.processes(process["pid"], process["started"])
+    return (process["pid"], pids) if pids or is_guarded else None
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
