@@ -14,12 +14,13 @@ from controller.will import Refused
 
 
 class Scale(BaseModel):
-    """A fleet by the TP sizes of its engines; or `plans`: let plans decide again."""
+    """A fleet by the TP sizes of its engines, none only with `empty`; or `plans`: let plans decide again."""
 
     model_config = ConfigDict(extra="forbid")
 
     tps: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(None, max_length=4096)
     plans: bool = False
+    empty: bool = False
 
 
 class DrainOne(BaseModel):
@@ -81,6 +82,8 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
         will = controller.will
         if (asked.tps is None) != asked.plans:
             raise _No(400, "Give either 'tps' or 'plans'.")
+        if asked.tps == [] and not asked.empty:
+            raise _No(400, "This ends every engine of the fleet. If that is meant, say 'empty' as well (--empty).")
         try:
             controller.ask(
                 will.let_plans_decide() if asked.tps is None else will.scaled(asked.tps, controller.in_sight())

@@ -19,6 +19,7 @@ _EPILOG = """examples:
   heddle fleet plan 2xTP4      # the steps to two engines of TP 4
   HEDDLE_ADMIN_KEY=... heddle fleet scale 4xTP1 2xTP2
   HEDDLE_ADMIN_KEY=... heddle fleet scale --plans     # let plans decide again
+  HEDDLE_ADMIN_KEY=... heddle fleet scale 0xTP1 --empty   # end the fleet
   HEDDLE_ADMIN_KEY=... heddle fleet drain SERVER
 """
 
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("show", "plan", "scale", "drain"), help="see the examples")
     parser.add_argument("of", nargs="*", metavar="COUNTxTP | SERVER", help="engines such as 2xTP4, or a server's id")
     parser.add_argument("--plans", action="store_true", help="with scale: let plans decide again")
+    parser.add_argument("--empty", action="store_true", help="with scale 0xTP1: end every engine of the fleet")
     parser.add_argument("--controller", default="http://127.0.0.1:8070", metavar="URL", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="as the API gives it")
 
@@ -69,7 +71,7 @@ def _asked(parsed: argparse.Namespace) -> Any:
         case "scale":
             if parsed.plans == bool(parsed.of):
                 raise ValueError("say how many engines of which size, such as 2xTP4, or --plans")
-            asked = {"plans": True} if parsed.plans else {"tps": _sizes(parsed.of)}
+            asked = {"plans": True} if parsed.plans else {"tps": _sizes(parsed.of), "empty": parsed.empty}
             return _ask(parsed.controller, "POST", "/v1/scale", asked)
         case _:
             if len(parsed.of) != 1:

@@ -6,6 +6,7 @@ import sys
 import time
 
 from engines.profiles import load_profile, profile_names
+from engines.simulated.server import bound
 from engines.simulated.server import run as run_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from heddle.arguments import count, port, positive, seconds
@@ -70,6 +71,11 @@ def run(parsed: argparse.Namespace) -> int:
         sleep_s=parsed.sleep_s,
         seed=parsed.seed,
     )
+    try:
+        address = bound(parsed.host, parsed.port)
+    except OSError as error:
+        print(f"heddle sim-engine: cannot listen on {parsed.host}:{parsed.port}: {error.strerror}", file=sys.stderr)
+        return 2
     time.sleep(parsed.start_s / parsed.speed_up)
-    run_engine(settings, parsed.host, parsed.port)
+    run_engine(settings, address)
     return 0

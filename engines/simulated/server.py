@@ -77,10 +77,7 @@ async def serve_engine(settings: SimulatedEngineSettings, host: str = "127.0.0.1
 
     To leave the context is to kill the engine: what is under way breaks off.
     """
-    # asyncio turns Nagle's algorithm off only where the protocol is named; with it each answer waits 40 ms for an ACK.
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((host, port))
+    sock = bound(host, port)
     server = _QuietServer(_config(settings))
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
@@ -103,9 +100,24 @@ async def serve_engine(settings: SimulatedEngineSettings, host: str = "127.0.0.1
         sock.close()
 
 
-def run(settings: SimulatedEngineSettings, host: str, port: int) -> None:
-    """Runs a simulated engine until it is interrupted."""
-    uvicorn.run(_config(settings).app, **{**_options(settings), "host": host, "port": port})
+def bound(host: str, port: int) -> socket.socket:
+    """An address of one's own, at which nobody is answered yet. Port 0: any free one. Raises OSError."""
+    # asyncio turns Nagle's algorithm off only where the protocol is named; with it each answer waits 40 ms for an ACK.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def run(settings: SimulatedEngineSettings, address: socket.socket) -> None:
+    """Runs a simulated engine at a `bound` address until it is interrupted."""
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(_config(settings)).run(sockets=[address])
 
 
 class _QuietServer(uvicorn.Server):

@@ -1,6 +1,7 @@
 """What the command says when it cannot: one line that names what is wrong, and a status that is not 0."""
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,14 @@ def test_wrong_arguments_are_refused_in_one_line(
     status, error = said(capsys, *arguments)
     assert status == 2
     assert message in error and error.count("\n") == 1
+
+
+def test_a_port_in_use_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the address, and at once, however long the engine would have taken to start."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, error = said(capsys, "sim-engine", "--port", str(port), "--start-s", "600")
+    assert (status, error) == (2, f"heddle sim-engine: cannot listen on 127.0.0.1:{port}: Address already in use\n")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from controller.fleet_file import ADMIN_KEY_VARIABLE, load_fleet_file
-from controller.launcher import ServerState
+from controller.fleet_file import ADMIN_KEY_VARIABLE, FleetFile, load_fleet_file
+from controller.launcher import Server, ServerState
 from engines.children import free_port
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
@@ -113,6 +113,9 @@ async def test_a_fleet_is_shown_planned_scaled_and_drained(tmp_path: Path) -> No
                 status, said = await heddle("controller", "--fleet", str(path), "--dry-run")
                 assert "1 x TP 2 serves" in said and "too few to plan for" in said
 
+                status, said = await heddle("fleet", "scale", "0xTP1", "--controller", url)
+                assert status == 1 and "ends every engine of the fleet" in said and await is_reached(1)
+
                 (server,) = (await client.get(f"{url}/v1/fleet")).json()["servers"]
                 assert (await heddle("fleet", "drain", "nobody", "--controller", url))[0] == 1
                 assert (await heddle("fleet", "drain", server["id"], "--controller", url))[0] == 0
@@ -127,8 +130,18 @@ async def test_a_fleet_is_shown_planned_scaled_and_drained(tmp_path: Path) -> No
                 assert not (await client.get(f"{url}/v1/fleet")).json()["is_manual"]
                 process.send_signal(signal.SIGTERM)
                 assert await process.wait() == 0
-            alive = [one for one in await launcher_for(fleet).find("toy") if one.state is not ServerState.EXITED]
-            assert len(alive) == 2
+            assert len(await alive(fleet)) == 2
+            async with controller_process(path):
+
+                async def is_ended() -> bool:
+                    await heddle("fleet", "scale", "0xTP1", "--empty", "--controller", url)
+                    return not await alive(fleet)
+
+                await eventually(is_ended, TIMEOUT_S)
+
+
+async def alive(fleet: FleetFile) -> list[Server]:
+    return [one for one in await launcher_for(fleet).find(fleet.fleet) if one.state is not ServerState.EXITED]
 
 
 async def test_a_command_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
