@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ TOOL_S = 3.0
 TASK = "Weave the warp through the heddle, thread by thread. " * 40
 
 
-def real_fleet(state_dir: Path, gateway_url: str, model: Path, venv: Path) -> FleetFile:
+def real_fleet(state_dir: Path, gateway_url: str, model: Path, venv: Path, **more: Any) -> FleetFile:
     """Four CPU slots with vLLM, of which a fleet takes two: a new server starts beside those that it takes over from.
 
     Flags and environment are as for every real server of the tests.
@@ -36,16 +37,16 @@ def real_fleet(state_dir: Path, gateway_url: str, model: Path, venv: Path) -> Fl
     server = LocalVllm(model, max_model_len=16_384, num_kv_blocks=4096, venv=venv)
     environment = dict(server.environment().items() - os.environ.items())
     flags = ("--max-model-len", "16384", "--num-gpu-blocks-override", "4096", "--block-size", "32")
-    return FleetFile(
-        fleet="real",
-        model=str(model),
-        served_name="tiny",
-        gateway=gateway_url,
-        state_dir=state_dir,
-        cpu_slots=4,
-        tp_sizes=(1, 2),
-        first=(1, 1),
-        engine={
+    said: dict[str, Any] = {
+        "fleet": "real",
+        "model": str(model),
+        "served_name": "tiny",
+        "gateway": gateway_url,
+        "state_dir": state_dir,
+        "cpu_slots": 4,
+        "tp_sizes": (1, 2),
+        "first": (1, 1),
+        "engine": {
             "kind": "vllm",
             "program": (str(venv.absolute() / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
             "flags": (*flags, "--dtype", "float32", "--enforce-eager"),
@@ -53,9 +54,10 @@ def real_fleet(state_dir: Path, gateway_url: str, model: Path, venv: Path) -> Fl
             "slots": 4,
             "kv_transfer": "nixl",
         },
-        limits={"observe_interval_s": 0.2, "start_timeout_s": START_TIMEOUT_S, "min_engines": 1},
-        admin_key=ADMIN_KEY,
-    )
+        "limits": {"observe_interval_s": 0.2, "start_timeout_s": START_TIMEOUT_S, "min_engines": 1},
+        "admin_key": ADMIN_KEY,
+    }
+    return FleetFile(**said | more)
 
 
 async def test_two_servers_become_one_and_two_again_under_a_rollout(
