@@ -1,8 +1,8 @@
 """A controller that kills itself: `python -m tests.controller.crashing FLEET_JSON POINT`.
 
-A point is the moment before or after a record, or before or after a call to the launcher or the gateway that changes
-something. At point number POINT the process ends by SIGKILL. If the fleet is as wanted before, it exits with 0 and
-prints how many points it passed.
+A point is the moment before or after a record, or before or after a call to the launcher, the gateway or a server that
+changes something. At point number POINT the process ends by SIGKILL. If the fleet is as wanted before, it exits with 0
+and prints how many points it passed.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from controller.gateway_client import GatewayClient
 from controller.journal import Journal
 from controller.local_launcher import LocalLauncher
 from controller.steps import is_reached
+from engines.sleep import VllmSleep
 
 
 class Fuse:
@@ -86,6 +87,8 @@ if __name__ == "__main__":
         fuse.guard(LocalLauncher, name)
     for name in ("add", "drain", "uncordon", "remove"):
         fuse.guard(GatewayClient, name)
+    for name in ("fall_asleep", "wake"):
+        fuse.guard(VllmSleep, name)
     key = SecretStr(os.environ[ADMIN_KEY_VARIABLE])
     fleet = FleetFile.model_validate_json(sys.argv[1]).model_copy(update={"admin_key": key})
     asyncio.run(main(fleet, fuse))

@@ -8,10 +8,11 @@ import signal
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from controller.fleet_file import ADMIN_KEY_VARIABLE, FleetFile
-from controller.launcher import ServerState
+from controller.launcher import Server, ServerState
 from tests.controller.fleet_site import (
     Rollout,
     acting,
@@ -45,12 +46,15 @@ async def run_until_point(fleet: FleetFile, point: int) -> tuple[int, int]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("sleeping", [(), (1, 2)], ids=["stopped", "asleep"])
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_a_change_of_shape_survives_sigkill_anywhere(seed: int, tmp_path: Path) -> None:
+async def test_a_change_of_shape_survives_sigkill_anywhere(
+    seed: int, sleeping: tuple[int, ...], tmp_path: Path
+) -> None:
     """Again and again, a random number of points apart: the change is finished, nothing is left over, no turn fails."""
     dice = random.Random(seed)
     async with running_gateway(observe_interval_s=0.1) as gateway:
-        fleet = fleet_file(tmp_path, gateway.url)
+        fleet = fleet_file(tmp_path, gateway.url, sleep={"tp_sizes": sleeping})
         async with stopped_at_the_end(fleet):
             async with acting(fleet) as made:
                 await until_reached(made, 1, 1)
@@ -75,19 +79,38 @@ async def test_a_change_of_shape_survives_sigkill_anywhere(seed: int, tmp_path: 
 
 
 async def check_devices(fleet: FleetFile) -> None:
-    """No device is held twice, whatever else is half done."""
-    servers = await launcher_for(fleet).find(fleet.fleet)
-    held = [device for server in servers if server.state is not ServerState.EXITED for device in server.spec.devices]
+    """No device has two servers awake, whatever else is half done."""
+    held = [device for server in await awake(fleet) for device in server.spec.devices]
     assert len(held) == len(set(held))
 
 
 async def check_end(fleet: FleetFile, gateway_url: str, tps: list[int]) -> None:
-    """What runs is what is wanted, and the gateway has just that."""
-    servers = [one for one in await launcher_for(fleet).find(fleet.fleet) if one.state is not ServerState.EXITED]
+    """What is awake is what is wanted, and the gateway has just that; of sizes that may sleep the others do."""
+    servers = await awake(fleet)
     assert sorted(server.spec.tp for server in servers) == sorted(tps)
     members = await engines(gateway_url)
     assert {one["url"] for one in members} == {server.url for server in servers}
     assert not any(one["is_cordoned"] for one in members)
+    asleep = {one.spec.tp for one in await alive(fleet)} - set(tps)
+    assert asleep == set(fleet.sleep.tp_sizes) - set(tps)
+
+
+async def alive(fleet: FleetFile) -> list[Server]:
+    return [one for one in await launcher_for(fleet).find(fleet.fleet) if one.state is not ServerState.EXITED]
+
+
+async def awake(fleet: FleetFile) -> list[Server]:
+    """By their own word; one that does not answer yet holds its devices."""
+    found = []
+    async with httpx.AsyncClient(timeout=60.0) as client:
+        for server in await alive(fleet):
+            try:
+                told = (await client.get(f"{server.url}/is_sleeping")).json()
+            except httpx.TransportError:
+                told = {"is_sleeping": False}
+            if not told["is_sleeping"]:
+                found.append(server)
+    return found
 
 
 async def test_of_two_controllers_one_acts_and_the_other_takes_over(tmp_path: Path) -> None:
