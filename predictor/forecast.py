@@ -1,17 +1,16 @@
 """A law of one trajectory's total output, as shares on the lattice."""
 
 import math
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from predictor.lattice import BINS, CENTRES, EDGES, NUM_BINS, Weights
 
-# What weights are summed with, a row per bin.
+# What weights are summed with, a row per bin; from each bin on.
 _SUMMED = np.stack([BINS**0, BINS, BINS**2, np.array(CENTRES)], axis=1)
+_SUMMED_FROM = [_SUMMED[first:] for first in range(NUM_BINS)]
 
 
-@dataclass(slots=True)
 class Forecast:
     """Total output of a trajectory that has made `made_tokens`, which lie in bin `from_bin`.
 
@@ -22,13 +21,13 @@ class Forecast:
         sums: of the weights, and of the weights times bin, squared bin, and length.
     """
 
-    made_tokens: int
-    from_bin: int
-    weights: Weights
-    sums: list[float] = field(init=False)
+    __slots__ = ("from_bin", "made_tokens", "sums", "weights")
 
-    def __post_init__(self) -> None:
-        self.sums = self.weights.dot(_SUMMED[self.from_bin :]).tolist()
+    def __init__(self, made_tokens: int, from_bin: int, weights: Weights) -> None:
+        self.made_tokens = made_tokens
+        self.from_bin = from_bin
+        self.weights = weights
+        self.sums: list[float] = weights.dot(_SUMMED_FROM[from_bin]).tolist()
 
     def mean(self) -> float:
         """Expected total; more than was made."""

@@ -54,6 +54,9 @@ class Groups:
         lengths: the law of all trajectories.
         memory: comparisons of siblings over which shares of variance are averaged.
         max_groups: groups and prompts remembered; the longest unused goes first.
+
+    Attributes:
+        own_variance: between siblings; between 5 % and 95 % of the variance of all.
     """
 
     def __init__(self, lengths: Lengths, memory: float, max_groups: int) -> None:
@@ -64,12 +67,13 @@ class Groups:
         self._prompts: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._within = _Average(memory)
         self._wander = _Average(memory)
+        self.own_variance: float
+        self.refresh()
 
-    @property
-    def own_variance(self) -> float:
-        """Variance between siblings; between 5 % and 95 % of the variance of all."""
+    def refresh(self) -> None:
+        """Bring `own_variance` up to date: the law of all lengths has changed, or what is known of siblings."""
         total = self._lengths.variance
-        return min(max(self._within.mean(_OWN * total, _PRIOR_WEIGHT), 0.05 * total), 0.95 * total)
+        self.own_variance = min(max(self._within.mean(_OWN * total, _PRIOR_WEIGHT), 0.05 * total), 0.95 * total)
 
     def get(self, group_id: str, prompt_id: str) -> Group:
         """The group, made where it is new."""
@@ -131,6 +135,7 @@ class Groups:
             return
         # Not before: those that end first are alike.
         self._within.note(group.squares, group.num_squares)
+        self.refresh()
         group.squares, group.num_squares = 0.0, 0
         if not prompt_id or not group.num_untold:
             return
@@ -163,6 +168,7 @@ class Groups:
         parts = [(float(total), float(weight)) for total, weight in dumped["averages"]]
         self._within, self._wander = (_Average(self._memory, part) for part in parts)
         self._groups, self._prompts = groups, prompts
+        self.refresh()
 
     def _before(self, group: Group, shared: float, own: float) -> tuple[float, float]:
         """Mean and variance of the group's level before any of its members has ended."""

@@ -33,3 +33,6 @@ CENTRES = [math.sqrt(low * high) for low, high in pairwise(EDGES)]
 
 BINS: Weights = np.arange(NUM_BINS, dtype=float)
 """The number of each bin."""
+
+BINS_FROM: list[Weights] = [BINS[first:] for first in range(NUM_BINS)]
+"""The same from each bin on: a view costs as much as a subtraction, and one is wanted at every turn."""

@@ -59,10 +59,12 @@ class Lengths:
         """A trajectory ended in this bin, while so many others ran."""
         self._held.append((self._num_reports + num_running, in_bin))
 
-    def refresh(self) -> None:
-        """Bring `shares`, `mean` and `variance` up to date, where enough is new to be worth the time."""
-        if self._num_news >= _REFRESH_AFTER:
-            self._tabulate()
+    def refresh(self) -> bool:
+        """Bring `shares`, `mean` and `variance` up to date, where enough is new to be worth the time; gives whether."""
+        if self._num_news < _REFRESH_AFTER:
+            return False
+        self._tabulate()
+        return True
 
     def dump(self) -> dict[str, Any]:
         """What was learned."""
@@ -94,8 +96,8 @@ class Lengths:
             surviving -= shares[-1]
         shares[-1] += surviving
         self.shares = np.array(shares)
-        self.mean = sum(index * share for index, share in enumerate(shares))
-        self.variance = sum((index - self.mean) ** 2 * share for index, share in enumerate(shares))
+        self.mean = mean = sum([index * share for index, share in enumerate(shares)])
+        self.variance = sum([(index - mean) ** 2 * share for index, share in enumerate(shares)])
 
 
 def _log_normal_hazards(median: float, spread: float) -> list[float]:

@@ -39,7 +39,7 @@ def look_of(progress: Progress) -> list[float]:
     """What is seen of a trajectory after at least one turn: its pace, last turn, tool output and failures, as logs."""
     turns = progress.num_turns
     given = progress.context_tokens - progress.prompt_tokens - progress.output_tokens
-    failed = sum(not outcome.endswith(":success") for outcome in progress.outcomes)
+    failed = sum([not outcome.endswith(":success") for outcome in progress.outcomes])
     return [
         math.log(max(progress.output_tokens, 1) / turns),
         math.log(max(progress.last_output_tokens, 1)),

@@ -17,7 +17,7 @@ import orjson
 
 from predictor.forecast import Forecast
 from predictor.groups import Group, Groups
-from predictor.lattice import BINS, EDGES, Weights, bin_of
+from predictor.lattice import BINS_FROM, EDGES, Weights, bin_of
 from predictor.lengths import Lengths
 from predictor.pace import NUM_FEATURES, NUM_STAGES, Looks, look_of, stage_of
 from predictor.progress import Progress
@@ -88,7 +88,8 @@ class TabularPredictor:
         """The law of the total output, as known now."""
         running = self._progressed(progress)
         group = running.group
-        self._lengths.refresh()
+        if self._lengths.refresh():
+            self._groups.refresh()
         mean, variance = self._groups.expectation(group, running.message)
         weights = self._prior(running.in_bin, mean, variance)
         if running.from_prompt is not None:
@@ -188,7 +189,7 @@ class TabularPredictor:
         if said < 1e-6:
             return shares.copy()
         peak = (mean / variance - lengths.mean / lengths.variance) / said
-        off = BINS[from_bin:] - peak
+        off = BINS_FROM[from_bin] - peak
         alike = np.exp(off * off * (-0.5 * said))
         odd = _ODD * max(float(alike.dot(shares)), 1e-9) / lengths.surviving[from_bin]
         weights: Weights = (alike + odd) * shares

@@ -80,7 +80,7 @@ class Chooser:
         """
         policy = self._policy
         assert policy.move is not None
-        elsewhere = _Elsewhere(self._engines, lambda engine: engine is not home and may_go(engine), at)
+        elsewhere = _Elsewhere(self._engines, home, may_go, at)
         facts = home.facts(at)
         facts.without = partial(home.work_without, turn.trajectory.trajectory_id)
         target = policy.move(self._facts(turn, at), facts, elsewhere, self._fleet(turn.model, at))
@@ -104,13 +104,19 @@ class Chooser:
 class _Elsewhere:
     """The engines that a turn may move to, each asked only when a policy gets to it."""
 
-    def __init__(self, engines: Mapping[str, Engine], may_go: Callable[[Engine], bool], at: float) -> None:
+    def __init__(
+        self, engines: Mapping[str, Engine], home: Engine, may_go: Callable[[Engine], bool], at: float
+    ) -> None:
         self._engines = engines
+        self._home = home
         self._may_go = may_go
         self._at = at
 
     def __iter__(self) -> Iterator[EngineFacts]:
-        return (engine.facts(self._at) for engine in self._engines.values() if self._may_go(engine))
+        for engine in self._engines.values():
+            if engine is not self._home and self._may_go(engine):
+                yield engine.facts(self._at)
 
-    def __contains__(self, engine: object, /) -> bool:
-        return isinstance(engine, EngineFacts) and self._may_go(self._engines[engine.engine_id])
+    def __contains__(self, other: object, /) -> bool:
+        engine = self._engines[other.engine_id] if isinstance(other, EngineFacts) else self._home
+        return engine is not self._home and self._may_go(engine)

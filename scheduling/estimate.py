@@ -100,25 +100,20 @@ class Work:
         self.longest_tokens = self.total_tokens = self.token_context_products = 0.0
 
 
-def estimate_finish_s(profile: EngineProfile, work: Work) -> float:
-    """Seconds until an engine would have finished `work`; a KV capacity of 0 is unknown and sets no limit."""
-    decoded_s = _decoded_s(profile, work.longest_tokens, work.total_tokens, work.token_context_products)
-    return decoded_s + profile.prefill_per_ktoken_ms * work.prefill_tokens / 1e6 + work.tool_s
-
-
-def estimate_finish_with_s(
-    profile: EngineProfile, work: Work, remaining_tokens: float, context_tokens: float, p90_tokens: float
+def estimate_finish_s(
+    profile: EngineProfile,
+    work: Work,
+    remaining_tokens: float = 0.0,
+    context_tokens: float = 0.0,
+    p90_tokens: float = 0.0,
 ) -> float:
-    """The same with one more trajectory, without a new Work: a move compares all engines at a turn."""
-    longest_tokens = max(work.longest_tokens, remaining_tokens, p90_tokens)
+    """Seconds until an engine would have finished `work`, and one more trajectory; a KV capacity of 0 is unknown and
+    sets no limit. One function, for a move compares all engines at a turn."""
+    total_tokens = work.total_tokens + remaining_tokens
     products = work.token_context_products + remaining_tokens * context_tokens
-    decoded_s = _decoded_s(profile, longest_tokens, work.total_tokens + remaining_tokens, products)
-    return decoded_s + profile.prefill_per_ktoken_ms * work.prefill_tokens / 1e6 + work.tool_s
-
-
-def _decoded_s(profile: EngineProfile, longest_tokens: float, total_tokens: float, products: float) -> float:
-    steps = max(longest_tokens, total_tokens / profile.slots)
+    steps = max(work.longest_tokens, remaining_tokens, p90_tokens, total_tokens / profile.slots)
     if profile.kv_capacity_tokens:
         steps = max(steps, products / (USABLE_KV_SHARE * profile.kv_capacity_tokens))
     per_token_ms, per_product_ms = profile.decode_per_sequence_ms, profile.decode_per_kv_ktoken_ms / 1000
-    return (profile.decode_base_ms * steps + per_token_ms * total_tokens + per_product_ms * products) / 1000
+    decoded_s = (profile.decode_base_ms * steps + per_token_ms * total_tokens + per_product_ms * products) / 1000
+    return decoded_s + profile.prefill_per_ktoken_ms * work.prefill_tokens / 1e6 + work.tool_s

@@ -23,8 +23,8 @@ class IdleTrajectories:
         (self._active if is_active else self._ended)[trajectory.trajectory_id] = trajectory
 
     def remove(self, trajectory: Trajectory) -> None:
-        self._active.pop(trajectory.trajectory_id, None)
-        self._ended.pop(trajectory.trajectory_id, None)
+        if self._active.pop(trajectory.trajectory_id, None) is None:
+            self._ended.pop(trajectory.trajectory_id, None)
 
     def next_due_at(self, limits: Limits) -> float | None:
         """When the next one's time is over; None when there is none."""

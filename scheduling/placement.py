@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from scheduling.cost import EngineProfile
-from scheduling.estimate import Work, estimate_finish_s, estimate_finish_with_s
+from scheduling.estimate import Work, estimate_finish_s
 from scheduling.order import TurnFacts
 
 # Used where nobody measured the engine: Qwen3-14B on one H100 (performance model). Like engines compare alike under
@@ -105,7 +105,7 @@ def least_estimated_finish(turn: TurnFacts, engines: Sequence[EngineFacts]) -> E
     share = turn.share
 
     def finish(engine: EngineFacts) -> tuple[float, int]:
-        return estimate_finish_with_s(engine.profile, engine.work, *share), engine.num_turns
+        return estimate_finish_s(engine.profile, engine.work, *share), engine.num_turns
 
     return min(engines, key=finish)
 
@@ -123,7 +123,7 @@ def lower_the_latest(
         return None
     share = turn.share
     without = home.without()
-    home_s = estimate_finish_with_s(home.profile, without, *share)
+    home_s = estimate_finish_s(home.profile, without, *share)
     latest_s = max(home_s, *map(_finish_s, fleet))
     temperature = NEAR_LATEST_SHARE * latest_s
     if home_s < latest_s - 3 * temperature:
@@ -137,7 +137,7 @@ def lower_the_latest(
         return None
     best, least_burden = None, relief - LEAST_GAIN
     for engine in candidates:
-        finish_s = estimate_finish_with_s(engine.profile, engine.work, *share)
+        finish_s = estimate_finish_s(engine.profile, engine.work, *share)
         finish_s += engine.profile.prefill_s(turn.prompt_tokens)
         if finish_s < home_s and (burden := weight(finish_s) - weight(engine.finish_s)) < least_burden:
             best, least_burden = engine, burden
