@@ -180,6 +180,8 @@ class FleetFile(BaseModel):
             raise ValueError(f"planning needs a profile of TP {min(missing)} in engine.profiles")
         if self.sleep.tp_sizes and self.launcher != "local":
             raise ValueError(f"sleep: {self.launcher} gives a GPU to one engine, so none can sleep beside another")
+        if self.sleep.tp_sizes and self.engine.kv_transfer and self.engine.kind != "sim" and not self.cpu_slots:
+            raise ValueError("sleep: what wakes has its KV elsewhere than NIXL knows; have either sleep or kv_transfer")
         self.sleep.check(self.engine.kind, self.tp_sizes, min(len(self.local_devices), self.gpus_per_node))
         for tp, name in self.engine.profiles.items():
             if load_profile(name).tp != tp:

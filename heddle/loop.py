@@ -78,6 +78,9 @@ def main() -> int:
     parser.add_argument("--speed-up", type=float, default=1.0, help="virtual seconds per second")
     parser.add_argument("--interval-s", type=float, default=30.0, help="virtual seconds between plans")
     parser.add_argument("--start-s", type=float, default=10.8, help="virtual seconds that an engine takes to start")
+    parser.add_argument(
+        "--sleep-s", type=float, help="virtual seconds to fall asleep and to wake: engines of all sizes sleep"
+    )
     parser.add_argument("--token-legs", choices=("auto", "off"), default="off")
     parser.add_argument("--work-dir", type=Path, default=Path(".work/loop"), help="for logs, stores and the journal")
     parsed = parser.parse_args()
@@ -177,14 +180,14 @@ async def _rollout(
             fleet = await _ask(f"http://{listen}/v1/fleet")
     for error in result.errors[:5]:
         console.print(f"  {error}", soft_wrap=True)
-    phases = [one for one in fleet["phase_seconds"] if one["tp"] > min(scenario.fleet.tp)]
-    relaunch_s = sum(
-        max((one["median"] for one in phases if one["phase"] == phase), default=0.0) for phase in ("start", "register")
-    )
+    took_s: dict[str, float] = {}
+    for one in (phase for phase in fleet["phase_seconds"] if phase["tp"] > min(scenario.fleet.tp)):
+        took_s[one["phase"]] = max(took_s.get(one["phase"], 0.0), one["median"])
+    begun_s = took_s.get("start" if parsed.sleep_s is None else "wake")
     return Seen(
         result.makespan_s * parsed.speed_up,
         len(result.errors),
-        relaunch_s * parsed.speed_up if phases else None,
+        None if begun_s is None else (begun_s + took_s.get("register", 0.0)) * parsed.speed_up,
         _fleets(folder / "journal.jsonl"),
         1 - (idle_after - idle_before) / (all_after - all_before),
         used_s,
@@ -248,6 +251,8 @@ def _fleet_toml(parsed: argparse.Namespace, scenario: Scenario, gateway: str, li
     longest = max(workload.max_context_tokens for workload in scenario.workloads(parsed.seed))
     flags = ["--speed-up", str(parsed.speed_up), "--start-s", str(parsed.start_s)]
     flags += ["--max-model-len", str(2 * longest)]  # a tokenizer's words are longer or shorter than the law's tokens
+    if parsed.sleep_s is not None:
+        flags += ["--sleep-s", str(parsed.sleep_s)]
     profiles = ", ".join(f'{tp} = "{fleet.profile}-tp{tp}"' for tp in fleet.tp)
     lines = [
         f"fleet = {json.dumps(FLEET)}",
@@ -262,6 +267,8 @@ def _fleet_toml(parsed: argparse.Namespace, scenario: Scenario, gateway: str, li
         'kind = "sim"',
         f"flags = {json.dumps(flags)}",
         f"profiles = {{ {profiles} }}",
+        "[sleep]",
+        f"tp_sizes = {json.dumps([] if parsed.sleep_s is None else list(fleet.tp))}",
         "[limits]",
         f"start_timeout_s = {FLEET_TIMEOUT_S}",
         "stop_grace_s = 0.5",

@@ -47,6 +47,10 @@ def test_a_file_says_what_a_fleet_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "secret" not in fleet.model_dump_json()
 
 
+# Eight engines of TP 1 and four of TP 2.
+SLEEP = "[sleep]\ntp_sizes = [1, 2]\nweight_bytes = 10\nhost_bytes = 120\n[engine]\n"
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -64,6 +68,12 @@ def test_a_file_says_what_a_fleet_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (("2 = \"qwen3-14b-h100-tp2\"", "2 = \"qwen3-14b-tp2\""), "unknown engine profile"),
         (("2 = \"qwen3-14b-h100-tp2\", ", ""), "planning needs a profile of TP 2"),
         (("[engine]", "[engine"), "is not TOML"),
+        (("[engine]", "[sleep]\ntp_sizes = [8]\n[engine]"), "sleep.tp_sizes: TP 8 is not among tp_sizes"),
+        (("[engine]", "[sleep]\ntp_sizes = [1, 2]\n[engine]"), "keeps weights in host memory: say weight_bytes and"),
+        (("[engine]", SLEEP.replace("120", "119")), r"may keep 12 x 10 bytes of a node, more than host_bytes"),
+        (("[engine]", SLEEP.replace("[sleep]", "[sleep]\nlevel = 3")), "sleep.level: Input should be 1 or 2"),
+        (("[engine]", SLEEP.replace("[sleep]", "[sleep]\nlevel = 2") + 'kind = "sglang"'), "sglang has no level 2"),
+        (("[engine]", SLEEP + "kv_transfer = \"nixl\""), "have either sleep or kv_transfer"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_clear_line(tmp_path: Path, changed: tuple[str, str], message: str) -> None:
@@ -118,6 +128,20 @@ def test_sglang_is_told_which_priorities_come_first(tmp_path: Path) -> None:
     spec = server_spec(fleet, Wanted("a", 2, ("0", "1")))
     assert "--schedule-low-priority-values-first" in spec.command and said(spec.command, "--tp-size") == "2"
     assert "--skip-server-warmup" in spec.command
+
+
+def test_engines_that_may_sleep_are_launched_for_it(tmp_path: Path) -> None:
+    """Those only; beside whom they sleep the launcher is told."""
+    fleet = load_fleet_file(written(tmp_path, WHOLE.replace("[engine]", SLEEP)))
+    two = server_spec(fleet, Wanted("a", 2, ("0", "1")), ["c", "b"])
+    assert "--enable-sleep-mode" in two.command and two.environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert two.beside == ("b", "c")
+    assert "--enable-sleep-mode" not in server_spec(fleet, Wanted("a", 4, ("0", "1", "2", "3"))).command
+    sglang = load_fleet_file(written(tmp_path, WHOLE.replace("[engine]", SLEEP + 'kind = "sglang"')))
+    command = server_spec(sglang, Wanted("a", 2, ("0", "1"))).command
+    assert "--enable-memory-saver" in command and "--enable-weights-cpu-backup" in command
+    with pytest.raises(ValueError, match="ray gives a GPU to one engine"):
+        FleetFile(fleet="f", model="m", launcher="ray", sleep={"tp_sizes": (1,)})
 
 
 def test_a_module_of_vllm_takes_the_model_as_a_flag() -> None:
