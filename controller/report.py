@@ -9,7 +9,7 @@ from controller.journal import State
 from controller.launcher import Server
 from controller.loop import Controller
 from controller.planning import Proposal
-from controller.steps import Launch, Rest, Seen, Step, is_reached
+from controller.steps import Launch, MakeReady, Rest, Seen, Step, Wake, is_reached
 from controller.tending import held_back
 
 Json = dict[str, Any]
@@ -64,12 +64,15 @@ def proposal_json(proposal: Proposal | str) -> Json:
 def in_words(rounds: Sequence[Sequence[Step]], state: State, seen: Sequence[Seen]) -> list[str]:
     """A line for each step: what, why, and how long it took lately."""
     tps = {one.server_id: one.tp for one in seen}
+    woken = set()
     lines = []
     for number, steps in enumerate(rounds, 1):
         for step in steps:
             if isinstance(step, Launch):
                 tps[step.server_id] = step.wanted.tp
-            lines.append(f"{number}. {_line(step, tps.get(step.server_id, 0), state)}")
+            if isinstance(step, Wake):
+                woken.add(step.server_id)
+            lines.append(f"{number}. {_line(step, tps.get(step.server_id, 0), state, step.server_id in woken)}")
     return lines
 
 
@@ -87,8 +90,10 @@ _WHY = {
 }
 
 
-def _line(step: Step, tp: int, state: State) -> str:
+def _line(step: Step, tp: int, state: State, is_woken: bool) -> str:
     name, why, phase = _WHY[type(step).__name__]
+    if is_woken and isinstance(step, MakeReady):
+        phase = None  # a start took that long, and it was not started
     where = f" on {','.join(step.wanted.devices)}" if isinstance(step, Launch) else ""
     size = f" (TP {tp}{where})" if tp else ""
     times = state.phase_s.get((phase, tp), ()) if phase else ()

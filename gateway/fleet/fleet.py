@@ -99,6 +99,7 @@ class Fleet:
         """Give an engine no more turns, or again."""
         member = self.get(engine_id)
         member.is_cordoned = is_cordoned
+        member.recheck.set()  # one that was lost is looked at every few seconds only
         self._seen.note(member)
         self._circuits.report(member)
         return member

@@ -1,6 +1,7 @@
 """Servers that sleep, in the whole loop: a real gateway, processes of simulated engines, and the controller."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -75,7 +76,8 @@ async def test_shapes_are_swapped_under_a_rollout_and_no_server_is_started(tmp_p
             made.ask(made.will.scaled([2], made.in_sight()))
             lines = await told(fleet, launcher_for(fleet))
             assert any("put to sleep" in line and "s lately]" in line for line in lines), lines
-            assert any(line.split(". ")[1].startswith("wake ") for line in lines if ". " in line), lines
+            assert any(re.match(r"\d\. wake .*\[\d", line) for line in lines), lines
+            assert not any("make ready" in line and "lately" in line for line in lines), "nothing is started"
             await until_reached(made, 2)
             made.ask(made.will.scaled([], made.in_sight()))
             await until(lambda: not any(one.is_alive for one in made.seen), lambda: made.seen)
