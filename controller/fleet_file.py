@@ -69,7 +69,7 @@ class Sleeping(BaseModel):
     level: Literal[1, 2] = Field(1, description="1: weights wait in host memory; 2: are read again. SGLang has 1.")
     weight_bytes: int | None = Field(None, gt=0, description="Of the whole model: what level 1 keeps for each engine.")
     host_bytes: int | None = Field(
-        None, gt=0, description="Host memory of a node for all that sleep there; more would push the engines out."
+        None, gt=0, description="Host memory for all that sleep; more would push the engines out."
     )
 
     def check(self, kind: str, tp_sizes: tuple[int, ...], num_devices: int) -> None:
@@ -85,9 +85,7 @@ class Sleeping(BaseModel):
         num_engines = sum(num_devices // tp for tp in self.tp_sizes)
         if num_engines * self.weight_bytes > self.host_bytes:
             needs = f"{num_engines} x {self.weight_bytes:,} bytes"
-            raise ValueError(
-                f"sleep: engines of TP {list(self.tp_sizes)} may keep {needs} of a node, more than host_bytes"
-            )
+            raise ValueError(f"sleep: engines of TP {list(self.tp_sizes)} may keep {needs}, more than host_bytes")
 
 
 class WarmUp(BaseModel):
@@ -182,7 +180,7 @@ class FleetFile(BaseModel):
             raise ValueError(f"sleep: {self.launcher} gives a GPU to one engine, so none can sleep beside another")
         if self.sleep.tp_sizes and self.engine.kv_transfer and self.engine.kind != "sim" and not self.cpu_slots:
             raise ValueError("sleep: what wakes has its KV elsewhere than NIXL knows; have either sleep or kv_transfer")
-        self.sleep.check(self.engine.kind, self.tp_sizes, min(len(self.local_devices), self.gpus_per_node))
+        self.sleep.check(self.engine.kind, self.tp_sizes, len(self.local_devices))
         for tp, name in self.engine.profiles.items():
             if load_profile(name).tp != tp:
                 raise ValueError(f"engine.profiles: {name} is of TP {load_profile(name).tp}, not {tp}")

@@ -70,7 +70,7 @@ SLEEP = "[sleep]\ntp_sizes = [1, 2]\nweight_bytes = 10\nhost_bytes = 120\n[engin
         (("[engine]", "[engine"), "is not TOML"),
         (("[engine]", "[sleep]\ntp_sizes = [8]\n[engine]"), "sleep.tp_sizes: TP 8 is not among tp_sizes"),
         (("[engine]", "[sleep]\ntp_sizes = [1, 2]\n[engine]"), "keeps weights in host memory: say weight_bytes and"),
-        (("[engine]", SLEEP.replace("120", "119")), r"may keep 12 x 10 bytes of a node, more than host_bytes"),
+        (("[engine]", SLEEP.replace("120", "119")), r"may keep 12 x 10 bytes, more than host_bytes"),
         (("[engine]", SLEEP.replace("[sleep]", "[sleep]\nlevel = 3")), "sleep.level: Input should be 1 or 2"),
         (("[engine]", SLEEP.replace("[sleep]", "[sleep]\nlevel = 2") + 'kind = "sglang"'), "sglang has no level 2"),
         (("[engine]", SLEEP + "kv_transfer = \"nixl\""), "have either sleep or kv_transfer"),

@@ -5,8 +5,8 @@ from dataclasses import replace
 from controller.gateway_client import Work
 from controller.journal import State
 from controller.layout import Floor
-from controller.planning import Proposal, propose, relaunch_s
-from controller.steps import Wanted
+from controller.planning import WAKE_S, Proposal, propose, relaunch_s
+from controller.steps import Rest, Wanted
 from engines.profiles import load_profile
 from scheduling.estimate import Remaining
 from scheduling.reshaping import COLD_RELAUNCH_S, ReshapeRule
@@ -64,6 +64,23 @@ def test_measured_times_take_the_place_of_known_ones() -> None:
     times = {("start", 2): (30.0, 10.0, 20.0), ("stop", 1): (2.0,), ("register", 2): (1.0,)}
     assert relaunch_s(times, (1, 1), (2,)) == 23.0
     assert relaunch_s(times, (2,), (2,)) == 0.0
+
+
+def test_a_change_to_engines_that_sleep_costs_their_waking() -> None:
+    """As many as sleep; one more has to be started. So more changes pay."""
+    times = {("start", 2): (60.0,), ("stop", 1): (5.0,), ("sleep", 1): (2.0,), ("register", 2): (1.0,)}
+    assert relaunch_s(times, (1, 1), (2,), [2]) == 2.0 + WAKE_S + 1.0
+    times |= {("wake", 2): (3.0,)}
+    assert relaunch_s(times, (1, 1), (2,), [2, 4]) == 6.0
+    assert relaunch_s(times, (1,) * 4, (2, 2), [2]) == 63.0
+    slow = {("start", tp): (3_000.0,) for tp in PROFILES} | {("wake", tp): (3.0,) for tp in PROFILES}
+    best = proposed().tps
+    asleep = tuple(Wanted(f"a{number}", tp, DEVICES[:tp]) for number, tp in enumerate(best))
+    rest = {one.server_id: Rest.ASLEEP.value for one in asleep}
+    found = proposed(state=replace(SMALL, phase_s=slow, spares=asleep, rest=rest))
+    assert found.is_worth_it and found.relaunch_s == 3.0
+    between = dict.fromkeys(rest, Rest.BETWEEN.value)
+    assert not proposed(state=replace(SMALL, phase_s=slow, spares=asleep, rest=between)).is_worth_it
 
 
 def test_what_failed_or_rests_is_not_planned() -> None:

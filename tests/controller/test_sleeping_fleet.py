@@ -12,6 +12,7 @@ from controller.fleet_file import FleetFile
 from controller.launcher import ServerState
 from controller.planning import relaunch_s
 from controller.rehearsal import told
+from controller.report import alarms
 from controller.steps import Rest
 from tests.controller.fleet_site import (
     ENGINE,
@@ -117,6 +118,9 @@ async def test_engines_that_cannot_sleep_are_stopped_as_ever(tmp_path: Path) -> 
             await until_reached(made, 2)
             assert made.journal.state.sleepless == "it has no /sleep" and not first & await alive(fleet)
             assert made.journal.state.failures == ()
+            assert "it has no /sleep" in alarms(made, 0.0)["cannot_sleep"]
+            made.ask(made.will.scaled([2], made.in_sight()))
+            assert "cannot_sleep" not in alarms(made, 0.0), "an operator may have mended it"
 
 
 async def test_a_sleeper_that_dies_is_missed_by_nobody(tmp_path: Path) -> None:
