@@ -20,7 +20,7 @@ def status(controller: Controller, now: float) -> Json:
     state, seen = controller.journal.state, controller.seen
     return {
         "fleet": controller.fleet.fleet,
-        "is_reached": is_reached(state.wanted, seen),
+        "is_reached": state.changed_at is not None and is_reached(state.wanted, seen),
         "is_manual": state.is_manual,
         "why": state.why,
         "alarms": alarms(controller, now),

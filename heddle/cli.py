@@ -17,6 +17,7 @@ from heddle.arguments import Parser
 _VERBS = (
     ("serve", "Serve the gateway.", "heddle.serve"),
     ("controller", "Run the engines of a fleet, and cut it anew.", "heddle.controller"),
+    ("up", "Run gateway and controller of a fleet on this machine.", "heddle.up"),
     ("fleet", "Show and change a fleet through its controller.", "heddle.fleet"),
     ("sim-engine", "Serve a simulated engine, vLLM or SGLang.", "heddle.sim_engine"),
     ("profile", "Measure a running engine, for simulation and placement.", "heddle.profile"),

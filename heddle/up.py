@@ -1,0 +1,78 @@
+"""`heddle up`: gateway and controller of one fleet on this machine, from one command.
+
+Two processes, as ever: neither can block the other, and each can be killed alone. This one starts them, ends them
+together, and has no part in what they do. Engines outlive all three; the next `heddle up` adopts them.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+from urllib.parse import urlsplit
+
+from controller.fleet_file import ADMIN_KEY_VARIABLE, FleetFileError, load_fleet_file
+
+_PR_SET_PDEATHSIG = 1
+_EPILOG = """examples:
+  HEDDLE_ADMIN_KEY=... heddle up --fleet fleet.toml
+  HEDDLE_ADMIN_KEY=... heddle up --fleet fleet.toml --config heddle.toml
+
+The gateway listens at the fleet file's `gateway`; agents use that URL with /v1 behind it.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The two files."""
+    parser.epilog = _EPILOG
+    parser.add_argument("--fleet", required=True, metavar="FILE", help="what the fleet is")
+    parser.add_argument("--config", metavar="FILE", help="the gateway's settings")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+
+
+async def run(parsed: argparse.Namespace) -> int:
+    """Both, until one ends or this is told to: 0 then, else the status of the one that ended, 1 if that was 0."""
+    try:
+        fleet = load_fleet_file(parsed.fleet)
+        if fleet.admin_key is None:
+            raise FleetFileError(f"the two need a secret to share: set {ADMIN_KEY_VARIABLE}")
+    except FleetFileError as error:
+        print(f"heddle up: {error}", file=sys.stderr)
+        return 2
+    at = urlsplit(fleet.gateway)
+    address = ("--host", at.hostname or "127.0.0.1", "--port", str(at.port or 80), "--log-level", parsed.log_level)
+    config = ("--config", parsed.config) if parsed.config else ()
+    children = {
+        "gateway": await _started("serve", *config, *address),
+        "controller": await _started("controller", "--fleet", parsed.fleet, "--log-level", parsed.log_level),
+    }
+    ending = [asyncio.create_task(process.wait(), name=name) for name, process in children.items()]
+    stopping = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    told = asyncio.create_task(stopping.wait())
+    await asyncio.wait((*ending, told), return_when=asyncio.FIRST_COMPLETED)
+    ended = next((task for task in ending if task.done()), None)
+    for process in children.values():
+        if process.returncode is None:
+            process.terminate()
+    await asyncio.gather(*ending)  # the gateway bounds its own end: shutdown_timeout_s
+    told.cancel()
+    if stopping.is_set() or ended is None:
+        return 0
+    print(f"heddle up: the {ended.get_name()} ended with status {ended.result()}, so all does", file=sys.stderr)
+    return ended.result() if ended.result() > 0 else 1
+
+
+async def _started(*arguments: str) -> asyncio.subprocess.Process:
+    """A verb of Heddle's, which is asked to end when this process does, however it does."""
+    parent = os.getpid()
+
+    def end_with_parent() -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it was gone before
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    command = (sys.executable, "-m", "heddle", *arguments)
+    return await asyncio.create_subprocess_exec(*command, preexec_fn=end_with_parent)

@@ -1,0 +1,79 @@
+"""`heddle up`: one command for gateway and controller."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from controller.fleet_file import ADMIN_KEY_VARIABLE, load_fleet_file
+from controller.launcher import ServerState
+from engines.children import free_port
+from tests.controller.fleet_site import TIMEOUT_S, launcher_for, stopped_at_the_end
+from tests.controller.test_commands import heddle, write_fleet
+from tests.support.gateway import ADMIN_KEY, eventually
+
+pytestmark = pytest.mark.timeout(300)
+
+
+async def up(path: Path) -> asyncio.subprocess.Process:
+    store = f"sqlite:{path.parent / 'store.sqlite3'}"
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "heddle", "up", "--fleet", str(path), "--log-level", "warning"),
+        env={**os.environ, ADMIN_KEY_VARIABLE: ADMIN_KEY, "HEDDLE_STORE": store},
+    )
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_fleet_serves_with_one_command(how: signal.Signals, tmp_path: Path) -> None:
+    """A turn is answered by an engine that nobody started by hand. When it is told to end, or is killed, gateway and
+    controller end too, and the engines go on."""
+    gateway, listen = (f"http://127.0.0.1:{port}" for port in (free_port(), free_port()))
+    path = write_fleet(tmp_path, gateway, int(listen.rpartition(":")[2]))
+    fleet = load_fleet_file(path)
+    async with stopped_at_the_end(fleet), httpx.AsyncClient(timeout=60) as client:
+        process = await up(path)
+        try:
+
+            async def serves() -> bool:
+                try:
+                    return bool((await client.get(f"{listen}/v1/fleet")).json()["is_reached"])
+                except httpx.TransportError:
+                    return False
+
+            await eventually(serves, TIMEOUT_S)
+            body = {"model": "simulated", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+            assert (await client.post(f"{gateway}/v1/chat/completions", json=body)).status_code == 200
+        finally:
+            process.send_signal(how)
+        assert await process.wait() == (0 if how is signal.SIGTERM else -signal.SIGKILL)
+
+        async def are_gone() -> bool:
+            for url in (gateway, listen):
+                try:
+                    await client.get(f"{url}/healthz")
+                    return False
+                except httpx.TransportError:
+                    pass
+            return True
+
+        await eventually(are_gone, TIMEOUT_S)
+        servers = await launcher_for(fleet).find(fleet.fleet)
+        assert [server.state for server in servers] == [ServerState.RUNNING] * 2
+
+
+async def test_what_one_of_the_two_cannot_use_ends_both(tmp_path: Path) -> None:
+    """With the status of the one that said no; without a key, or with a file that is wrong, none begins."""
+    port = free_port()
+    path = write_fleet(tmp_path, f"http://127.0.0.1:{port}", free_port())
+    config = tmp_path / "heddle.toml"
+    config.write_text("no_such_setting = 1")
+    status, said = await heddle("up", "--fleet", str(path), "--config", str(config))
+    assert status == 2 and "no_such_setting" in said and "the gateway ended with status 2" in said
+    status, said = await heddle("up", "--fleet", str(path), admin_key=None)
+    assert (status, said) == (2, "heddle up: the two need a secret to share: set HEDDLE_ADMIN_KEY\n")
+    status, said = await heddle("up", "--fleet", str(tmp_path / "absent.toml"))
+    assert status == 2 and said.startswith("heddle up: cannot read ") and said.count("\n") == 1
