@@ -15,7 +15,7 @@ from controller.journal import Json, State
 from controller.launcher import Launcher
 from controller.layout import DoesNotFit, Floor, lay_out
 from controller.planning import Proposal, propose, propose_next
-from controller.records import new_ids, wanted_record
+from controller.records import new_ids, spares_record, wanted_record
 from controller.spares import SpareRule, spares_beside
 from controller.steps import Seen, Step, Wanted
 from scheduling.reshaping import ReshapeRule
@@ -96,14 +96,17 @@ class Will:
         return [wanted_record(state.wanted, state.serial, self._clock(), "plans decide", is_manual=False)]
 
     def drained(self, server_id: str, seen: Sequence[Seen]) -> list[Json]:
-        """Without this server, whose devices rest. Raises Refused."""
+        """Without this server, whose devices rest; a spare is just let go. Raises Refused."""
         state = self._state()
+        spares = [one for one in state.spares if one.server_id != server_id]
+        if len(spares) < len(state.spares):
+            return [spares_record(spares)]
         leaving = next((one for one in state.wanted if one.server_id == server_id), None)
         if leaving is None:
             raise Refused(f"{server_id} is no server of this fleet")
         wanted = [one for one in state.wanted if one is not leaving]
         resting = state.resting | set(leaving.devices)
-        spares = [one for one in state.spares if not resting & set(one.devices)]
+        spares = [one for one in spares if not resting & set(one.devices)]
         self._check(wanted, spares, seen)
         why = f"{server_id} was drained by hand"
         more = {"spares": spares, "resting": resting, "is_manual": True}

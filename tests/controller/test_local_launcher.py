@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.launcher import ServerSpec, ServerState
+from controller.launcher import LaunchFailed, ServerSpec, ServerState
 from controller.local_guard import rotate, started
 from controller.local_launcher import MAX_STOPPED_KEPT, LocalLauncher
 from tests.controller.launcher_contract import FAIL, PROMISES, SERVE, STUBBORN, Promise, Site
@@ -52,6 +52,22 @@ async def test_a_server_outlives_a_killed_launcher(site: Site, tmp_path: Path) -
     await site.answer("engine-1")
     (found,) = await site.launcher.find("fleet")
     assert found.state is ServerState.RUNNING and found.spec.devices == ("0",)
+
+
+async def test_a_device_is_shared_with_those_only_that_are_said_to_sleep(site: Site) -> None:
+    """By name: another server on the same device is refused as ever, also beside one that sleeps."""
+    sleeper = site.spec()
+    await site.launcher.launch(sleeper)
+    with pytest.raises(LaunchFailed, match=f"{sleeper.server_id} holds 0"):
+        await site.launcher.launch(site.spec())
+    awake = await site.launcher.launch(site.spec(beside=(sleeper.server_id,)))
+    with pytest.raises(LaunchFailed, match=f"{awake.spec.server_id} holds 0"):
+        await site.launcher.launch(site.spec(beside=(sleeper.server_id,)))
+    assert {one.spec.server_id for one in await site.connect().find(site.fleet_id)} == {
+        sleeper.server_id,
+        awake.spec.server_id,
+    }
+    assert (await site.server(awake.spec.server_id)).spec.beside == (sleeper.server_id,)  # type: ignore[union-attr]
 
 
 async def test_workers_of_a_killed_guard_hold_the_device_until_they_are_stopped(site: Site, tmp_path: Path) -> None:
