@@ -27,7 +27,6 @@ class Exchange(RequestResponseCycle):
 
     def __init__(self, *cycle: Any) -> None:
         super().__init__(*cycle)
-        self.scope["extensions"] = {_EXTENSION: {"exchange": self}}
         self.hand_over: Callable[[], object] | None = None
         self._on_left: Callable[[], object] | None = None
         self._head = b""
@@ -38,6 +37,13 @@ class Exchange(RequestResponseCycle):
     def is_full(self) -> bool:
         """Whether the connection takes no more for now."""
         return bool(self.flow.write_paused) and not self.disconnected
+
+    def show(self) -> None:
+        """Let the application find this below its scope: `client_of`.
+
+        Not before there is one: the two then hold each other, and wait for the garbage collector with all they hold.
+        """
+        self.scope["extensions"] = {_EXTENSION: {"exchange": self}}
 
     def spawn(self, rest: Coroutine[Any, Any, None]) -> None:
         """Have the server run what is left of this request, as one of its tasks."""

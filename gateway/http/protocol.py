@@ -134,6 +134,8 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._served = cycle
+        if app is self.app:
+            cycle.show()
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:

@@ -68,7 +68,7 @@ class Contexts:
     def finished(self, turn: Turn, engine_id: str, num_tokens: int) -> None:
         """A turn was finished there; what the book keeps need not be kept here."""
         trajectory_id = turn.ask.trajectory_id
-        self._drop_body(trajectory_id)
+        self._num_bytes -= self._with_body.pop(trajectory_id, 0)
         context = self._new(turn, engine_id, num_tokens, is_kept=bool(turn.choices) and turn.ask.keeps_tokens)
         self._contexts[trajectory_id] = context
         if context.body is not None:

@@ -231,6 +231,8 @@ class Turn:
     ) -> dict[str, Any]:
         """The turn as its trajectory's history shows it. Times are seconds since the epoch."""
         first_dispatch_at = self.first_dispatch_at
+        # An empty tuple where there is none: a row of plain values alone is nothing for the garbage collector.
+        versions = (self.versions_made if self.choices else None) or self.versions or ()
         return {
             "turn_id": self.turn_id,
             "api": self.ask.api,
@@ -249,7 +251,7 @@ class Turn:
             "cached_tokens": self.usage.cached_tokens if self.usage else None,
             "output_tokens": self.usage.completion_tokens if self.usage else self.num_chunks,
             "finish_reason": self.finish_reason,
-            "weight_versions": (self.versions_made if self.choices else None) or self.versions,
+            "weight_versions": versions,
             "tokens": "none" if not self.choices else "kept" if self.ask.keeps_tokens else "not_wanted",
             "error": error.error.openai() if error else None,
         }

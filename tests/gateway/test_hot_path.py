@@ -4,6 +4,7 @@ A request whose body comes with its head may be served by callbacks; one whose b
 """
 
 import asyncio
+import gc
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +18,9 @@ import pytest
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
+from gateway.http.exchange import Exchange
 from gateway.server import Listening
+from gateway.turns.turn import Turn
 from tests.faults.asking import body_of
 from tests.faults.raw_engine import CHAT_EVENT, STREAM_HEAD, Answer, chunk, raw_engine, whole
 from tests.support.gateway import PATIENT, eventually, running_gateway
@@ -253,3 +256,33 @@ async def test_the_same_request_joins_a_turn_that_callbacks_serve() -> None:
         )
         assert first.partition(b"\r\n\r\n")[2] == second.partition(b"\r\n\r\n")[2]
         assert "heddle_joined_turns_total 1.0" in (await watch.get("/metrics")).text
+
+
+async def test_a_turn_leaves_nothing_for_the_garbage_collector() -> None:
+    """What holds itself stays until a collection: then no memory is used twice, and turns stop for collections."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with (
+            asyncio.timeout(120),
+            raw_engine(sends(CASES[0]), keeps_open=True) as engine,
+            running_gateway(engine.url, **PATIENT) as gateway,
+            httpx.AsyncClient(base_url=gateway.url, timeout=60) as watch,
+        ):
+            await eventually(lambda: knows_the_engine(watch), 60)
+            host, _, port = gateway.url.removeprefix("http://").partition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            body = orjson.dumps(body_of("chat"))
+            for _ in range(20):
+                writer.write(b"POST %s HTTP/1.1\r\nhost: x\r\nx-trajectory-id: t-1\r\n" % PATH.encode())
+                writer.write(b"content-length: %d\r\n\r\n%s" % (len(body), body))
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(re.findall(rb"content-length: (\d+)", head)[0]))
+            page = (await watch.get("/metrics")).text
+            writer.close()
+            num_hot = float(re.findall(r'heddle_hot_turns_total{until="answer"} (\S+)', page)[0])
+            num_left = sum(isinstance(one, Exchange | Turn) for one in gc.get_objects())
+    finally:
+        gc.enable()
+    assert num_hot > 10  # all but the first, which has to connect, and any that an engine's look deprived
+    assert num_left < 10
