@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from typing import assert_never
+from typing import Any, assert_never
 
 import orjson
 
@@ -90,7 +90,11 @@ class Drivers:
             SleepFault, CannotSleep: it did not fall asleep.
             GatewayAway, GatewayRefused: see there.
         """
-        more = {"url": await self._url(step.server_id)} if isinstance(step, Register) else {}
+        more: dict[str, Any] = {}
+        if isinstance(step, Register):
+            more = {"url": await self._url(step.server_id)}
+        if isinstance(step, Sleep):
+            more = {"level": self._fleet.sleep.level}
         self._journal.write(**step_record("begun", step, self._clock(), **more))
         await self._do(step)
         self._journal.write(**step_record("done", step, self._clock(), **more))
@@ -220,7 +224,8 @@ class Drivers:
             raise SleepFault("it has no address")
         http = HttpClient(url)
         try:
-            await act(http, self._fleet.sleep.level, self._fleet.limits.sleep_timeout_s)
+            level = self._journal.state.levels.get(server_id, self._fleet.sleep.level)
+            await act(http, level, self._fleet.limits.sleep_timeout_s)
         finally:
             http.close()
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from controller import rollouts
 from controller.rollouts import History
@@ -21,6 +21,7 @@ MAX_FAILURES_KEPT = 20
 _MAX_RECORDS = 5_000
 
 Json = dict[str, Any]
+Of = TypeVar("Of")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class State:
         spares: servers that should be there asleep; none of them is wanted.
         sleepless: why none may sleep, by an engine's own word; "": they may.
         rest: servers that are not awake: `asleep`, or `between` where one was told to fall asleep or to wake.
+        levels: at which each server fell asleep last, whatever the file says by now.
         resting: devices that an operator took out of use.
         urls: where servers were registered at the gateway, by server id.
         num_tries: starts of a server that failed, counted over those that took its place, by server id.
@@ -60,6 +62,7 @@ class State:
     spares: tuple[Wanted, ...] = ()
     sleepless: str = ""
     rest: dict[str, str] = field(default_factory=dict)
+    levels: dict[str, int] = field(default_factory=dict)
     is_manual: bool = False
     why: str = ""
     serial: int = 0
@@ -144,7 +147,10 @@ def _begun(state: State, record: Json) -> State:
             return replace(state, drained=state.drained | {server_id}, moved=state.moved - {server_id})
         case "Register":
             return replace(state, urls=state.urls | {server_id: record["url"]})
-        case "Sleep" | "Wake":
+        case "Sleep":
+            levels = state.levels | {server_id: record["level"]}
+            return replace(state, rest=state.rest | {server_id: Rest.BETWEEN.value}, levels=levels)
+        case "Wake":
             return replace(state, rest=state.rest | {server_id: Rest.BETWEEN.value})
     return state
 
@@ -176,12 +182,13 @@ def _gone(state: State, server_ids: set[str]) -> State:
         moved=state.moved - server_ids,
         stopped=state.stopped - server_ids,
         rest=_without(state.rest, server_ids),
+        levels=_without(state.levels, server_ids),
         urls=_without(state.urls, server_ids),
         begun=_without(state.begun, server_ids),
     )
 
 
-def _without(of: dict[str, str], server_ids: set[str]) -> dict[str, str]:
+def _without(of: dict[str, Of], server_ids: set[str]) -> dict[str, Of]:
     return {server_id: value for server_id, value in of.items() if server_id not in server_ids}
 
 

@@ -106,6 +106,28 @@ async def test_who_wakes_has_the_weights_that_were_set_while_it_slept(tmp_path: 
                 await until(lambda: not any(one.is_alive or one.is_member for one in made.seen), lambda: made.seen)
 
 
+async def test_who_wakes_has_all_its_weights_whatever_the_file_says_by_now(tmp_path: Path) -> None:
+    """Those that it dropped at level 2 are loaded again by a controller whose file says level 1."""
+    async with (
+        running_gateway(observe_interval_s=0.1) as gateway,
+        stopped_at_the_end(sleeping_fleet(tmp_path, gateway.url)),
+    ):
+        async with acting(sleeping_fleet(tmp_path, gateway.url, level=2)) as made:
+            await until_reached(made, 1, 1)
+        async with acting(sleeping_fleet(tmp_path, gateway.url, level=1)) as made:
+            for tps in ([2], [1, 1]):
+                rollout = Rollout(gateway.url, "simulated", 2, num_turns=2)
+                rollout.begin(f"before-{len(tps)}")
+                await rollout.end(stop=False)
+                await until(lambda: made.has_looked)
+                made.ask(made.will.scaled(tps, made.in_sight()))
+                await until_reached(made, *tps)
+                again = Rollout(gateway.url, "simulated", 2, num_turns=2)
+                again.begin(f"after-{len(tps)}")
+                await again.end(stop=False)
+                assert again.answers == rollout.answers and not again.failures
+
+
 async def test_engines_that_cannot_sleep_are_stopped_as_ever(tmp_path: Path) -> None:
     """The engine's own word is told as an alarm, until an operator scales; the change is made all the same."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
