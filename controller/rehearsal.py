@@ -37,7 +37,10 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
     will = Will(fleet, launcher, lambda: state, time.time)
     if state.changed_at is None:
         lines.append("It has no journal: what runs is adopted; if nothing does, the first fleet is launched.")
-        rounds = will.steps_to(fleet.first, seen) if fleet.first and not any(one.is_alive for one in seen) else []
+        try:
+            rounds = [] if any(one.is_alive for one in seen) else will.steps_to(will.first_tps(), seen)
+        except Refused as refused:
+            return [*lines, f"It cannot be: {refused}."]
     elif not is_reached(state.wanted, seen):
         wanted = sizes_in_words(largest_first(one.tp for one in state.wanted))
         lines.append(f"It is on its way to {wanted or 'nothing'} ({state.why}).")

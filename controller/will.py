@@ -43,15 +43,18 @@ class Will:
         self._clock = clock
 
     def first(self) -> list[Json]:
-        """The first fleet: as the file says, else the least TP size on every device. Raises FleetFileError."""
-        least = min(self._fleet.tp_sizes)
-        tps = self._fleet.first
-        if tps is None:
-            tps = (least,) * (len(self._launcher.inventory()) // least)
+        """The first fleet. Raises FleetFileError."""
         try:
-            return self._wanted(tps, [], frozenset(), "the first fleet")
+            return self._wanted(self.first_tps(), [], frozenset(), "the first fleet")
         except Refused as refused:
             raise FleetFileError(f"the first fleet cannot be: {refused}") from None
+
+    def first_tps(self) -> tuple[int, ...]:
+        """Sizes of the first fleet: as the file says, else the least TP size on every device."""
+        if self._fleet.first is not None:
+            return self._fleet.first
+        least = min(self._fleet.tp_sizes)
+        return (least,) * (len(self._launcher.inventory()) // least)
 
     def adopted(self, alive: Sequence[Seen], asleep: Set[str]) -> list[Json]:
         """What runs already, though no journal tells of it. Of two on the same devices, the gateway's goes first.

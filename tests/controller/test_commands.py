@@ -86,6 +86,14 @@ async def test_a_fleet_is_shown_planned_scaled_and_drained(tmp_path: Path) -> No
         fleet = load_fleet_file(path)
         status, said = await heddle("controller", "--fleet", str(path), "--dry-run")
         assert status == 0 and "nothing serves" in said and said.rstrip().endswith("Nothing was done.")
+        assert re.findall(r"^1\. (\w+) .* \(TP (\d) on (\w+)\)", said, re.MULTILINE) == [
+            ("launch", "1", "cpu0"),
+            ("launch", "1", "cpu1"),
+        ]
+        larger = path.with_name("larger.toml")
+        larger.write_text(path.read_text().replace("tp_sizes", "first = [2, 2]\ntp_sizes"))
+        status, said = await heddle("controller", "--fleet", str(larger), "--dry-run")
+        assert status == 0 and "It cannot be: engines of TP [2, 2] do not fit onto 2 devices" in said
         async with stopped_at_the_end(fleet):
             async with controller_process(path) as process, httpx.AsyncClient() as client:
 
