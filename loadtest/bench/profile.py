@@ -4,8 +4,8 @@
     python -m loadtest.bench.profile --perf      # the same by samples of `perf`, the C of uvloop and the kernel too
 
 First the turns are run without a profiler: that is the cost, in microseconds of processor time per answer. Then with
-cProfile in the gateway: calls per answer are the same in each run, times are dear where calls are many, and so are good
-for what to look at, not for what it costs.
+cProfile in the gateway: calls per answer are the same in each run, however busy the machine is; times are dear where
+calls are many, and so are good for what to look at, not for what it costs.
 """
 
 from __future__ import annotations
@@ -103,8 +103,18 @@ def _profile(parsed: argparse.Namespace, home: Path) -> None:
         deadline = time.monotonic() + _PROFILE_TIMEOUT_S
         while not statistics.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
+    seen = pstats.Stats(str(statistics))
+    print(_calls(seen, parsed.answers))
     for order in ("tottime", "cumtime"):
-        print(_table(pstats.Stats(str(statistics)), order, parsed.answers, parsed.top))
+        print(_table(seen, order, parsed.answers, parsed.top))
+
+
+def _calls(statistics: pstats.Stats, num_answers: int) -> str:
+    calls = {where: num for where, (_, num, *_) in statistics.stats.items()}  # type: ignore[attr-defined]
+    of_functions = sum(num for (file, *_), num in calls.items() if file != "~")
+    return (
+        f"{sum(calls.values()) / num_answers:.0f} calls an answer, {of_functions / num_answers:.0f} of Python functions"
+    )
 
 
 def _table(statistics: pstats.Stats, order: str, num_answers: int, top: int) -> str:
