@@ -62,12 +62,13 @@ class VllmSleep:
         await _post(http, f"/sleep?level={level}&mode=abort", None, timeout_s)
 
     async def wake(self, http: HttpClient, level: int, timeout_s: float) -> None:
+        if level == 2:  # it says that it sleeps until the end, so nobody takes it for ready before
+            await _post(http, "/wake_up?tags=weights", None, timeout_s)
+            await _post(http, "/update_weight_version", {"new_version": AS_STARTED}, timeout_s)
+            await _post(http, "/collective_rpc", {"method": "reload_weights"}, timeout_s)
         told = await _post(http, "/wake_up", None, timeout_s)
         if told.get("status") == "sleeping":
             raise SleepFault("/wake_up: it is still asleep")
-        if level == 2:
-            await _post(http, "/update_weight_version", {"new_version": AS_STARTED}, timeout_s)
-            await _post(http, "/collective_rpc", {"method": "reload_weights"}, timeout_s)
 
 
 class SglangSleep:

@@ -54,8 +54,12 @@ class VllmSleepRoutes:
         await exchange.respond_json({"status": "sleeping", "level": int(level)})
 
     async def wake_up(self, exchange: Exchange) -> None:
-        await _wake(self._service)
-        await exchange.respond_json({"status": "awake", "tags": None})
+        """Of one that sleeps, a tag wakes that part: its weights come back, and it sleeps on."""
+        tag = query_value(exchange, "tags", "")
+        if tag != "weights":
+            await _wake(self._service)
+        status = "awake" if self._service.sleep_level is None else "sleeping"
+        await exchange.respond_json({"status": status, "tags": [tag] if tag else None})
 
     async def is_sleeping(self, exchange: Exchange) -> None:
         """Also while it is only paused."""

@@ -41,6 +41,10 @@ async def asleep_it_is_there_and_no_look_takes_it_for_ready(engine: Site, level:
         if engine.facts.kind == "vllm":  # SGLang tells nobody
             with pytest.raises(Asleep):
                 await engine.observe()
+            status, said = await engine.http.post("/wake_up?tags=weights", b"", TIMEOUT_S)
+            assert (status, orjson.loads(said)["status"]) == (200, "sleeping")
+            with pytest.raises(Asleep):
+                await engine.observe()
     finally:
         await control.wake(engine.http, level, TIMEOUT_S)
     assert (await engine.observe()).num_running == 0
