@@ -31,7 +31,6 @@ class Engine:
         shares: each resident's remaining output, mean context and 90th percentile of remaining output, as last summed
             in `work`.
         prompts: groups whose first turn came here, the latest last: their prompt may be in its cache.
-        refill_s: prefilling as many contexts as there are slots, which fill the KV together.
         reserved_for: a waiting turn for which it gathers room: others enter only if they are more urgent.
     """
 
@@ -47,7 +46,6 @@ class Engine:
     prompts: dict[str, None] = field(default_factory=dict)
     work: Work = field(default_factory=Work)
     reserved_for: Turn | None = None
-    refill_s: float = 0.0
     longest_is_stale: bool = False
     longest_at: float = 0.0
     _facts: EngineFacts = field(init=False)
@@ -59,6 +57,13 @@ class Engine:
     @property
     def has_slot(self) -> bool:
         return len(self.running) < self.spec.slots
+
+    @property
+    def refill_s(self) -> float:
+        """Prefilling as many contexts as run now, each as long as its residents' are in the mean."""
+        if not self.claims:
+            return 0.0
+        return max(len(self.running), 1) * self._facts.profile.prefill_s(self.kv_claimed / len(self.claims))
 
     def serves(self, model: str) -> bool:
         """Whether new turns of a model may come here."""
@@ -153,7 +158,6 @@ class Engine:
         facts.profile = replace(timing, slots=spec.slots, kv_capacity_tokens=spec.kv_capacity_tokens)
         facts.tp = spec.tp
         facts.estimate_finish()
-        self.refill_s = spec.slots * timing.prefill_s(spec.kv_capacity_tokens / spec.slots)
 
     def _discount(self, trajectory_id: str) -> None:
         tokens = self.claims.pop(trajectory_id, None)

@@ -13,10 +13,11 @@ class Limits:
         answer_tokens: what a turn makes while nobody knows its trajectory, then a prior for the mean of its answers. So
             much is claimed when it is dispatched: where answers are not counted until they end, engines are full before
             their claims are, and evict. What coding and search agents write a turn; 0: claim nothing in advance.
-        in_tool_lease_s: how long a trajectory in a tool call keeps its KV claim against others. None: as long as it
-            would take to prefill all of the engine's KV anew. Until then keeping a context costs less of the engine
-            than prefilling it again, and whoever does not know when a tool ends does best to keep it just so long (the
-            ski-rental problem: at most twice the cost of knowing).
+        in_tool_lease_s: how long a trajectory in a tool call keeps its KV claim against others. None: as long as
+            prefilling what runs on its engine would take. A context that is kept costs the engine the tokens of one
+            more that could run in its place; prefilling it again costs it those of all that run, meanwhile. Who does
+            not know when a tool ends does best to keep it until both are equal (the ski-rental problem: at most twice
+            the cost of knowing).
         entry_patience_s: a turn that waited this long may take the claim of any trajectory in a tool call, so that
             nothing starves.
         ageing_tokens_per_s: a second of waiting counts as this many predicted tokens. At 100, the shortest trajectory

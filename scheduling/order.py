@@ -6,10 +6,16 @@ still works: if urgency grows linearly while a turn waits, two turns keep the di
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import log
 
 from scheduling.limits import Limits
 from scheduling.types import Prediction
 
+# How much the longest matter: the soft maximum whose weights are total ** 4. With 10 only they do, with 2 too little;
+# between 3 and 5 makespans differ by 1 % (scenarios and recorded agents, three seeds).
+WEIGHT_EXPONENT = 4
+# A turn that is e times as urgent may come as much later as ageing takes for so many tokens: 40 s by default.
+URGENCY_TOKENS = 4_000.0
 # The first level of attained service, in output tokens: some two turns of a coding agent.
 ATTAINED_LEVEL_TOKENS = 512
 # A level is later than every instant of an earlier one: a process does not live for 30 years.
@@ -60,8 +66,20 @@ class TurnFacts:
 Order = Callable[[TurnFacts, Limits], float]
 
 
+def weightiest_first(turn: TurnFacts, limits: Limits) -> float:
+    """Most weight for its room first: predicted total ** 4 / (context * remaining output), with ageing.
+
+    Where much is known of lengths, that is longest first, which ends a rollout soonest. Where little is, totals are
+    alike, and then who needs the least room for the least time goes first (Smith's rule): all are under way sooner, and
+    with them the longest, whoever it is. The exponent makes a soft maximum of the sum of weights.
+    """
+    area = max(turn.prompt_tokens, 1) * turn.remaining_tokens
+    urgency = WEIGHT_EXPONENT * log(max(turn.prediction.total_tokens, 1.0)) - log(area)
+    return turn.arrived_at * limits.ageing_tokens_per_s - URGENCY_TOKENS * urgency
+
+
 def longest_total_first(turn: TurnFacts, limits: Limits) -> float:
-    """Progressive priority: predicted total work, longest first, with ageing.
+    """Predicted total work, longest first, with ageing.
 
     Total, not remaining: with contexts to keep alive, longest-remaining-first makes equals take turns, and each swap is
     a prefill (policy study: up to 2x slower).

@@ -41,7 +41,7 @@ class Policy:
 
 HEDDLE = Policy(
     name="heddle",
-    order=order.longest_total_first,
+    order=order.weightiest_first,
     place=placement.least_estimated_finish,
     residency=HELD,
     move=placement.lower_the_latest,
@@ -69,6 +69,7 @@ HEDDLE_BUCKETS = replace(
 # --- Heddle with one thing changed: what an order or a migration is worth ---------------------------------------
 
 FCFS = replace(HEDDLE, name="fcfs", order=order.first_come_first_served)
+LONGEST_FIRST = replace(HEDDLE, name="longest-first", order=order.longest_total_first)
 OLDEST_FIRST = replace(HEDDLE, name="oldest-first", order=order.oldest_trajectory_first)
 SHORTEST_FIRST = replace(HEDDLE, name="shortest-first", order=order.shortest_first)
 REMAINING_FIRST = replace(HEDDLE, name="remaining-first", order=order.longest_remaining_first, preempts=True)
@@ -120,6 +121,7 @@ POLICIES = {
         HEDDLE_PAPER,
         HEDDLE_BUCKETS,
         FCFS,
+        LONGEST_FIRST,
         OLDEST_FIRST,
         SHORTEST_FIRST,
         REMAINING_FIRST,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from scheduling.cost import EngineProfile
 from scheduling.limits import Limits
-from scheduling.policy import HEDDLE, Policy
+from scheduling.policy import LONGEST_FIRST, Policy
 from scheduling.scheduler import Scheduler
 from scheduling.types import (
     Action,
@@ -59,12 +59,13 @@ class Fleet:
     """One scheduler under test. `at` is its clock; a turn `x` belongs to trajectory `x` unless told.
 
     Args:
+        policy: Heddle's, with an order whose keys are easily read: predicted tokens, longest first.
         answer_tokens: of its limits; 0 makes claims what they are known to be.
     """
 
     def __init__(
         self,
-        policy: Policy = HEDDLE,
+        policy: Policy = LONGEST_FIRST,
         limits: Limits | None = None,
         records: Iterable[TrajectoryRecord] = (),
         can_preempt: bool = False,

@@ -1,7 +1,7 @@
 """Engines come, change, are cordoned and get lost; an earlier process's homes are regained."""
 
 from scheduling.limits import Limits
-from scheduling.policy import HEDDLE, VERL
+from scheduling.policy import VERL
 from scheduling.types import Abort, Dispatch, EngineLoad, EngineReported, EngineSpec, Fault, TrajectoryState
 from tests.scheduling.fleet import MODEL, Fleet, record
 
@@ -162,7 +162,7 @@ def test_homes_of_an_earlier_process_hold_when_their_engines_report() -> None:
         record("b", "B"),
         record("done", "A", state=TrajectoryState.FINISHED),
     ]
-    fleet = Fleet(HEDDLE, None, records)
+    fleet = Fleet(records=records)
     fleet.engine("B", slots=2)
     fleet.engine("A", slots=2)
     assert fleet.claims("A") == {"a": 70} and fleet.claims("B") == {"b": 100}
@@ -172,7 +172,7 @@ def test_homes_of_an_earlier_process_hold_when_their_engines_report() -> None:
 
 def test_a_turn_that_came_before_its_home_goes_there_when_it_reports() -> None:
     """It waited for want of any engine; its home's report brings it home, before entrants with later keys."""
-    fleet = Fleet(HEDDLE, None, [record("a", "A")])
+    fleet = Fleet(records=[record("a", "A")])
     fleet.arrive("a2", "a")
     fleet.arrive("b", predicted=10)
     (dispatch,) = fleet.engine("A")
@@ -181,7 +181,7 @@ def test_a_turn_that_came_before_its_home_goes_there_when_it_reports() -> None:
 
 def test_an_engine_that_reports_cordoned_takes_nothing() -> None:
     """It may hold residents of an earlier process, and gets no turn."""
-    fleet = Fleet(HEDDLE, None, [record("a", "A")])
+    fleet = Fleet(records=[record("a", "A")])
     fleet.arrive("a2", "a")
     assert fleet.engine("A", accepting=False) == []
 

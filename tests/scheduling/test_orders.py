@@ -14,6 +14,7 @@ from scheduling.order import (
     oldest_trajectory_first,
     shortest_context_first,
     shortest_first,
+    weightiest_first,
 )
 from scheduling.types import Prediction
 
@@ -27,6 +28,7 @@ OLD = TurnFacts(4, 1, 4.0, 8_000, 5_000, Prediction(6_000.0, 6_000.0), num_turns
 @pytest.mark.parametrize(
     ("order", "first"),
     [
+        (weightiest_first, YOUNG),
         (longest_total_first, YOUNG),
         (longest_remaining_first, YOUNG),
         (least_attained_first, YOUNG),
@@ -47,6 +49,26 @@ def test_remaining_work_is_what_is_predicted_beyond_what_was_made() -> None:
     further = TurnFacts(6, 6, 3.0, 10, 2_000, Prediction(10_000.0, 10_000.0))
     assert longest_remaining_first(YOUNG, Limits()) < longest_remaining_first(further, Limits())
     assert longest_total_first(YOUNG, Limits()) > longest_total_first(further, Limits())
+
+
+def new(predicted: float, context: int, at: float = 0.0) -> TurnFacts:
+    """A trajectory's first turn."""
+    return TurnFacts(0, 0, at, context, 0, Prediction(predicted, predicted))
+
+
+def test_of_alike_predictions_the_smaller_context_goes_first_and_of_unlike_ones_the_longer() -> None:
+    """Twice the total outweighs eight times the context: total ** 4 / (context * remaining)."""
+    key = {name: weightiest_first(turn, Limits()) for name, turn in {
+        "small": new(1_000, 1_000), "large": new(1_000, 7_900), "long": new(2_000, 7_900), "longer": new(2_000, 8_100),
+    }.items()}  # fmt: skip
+    assert key["long"] < key["small"] < key["longer"] < key["large"]
+
+
+def test_ageing_outweighs_urgency_in_the_end() -> None:
+    """At 100 tokens a second, 40 s make up for one that needs an e-th of the room."""
+    waited, came_later = new(1_000, 2_718, at=0.0), [new(1_000, 1_000, at=at) for at in (39.0, 41.0)]
+    sooner, later = (weightiest_first(turn, Limits()) for turn in came_later)
+    assert sooner < weightiest_first(waited, Limits()) < later
 
 
 def test_within_a_level_of_attained_service_the_first_to_come_is_first() -> None:

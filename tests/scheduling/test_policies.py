@@ -17,9 +17,9 @@ def test_policies_are_found_by_their_name() -> None:
     """Settings and results speak of them by name."""
     assert {name: policy.name for name, policy in POLICIES.items()} == {name: name for name in POLICIES}
     assert " ".join(sorted(POLICIES)) == (
-        "attained-service cache-aware cmlfq fcfs heddle heddle-buckets heddle-paper load-stealing oldest-first "
-        "power-of-two rank-following remaining-first round-robin shortest-first slime thunderagent verl verl-hybrid "
-        "vllm-router"
+        "attained-service cache-aware cmlfq fcfs heddle heddle-buckets heddle-paper load-stealing longest-first "
+        "oldest-first power-of-two rank-following remaining-first round-robin shortest-first slime thunderagent verl "
+        "verl-hybrid vllm-router"
     )
 
 

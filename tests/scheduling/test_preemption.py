@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from scheduling.limits import Limits
-from scheduling.policy import HEDDLE, Policy
+from scheduling.policy import LONGEST_FIRST, Policy
 from scheduling.types import Abort, Dispatch, Fault, Preempt, Refusal, Reject, TurnFinished
 from tests.scheduling.fleet import Fleet
 
-PREEMPTING = replace(HEDDLE, preempts=True)
+PREEMPTING = replace(LONGEST_FIRST, preempts=True)
 
 
 def busy_fleet(policy: Policy = PREEMPTING, can_preempt: bool = True, kv: int = 0, **limits: float) -> Fleet:
@@ -95,7 +95,7 @@ def test_a_clients_hint_needs_no_margin() -> None:
     assert fleet.arrive("early", predicted=1, priority=-1) == [Preempt("short", 1)]
 
 
-@pytest.mark.parametrize(("policy", "can_preempt"), [(PREEMPTING, False), (HEDDLE, True)])
+@pytest.mark.parametrize(("policy", "can_preempt"), [(PREEMPTING, False), (LONGEST_FIRST, True)])
 def test_policy_and_driver_must_both_allow_it(policy: Policy, can_preempt: bool) -> None:
     """A gateway that cannot keep tokens would make them twice."""
     fleet = busy_fleet(policy, can_preempt)

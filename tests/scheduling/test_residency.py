@@ -339,16 +339,29 @@ def test_claims_of_an_earlier_process_give_way_longest_idle_first() -> None:
     assert set(fleet.claims("A")) == {"young", "b"}
 
 
-def test_a_claim_is_kept_for_as_long_as_filling_the_kv_anew_would_take() -> None:
-    """By default, by the engine's profile: 100 tokens at 100 ms each are 10 s. A number of seconds overrules it."""
+@pytest.mark.parametrize(("num_running", "lease_s"), [(0, 5.0), (1, 5.0), (2, 10.0)])
+def test_a_claim_is_kept_for_as_long_as_prefilling_what_runs_would_take(num_running: int, lease_s: float) -> None:
+    """By default, by the engine's profile: contexts of 50 tokens at 100 ms each are 5 s for each turn that runs. The
+    more runs, the more each second of prefill costs; with one context more it would be that of one turn."""
     slow = replace(UNMEASURED, prefill_per_ktoken_ms=100_000.0, prefill_per_ktoken2_ms=0.0)
-    for limits, lease_s in ((Limits(), 10.0), (Limits(in_tool_lease_s=3.0), 3.0), (Limits(in_tool_lease_s=0.0), 0.0)):
-        fleet = Fleet(limits=limits)
-        fleet.engine("A", slots=4, kv=100, profile=slow)
-        fleet.arrive("a", prompt=40)
-        fleet.finish("a", prompt=40, output=10)
-        entered = fleet.arrive("b", prompt=60)
-        if lease_s:
-            assert entered == fleet.tick(lease_s - 0.1) == []
-            entered = fleet.tick(0.2)
-        assert fleet.sent(entered) == [("b", "A")]
+    fleet = Fleet()
+    fleet.engine("A", slots=4, kv=60 * (num_running + 1), profile=slow)
+    for number in range(num_running):
+        fleet.arrive(f"runs{number}", prompt=50)
+    fleet.arrive("a", prompt=40)
+    fleet.finish("a", prompt=40, output=10)
+    assert fleet.arrive("b", prompt=55) == fleet.tick(lease_s - 0.1) == []
+    assert fleet.sent(fleet.tick(0.2)) == [("b", "A")]
+
+
+@pytest.mark.parametrize("lease_s", [0.0, 3.0])
+def test_a_number_of_seconds_overrules_it(lease_s: float) -> None:
+    fleet = Fleet(limits=Limits(in_tool_lease_s=lease_s))
+    fleet.engine("A", slots=4, kv=100)
+    fleet.arrive("a", prompt=40)
+    fleet.finish("a", prompt=40, output=10)
+    entered = fleet.arrive("b", prompt=60)
+    if lease_s:
+        assert entered == fleet.tick(lease_s - 0.1) == []
+        entered = fleet.tick(0.2)
+    assert fleet.sent(entered) == [("b", "A")]
