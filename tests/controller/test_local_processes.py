@@ -10,6 +10,12 @@ from controller.local_processes import Sessions, Table, read_processes
 
 def test_who_asks_while_a_look_is_taken_shares_the_next_one() -> None:
     """Not the one that began before he asked: a process that came in between must be in it."""
+    # A busy machine may let threads ask one after the other: then each has a look of his own, and it is tried again.
+    assert min(num_reads_of(16) for _ in range(20)) < 17, "each took a look of his own"
+
+
+def num_reads_of(num_asking: int) -> int:
+    """How many looks are taken for one who asks, and so many more who ask while his look is taken."""
     num_reads = 0
     first_began, may_end = threading.Event(), threading.Event()
 
@@ -22,21 +28,21 @@ def test_who_asks_while_a_look_is_taken_shares_the_next_one() -> None:
         return {number: ()}
 
     sessions = Sessions(read)
-    with ThreadPoolExecutor(17) as pool:
+    asking = threading.Barrier(num_asking + 1)
+
+    def ask() -> Table:
+        asking.wait(60)
+        return sessions.table()
+
+    with ThreadPoolExecutor(num_asking + 1) as pool:
         first = pool.submit(sessions.table)
         assert first_began.wait(60)
-        asking = threading.Barrier(17)
-
-        def ask() -> Table:
-            asking.wait(60)
-            return sessions.table()
-
-        others = [pool.submit(ask) for _ in range(16)]
+        others = [pool.submit(ask) for _ in range(num_asking)]
         asking.wait(60)
         may_end.set()
         assert list(first.result(60)) == [1]
         assert all(next(iter(other.result(60))) > 1 for other in others)
-    assert num_reads < 17, "each took a look of his own"
+    return num_reads
 
 
 def test_a_look_finds_this_process_and_no_other_of_its_session_number() -> None:
