@@ -71,7 +71,7 @@ class StreamReader:
             or self.error is not None
             or not piece.startswith(b"data:")
             or not piece.endswith(b"}\n\n")
-            or piece.count(b"\n") != 2
+            or piece.find(b"\n") != len(piece) - 2
             or not self._is_plain(piece)
         ):
             return False
