@@ -155,7 +155,7 @@ class Settings(BaseSettings):
     max_token_age_s: float = Field(14_400.0, gt=0, description="Since a trajectory's last turn; no trainer is so late.")
     kv_watermark: float = Field(0.9, gt=0, le=1, description="Share of KV up to which trajectories enter an engine.")
     in_tool_lease_s: float | None = Field(
-        None, ge=0, description="KV is kept for a tool call that long against others; unset: what filling it anew would cost."
+        None, ge=0, description="KV is kept for a tool call that long against others; unset: what a refill costs."
     )
     entry_patience_s: float = Field(300.0, ge=0, description="After it, a waiting turn takes any idle claim.")
     ageing_tokens_per_s: float = Field(100.0, ge=0, description="What a second of waiting counts against work.")
