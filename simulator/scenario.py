@@ -3,7 +3,7 @@
 name = "coding-14b"
 policies = ["heddle", "verl"]               # the first is what the others are compared with
 seeds = [1, 2, 3]
-predictor = "siblings"                      # or oracle, or noisy:0.7
+predictor = "tabular"                       # or siblings, tree, oracle, noisy:0.7
 earlier = 1                                 # rollouts of other prompts that the predictor has learned from
 epochs = 1                                  # rollouts of the same prompts in a row; the last one counts
 
@@ -132,7 +132,7 @@ class Scenario:
     about: str = ""
     policies: tuple[str, ...] = ("heddle", "slime", "verl", "verl-hybrid")
     seeds: tuple[int, ...] = (1,)
-    predictor: str = "siblings"
+    predictor: str = "tabular"
     earlier: int = 0
     epochs: int = 1
     workload: WorkloadSettings = field(default_factory=WorkloadSettings)

@@ -4,7 +4,6 @@ import asyncio
 import random
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -30,9 +29,14 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 
 
 class Served:
-    """A gateway and its engine on a thread of their own, for clients that block."""
+    """A gateway and its engine on a thread of their own, for clients that block.
 
-    def __init__(self) -> None:
+    Args:
+        settings: of the gateway.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
         self.url = ""
         self.is_alive = False
         self._ready = threading.Event()
@@ -51,7 +55,7 @@ class Served:
         self._loop.close()
 
     async def _serve(self) -> None:
-        settings: dict[str, Any] = {"body_timeout_s": 0.2, "max_body_bytes": 100_000, "queue_timeout_s": 5.0}
+        settings: dict[str, Any] = {"max_body_bytes": 100_000, "queue_timeout_s": 5.0, **self._settings}
         async with (
             serve_engine(SimulatedEngineSettings(speed_up=10_000, mean_output_tokens=8)) as engine,
             running_gateway(engine, **settings) as gateway,
@@ -61,15 +65,14 @@ class Served:
             await self._stop.wait()
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with Served() as served:
-        yield served
-
-
 @pytest.mark.timeout(600)
-def test_every_operation_answers_as_its_schema_says(served: Served) -> None:
+def test_every_operation_answers_as_its_schema_says() -> None:
     """Whatever is sent: no 500, no hang, a documented status, the documented type and form of body."""
+    with Served() as served:
+        answers_as_its_schema_says(served)
+
+
+def answers_as_its_schema_says(served: Served) -> None:
     schema = schemathesis.openapi.from_url(served.url + "/openapi.json")
     # The stream of events has no end.
     operations = [found.ok() for found in schema.exclude(path="/v1/events").get_all_operations()]
@@ -136,15 +139,18 @@ BROKEN: list[bytes] = [
 ]
 
 
-def test_bytes_that_are_hardly_http_break_nothing(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    """No answer is a 5xx, no traceback is logged, and a good request is served on after each."""
+def test_bytes_that_are_hardly_http_break_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """No answer is a 5xx, no traceback is logged, and a good request is served on after each. Who stops in mid-request
+    is soon left, and so may be one whom a busy machine holds up: a good one is sent until it is answered."""
     good = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
     mutants = [mutant(good, random.Random(seed)) for seed in SEEDS]
-    for data in [*BROKEN, *mutants]:
-        answer = spoken(served.url, data)
-        assert not answer or answer.startswith(b"HTTP/1.1 "), (data, answer)
-        assert not answer.startswith(b"HTTP/1.1 5"), (data, answer)
-    assert spoken(served.url, good).startswith(b"HTTP/1.1 200 ")
+    with Served(body_timeout_s=0.2) as served:
+        for data in [*BROKEN, *mutants]:
+            answer = spoken(served.url, data)
+            assert not answer or answer.startswith(b"HTTP/1.1 "), (data, answer)
+            assert not answer.startswith(b"HTTP/1.1 5"), (data, answer)
+        answers = (spoken(served.url, good) for _ in range(100))
+        assert next(filter(None, answers)).startswith(b"HTTP/1.1 200 ")
     assert [record for record in caplog.records if record.exc_info] == []
 
 
