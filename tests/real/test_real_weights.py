@@ -26,6 +26,7 @@ PROMPTS = [f"{n}: " + " ".join(f"row {i * n}" for i in range(60)) for n in range
 def engines(real_engines: list[LocalEngine], tiny_model: Path) -> Iterator[list[str]]:
     """The two servers, with the weights that they were started with before and after."""
     urls = [engine.url for engine in real_engines]
+    load_from_start(urls, tiny_model)  # another test may have let them sleep, and what wakes has other weights
     yield urls
     load_from_start(urls, tiny_model)
 
