@@ -10,7 +10,7 @@ from tests.controller.fleet_site import Rollout, acting, launcher_for, stopped_a
 from tests.real.test_real_controller import NUM_AGENTS, START_TIMEOUT_S, goes_on, real_fleet
 from tests.support.gateway import PATIENT, running_gateway
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm, pytest.mark.sleeping, pytest.mark.timeout(1800)]
 
 
 async def test_two_servers_fall_asleep_for_a_larger_one_and_wake_again(
