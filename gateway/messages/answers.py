@@ -6,7 +6,7 @@ nearest in it. A body is changed only where it breaks the contract, and is the e
 """
 
 import re
-from typing import Any
+from typing import Any, TypeGuard
 
 import orjson
 
@@ -18,12 +18,13 @@ _FAULTS = frozenset({"abort", "error", "cancelled", "failed"})
 _REASON_NAME = b'"finish_reason"'
 _REASON = re.compile(rb': ?"([^"]*)"')
 _USAGE_NAME = b'"usage"'
+_MAX_COUNT = 2**40  # more than any context, and few enough to be added up for ever
 _USAGE = re.compile(rb": ?(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
 
 
 @value_class(frozen=True, slots=True)
 class Usage:
-    """Tokens of one turn. `prompt_tokens` includes the cached ones; `cached_tokens` None where not told."""
+    """Tokens of one turn, each at least 0; `prompt_tokens` includes the cached, None where these are not told."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -76,16 +77,16 @@ def usage_of(usage: object) -> Usage | None:
     """A `usage` object of any API; None where it is not one. Anthropic counts cached tokens apart."""
     if not isinstance(usage, dict):
         return None
-    if isinstance(prompt := usage.get("prompt_tokens"), int):
+    if _is_count(prompt := usage.get("prompt_tokens")):
         details = usage.get("prompt_tokens_details")
         return Usage(prompt, _count(usage, "completion_tokens"), _cached(details))
-    if not isinstance(prompt := usage.get("input_tokens"), int):
+    if not _is_count(prompt := usage.get("input_tokens")):
         return None
     if "input_tokens_details" in usage:
         return Usage(prompt, _count(usage, "output_tokens"), _cached(usage["input_tokens_details"]))
     read = usage.get("cache_read_input_tokens")
     prompt += _count(usage, "cache_read_input_tokens") + _count(usage, "cache_creation_input_tokens")
-    return Usage(prompt, _count(usage, "output_tokens"), read if isinstance(read, int) else None)
+    return Usage(prompt, _count(usage, "output_tokens"), read if _is_count(read) else None)
 
 
 def content_of(api: Api, body: bytes) -> dict[str, Any] | str | None:
@@ -167,9 +168,14 @@ def _usage_at_end(body: bytes) -> Usage | None:
 
 def _count(usage: dict[str, Any], name: str) -> int:
     number = usage.get(name)
-    return number if isinstance(number, int) else 0
+    return number if _is_count(number) else 0
 
 
 def _cached(details: object) -> int | None:
     number = details.get("cached_tokens") if isinstance(details, dict) else None
-    return number if isinstance(number, int) else None
+    return number if _is_count(number) else None
+
+
+def _is_count(number: object) -> TypeGuard[int]:
+    """Whether it can be a number of tokens: sums of these stay in the 64 bits that JSON and stores hold."""
+    return type(number) is int and 0 <= number < _MAX_COUNT

@@ -4,6 +4,7 @@ import asyncio
 import random
 import socket
 import threading
+import time
 from typing import Any
 
 import hypothesis
@@ -25,6 +26,7 @@ from engines.simulated.settings import SimulatedEngineSettings
 from tests.support.gateway import ADMIN, running_gateway
 
 REQUEST_TIMEOUT_S = 10.0
+BODY_TIMEOUT_S = 0.2  # so that who stops in mid-request is soon left
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
@@ -140,18 +142,25 @@ BROKEN: list[bytes] = [
 
 
 def test_bytes_that_are_hardly_http_break_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """No answer is a 5xx, no traceback is logged, and a good request is served on after each. Who stops in mid-request
-    is soon left, and so may be one whom a busy machine holds up: a good one is sent until it is answered."""
+    """No answer is a 5xx, no traceback is logged, and a good request is served on after all."""
     good = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
     mutants = [mutant(good, random.Random(seed)) for seed in SEEDS]
-    with Served(body_timeout_s=0.2) as served:
+    with Served(body_timeout_s=BODY_TIMEOUT_S) as served:
         for data in [*BROKEN, *mutants]:
             answer = spoken(served.url, data)
             assert not answer or answer.startswith(b"HTTP/1.1 "), (data, answer)
             assert not answer.startswith(b"HTTP/1.1 5"), (data, answer)
-        answers = (spoken(served.url, good) for _ in range(100))
-        assert next(filter(None, answers)).startswith(b"HTTP/1.1 200 ")
+        assert answer_of_patience(served.url, good).startswith(b"HTTP/1.1 200 ")
     assert [record for record in caplog.records if record.exc_info] == []
+
+
+def answer_of_patience(url: str, data: bytes) -> bytes:
+    """Its answer. Whom a busy machine holds up for longer than a body may take is left without one, and asks again."""
+    for _ in range(100):
+        began = time.monotonic()
+        if (answer := spoken(url, data)) or time.monotonic() - began < BODY_TIMEOUT_S:
+            break
+    return answer
 
 
 def mutant(data: bytes, dice: random.Random) -> bytes:

@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.messages.answers import Usage, content_of, read_answer
+from gateway.messages.answers import Usage, content_of, read_answer, usage_of
 
 
 def chat(reason: str | None = "stop", **more: Any) -> dict:
@@ -101,6 +101,15 @@ def test_usage_of_responses_and_anthropic() -> None:
     messages["usage"] = {"input_tokens": 2, "cache_read_input_tokens": 5, "output_tokens": 3}
     answer = read_answer("messages", orjson.dumps(messages))
     assert (answer.usage, answer.finish_reason) == (Usage(7, 3, 5), "end_turn")
+
+
+@pytest.mark.parametrize("number", [-1, 2**53, 2**64 - 1, 1e999, 3.0, True, "3", None])
+def test_a_number_that_counts_no_tokens_is_none(number: object) -> None:
+    """It would go into sums, histories and metrics: these hold neither less than nothing nor more than 64 bits."""
+    wrong = {"prompt_tokens": 7, "completion_tokens": number, "prompt_tokens_details": {"cached_tokens": number}}
+    assert usage_of(wrong) == Usage(7, 0, None)
+    assert usage_of({"prompt_tokens": number, "completion_tokens": 3}) is None
+    assert usage_of({"input_tokens": 7, "cache_read_input_tokens": number}) == Usage(7, 0, None)
 
 
 @pytest.mark.parametrize("status", ["failed", "cancelled"])

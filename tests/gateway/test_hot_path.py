@@ -29,6 +29,8 @@ PATH = "/v1/chat/completions"
 USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11, "prompt_tokens_details": {"cached_tokens": 4}}
 CHOICE = {"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}
 CHAT = orjson.dumps({"id": "c", "object": "chat.completion", "choices": [CHOICE], "usage": USAGE})
+# An odd reason has the body written anew, and what can be read is not all that can be written.
+DEEP = CHAT.replace(b'"stop"', b'"repetition"').replace(b'"hi"', b"[" * 400 + b"]" * 400)
 END = b'data: {"id":"c","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n'
 USAGE_EVENT = b'data: {"id":"c","choices":[],"usage":%s}\n\n' % orjson.dumps(USAGE)
 STREAM = chunk(CHAT_EVENT) * 3 + chunk(END) + chunk(USAGE_EVENT) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
@@ -51,6 +53,11 @@ class Case:
     is_hot: bool | None = True
 
 
+def counted(number: bytes) -> bytes:
+    """An answer that tells this number of tokens."""
+    return CHAT.replace(b'"completion_tokens":2', b'"completion_tokens":' + number)
+
+
 CASES = (
     Case("whole", (whole(CHAT),)),
     Case("whole in two pieces", (whole(CHAT)[:150], whole(CHAT)[150:]), is_hot=None),
@@ -62,10 +69,10 @@ CASES = (
     Case("an odd reason", (whole(CHAT.replace(b'"stop"', b'"repetition"')),)),
     Case("cut", (whole(CHAT)[:150],), True, is_hot=False),
     Case("not HTTP", (b"SSH-2.0\r\n",), True, is_hot=False),
-    Case(
-        "a count without end",
-        (whole(CHAT.replace(b'"completion_tokens":2', b'"completion_tokens":' + b"2" * 5_000)),),
-    ),
+    Case("a count without end", (whole(counted(b"2" * 5_000)),)),
+    Case("a count of 64 bits", (whole(counted(b"%d" % (2**64 - 1))),)),
+    Case("a count below nothing", (whole(counted(b"-5")),)),
+    Case("deeper than JSON is written", (whole(DEEP),), is_hot=False),
     Case("larger than a pile", (whole(CHAT.replace(b"hi", b"h" * 400_000)),), is_hot=False),
     Case("stream", (STREAM_HEAD + STREAM,), is_stream=True),
     Case("stream, byte by byte", (STREAM_HEAD, *(STREAM[n : n + 1] for n in range(len(STREAM)))), is_stream=True),
@@ -116,6 +123,7 @@ async def test_both_ways_answer_alike(case: Case, tmp_path: Path) -> None:
         assert num_hot == {f'heddle_hot_turns_total{{until="{"answer" if case.is_hot else "handed_over"}"}}': 1}
     assert not any(name.startswith("heddle_hot_turns_total") for name in cold.counts)
     assert hot == cold
+    assert not case.is_hot or hot.answer.startswith(b"HTTP/1.1 200")
 
 
 async def seen(case: Case, home: Path, is_together: bool) -> Seen:
