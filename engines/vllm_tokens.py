@@ -112,6 +112,8 @@ class VllmTokens:
     async def derender(
         self, ask: Asking, request: Mapping[str, Any], prompt_ids: TokenIds, last: Whole | Delta
     ) -> tuple[dict[str, Any], Any]:
+        if isinstance(last, Delta) and last.finish_reason is not None and len(last.ids) > 1:
+            return await self._derender_end(ask, request, prompt_ids, last)
         choice: dict[str, Any] = {
             "token_ids": last.ids,
             "finish_reason": last.finish_reason,
@@ -129,6 +131,24 @@ class VllmTokens:
         made = orjson.loads(await ask(Upstream("/v1/chat/completions/derender", b"", with_ids(call))))
         state = made.get("stream_state")
         return (made["chunk"] if state is not None else made)["choices"][0], state
+
+    async def _derender_end(
+        self, ask: Asking, request: Mapping[str, Any], prompt_ids: TokenIds, last: Delta
+    ) -> tuple[dict[str, Any], Any]:
+        """With the last token read by itself, as the chat route does: where the name of a call and the end come at
+        once, the parser takes the call for one without arguments and says so (vLLM 0.33, `{}` of hermes)."""
+        first = Delta(last.ids[:-1], None, None, last.state)
+        before, state = await self.derender(ask, request, prompt_ids, first)
+        end = Delta(last.ids[-1:], last.finish_reason, last.stop_reason, state)
+        choice, state = await self.derender(ask, request, prompt_ids, end)
+        return choice | {"delta": _joined(before["delta"], choice["delta"])}, state
+
+
+def _joined(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Two deltas as one: what both have is a text or a list."""
+    both = {name: before[name] + after[name] for name in before.keys() & after.keys() if before[name] and after[name]}
+    told = [(name, value) for delta in (before, after) for name, value in delta.items() if value]
+    return dict(told) | both
 
 
 def _response(request_id: str, choice: dict[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,6 @@ Rules of the comparison:
 1. Of a whole answer everything is compared but ids and times; a field that is null is the same as one that is absent.
 2. A stream is compared as the answer that a client puts together from it, and as the order in which kinds of events
    came. How many tokens are in one event, or made when the first one is sent, is a matter of time, and not compared.
-   With it goes one word of vLLM's parser: of a tool call that ends at its length before the first argument it tells
-   `{}` if name and end are in one event, and no arguments if not.
 3. Of an error are compared the status and the message, without web addresses, which the gateway takes out; the rest
    must be OpenAI's (or Anthropic's), whatever the engine sent. Where the gateway refuses a request that no engine
    should see, the words are its own (SGLang even serves a model that it does not have).
@@ -65,13 +63,6 @@ def _leave_out(names: frozenset[str], direct: Json, passed: Json) -> None:
             _leave_out(names, direct[name], passed[name])
 
 
-def _leave_out_empty_arguments(whole: Json) -> None:
-    for choice in whole.get("choices", ()):
-        for call in choice.get("delta", {}).get("tool_calls") or ():
-            if choice.get("finish_reason") == "length" and call["function"].get("arguments") == "{}":
-                del call["function"]["arguments"]
-
-
 async def exchange(client: httpx.AsyncClient, case: Case) -> Exchanged:
     """Send a request and read its answer."""
     raw = case.body if isinstance(case.body, bytes) else orjson.dumps(case.body)
@@ -80,9 +71,7 @@ async def exchange(client: httpx.AsyncClient, case: Case) -> Exchanged:
         return Exchanged(answer.status_code, answer.json(), [], message_of(answer.json()))
     if answer.headers["content-type"].startswith("text/event-stream"):
         events = events_of(answer.text)
-        whole = assembled(events)
-        _leave_out_empty_arguments(whole)
-        return Exchanged(200, normalised(whole), kinds_of(events))
+        return Exchanged(200, normalised(assembled(events)), kinds_of(events))
     return Exchanged(200, normalised(answer.json()), [])
 
 

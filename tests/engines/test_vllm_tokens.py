@@ -1,4 +1,5 @@
-"""How vLLM's events of tokens are read: the numbers of log-probabilities alone say what their entries say."""
+"""How vLLM's events of tokens are read (the numbers of log-probabilities alone say what their entries say), and how the
+end of a stream is."""
 
 from typing import Any
 
@@ -7,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.token_ids import TokenIds
-from engines.tokens import Piece, Rendered
+from engines.tokens import Delta, Piece, Rendered
+from engines.upstream import Upstream
 from engines.vllm_tokens import VllmTokens, cut_logprobs
 
 RENDERED = Rendered("vllm", TokenIds.of([1]), {}, 100, 0, (), False, False, False)
@@ -60,3 +62,26 @@ def test_the_entries_of_a_real_event_are_not_read() -> None:
     data = orjson.dumps({"request_id": "r", "choices": [choice | {"logprobs": {"content": content}}]})
     text, numbers = cut_logprobs(data)
     assert b"top_logprobs" not in text and numbers == [-0.5, -1.5]
+
+
+async def test_the_last_token_of_a_stream_is_read_by_itself() -> None:
+    """A parser that gets the name of a call and the end of the answer at once adds arguments that were not made."""
+    asked: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "a", "tool_calls": [{"index": 0, "function": {"name": "run"}}]},
+        {"content": "b", "tool_calls": []},
+    ]
+
+    async def ask(upstream: Upstream) -> bytes:
+        asked.append(orjson.loads(upstream.body))
+        choice = {"index": 0, "delta": parts[len(asked) - 1], "finish_reason": "length"}
+        return orjson.dumps({"chunk": {"choices": [choice]}, "stream_state": {"asked": len(asked)}})
+
+    end = Delta([7, 8, 9], "length", None, {"asked": 0})
+    choice, state = await VllmTokens().derender(ask, {}, TokenIds.of([1]), end)
+    chunks = [call["generate_chunk"]["choices"][0] for call in asked]
+    assert [(chunk["token_ids"], chunk["finish_reason"]) for chunk in chunks] == [([7, 8], None), ([9], "length")]
+    assert [call["stream_state"] for call in asked] == [{"asked": 0}, {"asked": 1}]
+    assert state == {"asked": 2}
+    told = {"role": "assistant", "content": "ab", "tool_calls": [{"index": 0, "function": {"name": "run"}}]}
+    assert choice == {"index": 0, "delta": told, "finish_reason": "length"}
