@@ -6,7 +6,8 @@ is noted after every answer. Left out is what clients drop or change between tur
 marks, item ids, blank space at the ends. Works for chat, Anthropic messages and responses; plain
 completions have no messages and are compared as text (`gateway/messages/conversations.py`).
 
-Cost: linear. SHA-256 because the CPU has instructions for it: twice as fast here as BLAKE2b.
+Cost: linear. A conversation's digest is SHA-256, for who could find another one with the same would go on with a
+trajectory that is not his (0.9 ms for 1 MB, a third of BLAKE2b's). A prompt's is XXH3 (0.03 ms), for it only groups.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from hashlib import sha256
 from typing import Any
 
 import orjson
+from xxhash import xxh3_128
 
 DIGEST_LENGTH = 32  # hexadecimal digits kept: 128 bits, ample for a table of some million conversations.
 
@@ -60,7 +62,7 @@ class History:
 
 def digest_of_prompt(body: Mapping[str, Any]) -> str:
     """The digest of what comes before the first answer; of a completion, its whole prompt."""
-    hasher = sha256()
+    hasher = xxh3_128()
     if "prompt" in body and "messages" not in body:
         prompt = body["prompt"]
         hasher.update(prompt.encode("utf-8", "replace") if isinstance(prompt, str) else _json(prompt).encode())
@@ -68,7 +70,7 @@ def digest_of_prompt(body: Mapping[str, Any]) -> str:
         if answered:
             break
         hasher.update(text.encode("utf-8", "replace"))
-    return hasher.hexdigest()[:DIGEST_LENGTH]
+    return hasher.hexdigest()
 
 
 def _messages(body: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:

@@ -7,9 +7,9 @@ that it is a retry: an agent may well ask the same question twice, for another a
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from hashlib import sha256
 
 import orjson
+from xxhash import xxh3_128
 
 from gateway.http.outlet import Outlet, kept_outlet
 from gateway.turns.ask import Ask
@@ -113,7 +113,8 @@ def digest_of(turn: Turn) -> str:
 
 
 def _digest(ask: Ask) -> str:
-    # SHA-256, because the CPU has instructions for it.
-    digest = sha256(ask.path.encode() + b" ")
+    # Compared within a trajectory only, so who finds two requests with the same one deceives himself alone: XXH3, which
+    # takes 3 us for 100 KB, SHA-256 87.
+    digest = xxh3_128(ask.path.encode() + b" ")
     digest.update(ask.body)
     return digest.hexdigest()
