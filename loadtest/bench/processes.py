@@ -55,9 +55,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def wait_until(condition: Callable[[], bool], what: str, pid: int, log: Path) -> None:
+def wait_until(
+    condition: Callable[[], bool], what: str, pid: int, log: Path, timeout_s: float = START_TIMEOUT_S
+) -> None:
     """Raises NotStarted when it does not come true in time, or the process ends before."""
-    deadline = time.monotonic() + START_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline or not is_alive(pid):
             words = log.read_text(errors="replace").split("\n") if log.is_file() else []
