@@ -33,10 +33,12 @@ class Forecast:
         """Expected total; more than was made."""
         total, _, _, lengths = self.sums
         # Of the first bin some is behind.
-        behind = max(self.made_tokens - EDGES[self.from_bin], 0.0)
-        middle = (EDGES[self.from_bin] + behind + EDGES[self.from_bin + 1]) / 2
+        begins, ends = EDGES[self.from_bin], EDGES[self.from_bin + 1]
+        behind = self.made_tokens - begins if self.made_tokens > begins else 0.0
+        middle = (begins + behind + ends) / 2
         lengths += (middle - CENTRES[self.from_bin]) * self.weights.item(0)
-        return max(lengths / total, self.made_tokens + 1.0)
+        mean, least = lengths / total, self.made_tokens + 1.0
+        return mean if mean > least else least
 
     def quantile(self, share: float) -> float:
         """The total that is not exceeded with this probability, in (0, 1)."""

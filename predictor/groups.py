@@ -96,8 +96,9 @@ class Groups:
         own = self.own_variance
         mean, variance = self._before(group, self._lengths.variance - own, own)
         # Those that report first wrote less in their turns than those that have not reported yet.
-        heard = group.num_messages / max(group.num_running, 1)
-        precision = 1.0 / variance + len(group.finished) / own + heard * max(group.precision - message[0], 0.0)
+        heard = group.num_messages / (group.num_running if group.num_running > 1 else 1)
+        said = group.precision - message[0]
+        precision = 1.0 / variance + len(group.finished) / own + (heard * said if said > 0.0 else 0.0)
         weighted = mean / variance + group.finished_sum / own + heard * (group.weighted - message[1])
         return weighted / precision, 1.0 / precision + own
 

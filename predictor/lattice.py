@@ -22,7 +22,8 @@ def bin_of(tokens: float) -> int:
     """The bin of a length; the first and the last take what lies outside."""
     if tokens < 4.0:
         return 0
-    return min(int((math.log2(tokens) - _FIRST_OCTAVE) * _PER_OCTAVE), NUM_BINS - 1)
+    found = int((math.log2(tokens) - _FIRST_OCTAVE) * _PER_OCTAVE)
+    return found if found < NUM_BINS else NUM_BINS - 1
 
 
 EDGES: list[float] = [2.0 ** (_FIRST_OCTAVE + n / _PER_OCTAVE) for n in range(NUM_BINS + 1)]

@@ -83,9 +83,10 @@ class Lengths:
 
     def _count(self, index: int, ended: float) -> None:
         self._num_news += 1
-        fade = min(1.0, self._memory / (self._passed[index] + 1.0))
-        self._passed[index] = (self._passed[index] + 1.0) * fade
-        self._ended[index] = (self._ended[index] + ended) * fade
+        passed, ended = self._passed[index] + 1.0, self._ended[index] + ended
+        fade = self._memory / passed
+        self._passed[index] = passed * fade if fade < 1.0 else passed
+        self._ended[index] = ended * fade if fade < 1.0 else ended
 
     def _tabulate(self) -> None:
         self._num_news = 0

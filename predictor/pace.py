@@ -32,18 +32,19 @@ _RIDGE = 0.01
 
 def stage_of(num_turns: int) -> int:
     """The stage of a trajectory with so many finished turns, at least 1."""
-    return min(num_turns.bit_length(), NUM_STAGES) - 1
+    stage = num_turns.bit_length() - 1
+    return stage if stage < NUM_STAGES else NUM_STAGES - 1
 
 
 def look_of(progress: Progress) -> list[float]:
     """What is seen of a trajectory after at least one turn: its pace, last turn, tool output and failures, as logs."""
-    turns = progress.num_turns
-    given = progress.context_tokens - progress.prompt_tokens - progress.output_tokens
-    failed = sum([not outcome.endswith(":success") for outcome in progress.outcomes])
+    turns, made, last = progress.num_turns, progress.output_tokens, progress.last_output_tokens
+    given = progress.context_tokens - progress.prompt_tokens - made
+    failed = sum([not outcome.endswith(":success") for outcome in progress.outcomes]) if progress.outcomes else 0
     return [
-        math.log(max(progress.output_tokens, 1) / turns),
-        math.log(max(progress.last_output_tokens, 1)),
-        math.log(max(given, 1) / turns + 1.0),
+        math.log((made if made > 1 else 1) / turns),
+        math.log(last if last > 1 else 1),
+        math.log((given if given > 1 else 1) / turns + 1.0),
         math.log(1.0 + failed),
     ]
 

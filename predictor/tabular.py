@@ -81,8 +81,8 @@ class TabularPredictor:
     def predict(self, progress: Progress) -> Prediction:
         """Mean and 90th percentile of the total output."""
         forecast = self.forecast(progress)
-        mean = forecast.mean()
-        return Prediction(mean, max(forecast.quantile(0.9), mean))
+        mean, p90 = forecast.mean(), forecast.quantile(0.9)
+        return Prediction(mean, p90 if p90 > mean else mean)
 
     def forecast(self, progress: Progress) -> Forecast:
         """The law of the total output, as known now."""
@@ -102,7 +102,9 @@ class TabularPredictor:
                 weights *= likelihood
         if progress.output_tokens:
             low, high = EDGES[running.in_bin], EDGES[running.in_bin + 1]
-            weights[0] *= min(max((high - progress.output_tokens) / (high - low), 0.01), 1.0)
+            left = (high - progress.output_tokens) / (high - low)
+            if left < 1.0:
+                weights[0] *= left if left > 0.01 else 0.01
         forecast = Forecast(progress.output_tokens, running.in_bin, weights)
         if progress.output_tokens:
             running.message = self._groups.message(group, running.message, *_said(forecast, mean, variance))
@@ -172,7 +174,9 @@ class TabularPredictor:
                 running.from_prompt = self._prompts.likelihood(running.prompt_look)
             if len(self._running) > self._settings.max_running:
                 self.dropped(next(iter(self._running)))
-        in_bin = max(bin_of(progress.output_tokens), running.in_bin)
+        in_bin = bin_of(progress.output_tokens)
+        if in_bin < running.in_bin:
+            in_bin = running.in_bin
         self._lengths.came(running.in_bin, in_bin)
         running.in_bin = in_bin
         return running

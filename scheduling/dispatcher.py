@@ -221,7 +221,8 @@ class Dispatcher:
     def _wait_at(self, turn: Turn, engine: Engine, actions: list[Action]) -> None:
         trajectory = turn.trajectory
         is_new_home = self._settle_at(trajectory, engine, actions)
-        engine.claim(trajectory, max(engine.claims.get(trajectory.trajectory_id, 0), turn.claim_tokens))
+        claimed = engine.claims.get(trajectory.trajectory_id, 0)
+        engine.claim(trajectory, claimed if claimed > turn.claim_tokens else turn.claim_tokens)
         if self.num_waiting == 1 and engine.kv_claimed <= engine.spec.kv_capacity_tokens and self._has_room(engine):
             self._dispatch(turn, engine, "home", actions)  # no other turn waits anywhere, nobody must make room
             return

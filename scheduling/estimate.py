@@ -86,7 +86,9 @@ class Work:
 
     def add(self, remaining_tokens: float, context_tokens: float, p90_tokens: float = 0.0) -> None:
         """One more trajectory."""
-        self.longest_tokens = max(self.longest_tokens, remaining_tokens, p90_tokens)
+        longest = p90_tokens if p90_tokens > remaining_tokens else remaining_tokens
+        if longest > self.longest_tokens:
+            self.longest_tokens = longest
         self.total_tokens += remaining_tokens
         self.token_context_products += remaining_tokens * context_tokens
 
@@ -108,12 +110,19 @@ def estimate_finish_s(
     p90_tokens: float = 0.0,
 ) -> float:
     """Seconds until an engine would have finished `work`, and one more trajectory; a KV capacity of 0 is unknown and
-    sets no limit. One function, for a move compares all engines at a turn."""
+    sets no limit. One function without max(), which takes as long as all the rest: a move compares all engines at a
+    turn."""
     total_tokens = work.total_tokens + remaining_tokens
     products = work.token_context_products + remaining_tokens * context_tokens
-    steps = max(work.longest_tokens, remaining_tokens, p90_tokens, total_tokens / profile.slots)
-    if profile.kv_capacity_tokens:
-        steps = max(steps, products / (USABLE_KV_SHARE * profile.kv_capacity_tokens))
+    steps = work.longest_tokens
+    if remaining_tokens > steps:
+        steps = remaining_tokens
+    if p90_tokens > steps:
+        steps = p90_tokens
+    if (waves := total_tokens / profile.slots) > steps:
+        steps = waves
+    if profile.kv_capacity_tokens and (waves := products / (USABLE_KV_SHARE * profile.kv_capacity_tokens)) > steps:
+        steps = waves
     per_token_ms, per_product_ms = profile.decode_per_sequence_ms, profile.decode_per_kv_ktoken_ms / 1000
     decoded_s = (profile.decode_base_ms * steps + per_token_ms * total_tokens + per_product_ms * products) / 1000
     return decoded_s + profile.prefill_per_ktoken_ms * work.prefill_tokens / 1e6 + work.tool_s

@@ -54,13 +54,14 @@ class TurnFacts:
     @property
     def share(self) -> tuple[float, float, float]:
         """What its trajectory adds to the work of an engine: remaining output, mean context, and 90th percentile."""
-        remaining = max(self.prediction.total_tokens - self.attained_tokens, 1.0)
+        remaining = self.remaining_tokens
         return remaining, self.prompt_tokens + remaining / 2, self.prediction.p90_tokens - self.attained_tokens
 
     @property
     def remaining_tokens(self) -> float:
         """Predicted output still to come, this turn's included; never less than one token."""
-        return max(self.prediction.total_tokens - self.attained_tokens, 1.0)
+        remaining = self.prediction.total_tokens - self.attained_tokens
+        return remaining if remaining > 1.0 else 1.0
 
 
 Order = Callable[[TurnFacts, Limits], float]
@@ -73,8 +74,9 @@ def weightiest_first(turn: TurnFacts, limits: Limits) -> float:
     alike, and then who needs the least room for the least time goes first (Smith's rule): all are under way sooner, and
     with them the longest, whoever it is. The exponent makes a soft maximum of the sum of weights.
     """
-    area = max(turn.prompt_tokens, 1) * turn.remaining_tokens
-    urgency = WEIGHT_EXPONENT * log(max(turn.prediction.total_tokens, 1.0)) - log(area)
+    total = turn.prediction.total_tokens
+    area = (turn.prompt_tokens if turn.prompt_tokens > 1 else 1) * turn.remaining_tokens
+    urgency = (WEIGHT_EXPONENT * log(total) if total > 1.0 else 0.0) - log(area)
     return turn.arrived_at * limits.ageing_tokens_per_s - URGENCY_TOKENS * urgency
 
 

@@ -130,7 +130,8 @@ def lower_the_latest(
         return None  # its weight is under 5 %: nothing that it gives away can gain enough
 
     def weight(finish_s: float) -> float:
-        return exp(min((finish_s - latest_s) / temperature, 20.0))  # enough to rule it out, and no overflow
+        late = (finish_s - latest_s) / temperature
+        return exp(late if late < 20.0 else 20.0)  # enough to rule it out, and no overflow
 
     relief = weight(home_s) - weight(estimate_finish_s(home.profile, without))
     if relief < LEAST_GAIN:

@@ -127,7 +127,8 @@ class Trajectory:
         """Predicted output still to come; never less than one token while it is active."""
         if self.state is not TrajectoryState.ACTIVE:
             return 0.0
-        return max(self.prediction.total_tokens - self.output_tokens, 1.0)
+        remaining = self.prediction.total_tokens - self.output_tokens
+        return remaining if remaining > 1.0 else 1.0
 
     def share(self, context_tokens: int) -> tuple[float, float, float]:
         """What it adds to an engine's work: remaining output, mean context, 90th percentile of remaining output."""

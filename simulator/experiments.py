@@ -213,8 +213,8 @@ def read_scenario(path: Path, size: Size) -> Scenario:
     if workload.law is None and workload.trace is None:
         workload = replace(workload, trace=size.trace)
     if size.shrink > 1 and workload.trajectories and fleet.gpus:
-        gpus = fleet.gpus // size.shrink
-        workload = replace(workload, trajectories=workload.trajectories // size.shrink)
+        gpus = max(1, fleet.gpus // size.shrink)  # and as many trajectories for each as before
+        workload = replace(workload, trajectories=workload.trajectories * gpus // fleet.gpus)
         fleet = replace(fleet, gpus=gpus, tp=tuple(tp for tp in fleet.tp if gpus % tp == 0))
     return replace(scenario, workload=workload, fleet=fleet)
 

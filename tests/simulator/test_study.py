@@ -208,6 +208,12 @@ def test_a_scenario_is_a_case_and_is_played_in_its_size(study: Study) -> None:
     assert read_cases(study.scenarios, study.size) != [case]
 
 
+def test_a_scenario_shrinks_to_one_gpu_at_the_least(study: Study) -> None:
+    """With as many trajectories on it as were on one before."""
+    (case,) = read_cases(study.scenarios, Size(shrink=1_000))
+    assert (case.tps, case.num_trajectories, case.gpus) == ((1,), 8, 1)
+
+
 def test_a_fleet_may_be_cut_anew_in_a_study(study: Study) -> None:
     """Such a scenario is played with all degrees that there are profiles of, as `heddle simulate` plays it."""
     path = study.scenarios / "coding-14b.toml"
