@@ -76,6 +76,9 @@ class ChatClient(Protocol):
     async def post(self, path: str) -> dict[str, Any] | None:
         """The answer to an empty POST; None where the server does not know the path."""
 
+    async def delete(self, path: str) -> dict[str, Any] | None:
+        """The answer to a DELETE; None where the server does not know the path."""
+
     async def aclose(self) -> None: ...
 
 
@@ -106,6 +109,9 @@ class SdkClient:
 
     async def post(self, path: str) -> dict[str, Any] | None:
         return await self._known_there(self._sdk.post(path, body={}, cast_to=dict[str, Any]))
+
+    async def delete(self, path: str) -> dict[str, Any] | None:
+        return await self._known_there(self._sdk.delete(path, cast_to=dict[str, Any]))
 
     async def aclose(self) -> None:
         await self._sdk.close()

@@ -120,6 +120,9 @@ class RawClient:
     async def post(self, path: str) -> dict[str, Any] | None:
         return await self._json("POST", path, b"{}")
 
+    async def delete(self, path: str) -> dict[str, Any] | None:
+        return await self._json("DELETE", path, b"")
+
     async def aclose(self) -> None:
         for connection in self._idle:
             connection.writer.close()

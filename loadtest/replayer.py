@@ -13,7 +13,7 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import quote
@@ -142,9 +142,10 @@ async def _calibrate(client: ChatClient, writer: Writer, settings: ReplaySetting
     for num_tokens in CALIBRATION_TOKENS:
         turns = (Turn(0, 1, 0.0),)
         probe = Trajectory(f"calibration-{num_tokens}", f"calibration-{num_tokens}", num_tokens, turns)
-        agent = _Agent(probe, client, writer, settings, rollout_id, time.perf_counter())
+        agent = _Agent(probe, client, writer, replace(settings, finish=False), rollout_id, time.perf_counter())
         # A probe that fails says nothing of the text; what is wrong will be said by the first real turn.
         await agent.run(nullcontext(), None, None)
+        await agent.abort()
 
 
 class _Agent:
@@ -198,6 +199,12 @@ class _Agent:
             tuple(turns),
             error,
         )
+
+    async def abort(self) -> None:
+        """Have the gateway forget it, and learn nothing from it. A server without that route is left in peace."""
+        if self._known_as is not None:
+            with suppress(RequestFailed):
+                await self._client.delete(f"/trajectories/{quote(self._known_as, safe='')}")
 
     async def _play(self, on_turn: OnTurn | None) -> list[TurnResult]:
         results: list[TurnResult] = []

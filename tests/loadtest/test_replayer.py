@@ -8,10 +8,15 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
+from engines.profiles import load_profile
+from engines.simulated.settings import SimulatedEngineSettings
 from loadtest.replayer import ReplaySettings, replay, streams
 from loadtest.results import RolloutResult, TurnResult
+from tests.support.engine import recorded_engine
+from tests.support.gateway import ADMIN, running_gateway
 from tests.support.toy_chat import Faults, ToyChat, serve
 from workloads.laws import CODING, draw
 from workloads.trajectories import Trajectory, Turn, Workload
@@ -222,6 +227,20 @@ async def test_calibration_makes_the_first_prompts_right(app: ToyChat, settings:
     result = await replay(workload, replace(settings, calibrate=True))
     for turn in result.turns:
         assert turn.prompt_tokens == pytest.approx(300, abs=3)
+
+
+@pytest.mark.parametrize("identity", ["header", "none"])
+async def test_a_gateway_learns_nothing_from_calibration(client: Any, identity: Any) -> None:
+    """Probes are no trajectories: of their one token a predictor that knows little would think that all are short."""
+    workload = Workload("w", tuple(Trajectory(f"{n}", f"g{n}", 300, (Turn(0, 5, 0.0),)) for n in range(3)))
+    engine_settings = SimulatedEngineSettings(profile=load_profile("toy-cpu-tp1"))
+    async with recorded_engine(engine_settings) as engine, running_gateway(engine.url) as gateway:
+        settings = ReplaySettings(f"{gateway.url}/v1", client=client, identity=identity, rollout_id="r")
+        await replay(workload, settings)
+        async with httpx.AsyncClient(base_url=gateway.url, headers=ADMIN, timeout=60.0) as http:
+            demand = (await http.get("/v1/demand")).json()
+    assert demand["trajectories"] == []
+    assert [one["output_tokens"] for one in demand["last_rollout"]["trajectories"]] == [5, 5, 5]
 
 
 @pytest.mark.parametrize("identity", ["header", "path", "body", "none"])
