@@ -1,7 +1,7 @@
 """What the fleet's controller must know of the work at hand: what each trajectory still needs, and how far to trust it.
 
-The controller asks for it (`GET /v1/demand`), so it is the same whatever the store is, and nothing is lost when either
-of the two is away. Each look also notes what was predicted of trajectories; when they have ended, it is compared with
+The controller asks for it (`GET /v1/demand`), whatever the store is, or reads it from a stream at a Redis store
+(demand_stream.py). Each look also notes what was predicted of trajectories; when they have ended, it is compared with
 what came true, for a fleet is cut anew within a rollout only on the word of a predictor that has shown its worth.
 """
 
@@ -15,6 +15,7 @@ from gateway.clock import Clock
 from gateway.http.access import Access
 from gateway.state.driver import Driver
 from gateway.state.ledger import Entry, Ledger
+from scheduling.reshaping import still_needed
 from scheduling.types import TrajectoryRecord, TrajectoryState
 
 _MAX_WATCHED = 20_000
@@ -73,14 +74,11 @@ class Demand:
 
 
 def _remaining(record: TrajectoryRecord) -> dict[str, Any]:
-    left = max(record.predicted_tokens - record.output_tokens, 1.0)
-    # What tools added for each token so far, the prompt counted as theirs only where there was more than one turn.
-    added = max(record.context_tokens - record.output_tokens, 0)
-    share = min(added / record.output_tokens, 10.0) if record.num_turns > 1 and record.output_tokens else 0.0
+    needed = still_needed(record)
     return {
-        "output_tokens": round(left),
+        "output_tokens": round(needed.output_tokens),
         "context_tokens": record.context_tokens,
-        "new_tokens": round(share * left),
+        "new_tokens": round(needed.new_tokens),
         "home": record.home,
     }
 

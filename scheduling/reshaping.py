@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
+from scheduling.estimate import Remaining
 from scheduling.scaling import FleetPlan, PlannedEngine
+from scheduling.types import TrajectoryRecord
 
 # Seconds until a new engine serves.
 # vLLM 0.11 starts models of 0.6B to 30B in 38 to 58 s (its post on sleep mode); 45 s with the weights on a local disk.
@@ -129,6 +131,21 @@ def _shapes(engines: Iterable[PlannedEngine]) -> dict[int, list[tuple[int, str]]
     for engine in engines:
         shapes[engine.node].append((engine.tp, engine.role))
     return {node: sorted(shape) for node, shape in shapes.items()}
+
+
+# Tools that add more than this for each token are no rule for what comes.
+_MAX_ADDED_SHARE = 10.0
+
+
+def still_needed(record: TrajectoryRecord) -> Remaining:
+    """What an active trajectory still needs of a fleet. Tools go on adding for each token what they added so far; after
+    one turn that cannot be told from the prompt, and nothing is counted."""
+    left = max(record.predicted_tokens - record.output_tokens, 1.0)
+    added = max(record.context_tokens - record.output_tokens, 0)
+    share = (
+        min(added / record.output_tokens, _MAX_ADDED_SHARE) if record.num_turns > 1 and record.output_tokens else 0.0
+    )
+    return Remaining(left, record.context_tokens, share * left)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from scheduling.cost import EngineProfile
 from scheduling.estimate import Remaining
 from scheduling.limits import Limits
 from scheduling.policy import Policy
+from scheduling.reshaping import still_needed
 from scheduling.scheduler import Scheduler
 from scheduling.types import (
     Abort,
@@ -324,7 +325,7 @@ class Rollout:
     def _remaining(self) -> list[Remaining]:
         known = self._scheduler.trajectories
         going = [known[id] for id, agent in self._agents.items() if agent.ending is None and id in known]
-        return [Remaining(trajectory.remaining_tokens, trajectory.context_tokens) for trajectory in going]
+        return [still_needed(trajectory.record()) for trajectory in going]
 
     def _tick(self, _: str) -> None:
         if self._agenda.now >= self._wakeup:
