@@ -1,10 +1,11 @@
-"""Puts a controller together, in one place: lease, journal, launcher, gateway and loop."""
+"""Puts a controller together, in one place: lease, journal, launcher, gateway, demand and loop."""
 
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
+from controller.demand import demand_of
 from controller.fleet_file import FleetFile, FleetFileError
 from controller.gateway_client import GatewayClient
 from controller.journal import Journal
@@ -52,11 +53,13 @@ async def controller(fleet: FleetFile, launcher: Launcher) -> AsyncIterator[Cont
         key = fleet.admin_key.get_secret_value() if fleet.admin_key else None
         gateway = GatewayClient(fleet.gateway, key)
         mover = partial(gateway.evacuate, timeout_s=fleet.limits.move_timeout_s)
-        made = Controller(fleet, launcher, gateway, journal, mover)
+        demand = demand_of(fleet.demand, gateway)
+        made = Controller(fleet, launcher, gateway, demand, journal, mover)
         try:
             yield made
         finally:
             await made.close()
+            await demand.aclose()
             journal.close()
     finally:
         lease.give_back()

@@ -28,6 +28,14 @@ def _base_url(url: str) -> str:
     return url.rstrip("/")
 
 
+def _redis_url(url: SecretStr | None) -> SecretStr | None:
+    if url is not None:
+        parts = urlsplit(url.get_secret_value())
+        if parts.scheme not in ("redis", "rediss") or not parts.hostname:
+            raise ValueError("a URL such as redis://127.0.0.1:6379/0 is wanted")
+    return url
+
+
 def _power_of_two(tp: int) -> int:
     if tp & (tp - 1):
         raise ValueError(f"TP {tp} is not a power of two")
@@ -137,6 +145,20 @@ class Planning(BaseModel):
     min_trajectories: int = Field(2, ge=1, description="Fewer are no reason to move an engine.")
 
 
+class DemandTable(BaseModel):
+    """Where the controller hears what there is to do."""
+
+    model_config = _STRICT
+
+    redis: Annotated[SecretStr | None, AfterValidator(_redis_url)] = Field(
+        None, description="Where the gateway keeps its store, redis://...; without it the gateway itself is asked."
+    )
+    namespace: str = Field("heddle:", min_length=1, description="The gateway's store_namespace.")
+    max_age_s: float = Field(
+        30.0, gt=0, description="Of what is acted on: six times the gateway's demand_interval_s; later it is gone."
+    )
+
+
 class FleetFile(BaseModel):
     """Everything one can say of a fleet."""
 
@@ -161,6 +183,7 @@ class FleetFile(BaseModel):
     warm_up: WarmUp = WarmUp()
     limits: Limits = Limits()
     planning: Planning = Planning()
+    demand: DemandTable = DemandTable()
     admin_key: SecretStr | None = Field(None, exclude=True, description=f"Only by {ADMIN_KEY_VARIABLE}.")
 
     @model_validator(mode="after")

@@ -7,7 +7,6 @@ from urllib.parse import quote
 import orjson
 
 from engines.http import FAULTS, HttpClient
-from scheduling.estimate import Remaining
 
 _TIMEOUT_S = 10.0
 
@@ -36,32 +35,6 @@ class Member:
     num_turns: int
 
 
-@dataclass(frozen=True, slots=True)
-class LastRollout:
-    """What each trajectory of a rollout came to, from its start.
-
-    Args:
-        ended_at: by the gateway's clock, seconds since the epoch.
-    """
-
-    trajectories: tuple[Remaining, ...]
-    ended_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What there is to do: one for each active trajectory; and how well such predictions came true so far.
-
-    Args:
-        last_rollout: None: none has ended since it was asked for.
-    """
-
-    remaining: tuple[Remaining, ...]
-    num_waiting_turns: int
-    correlation: float | None
-    last_rollout: LastRollout | None = None
-
-
 class GatewayClient:
     """One gateway. Every method raises GatewayAway and GatewayRefused; all are safe to repeat."""
 
@@ -83,19 +56,9 @@ class GatewayClient:
             for one in answer["data"]
         ]
 
-    async def work(self, since: float = 0.0) -> Work:
-        """The work at hand, and the last rollout if it ended after `since`."""
-        answer = await self._ask("GET", f"/v1/demand?since={since!r}")
-        remaining = (
-            Remaining(one["output_tokens"], one["context_tokens"], one["new_tokens"]) for one in answer["trajectories"]
-        )
-        last = answer["last_rollout"]
-        return Work(
-            tuple(remaining),
-            answer["num_waiting_turns"],
-            answer["correlation"],
-            LastRollout(tuple(map(_whole, last["trajectories"])), last["ended_at"]) if last else None,
-        )
+    async def demand(self, since: float = 0.0) -> Any:
+        """The work at hand, and the last rollout if it ended after `since`: see `GET /v1/demand`."""
+        return await self._ask("GET", f"/v1/demand?since={since!r}")
 
     async def add(self, engine: dict[str, Any]) -> None:
         """Take an engine into the fleet: its `url`, and what else is to be said. Known already, it stays as it is."""
@@ -139,8 +102,3 @@ class GatewayClient:
         if response.status >= 400:
             raise GatewayRefused(f"{method} {target}: {answer.get('error', {}).get('message', response.status)}")
         return answer
-
-
-def _whole(one: dict[str, int]) -> Remaining:
-    """A trajectory from its start: its first prompt has to be prefilled."""
-    return Remaining(one["output_tokens"], one["context_tokens"], one["new_tokens"], one["context_tokens"])

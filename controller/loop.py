@@ -4,8 +4,8 @@ Everything is decided from what is seen now and from the journal, so a controlle
 fleet is. Rules:
 
 - Only the holder of the lease acts.
-- What cannot be seen is not judged: while the gateway or the launcher is not heard, nothing is launched, drained or
-  stopped. Engines work on.
+- What cannot be seen is not judged: while gateway or launcher are not heard, nothing is launched, drained or stopped;
+  while nobody says what there is to do, nothing is planned. Engines work on.
 - One step at a time for each server; those of different servers are taken at the same time.
 - A look that was overtaken by the end of a step or by a change of mind is thrown away.
 """
@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from controller import rollouts
+from controller.demand import Demand, DemandAway, LastRollout
 from controller.drivers import Drivers, Mover, StartFailed, move_nothing
 from controller.fleet_file import FleetFile
-from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused, LastRollout
+from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused
 from controller.journal import Journal, Json
 from controller.launcher import Launcher, LaunchFailed, Server
 from controller.planning import Proposal, present_tps
@@ -46,6 +47,7 @@ class Controller:
         fleet: FleetFile,
         launcher: Launcher,
         gateway: GatewayClient,
+        demand: Demand,
         journal: Journal,
         mover: Mover = move_nothing,
         clock: Callable[[], float] = time.time,
@@ -60,6 +62,7 @@ class Controller:
         self.will = Will(fleet, launcher, lambda: journal.state, clock)
         self._launcher = launcher
         self._gateway = gateway
+        self._demand = demand
         self._clock = clock
         self._drivers = Drivers(fleet, launcher, gateway, journal, mover, clock)
         self._tasks: dict[str, tuple[Step, asyncio.Task[None]]] = {}
@@ -180,16 +183,17 @@ class Controller:
 
     async def _plan(self) -> None:
         """Make a plan when it is time, and act on it if that is wanted and the fleet is at rest."""
-        planning = self.fleet.planning
-        now = time.monotonic()
+        planning, now = self.fleet.planning, time.monotonic()
         if not self.fleet.engine.profiles or now - self._planned_at < planning.interval_s:
             return
         self._planned_at = now
         try:
-            work = await self._gateway.work(self.journal.state.history.ended_at)
-        except (GatewayAway, GatewayRefused) as fault:
-            self._alarm("gateway_away", str(fault))
+            work = await self._demand.work(self.journal.state.history.ended_at)
+        except DemandAway as fault:
+            self._alarm("demand_away", str(fault))
+            self.proposal = str(fault)
             return
+        self._clear("demand_away")
         last = work.last_rollout
         if last is not None and len(last.trajectories) >= planning.min_trajectories:
             self._plan_next(last)

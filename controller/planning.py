@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from controller.gateway_client import Work
+from controller.demand import Work
 from controller.journal import State
 from controller.layout import Floor
 from controller.steps import Rest

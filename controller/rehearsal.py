@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 
+from controller.demand import demand_of
 from controller.fleet_file import FleetFile
 from controller.gateway_client import GatewayClient
 from controller.itinerary import itinerary
@@ -21,15 +22,17 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
     """Lines for a person: how the fleet is, what the plan is and why, and each step to it.
 
     Raises:
-        GatewayAway, GatewayRefused: see there. ValueError: the journal is damaged.
+        GatewayAway, GatewayRefused, DemandAway: see there. ValueError: the journal is damaged.
     """
     state = read_state(fleet.state_dir / "journal.jsonl")
     key = fleet.admin_key.get_secret_value() if fleet.admin_key else None
     gateway = GatewayClient(fleet.gateway, key)
+    demand = demand_of(fleet.demand, gateway)
     try:
         seen = put_together(await launcher.find(fleet.fleet), await gateway.engines(), state)
-        work = await gateway.work()
+        work = await demand.work()
     finally:
+        await demand.aclose()
         gateway.close()
     sizes = largest_first(one.tp for one in seen if one.is_serving)
     lines = [f"Fleet {fleet.fleet}: {sizes_in_words(sizes) or 'nothing'} serves."]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
+from controller.demand import Work
 from controller.fleet_file import FleetFile, FleetFileError
-from controller.gateway_client import Work
 from controller.itinerary import is_reachable, itinerary
 from controller.journal import Json, State
 from controller.launcher import Launcher
@@ -85,8 +85,9 @@ class Will:
         return propose_next(state, self._fleet.profiles(), self._floor(state.resting))
 
     def planned(self, proposal: Proposal, seen: Sequence[Seen]) -> list[Json]:
-        """A plan's fleet. Raises Refused."""
-        return self._wanted(proposal.tps, seen, self._state().resting, proposal.why)
+        """A plan's fleet, and what was counted for the relaunch. Raises Refused."""
+        counted = {"counted_s": proposal.relaunch_s}
+        return self._wanted(proposal.tps, seen, self._state().resting, proposal.why, **counted)
 
     def scaled(self, tps: Sequence[int], seen: Sequence[Seen]) -> list[Json]:
         """An operator's fleet: every device and every size may be used again, and all may sleep. Raises Refused."""

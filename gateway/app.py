@@ -15,6 +15,7 @@ from gateway.api.weights import add_weights
 from gateway.clock import Clock
 from gateway.config import ConfigError, Settings
 from gateway.demand import Demand, add_demand
+from gateway.demand_stream import say_demand
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.weight_record import WeightRecord
 from gateway.front import Front
@@ -47,7 +48,7 @@ from predictor.progress import Predictor
 from scheduling.policy import POLICIES
 from scheduling.scheduler import Scheduler
 from scheduling.types import Move, TrajectoryRecord
-from store import Store, StoreAway, StoredTrajectory, StoreSettings, open_store
+from store import DEMAND, Store, StoreAway, StoredTrajectory, StoreSettings, open_store, open_stream
 
 _PREDICTOR_STATE = "predictor"
 # What the predictor learned in the last seconds before a crash is learned again soon; its state can be megabytes.
@@ -68,9 +69,8 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
         event_log = EventLog(settings.event_log, settings.event_log_max_bytes)
     except OSError as error:
         raise ConfigError(f"cannot write the event log {settings.event_log}: {error.strerror}") from None
-    store = open_store(
-        settings.store, StoreSettings(max_turns_kept=settings.max_turns_kept, namespace=settings.store_namespace)
-    )
+    store_settings = StoreSettings(max_turns_kept=settings.max_turns_kept, namespace=settings.store_namespace)
+    store = open_store(settings.store, store_settings)
     await store.open()
     ledger = Ledger(store, settings.max_turns_kept)
     predictor = _predictor(settings)
@@ -137,7 +137,8 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
         Tokens(ledger, book),
     )
     add_weights(api, weights, access)
-    add_demand(api, Demand(clock, driver, ledger), access)
+    demand = Demand(clock, driver, ledger)
+    add_demand(api, demand, access)
     declare_hot_routes(api, turns, passthrough)
 
     def rewrite() -> None:
@@ -149,11 +150,15 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
 
     store.on_loss(rewrite)
     await fleet.start()
-    keeper = asyncio.create_task(_keep_predictor(predictor, store.put_state))
+    tasks = [asyncio.create_task(_keep_predictor(predictor, store.put_state))]
+    if stream := open_stream(settings.store, DEMAND, store_settings):
+        tasks.append(asyncio.create_task(say_demand(demand, stream, store.health, settings.demand_interval_s)))
     try:
         yield Front(settings, access, turns, passthrough, api, log, event_log.end_watches)
     finally:
-        keeper.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         store.put_state(_PREDICTOR_STATE, predictor.dump())
         driver.close()
         await weights.close()

@@ -1,6 +1,6 @@
 """Records that outlive a process: one port, an embedded store and Redis behind it."""
 
-from store.factory import open_store
+from store.factory import open_store, open_stream
 from store.port import (
     BadStoreUrl,
     Store,
@@ -12,9 +12,12 @@ from store.port import (
     StoreInUse,
 )
 from store.settings import StoreSettings
+from store.stream import DEMAND, Entry, Stream
 
 __all__ = [
+    "DEMAND",
     "BadStoreUrl",
+    "Entry",
     "Store",
     "StoreAway",
     "StoreCorrupt",
@@ -23,5 +26,7 @@ __all__ = [
     "StoreInUse",
     "StoreSettings",
     "StoredTrajectory",
+    "Stream",
     "open_store",
+    "open_stream",
 ]

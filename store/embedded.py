@@ -128,12 +128,12 @@ class EmbeddedStore:
         self._rewrite = rewrite
 
     def put_trajectory(self, trajectory_id: str, record: Json, answer: bytes | None = None) -> None:
-        value = orjson.dumps(record)
+        value = _blob(orjson.dumps(record))
         rows = self._rows.get(trajectory_id) or self._new_rows(trajectory_id)
-        self._write(PUT_RECORD, (rows.record, trajectory_id, value, answer))
+        self._write(PUT_RECORD, (rows.record, trajectory_id, value, answer and _blob(answer)))
 
     def append_turn(self, trajectory_id: str, turn: Json) -> None:
-        value = orjson.dumps(turn)
+        value = _blob(orjson.dumps(turn))
         rows = self._rows.get(trajectory_id)
         if rows is None:
             rows = self._new_rows(trajectory_id)
@@ -303,6 +303,10 @@ class EmbeddedStore:
             self._note_fault(fault)
         if not self._fault:
             self._num_losses += 1
+
+
+# sqlite3 takes these as they are; for each value that is bytes it looks for an adapter, in vain, which costs more.
+_blob = bytearray
 
 
 def _lock(path: Path) -> IO[str]:

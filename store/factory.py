@@ -8,6 +8,7 @@ from store.memory import MemoryStore
 from store.port import BadStoreUrl, Store
 from store.redis import RedisStore
 from store.settings import StoreSettings
+from store.stream import Stream
 
 FORMS = "sqlite:PATH, memory:, redis://[user:password@]host[:port][/db] or rediss://..."
 
@@ -32,6 +33,17 @@ def open_store(url: str, settings: StoreSettings | None = None) -> Store:
             return RedisStore(url, settings)
         case _:
             raise BadStoreUrl(f"store URL {_without_secrets(url)!r} is not one of: {FORMS}")
+
+
+def open_stream(url: str, name: str, settings: StoreSettings | None = None) -> Stream | None:
+    """The stream of that name beside the store that the URL names; None: this store has none, for it is in a process of
+    its own, which can be asked itself.
+
+    Raises:
+        BadStoreUrl: see `open_store`.
+    """
+    settings = settings or StoreSettings()
+    return Stream(url, name, settings) if isinstance(open_store(url, settings), RedisStore) else None
 
 
 def _names_a_server(url: str) -> bool:

@@ -26,13 +26,10 @@ from contextlib import suppress
 from typing import Any
 
 import orjson
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, RedisError
 
 from store.pending import Operation, Pending
 from store.port import Json, StoreAway, StoreCorrupt, StoredTrajectory, StoreError, StoreHealth
+from store.redis_client import FAULTS, AuthenticationError, place_of, redis_client
 from store.settings import StoreSettings
 
 FORMAT = b"1"
@@ -88,7 +85,6 @@ return 'lost'
 
 _Read = tuple[list[bytes | None], list[bytes | None], list[list[bytes]]]
 
-FAULTS = (RedisError, OSError, TimeoutError)
 FENCED = "another process has taken over this namespace: this one writes no more; give each fleet its own"
 
 
@@ -97,17 +93,8 @@ class RedisStore:
 
     def __init__(self, url: str, settings: StoreSettings) -> None:
         self._settings = settings
-        self._where = url.rpartition("@")[2].partition("://")[2] or url.rpartition("@")[2]
-        try:
-            # Retries are the flusher's, which knows what is safe to send again.
-            self._redis = Redis.from_url(
-                url,
-                socket_timeout=settings.op_timeout_s,
-                socket_connect_timeout=settings.connect_timeout_s,
-                retry=Retry(NoBackoff(), 0),
-            )
-        except ValueError as fault:
-            raise StoreError(f"Redis URL for {self._where}: {fault}") from None
+        self._where = place_of(url)
+        self._redis = redis_client(url, settings)
         self._pending = Pending(settings)
         self._outbox: deque[tuple[int, list[Operation]]] = deque()
         self._outbox_since = 0.0

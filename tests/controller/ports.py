@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from controller.gateway_client import GatewayAway, Member, Work
+from controller.demand import DemandAway, Work
+from controller.gateway_client import GatewayAway, Member
 from controller.journal import Journal, State
 from controller.launcher import LaunchFailed, Server, ServerSpec, ServerState
 
@@ -186,10 +187,6 @@ class MemoryGateway:
                 self._floor.turns[url] = 0
         return told
 
-    async def work(self, since: float = 0.0) -> Work:
-        self._check_there()
-        return Work((), 0, None)
-
     async def add(self, engine: dict[str, Any]) -> None:
         self._points.pass_point()
         self._check_there()
@@ -237,6 +234,21 @@ class MemoryGateway:
     def _check_there(self) -> None:
         if self._floor.looks_lost:
             raise GatewayAway("no connection to the gateway")
+
+
+class MemoryDemand:
+    """Nothing to do, as the gateway says while it is there."""
+
+    def __init__(self, floor: Floor) -> None:
+        self._floor = floor
+
+    async def work(self, since: float = 0.0) -> Work:
+        if self._floor.looks_lost:
+            raise DemandAway("no connection to the gateway")
+        return Work((), 0, None)
+
+    async def aclose(self) -> None:
+        pass
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from controller.fleet_file import FleetFile
 from controller.loop import Controller
 from controller.steps import is_reached
 from tests.controller.fleet_site import fleet_file
-from tests.controller.ports import Floor, Fuse, FusedJournal, MemoryGateway, MemoryLauncher, Points
+from tests.controller.ports import Floor, Fuse, FusedJournal, MemoryDemand, MemoryGateway, MemoryLauncher, Points
 
 TIMEOUT_S = 60.0
 
@@ -46,7 +46,8 @@ class Run:
         journal = FusedJournal(self.fleet.state_dir / "journal.jsonl", fuse)
         gateway = MemoryGateway(self.floor, to_gateway or fuse)
         launcher = MemoryLauncher(self.floor, to_launcher or fuse)
-        made = Controller(self.fleet, launcher, gateway, journal, gateway.move)  # type: ignore[arg-type]
+        demand = MemoryDemand(self.floor)
+        made = Controller(self.fleet, launcher, gateway, demand, journal, gateway.move)  # type: ignore[arg-type]
         running = asyncio.create_task(made.run())
         try:
             async with asyncio.timeout(TIMEOUT_S):

@@ -54,6 +54,7 @@ SLEEP = "[sleep]\ntp_sizes = [1, 2]\nweight_bytes = 10\nhost_bytes = 120\n[engin
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        (("[engine]", '[demand]\nredis = "http://x"\n[engine]'), "demand.redis: .* such as redis://"),
         (("gpus = 8", "gpu = 8"), "gpu: Extra inputs are not permitted"),
         (("gpus = 8", ""), "needs one of gpus, devices and cpu_slots, not none"),
         (("gpus = 8", "gpus = 8\ncpu_slots = 2"), r"not \['gpus', 'cpu_slots'\]"),

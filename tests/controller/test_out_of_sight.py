@@ -10,6 +10,7 @@ import pytest
 
 from controller.gateway_client import GatewayAway
 from controller.launcher import ServerState
+from controller.planning import Proposal
 from controller.steps import is_reached
 from tests.controller.fleet_site import (
     Rollout,
@@ -93,21 +94,28 @@ async def test_an_engine_that_the_gateway_cannot_see_is_left_running(tmp_path: P
 @pytest.mark.timeout(300)
 async def test_without_redis_the_fleet_serves_and_changes_on(redis_server: RedisServer, tmp_path: Path) -> None:
     """Redis ends under a rollout and a change of shape, and comes back: no turn fails, and the gateway has just what
-    runs.
+    runs. Who reads there what there is to do says that it cannot, and plans again afterwards.
     """
-    async with running_gateway(store=redis_server.url(), observe_interval_s=0.1) as gateway:
-        fleet = fleet_file(tmp_path, gateway.url)
+    redis_server.restart(empty=True)
+    async with running_gateway(store=redis_server.url(), observe_interval_s=0.1, demand_interval_s=0.1) as gateway:
+        fleet = fleet_file(tmp_path, gateway.url, demand={"redis": redis_server.url()})
         async with stopped_at_the_end(fleet), acting(fleet) as made:
             await until_reached(made, 1, 1)
             rollout = Rollout(gateway.url, "simulated", 3)
             rollout.begin()
             await until(lambda: rollout.num_turns > 3, lambda: rollout.failures)
+            await until(lambda: isinstance(made.proposal, Proposal), lambda: made.proposal)
             await asyncio.to_thread(redis_server.kill)
+            await until(lambda: "is away" in made.alarms.get("demand_away", ""), lambda: made.alarms)
+            assert "is away" in str(made.proposal)
             made.ask(made.will.scaled([2], made.in_sight()))
             await until_reached(made, 2)
             num_turns = rollout.num_turns
             await until(lambda: rollout.num_turns > num_turns + 3, lambda: rollout.failures)
+            assert "demand_away" in made.alarms
             await asyncio.to_thread(redis_server.start)
+            await until(lambda: isinstance(made.proposal, Proposal), lambda: made.proposal)
+            assert not made.alarms
             made.ask(made.will.scaled([1, 1], made.in_sight()))
             await until_reached(made, 1, 1)
             await rollout.end()

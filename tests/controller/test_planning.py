@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from controller.gateway_client import Work
+from controller.demand import Work
 from controller.journal import State
 from controller.layout import Floor
 from controller.planning import WAKE_S, Proposal, propose, relaunch_s

@@ -1,0 +1,131 @@
+"""What there is to do, as the gateway tells it: asked of itself, or read from the stream at its store's Redis.
+
+Both tell the same. Who asks gets it as it is now, and needs the gateway's address and admin key; who reads needs only
+Redis, and gets what was said some seconds ago. What is older than a bound, or was never said, is no demand: nothing is
+planned then, and what runs goes on.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from controller.fleet_file import DemandTable
+from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused
+from scheduling.estimate import Remaining
+from store import DEMAND, StoreAway, StoreSettings, Stream, open_stream
+
+
+class DemandAway(Exception):
+    """Nobody says what there is to do, or nobody has for too long; the message says who, and why. Ask again later."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastRollout:
+    """What each trajectory of a rollout came to, from its start.
+
+    Args:
+        ended_at: by the gateway's clock, seconds since the epoch.
+    """
+
+    trajectories: tuple[Remaining, ...]
+    ended_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What there is to do: one for each active trajectory; and how well such predictions came true so far.
+
+    Args:
+        last_rollout: None: none has ended since it was asked for.
+    """
+
+    remaining: tuple[Remaining, ...]
+    num_waiting_turns: int
+    correlation: float | None
+    last_rollout: LastRollout | None = None
+
+
+class Demand(Protocol):
+    """Where the controller hears of work."""
+
+    async def work(self, since: float = 0.0) -> Work:
+        """The work at hand, and the last rollout if it ended after `since`. Raises DemandAway."""
+
+    async def aclose(self) -> None: ...
+
+
+class AskedDemand:
+    """Of the gateway itself, with whatever store.
+
+    Args:
+        gateway: closed by its owner.
+    """
+
+    def __init__(self, gateway: GatewayClient) -> None:
+        self._gateway = gateway
+
+    async def work(self, since: float = 0.0) -> Work:
+        try:
+            return _work(await self._gateway.demand(since), since)
+        except (GatewayAway, GatewayRefused) as fault:
+            raise DemandAway(str(fault)) from None
+
+    async def aclose(self) -> None:
+        pass
+
+
+class ReadDemand:
+    """From the stream of one gateway.
+
+    Args:
+        max_age_s: what was said longer ago is not acted on.
+    """
+
+    def __init__(self, stream: Stream, max_age_s: float) -> None:
+        self._stream = stream
+        self._max_age_s = max_age_s
+
+    async def work(self, since: float = 0.0) -> Work:
+        try:
+            entry = await self._stream.newest()
+        except StoreAway as fault:
+            raise DemandAway(str(fault)) from None
+        if entry is None:
+            raise DemandAway("no gateway has said there what is to do: is it its `store`, and its `store_namespace`?")
+        if entry.age_s > self._max_age_s:
+            raise DemandAway(f"the gateway was silent for {entry.age_s:.0f} s; {self._max_age_s:g} s are allowed")
+        try:
+            return _work(orjson.loads(entry.value), since)
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            raise DemandAway("what the gateway says is not understood: is it of another version?") from None
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+def demand_of(table: DemandTable, gateway: GatewayClient) -> Demand:
+    """The one that the fleet file names."""
+    settings = StoreSettings(namespace=table.namespace)
+    stream = open_stream(table.redis.get_secret_value(), DEMAND, settings) if table.redis else None
+    return ReadDemand(stream, table.max_age_s) if stream else AskedDemand(gateway)
+
+
+def _work(told: Any, since: float) -> Work:
+    remaining = (
+        Remaining(one["output_tokens"], one["context_tokens"], one["new_tokens"]) for one in told["trajectories"]
+    )
+    last = told["last_rollout"]
+    return Work(
+        tuple(remaining),
+        told["num_waiting_turns"],
+        told["correlation"],
+        LastRollout(tuple(map(_whole, last["trajectories"])), last["ended_at"])
+        if last and last["ended_at"] > since
+        else None,
+    )
+
+
+def _whole(one: dict[str, int]) -> Remaining:
+    """A trajectory from its start: its first prompt has to be prefilled."""
+    return Remaining(one["output_tokens"], one["context_tokens"], one["new_tokens"], one["context_tokens"])

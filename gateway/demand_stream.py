@@ -1,0 +1,52 @@
+"""Says what the fleet's controller must know to a stream at the store's Redis, for one that does not ask this process.
+
+Rules:
+
+- It is looked up when it is said: after Redis was away, nothing old is said.
+- The last rollout is said until another one has ended, so that a controller that was away does not miss it; a gateway
+  that is started again goes on from what was said last.
+- A gateway that another one has taken the store from says nothing more.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import orjson
+
+from gateway.demand import Demand
+from store import StoreAway, StoreHealth, Stream
+
+
+async def say_demand(demand: Demand, stream: Stream, health: Callable[[], StoreHealth], interval_s: float) -> None:
+    """Say it again and again, until cancelled; then the stream is closed.
+
+    Args:
+        health: of the store beside the stream.
+    """
+    last_rollout: dict[str, Any] | None = None
+    is_resumed = False
+    try:
+        while True:
+            with suppress(StoreAway):  # the store's health tells of it
+                if not is_resumed:
+                    last_rollout, is_resumed = await _said_before(stream), True
+                if health().ok:
+                    found = demand.look(last_rollout["ended_at"] if last_rollout else 0.0)
+                    last_rollout = found["last_rollout"] or last_rollout
+                    await stream.add(orjson.dumps({**found, "last_rollout": last_rollout}))
+            await asyncio.sleep(interval_s)
+    finally:
+        await stream.aclose()
+
+
+async def _said_before(stream: Stream) -> dict[str, Any] | None:
+    entry = await stream.newest()
+    if entry is None:
+        return None
+    try:
+        last: dict[str, Any] | None = orjson.loads(entry.value)["last_rollout"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return None  # of another version
+    return last

@@ -1,0 +1,68 @@
+"""A short stream at a Redis server, from the process that knows something to one that wants the newest of it.
+
+It is no record: what was said before is worth nothing once there is something newer, so a few entries are kept for
+people who look, and nothing waits for a Redis that is away. How old an entry is is told by the server's clock alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from store.port import StoreAway
+from store.redis_client import FAULTS, place_of, redis_client
+from store.settings import StoreSettings
+
+DEMAND = "demand"
+"""The stream of what the gateway's work demands of the fleet, as JSON: see `GET /v1/demand`."""
+
+# Of 6,400 trajectories each is 1 MB.
+MAX_ENTRIES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What was said, and how many seconds ago."""
+
+    value: bytes
+    age_s: float
+
+
+class Stream:
+    """One stream of one namespace. Every method raises StoreAway, and is safe to repeat.
+
+    Raises:
+        StoreError: the URL is malformed.
+    """
+
+    def __init__(self, url: str, name: str, settings: StoreSettings) -> None:
+        self._redis = redis_client(url, settings)
+        self._place = place_of(url)
+        self._key = settings.namespace + name
+
+    async def add(self, value: bytes) -> None:
+        """Say this; what is older than the last few entries goes."""
+        try:
+            await self._redis.xadd(self._key, {"value": value}, maxlen=MAX_ENTRIES, approximate=False)
+        except FAULTS as fault:
+            raise self._away(fault) from fault
+
+    async def newest(self) -> Entry | None:
+        """What was said last; None: nothing ever was."""
+        try:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.xrevrange(self._key, count=1)
+                pipe.time()
+                found: list[Any] = await pipe.execute()
+        except FAULTS as fault:
+            raise self._away(fault) from fault
+        entries, (seconds, microseconds) = found
+        if not entries:
+            return None
+        entry_id, fields = entries[0]
+        said_at = int(entry_id.partition(b"-")[0]) / 1000
+        return Entry(bytes(fields[b"value"]), max(seconds + microseconds / 1e6 - said_at, 0.0))
+
+    async def aclose(self) -> None:
+        await self._redis.aclose()
+
+    def _away(self, fault: BaseException) -> StoreAway:
+        return StoreAway(f"Redis at {self._place} is away: {type(fault).__name__}: {fault}")

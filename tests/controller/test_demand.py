@@ -1,0 +1,210 @@
+"""Where the controller hears what there is to do: a gateway that is asked and a stream that is read tell the same."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from controller.demand import Demand, DemandAway, Work, demand_of
+from controller.fleet_file import DemandTable
+from controller.gateway_client import GatewayClient
+from engines.profiles import load_profile
+from engines.simulated.settings import SimulatedEngineSettings
+from gateway.server import Listening
+from store import DEMAND, StoreSettings, Stream
+from tests.support.engine import recorded_engine
+from tests.support.gateway import ADMIN_KEY, eventually, running_gateway
+from tests.support.redis_server import RedisServer, redis_server
+
+__all__ = ["redis_server"]
+
+ENGINE = SimulatedEngineSettings(profile=replace(load_profile("toy-cpu-tp1"), slots=8))
+EVERY_S = 0.02
+
+
+@dataclass(frozen=True)
+class Source:
+    """One way to hear of work: a store that the gateway has, and what the fleet file says of it."""
+
+    store: str
+    table: DemandTable
+
+    def gateway(self, *engines: str, **settings: Any) -> Any:
+        return running_gateway(*engines, store=self.store, demand_interval_s=EVERY_S, **settings)
+
+    @asynccontextmanager
+    async def demand(self, url: str) -> AsyncIterator[Demand]:
+        client = GatewayClient(url, ADMIN_KEY)
+        async with aclosing(demand_of(self.table, client)) as made:
+            yield made
+        client.close()
+
+
+@pytest.fixture(params=["asked", "read"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
+    if request.param == "asked":
+        return Source(f"sqlite:{tmp_path}/store.sqlite3", DemandTable())
+    return read_from(request.getfixturevalue("redis_server"))
+
+
+@pytest.fixture
+def server(redis_server: RedisServer) -> RedisServer:
+    """The shared one, empty."""
+    redis_server.restart(empty=True)
+    return redis_server
+
+
+def read_from(server: RedisServer, max_age_s: float = 30.0) -> Source:
+    server.restart(empty=True)
+    return Source(server.url(), DemandTable.model_validate({"redis": server.url(), "max_age_s": max_age_s}))
+
+
+async def told(demand: Demand, holds: Callable[[Work], bool], since: float = 0.0) -> Work:
+    """What is told once that holds; until then nobody may have said anything."""
+    found: list[Work] = []
+
+    async def is_told() -> bool:
+        try:
+            found.append(await demand.work(since))
+        except DemandAway:
+            return False
+        return holds(found[-1])
+
+    await eventually(is_told)
+    return found[-1]
+
+
+async def refusal(demand: Demand) -> str:
+    """Why nothing is told, once that is so."""
+    why: list[str] = []
+
+    async def is_refused() -> bool:
+        try:
+            await demand.work()
+        except DemandAway as fault:
+            why.append(str(fault))
+        return bool(why)
+
+    await eventually(is_refused)
+    return why[-1]
+
+
+async def declare(url: str, name: str, output_tokens: int) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=60.0) as client:
+        said = {"id": name, "expected_output_tokens": output_tokens}
+        (await client.post("/v1/trajectories", json=said)).raise_for_status()
+
+
+async def play(gateway: Listening, rollout: str, max_tokens: int) -> None:
+    """Two trajectories of one turn, which end."""
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60.0) as client:
+        for number in range(2):
+            body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": max_tokens, "ignore_eos": True}
+            name = f"{rollout}-{number}"
+            labels = {"X-Rollout-Id": rollout}
+            asked = {"model": "simulated", **body}
+            answer = await client.post(f"/t/{name}/v1/chat/completions", json=asked, headers=labels)
+            answer.raise_for_status()
+            (await client.post(f"/v1/trajectories/{name}/finish")).raise_for_status()
+
+
+async def test_work_is_told_as_it_is(source: Source) -> None:
+    """Of each active trajectory what it still needs; more of them soon after they come."""
+    async with source.gateway() as gateway, source.demand(gateway.url) as demand:
+        assert (await told(demand, lambda work: True)).remaining == ()
+        await declare(gateway.url, "a", 1_000)
+        await declare(gateway.url, "b", 2_000)
+        work = await told(demand, lambda work: len(work.remaining) == 2)
+        assert sorted(one.output_tokens for one in work.remaining) == [1_000, 2_000]
+        assert (work.num_waiting_turns, work.correlation, work.last_rollout) == (0, None, None)
+
+
+async def test_a_rollout_that_ended_is_told_until_it_is_known(source: Source) -> None:
+    """Also by a gateway that was started again since, and until another one has ended."""
+    async with recorded_engine(ENGINE) as engine:
+        async with source.gateway(engine.url) as gateway, source.demand(gateway.url) as demand:
+            await play(gateway, "first", max_tokens=5)
+            first = (await told(demand, lambda work: work.last_rollout is not None)).last_rollout
+            assert first is not None and [one.output_tokens for one in first.trajectories] == [5, 5]
+            assert all(one.uncached_tokens == one.context_tokens > 0 for one in first.trajectories)
+            assert (await demand.work(first.ended_at)).last_rollout is None
+        async with source.gateway(engine.url) as gateway, source.demand(gateway.url) as demand:
+            again = await told(demand, lambda work: work.last_rollout is not None)
+            assert again.last_rollout == first
+            await play(gateway, "second", max_tokens=7)
+            found = await told(demand, lambda work: work.last_rollout is not None, since=first.ended_at)
+            assert found.last_rollout is not None
+            assert [one.output_tokens for one in found.last_rollout.trajectories] == [7, 7]
+
+
+async def test_a_gateway_that_is_gone_has_no_demand(source: Source) -> None:
+    """What it said last is nobody's demand any more."""
+    source = replace(source, table=source.table.model_copy(update={"max_age_s": 2.0}))
+    async with source.gateway() as gateway, source.demand(gateway.url) as demand:
+        await declare(gateway.url, "a", 1_000)
+        await told(demand, lambda work: len(work.remaining) == 1)
+    async with source.demand(gateway.url) as demand:
+        assert await refusal(demand)
+
+
+async def test_redis_away_is_said_and_back_it_tells_what_is_now(server: RedisServer) -> None:
+    """With its data or without: never what there was to do before."""
+    source = read_from(server)
+    async with source.gateway() as gateway, source.demand(gateway.url) as demand:
+        await declare(gateway.url, "a", 1_000)
+        await told(demand, lambda work: len(work.remaining) == 1)
+        for number, is_empty in enumerate((False, True)):
+            await asyncio.to_thread(server.kill)
+            assert "is away" in await refusal(demand)
+            await declare(gateway.url, f"away-{number}", 2_000)
+            await asyncio.to_thread(server.restart, empty=is_empty)
+            await told(demand, lambda work, now=2 + number: len(work.remaining) == now)  # type: ignore[misc]
+
+
+async def test_what_is_too_old_or_not_understood_is_no_demand(server: RedisServer) -> None:
+    """Nor is a stream in which nobody has said anything; each has its own words."""
+    demand = demand_of(read_from(server, max_age_s=0.2).table, GatewayClient("http://127.0.0.1:9", None))
+    stream = Stream(server.url(), DEMAND, StoreSettings())
+    async with aclosing(demand), aclosing(stream):
+        assert "no gateway has said there" in await refusal(demand)
+        for said in (b"nonsense", b"[]", b"{}", b'{"trajectories": [{}]}'):
+            await stream.add(said)
+            why = await refusal(demand)
+            assert "not understood" in why or "was silent" in why
+        await asyncio.sleep(0.3)  # what makes it old
+        assert "the gateway was silent for" in await refusal(demand)
+
+
+async def test_the_stream_is_bounded(server: RedisServer) -> None:
+    """However long a gateway goes on: a few entries, the newest last."""
+    async with aclosing(Stream(server.url(), DEMAND, StoreSettings())) as stream:
+        for number in range(20):
+            await stream.add(b"%d" % number)
+        newest = await stream.newest()
+    assert newest is not None and newest.value == b"19" and newest.age_s < 60.0
+    with Redis.from_url(server.url()) as redis:
+        assert redis.xlen(f"heddle:{DEMAND}") == 4
+
+
+async def test_a_gateway_that_lost_its_store_to_another_one_is_silent(server: RedisServer) -> None:
+    """Two in one namespace are a mistake; the second has the trajectories, and its word is the one that counts."""
+    source = read_from(server)
+    async with source.gateway() as first, source.gateway() as second, source.demand(second.url) as demand:
+        await declare(first.url, "of-the-first", 1_000)
+        async with httpx.AsyncClient(base_url=first.url, timeout=60.0) as client:
+
+            async def is_fenced() -> bool:
+                return "another process" in (await client.get("/healthz")).text
+
+            await eventually(is_fenced)
+        await declare(second.url, "of-the-second", 2_000)
+        await told(demand, lambda work: [one.output_tokens for one in work.remaining] == [2_000])
+        for _ in range(50):
+            assert [one.output_tokens for one in (await demand.work()).remaining] == [2_000]
+            await asyncio.sleep(EVERY_S / 2)
