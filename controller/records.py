@@ -15,7 +15,8 @@ def step_record(kind: str, step: Step, at: float, **more: Any) -> Json:
 
 
 def wanted_record(wanted: Iterable[Wanted], serial: int, at: float, why: str, **more: Any) -> Json:
-    """The record of a decision. `more`: see `State`; what is not there stays as it is."""
+    """The record of a decision. `more`: see `State`; what is not there stays as it is. What a plan counted for the
+    relaunch, `counted_s`, is for who reads the journal."""
     return {
         "kind": "wanted",
         "at": at,

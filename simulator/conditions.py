@@ -61,6 +61,7 @@ class Reshape:
     Args:
         every_s: so often a plan is made.
         relaunch_s: until an engine that was cut anew serves; 45 cold, 10.8 activated, 3 woken.
+        expected_s: what a plan counts for that, where who plans knows no better; None: what it takes.
         min_gain_share: of the time that is left, beyond the relaunch.
         roles: speculation is what engines that are launched for the tail have, and no others: drafting costs memory.
     """
@@ -70,10 +71,12 @@ class Reshape:
     min_gain_share: float = 0.15
     gpus_per_node: int = 8
     roles: bool = False
+    expected_s: float | None = None
 
     def __post_init__(self) -> None:
         assert self.every_s > 0, "every_s: above 0"
         assert self.relaunch_s >= 0, "relaunch_s: from 0"
+        assert self.expected_s is None or self.expected_s >= 0, "expected_s: from 0"
         assert self.gpus_per_node > 0, "gpus_per_node: at least 1"
 
 

@@ -60,10 +60,12 @@ class Reshaper:
             engines: those that are there.
         """
         present = FleetPlan(tuple(sorted(engines, key=lambda one: -one.tp)), 0.0, "", "")
-        rule = ReshapeRule(self.settings.min_gain_share)
+        rule, cost_s = ReshapeRule(self.settings.min_gain_share), self.settings.expected_s
+        if cost_s is None:
+            cost_s = self.settings.relaunch_s
         wanted = plan(remaining, self._profiles, self._budget, speculation=self._speculation)
         current_s = self._estimate_s(remaining, present)
-        if not worth_reshaping(current_s, wanted.makespan_s, self.settings.relaunch_s, rule):
+        if not worth_reshaping(current_s, wanted.makespan_s, cost_s, rule):
             return None
         wanted = self._with_roles(renumbered(wanted, present), present)
         nodes = frozenset(nodes_to_relaunch(wanted, present))

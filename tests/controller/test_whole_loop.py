@@ -13,7 +13,8 @@ from controller.local_launcher import LocalLauncher
 
 @pytest.mark.timeout(600)
 async def test_the_loop_plays_both_rollouts_and_their_simulation(tmp_path: Path) -> None:
-    """No turn fails, with a fixed fleet and with plans; no engine outlives it; what is told adds up."""
+    """No turn fails, with a fixed fleet and with plans; no engine outlives it; what is told adds up, and plans count a
+    relaunch in the same seconds as work."""
     options = ["--gpus", "8", "--trajectories", "24", "--speed-up", "40", "--start-s", "1", "--work-dir", str(tmp_path)]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "heddle.loop", *options),
@@ -27,6 +28,9 @@ async def test_the_loop_plays_both_rollouts_and_their_simulation(tmp_path: Path)
     ((gain, promise),) = re.findall(r"Gain: x([\d.]+); the simulator said x([\d.]+)", said)
     assert float(gain) == pytest.approx(float(fixed_s) / float(planned_s), rel=0.02)
     assert float(promise) == pytest.approx(float(simulated_s) / float(simulated_planned_s), rel=0.02)
+    # Python alone needs 0.3 s to start an engine, 12 s as it is played, and plans count in those.
+    ((relaunch_s, counted_s),) = re.findall(r"relaunch ([\d.]+) s, ([\d.]+) s counted", said)
+    assert float(relaunch_s) > 10.0 and float(counted_s) > 10.0
     for rollout in ("fixed", "plans"):
         servers = await LocalLauncher(tmp_path / rollout / "servers", (), None).find("loop")
         assert len(servers) >= 8 and all(one.state is ServerState.EXITED for one in servers)

@@ -207,6 +207,17 @@ def test_a_fleet_of_the_wrong_degree_is_cut_anew_while_the_rollout_runs() -> Non
     assert taken[True].makespan_s < 0.7 * taken[False].makespan_s
 
 
+def test_a_plan_counts_what_is_expected_of_a_relaunch() -> None:
+    """Who plans may know too little: what a relaunch takes is then paid, but has no say."""
+    few = [Remaining(30_000.0, 256.0)] * 4
+    family = [load_profile(f"qwen3-14b-h100-tp{tp}") for tp in (1, 8)]
+    present = [PlannedEngine(1, 0, Role.BULK)] * 8
+    for expected_s, is_changed in ((None, False), (5.0, True)):
+        reshaper = Reshaper(Reshape(relaunch_s=1_000.0, expected_s=expected_s), family, 8)
+        assert (reshaper.change(few, present) is not None) == is_changed
+    assert Reshaper(Reshape(relaunch_s=5.0, expected_s=1_000.0), family, 8).change(few, present) is None
+
+
 def few_long(reshape: Reshape | None, features: Features) -> Outcome:
     """Four long trajectories on two engines of one node, whose profile is the only one."""
     trajectories = [Trajectory(f"t{n}", f"g{n}", 256, (Turn(0, 20, 1.0), Turn(16, 30_000, 0.0))) for n in range(4)]
