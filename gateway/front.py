@@ -45,6 +45,8 @@ class Front:
         end_watches: Callable[[], None],
     ) -> None:
         self._settings = settings
+        # Read once: to ask the settings for a value costs more than to compare it.
+        self._max_header_bytes, self._max_body_bytes = settings.max_header_bytes, settings.max_body_bytes
         self._access = access
         self._turns = turns
         self._passthrough = passthrough
@@ -106,7 +108,7 @@ class Front:
             return False
         if self._is_head_too_large(scope):
             return False
-        body = exchange.body_at_once(self._settings.max_body_bytes)
+        body = exchange.body_at_once(self._max_body_bytes)
         if body is None:
             return False
         rest = self._turns.begin(exchange, path, key, body, exchange)
@@ -116,7 +118,7 @@ class Front:
 
     def _is_head_too_large(self, scope: Mapping[str, Any]) -> bool:
         headers = scope["headers"]
-        return sum(map(len, chain.from_iterable(headers))) + 4 * len(headers) > self._settings.max_header_bytes
+        return sum(map(len, chain.from_iterable(headers))) + 4 * len(headers) > self._max_header_bytes
 
     async def _read(self, client: Client, receive: Receive) -> Receive:
         """Read the body, whose bounds FastAPI does not keep, and give it to FastAPI. Raises Refused, or ClientLeft."""

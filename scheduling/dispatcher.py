@@ -30,8 +30,8 @@ from scheduling.limits import Limits
 from scheduling.policy import Policy
 from scheduling.preemption import victim_for
 from scheduling.residency import Residency
-from scheduling.state import Queue, Trajectory, Turn, TurnState
-from scheduling.types import Action, Dispatch, Move, Preempt, Save, TrajectoryState
+from scheduling.state import RUNNING, WAITING, Queue, Trajectory, Turn
+from scheduling.types import ACTIVE, Action, Dispatch, Move, Preempt, Save
 
 # A client's hint outranks every prediction at the engine too: one step of it is more than any trajectory's output.
 HINT_TOKENS = 10_000_000
@@ -99,7 +99,7 @@ class Dispatcher:
 
     def withdraw(self, turn: Turn) -> None:
         """Take a turn away from where it waits or runs."""
-        if turn.state is TurnState.RUNNING:
+        if turn.state is RUNNING:
             turn.runs_on.stop(turn)
             turn.engine = None
         else:
@@ -111,7 +111,7 @@ class Dispatcher:
         home = self._home(trajectory)
         if home is None or trajectory.trajectory_id not in home.claims:
             return
-        if trajectory.state is TrajectoryState.ACTIVE and trajectory.num_turns:
+        if trajectory.state is ACTIVE and trajectory.num_turns:
             home.in_tool[trajectory.trajectory_id] = self.at
             return
         home.release(trajectory.trajectory_id)
@@ -186,7 +186,7 @@ class Dispatcher:
             self._leave_queue(turn)
             self.homeless.setdefault(turn.model, Queue()).push(turn)
         for turn in waiting:
-            if turn.state is TurnState.WAITING:
+            if turn.state is WAITING:
                 self._leave_queue(turn)
                 self._route(turn, actions)
 
@@ -248,7 +248,7 @@ class Dispatcher:
         self._to_place.discard(model)
         engines = self._chooser.engines_for(model)
         for turn in list(self.homeless.get(model, ())):
-            if turn.engine is not None or turn.state is not TurnState.WAITING:
+            if turn.engine is not None or turn.state is not WAITING:
                 continue  # it went with another one of its trajectory
             if not self._place(turn, engines, actions) and not any(map(self._is_open, engines)):
                 return
@@ -365,7 +365,7 @@ class Dispatcher:
             engine.release(trajectory_id)
         trajectory = turn.trajectory
         self.withdraw(turn)
-        turn.become(TurnState.RUNNING)
+        turn.become(RUNNING)
         turn.leg += 1
         turn.began_at, turn.is_pausing = self.at, False
         turn.engine = engine
@@ -398,7 +398,7 @@ class Dispatcher:
     def _call_home(self, trajectory: Trajectory, actions: list[Action]) -> None:
         """Route a trajectory's waiting turns to its new home."""
         for turn in list(trajectory.turns.values()):
-            if turn.state is TurnState.WAITING:
+            if turn.state is WAITING:
                 self._leave_queue(turn)
                 self._route(turn, actions)
 

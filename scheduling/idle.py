@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 from scheduling.limits import Limits
 from scheduling.state import Trajectory
-from scheduling.types import TrajectoryState
+from scheduling.types import ACTIVE
 
 
 class IdleTrajectories:
@@ -19,7 +19,7 @@ class IdleTrajectories:
         self._ended: OrderedDict[str, Trajectory] = OrderedDict()
 
     def add(self, trajectory: Trajectory) -> None:
-        is_active = trajectory.state is TrajectoryState.ACTIVE
+        is_active = trajectory.state is ACTIVE
         (self._active if is_active else self._ended)[trajectory.trajectory_id] = trajectory
 
     def remove(self, trajectory: Trajectory) -> None:

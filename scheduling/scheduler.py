@@ -21,8 +21,11 @@ from scheduling.idle import IdleTrajectories
 from scheduling.limits import Limits
 from scheduling.order import TurnFacts
 from scheduling.policy import Policy
-from scheduling.state import Trajectory, Turn, TurnState
+from scheduling.state import ENDED, RUNNING, WAITING, Trajectory, Turn
 from scheduling.types import (
+    ABORTED,
+    ACTIVE,
+    FINISHED,
     Abort,
     Action,
     EngineLeaving,
@@ -38,7 +41,6 @@ from scheduling.types import (
     TrajectoryClosed,
     TrajectoryDeclared,
     TrajectoryRecord,
-    TrajectoryState,
     TurnArrived,
     TurnFailed,
     TurnFinished,
@@ -134,7 +136,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert the invariants; for tests."""
-        waiting = [turn for turn in self._turns.values() if turn.state is TurnState.WAITING]
+        waiting = [turn for turn in self._turns.values() if turn.state is WAITING]
         assert len(waiting) == self.num_waiting
         invariants.check(self.policy, self.engines, self.trajectories, self._turns, self._dispatcher.homeless)
 
@@ -145,7 +147,7 @@ class Scheduler:
             actions.append(Reject(event.turn_id, Refusal.DUPLICATE_TURN, None))
             return
         trajectory = self.trajectories.get(event.trajectory_id)
-        if trajectory is not None and trajectory.state is TrajectoryState.ABORTED:
+        if trajectory is not None and trajectory.state is ABORTED:
             actions.append(Reject(event.turn_id, Refusal.TRAJECTORY_ABORTED, None))
             return
         is_new = trajectory is None
@@ -158,8 +160,8 @@ class Scheduler:
         if is_new:
             self._begin(trajectory, actions)
         self._idle.remove(trajectory)
-        if trajectory.state is TrajectoryState.FINISHED:
-            trajectory.state = TrajectoryState.ACTIVE
+        if trajectory.state is FINISHED:
+            trajectory.state = ACTIVE
             actions.append(Save(trajectory.record()))
         trajectory.prediction = event.prediction
         trajectory.group_id = trajectory.group_id or event.group_id
@@ -201,11 +203,11 @@ class Scheduler:
         turn = self._turns.get(event.turn_id)
         if turn is None or turn.leg != event.leg:
             return
-        if turn.state is TurnState.WAITING and event.fault is not Fault.CLIENT_LEFT:
+        if turn.state is WAITING and event.fault is not Fault.CLIENT_LEFT:
             return  # it waits because that leg failed: this was said before
         engine = turn.engine
         wants_retry = event.can_retry and event.fault in (Fault.ENGINE, Fault.BUSY)
-        is_aborted = turn.trajectory.state is TrajectoryState.ABORTED
+        is_aborted = turn.trajectory.state is ABORTED
         is_busy = event.fault is Fault.BUSY
         turn.num_faults += not is_busy
         if wants_retry and not is_aborted and turn.num_faults < self.limits.max_attempts:
@@ -229,7 +231,7 @@ class Scheduler:
         engine, trajectory = turn.runs_on, turn.trajectory
         turn.claim_tokens += event.output_tokens - turn.kept_tokens
         turn.kept_tokens = event.output_tokens
-        if trajectory.state is TrajectoryState.ABORTED:
+        if trajectory.state is ABORTED:
             self._end(turn)
             actions.append(Reject(turn.turn_id, Refusal.TRAJECTORY_ABORTED, None))
         else:
@@ -238,7 +240,7 @@ class Scheduler:
 
     def _wait_again(self, turn: Turn, since: float, actions: list[Action]) -> None:
         self._dispatcher.withdraw(turn)
-        turn.become(TurnState.WAITING)
+        turn.become(WAITING)
         turn.queued_at = since
         self._dispatcher.admit(turn, actions)
 
@@ -250,17 +252,17 @@ class Scheduler:
 
     def _trajectory_closed(self, event: TrajectoryClosed, actions: list[Action]) -> None:
         trajectory = self.trajectories.get(event.trajectory_id)
-        if trajectory is None or trajectory.state is TrajectoryState.ABORTED:
+        if trajectory is None or trajectory.state is ABORTED:
             return
-        if trajectory.state is TrajectoryState.FINISHED and not event.abort:
+        if trajectory.state is FINISHED and not event.abort:
             return
         self._idle.remove(trajectory)
-        trajectory.state = TrajectoryState.ABORTED if event.abort else TrajectoryState.FINISHED
+        trajectory.state = ABORTED if event.abort else FINISHED
         trajectory.last_at = self._at
         self._dispatcher.note(trajectory)
         if event.abort:
             for turn in list(trajectory.turns.values()):
-                if turn.state is TurnState.RUNNING:
+                if turn.state is RUNNING:
                     actions.append(Abort(turn.turn_id, turn.leg, Fault.CLOSED))
                 else:
                     self._end(turn)
@@ -274,7 +276,7 @@ class Scheduler:
         self._next_tick_at = self._at + TICK_S
         deadline = self._at - self.limits.queue_timeout_s
         for turn in list(self._turns.values()):
-            if turn.state is TurnState.WAITING and turn.queued_at <= deadline:
+            if turn.state is WAITING and turn.queued_at <= deadline:
                 self._end(turn)
                 actions.append(Reject(turn.turn_id, Refusal.QUEUE_TIMEOUT, REFUSED_RETRY_S))
         self._expire(actions)
@@ -317,7 +319,7 @@ class Scheduler:
         residents = [
             trajectory
             for trajectory in self.trajectories.values()
-            if trajectory.home == engine.spec.engine_id and trajectory.state is TrajectoryState.ACTIVE
+            if trajectory.home == engine.spec.engine_id and trajectory.state is ACTIVE
         ]
         for trajectory in sorted(residents, key=lambda trajectory: trajectory.last_at):
             engine.claim(trajectory, trajectory.context_tokens)
@@ -329,7 +331,7 @@ class Scheduler:
     def _end(self, turn: Turn) -> None:
         trajectory = turn.trajectory
         self._dispatcher.withdraw(turn)
-        turn.become(TurnState.ENDED)
+        turn.become(ENDED)
         del self._turns[turn.turn_id]
         del trajectory.turns[turn.turn_id]
         trajectory.last_at = self._at
@@ -339,7 +341,7 @@ class Scheduler:
 
     def _running_turn(self, turn_id: str, leg: int) -> Turn | None:
         turn = self._turns.get(turn_id)
-        return turn if turn is not None and turn.leg == leg and turn.state is TurnState.RUNNING else None
+        return turn if turn is not None and turn.leg == leg and turn.state is RUNNING else None
 
     def _turn_of(self, event: TurnArrived, trajectory: Trajectory) -> Turn:
         """The turn that a client asks for; it is in no queue yet."""

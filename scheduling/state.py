@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from scheduling.order import TurnFacts
-from scheduling.types import Prediction, TrajectoryRecord, TrajectoryState
+from scheduling.types import ACTIVE, Prediction, TrajectoryRecord, TrajectoryState
 
 if TYPE_CHECKING:
     from scheduling.engine import Engine
@@ -25,10 +25,12 @@ class TurnState(StrEnum):
     ENDED = "ended"
 
 
+WAITING, RUNNING, ENDED = TurnState.WAITING, TurnState.RUNNING, TurnState.ENDED
+
 TRANSITIONS = {
-    TurnState.WAITING: {TurnState.RUNNING, TurnState.ENDED},
-    TurnState.RUNNING: {TurnState.WAITING, TurnState.ENDED},
-    TurnState.ENDED: set[TurnState](),
+    WAITING: {RUNNING, ENDED},
+    RUNNING: {WAITING, ENDED},
+    ENDED: set[TurnState](),
 }
 
 
@@ -56,7 +58,7 @@ class Turn:
     facts: TurnFacts
     key: Key
     queued_at: float
-    state: TurnState = TurnState.WAITING
+    state: TurnState = WAITING
     leg: int = 0
     engine: "Engine | None" = None
     queue: "Queue | None" = None
@@ -76,7 +78,7 @@ class Turn:
     @property
     def runs_on(self) -> "Engine":
         """The engine of a running turn."""
-        assert self.engine is not None and self.state is TurnState.RUNNING
+        assert self.engine is not None and self.state is RUNNING
         return self.engine
 
     def become(self, state: TurnState) -> None:
@@ -96,7 +98,7 @@ class Trajectory:
     created_at: float
     last_at: float
     prediction: Prediction
-    state: TrajectoryState = TrajectoryState.ACTIVE
+    state: TrajectoryState = ACTIVE
     home: str | None = None
     context_tokens: int = 0
     output_tokens: int = 0
@@ -125,7 +127,7 @@ class Trajectory:
     @property
     def remaining_tokens(self) -> float:
         """Predicted output still to come; never less than one token while it is active."""
-        if self.state is not TrajectoryState.ACTIVE:
+        if self.state is not ACTIVE:
             return 0.0
         remaining = self.prediction.total_tokens - self.output_tokens
         return remaining if remaining > 1.0 else 1.0

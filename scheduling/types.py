@@ -27,6 +27,10 @@ class TrajectoryState(StrEnum):
     ABORTED = "aborted"
 
 
+# For where a turn passes: to look a member up in its enumeration takes as long as a call.
+ACTIVE, FINISHED, ABORTED = TrajectoryState.ACTIVE, TrajectoryState.FINISHED, TrajectoryState.ABORTED
+
+
 @dataclass(slots=True, unsafe_hash=True)
 class TrajectoryRecord:
     """What must outlive the process about one trajectory: never changed, though not frozen, for one is made at every

@@ -9,6 +9,8 @@ from gateway.state.eventlog import EventLog
 from gateway.state.ledger import Ledger
 from scheduling.scheduler import TICK_S, Scheduler
 from scheduling.types import (
+    ACTIVE,
+    FINISHED,
     Abort,
     Action,
     Dispatch,
@@ -20,7 +22,6 @@ from scheduling.types import (
     Save,
     Tick,
     TrajectoryRecord,
-    TrajectoryState,
 )
 
 
@@ -105,10 +106,11 @@ class Driver:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Save(record):
+            case Save():
+                record = action.record
                 before = self._ledger.save(record)
-                was_active = before is None or before.state is TrajectoryState.ACTIVE
-                if was_active and record.state is TrajectoryState.FINISHED:
+                was_active = before is None or before.state is ACTIVE
+                if was_active and record.state is FINISHED:
                     self._on_finished(record)
             case Dispatch():
                 if (turn := self._live.get(action.turn_id)) is not None:

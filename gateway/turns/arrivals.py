@@ -40,15 +40,15 @@ class Arrivals:
         prediction = self._prediction(ask, entry, prompt_tokens)
         turn.predicted_tokens = prediction.total_tokens
         return TurnArrived(
-            at=turn.arrived_at,
-            turn_id=turn.turn_id,
-            trajectory_id=ask.trajectory_id,
-            model=ask.model,
-            prompt_tokens=prompt_tokens,
-            prediction=prediction,
-            group_id=ask.group_id,
-            rollout_id=ask.rollout_id,
-            priority=ask.priority,
+            turn.arrived_at,
+            turn.turn_id,
+            ask.trajectory_id,
+            ask.model,
+            prompt_tokens,
+            prediction,
+            ask.group_id,
+            ask.rollout_id,
+            ask.priority,
         )
 
     def prompt_tokens(self, ask: Ask) -> int:
@@ -73,7 +73,9 @@ class Arrivals:
 
     def _prompt_tokens(self, ask: Ask, entry: Entry | None) -> int:
         known = entry.record.context_tokens if entry is not None else 0
-        estimate = max(known, int(len(ask.body) / self._bytes_per_token))
+        estimate = int(len(ask.body) / self._bytes_per_token)
+        if estimate < known:
+            estimate = known
         model = self._fleet.models().get(ask.model)
         limit = model.max_context_tokens if model is not None else None
-        return min(estimate, limit) if limit else estimate
+        return limit if limit and limit < estimate else estimate

@@ -51,6 +51,7 @@ class HotTurns:
         self.store = store
         self.clock = clock
         self.settings = settings
+        self.max_answer_bytes = settings.max_answer_bytes
         self.metrics = metrics
         self._taken: set[_HotTurn] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -158,7 +159,7 @@ class _HotTurn:
             self.hand_over()  # a stream that ended without its end, or an error in its place
             return
         body = response.so_far()
-        if len(body) > self._hot.settings.max_answer_bytes:
+        if len(body) > self._hot.max_answer_bytes:
             self.hand_over()
             return
         try:

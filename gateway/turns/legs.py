@@ -109,7 +109,7 @@ class Legs:
         self._fleet.leg_ended(begun.member, None, True)
 
     def _began(self, turn: Turn, dispatch: Dispatch, member: Member) -> Begun:
-        begun = Begun(dispatch, member, max(len(member.versions) - 1, 0), None)
+        begun = Begun(dispatch, member, len(member.versions) - 1 if member.versions else 0, None)
         turn.versions = member.versions[begun.first_version :]
         self._fleet.leg_began(member)
         return begun
@@ -190,14 +190,14 @@ class Legs:
         ask = turn.ask
         return member.dialect.upstream(
             Leg(
-                path=ask.path,
-                request_id=_request_id(turn),
-                trajectory_id=ask.trajectory_id,
-                priority=dispatch.priority,
-                body=ask.body,
-                request=ask.request,
-                counts_tokens=ask.wants_stream and ask.api in ("chat", "completions") and not ask.wants_usage,
-                cache_salt=member.cache_salt,
+                ask.path,
+                _request_id(turn),
+                ask.trajectory_id,
+                dispatch.priority,
+                ask.body,
+                ask.request,
+                ask.wants_stream and ask.api in ("chat", "completions") and not ask.wants_usage,
+                member.cache_salt,
             )
         )
 

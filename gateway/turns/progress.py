@@ -28,16 +28,18 @@ def begun(
     is_whole = record.num_turns <= len(turns) != turns.maxlen
     first = _first_finished(turns) if is_whole else None
     last = _first_finished(reversed(turns))
+    prompt_tokens = (first["prompt_tokens"] or 0) if first else 0
+    last_output_tokens = last["output_tokens"] if last else 0
     return Progress(
         trajectory_id,
         group_id,
         prompt_id,
-        prompt_tokens=(first["prompt_tokens"] or 0) if first else 0,
-        context_tokens=context_tokens,
-        output_tokens=record.output_tokens,
-        last_output_tokens=last["output_tokens"] if last else 0,
-        num_turns=record.num_turns,
-        outcomes=outcomes,
+        prompt_tokens,
+        context_tokens,
+        record.output_tokens,
+        last_output_tokens,
+        record.num_turns,
+        outcomes,
     )
 
 

@@ -32,7 +32,7 @@ class RequestReader:
     def __init__(
         self, settings: Settings, fleet: Fleet, ledger: Ledger, conversations: Conversations, book: StoredTokens
     ) -> None:
-        self._settings = settings
+        self._has_token_legs = settings.token_legs != "off"
         self._fleet = fleet
         self._ledger = ledger
         self._conversations = conversations
@@ -58,20 +58,24 @@ class RequestReader:
         if trajectory_id is None:
             is_inferred = True
             trajectory_id = self._conversations.continued(request) or f"t-{new_id()[:24]}"
+        group_id = identity.group_id or self._known_group(trajectory_id) or prompt_group(request)
+        may_be_joined = identity.strong and not is_inferred
+        keeps_tokens = self._has_token_legs and self._book.wants(trajectory_id, scope["headers"])
+        # By position: what is called by names pays 0.1 us for each.
         return Ask(
-            api=api,
-            path=path,
-            model=model,
-            body=body,
-            request=request,
-            trajectory_id=trajectory_id,
-            group_id=identity.group_id or self._known_group(trajectory_id) or prompt_group(request),
-            rollout_id=identity.rollout_id,
-            priority=_priority(identity),
-            is_inferred=is_inferred,
-            may_be_joined=identity.strong and not is_inferred,
-            keeps_tokens=self._settings.token_legs != "off" and self._book.wants(trajectory_id, scope["headers"]),
-            wants_stream=stream is True,
+            api,
+            path,
+            model,
+            body,
+            request,
+            trajectory_id,
+            group_id,
+            identity.rollout_id,
+            _priority(identity),
+            is_inferred,
+            may_be_joined,
+            keeps_tokens,
+            stream is True,
         )
 
     def _model(self, request: dict[str, Any]) -> str:

@@ -45,6 +45,7 @@ class RunningTurns:
         metrics: Metrics,
     ) -> None:
         self._settings = settings
+        self._max_turns_per_key = settings.max_turns_per_key
         self._clock = clock
         self._driver = driver
         self._store = store
@@ -61,8 +62,8 @@ class RunningTurns:
     def count(self, key: str) -> None:
         """Count one of a key's turns, until it is over or given up. Raises Refused above the limit."""
         num = self._num_of_key.get(key, 0)
-        if num >= self._settings.max_turns_per_key:
-            raise too_many_turns(self._settings.max_turns_per_key)
+        if num >= self._max_turns_per_key:
+            raise too_many_turns(self._max_turns_per_key)
         self._num_of_key[key] = num + 1
 
     def give_up(self, turn: Turn) -> None:

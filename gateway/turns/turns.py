@@ -58,6 +58,7 @@ class Turns:
         metrics: Metrics,
     ) -> None:
         self._settings = settings
+        self._max_answer_bytes, self._has_token_legs = settings.max_answer_bytes, settings.token_legs != "off"
         self._clock = clock
         self._reader = reader
         self._repeats = repeats
@@ -103,7 +104,7 @@ class Turns:
         """
         turn_id = new_id()
         api = TURN_ROUTES[path]
-        outlet = Outlet(client, api, turn_id, keeps=True, max_kept_bytes=self._settings.max_answer_bytes)
+        outlet = Outlet(client, api, turn_id, keeps=True, max_kept_bytes=self._max_answer_bytes)
         try:
             try:
                 ask = self._reader.ask(client.scope, api, path, body)
@@ -122,7 +123,7 @@ class Turns:
             self._running.count(key)
             turn = Turn(turn_id, ask, outlet, self._clock(), 0.0)
             turn.key = key
-            if self._settings.token_legs != "off":
+            if self._has_token_legs:
                 return self._endings.serving(self._prepared(turn, client, retries), client, outlet, turn_id)
             self._running.arrive(turn, client)
         except Exception as error:
