@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
@@ -15,6 +14,7 @@ from controller.assembly import controller, launcher_of
 from controller.fleet_file import FleetFile, FleetFileError
 from controller.launcher import Launcher
 from controller.loop import Controller
+from engines.listener import bound
 
 LOGGER = logging.getLogger("heddle.controller")
 
@@ -56,10 +56,8 @@ class _Server(uvicorn.Server):
 @asynccontextmanager
 async def _serving(fleet: FleetFile, made: Controller) -> AsyncIterator[None]:
     host, _, port = fleet.listen.rpartition(":")
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, proto=socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host.strip("[]"), int(port)))
+        listener = bound(host.strip("[]"), int(port))
     except OSError as error:
         raise FleetFileError(f"cannot listen on {fleet.listen}: {error.strerror}") from None
     app = build_api(made, fleet.admin_key)

@@ -81,41 +81,6 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
-    """Have the gateway give it no more turns."""
-
-    server_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class MoveKv:
-    """Let the trajectories that live there take their KV along."""
-
-    server_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End its processes, or clear away what has ended."""
-
-    server_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Sleep:
-    """Have it give its devices' memory back and keep its processes."""
-
-    server_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Wake:
-    """Have it take its devices' memory again."""
-
-    server_id: str
-
-
-@dataclass(frozen=True, slots=True)
 class Launch:
     """Start it; goes on with a launch that broke off."""
 
@@ -127,31 +92,46 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class MakeReady:
+class _Known:
+    """A step of a server that is there."""
+
+    server_id: str
+
+
+class Drain(_Known):
+    """Have the gateway give it no more turns."""
+
+
+class MoveKv(_Known):
+    """Let the trajectories that live there take their KV along."""
+
+
+class Stop(_Known):
+    """End its processes, or clear away what has ended."""
+
+
+class Sleep(_Known):
+    """Have it give its devices' memory back and keep its processes."""
+
+
+class Wake(_Known):
+    """Have it take its devices' memory again."""
+
+
+class MakeReady(_Known):
     """Wait until it answers, and warm it up."""
 
-    server_id: str
 
-
-@dataclass(frozen=True, slots=True)
-class Register:
+class Register(_Known):
     """Tell the gateway of it."""
 
-    server_id: str
 
-
-@dataclass(frozen=True, slots=True)
-class Remove:
+class Remove(_Known):
     """Have the gateway forget it."""
 
-    server_id: str
 
-
-@dataclass(frozen=True, slots=True)
-class Reopen:
+class Reopen(_Known):
     """It stays after all: have the gateway give it turns again."""
-
-    server_id: str
 
 
 Step = Drain | MoveKv | Stop | Sleep | Wake | Launch | MakeReady | Register | Remove | Reopen

@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from engines.listener import bound
 from gateway.app import gateway
 from gateway.config import ConfigError, Settings
 from gateway.http.protocol import bounded_protocol
@@ -78,15 +79,9 @@ async def serving(settings: Settings) -> AsyncIterator[Listening]:
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket that connections queue up at, even before the gateway is ready. Raises ConfigError."""
-    # With the protocol named, asyncio turns Nagle's algorithm off; without, every answer would wait 40 ms for an ACK.
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
+        listener = bound(host, port, _BACKLOG)
     except OSError as error:
-        listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     listener.setblocking(False)
     return listener

@@ -5,8 +5,8 @@ import dataclasses
 import sys
 import time
 
+from engines.listener import bound
 from engines.profiles import load_profile, profile_names
-from engines.simulated.server import bound
 from engines.simulated.server import run as run_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from heddle.arguments import count, port, positive, seconds

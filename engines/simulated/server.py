@@ -9,6 +9,7 @@ from typing import Any
 
 import uvicorn
 
+from engines.listener import bound
 from engines.simulated.exchange import AnswerSpoiled, ApiError, Exchange, Receive, Send
 from engines.simulated.faults import FaultBox
 from engines.simulated.kv_transfer import FETCH
@@ -98,20 +99,6 @@ async def serve_engine(settings: SimulatedEngineSettings, host: str = "127.0.0.1
             for sleeper in asleep:  # in a slow fault, or waiting for the end of a pause
                 sleeper.cancel()
         sock.close()
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """An address of one's own, at which nobody is answered yet. Port 0: any free one. Raises OSError."""
-    # asyncio turns Nagle's algorithm off only where the protocol is named; with it each answer waits 40 ms for an ACK.
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 def run(settings: SimulatedEngineSettings, address: socket.socket) -> None:

@@ -59,6 +59,19 @@ async def acting(fleet: FleetFile) -> AsyncIterator[Controller]:
 
 
 @asynccontextmanager
+async def acting_without_its_journal(fleet: FleetFile, *tps: int) -> AsyncIterator[Controller]:
+    """A controller that acts on a fleet of these sizes, which it had to find, and left as it was."""
+    async with acting(fleet) as made:
+        await until_reached(made, *tps)
+        before = {one.server_id for one in made.journal.state.wanted}
+    (fleet.state_dir / "journal.jsonl").unlink()
+    async with acting(fleet) as made:
+        await until_reached(made, *tps)
+        assert {one.server_id for one in made.journal.state.wanted} == before
+        yield made
+
+
+@asynccontextmanager
 async def stopped_at_the_end(fleet: FleetFile) -> AsyncIterator[None]:
     """Servers outlive controllers, but not a test."""
     try:
@@ -158,6 +171,16 @@ class Rollout:
         """Let the turns under way end; without `stop`, all turns."""
         self._stopping = stop
         await asyncio.gather(*self._tasks)
+
+    async def check_undisturbed(self) -> None:
+        """Every answer is what the same agents are told when nothing happens to them."""
+        num_turns = max(map(len, self.answers))
+        again = Rollout(self._url, self._model, len(self.answers), self._max_tokens, 0.0, num_turns, self._task)
+        again.begin("again")
+        await again.end(stop=False)
+        assert again.failures == []
+        for answers, expected in zip(self.answers, again.answers, strict=True):
+            assert answers == expected[: len(answers)]
 
     async def _agent(self, name: str, number: int) -> None:
         messages = [{"role": "user", "content": f"task {number}{self._task}"}]

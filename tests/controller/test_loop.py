@@ -16,6 +16,7 @@ from tests.controller.fleet_site import (
     ENGINE,
     Rollout,
     acting,
+    acting_without_its_journal,
     cached_at_new_homes,
     engines,
     fleet_file,
@@ -152,14 +153,7 @@ async def test_what_runs_is_adopted_when_the_journal_is_lost(tmp_path: Path) -> 
     """No engine is stopped, none launched."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
         fleet = fleet_file(tmp_path, gateway.url)
-        async with stopped_at_the_end(fleet):
-            async with acting(fleet) as made:
-                await until_reached(made, 1, 1)
-                before = {one.server_id for one in made.journal.state.wanted}
-            (tmp_path / "journal.jsonl").unlink()
-            async with acting(fleet) as made:
-                await until_reached(made, 1, 1)
-                assert {one.server_id for one in made.journal.state.wanted} == before
+        async with stopped_at_the_end(fleet), acting_without_its_journal(fleet, 1, 1):
             assert len(await launcher_for(fleet).find("test")) == 2
 
 

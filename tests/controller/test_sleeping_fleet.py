@@ -18,6 +18,7 @@ from tests.controller.fleet_site import (
     ENGINE,
     Rollout,
     acting,
+    acting_without_its_journal,
     fleet_file,
     launcher_for,
     stopped_at_the_end,
@@ -170,16 +171,9 @@ async def test_sleepers_are_found_again_when_the_journal_is_lost(tmp_path: Path)
     """By their own word: who sleeps is a spare, the others are the fleet, and a change wakes it as ever."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
         fleet = sleeping_fleet(tmp_path, gateway.url)
-        async with stopped_at_the_end(fleet):
-            async with acting(fleet) as made:
-                await until_reached(made, 1, 1)
-                before = {one.server_id for one in made.journal.state.wanted}
-            (tmp_path / "journal.jsonl").unlink()
-            async with acting(fleet) as made:
-                await until_reached(made, 1, 1)
-                assert {one.server_id for one in made.journal.state.wanted} == before
-                (spare,) = made.journal.state.spares
-                assert made.journal.state.rest[spare.server_id] == Rest.ASLEEP
-                made.ask(made.will.scaled([2], made.in_sight()))
-                await until_reached(made, 2)
-                assert made.journal.state.wanted == (spare,)
+        async with stopped_at_the_end(fleet), acting_without_its_journal(fleet, 1, 1) as made:
+            (spare,) = made.journal.state.spares
+            assert made.journal.state.rest[spare.server_id] == Rest.ASLEEP
+            made.ask(made.will.scaled([2], made.in_sight()))
+            await until_reached(made, 2)
+            assert made.journal.state.wanted == (spare,)

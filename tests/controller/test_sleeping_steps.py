@@ -118,36 +118,15 @@ def test_any_fleet_becomes_any_other_with_sleepers_beside_it(
                 for _ in range(data.draw(st.integers(0, 2))):
                     world.perform(step)
             assert len(world.serving()) >= min(min_engines, num_before)
-            match data.draw(st.integers(0, 5)):
-                case 0:
-                    world.turns_end()
-                case 1:
-                    world.gateway_restarts()
-                case 2 if world.servers:
-                    victim = data.draw(st.sampled_from(sorted(world.servers)))
-                    world.dies(victim)
-                    wanted = [
-                        replace(one, server_id=world.new_id()) if one.server_id == victim else one for one in wanted
-                    ]
-                    spares = [one for one in spares if one.server_id != victim]
-    settle(world, wanted, spares)
+            gone = world.something_happens(data)
+            wanted = world.replaced(wanted, gone)
+            spares = [one for one in spares if one.server_id != gone]
+    world.settle(wanted, spares)
     assert is_reached(wanted, world.seen())
     left = {one.server_id for one in world.seen() if one.is_alive}
     wanted_ids, spare_ids = ({one.server_id for one in each} for each in (wanted, spares))
     assert wanted_ids <= left <= wanted_ids | spare_ids and left - wanted_ids <= world.asleep, "an orphan is left"
     assert {one.server_id for one in world.seen() if one.is_member} == wanted_ids
-
-
-def settle(world: World, wanted: list[Wanted], spares: list[Wanted]) -> None:
-    """Quiet at last; nothing need go on serving."""
-    for _ in range(200):
-        world.turns_end()
-        steps = next_steps(wanted, world.seen(), spares=spares)
-        if not steps:
-            return
-        for step in steps:
-            world.perform(step)
-    raise AssertionError("it never ends")
 
 
 @given(sizes().filter(bool), st.sets(st.sampled_from((1, 2, 4, 8))), st.sets(st.sampled_from(DEVICES), max_size=3))

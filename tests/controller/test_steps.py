@@ -119,34 +119,12 @@ def test_any_fleet_becomes_any_other(
                 for _ in range(data.draw(st.integers(0, 2))):
                     world.perform(step)
             assert len(world.serving()) >= min(min_engines, num_before)
-            match data.draw(st.integers(0, 5)):
-                case 0:
-                    world.turns_end()
-                case 1:
-                    world.gateway_restarts()
-                case 2 if world.servers:
-                    victim = data.draw(st.sampled_from(sorted(world.servers)))
-                    world.dies(victim)
-                    wanted = [
-                        replace(one, server_id=world.new_id()) if one.server_id == victim else one for one in wanted
-                    ]
-    settle(world, wanted, max_starting)
+            wanted = world.replaced(wanted, world.something_happens(data))
+    world.settle(wanted, max_starting=max_starting)
     assert is_reached(wanted, world.seen())
     assert {one.server_id for one in world.seen() if one.is_alive or one.is_member} == {
         one.server_id for one in wanted
     }, "an orphan is left"
-
-
-def settle(world: World, wanted: list[Wanted], max_starting: int) -> None:
-    """Quiet at last; nothing need go on serving."""
-    for _ in range(100):
-        world.turns_end()
-        steps = next_steps(wanted, world.seen(), max_starting=max_starting)
-        if not steps:
-            return
-        for step in steps:
-            world.perform(step)
-    raise AssertionError("it never ends")
 
 
 @given(sizes(), sizes(), st.sets(st.sampled_from(DEVICES), max_size=3))

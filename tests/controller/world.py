@@ -1,7 +1,10 @@
 """A launcher and a gateway in a few lines, for tests of the pure steps: they do what a step says, and notice harm."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+
+from hypothesis import strategies as st
 
 from controller.steps import (
     Drain,
@@ -18,6 +21,7 @@ from controller.steps import (
     Stop,
     Wake,
     Wanted,
+    next_steps,
 )
 
 
@@ -107,6 +111,34 @@ class World:
             self.perform(step)
         one = self.servers[step.server_id]
         self.servers[step.server_id] = replace(one, rest=Rest.BETWEEN, is_ready=False)
+
+    def something_happens(self, data: st.DataObject) -> str | None:
+        """Turns end, the gateway restarts, a server dies, or nothing does; gives the id of one that died."""
+        match data.draw(st.integers(0, 5)):
+            case 0:
+                self.turns_end()
+            case 1:
+                self.gateway_restarts()
+            case 2 if self.servers:
+                victim = data.draw(st.sampled_from(sorted(self.servers)))
+                self.dies(victim)
+                return victim
+        return None
+
+    def replaced(self, wanted: Sequence[Wanted], gone: str | None) -> list[Wanted]:
+        """The same servers, with a new one in place of one that is gone."""
+        return [replace(one, server_id=self.new_id()) if one.server_id == gone else one for one in wanted]
+
+    def settle(self, wanted: Sequence[Wanted], spares: Sequence[Wanted] = (), max_starting: int = 8) -> None:
+        """Take steps until none is left; nothing need go on serving."""
+        for _ in range(200):
+            self.turns_end()
+            steps = next_steps(wanted, self.seen(), spares=spares, max_starting=max_starting)
+            if not steps:
+                return
+            for step in steps:
+                self.perform(step)
+        raise AssertionError("it never ends")
 
     def turns_end(self) -> None:
         """Every turn ends on servers that get no more."""

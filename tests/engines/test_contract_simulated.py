@@ -38,11 +38,9 @@ SGLANG = replace(
 )
 
 
-@pytest.mark.parametrize("facts", (VLLM, SGLANG), ids=lambda facts: facts.kind)
-@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
-async def test_a_simulated_engine_keeps_the_contract(facts: Facts, promise: Promise) -> None:
-    """What the real engines promise, the double promises."""
-    settings = SimulatedEngineSettings(
+def settings_of(facts: Facts) -> SimulatedEngineSettings:
+    """An engine of which these facts hold."""
+    return SimulatedEngineSettings(
         dialect=facts.kind,  # type: ignore[arg-type]
         profile=PROFILE,
         model=facts.model,
@@ -50,5 +48,11 @@ async def test_a_simulated_engine_keeps_the_contract(facts: Facts, promise: Prom
         block_size=facts.block_tokens,
         keep_alive_s=facts.keep_alive_s,
     )
-    async with serve_engine(settings) as url, site(url, facts) as engine:
+
+
+@pytest.mark.parametrize("facts", (VLLM, SGLANG), ids=lambda facts: facts.kind)
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+async def test_a_simulated_engine_keeps_the_contract(facts: Facts, promise: Promise) -> None:
+    """What the real engines promise, the double promises."""
+    async with serve_engine(settings_of(facts)) as url, site(url, facts) as engine:
         await promise(engine)

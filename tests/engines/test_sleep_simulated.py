@@ -8,7 +8,7 @@ from engines.simulated.settings import SimulatedEngineSettings
 from engines.sleep import SLEEP, CannotSleep, SleepFault
 from tests.engines.contract_of_sleep import PROMISES, Promise
 from tests.engines.site import TIMEOUT_S, Facts, site
-from tests.engines.test_contract_simulated import PROFILE, SGLANG, VLLM
+from tests.engines.test_contract_simulated import PROFILE, SGLANG, VLLM, settings_of
 
 EVERY_LEVEL = [(facts, level) for facts in (VLLM, SGLANG) for level in SLEEP[facts.kind].levels]
 
@@ -17,14 +17,7 @@ EVERY_LEVEL = [(facts, level) for facts in (VLLM, SGLANG) for level in SLEEP[fac
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 async def test_a_simulated_engine_sleeps_as_the_real_ones(facts: Facts, promise: Promise, level: int) -> None:
     """What the controller relies on, at each level."""
-    settings = SimulatedEngineSettings(
-        dialect=facts.kind,  # type: ignore[arg-type]
-        profile=PROFILE,
-        model=facts.model,
-        max_model_len=facts.max_context_tokens,
-        block_size=facts.block_tokens,
-    )
-    async with serve_engine(settings) as url, site(url, facts) as engine:
+    async with serve_engine(settings_of(facts)) as url, site(url, facts) as engine:
         await promise(engine, level)
 
 

@@ -7,7 +7,13 @@ import pytest
 from controller.fleet_file import FleetFile
 from controller.launcher import ServerState
 from tests.controller.fleet_site import Rollout, acting, launcher_for, stopped_at_the_end, until_reached
-from tests.real.test_real_controller import NUM_AGENTS, START_TIMEOUT_S, goes_on, real_fleet
+from tests.real.test_real_controller import (
+    NUM_AGENTS,
+    START_TIMEOUT_S,
+    in_words,
+    played_through_changes,
+    real_fleet,
+)
 from tests.support.gateway import PATIENT, running_gateway
 
 pytestmark = [pytest.mark.vllm, pytest.mark.sleeping, pytest.mark.timeout(1800)]
@@ -33,26 +39,13 @@ async def test_two_servers_fall_asleep_for_a_larger_one_and_wake_again(
             await until_reached(made, 1, 1, timeout_s=START_TIMEOUT_S)
             servers = await _alive(fleet)
             rollout = Rollout(gateway.url, "tiny", NUM_AGENTS, tool_s=1.0)
-            rollout.begin()
-            for tps in ([2], [1, 1]):
-                await goes_on(rollout)
-                made.ask(made.will.scaled(tps, made.in_sight()))
-                await until_reached(made, *tps, timeout_s=START_TIMEOUT_S)
-            await goes_on(rollout)
-            await rollout.end()
-            assert rollout.failures == [] and made.journal.state.failures == ()
+            await played_through_changes(made, rollout)
             assert await _alive(fleet) == servers and len(servers) == 3
+            await rollout.check_undisturbed()
             seconds = made.journal.state.phase_s
-            undisturbed = Rollout(gateway.url, "tiny", NUM_AGENTS, tool_s=0.0, num_turns=max(map(len, rollout.answers)))
-            undisturbed.begin("again")
-            await undisturbed.end(stop=False)
-    assert undisturbed.failures == []
-    for answers, expected in zip(rollout.answers, undisturbed.answers, strict=True):
-        assert answers == expected[: len(answers)]
     with capsys.disabled():
         print(f"\n{rollout.num_turns} turns, none failed, none altered; seconds of each phase:")
-        for (phase, tp), times in sorted(seconds.items()):
-            print(f"  {phase} of TP {tp}: {', '.join(f'{one:.2f}' for one in times)}")
+        print(in_words(seconds))
 
 
 async def _alive(fleet: FleetFile) -> set[str]:
