@@ -1,10 +1,8 @@
 """Puts the gateway process together, in one place."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from gateway.api.application import Health, build_api
 from gateway.api.fleet import Engines
@@ -22,13 +20,11 @@ from gateway.front import Front
 from gateway.http.access import Access
 from gateway.kv.contexts import Contexts
 from gateway.kv.moves import KvMoves
-from gateway.messages.conversations import Conversations
+from gateway.memory import restored
 from gateway.metrics import Metrics
 from gateway.passthrough import Passthrough
 from gateway.state.driver import Driver
 from gateway.state.eventlog import EventLog
-from gateway.state.ledger import Ledger
-from gateway.tokens.book import StoredTokens
 from gateway.tokens.partials import Partials
 from gateway.turnlog import TurnLog
 from gateway.turns.arrivals import Arrivals
@@ -36,24 +32,15 @@ from gateway.turns.endings import Endings
 from gateway.turns.hot import HotTurns
 from gateway.turns.kept_tokens import KeptTokens
 from gateway.turns.legs import Legs
-from gateway.turns.progress import ended
-from gateway.turns.repeats import Repeats
 from gateway.turns.request_reader import RequestReader
 from gateway.turns.running import RunningTurns
 from gateway.turns.staleness import Staleness
 from gateway.turns.turns import Turns
 from gateway.turns.weight_updates import Weights
-from predictor.named import predictor_named
-from predictor.progress import Predictor
 from scheduling.policy import POLICIES
 from scheduling.scheduler import Scheduler
 from scheduling.types import Move, TrajectoryRecord
-from store import DEMAND, Store, StoreAway, StoredTrajectory, StoreSettings, open_store, open_stream
-
-_PREDICTOR_STATE = "predictor"
-# What the predictor learned in the last seconds before a crash is learned again soon; its state can be megabytes.
-_PREDICTOR_SAVE_S = 10.0
-_STORE_RETRY_S = 0.5
+from store import DEMAND, StoreSettings, open_store, open_stream
 
 
 @asynccontextmanager
@@ -72,40 +59,23 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
     store_settings = StoreSettings(max_turns_kept=settings.max_turns_kept, namespace=settings.store_namespace)
     store = open_store(settings.store, store_settings)
     await store.open()
-    ledger = Ledger(store, settings.max_turns_kept)
-    predictor = _predictor(settings)
-    conversations = Conversations(settings.max_conversations)
-    repeats = Repeats(settings.max_kept_answer_bytes, settings.max_stored_answer_bytes)
+    memory = await restored(settings, store, clock)
+    ledger, book, repeats, conversations = memory.ledger, memory.book, memory.repeats, memory.conversations
     metrics = Metrics()
     log = TurnLog()
     access = Access(settings.api_keys, settings.admin_key)
-    stored = await _load(store, settings.store_start_timeout_s)
-    records = ledger.restore(stored)
-    book = StoredTokens(store, ledger, clock, settings.token_limits())
-    await book.restore()
-    for item in stored:
-        if item.answer is not None:
-            repeats.restore(item.trajectory_id, item.answer)
-    if learned := await store.get_state(_PREDICTOR_STATE):
-        with contextlib.suppress(ValueError):  # another kind of predictor wrote it: this one begins anew
-            predictor.restore(learned)
-    for entry in ledger:
-        conversations.restore(entry.record.trajectory_id, entry.conversation)
     began_at, limits = clock(), settings.limits()
     can_preempt = settings.token_legs == "auto"
-    scheduler = Scheduler(POLICIES[settings.policy], limits, records, began_at, can_preempt=can_preempt)
-    event_log.begin(began_at, settings.policy, limits, records, can_preempt)
+    scheduler = Scheduler(POLICIES[settings.policy], limits, memory.records, began_at, can_preempt=can_preempt)
+    event_log.begin(began_at, settings.policy, limits, memory.records, can_preempt)
 
     def finished(record: TrajectoryRecord) -> None:
-        predictor.ended(ended(record))
+        memory.finished(record)
         kv.cancel(record.trajectory_id)
         contexts.forget(record.trajectory_id)
 
     def forgotten(trajectory_id: str) -> None:
-        conversations.forget(trajectory_id)
-        repeats.forget(trajectory_id)
-        book.forget(trajectory_id)
-        predictor.dropped(trajectory_id)
+        memory.forget(trajectory_id)
         kv.cancel(trajectory_id)
         contexts.forget(trajectory_id)
 
@@ -120,8 +90,8 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
     staleness = Staleness(settings, weight_record, ledger)
     weights = Weights(settings, clock, fleet, store, weight_record, staleness, driver.live_turns)
     reader = RequestReader(settings, fleet, ledger, conversations, book)
-    arrivals = Arrivals(fleet, ledger, predictor)
-    before = {record.trajectory_id for record in records}
+    arrivals = Arrivals(fleet, ledger, memory.predictor)
+    before = {record.trajectory_id for record in memory.records}
     kept_tokens = KeptTokens(book, Partials(store), clock, settings.save_tokens_s, before)
     endings = Endings(clock, driver, ledger, conversations, repeats, arrivals, kept_tokens, contexts, metrics, log)
     legs = Legs(settings, clock, driver, fleet, metrics, book, kept_tokens.save, staleness, kv)
@@ -132,7 +102,7 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
     metrics.watch(scheduler, fleet, ledger, store)
     api = build_api(
         Health(settings, driver, fleet, store, metrics, book),
-        Trajectories(clock, driver, ledger, predictor),
+        Trajectories(clock, driver, ledger, memory.predictor),
         Engines(fleet, driver, event_log, kv, access, settings.heartbeat_s, settings.token_legs == "auto"),
         Tokens(ledger, book),
     )
@@ -142,15 +112,13 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
     declare_hot_routes(api, turns, passthrough)
 
     def rewrite() -> None:
-        ledger.rewrite()
-        book.rewrite()
+        memory.rewrite()
         fleet.remember()
         weight_record.remember()
-        store.put_state(_PREDICTOR_STATE, predictor.dump())
 
     store.on_loss(rewrite)
     await fleet.start()
-    tasks = [asyncio.create_task(_keep_predictor(predictor, store.put_state))]
+    tasks = [asyncio.create_task(memory.keep_predictor())]
     if stream := open_stream(settings.store, DEMAND, store_settings):
         tasks.append(asyncio.create_task(say_demand(demand, stream, store.health, settings.demand_interval_s)))
     try:
@@ -159,39 +127,10 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        store.put_state(_PREDICTOR_STATE, predictor.dump())
+        memory.save_predictor()
         driver.close()
         await weights.close()
         await kv.close()
         await fleet.stop()
         await store.close()
         event_log.close()
-
-
-def _predictor(settings: Settings) -> Predictor:
-    path = settings.predictor_model
-    try:
-        return predictor_named(settings.predictor_name, Path(path).read_bytes() if path else None)
-    except OSError as error:
-        raise ConfigError(f"cannot read the predictor's model {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is no model of the predictor {settings.predictor_name!r}: {error}") from None
-
-
-async def _load(store: Store, timeout_s: float) -> list[StoredTrajectory]:
-    """What the store has; one that is away is waited for."""
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    while True:
-        try:
-            return await store.load()
-        except StoreAway:
-            if asyncio.get_running_loop().time() >= deadline:
-                raise
-            await asyncio.sleep(_STORE_RETRY_S)
-
-
-async def _keep_predictor(predictor: Predictor, put_state: Callable[[str, bytes], None]) -> None:
-    with contextlib.suppress(asyncio.CancelledError):
-        while True:
-            await asyncio.sleep(_PREDICTOR_SAVE_S)
-            put_state(_PREDICTOR_STATE, predictor.dump())

@@ -1,0 +1,115 @@
+"""What a gateway knows of trajectories: taken up from the store when it starts, and forgotten with each of them."""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.clock import Clock
+from gateway.config import ConfigError, Settings
+from gateway.messages.conversations import Conversations
+from gateway.state.ledger import Ledger
+from gateway.tokens.book import StoredTokens
+from gateway.turns.progress import ended
+from gateway.turns.repeats import Repeats
+from predictor.named import predictor_named
+from predictor.progress import Predictor
+from scheduling.types import TrajectoryRecord
+from store import Store, StoreAway, StoredTrajectory
+
+_PREDICTOR_STATE = "predictor"
+# What the predictor learned in the last seconds before a crash is learned again soon; its state can be megabytes.
+_PREDICTOR_SAVE_S = 10.0
+_STORE_RETRY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Memory:
+    """All of it, over one store.
+
+    Attributes:
+        records: of the trajectories of an earlier process.
+    """
+
+    store: Store
+    ledger: Ledger
+    predictor: Predictor
+    conversations: Conversations
+    repeats: Repeats
+    book: StoredTokens
+    records: list[TrajectoryRecord]
+
+    def finished(self, record: TrajectoryRecord) -> None:
+        """A trajectory's length is known."""
+        self.predictor.ended(ended(record))
+
+    def forget(self, trajectory_id: str) -> None:
+        """Drop what is not in the ledger, whose owner does that."""
+        self.conversations.forget(trajectory_id)
+        self.repeats.forget(trajectory_id)
+        self.book.forget(trajectory_id)
+        self.predictor.dropped(trajectory_id)
+
+    def rewrite(self) -> None:
+        """Tell the store everything, for it has lost what it had."""
+        self.ledger.rewrite()
+        self.book.rewrite()
+        self.save_predictor()
+
+    def save_predictor(self) -> None:
+        """Tell the store what was learned."""
+        self.store.put_state(_PREDICTOR_STATE, self.predictor.dump())
+
+    async def keep_predictor(self) -> None:
+        """Do so now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(_PREDICTOR_SAVE_S)
+            self.save_predictor()
+
+
+async def restored(settings: Settings, store: Store, clock: Clock) -> Memory:
+    """What an open store remembers.
+
+    Raises:
+        ConfigError: the predictor's model cannot be read.
+        StoreAway: the store is away for too long.
+    """
+    predictor = _predictor(settings)
+    ledger = Ledger(store, settings.max_turns_kept)
+    stored = await _load(store, settings.store_start_timeout_s)
+    records = ledger.restore(stored)
+    book = StoredTokens(store, ledger, clock, settings.token_limits())
+    await book.restore()
+    repeats = Repeats(settings.max_kept_answer_bytes, settings.max_stored_answer_bytes)
+    for item in stored:
+        if item.answer is not None:
+            repeats.restore(item.trajectory_id, item.answer)
+    if learned := await store.get_state(_PREDICTOR_STATE):
+        with contextlib.suppress(ValueError):  # another kind of predictor wrote it: this one begins anew
+            predictor.restore(learned)
+    conversations = Conversations(settings.max_conversations)
+    for entry in ledger:
+        conversations.restore(entry.record.trajectory_id, entry.conversation)
+    return Memory(store, ledger, predictor, conversations, repeats, book, records)
+
+
+def _predictor(settings: Settings) -> Predictor:
+    path = settings.predictor_model
+    try:
+        return predictor_named(settings.predictor_name, Path(path).read_bytes() if path else None)
+    except OSError as error:
+        raise ConfigError(f"cannot read the predictor's model {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no model of the predictor {settings.predictor_name!r}: {error}") from None
+
+
+async def _load(store: Store, timeout_s: float) -> list[StoredTrajectory]:
+    """What the store has; one that is away is waited for."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while True:
+        try:
+            return await store.load()
+        except StoreAway:
+            if asyncio.get_running_loop().time() >= deadline:
+                raise
+            await asyncio.sleep(_STORE_RETRY_S)
