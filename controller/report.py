@@ -22,6 +22,7 @@ def status(controller: Controller, now: float) -> Json:
         "fleet": controller.fleet.fleet,
         "is_reached": state.changed_at is not None and is_reached(state.wanted, seen),
         "is_manual": state.is_manual,
+        "is_automatic": controller.fleet.planning.is_automatic,
         "why": state.why,
         "alarms": alarms(controller, now),
         "servers": _servers(state, seen, controller.servers, now),

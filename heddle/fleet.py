@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from controller.fleet_file import ADMIN_KEY_VARIABLE
+from scheduling.fleets import in_words, largest_first
 
 _TIMEOUT_S = 30.0
 _EPILOG = """examples:
@@ -43,7 +44,7 @@ def run(parsed: argparse.Namespace) -> int:
     """1 if the controller said no or is not there, 2 if the command makes no sense."""
     try:
         answer = _asked(parsed)
-        told = _plan(answer) if parsed.what == "plan" else _fleet(answer)
+        told = _plan(answer, _sizes(parsed.of)) if parsed.what == "plan" else _fleet(answer)
     except _Failed as failed:
         print(f"heddle fleet: {failed}", file=sys.stderr)
         return 1
@@ -114,13 +115,17 @@ def _ask(url: str, method: str, target: str, body: dict[str, Any] | None = None)
 
 def _fleet(told: dict[str, Any]) -> str:
     lines = [f"fleet {told['fleet']}: {'as wanted' if told['is_reached'] else 'on its way'} ({told['why']})"]
+    lines.append(f"plan: {told['proposal']['why']}{_only_shown(told)}")
     lines += [f"ALARM {name}: {why}" for name, why in told["alarms"].items()]
-    for one in told["servers"]:
+    for one in sorted(told["servers"], key=lambda one: one["state"] == "asleep"):
         on = ",".join(one["devices"])
         lines.append(f"  {one['id']:28} TP {one['tp']}  {one['state']:10} {one['num_turns']:4} turns  on {on}")
     if told["resting_devices"]:
         lines.append(f"resting: {', '.join(told['resting_devices'])}")
-    lines += [f"{one['phase']} of TP {one['tp']}: {one['median']:.1f} s" for one in told["phase_seconds"]]
+    took: dict[str, list[str]] = {}
+    for one in told["phase_seconds"]:
+        took.setdefault(one["phase"], []).append(f"TP {one['tp']} {one['median']:.1f} s")
+    lines += [f"{phase} took {', '.join(times)}" for phase, times in took.items()]
     lines += [
         f"failed: {one['server_id']} (TP {one['tp']}): {one['cause']}; {' | '.join(one['last_lines'][-3:])}"
         for one in told["failures"][-3:]
@@ -128,5 +133,14 @@ def _fleet(told: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _plan(told: dict[str, Any]) -> str:
-    return "\n".join([told["proposal"]["why"], *told["steps"]])
+def _only_shown(told: dict[str, Any]) -> str:
+    """Why the plan would not be carried out, whatever it is."""
+    if told["is_manual"]:
+        return " (only shown, for the fleet was set by hand; `heddle fleet scale --plans` lets plans decide)"
+    return "" if told["is_automatic"] else " (only shown, for planning.is_automatic is off)"
+
+
+def _plan(told: dict[str, Any], sizes: list[int]) -> str:
+    if not sizes:
+        return "\n".join([told["proposal"]["why"], *told["steps"]])
+    return "\n".join([f"to {in_words(largest_first(sizes))}:", *(told["steps"] or ["nothing is to be done"])])

@@ -12,12 +12,19 @@ import signal
 import sys
 from urllib.parse import urlsplit
 
-from controller.fleet_file import ADMIN_KEY_VARIABLE, FleetFileError, load_fleet_file
+from controller.fleet_file import ADMIN_KEY_VARIABLE, FleetFile, FleetFileError, load_fleet_file
 
 _PR_SET_PDEATHSIG = 1
 _EPILOG = """examples:
   HEDDLE_ADMIN_KEY=... heddle up --fleet fleet.toml
   HEDDLE_ADMIN_KEY=... heddle up --fleet fleet.toml --config heddle.toml
+
+a fleet.toml of simulated engines, for a first look (all there is to say: docs/controller.md):
+  fleet = "first"
+  model = "simulated"
+  cpu_slots = 2
+  tp_sizes = [1, 2]
+  engine = { kind = "sim", profiles = { 1 = "toy-cpu-tp1", 2 = "toy-cpu-tp2" } }
 
 The gateway listens at the fleet file's `gateway`; agents use that URL with /v1 behind it.
 """
@@ -40,6 +47,7 @@ async def run(parsed: argparse.Namespace) -> int:
     except FleetFileError as error:
         print(f"heddle up: {error}", file=sys.stderr)
         return 2
+    print(_told(fleet), file=sys.stderr)
     at = urlsplit(fleet.gateway)
     address = ("--host", at.hostname or "127.0.0.1", "--port", str(at.port or 80), "--log-level", parsed.log_level)
     config = ("--config", parsed.config) if parsed.config else ()
@@ -63,6 +71,15 @@ async def run(parsed: argparse.Namespace) -> int:
         return 0
     print(f"heddle up: the {ended.get_name()} ended with status {ended.result()}, so all does", file=sys.stderr)
     return ended.result() if ended.result() > 0 else 1
+
+
+def _told(fleet: FleetFile) -> str:
+    """What one wants to know before logs fill the screen."""
+    commands = f"--controller http://{fleet.listen}"
+    return (
+        f"heddle up: agents use {fleet.gateway}/v1; `heddle fleet show {commands}` shows the engines.\n"
+        f"Ctrl-C ends both, and engines go on; `heddle fleet scale 0xTP1 --empty {commands}` before it ends them."
+    )
 
 
 async def _started(*arguments: str) -> asyncio.subprocess.Process:

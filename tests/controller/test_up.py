@@ -1,6 +1,7 @@
 """`heddle up`: one command for gateway and controller."""
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
@@ -63,6 +64,16 @@ async def test_a_fleet_serves_with_one_command(how: signal.Signals, tmp_path: Pa
         await eventually(are_gone, TIMEOUT_S)
         servers = await launcher_for(fleet).find(fleet.fleet)
         assert [server.state for server in servers] == [ServerState.RUNNING] * 2
+
+
+async def test_the_fleet_of_its_help_is_one(tmp_path: Path) -> None:
+    """What a newcomer copies from there starts engines."""
+    _, said = await heddle("up", "--help")
+    lines = said.partition("for a first look")[2].splitlines()[1:]
+    file = tmp_path / "fleet.toml"
+    file.write_text("\n".join(itertools.takewhile(str.strip, lines)))
+    fleet = load_fleet_file(file)
+    assert fleet.local_devices == ("cpu0", "cpu1") and set(fleet.profiles()) == {1, 2}
 
 
 async def test_what_one_of_the_two_cannot_use_ends_both(tmp_path: Path) -> None:
