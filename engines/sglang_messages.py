@@ -82,7 +82,7 @@ class MessageReader:
         text = await self._text(ask, request, tail, last.ids[:-1] if is_ended else last.ids)
         reasoning, text = await self._separated(ask, request, text)
         content, calls = await self._parsed(ask, request, text)
-        message: dict[str, Any] = {"role": "assistant", "content": content}
+        message: dict[str, Any] = {"role": "assistant", "content": content or None}
         if reasoning:
             message["reasoning_content"] = reasoning
         if calls:

@@ -140,19 +140,18 @@ class SglangTokens:
         prompt = request.get("prompt")
         return Upstream(_TOKENIZE, b"", orjson.dumps({"prompt": prompt})) if isinstance(prompt, str) else None
 
-    def rendered(self, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
+    def rendered(self, path: str, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
         made, ids = cut_ids(answer, "tokens") if answer else ({"tokens": request.get("prompt")}, None)
         if not isinstance(made["tokens"], list):
             return None
         try:
             if ids is None or made["tokens"]:
                 ids = TokenIds.of(made["tokens"])
-            return self._rendered(request, ids)
+            return self._rendered(path == "/v1/chat/completions", request, ids)
         except (AttributeError, TypeError, ValueError):
             return None  # malformed, which the engine's own route says in its own words
 
-    def _rendered(self, request: Mapping[str, Any], ids: TokenIds) -> Rendered | None:
-        is_chat = "messages" in request
+    def _rendered(self, is_chat: bool, request: Mapping[str, Any], ids: TokenIds) -> Rendered | None:
         grammar = _grammar(request)
         if grammar is None or not _is_within(request):
             return None
@@ -188,6 +187,7 @@ class SglangTokens:
             includes_stop=includes_stop,
             needs_parser=needs_parser,
             has_grammar=bool(grammar),
+            chat=request,
         )
 
     def generate(self, rendered: Rendered, leg: TokenLeg) -> Upstream:
@@ -234,12 +234,12 @@ class SglangTokens:
         return [text[len(before) :].rstrip("\ufffd") for text in texts]
 
     async def derender(
-        self, ask: Asking, request: Mapping[str, Any], prompt_ids: TokenIds, last: Whole | Delta
+        self, ask: Asking, chat: Mapping[str, Any], prompt_ids: TokenIds, last: Whole | Delta
     ) -> tuple[dict[str, Any], Any]:
         tail = prompt_ids[-_TAIL_TOKENS:]
         if isinstance(last, Delta):
-            return await self._messages.delta(ask, request, tail, last)
-        return await self._messages.whole(ask, request, tail, last), None
+            return await self._messages.delta(ask, chat, tail, last)
+        return await self._messages.whole(ask, chat, tail, last), None
 
 
 def _is_within(request: Mapping[str, Any]) -> bool:

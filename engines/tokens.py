@@ -28,6 +28,7 @@ class Rendered:
         stop: strings that end the answer; with `includes_stop` they belong to it.
         needs_parser: the text holds tool calls or reasoning, which only the engine can tell apart.
         has_grammar: the answer is held to a grammar, whose state is lost where a leg ends.
+        chat: what `derender` is to know of the request.
     """
 
     kind: str
@@ -39,6 +40,7 @@ class Rendered:
     includes_stop: bool
     needs_parser: bool
     has_grammar: bool
+    chat: Mapping[str, Any]
 
 
 @value_class(frozen=True, slots=True)
@@ -126,7 +128,7 @@ class TokenRoutes(Protocol):
         """Ask for the prompt ids of a request; None where there is nothing to ask."""
         ...
 
-    def rendered(self, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
+    def rendered(self, path: str, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
         """What came of it, b"" where nothing was asked; None for a request that only the engine's own route serves."""
         ...
 
@@ -153,9 +155,12 @@ class TokenRoutes(Protocol):
         ...
 
     async def derender(
-        self, ask: Asking, request: Mapping[str, Any], prompt_ids: TokenIds, last: "Whole | Delta"
+        self, ask: Asking, chat: Mapping[str, Any], prompt_ids: TokenIds, last: "Whole | Delta"
     ) -> tuple[dict[str, Any], Any]:
         """The message that an output is, whole or what some tokens add to it.
+
+        Args:
+            chat: as it was rendered, by an engine of the same kind.
 
         Returns: the choice of an OpenAI answer or chunk, and the state to ask on with, of an engine of the same kind.
         Raises: what `ask` does; KeyError, IndexError, TypeError or ValueError for nonsense.

@@ -9,7 +9,7 @@ from engines.dialect import Asleep, Observation, ObservationError
 from engines.http import HttpClient
 from engines.tokens import TokenRoutes
 from engines.upstream import Leg, Upstream, salted, stream_options, with_fields
-from engines.vllm_tokens import VllmTokens, offers_tokens
+from engines.vllm_tokens import token_routes
 
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -24,7 +24,7 @@ class Vllm:
         self.tokens_note = ""
 
     async def find_tokens(self, http: HttpClient, timeout_s: float) -> None:
-        self.tokens = VllmTokens() if await offers_tokens(http, timeout_s) else None
+        self.tokens = await token_routes(http, timeout_s)
         self.tokens_note = (
             self.tokens.limits if self.tokens else "it has no render and derender routes (--enable-scale-out)"
         )

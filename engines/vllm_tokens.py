@@ -16,9 +16,11 @@ from engines.http import HttpClient
 from engines.token_ids import TokenIds, cut_ids, with_ids
 from engines.tokens import Asking, Delta, Event, Piece, Rendered, TokenLeg, Whole, has_tools, parsed
 from engines.upstream import Upstream
+from engines.vllm_messages import chat_of_chat, chat_of_messages
 
 _RENDER = "/v1/completions/render"
 _DERENDER = "/v1/completions/derender"
+_MESSAGES_RENDER = "/v1/messages/render"
 # Where the entries of log-probabilities stand in an event, and what they have.
 _LOGPROBS, _AFTER_LOGPROBS = b'"logprobs":{"content":[', b"]}}]}"
 _LOGPROB = re.compile(rb'"logprob":(-?[0-9][0-9.eE+-]*)')
@@ -26,9 +28,12 @@ _LOGPROB = re.compile(rb'"logprob":(-?[0-9][0-9.eE+-]*)')
 _PASSED_ON = ("model", "reasoning_ended", "reasoning_parser_kwargs", "cache_salt")
 
 
-async def offers_tokens(http: HttpClient, timeout_s: float) -> bool:
-    """Whether these routes are there, and not forbidden."""
-    return await has_route(http, _RENDER, timeout_s) and await has_route(http, _DERENDER, timeout_s)
+async def token_routes(http: HttpClient, timeout_s: float) -> "VllmTokens | None":
+    """A server's, where it has them and does not forbid them."""
+    for path in (_RENDER, _DERENDER):
+        if not await has_route(http, path, timeout_s):
+            return None
+    return VllmTokens(await has_route(http, _MESSAGES_RENDER, timeout_s))
 
 
 class VllmTokens:
@@ -36,15 +41,20 @@ class VllmTokens:
 
     kind = "vllm"
     stop_field = "stop_reason"
-    limits = ""
-    passed: Mapping[str, str] = dict.fromkeys(
-        ("responses", "messages"), "it renders them to tokens, but derenders only chat and completions"
-    )
+
+    def __init__(self, has_messages: bool = True) -> None:
+        self.limits = "messages with thinking disabled pass through" if has_messages else ""
+        self.passed: Mapping[str, str] = {"responses": "it renders them to tokens, but derenders no responses"} | (
+            {} if has_messages else {"messages": f"it has no {_MESSAGES_RENDER}"}
+        )
 
     def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream:
         return Upstream(f"{path}/render", b"", body)
 
-    def rendered(self, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
+    def rendered(self, path: str, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
+        chat = _chat_of(path, request)
+        if chat is None:
+            return None
         made, ids = cut_ids(answer, "token_ids")
         if isinstance(made, list):  # one for each prompt of a completion
             if len(made) != 1:
@@ -55,7 +65,7 @@ class VllmTokens:
         if ids is None or made["token_ids"]:
             ids = TokenIds.of(made["token_ids"])
         sampling = made["sampling_params"]
-        needs_parser = has_tools(request) or made.get("reasoning_parser_kwargs") is not None
+        needs_parser = has_tools(chat) or made.get("reasoning_parser_kwargs") is not None
         stop = sampling.get("stop") or ()
         return Rendered(
             kind=self.kind,
@@ -68,6 +78,7 @@ class VllmTokens:
             includes_stop=bool(sampling.get("include_stop_str_in_output")),
             needs_parser=needs_parser,
             has_grammar=sampling.get("structured_outputs") is not None,
+            chat=chat,
         )
 
     def generate(self, rendered: Rendered, leg: TokenLeg) -> Upstream:
@@ -110,38 +121,49 @@ class VllmTokens:
         return [choice["text"] for choice in orjson.loads(answer)["choices"]]
 
     async def derender(
-        self, ask: Asking, request: Mapping[str, Any], prompt_ids: TokenIds, last: Whole | Delta
+        self, ask: Asking, chat: Mapping[str, Any], prompt_ids: TokenIds, last: Whole | Delta
     ) -> tuple[dict[str, Any], Any]:
-        if isinstance(last, Delta) and last.finish_reason is not None and len(last.ids) > 1:
-            return await self._derender_end(ask, request, prompt_ids, last)
-        choice: dict[str, Any] = {
-            "token_ids": last.ids,
-            "finish_reason": last.finish_reason,
-            "stop_reason": last.stop_reason,
-        }
-        call: dict[str, Any] = {"chat_request": request}
+        ids = last.ids
+        if last.finish_reason == "stop" and not isinstance(last.stop_reason, str):
+            # The token that ended the answer is no part of its text, but where that was asked for.
+            ids = ids if chat.get("include_stop_str_in_output") else ids[:-1]
         if isinstance(last, Delta):
-            made = _response("part", choice)
-            call |= {"stream": True, "prompt_token_ids": prompt_ids, "generate_chunk": made, "stream_state": last.state}
-        else:
-            if last.logprobs is not None:
-                choice["logprobs"] = {"content": last.logprobs}
-            # Here, and nowhere else, a parser looks for the prompt that must know whether it left reasoning open.
-            call["generate_response"] = _response("whole", choice) | {"prompt_token_ids": prompt_ids}
-        made = orjson.loads(await ask(Upstream("/v1/chat/completions/derender", b"", with_ids(call))))
-        state = made.get("stream_state")
-        return (made["chunk"] if state is not None else made)["choices"][0], state
+            return await self._derender_delta(ask, chat, prompt_ids, last, ids)
+        if not ids:
+            choice, _ = await self._derender_delta(ask, chat, prompt_ids, last, ids)
+            return choice | {"message": {"role": "assistant", "content": choice.pop("delta").get("content")}}, None
+        choice = _choice(ids, last)
+        if last.logprobs is not None:
+            choice["logprobs"] = {"content": last.logprobs}
+        # Here, and nowhere else, a parser looks for the prompt that must know whether it left reasoning open.
+        made = _response("whole", choice) | {"prompt_token_ids": prompt_ids}
+        whole = await _asked(ask, {"chat_request": chat, "generate_response": made})
+        return whole["choices"][0], None
 
-    async def _derender_end(
-        self, ask: Asking, request: Mapping[str, Any], prompt_ids: TokenIds, last: Delta
+    async def _derender_delta(
+        self, ask: Asking, chat: Mapping[str, Any], prompt_ids: TokenIds, last: Whole | Delta, ids: Sequence[int]
     ) -> tuple[dict[str, Any], Any]:
-        """With the last token read by itself, as the chat route does: where the name of a call and the end come at
-        once, the parser takes the call for one without arguments and says so (vLLM 0.33, `{}` of hermes)."""
-        first = Delta(last.ids[:-1], None, None, last.state)
-        before, state = await self.derender(ask, request, prompt_ids, first)
-        end = Delta(last.ids[-1:], last.finish_reason, last.stop_reason, state)
-        choice, state = await self.derender(ask, request, prompt_ids, end)
-        return choice | {"delta": _joined(before["delta"], choice["delta"])}, state
+        """What comes with the end is read by itself, one token or none, as the chat route does: where the name of a
+        call and the end come at once, the parser takes it for a call without arguments and says so (hermes)."""
+        state, before = (last.state if isinstance(last, Delta) else None), {}
+        call: dict[str, Any] = {"chat_request": chat, "stream": True, "prompt_token_ids": prompt_ids}
+        alone = 1 if last.finish_reason is not None and len(ids) == len(last.ids) else 0
+        if last.finish_reason is not None and len(ids) > alone:
+            ids, first = ids[len(ids) - alone :], ids[: len(ids) - alone]
+            part = {"token_ids": first, "finish_reason": None, "stop_reason": None}
+            made = await _asked(ask, call | {"generate_chunk": _response("part", part), "stream_state": state})
+            before, state = made["chunk"]["choices"][0]["delta"], made["stream_state"]
+        part = _choice(ids, last)
+        made = await _asked(ask, call | {"generate_chunk": _response("part", part), "stream_state": state})
+        choice = made["chunk"]["choices"][0]
+        return choice | {"delta": _joined(before, choice["delta"])}, made["stream_state"]
+
+
+def _chat_of(path: str, request: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What its parsers are to know; None for a request that only its own route serves."""
+    if path == "/v1/messages":
+        return chat_of_messages(request)
+    return chat_of_chat(request) if path == "/v1/chat/completions" else {}
 
 
 def _joined(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -149,6 +171,14 @@ def _joined(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     both = {name: before[name] + after[name] for name in before.keys() & after.keys() if before[name] and after[name]}
     told = [(name, value) for delta in (before, after) for name, value in delta.items() if value]
     return dict(told) | both
+
+
+def _choice(ids: Sequence[int], last: Whole | Delta) -> dict[str, Any]:
+    return {"token_ids": ids, "finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
+
+
+async def _asked(ask: Asking, call: Any) -> Any:
+    return orjson.loads(await ask(Upstream("/v1/chat/completions/derender", b"", with_ids(call))))
 
 
 def _response(request_id: str, choice: dict[str, Any]) -> dict[str, Any]:

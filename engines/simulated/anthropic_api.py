@@ -33,18 +33,8 @@ def anthropic_error(error: ApiError, kind: str) -> bytes:
 async def _messages(service: EngineService, dialect: Dialect, exchange: Exchange) -> None:
     body = await exchange.json()
     dialect.check_model(body)
-    prompt = _prompt(service, body)
-    max_tokens = integer(body, "max_tokens", lowest=1)
-    if max_tokens is None:
-        raise InvalidField("max_tokens", "Field required")
+    prompt, max_tokens, form = chat_of(service, body)
     max_tokens = service.answer_limit(prompt, max_tokens)
-    form = {
-        "stop": body.get("stop_sequences"),
-        "temperature": body.get("temperature"),
-        "tools": _tools(body),
-        "tool_choice": _tool_choice(body),
-        "ignore_eos": body.get("ignore_eos"),
-    }
     asked = Asked(
         dialect.answer_id(exchange, body, "chatcmpl-"),
         [prompt],
@@ -55,6 +45,21 @@ async def _messages(service: EngineService, dialect: Dialect, exchange: Exchange
         flag(body, "stream"),
     )
     await run(service, dialect, exchange, asked, partial(_MessageStream, service), partial(_whole, service))
+
+
+def chat_of(service: EngineService, body: Body) -> tuple[list[int], int, Body]:
+    """A request as a chat: its prompt, how long its answer may be, and what else it asks."""
+    prompt, max_tokens = _prompt(service, body), integer(body, "max_tokens", lowest=1)
+    if max_tokens is None:
+        raise InvalidField("max_tokens", "Field required")
+    form = {
+        "stop": body.get("stop_sequences"),
+        "temperature": body.get("temperature"),
+        "tools": _tools(body),
+        "tool_choice": _tool_choice(body),
+        "ignore_eos": body.get("ignore_eos"),
+    }
+    return prompt, max_tokens, form
 
 
 async def _count_tokens(service: EngineService, dialect: Dialect, exchange: Exchange) -> None:

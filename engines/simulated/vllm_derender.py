@@ -9,7 +9,7 @@ from engines.simulated.exchange import ApiError, Exchange
 from engines.simulated.fields import Body, flag, items, mapping
 from engines.simulated.routes import Routes
 from engines.simulated.service import EngineService
-from engines.simulated.text import Tokenizer
+from engines.simulated.text import END, Tokenizer
 from engines.simulated.vllm_dialect import VllmDialect
 
 
@@ -30,7 +30,7 @@ async def _derender_chat(service: EngineService, exchange: Exchange) -> None:
     made = mapping(body, "generate_response")
     choices = []
     for choice in _choices(made):
-        text = _whole_text(service.tokenizer, choice["token_ids"])
+        text = _parsed_text(service.tokenizer, choice["token_ids"])
         message: Body = {"role": "assistant", "content": text, **VllmDialect.shape.message_fields}
         call = parse_call(text)
         if call is not None:
@@ -77,7 +77,7 @@ def _derender_chunk(service: EngineService, body: Body) -> Body:
         delta, reason = _call_delta(service.tokenizer, body, before, ids, reason)
     else:
         said = _whole_text(service.tokenizer, before)
-        text = _whole_text(service.tokenizer, ids) if reason is None else service.tokenizer.decode(ids)
+        text = _whole_text(service.tokenizer, ids) if reason is None else _parsed_text(service.tokenizer, ids)
         delta = {"content": text[len(said) :] or None}
     if not state.get("role_sent"):
         delta["role"] = "assistant"
@@ -99,7 +99,7 @@ def _call_delta(
     tokenizer: Tokenizer, body: Body, before: Sequence[int], ids: Sequence[int], reason: str | None
 ) -> tuple[Body, str | None]:
     """The function's name once it is whole, and what there is of its arguments."""
-    text = tokenizer.decode(ids)
+    text = _parsed_text(tokenizer, ids)
     names = [tool["function"]["name"] for tool in items(mapping(body, "chat_request"), "tools")]
     name = next((name for name in names if text.startswith(call_head(name))), None)
     if name is None:
@@ -133,6 +133,11 @@ def _choices(made: Body, may_be_empty: bool = False) -> list[Body]:
         if not isinstance(ids, list) or not all(isinstance(id, int) for id in ids) or not (ids or may_be_empty):
             raise ApiError(400, "generate_response: a choice needs its token_ids", param="generate_response")
     return choices
+
+
+def _parsed_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """What a parser sees: as it may look for special tokens, they are told, the end of the turn among them."""
+    return tokenizer.decode(ids) + ("<|im_end|>" if ids and ids[-1] == END else "")
 
 
 def _whole_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from engines.simulated.answers import Wish
+from engines.simulated.anthropic_api import chat_of
 from engines.simulated.exchange import Exchange, InvalidField
 from engines.simulated.fields import Body, flag, integer, items, mapping, wishes_of
 from engines.simulated.live import Generation
@@ -26,6 +27,7 @@ def token_routes(service: EngineService, dialect: VllmDialect) -> Routes:
     """The table of these routes."""
     return {
         ("POST", "/v1/chat/completions/render"): partial(_render_chat, service, dialect),
+        ("POST", "/v1/messages/render"): partial(_render_messages, service, dialect),
         ("POST", "/v1/completions/render"): partial(_render_completion, service, dialect),
         ("POST", "/inference/v1/generate"): partial(_generate, service, dialect),
         **derender_routes(service),
@@ -41,6 +43,15 @@ async def _render_chat(service: EngineService, dialect: VllmDialect, exchange: E
     wanted = integer(body, "max_completion_tokens", lowest=1) or integer(body, "max_tokens", lowest=1)
     num_logprobs = integer(body, "top_logprobs", 0, lowest=0) if flag(body, "logprobs") else None
     await exchange.respond_json(_rendered(service, dialect, exchange, body, "chatcmpl-", prompt, wanted, num_logprobs))
+
+
+async def _render_messages(service: EngineService, dialect: VllmDialect, exchange: Exchange) -> None:
+    """The same for a body of Anthropic's messages."""
+    body = await exchange.json()
+    dialect.check_model(body)
+    prompt, max_tokens, chat = chat_of(service, body)
+    chat |= {name: body.get(name) for name in ("cache_salt", "stream")}
+    await exchange.respond_json(_rendered(service, dialect, exchange, chat, "chatcmpl-", prompt, max_tokens, None))
 
 
 async def _render_completion(service: EngineService, dialect: VllmDialect, exchange: Exchange) -> None:

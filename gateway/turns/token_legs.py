@@ -5,10 +5,9 @@ A turn is served so where its engine has token routes and nothing is asked that 
 parallel_sampling.py: its children's seeds are seed + index, as here), so that each can go on by itself after a fault.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from engines.http import BadResponse
 from engines.tokens import Rendered, TokenRoutes, has_tools
@@ -23,10 +22,11 @@ from gateway.turns.ask import Ask
 from gateway.turns.chain import Chain, Diverged
 from gateway.turns.choice import Choice
 from gateway.turns.choice_leg import ChoiceLeg, Place, RefusedTokens, run_all
+from gateway.turns.frames import Frame, MessageFrame
 from gateway.turns.outcome import LegFailed, Outcome, refused_leg
 from gateway.turns.splice import spliced
 from gateway.turns.turn import Turn
-from gateway.turns.voices import Frame, ParsedVoice, TextVoice
+from gateway.turns.voices import ParsedVoice, TextVoice
 from scheduling.types import Fault
 
 # What these fields ask for is not in the answers of token routes.
@@ -57,21 +57,23 @@ _MAX_CHOICES = 128
 
 def num_choices(ask: Ask) -> int:
     """How many choices the client wants; 0 where that is no number, for the engine to refuse."""
-    wanted = ask.request.get("n")
+    wanted = ask.request.get("n") if ask.api != "messages" else None
     return 1 if wanted is None else wanted if isinstance(wanted, int) and not isinstance(wanted, bool) else 0
 
 
 def may_take_tokens(ask: Ask) -> bool:
     """Whether a request asks for nothing that token routes cannot do."""
     request = ask.request
-    if ask.api not in ("chat", "completions") or not 1 <= num_choices(ask) <= _MAX_CHOICES:
+    if ask.api not in ("chat", "completions", "messages") or not 1 <= num_choices(ask) <= _MAX_CHOICES:
         return False
+    if any(request[name] not in (None, False) for name in _BEYOND_TOKENS.intersection(request)):
+        return False
+    if ask.api == "messages":
+        return not request.get("stop_sequences") or not has_tools(request)
     options = request.get("stream_options")
     if not (options is None or (isinstance(options, dict) and options.get("include_usage") in (None, True, False))):
         return False  # for the engine to refuse
     if options and options.get("continuous_usage_stats"):
-        return False
-    if any(request[name] not in (None, False) for name in _BEYOND_TOKENS.intersection(request)):
         return False
     if ask.api == "completions":
         prompt = request.get("prompt")
@@ -143,9 +145,13 @@ class TokenLegs:
         rendered = await self._rendered(ask, routes, member)
         if rendered is None:
             return
-        history = History(ask.request) if ask.api == "chat" else None
+        history = History(ask.request) if ask.api != "completions" else None
         prompt_ids, parent = spliced(self._book, ask.trajectory_id, history, rendered.prompt_ids)
-        frame = Frame(ask, turn.turn_id, turn.arrived_at, routes.stop_field)
+        frame = (
+            MessageFrame(ask, turn.turn_id, routes.stop_field, len(prompt_ids))
+            if ask.api == "messages"
+            else Frame(ask, turn.turn_id, turn.arrived_at, routes.stop_field)
+        )
         voice = ParsedVoice if rendered.needs_parser else TextVoice
         for index in range(num_choices(ask)):
             chain = Chain(rendered, prompt_ids, parent, ask.wants_stream, _wants_logprobs(ask))
@@ -169,6 +175,8 @@ class TokenLegs:
             choice.chain.rendered = replace(rendered, max_tokens=begun.max_tokens)
 
     async def _rendered(self, ask: Ask, routes: TokenRoutes, member: Member) -> Rendered | None:
+        if ask.api in routes.passed:
+            return None
         asked, body = routes.render(ask.path, ask.request, ask.body), b""
         if asked is not None:
             status, body = await member.http.post(asked.path, asked.body, self._settings.silence_timeout_s)
@@ -176,7 +184,7 @@ class TokenLegs:
                 if 400 <= status < 500 and status != 429:
                     return None  # The engine's own route says it in its own words.
                 raise refused_leg(engine_error(status, body))
-        rendered = routes.rendered(ask.request, body)
+        rendered = routes.rendered(ask.path, ask.request, body)
         return None if rendered is None or (rendered.needs_parser and not _can_be_parsed(ask, rendered)) else rendered
 
     def _note(self, turn: Turn, num_before: int) -> None:
@@ -208,11 +216,10 @@ class TokenLegs:
 
 def _wants_logprobs(ask: Ask) -> bool:
     """A chat asks by a flag, a completion by a number, which may be 0."""
-    wanted = ask.request.get("logprobs")
+    wanted = ask.request.get("logprobs") if ask.api != "messages" else None
     return wanted is not None and wanted is not False
 
 
 def _can_be_parsed(ask: Ask, rendered: Rendered) -> bool:
     """Reasoning is known only from the render, so this is asked again after it."""
-    request: Mapping[str, Any] = ask.request
-    return ask.api == "chat" and not rendered.stop and not (ask.wants_stream and request.get("logprobs"))
+    return ask.api != "completions" and not rendered.stop and not (ask.wants_stream and _wants_logprobs(ask))

@@ -1,4 +1,4 @@
-"""Tells a client in OpenAI's words what a chain of token legs made: whole, or in the events of a stream.
+"""Tells a client what a chain of token legs made: whole, or in the events of a stream. `frames.py` has the API's words.
 
 Where the engine gave text beside the tokens, `TextVoice` only puts it into its frame. Where tool calls or reasoning are
 to be told apart, `ParsedVoice` has an engine read the tokens, any engine of the model, since what it needs to go on
@@ -14,47 +14,20 @@ from engines.http import HttpClient
 from engines.tokens import Delta, TokenRoutes, Whole
 from engines.upstream import Upstream
 from gateway.http.errors import api_error
-from gateway.messages.answers import Usage, openai_reason
+from gateway.messages.answers import openai_reason
 from gateway.turns.ask import Ask
 from gateway.turns.chain import Chain
+from gateway.turns.frames import Frame, MessageFrame
 from gateway.turns.outcome import LegFailed
 from gateway.turns.retold import rest_of
 from scheduling.types import Fault
 
-_DONE = b"data: [DONE]\n\n"
 _MAX_DERENDERED_BYTES = 64 * 2**20
 # A parser reads all tokens anew for each event, so events grow with the answer: the work is n log n, not n squared; and
 # each is a request, so they come no faster than an eye takes them in.
 _SHARE_OF_ANSWER = 16
 _PAUSE_S = 0.1
-
-
-class Frame:
-    """What stands around every answer of a turn."""
-
-    def __init__(self, ask: Ask, turn_id: str, created_at: float, stop_field: str = "") -> None:
-        self.stop_field = stop_field
-        is_chat = ask.api == "chat"
-        kind = ("chat.completion.chunk" if ask.wants_stream else "chat.completion") if is_chat else "text_completion"
-        answer_id = f"chatcmpl-{turn_id}" if is_chat else f"cmpl-{turn_id}"
-        self._head = {"id": answer_id, "object": kind, "created": int(created_at), "model": ask.model}
-        self.start = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":['
-        self._wants_usage = ask.wants_usage
-
-    def event(self, choice: bytes) -> bytes:
-        """One event of a stream."""
-        return self.start + choice + b"]}\n\n"
-
-    def end(self, last: bytes, usage: Usage) -> bytes:
-        """The events that end a stream."""
-        told = b""
-        if self._wants_usage:
-            told = self.start + b'],"usage":' + orjson.dumps(_usage(usage)) + b"}\n\n"
-        return last + told + _DONE
-
-    def whole(self, choices: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
-        """A whole answer."""
-        return orjson.dumps({**self._head, "choices": choices, "usage": _usage(usage)})
+_NO_END: Mapping[str, Any] = {"finish_reason": None}
 
 
 def _chat_logprobs(request: Mapping[str, Any], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -67,16 +40,14 @@ def _chat_logprobs(request: Mapping[str, Any], entries: Sequence[dict[str, Any]]
 class TextVoice:
     """For answers that are the very text that came."""
 
-    def __init__(self, ask: Ask, frame: Frame, index: int) -> None:
+    def __init__(self, ask: Ask, frame: Frame | MessageFrame, index: int) -> None:
         self._request = ask.request
-        self._is_chat = ask.api == "chat"
+        self._is_chat = ask.api != "completions"
         self.frame = frame
         self._index = index
-        self._start = b'{"index":%d,' % index
         self._has_begun = not self._is_chat
         self._text_offset = 0
-        self._before = frame.start + self._start + (b'"delta":{"content":' if self._is_chat else b'"text":')
-        self._after = (b"}" if self._is_chat else b"") + b',"logprobs":null,"finish_reason":null}]}\n\n'
+        self._before, self._after = frame.around_text(index)
 
     def say(
         self, text: str, logprobs: Sequence[dict[str, Any]], reason: str | None = None, stop: str | int | None = None
@@ -85,19 +56,20 @@ class TextVoice:
         begin = b""
         if not self._has_begun:
             self._has_begun = True
-            begin = self.frame.event(
-                self._start + b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-            )
-        if not text and not logprobs and reason is None:
-            return begin
+            begin = self._event({"delta": {"role": "assistant", "content": ""}}, None)
         if not logprobs and reason is None:
-            return begin + self._before + orjson.dumps(text) + self._after
-        told = orjson.dumps(self._logprobs(logprobs)) if logprobs else b"null"
-        end = b"null"
-        if reason is not None:
-            end = orjson.dumps(openai_reason(reason)) + b',"%b":' % self.frame.stop_field.encode() + orjson.dumps(stop)
-        said = orjson.dumps(text) + (b"}" if self._is_chat else b"")
-        return b'%b%b%b,"logprobs":%b,"finish_reason":%b}]}\n\n' % (begin, self._before, said, told, end)
+            if not text:
+                return begin
+            if self._before:
+                return begin + self._before + orjson.dumps(text) + self._after
+        said: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
+        told = self._logprobs(logprobs) if logprobs else None
+        if reason is None:
+            return begin + self._event(said, told)
+        return begin + self._event(said, told, {"finish_reason": openai_reason(reason), self.frame.stop_field: stop})
+
+    def _event(self, said: dict[str, Any], logprobs: dict[str, Any] | None, end: Mapping[str, Any] = _NO_END) -> bytes:
+        return self.frame.event({"index": self._index, **said, "logprobs": logprobs, **end})
 
     def whole(self, chain: Chain) -> dict[str, Any]:
         """The one choice of a whole answer."""
@@ -110,9 +82,9 @@ class TextVoice:
             self.frame.stop_field: chain.stop_reason,
         }
 
-    def content(self, chain: Chain) -> dict[str, Any] | str:
+    def content(self, chain: Chain) -> Any:
         """The answer as the client will send it back with its next turn."""
-        return {"role": "assistant", "content": chain.text} if self._is_chat else chain.text
+        return self.frame.content({"role": "assistant", "content": chain.text} if self._is_chat else chain.text)
 
     def _logprobs(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if self._is_chat:
@@ -135,7 +107,7 @@ class TextVoice:
 class ParsedVoice:
     """For answers that an engine must read."""
 
-    def __init__(self, ask: Ask, frame: Frame, index: int) -> None:
+    def __init__(self, ask: Ask, frame: Frame | MessageFrame, index: int) -> None:
         self._request = ask.request
         self.frame = frame
         self._index = index
@@ -188,13 +160,13 @@ class ParsedVoice:
             told_reason = choice["finish_reason"] if reason == "stop" else reason
             events[-1] |= {"finish_reason": openai_reason(told_reason), self.frame.stop_field: chain.stop_reason}
         nulls = {"index": self._index, "logprobs": None, "finish_reason": None}
-        return b"".join([self.frame.event(orjson.dumps(nulls | event)) for event in events])
+        return b"".join([self.frame.event(nulls | event) for event in events])
 
     async def whole(self, routes: TokenRoutes, http: HttpClient, chain: Chain, timeout_s: float) -> dict[str, Any]:
         """The one choice of a whole answer."""
         whole = Whole(chain.output_ids, chain.told_logprobs or None, chain.finish_reason or "", chain.stop_reason)
         choice, _ = await self._ask(routes, http, chain, whole, timeout_s)
-        is_named = isinstance(self._request.get("tool_choice"), dict)
+        is_named = isinstance(chain.rendered.chat.get("tool_choice"), dict)
         if choice["message"].get("tool_calls") and choice["finish_reason"] == "stop" and not is_named:
             choice["finish_reason"] = "tool_calls"
         choice["finish_reason"] = openai_reason(choice["finish_reason"])
@@ -203,9 +175,9 @@ class ParsedVoice:
         self._message = choice["message"]
         return choice | {"index": self._index}
 
-    def content(self, _: Chain) -> dict[str, Any]:
+    def content(self, _: Chain) -> Any:
         """The answer as the client will send it back with its next turn."""
-        return self._message
+        return self.frame.content(self._message)
 
     async def _ask(
         self, routes: TokenRoutes, http: HttpClient, chain: Chain, part: Whole | Delta, timeout_s: float
@@ -216,7 +188,7 @@ class ParsedVoice:
                 raise LegFailed(Fault.ENGINE, api_error(502, "The engine cannot read what it made.", "engine_error"))
             return body
 
-        return await routes.derender(ask, self._request, chain.prompt_ids, part)
+        return await routes.derender(ask, chain.rendered.chat, chain.prompt_ids, part)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -249,12 +221,3 @@ def _add(message: dict[str, Any], delta: Mapping[str, Any]) -> None:
         call |= {name: part[name] for name in ("id", "type") if name in part}
         for name in ("name", "arguments"):
             call["function"][name] += function.get(name) or ""
-
-
-def _usage(usage: Usage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "prompt_tokens_details": None if usage.cached_tokens is None else {"cached_tokens": usage.cached_tokens},
-    }

@@ -82,7 +82,9 @@ def derendered(body: bytes) -> bytes:
         return whole(_ABOUT | {"model": "bench", "choices": [choice], "usage": _USAGE})
     part: dict[str, Any] = asked["generate_chunk"]["choices"][0]
     before = (asked.get("stream_state") or {}).get("output_token_ids") or []
-    delta: Json = {"content": "".join(WORDS[token - FIRST_ID] for token in part["token_ids"]) or None}
+    # Its last word stands for the token that ended the answer, of which nobody reads here.
+    end = len(before) + len(part["token_ids"]) if part["finish_reason"] is None else NUM_CHUNKS
+    delta: Json = {"content": "".join(WORDS[len(before) : end]) or None}
     if not before:
         delta["role"] = "assistant"
     choice = {"index": 0, "delta": delta, "finish_reason": part["finish_reason"], "stop_reason": None}

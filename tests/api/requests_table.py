@@ -33,6 +33,7 @@ _NAMED = {"type": "function", "function": {"name": "run"}}
 _CHAT: tuple[tuple[str, Json], ...] = (
     ("plain", {}),
     ("tools auto", {"tools": [_WEATHER, _RUN], "tool_choice": "auto"}),
+    ("tools auto to the end", {"tools": [_WEATHER, _RUN], "max_tokens": 200}),
     ("tools none", {"tools": [_WEATHER], "tool_choice": "none"}),
     ("tools required", {"tools": [_WEATHER, _RUN], "tool_choice": "required", "max_tokens": 60}),
     ("tools named", {"tools": [_WEATHER, _RUN], "tool_choice": _NAMED, "max_tokens": 60}),
@@ -102,14 +103,58 @@ _RESPONSES: tuple[tuple[str, Json], ...] = (
     ("unknown fields", {"input": "Hello", "my_field": [1]}),
     ("metadata", {"input": "Hello", "metadata": {"purpose": "test"}, "temperature": 0.0}),
 )
-_TOOL = {"name": "run", "description": "Run it.", "input_schema": {"type": "object", "properties": {}}}
+_TOOL = {
+    "name": "run",
+    "description": "Run it.",
+    "input_schema": {"type": "object", "properties": {"fast": {"type": "boolean"}}, "required": ["fast"]},
+    "strict": True,  # else a call may be any JSON, of which the engine makes no message
+}
+_LOOK = {
+    "name": "look",
+    "input_schema": {"type": "object", "properties": {"path": {"type": "string", "enum": ["a", "b"]}}},
+    "strict": True,
+}
+_AGENT: list[Json] = [
+    {"role": "user", "content": "Look around."},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "t1", "name": "look", "input": {"path": "a"}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "dust"}]},
+            {"type": "text", "text": "Go on.", "cache_control": {"type": "ephemeral"}},
+        ],
+    },
+]
 _MESSAGES: tuple[tuple[str, Json], ...] = (
     ("text", {}),
     ("system", {"system": "Be short."}),
     ("system parts", {"system": [{"type": "text", "text": "Be short."}]}),
     ("stop_sequences", {"stop_sequences": ["e"], "max_tokens": 40}),
     ("tools", {"tools": [_TOOL], "tool_choice": {"type": "any"}, "max_tokens": 60}),
-    ("unknown fields", {"my_field": 1}),
+    ("unknown fields", {"my_field": 1, "n": 2, "logprobs": True, "stop": "e"}),
+    ("tool choice auto", {"tools": [_TOOL, _LOOK], "tool_choice": {"type": "auto"}, "max_tokens": 60}),
+    ("tool choice by default", {"tools": [_TOOL], "max_tokens": 200}),
+    ("tool choice none", {"tools": [_TOOL], "tool_choice": {"type": "none"}}),
+    ("tool named", {"tools": [_TOOL, _LOOK], "tool_choice": {"type": "tool", "name": "look"}, "max_tokens": 60}),
+    ("tool that is cut", {"tools": [_LOOK], "tool_choice": {"type": "any"}, "max_tokens": 20}),
+    (
+        "one tool",
+        {"tools": [_TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 60},
+    ),
+    ("tools with stop_sequences", {"tools": [_TOOL], "stop_sequences": ["e"], "max_tokens": 40}),
+    ("tool results", {"tools": [_TOOL, _LOOK], "messages": _AGENT, "max_tokens": 40}),
+    ("thinking", {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}),
+    ("thinking by budget", {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1000}),
+    ("thinking disabled", {"thinking": {"type": "disabled"}}),
+    ("form", {"output_config": {"format": {"type": "json_schema", "schema": _SCHEMA}}, "max_tokens": 40}),
+    ("dice", {"temperature": 1.0, "top_k": 1, "top_p": 0.9, "metadata": {"user_id": "someone"}}),
 )
 _CHAT_BAD: tuple[tuple[str, Any], ...] = (
     ("messages a string", {"messages": "Hello"}),

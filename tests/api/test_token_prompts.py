@@ -3,6 +3,8 @@
 from typing import Any
 
 import httpx
+import pytest
+from anthropic import AsyncAnthropic
 
 from tests.api.conftest import MODEL, Site, running_site, toy
 from tests.support.engine import fixed, recorded_engine
@@ -61,6 +63,34 @@ async def test_the_next_prompt_begins_with_the_tokens_that_were_made() -> None:
         assert (await tokens_of(site, "spliced"))[-1]["parent"] is None
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_messages_are_gone_on_from_as_chats_are(stream: bool) -> None:
+    """By what Anthropic's SDK sends back of an answer, with calls and without."""
+    async with running_site(token_legs="auto") as site, AsyncAnthropic(base_url=site.url, api_key="none") as sdk:
+        headers = {"x-trajectory-id": "spliced"}
+        tool: Any = {"name": "look", "input_schema": TOOL["function"]["parameters"]}
+        messages: Any = [{"role": "user", "content": "look around"}]
+        for kind in ("any", "none", "any", "auto"):
+            asked: Any = {"model": MODEL, "max_tokens": 200, "messages": messages, "tools": [tool]}
+            asked |= {"tool_choice": {"type": kind}, "extra_headers": headers}
+            if stream:
+                async with sdk.messages.stream(**asked) as events:
+                    message = await events.get_final_message()
+            else:
+                message = await sdk.messages.create(**asked)
+            messages.append({"role": "assistant", "content": [block.model_dump() for block in message.content]})
+            results = [
+                {"type": "tool_result", "tool_use_id": block.id, "content": "dust"}
+                for block in message.content
+                if block.type == "tool_use"
+            ]
+            assert results or kind != "any"
+            messages.append({"role": "user", "content": results or "and now?"})
+        turns = await tokens_of(site, "spliced")
+        assert [turn["parent"] for turn in turns] == [None, *(turn["turn_id"] for turn in turns[:-1])]
+        assert len(turns) == 4
+
+
 async def test_who_wants_no_tokens_kept_has_none() -> None:
     """`Prefer: tokens=none`, for a turn."""
     async with running_site(token_legs="auto") as site:
@@ -83,7 +113,7 @@ async def test_an_engine_says_which_apis_pass_through() -> None:
             answer = await site.client.post(path, json=body)
             assert answer.status_code == 200, answer.text
             assert len(generated(site)) - before == (path in by_tokens)
-            assert path in by_tokens or "derenders only chat and completions" in passed[path]
+            assert path in by_tokens or "derenders no responses" in passed[path]
 
 
 async def test_an_engine_without_token_routes_says_why_all_passes_through() -> None:

@@ -4,15 +4,18 @@ end of a stream is."""
 from typing import Any
 
 import orjson
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.token_ids import TokenIds
-from engines.tokens import Delta, Piece, Rendered
+from engines.tokens import Delta, Piece, Rendered, Whole
 from engines.upstream import Upstream
+from engines.vllm_messages import chat_of_chat, chat_of_messages
 from engines.vllm_tokens import VllmTokens, cut_logprobs
 
-RENDERED = Rendered("vllm", TokenIds.of([1]), {}, 100, 0, (), False, False, False)
+RENDERED = Rendered("vllm", TokenIds.of([1]), {}, 100, 0, (), False, False, False, {})
+TOOL = {"name": "run", "description": "Runs.", "input_schema": {"properties": {}}}
 # Texts that look like what is sought in an event.
 TEXTS = st.one_of(
     st.text(max_size=8),
@@ -64,24 +67,83 @@ def test_the_entries_of_a_real_event_are_not_read() -> None:
     assert b"top_logprobs" not in text and numbers == [-0.5, -1.5]
 
 
-async def test_the_last_token_of_a_stream_is_read_by_itself() -> None:
-    """A parser that gets the name of a call and the end of the answer at once adds arguments that were not made."""
-    asked: list[dict[str, Any]] = []
-    parts: list[dict[str, Any]] = [
-        {"role": "assistant", "content": "a", "tool_calls": [{"index": 0, "function": {"name": "run"}}]},
-        {"content": "b", "tool_calls": []},
-    ]
+class Parser:
+    """Plays an engine's derender, with a call in the first part that it is told; says what it was asked."""
 
-    async def ask(upstream: Upstream) -> bytes:
-        asked.append(orjson.loads(upstream.body))
-        choice = {"index": 0, "delta": parts[len(asked) - 1], "finish_reason": "length"}
-        return orjson.dumps({"chunk": {"choices": [choice]}, "stream_state": {"asked": len(asked)}})
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
 
-    end = Delta([7, 8, 9], "length", None, {"asked": 0})
-    choice, state = await VllmTokens().derender(ask, {}, TokenIds.of([1]), end)
-    chunks = [call["generate_chunk"]["choices"][0] for call in asked]
-    assert [(chunk["token_ids"], chunk["finish_reason"]) for chunk in chunks] == [([7, 8], None), ([9], "length")]
-    assert [call["stream_state"] for call in asked] == [{"asked": 0}, {"asked": 1}]
+    async def __call__(self, upstream: Upstream) -> bytes:
+        call = orjson.loads(upstream.body)
+        self.asked.append(call)
+        if "generate_response" in call:
+            return orjson.dumps({"choices": [{"index": 0, "message": {"content": "ab"}, "finish_reason": "stop"}]})
+        calls = [{"index": 0, "function": {"name": "run"}}] if len(self.asked) == 1 else []
+        delta = {"content": "ab"[len(self.asked) - 1], "tool_calls": calls}
+        reason = call["generate_chunk"]["choices"][0]["finish_reason"]
+        choice = {"index": 0, "delta": delta, "finish_reason": reason}
+        return orjson.dumps({"chunk": {"choices": [choice]}, "stream_state": {"asked": len(self.asked)}})
+
+    @property
+    def parts(self) -> list[tuple[list[int], str | None]]:
+        """The tokens that it was told, and the finish reason with them."""
+        chunks = [call.get("generate_chunk") or call["generate_response"] for call in self.asked]
+        return [(chunk["choices"][0]["token_ids"], chunk["choices"][0]["finish_reason"]) for chunk in chunks]
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop", "parts"),
+    [
+        ("length", None, [([7, 8], None), ([9], "length")]),
+        ("stop", None, [([7, 8], None), ([], "stop")]),
+        ("stop", 9, [([7, 8], None), ([], "stop")]),
+        ("stop", "x", [([7, 8], None), ([9], "stop")]),
+    ],
+)
+async def test_the_end_of_a_stream_is_read_by_itself(reason: str, stop: Any, parts: list[Any]) -> None:
+    """A parser that gets the name of a call and the end of the answer at once adds arguments that were not made; and
+    the token that ends an answer is no part of its text."""
+    parser = Parser()
+    end = Delta([7, 8, 9], reason, stop, {"asked": 0})
+    choice, state = await VllmTokens().derender(parser, {}, TokenIds.of([1]), end)
+    assert parser.parts == parts
+    assert [call["stream_state"] for call in parser.asked] == [{"asked": 0}, {"asked": 1}]
     assert state == {"asked": 2}
-    told = {"role": "assistant", "content": "ab", "tool_calls": [{"index": 0, "function": {"name": "run"}}]}
-    assert choice == {"index": 0, "delta": told, "finish_reason": "length"}
+    told = {"content": "ab", "tool_calls": [{"index": 0, "function": {"name": "run"}}]}
+    assert choice == {"index": 0, "delta": told, "finish_reason": reason}
+
+
+@pytest.mark.parametrize(
+    ("chat", "ids", "told"), [({}, [7, 9], [7]), ({"include_stop_str_in_output": True}, [7, 9], [7, 9]), ({}, [9], [])]
+)
+async def test_the_token_that_ends_a_whole_answer_is_no_part_of_its_text(
+    chat: dict[str, Any], ids: list[int], told: list[int]
+) -> None:
+    """But where that is asked for; an answer of nothing else is read as a stream, for a whole one must have tokens."""
+    parser = Parser()
+    choice, _ = await VllmTokens().derender(parser, chat, TokenIds.of([1]), Whole(ids, None, "stop", None))
+    assert parser.parts == [(told, "stop")]
+    assert choice["message"]["content"] == ("ab" if told else "a")
+
+
+@pytest.mark.parametrize(
+    "request_", [{"thinking": {"type": "disabled"}}, {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "jump"}}]
+)
+def test_messages_whose_answers_only_the_engine_reads_as_it_would_pass_through(request_: dict[str, Any]) -> None:
+    """What `derender` would be told of them is not what the engine's own route goes by."""
+    assert chat_of_messages({"model": "m", "messages": [], **request_}) is None
+
+
+def test_a_parser_is_told_of_a_request_what_it_reads_and_nothing_that_was_said() -> None:
+    """Tools as a chat has them, which of them is to be called, and how many calls there were before."""
+    answered = [{"type": "text", "text": "I look."}, {"type": "tool_use", "id": "1", "name": "run", "input": {}}]
+    said = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": answered}]
+    request = {"model": "m", "max_tokens": 9, "messages": said, "tools": [TOOL], "tool_choice": {"type": "any"}}
+    chat = chat_of_messages(request)
+    function = {"name": "run", "parameters": {"type": "object", "properties": {}}, "description": "Runs."}
+    assert chat is not None and "Look" not in str(chat)
+    assert chat["tools"] == [{"type": "function", "function": function}]
+    assert (chat["tool_choice"], chat["parallel_tool_calls"]) == ("required", True)
+    assert sum(len(message.get("tool_calls", ())) for message in chat["messages"]) == 1
+    same = chat_of_chat({**chat, "messages": [{"role": "assistant", "content": "Look", "tool_calls": [{}]}]})
+    assert same == chat

@@ -13,7 +13,7 @@ import orjson
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from tests.faults.asking import Heard, ask
+from tests.faults.asking import PATHS, Heard, ask
 
 TOOL = {
     "type": "function",
@@ -32,6 +32,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "json": {"response_format": SCHEMA},
     "tools": {"tools": [TOOL]},
     "tool required": {"tools": [TOOL], "tool_choice": "required"},
+}
+_MESSAGES_TOOL = {"name": "get_weather", "input_schema": TOOL["function"]["parameters"]}  # type: ignore[index]
+MESSAGES_KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stop": {"stop_sequences": ["n t", " of the"]},
+    "ends by itself": {"ignore_eos": False, "max_tokens": 400},
+    "tools": {"tools": [_MESSAGES_TOOL]},
+    "tool required": {"tools": [_MESSAGES_TOOL], "tool_choice": {"type": "any"}},
 }
 FLEETS: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm", "vllm", "vllm"),
@@ -52,10 +60,10 @@ ENDURING: dict[str, Any] = {
 def body_of(number: int, kind: str, api: str, stream: bool) -> dict[str, Any]:
     """A request for about eighty tokens."""
     body = {"model": "simulated", "stream": stream, "max_tokens": 80, "ignore_eos": True, "temperature": 0}
-    body |= KINDS[kind]
-    if stream:
+    body |= MESSAGES_KINDS[kind] if api == "messages" else KINDS[kind]
+    if stream and api != "messages":
         body["stream_options"] = {"include_usage": True}
-    if api == "chat":
+    if api != "completions":
         return body | {"messages": [{"role": "user", "content": f"question {number}"}]}
     return body | {"prompt": f"question {number}", "logprobs": 2 if kind == "logprobs" else None}
 
@@ -64,6 +72,8 @@ def told(heard: Heard, stream: bool) -> dict[str, Any]:
     """All that an answer says: text, calls, log-probabilities, how it ended, how many tokens it took."""
     answers = heard.events if stream else [heard.json]
     said: dict[str, Any] = {"text": "", "calls": [], "logprobs": [], "reason": None, "stop": None, "tokens": None}
+    if "type" in answers[0]:
+        return _message_told(answers, said)
     for answer in answers:
         if usage := answer.get("usage"):
             said["tokens"] = usage["prompt_tokens"], usage["completion_tokens"]
@@ -84,6 +94,25 @@ def told(heard: Heard, stream: bool) -> dict[str, Any]:
     return said
 
 
+def _message_told(events: Sequence[dict[str, Any]], said: dict[str, Any]) -> dict[str, Any]:
+    """The same of one of Anthropic's messages, whole or by its events."""
+    for event in events:
+        blocks = event["content"] if event["type"] == "message" else [event.get("content_block"), event.get("delta")]
+        for block in filter(None, blocks):
+            said["calls"] += [block["name"]] if block.get("type") == "tool_use" else []
+            said["text"] += block.get("text") or block.get("partial_json") or ""
+            said["text"] += str(block["input"]) if block.get("input") else ""
+        ended = event if event["type"] == "message" else event.get("delta") or {}
+        said["reason"], said["stop"] = ended.get("stop_reason") or said["reason"], ended.get("stop_sequence")
+        if usage := event.get("usage"):
+            read = usage.get("cache_creation_input_tokens", 0) + usage.get("cache_read_input_tokens", 0)
+            said["tokens"] = usage["input_tokens"] + read, usage["output_tokens"]
+        if said["stop"]:
+            said["tokens"] = None  # as above
+            break
+    return said
+
+
 def engine_of(kind: str, **more: Any) -> SimulatedEngineSettings:
     """The settings of an engine of a fleet."""
     dialect, _, is_incremental = kind.partition("-")
@@ -92,7 +121,7 @@ def engine_of(kind: str, **more: Any) -> SimulatedEngineSettings:
 
 
 def jobs(seed: int, num: int, fleet: str) -> list[tuple[str, dict[str, Any]]]:
-    """Requests of all kinds that the fleet serves at token level, in both APIs, streamed and not."""
+    """Requests of all kinds that the fleet serves at token level, in all its APIs, streamed and not."""
     dice = random.Random(seed)
     made = []
     # What holds a call to a grammar is known only to SGLang's chat route.
@@ -101,6 +130,8 @@ def jobs(seed: int, num: int, fleet: str) -> list[tuple[str, dict[str, Any]]]:
         kind, api, stream = dice.choice(kinds), dice.choice(("chat", "completions")), dice.random() < 0.6
         if kind.startswith("tool"):
             api = "chat"
+        if api == "chat" and fleet == "vllm" and kind in MESSAGES_KINDS and dice.random() < 0.4:
+            api = "messages"
         made.append((api, body_of(seed * 10_000 + number, kind, api, stream)))
     return made
 
@@ -126,8 +157,7 @@ async def undisturbed(asked: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
         said = []
         for start in range(0, len(asked), 50):
             for api, body in asked[start : start + 50]:
-                path = "/v1/chat/completions" if api == "chat" else "/v1/completions"
-                answer = await client.post(engine + path, json=body)
+                answer = await client.post(engine + PATHS[api], json=body)
                 said.append(told(Heard(answer.status_code, answer.headers, answer.text), body["stream"]))
         return said
 

@@ -9,13 +9,14 @@ from engines.tokens import Piece, Rendered
 from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
 from gateway.turns.ask import Ask
 from gateway.turns.chain import Chain, Diverged
+from gateway.turns.frames import Frame
 from gateway.turns.splice import joined
-from gateway.turns.voices import Frame, ParsedVoice
+from gateway.turns.voices import ParsedVoice
 
 
 def chain_of(stop: tuple[str, ...] = (), includes: bool = False, grammar: bool = False, tells: bool = True) -> Chain:
     ids = TokenIds.of([1, 2])
-    rendered = Rendered("vllm", ids, {}, 100, 0, stop, includes, False, grammar)
+    rendered = Rendered("vllm", ids, {}, 100, 0, stop, includes, False, grammar, {})
     return Chain(rendered, ids, None, tells, tells_logprobs=True)
 
 

@@ -1,0 +1,111 @@
+"""What stands around every answer of a turn, in the words of its API: the events of a stream, or the whole."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from gateway.http.errors import api_error
+from gateway.messages.answers import Usage
+from gateway.messages.anthropic import MessageEvents, message_of
+from gateway.turns.ask import Ask
+from gateway.turns.outcome import LegFailed
+from scheduling.types import Fault
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class Frame:
+    """Of chats and completions."""
+
+    def __init__(self, ask: Ask, turn_id: str, created_at: float, stop_field: str = "") -> None:
+        self.stop_field = stop_field
+        is_chat = ask.api == "chat"
+        kind = ("chat.completion.chunk" if ask.wants_stream else "chat.completion") if is_chat else "text_completion"
+        answer_id = f"chatcmpl-{turn_id}" if is_chat else f"cmpl-{turn_id}"
+        self._head = {"id": answer_id, "object": kind, "created": int(created_at), "model": ask.model}
+        self._start = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":['
+        self._said = b'"delta":{"content":' if is_chat else b'"text":', b"}" if is_chat else b""
+        self._wants_usage = ask.wants_usage
+
+    def around_text(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and behind a text that comes alone, as JSON; nothing where an event tells more."""
+        before, after = self._said
+        start = b'%b{"index":%d,%b' % (self._start, index, before)
+        return start, after + b',"logprobs":null,"finish_reason":null}]}\n\n'
+
+    def event(self, choice: Mapping[str, Any]) -> bytes:
+        """What tells a client of a stream this part of a choice."""
+        return self._start + orjson.dumps(choice) + b"]}\n\n"
+
+    def end(self, last: bytes, usage: Usage) -> bytes:
+        """The events that end a stream."""
+        told = b""
+        if self._wants_usage:
+            told = self._start + b'],"usage":' + orjson.dumps(_usage(usage)) + b"}\n\n"
+        return last + told + _DONE
+
+    def whole(self, choices: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
+        """A whole answer."""
+        return orjson.dumps({**self._head, "choices": choices, "usage": _usage(usage)})
+
+    def content(self, answer: Any) -> Any:
+        """An answer as its client sends it back."""
+        return answer
+
+
+class MessageFrame:
+    """Of Anthropic's messages, which are made of a chat's one choice.
+
+    Args:
+        prompt_tokens: a stream tells them at its start.
+    """
+
+    def __init__(self, ask: Ask, turn_id: str, stop_field: str, prompt_tokens: int) -> None:
+        self.stop_field = stop_field
+        self._head = {"id": f"chatcmpl-{turn_id}", "model": ask.model}
+        self._prompt_tokens = prompt_tokens
+        self._events = MessageEvents()
+        self._content: list[dict[str, Any]] = self._events.content
+
+    def around_text(self, index: int) -> tuple[bytes, bytes]:
+        """Nothing: a text may have to open a block."""
+        return b"", b""
+
+    def event(self, choice: Mapping[str, Any]) -> bytes:
+        """What tells a client of a stream this part of the choice."""
+        delta = choice["delta"]
+        if "role" in delta:
+            return self._events.start(self._head, self._prompt_tokens)
+        return self._events.tell(delta, choice["finish_reason"], choice.get(self.stop_field))
+
+    def end(self, last: bytes, usage: Usage) -> bytes:
+        """The events that end a stream."""
+        return last + self._events.end(usage)
+
+    def whole(self, choices: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
+        """A whole answer. Raises LegFailed where a call's arguments are none, as the engine's own route does."""
+        [choice] = choices
+        try:
+            message = message_of(self._head, choice, choice.get(self.stop_field), usage)
+        except ValueError as error:
+            raise LegFailed(Fault.REQUEST, api_error(400, str(error))) from None
+        self._content = message["content"]
+        try:
+            return orjson.dumps(message)
+        except TypeError:  # integers of more than 64 bits, and half surrogate pairs: JSON has them
+            return json.dumps(message).encode()
+
+    def content(self, answer: Any) -> Any:
+        """The answer as its client sends it back."""
+        return {"role": "assistant", "content": self._content}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "prompt_tokens_details": None if usage.cached_tokens is None else {"cached_tokens": usage.cached_tokens},
+    }

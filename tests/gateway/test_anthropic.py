@@ -1,0 +1,142 @@
+"""A chat's answer told as one of Anthropic's messages: whole, and in whatever pieces it comes."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.messages.answers import Usage
+from gateway.messages.anthropic import MessageEvents, message_of
+from gateway.turns.ask import Ask
+from gateway.turns.frames import MessageFrame
+from tests.api.differential import events_of
+
+HEAD = {"id": "chatcmpl-1", "model": "m"}
+USAGE = Usage(10, 3, 4)
+TEXTS = st.text(max_size=12)
+CALLS = st.lists(
+    st.tuples(st.text(min_size=1, max_size=5), st.dictionaries(TEXTS, st.integers(), max_size=2)), max_size=3
+)
+
+
+def told(deltas: list[dict[str, Any]], reason: str, stop: Any = None) -> list[dict[str, Any]]:
+    """The events of a stream of these deltas."""
+    events = MessageEvents()
+    said = events.start(HEAD, 10)
+    for number, delta in enumerate(deltas):
+        is_last = number == len(deltas) - 1
+        said += events.tell(delta, reason if is_last else None, stop if is_last else None)
+    said += events.end(USAGE)
+    return [data for name, data in events_of(said.decode()) if name == data["type"]]
+
+
+def put_together(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The blocks that a client makes of the events; checks that each is opened, told and closed before the next."""
+    blocks: list[dict[str, Any]] = []
+    is_open = False
+    for event in events[1:-2]:
+        match event["type"]:
+            case "content_block_start":
+                assert not is_open and event["index"] == len(blocks)
+                blocks.append(dict(event["content_block"]) | {"said": ""})
+                is_open = True
+            case "content_block_delta":
+                assert is_open and event["index"] == len(blocks) - 1
+                delta = event["delta"]
+                kind = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
+                if delta["type"] == "signature_delta":
+                    assert delta["signature"]
+                else:
+                    blocks[-1]["said"] += delta[kind[delta["type"]]]
+            case "content_block_stop":
+                assert is_open and event["index"] == len(blocks) - 1
+                is_open = False
+    assert not is_open
+    for block in blocks:
+        said = block.pop("said")
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(said)
+        else:
+            block[block["type"]] = said
+    return blocks
+
+
+@given(TEXTS, TEXTS, CALLS, st.data())
+def test_a_stream_says_what_the_whole_answer_says(
+    reasoning: str, text: str, calls: list[tuple[str, dict[str, Any]]], data: st.DataObject
+) -> None:
+    """Thinking, text and calls, cut anywhere: the same blocks, the same end, the same usage."""
+    deltas: list[dict[str, Any]] = []
+    for name, said in (("reasoning", reasoning), ("content", text)):
+        cut = data.draw(st.integers(0, len(said)))
+        deltas += [{name: said[:cut]}, {name: said[cut:]}]
+    functions = []
+    for index, (name, arguments) in enumerate(calls):
+        said = json.dumps(arguments)
+        cut = data.draw(st.integers(0, len(said)))
+        functions.append({"id": f"c{index}", "function": {"name": name, "arguments": said}})
+        begun = {"index": index, "id": f"c{index}", "function": {"name": name, "arguments": said[:cut]}}
+        deltas.append({"tool_calls": [begun]})
+        deltas.append({"tool_calls": [{"index": index, "function": {"arguments": said[cut:]}}]})
+    reason = "tool_calls" if calls else "stop"
+    message = {"reasoning": reasoning or None, "content": text or None, "tool_calls": functions}
+    whole = message_of(HEAD, {"message": message, "finish_reason": reason}, None, USAGE)
+    events = told(deltas, reason)
+    blocks = [{key: value for key, value in block.items() if key != "signature"} for block in whole["content"]]
+    assert put_together(events) == ([] if blocks == [{"type": "text", "text": ""}] else blocks)
+    assert events[0]["message"]["usage"] == {"input_tokens": 10, "output_tokens": 0}
+    assert events[-2]["usage"] == whole["usage"]
+    assert whole["usage"] == {"input_tokens": 6, "output_tokens": 3, "cache_read_input_tokens": 4}
+    assert events[-2]["delta"] == {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    assert whole["stop_reason"] == ("tool_use" if calls else "end_turn")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason", "stop", "wanted"),
+    [
+        ("{}", "stop", None, ("tool_use", None)),  # a named call ends so
+        ("{}", "stop", "x", ("tool_use", None)),
+        ('{"a', "stop", "x", ("stop_sequence", "x")),
+        ('{"a', "length", None, ("max_tokens", None)),
+        (None, "stop", "x", ("stop_sequence", "x")),
+        (None, "stop", 7, ("end_turn", None)),
+    ],
+)
+def test_how_an_answer_ended(arguments: str | None, reason: str, stop: Any, wanted: tuple[Any, Any]) -> None:
+    """A call that was cut short must not run; the token that ended an answer is no stop sequence."""
+    call = {"index": 0, "id": "c", "function": {"name": "run", "arguments": arguments}}
+    ended = told([{"content": "Hm."} if arguments is None else {"tool_calls": [call]}], reason, stop)[-2]["delta"]
+    assert (ended["stop_reason"], ended["stop_sequence"]) == wanted
+
+
+def test_what_is_said_while_a_call_is_open_comes_behind_it() -> None:
+    """As the blocks of a message are one after the other; and is in what the client will send back."""
+    events = MessageEvents()
+    events.tell({"tool_calls": [{"index": 0, "id": "c", "function": {"name": "run", "arguments": "{"}}]}, None, None)
+    events.tell({"content": "Now."}, None, None)
+    events.tell({"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}, "tool_calls", None)
+    events.end(USAGE)
+    assert events.content == [
+        {"type": "tool_use", "id": "c", "name": "run", "input": {}},
+        {"type": "text", "text": "Now."},
+    ]
+
+
+@pytest.mark.parametrize("arguments", ['{"a', "963", "", "[" * 10_000, "1" * 5_000, "null"])
+def test_a_whole_call_that_is_no_object_is_no_message(arguments: str) -> None:
+    """The engine's own route answers with an error; the client of a stream gets what there is."""
+    call = {"index": 0, "id": "c", "function": {"name": "run", "arguments": arguments}}
+    with pytest.raises(ValueError, match="call of run"):
+        message_of(HEAD, {"message": {"tool_calls": [call]}, "finish_reason": "stop"}, None, USAGE)
+    told([{"tool_calls": [call]}], "stop")
+
+
+def test_a_whole_message_has_numbers_of_any_size() -> None:
+    """And half a surrogate pair: a model may write such JSON."""
+    ask = Ask("messages", "", "m", b"", {}, "t", "g", None, 0, False, False)
+    arguments = '{"a": 123456789012345678901234567890, "b": "\\ud83d"}'
+    message = {"tool_calls": [{"id": "c", "function": {"name": "run", "arguments": arguments}}]}
+    whole = MessageFrame(ask, "t", "stop_reason", 1).whole([{"message": message, "finish_reason": "stop"}], USAGE)
+    assert json.loads(whole)["content"][0]["input"] == json.loads(arguments)
