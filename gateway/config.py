@@ -103,7 +103,7 @@ class Settings(BaseSettings):
     store: str = Field("sqlite:heddle.sqlite3", description="`sqlite:PATH`, `redis://host:port/db` or `memory:`.")
     store_namespace: str = Field("heddle:", min_length=1, description="Redis keys begin with it; one for each fleet.")
     demand_interval_s: float = Field(
-        5.0, gt=0, description="Between words to the controller by a Redis store; 6,400 trajectories take 20 ms."
+        5.0, gt=0, description="Between words to the controller by a Redis store; 6,400 trajectories take 35 ms."
     )
     event_log: str | None = Field(None, description="JSONL file of events and actions; none by default.")
     event_log_max_bytes: int = Field(256 * 2**20, ge=2**16, description="Then it is rotated once; two files are kept.")

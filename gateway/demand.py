@@ -5,6 +5,7 @@ The controller asks for it (`GET /v1/demand`), whatever the store is, or reads i
 what came true, for a fleet is cut anew within a rollout only on the word of a predictor that has shown its worth.
 """
 
+import asyncio
 import math
 from collections import OrderedDict, defaultdict, deque
 from typing import Any
@@ -20,6 +21,8 @@ from scheduling.types import TrajectoryRecord, TrajectoryState
 
 _MAX_WATCHED = 20_000
 _MAX_COMPARED = 1_000
+# Trajectories looked at in one go: 2 ms.
+_SLICE = 400
 # Below it a correlation is chance.
 _MIN_COMPARED = 8
 
@@ -34,26 +37,30 @@ class Demand:
         self._watched: OrderedDict[str, float] = OrderedDict()
         self._compared: deque[tuple[float, float]] = deque(maxlen=_MAX_COMPARED)
 
-    def look(self, since: float = 0.0) -> dict[str, Any]:
+    async def look(self, since: float = 0.0) -> dict[str, Any]:
         """As the API shows it.
 
         `trajectories`: of each that is active, predicted output tokens still to come, its context now, tokens that
         tools will still add to it, and its home. `last_rollout`: the one that ended last, if that was after `since`.
 
-        Cost: 6,400 trajectories take about 20 ms; ask every some seconds.
+        Cost: 6,400 trajectories take about 35 ms, in slices between which turns are served.
         """
         active: list[TrajectoryRecord] = []
         finished: list[Entry] = []
-        for entry in self._ledger:
+        remaining: list[dict[str, Any]] = []
+        for number, entry in enumerate(list(self._ledger)):
+            if number % _SLICE == _SLICE - 1:
+                await asyncio.sleep(0)
             record = entry.record
             self._watch(record)
             if record.state is TrajectoryState.ACTIVE:
                 active.append(record)
+                remaining.append(_remaining(record))
             elif record.state is TrajectoryState.FINISHED:
                 finished.append(entry)
         return {
             "at": self._clock(),
-            "trajectories": [_remaining(record) for record in active],
+            "trajectories": remaining,
             "last_rollout": _last_rollout(active, finished, since),
             "num_waiting_turns": self._driver.scheduler.num_waiting,
             "correlation": _log_pearson(self._compared),
@@ -129,4 +136,4 @@ def add_demand(app: FastAPI, demand: Demand, access: Access) -> None:
     async def look(since: float = 0.0) -> dict[str, Any]:
         """What the trajectories at hand still need, and what the last rollout came to if it ended after `since`
         (seconds since the epoch), for the fleet's controller. Needs the admin key."""
-        return demand.look(since)
+        return await demand.look(since)
