@@ -45,7 +45,9 @@ class Forecast:
         wanted = share * self.sums[0]
         for index, weight in enumerate(self.weights.tolist(), start=self.from_bin):
             if weight >= wanted:
-                low = max(EDGES[index], self.made_tokens + 1.0)
-                return low * math.pow(max(EDGES[index + 1] / low, 1.0), wanted / weight)
+                low, least, high = EDGES[index], self.made_tokens + 1.0, EDGES[index + 1]
+                if low < least:
+                    low = least
+                return low * math.pow(high / low, wanted / weight) if high > low else low
             wanted -= weight
         return EDGES[NUM_BINS]

@@ -193,10 +193,14 @@ class TabularPredictor:
         if said < 1e-6:
             return shares.copy()
         peak = (mean / variance - lengths.mean / lengths.variance) / said
-        off = BINS_FROM[from_bin] - peak
-        alike = np.exp(off * off * (-0.5 * said))
-        odd = _ODD * max(float(alike.dot(shares)), 1e-9) / lengths.surviving[from_bin]
-        weights: Weights = (alike + odd) * shares
+        # One array from here to the end: to make another one takes as long as to compute it.
+        weights: Weights = BINS_FROM[from_bin] - peak
+        weights *= weights
+        weights *= -0.5 * said
+        np.exp(weights, weights)
+        alike = float(weights.dot(shares))
+        weights += _ODD * (alike if alike > 1e-9 else 1e-9) / lengths.surviving[from_bin]
+        weights *= shares
         return weights
 
 
@@ -207,7 +211,9 @@ def _said(forecast: Forecast, mean: float, variance: float) -> tuple[float, floa
     """
     total, first, second, _ = forecast.sums
     first /= total
-    narrowed = max(second / total - first * first, _MIN_VARIANCE)
+    narrowed = second / total - first * first
+    if narrowed < _MIN_VARIANCE:
+        narrowed = _MIN_VARIANCE
     if narrowed >= variance:
         return 0.0, 0.0
     return 1.0 / narrowed - 1.0 / variance, first / narrowed - mean / variance

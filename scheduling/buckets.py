@@ -57,7 +57,7 @@ def _sizes(engines: Iterable[EngineFacts]) -> list[int]:
 
 def _agreed_size(turn: TurnFacts, sizes: Sequence[int]) -> int | None:
     """The TP size whose bucket holds both mean and P90 of the remaining output; None where they disagree."""
-    size = _size_for(turn.remaining_tokens, sizes)
+    size = _size_for(turn.remaining_tokens(), sizes)
     p90_tokens = turn.prediction.p90_tokens - turn.attained_tokens
     return size if size == _size_for(p90_tokens, sizes) else None
 

@@ -100,7 +100,7 @@ class Dispatcher:
     def withdraw(self, turn: Turn) -> None:
         """Take a turn away from where it waits or runs."""
         if turn.state is RUNNING:
-            turn.runs_on.stop(turn)
+            turn.runs_on().stop(turn)
             turn.engine = None
         else:
             self._leave_queue(turn)
@@ -137,11 +137,6 @@ class Dispatcher:
             actions.append(Move(trajectory.trajectory_id, source.spec.engine_id, target.spec.engine_id))
 
     # --- room that is left to use ---------------------------------------------------------------------------
-
-    @property
-    def is_unsettled(self) -> bool:
-        """There is something for `settle` to do."""
-        return bool(self._to_place or self._to_fill)
 
     def settle(self, actions: list[Action]) -> None:
         """Use the room, and place the turns, that the event left over."""

@@ -110,12 +110,13 @@ class Engine:
 
     def claim(self, trajectory: Trajectory, tokens: int) -> None:
         """Count `tokens` of KV, and the work to come, for a trajectory that lives here."""
-        trajectory_id, share = trajectory.trajectory_id, trajectory.share(tokens)
+        trajectory_id = trajectory.trajectory_id
+        share = remaining, context, p90 = trajectory.share(tokens)
         self._discount(trajectory_id)
         self.claims[trajectory_id] = tokens
         self.shares[trajectory_id] = share
         self.kv_claimed += tokens
-        self.work.add(*share)
+        self.work.add(remaining, context, p90)
         self._note_claims()
 
     def release(self, trajectory_id: str) -> None:

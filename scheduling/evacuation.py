@@ -25,7 +25,7 @@ def new_homes(
     before the next one is asked for, which counts its claim.
     """
     leaving = [trajectories[trajectory_id] for trajectory_id in source.in_tool]
-    leaving.sort(key=lambda trajectory: (-trajectory.remaining_tokens, trajectory.ordinal))
+    leaving.sort(key=lambda trajectory: (-trajectory.remaining_tokens(), trajectory.ordinal))
     for trajectory in leaving:
         claim_tokens = source.claims[trajectory.trajectory_id]
         targets = [engine for engine in engines.values() if _takes(engine, source, claim_tokens, limits)]

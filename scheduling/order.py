@@ -51,13 +51,11 @@ class TurnFacts:
     home: str | None = None
     rank: float = 0.0
 
-    @property
     def share(self) -> tuple[float, float, float]:
         """What its trajectory adds to the work of an engine: remaining output, mean context, and 90th percentile."""
-        remaining = self.remaining_tokens
+        remaining = self.remaining_tokens()
         return remaining, self.prompt_tokens + remaining / 2, self.prediction.p90_tokens - self.attained_tokens
 
-    @property
     def remaining_tokens(self) -> float:
         """Predicted output still to come, this turn's included; never less than one token."""
         remaining = self.prediction.total_tokens - self.attained_tokens
@@ -75,7 +73,7 @@ def weightiest_first(turn: TurnFacts, limits: Limits) -> float:
     with them the longest, whoever it is. The exponent makes a soft maximum of the sum of weights.
     """
     total = turn.prediction.total_tokens
-    area = (turn.prompt_tokens if turn.prompt_tokens > 1 else 1) * turn.remaining_tokens
+    area = (turn.prompt_tokens if turn.prompt_tokens > 1 else 1) * turn.remaining_tokens()
     urgency = (WEIGHT_EXPONENT * log(total) if total > 1.0 else 0.0) - log(area)
     return turn.arrived_at * limits.ageing_tokens_per_s - URGENCY_TOKENS * urgency
 
@@ -106,7 +104,7 @@ def shortest_first(turn: TurnFacts, limits: Limits) -> float:
 
 def longest_remaining_first(turn: TurnFacts, limits: Limits) -> float:
     """Longest predicted remaining work first, without ageing: Heddle's progressive priority (arXiv 2603.28101)."""
-    return -turn.remaining_tokens
+    return -turn.remaining_tokens()
 
 
 def least_attained_first(turn: TurnFacts, limits: Limits) -> float:

@@ -6,7 +6,6 @@ Engines are compared by the additive cost of estimate.py.
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import exp
-from operator import attrgetter
 from typing import Protocol
 
 from scheduling.cost import EngineProfile
@@ -36,8 +35,6 @@ NEAR_LATEST_SHARE = 0.1
 # A move must lower that maximum by as much as if the latest engine ended so many of those shares sooner: 0.5 % of the
 # makespan. Between 0.02 and 0.1 only the number of moves changes.
 LEAST_GAIN = 0.05
-
-_finish_s = attrgetter("finish_s")
 
 
 @dataclass(slots=True)
@@ -102,7 +99,7 @@ Args: its turn; its home; the other engines that could run the turn now; all eng
 
 def least_estimated_finish(turn: TurnFacts, engines: Sequence[EngineFacts]) -> EngineFacts:
     """The engine that would finish soonest with this trajectory on it; of equals, the one with fewer turns."""
-    share = turn.share
+    share = turn.share()
 
     def finish(engine: EngineFacts) -> tuple[float, int]:
         return estimate_finish_s(engine.profile, engine.work, *share), engine.num_turns
@@ -121,10 +118,13 @@ def lower_the_latest(
     assert home.without is not None
     if len(fleet) < 2:
         return None
-    share = turn.share
+    remaining, context, p90 = turn.share()
     without = home.without()
-    home_s = estimate_finish_s(home.profile, without, *share)
-    latest_s = max(home_s, *map(_finish_s, fleet))
+    home_s = estimate_finish_s(home.profile, without, remaining, context, p90)
+    latest_s = home_s
+    for engine in fleet:
+        if engine.finish_s > latest_s:
+            latest_s = engine.finish_s
     temperature = NEAR_LATEST_SHARE * latest_s
     if home_s < latest_s - 3 * temperature:
         return None  # its weight is under 5 %: nothing that it gives away can gain enough
@@ -138,7 +138,7 @@ def lower_the_latest(
         return None
     best, least_burden = None, relief - LEAST_GAIN
     for engine in candidates:
-        finish_s = estimate_finish_s(engine.profile, engine.work, *share)
+        finish_s = estimate_finish_s(engine.profile, engine.work, remaining, context, p90)
         finish_s += engine.profile.prefill_s(turn.prompt_tokens)
         if finish_s < home_s and (burden := weight(finish_s) - weight(engine.finish_s)) < least_burden:
             best, least_burden = engine, burden

@@ -60,7 +60,7 @@ class Ranks:
         """What is left of a trajectory has changed; one that ended has no rank."""
         self.drop(trajectory)
         if trajectory.state is TrajectoryState.ACTIVE:
-            key = self._key_of[trajectory.trajectory_id] = (-trajectory.remaining_tokens, trajectory.ordinal)
+            key = self._key_of[trajectory.trajectory_id] = (-trajectory.remaining_tokens(), trajectory.ordinal)
             insort(self._sorted, key)
             self._context_of[trajectory.ordinal] = trajectory.context_tokens
 
@@ -73,7 +73,7 @@ class Ranks:
 
     def rank(self, trajectory: Trajectory) -> float:
         """The share of live trajectories that are before this one; one that ended is behind all."""
-        key = -trajectory.remaining_tokens, trajectory.ordinal
+        key = -trajectory.remaining_tokens(), trajectory.ordinal
         return bisect_left(self._sorted, key) / max(len(self._sorted), 1)
 
     def cut(self, engines: Sequence[Engine], at: float) -> None:

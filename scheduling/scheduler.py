@@ -118,8 +118,7 @@ class Scheduler:
                 self._ticked(actions)
             case _:
                 assert_never(event)
-        if self._dispatcher.is_unsettled:
-            self._dispatcher.settle(actions)
+        self._dispatcher.settle(actions)
         return actions
 
     @property
@@ -154,7 +153,7 @@ class Scheduler:
         if trajectory is None:
             trajectory = self._trajectory_of(event)
         turn = self._turn_of(event, trajectory)
-        if self.num_waiting >= self.limits.max_waiting_turns and not self._dispatcher.has_room_for(turn):
+        if self._dispatcher.num_waiting >= self.limits.max_waiting_turns and not self._dispatcher.has_room_for(turn):
             actions.append(Reject(event.turn_id, Refusal.QUEUE_FULL, REFUSED_RETRY_S))
             return
         if is_new:
@@ -176,7 +175,7 @@ class Scheduler:
         turn = self._running_turn(event.turn_id, event.leg)
         if turn is None:
             return
-        engine = turn.runs_on
+        engine = turn.runs_on()
         context = turn.facts.prompt_tokens + event.output_tokens
         claimed = engine.claims.get(turn.trajectory.trajectory_id)
         if claimed is not None and context > claimed:
@@ -187,7 +186,7 @@ class Scheduler:
         turn = self._running_turn(event.turn_id, event.leg)
         if turn is None:
             return
-        engine, trajectory = turn.runs_on, turn.trajectory
+        engine, trajectory = turn.runs_on(), turn.trajectory
         trajectory.context_tokens = event.prompt_tokens + event.output_tokens
         trajectory.output_tokens += event.output_tokens
         trajectory.num_turns += 1
@@ -212,7 +211,7 @@ class Scheduler:
         turn.num_faults += not is_busy
         if wants_retry and not is_aborted and turn.num_faults < self.limits.max_attempts:
             pause_s = max(event.retry_after_s or self.limits.retry_pause_s, TICK_S if is_busy else 0.0)
-            turn.avoided[turn.runs_on.spec.engine_id] = self._at + pause_s
+            turn.avoided[turn.runs_on().spec.engine_id] = self._at + pause_s
             # A busy engine did nothing for the turn: it has been waiting all the time, and not for ever.
             self._wait_again(turn, turn.queued_at if is_busy else self._at, actions)
         else:
@@ -228,7 +227,7 @@ class Scheduler:
         turn = self._running_turn(event.turn_id, event.leg)
         if turn is None:
             return
-        engine, trajectory = turn.runs_on, turn.trajectory
+        engine, trajectory = turn.runs_on(), turn.trajectory
         turn.claim_tokens += event.output_tokens - turn.kept_tokens
         turn.kept_tokens = event.output_tokens
         if trajectory.state is ABORTED:

@@ -75,7 +75,6 @@ class Turn:
         """What its next leg begins with: its prompt, and what it has made."""
         return self.facts.prompt_tokens + self.kept_tokens
 
-    @property
     def runs_on(self) -> "Engine":
         """The engine of a running turn."""
         assert self.engine is not None and self.state is RUNNING
@@ -124,7 +123,6 @@ class Trajectory:
             num_turns=record.num_turns,
         )
 
-    @property
     def remaining_tokens(self) -> float:
         """Predicted output still to come; never less than one token while it is active."""
         if self.state is not ACTIVE:
@@ -134,7 +132,7 @@ class Trajectory:
 
     def share(self, context_tokens: int) -> tuple[float, float, float]:
         """What it adds to an engine's work: remaining output, mean context, 90th percentile of remaining output."""
-        remaining = self.remaining_tokens
+        remaining = self.remaining_tokens()
         p90 = self.prediction.p90_tokens - self.output_tokens
         return remaining, context_tokens + remaining / 2, p90 if p90 > remaining else remaining
 

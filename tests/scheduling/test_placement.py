@@ -62,7 +62,7 @@ turns = st.builds(turn_of, tokens, st.integers(0, 50_000), st.integers(1, 100_00
 
 def lived_in(home: EngineFacts, turn: TurnFacts) -> EngineFacts:
     """The home with this trajectory among its own."""
-    return replace(home, work=home.work.plus(*turn.share), without=lambda: home.work)
+    return replace(home, work=home.work.plus(*turn.share()), without=lambda: home.work)
 
 
 @given(engines, trajectories)
@@ -98,7 +98,7 @@ def test_a_new_trajectory_goes_where_it_ends_soonest(turn: TurnFacts, fleet: lis
     """No other engine would be done sooner with it."""
 
     def finish(engine: EngineFacts) -> float:
-        return estimate_finish_s(engine.profile, engine.work.plus(*turn.share))
+        return estimate_finish_s(engine.profile, engine.work.plus(*turn.share()))
 
     assert finish(least_estimated_finish(turn, fleet)) == min(map(finish, fleet))
 
@@ -123,7 +123,7 @@ def test_a_move_lowers_the_soft_maximum_of_the_fleet(
     before = {engine.engine_id: estimate_finish_s(engine.profile, engine.work) for engine in fleet}
     after = before | {
         home.engine_id: estimate_finish_s(home.profile, home.work),
-        target.engine_id: estimate_finish_s(target.profile, target.work.plus(*turn.share))
+        target.engine_id: estimate_finish_s(target.profile, target.work.plus(*turn.share()))
         + target.profile.prefill_s(turn.prompt_tokens),
     }
     latest_s = max(before.values())
