@@ -10,7 +10,7 @@ from gateway.api.openapi import declare_hot_routes
 from gateway.api.tokens import Tokens
 from gateway.api.trajectories import Trajectories
 from gateway.api.weights import add_weights
-from gateway.clock import Clock
+from gateway.clock import started_clock
 from gateway.config import ConfigError, Settings
 from gateway.demand import Demand, add_demand
 from gateway.demand_stream import say_demand
@@ -51,7 +51,7 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
         ConfigError: the event log cannot be written, or the predictor's model not read.
         StoreError: the store cannot be used, or is away for too long. Serving without it would lose its trajectories.
     """
-    clock = Clock()
+    clock = started_clock()
     try:
         event_log = EventLog(settings.event_log, settings.event_log_max_bytes)
     except OSError as error:

@@ -1,14 +1,17 @@
 """The gateway's clock: seconds since the epoch, so that records outlive the process, and never backwards."""
 
 import time
+from collections.abc import Callable
+
+Clock = Callable[[], float]
+"""Now."""
 
 
-class Clock:
-    """Starts at the wall clock's time and goes on with the monotonic one."""
+def started_clock() -> Clock:
+    """Starts at the wall clock's time and goes on with the monotonic one.
 
-    def __init__(self) -> None:
-        self._offset_s = time.time() - time.monotonic()
-
-    def __call__(self) -> float:
-        """Now."""
-        return self._offset_s + time.monotonic()
+    A function, for a turn asks five times what time it is, and to call an object costs twice as much.
+    """
+    monotonic = time.monotonic
+    offset_s = time.time() - monotonic()
+    return lambda: offset_s + monotonic()

@@ -6,7 +6,6 @@ declared there all the same, for its documentation, and answer alike if they are
 
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from itertools import chain
 from typing import Any
 from urllib.parse import unquote
 
@@ -117,8 +116,10 @@ class Front:
         return True
 
     def _is_head_too_large(self, scope: Mapping[str, Any]) -> bool:
-        headers = scope["headers"]
-        return sum(map(len, chain.from_iterable(headers))) + 4 * len(headers) > self._max_header_bytes
+        num_bytes = 0
+        for name, value in scope["headers"]:
+            num_bytes += len(name) + len(value) + 4
+        return num_bytes > self._max_header_bytes
 
     async def _read(self, client: Client, receive: Receive) -> Receive:
         """Read the body, whose bounds FastAPI does not keep, and give it to FastAPI. Raises Refused, or ClientLeft."""

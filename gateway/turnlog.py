@@ -43,7 +43,7 @@ def log_to_stderr(level: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
-_TURN = b'{"at":%%.6f,"level":"info","logger":"%b","message":"turn",%%b,%%b' % LOGGER.name.encode()
+_TURN = b',"level":"info","logger":"%b","message":"turn",' % LOGGER.name.encode()
 
 
 class TurnLog:
@@ -57,8 +57,8 @@ class TurnLog:
         if LOGGER.isEnabledFor(logging.INFO):
             if not self._lines:
                 asyncio.get_running_loop().call_soon(self._write)
-            whose = {"trajectory_id": trajectory_id, "rollout_id": rollout_id}
-            self._lines.append(_TURN % (time.time(), orjson.dumps(whose)[1:-1], row[1:]))
+            whose = orjson.dumps({"at": time.time(), "trajectory_id": trajectory_id, "rollout_id": rollout_id})
+            self._lines.append(whose[:-1] + _TURN + row[1:])
 
     def _write(self) -> None:
         # As LOGGER.info, but without a search of the stack for the place in the code, which no line shows.

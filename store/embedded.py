@@ -25,7 +25,7 @@ from typing import IO, Any
 import orjson
 
 from store.piece_file import PieceFile
-from store.port import Json, StoreCorrupt, StoredTrajectory, StoreError, StoreHealth, StoreInUse
+from store.port import Json, StoreCorrupt, StoredTrajectory, StoreError, StoreHealth, StoreInUse, encoded
 from store.settings import StoreSettings
 
 FORMAT = 2
@@ -128,12 +128,12 @@ class EmbeddedStore:
         self._rewrite = rewrite
 
     def put_trajectory(self, trajectory_id: str, record: Json, answer: bytes | None = None) -> None:
-        value = _blob(orjson.dumps(record))
+        value = _blob(encoded(record))
         rows = self._rows.get(trajectory_id) or self._new_rows(trajectory_id)
         self._write(PUT_RECORD, (rows.record, trajectory_id, value, answer and _blob(answer)))
 
     def append_turn(self, trajectory_id: str, turn: Json) -> None:
-        value = _blob(orjson.dumps(turn))
+        value = _blob(encoded(turn))
         rows = self._rows.get(trajectory_id)
         if rows is None:
             rows = self._new_rows(trajectory_id)

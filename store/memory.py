@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import orjson
 
-from store.port import Json, StoredTrajectory, StoreHealth
+from store.port import Json, StoredTrajectory, StoreHealth, encoded
 from store.settings import StoreSettings
 
 
@@ -41,12 +41,12 @@ class MemoryStore:
         """Nothing can be lost here."""
 
     def put_trajectory(self, trajectory_id: str, record: Json, answer: bytes | None = None) -> None:
-        self._records[trajectory_id] = orjson.dumps(record)
+        self._records[trajectory_id] = encoded(record)
         if answer is not None:
             self._answers[trajectory_id] = answer
 
     def append_turn(self, trajectory_id: str, turn: Json) -> None:
-        value = orjson.dumps(turn)
+        value = encoded(turn)
         self._records.setdefault(trajectory_id, b"{}")
         self._turns.setdefault(trajectory_id, deque(maxlen=self._max_turns)).append(value)
 

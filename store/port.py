@@ -69,8 +69,13 @@ class StoreAway(StoreError):
     """The record cannot be reached now. Safe to repeat."""
 
 
-Json = dict[str, Any] | orjson.Fragment
+Json = dict[str, Any] | bytes
 """A JSON object, or the encoded text of one."""
+
+
+def encoded(json: Json) -> bytes:
+    """The text of a JSON object."""
+    return json if isinstance(json, bytes) else orjson.dumps(json)
 
 
 class Store(Protocol):

@@ -28,7 +28,7 @@ from typing import Any
 import orjson
 
 from store.pending import Operation, Pending
-from store.port import Json, StoreAway, StoreCorrupt, StoredTrajectory, StoreError, StoreHealth
+from store.port import Json, StoreAway, StoreCorrupt, StoredTrajectory, StoreError, StoreHealth, encoded
 from store.redis_client import FAULTS, AuthenticationError, place_of, redis_client
 from store.settings import StoreSettings
 
@@ -167,11 +167,11 @@ class RedisStore:
         self._rewrite = rewrite
 
     def put_trajectory(self, trajectory_id: str, record: Json, answer: bytes | None = None) -> None:
-        self._pending.put_trajectory(trajectory_id, orjson.dumps(record), answer)
+        self._pending.put_trajectory(trajectory_id, encoded(record), answer)
         self._wanted.set()
 
     def append_turn(self, trajectory_id: str, turn: Json) -> None:
-        self._pending.append_turn(trajectory_id, orjson.dumps(turn))
+        self._pending.append_turn(trajectory_id, encoded(turn))
         self._wanted.set()
 
     def forget_trajectory(self, trajectory_id: str) -> None:

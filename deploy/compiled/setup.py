@@ -8,7 +8,7 @@ from setuptools import setup
 # Modules by their folder. Left out are those
 # - whose dataclasses are ever encoded (scheduling: types, limits, cost): orjson reads them by their memory, which in a
 #   compiled class is another, and the process dies;
-# - whose classes are asked for a class attribute (engines/vllm.py), or made a base of (gateway/clock.py);
+# - whose classes are asked for a class attribute (engines/vllm.py);
 # - with asynchronous generators, which mypyc has not, and gateway/kv/moves.py, which it cannot read.
 COMPILED = {
     "scheduling": "chooser dispatcher engine estimate idle order placement residency scheduler state",

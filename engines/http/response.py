@@ -26,11 +26,11 @@ class Response:
     Attributes:
         has_answered: some of it came, if only a part of its head.
         has_begun: its head came.
+        is_complete: all of it has come.
     """
 
     __slots__ = (
         "_buffered",
-        "_complete",
         "_deadline",
         "_error",
         "_loop",
@@ -46,6 +46,7 @@ class Response:
         "has_answered",
         "has_begun",
         "headers",
+        "is_complete",
         "status",
     )
 
@@ -58,7 +59,7 @@ class Response:
         self._loop = loop
         self._pieces: deque[bytes] = deque()
         self._buffered = 0
-        self._complete = False
+        self.is_complete = False
         self._released = False
         self._error: Exception | None = None
         self._take: Callable[[bytes], bool] | None = None
@@ -85,12 +86,6 @@ class Response:
         """Call nobody any more, neither with news nor with bytes."""
         self._on_news = self._take = None
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all of it has come."""
-        return self._complete
-
-    @property
     def is_stuck(self) -> bool:
         """Whether no more of it comes unless somebody awaits it: it broke, and who awaits gets the reason, or it is
         not read on until what came is taken."""
@@ -130,7 +125,7 @@ class Response:
         Raises:
             ConnectionBroken, BadResponse, ResponseTimeout: the answer is not complete.
         """
-        if not self._pieces and not self._complete and self._error is None:
+        if not self._pieces and not self.is_complete and self._error is None:
             await self._wait(timeout_s)
         if self._pieces:
             data = self._pieces.popleft() if len(self._pieces) == 1 else b"".join(self._pieces)
@@ -151,7 +146,7 @@ class Response:
         Returns: False at the body's end, else True.
         Raises: as `piece` does, and what `take` raises.
         """
-        while self._pieces or not (self._complete or self._error):
+        while self._pieces or not (self.is_complete or self._error):
             if self._pieces:
                 if not take(await self.piece(timeout_s)):
                     return True
@@ -169,7 +164,7 @@ class Response:
 
     async def body(self, limit_bytes: int, timeout_s: float) -> bytes:
         """The whole body. Raises as `piece` does, and AnswerTooLarge above the limit."""
-        if self._complete and self._buffered <= min(limit_bytes, HIGH_WATER_BYTES):  # as most that are not streams
+        if self.is_complete and self._buffered <= min(limit_bytes, HIGH_WATER_BYTES):  # as most that are not streams
             return self.so_far()
         pieces: list[bytes] = []
         size = 0
@@ -183,17 +178,17 @@ class Response:
 
     def close(self) -> None:
         """Leave it. Unless it is complete or released, its connection is closed, and the engine stops."""
-        if not self._complete and not self._released:
+        if not self.is_complete and not self._released:
             self._transport.abort()
 
     def release(self) -> None:
         """Leave it, knowing that all that matters has come."""
-        if not self._complete:
+        if not self.is_complete:
             self._released = True
             self._loop.call_later(TRAILER_TIMEOUT_S, self._give_up)
 
     def _give_up(self) -> None:
-        if not self._complete:
+        if not self.is_complete:
             self._transport.abort()
 
     # --- called by the connection ---------------------------------------------------------------------------
@@ -217,7 +212,7 @@ class Response:
         self._wake()
 
     def _pile_up(self, data: bytes) -> None:
-        if self._complete or self._error is not None:
+        if self.is_complete or self._error is not None:
             return  # of a second answer to one request
         self._pieces.append(data)
         self._buffered += len(data)
@@ -228,10 +223,10 @@ class Response:
             self._wake()
 
     def finish(self, error: Exception | None) -> None:
-        if self._complete or self._error is not None:
+        if self.is_complete or self._error is not None:
             return
         if error is None:
-            self._complete = True
+            self.is_complete = True
         else:
             self._error = error
         if self._timer is not None:

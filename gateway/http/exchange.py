@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 from gateway.http.client import AsgiClient, Client, Headers, Receive, Send
 
 _EXTENSION = "heddle"
+_CLOSE = (b"connection", b"close")
 
 
 class Exchange(RequestResponseCycle):
@@ -25,13 +26,12 @@ class Exchange(RequestResponseCycle):
 
     start_task: "Callable[[Exchange, Any], None]"
 
-    def __init__(self, *cycle: Any) -> None:
-        super().__init__(*cycle)
-        self.hand_over: Callable[[], object] | None = None
-        self._on_left: Callable[[], object] | None = None
-        self._head = b""
-        self._is_chunked = False
-        self._has_body = True
+    # Most exchanges differ from these in one or two, and are made without a constructor of their own.
+    hand_over: Callable[[], object] | None = None
+    _on_left: Callable[[], object] | None = None
+    _head = b""
+    _is_chunked = False
+    _has_body = True
 
     @property
     def is_full(self) -> bool:
@@ -97,16 +97,13 @@ class Exchange(RequestResponseCycle):
         self.waiting_for_100_continue = False
         self._is_chunked = length is None
         self._has_body = self.scope["method"] != "HEAD"
-        lines = [STATUS_LINE[status]]
-        for name, value in (*self.default_headers, *headers):
-            lines += (name, b": ", value, b"\r\n")
-            if name == b"connection":
-                self.keep_alive = False  # the only word that is ever sent is `close`
-        lines.append(b"transfer-encoding: chunked\r\n" if length is None else b"content-length: %d\r\n" % length)
-        if not self.keep_alive and (b"connection", b"close") not in headers:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        self._head = b"".join(lines)
+        framing = b"transfer-encoding: chunked" if length is None else b"content-length: %d" % length
+        lines = [*map(b": ".join, self.default_headers), *map(b": ".join, headers), framing]
+        if _CLOSE in headers:
+            self.keep_alive = False
+        elif not self.keep_alive:
+            lines.append(b": ".join(_CLOSE))
+        self._head = STATUS_LINE[status] + b"\r\n".join(lines) + b"\r\n\r\n"
 
     def write(self, data: bytes, more: bool) -> bool:
         """Some of the body; gives `is_full`."""

@@ -30,6 +30,7 @@ class Outlet:
         has_begun: some of the answer is out, so the turn cannot start over.
         num_events: events of the answer that are out; numbers the one that ends a broken stream.
         num_bytes: of the answer's bodies so far.
+        kept: their pieces; None where not all are kept.
     """
 
     def __init__(self, client: Client | None, api: Api, request_id: str, keeps: bool, max_kept_bytes: int) -> None:
@@ -42,7 +43,7 @@ class Outlet:
         self._api = api
         self._request_id = request_id
         self._head: tuple[int, Headers, int | None] | None = None
-        self._kept: list[bytes] | None = [] if keeps else None
+        self.kept: list[bytes] | None = [] if keeps else None
         self._max_kept_bytes = max_kept_bytes
         self._has_ended = False
         self._followers: list[asyncio.Future[None]] = []
@@ -57,16 +58,6 @@ class Outlet:
     def is_full(self) -> bool:
         """Whether to drain before more is sent."""
         return self._client is not None and self._client.is_full
-
-    @property
-    def can_be_followed(self) -> bool:
-        """Whether all that was sent is still here."""
-        return self._kept is not None
-
-    @property
-    def kept(self) -> list[bytes] | None:
-        """The pieces of the answer's body so far; None where its beginning is not kept."""
-        return self._kept
 
     def seal(self) -> None:
         """The answer is out: keep what a follower needs of it, and nothing of the client's connection."""
@@ -100,11 +91,11 @@ class Outlet:
         """Send more of an answer that has begun; gives `is_full`."""
         self.num_bytes += len(data)
         self._has_ended = not more
-        if self._kept is not None:
+        if self.kept is not None:
             if self.num_bytes > self._max_kept_bytes and not self._num_following:
-                self._kept = None
+                self.kept = None
             else:
-                self._kept.append(data)
+                self.kept.append(data)
                 if self._followers:
                     self._tell_followers()
         return self._client is not None and self._client.write(data, more)
@@ -131,8 +122,8 @@ class Outlet:
 
     async def follow(self, client: Client) -> None:
         """Send another client all that was and will be sent here."""
-        assert self._kept is not None
-        kept, index = self._kept, 0
+        assert self.kept is not None
+        kept, index = self.kept, 0
         self._num_following += 1
         try:
             while True:

@@ -5,7 +5,7 @@ below ASGI.
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -59,7 +59,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         was_in_head = self._in_head
-        super().data_received(data)
+        HttpToolsProtocol.data_received(self, data)  # super() is no small part of what this costs
         if self._unserved is not None:
             self._serve(self._unserved)
         if not self._in_head:
@@ -103,8 +103,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def _scope_of(self, version: str) -> Any:
         """ASGI's description of the request whose head is here."""
-        url: Any = httptools.parse_url(self.url)  # by its own types it always has a query, which is not so
-        path = url.path.decode("ascii")
+        path, raw_path, query = _target(self.url)
         return {
             "type": "http",
             "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
@@ -116,9 +115,9 @@ class _BoundedProtocol(HttpToolsProtocol):
             "headers": self.headers,
             "state": self.app_state.copy(),
             "method": self.parser.get_method().decode("ascii"),
-            "path": unquote(path) if "%" in path else path,
-            "raw_path": url.path,
-            "query_string": url.query or b"",
+            "path": path,
+            "raw_path": raw_path,
+            "query_string": query,
         }
 
     def _serve(self, exchange: Exchange) -> None:
@@ -153,3 +152,12 @@ class _BoundedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+# Clients ask for a few routes again and again; those with an identity in their paths are all different.
+@lru_cache(maxsize=256)
+def _target(url: bytes) -> tuple[str, bytes, bytes]:
+    """Path, path as it was sent, and query of a request's target. Raises httptools.HttpParserInvalidURLError."""
+    parsed: Any = httptools.parse_url(url)  # by its own types it always has a query, which is not so
+    path = parsed.path.decode("ascii")
+    return unquote(path) if "%" in path else path, parsed.path, parsed.query or b""

@@ -33,6 +33,7 @@ _HEADER_FORMS = (
     b"session-id",
     b"x-correlation-id",
 )
+_HEADER_LABELS = tuple((name, name.decode()) for name in _HEADER_FORMS)
 # The part of a session that runs on its own: a session's agents and threads are distinct trajectories.
 _PARTS = {b"x-claude-code-session-id": b"x-claude-code-agent-id", b"session-id": b"thread-id"}
 _OTHER_HEADERS = (
@@ -147,9 +148,8 @@ def prompt_group(body: Mapping[str, Any]) -> str:
 
 
 def _from_headers(sent: dict[bytes, bytes]) -> tuple[str | None, str]:
-    for name in _HEADER_FORMS:
+    for name, label in _HEADER_LABELS:
         if name in sent:
-            label = name.decode()
             trajectory_id = _id(sent[name], label)
             if trajectory_id is not None:
                 part = _PARTS.get(name)

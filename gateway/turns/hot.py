@@ -140,7 +140,7 @@ class _HotTurn:
     def _look_at_answer(self) -> None:
         """Something of it came, or it broke off."""
         response = self._response
-        if response.is_stuck:
+        if response.is_stuck():
             self.hand_over()
         elif response.is_complete:
             self._whole()

@@ -7,4 +7,4 @@ _random = random.Random()  # the system's own source is a system call each time;
 
 def new_id() -> str:
     """An id that nobody else has: 32 hexadecimal digits."""
-    return f"{_random.getrandbits(128):032x}"
+    return _random.randbytes(16).hex()

@@ -52,7 +52,7 @@ class Repeats:
     def answered(self, turn: Turn) -> None:
         """Its whole answer is out: keep it in case that it did not arrive."""
         outlet = turn.outlet
-        if outlet.can_be_followed:
+        if outlet.kept is not None:
             outlet.seal()
             self._keep(turn.ask.trajectory_id, digest_of(turn), outlet)
         else:
@@ -81,7 +81,7 @@ class Repeats:
     def running(self, ask: Ask, retries: bool) -> Turn | None:
         """The running turn that this request repeats."""
         for turn in self._running.get(ask.trajectory_id, ()):
-            is_open = turn.num_clients and turn.outlet.can_be_followed
+            is_open = turn.num_clients and turn.outlet.kept is not None
             if is_open and _is_same(turn.ask, ask) and (ask.may_be_joined or retries):
                 return turn
         return None

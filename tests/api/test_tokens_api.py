@@ -12,7 +12,7 @@ import httpx2
 import orjson
 import pytest
 
-from gateway.clock import Clock
+from gateway.clock import started_clock
 from gateway.state.ledger import Ledger
 from gateway.tokens.book import StoredTokens, TokenLimits
 from scheduling.types import TrajectoryRecord, TrajectoryState
@@ -53,8 +53,8 @@ async def fill(
     """Put trajectories of the rollout `r` with their tokens, as a gateway writes them; `rows`: more turns of some."""
     store = open_store(store_url, StoreSettings())
     await store.open()
-    ledger, now = Ledger(store, 100), Clock()()
-    book = StoredTokens(store, ledger, Clock(), LIMITS)
+    ledger, now = Ledger(store, 100), started_clock()()
+    book = StoredTokens(store, ledger, started_clock(), LIMITS)
     for name, talk in talks.items():
         ledger.save(TrajectoryRecord(name, f"g-{name}", "r", TrajectoryState.FINISHED, None, 9, 5, 1, 9.0, now, now))
         ledger.declare(name, {"expected_output_tokens": None, "metadata": {"task": name}})

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.clock import Clock
+from gateway.clock import started_clock
 from gateway.state.ledger import Entry, Ledger
 from gateway.tokens.book import StoredTokens, TokenLimits, choice_id
 from gateway.tokens.branches import records, tree
@@ -28,7 +28,7 @@ async def shown(turns: list[TurnTokens], rows: list[dict[str, Any]] | None = Non
     ledger.save(record("t"))
     for row in rows or []:
         ledger.add_turn("t", row)
-    book = StoredTokens(store, ledger, Clock(), LIMITS)
+    book = StoredTokens(store, ledger, started_clock(), LIMITS)
     for turn in turns:
         book.add(turn)
     entry = ledger.get("t")
@@ -39,7 +39,7 @@ async def shown(turns: list[TurnTokens], rows: list[dict[str, Any]] | None = Non
 
 def record(trajectory_id: str) -> TrajectoryRecord:
     """A trajectory of the rollout `r` that has just ended."""
-    now = Clock()()
+    now = started_clock()()
     return TrajectoryRecord(trajectory_id, "g", "r", TrajectoryState.FINISHED, None, 10, 5, 1, 9.0, now, now)
 
 

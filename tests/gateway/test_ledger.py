@@ -1,0 +1,29 @@
+"""The ledger: what it writes down is what it knows after a restart."""
+
+import asyncio
+from dataclasses import fields
+
+from gateway.state.ledger import Ledger
+from scheduling.types import TrajectoryRecord, TrajectoryState
+from store.memory import MemoryStore
+from store.settings import StoreSettings
+
+
+def test_a_record_comes_back_with_all_its_fields() -> None:
+    """Each field of a record outlives the process, and so does what a client said of its trajectory."""
+    record = TrajectoryRecord("t-1", "g", "r", TrajectoryState.FINISHED, "e-1", 12, 34, 5, 67.5, 1.25, 2.5)
+    assert all(getattr(record, field.name) for field in fields(record)), "a field left out would not be noticed"
+    store = MemoryStore(StoreSettings())
+    ledger = Ledger(store, max_turns_kept=10)
+    ledger.save(record)
+    ledger.declare("t-1", {"expected_output_tokens": 100})
+    ledger.rewarded("t-1", {"reward": 1.0})
+    turn = {"turn_id": "a", "outcome": "finished"}
+    ledger.add_turn("t-1", turn)
+    ledger.add_turn("t-1", {"turn_id": "b"}, b'{"turn_id":"b"}')
+
+    restored = Ledger(store, max_turns_kept=10)
+    assert restored.restore(asyncio.run(store.load())) == [record]
+    before, after = ledger.get("t-1"), restored.get("t-1")
+    assert after == before and after is not None
+    assert list(after.turns) == [turn, {"turn_id": "b"}] and after.record.state is TrajectoryState.FINISHED
