@@ -32,9 +32,9 @@ async def say_demand(demand: Demand, stream: Stream, health: Callable[[], StoreH
             with suppress(StoreAway):  # the store's health tells of it
                 if not is_resumed:
                     last_rollout, is_resumed = await _said_before(stream), True
+                found = await demand.look(last_rollout["ended_at"] if last_rollout else 0.0)
+                last_rollout = found["last_rollout"] or last_rollout
                 if health().ok:
-                    found = await demand.look(last_rollout["ended_at"] if last_rollout else 0.0)
-                    last_rollout = found["last_rollout"] or last_rollout
                     await stream.add(orjson.dumps({**found, "last_rollout": last_rollout}))
             await asyncio.sleep(interval_s)
     finally:
