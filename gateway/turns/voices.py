@@ -17,7 +17,7 @@ from gateway.http.errors import api_error
 from gateway.messages.answers import openai_reason
 from gateway.turns.ask import Ask
 from gateway.turns.chain import Chain
-from gateway.turns.frames import Frame, MessageFrame
+from gateway.turns.frames import AnyFrame
 from gateway.turns.outcome import LegFailed
 from gateway.turns.retold import rest_of
 from scheduling.types import Fault
@@ -40,7 +40,7 @@ def _chat_logprobs(request: Mapping[str, Any], entries: Sequence[dict[str, Any]]
 class TextVoice:
     """For answers that are the very text that came."""
 
-    def __init__(self, ask: Ask, frame: Frame | MessageFrame, index: int) -> None:
+    def __init__(self, ask: Ask, frame: AnyFrame, index: int) -> None:
         self._request = ask.request
         self._is_chat = ask.api != "completions"
         self.frame = frame
@@ -107,7 +107,7 @@ class TextVoice:
 class ParsedVoice:
     """For answers that an engine must read."""
 
-    def __init__(self, ask: Ask, frame: Frame | MessageFrame, index: int) -> None:
+    def __init__(self, ask: Ask, frame: AnyFrame, index: int) -> None:
         self._request = ask.request
         self.frame = frame
         self._index = index
@@ -166,9 +166,6 @@ class ParsedVoice:
         """The one choice of a whole answer."""
         whole = Whole(chain.output_ids, chain.told_logprobs or None, chain.finish_reason or "", chain.stop_reason)
         choice, _ = await self._ask(routes, http, chain, whole, timeout_s)
-        is_named = isinstance(chain.rendered.chat.get("tool_choice"), dict)
-        if choice["message"].get("tool_calls") and choice["finish_reason"] == "stop" and not is_named:
-            choice["finish_reason"] = "tool_calls"
         choice["finish_reason"] = openai_reason(choice["finish_reason"])
         if choice.get("logprobs"):
             choice["logprobs"] = _chat_logprobs(self._request, choice["logprobs"]["content"])

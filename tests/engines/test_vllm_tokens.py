@@ -127,6 +127,32 @@ async def test_the_token_that_ends_a_whole_answer_is_no_part_of_its_text(
 
 
 @pytest.mark.parametrize(
+    ("chat", "reason", "num_calls", "wanted"),
+    [
+        ({}, "stop", 2, ("tool_calls", 2)),
+        ({"tool_choice": "auto"}, "length", 1, ("tool_calls", 1)),
+        ({"tool_choice": "auto"}, "stop", 0, ("stop", 0)),
+        ({"tool_choice": "required"}, "stop", 0, ("tool_calls", 0)),
+        ({"tool_choice": "required"}, "length", 1, ("length", 1)),
+        ({"tool_choice": {"type": "function"}}, "stop", 1, ("stop", 1)),
+        ({"parallel_tool_calls": False}, "stop", 2, ("tool_calls", 1)),
+    ],
+)
+async def test_a_whole_answer_ends_with_calls_as_the_chat_route_says(
+    chat: dict[str, Any], reason: str, num_calls: int, wanted: tuple[str, int]
+) -> None:
+    """Which of them are told, and whether they are why it ended: derender says neither."""
+
+    async def ask(_: Upstream) -> bytes:
+        calls = [{"id": str(number), "function": {"name": "run"}} for number in range(num_calls)]
+        choice = {"index": 0, "message": {"content": None, "tool_calls": calls}, "finish_reason": reason}
+        return orjson.dumps({"choices": [choice]})
+
+    choice, _ = await VllmTokens().derender(ask, chat, TokenIds.of([1]), Whole([7, 9], None, reason, None))
+    assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == wanted
+
+
+@pytest.mark.parametrize(
     "request_", [{"thinking": {"type": "disabled"}}, {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "jump"}}]
 )
 def test_messages_whose_answers_only_the_engine_reads_as_it_would_pass_through(request_: dict[str, Any]) -> None:
