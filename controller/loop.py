@@ -191,7 +191,7 @@ class Controller:
             work = await self._demand.work(self.journal.state.history.ended_at)
         except DemandAway as fault:
             self._alarm("demand_away", str(fault))
-            self.proposal = str(fault)
+            self.proposal = "none, for nobody says what there is to do"
             return
         self._clear("demand_away")
         last = work.last_rollout

@@ -115,7 +115,13 @@ def _ask(url: str, method: str, target: str, body: dict[str, Any] | None = None)
 
 def _fleet(told: dict[str, Any]) -> str:
     lines = [f"fleet {told['fleet']}: {'as wanted' if told['is_reached'] else 'on its way'} ({told['why']})"]
-    lines.append(f"plan: {told['proposal']['why']}{_only_shown(told)}")
+    lines.append(f"plan: {told['proposal']['why']}")
+    if told["is_manual"]:
+        lines.append(
+            "plans are only shown, for the fleet was set by hand; `heddle fleet scale --plans` lets them decide"
+        )
+    elif not told["is_automatic"]:
+        lines.append("plans are only shown, for planning.is_automatic is off")
     lines += [f"ALARM {name}: {why}" for name, why in told["alarms"].items()]
     for one in sorted(told["servers"], key=lambda one: one["state"] == "asleep"):
         on = ",".join(one["devices"])
@@ -131,13 +137,6 @@ def _fleet(told: dict[str, Any]) -> str:
         for one in told["failures"][-3:]
     ]
     return "\n".join(lines)
-
-
-def _only_shown(told: dict[str, Any]) -> str:
-    """Why the plan would not be carried out, whatever it is."""
-    if told["is_manual"]:
-        return " (only shown, for the fleet was set by hand; `heddle fleet scale --plans` lets plans decide)"
-    return "" if told["is_automatic"] else " (only shown, for planning.is_automatic is off)"
 
 
 def _plan(told: dict[str, Any], sizes: list[int]) -> str:

@@ -108,7 +108,9 @@ async def test_a_fleet_is_shown_planned_scaled_and_drained(tmp_path: Path) -> No
                 status, said = await heddle("fleet", "show", "--controller", url)
                 assert status == 0 and said.count("serving") == 2
                 assert re.search(r"^start took TP 1 [\d.]+ s$", said, re.MULTILINE)
-                assert "plan: 0 trajectories are at work: too few to plan for (only shown, for planning" in said
+                assert (
+                    "plan: 0 trajectories are at work: too few to plan for\nplans are only shown, for planning" in said
+                )
                 status, said = await heddle("fleet", "plan", "2xTP2", "--controller", url)
                 assert status == 1 and "do not fit" in said
                 status, said = await heddle("fleet", "plan", "1xTP2", "--controller", url)
@@ -133,7 +135,7 @@ async def test_a_fleet_is_shown_planned_scaled_and_drained(tmp_path: Path) -> No
                 await eventually(lambda: is_reached(0), TIMEOUT_S)
                 shown = (await heddle("fleet", "show", "--controller", url))[1]
                 assert "resting: cpu0, cpu1" in shown and "drained by hand" in shown
-                assert "`heddle fleet scale --plans` lets plans decide" in shown
+                assert "`heddle fleet scale --plans` lets them decide" in shown
                 assert (await heddle("fleet", "scale", "2x1", "--controller", url))[0] == 0
                 await eventually(lambda: is_reached(2), TIMEOUT_S)
                 metrics = (await client.get(f"{url}/metrics")).text
