@@ -234,12 +234,12 @@ class SglangTokens:
         return [text[len(before) :].rstrip("\ufffd") for text in texts]
 
     async def derender(
-        self, ask: Asking, chat: Mapping[str, Any], prompt_ids: TokenIds, last: Whole | Delta
+        self, ask: Asking, rendered: Rendered, prompt_ids: TokenIds, last: Whole | Delta
     ) -> tuple[dict[str, Any], Any]:
         tail = prompt_ids[-_TAIL_TOKENS:]
         if isinstance(last, Delta):
-            return await self._messages.delta(ask, chat, tail, last)
-        return await self._messages.whole(ask, chat, tail, last), None
+            return await self._messages.delta(ask, rendered.chat, tail, last)
+        return await self._messages.whole(ask, rendered.chat, tail, last), None
 
 
 def _is_within(request: Mapping[str, Any]) -> bool:

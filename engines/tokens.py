@@ -155,12 +155,12 @@ class TokenRoutes(Protocol):
         ...
 
     async def derender(
-        self, ask: Asking, chat: Mapping[str, Any], prompt_ids: TokenIds, last: "Whole | Delta"
+        self, ask: Asking, rendered: Rendered, prompt_ids: TokenIds, last: "Whole | Delta"
     ) -> tuple[dict[str, Any], Any]:
         """The message that an output is, whole or what some tokens add to it.
 
         Args:
-            chat: as it was rendered, by an engine of the same kind.
+            rendered: by an engine of the same kind.
 
         Returns: the choice of an OpenAI answer or chunk, and the state to ask on with, of an engine of the same kind.
         Raises: what `ask` does; KeyError, IndexError, TypeError or ValueError for nonsense.

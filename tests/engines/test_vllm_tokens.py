@@ -1,6 +1,7 @@
 """How vLLM's events of tokens are read (the numbers of log-probabilities alone say what their entries say), and how the
 end of a stream is."""
 
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -105,7 +106,7 @@ async def test_the_end_of_a_stream_is_read_by_itself(reason: str, stop: Any, par
     the token that ends an answer is no part of its text."""
     parser = Parser()
     end = Delta([7, 8, 9], reason, stop, {"asked": 0})
-    choice, state = await VllmTokens().derender(parser, {}, TokenIds.of([1]), end)
+    choice, state = await VllmTokens().derender(parser, RENDERED, TokenIds.of([1]), end)
     assert parser.parts == parts
     assert [call["stream_state"] for call in parser.asked] == [{"asked": 0}, {"asked": 1}]
     assert state == {"asked": 2}
@@ -121,9 +122,24 @@ async def test_the_token_that_ends_a_whole_answer_is_no_part_of_its_text(
 ) -> None:
     """But where that is asked for; an answer of nothing else is read as a stream, for a whole one must have tokens."""
     parser = Parser()
-    choice, _ = await VllmTokens().derender(parser, chat, TokenIds.of([1]), Whole(ids, None, "stop", None))
+    choice, _ = await VllmTokens().derender(
+        parser, replace(RENDERED, chat=chat), TokenIds.of([1]), Whole(ids, None, "stop", None)
+    )
     assert parser.parts == [(told, "stop")]
     assert choice["message"]["content"] == ("ab" if told else "a")
+
+
+@pytest.mark.parametrize("end", [Delta([7], None, None, None), Whole([7], None, "length", None)])
+@pytest.mark.parametrize(("call", "num_sent"), [({}, 512), ({"reasoning_parser_kwargs": {}}, 2_000)])
+async def test_a_prompt_is_sent_whole_only_where_it_may_have_left_reasoning_open(
+    call: dict[str, Any], num_sent: int, end: Delta | Whole
+) -> None:
+    """For else its last tokens are all that is read of it, and each part of an answer would take all along."""
+    parser = Parser()
+    await VllmTokens().derender(parser, replace(RENDERED, call=call), TokenIds.of(list(range(2_000))), end)
+    [asked] = parser.asked
+    asked |= asked.get("generate_response", {})
+    assert asked["prompt_token_ids"] == list(range(2_000 - num_sent, 2_000))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +164,9 @@ async def test_a_whole_answer_ends_with_calls_as_the_chat_route_says(
         choice = {"index": 0, "message": {"content": None, "tool_calls": calls}, "finish_reason": reason}
         return orjson.dumps({"choices": [choice]})
 
-    choice, _ = await VllmTokens().derender(ask, chat, TokenIds.of([1]), Whole([7, 9], None, reason, None))
+    choice, _ = await VllmTokens().derender(
+        ask, replace(RENDERED, chat=chat), TokenIds.of([1]), Whole([7, 9], None, reason, None)
+    )
     assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == wanted
 
 
