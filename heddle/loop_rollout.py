@@ -11,7 +11,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,10 +65,9 @@ class Loop:
     token_legs: str
     work_dir: Path
 
-    def profiles(self) -> dict[int, EngineProfile]:
-        """Of each TP size, as fast as it is played."""
-        family = {one.tp: one for one in self.scenario.fleets()[0].family}
-        return {tp: _faster(family[tp], self.speed_up) for tp in self.scenario.fleet.tp}
+    def profiles(self) -> list[EngineProfile]:
+        """Of each TP size, as fast as real ones."""
+        return [one for one in self.scenario.fleets()[0].family if one.tp in self.scenario.fleet.tp]
 
     @property
     def first(self) -> tuple[int, ...]:
@@ -155,16 +154,24 @@ def _tps(record: Mapping[str, Any]) -> tuple[int, ...]:
     return largest_first(one["tp"] for one in record["wanted"])
 
 
-def _faster(profile: EngineProfile, speed_up: float) -> EngineProfile:
-    return replace(
-        profile,
-        decode_base_ms=profile.decode_base_ms / speed_up,
-        decode_per_sequence_ms=profile.decode_per_sequence_ms / speed_up,
-        decode_per_kv_ktoken_ms=profile.decode_per_kv_ktoken_ms / speed_up,
-        prefill_per_ktoken_ms=profile.prefill_per_ktoken_ms / speed_up,
-        prefill_per_ktoken2_ms=profile.prefill_per_ktoken2_ms / speed_up,
-        request_ms=profile.request_ms / speed_up,
-    )
+def write_faster(profiles: Iterable[EngineProfile], speed_up: float, folder: Path) -> dict[int, str]:
+    """Profiles of engines that are so many times as fast, written there; their names, by TP size."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {}
+    for one in profiles:
+        faster = replace(
+            one,
+            decode_base_ms=one.decode_base_ms / speed_up,
+            decode_per_sequence_ms=one.decode_per_sequence_ms / speed_up,
+            decode_per_kv_ktoken_ms=one.decode_per_kv_ktoken_ms / speed_up,
+            prefill_per_ktoken_ms=one.prefill_per_ktoken_ms / speed_up,
+            prefill_per_ktoken2_ms=one.prefill_per_ktoken2_ms / speed_up,
+            request_ms=one.request_ms / speed_up,
+        )
+        file = folder / f"tp{one.tp}.toml"
+        file.write_text(to_toml("fast", faster))
+        names[one.tp] = f"{file}:fast-{one.gpu}-tp{one.tp}"
+    return names
 
 
 # --- the processes --------------------------------------------------------------------------------------------
@@ -232,11 +239,8 @@ def _earlier_wakes(loop: Loop) -> str:
 def _fleet_toml(loop: Loop, gateway: str, listen: str, is_automatic: bool) -> str:
     """JSON's strings, numbers and lists are TOML's as well. The profiles are written beside it."""
     fleet = loop.scenario.fleet
-    profiles = []
-    for tp, profile in loop.profiles().items():
-        file = loop.work_dir.absolute() / f"tp{tp}.toml"
-        file.write_text(to_toml("fast", profile))
-        profiles.append(f"{tp} = {json.dumps(f'{file}:fast-{profile.gpu}-tp{tp}')}")
+    names = write_faster(loop.profiles(), loop.speed_up, loop.work_dir.absolute())
+    profiles = ", ".join(f"{tp} = {json.dumps(name)}" for tp, name in names.items())
     longest = max(workload.max_context_tokens for workload in loop.scenario.workloads(loop.seed))
     flags = ["--start-s", str(loop.start_s / loop.speed_up)]
     flags += ["--max-model-len", str(2 * longest)]  # a tokenizer's words are longer or shorter than the law's tokens
@@ -254,7 +258,7 @@ def _fleet_toml(loop: Loop, gateway: str, listen: str, is_automatic: bool) -> st
         "[engine]",
         'kind = "sim"',
         f"flags = {json.dumps(flags)}",
-        f"profiles = {{ {', '.join(profiles)} }}",
+        f"profiles = {{ {profiles} }}",
         "[sleep]",
         f"tp_sizes = {json.dumps([] if loop.sleep_s is None else list(fleet.tp))}",
         "[limits]",

@@ -11,6 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engines.profiles import load_profile
+from heddle.loop_rollout import write_faster
 from tests.controller.fleet_site import acting, fleet_file, stopped_at_the_end, until_reached
 from tests.support.gateway import running_gateway
 
@@ -44,6 +46,7 @@ async def test_a_tail_on_large_engines_ends_sooner_by_what_was_promised(
 async def rollout_s(state_dir: Path, is_automatic: bool) -> tuple[float, str]:
     """Seconds from the first turn to the last answer, and why the fleet was changed, if it was."""
     async with running_gateway(observe_interval_s=0.5) as gateway:
+        profiles = [load_profile(f"qwen3-14b-h100-tp{tp}") for tp in SIZES]
         fleet = fleet_file(
             state_dir,
             gateway.url,
@@ -52,8 +55,8 @@ async def rollout_s(state_dir: Path, is_automatic: bool) -> tuple[float, str]:
             first=(1,) * 8,
             engine={
                 "kind": "sim",
-                "profiles": {tp: f"qwen3-14b-h100-tp{tp}" for tp in SIZES},
-                "flags": ("--speed-up", str(SPEED_UP), "--chunk-interval", "0.2"),
+                "profiles": write_faster(profiles, SPEED_UP, state_dir),
+                "flags": ("--chunk-interval", "0.2"),
             },
             planning={"interval_s": 2.0, "is_automatic": is_automatic, "min_correlation": 0.0},
         )
