@@ -17,7 +17,7 @@ def chat_of_chat(request: Mapping[str, Any]) -> dict[str, Any]:
     """A chat without what was said."""
     answers = (message for message in request["messages"] if message.get("role") == "assistant")
     num_calls = sum(len(message.get("tool_calls") or ()) for message in answers)
-    return {**request, "messages": _with_calls(num_calls)}
+    return {**request, "messages": asked_after(num_calls)}
 
 
 def chat_of_messages(request: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -30,7 +30,7 @@ def chat_of_messages(request: Mapping[str, Any]) -> dict[str, Any] | None:
     if thinking.get("type") == "disabled" or any(_changes_tools(message) for message in request["messages"]):
         return None
     tools = [_tool(tool) for tool in request.get("tools") or ()]
-    chat: dict[str, Any] = {"model": request["model"], "messages": _with_calls(_num_uses(request["messages"]))}
+    chat: dict[str, Any] = {"model": request["model"], "messages": asked_after(_num_uses(request["messages"]))}
     further = {
         "chat_template_kwargs": request.get("chat_template_kwargs"),
         "reasoning_effort": config.get("effort"),
@@ -49,7 +49,8 @@ def chat_of_messages(request: Mapping[str, Any]) -> dict[str, Any] | None:
     return chat | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel}
 
 
-def _with_calls(number: int) -> list[dict[str, Any]]:
+def asked_after(number: int) -> list[dict[str, Any]]:
+    """A conversation in which so many calls were made."""
     asked = {"role": "user", "content": ""}
     return [asked, {"role": "assistant", "content": "", "tool_calls": [_CALL] * number}] if number else [asked]
 

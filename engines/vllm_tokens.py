@@ -17,13 +17,20 @@ from engines.token_ids import TokenIds, cut_ids, with_ids
 from engines.tokens import Asking, Delta, Event, Piece, Rendered, TokenLeg, Whole, has_tools, parsed
 from engines.upstream import Upstream
 from engines.vllm_messages import chat_of_chat, chat_of_messages
+from engines.vllm_responses import chat_of_response
 
+_RESPONSES = "/v1/responses"
 _RENDER = "/v1/completions/render"
 _DERENDER = "/v1/completions/derender"
-_MESSAGES_RENDER = "/v1/messages/render"
+# Those of other APIs came later than the first two.
+_FURTHER = {"messages": "/v1/messages/render", "responses": "/v1/responses/render"}
 # Where the entries of log-probabilities stand in an event, and what they have.
 _LOGPROBS, _AFTER_LOGPROBS = b'"logprobs":{"content":[', b"]}}]}"
 _LOGPROB = re.compile(rb'"logprob":(-?[0-9][0-9.eE+-]*)')
+_LIMITS = {
+    "messages": "messages with thinking disabled pass through",
+    "responses": "responses pass through without `store: false`, and of models that think",
+}
 # Of the prompt, for a parser that goes by the last special token in it, and for the text of the first token.
 _TAIL_TOKENS = 512
 # What render says of a request besides, and generate wants to hear again.
@@ -35,7 +42,7 @@ async def token_routes(http: HttpClient, timeout_s: float) -> "VllmTokens | None
     for path in (_RENDER, _DERENDER):
         if not await has_route(http, path, timeout_s):
             return None
-    return VllmTokens(await has_route(http, _MESSAGES_RENDER, timeout_s))
+    return VllmTokens([api for api, path in _FURTHER.items() if not await has_route(http, path, timeout_s)])
 
 
 class VllmTokens:
@@ -44,11 +51,9 @@ class VllmTokens:
     kind = "vllm"
     stop_field = "stop_reason"
 
-    def __init__(self, has_messages: bool = True) -> None:
-        self.limits = "messages with thinking disabled pass through" if has_messages else ""
-        self.passed: Mapping[str, str] = {"responses": "it renders them to tokens, but derenders no responses"} | (
-            {} if has_messages else {"messages": f"it has no {_MESSAGES_RENDER}"}
-        )
+    def __init__(self, lacks: Sequence[str] = ()) -> None:
+        self.passed: Mapping[str, str] = {api: f"it has no {_FURTHER[api]}" for api in lacks}
+        self.limits = "; ".join(limit for api, limit in _LIMITS.items() if api not in lacks)
 
     def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream:
         return Upstream(f"{path}/render", b"", body)
@@ -66,6 +71,8 @@ class VllmTokens:
             return None
         if ids is None or made["token_ids"]:
             ids = TokenIds.of(made["token_ids"])
+        if path == _RESPONSES and made.get("reasoning_parser_kwargs") is not None:
+            return None  # a response tells how many of its tokens were thought
         sampling = made["sampling_params"]
         needs_parser = has_tools(chat) or made.get("reasoning_parser_kwargs") is not None
         stop = sampling.get("stop") or ()
@@ -167,6 +174,8 @@ def _chat_of(path: str, request: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """What its parsers are to know; None for a request that only its own route serves."""
     if path == "/v1/messages":
         return chat_of_messages(request)
+    if path == _RESPONSES:
+        return chat_of_response(request)
     return chat_of_chat(request) if path == "/v1/chat/completions" else {}
 
 

@@ -26,18 +26,9 @@ async def _responses(service: EngineService, dialect: Dialect, exchange: Exchang
     dialect.check_model(body)
     if body.get("previous_response_id") is not None:
         raise ApiError(404, "Response not found: nothing is stored here.", "NotFoundError", "previous_response_id")
-    try:
-        prompt = render(_messages(body), body.get("tools"), service.tokenizer)
-    except (ValueError, AttributeError, TypeError) as error:
-        raise ApiError(400, f"input: {error}", param="input") from error
-    max_tokens = service.answer_limit(prompt, integer(body, "max_output_tokens", lowest=1))
-    form: Body = {
-        "temperature": body.get("temperature"),
-        "tools": body.get("tools"),
-        "tool_choice": body.get("tool_choice"),
-        "ignore_eos": body.get("ignore_eos"),
-        "response_format": _format(body),
-    }
+    prompt, max_tokens, form = chat_of(service, body)
+    max_tokens = service.answer_limit(prompt, max_tokens)
+    body |= {"max_output_tokens": max_tokens}
     asked = Asked(
         dialect.answer_id(exchange, body, "resp_"),
         [prompt],
@@ -50,6 +41,30 @@ async def _responses(service: EngineService, dialect: Dialect, exchange: Exchang
     await run(
         service, dialect, exchange, asked, partial(_ResponseStream, service, body), partial(_whole, service, body)
     )
+
+
+def chat_of(service: EngineService, body: Body) -> tuple[list[int], int | None, Body]:
+    """A request as a chat: its prompt, how long its answer may be, and what else it asks."""
+    try:
+        tools = [_tool(tool) for tool in body.get("tools") or []]
+        prompt = render(_messages(body), tools, service.tokenizer)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ApiError(400, f"input: {error}", param="input") from error
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    form: Body = {
+        "temperature": body.get("temperature"),
+        "tools": tools,
+        "tool_choice": choice,
+        "ignore_eos": body.get("ignore_eos"),
+        "response_format": _format(body),
+    }
+    return prompt, integer(body, "max_output_tokens", lowest=1), form
+
+
+def _tool(tool: Body) -> Body:
+    return {"type": "function", "function": {name: tool[name] for name in ("name", "parameters") if name in tool}}
 
 
 def _messages(body: Body) -> list[Body]:
@@ -83,22 +98,37 @@ def _format(body: Body) -> Body | None:
     return form or None
 
 
-def _item(running: Running, status: str) -> Body:
-    """The one output item, as far as it has come."""
+# For turns with tools of the engine's own.
+_PROMPTED: Body = {"input_tokens_per_turn": [], "cached_tokens_per_turn": []}
+_MADE: Body = {"output_tokens_per_turn": [], "tool_output_tokens_per_turn": []}
+_ECHOED = {
+    "background": False,
+    "parallel_tool_calls": True,
+    "service_tier": "auto",
+    "text": None,
+    "truncation": "disabled",
+    "user": None,
+}
+
+
+def _call(running: Running, arguments: str, status: str) -> Body:
+    call = running.generations[0].answer.call
+    assert call is not None
+    ids = {"id": f"fc_{running.asked.id}", "call_id": f"call_{running.asked.id}"}
+    return {"type": "function_call", **ids, "name": call.name, "arguments": arguments, "status": status}
+
+
+def _message(running: Running, content: list[Body], status: str) -> Body:
+    item_id = f"msg_{running.asked.id}"
+    return {"type": "message", "id": item_id, "role": "assistant", "content": content, "status": status}
+
+
+def _item_of(running: Running) -> Body:
+    """The one item of a whole answer: a call that was cut is text."""
     generation = running.generations[0]
-    call = generation.answer.call
-    if call is not None:
-        arguments = call.arguments if status == "completed" else ""
-        ids = {"id": f"fc_{running.asked.id}", "call_id": f"call_{running.asked.id}"}
-        return {"type": "function_call", **ids, "name": call.name, "arguments": arguments, "status": status}
-    content = [] if status == "in_progress" else [_part(text_of(generation))]
-    return {
-        "type": "message",
-        "id": f"msg_{running.asked.id}",
-        "role": "assistant",
-        "content": content,
-        "status": status,
-    }
+    if generation.answer.call is not None and finish_reason(generation) == "tool_calls":
+        return _call(running, generation.answer.call.arguments, "completed")
+    return _message(running, [_part(text_of(generation))], "completed")
 
 
 def _part(text: str) -> Body:
@@ -110,9 +140,9 @@ def _response(service: EngineService, body: Body, running: Running, status: str,
     is_over = status != "in_progress"
     usage: Body = {
         "input_tokens": generation.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": generation.cached_tokens},
+        "input_tokens_details": {"cached_tokens": generation.cached_tokens, **_PROMPTED},
         "output_tokens": generation.num_done,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0, "tool_output_tokens": 0, **_MADE},
         "total_tokens": generation.prompt_tokens + generation.num_done,
     }
     return {
@@ -126,10 +156,12 @@ def _response(service: EngineService, body: Body, running: Running, status: str,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "instructions": body.get("instructions"),
         "metadata": body.get("metadata"),
-        "parallel_tool_calls": True,
+        **{name: body.get(name, default) for name, default in _ECHOED.items()},
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "temperature": body.get("temperature", 1.0),
         "top_p": body.get("top_p", 1.0),
-        "tool_choice": body.get("tool_choice") or "auto",
+        "tool_choice": (body.get("tool_choice") or "auto") if body.get("tools") else "none",
         "tools": body.get("tools") or [],
         "max_output_tokens": body.get("max_output_tokens"),
         "usage": usage if is_over else None,
@@ -142,71 +174,81 @@ def _status(generation: Generation) -> str:
 
 def _whole(service: EngineService, body: Body, running: Running) -> Body:
     status = _status(running.generations[0])
-    return _response(service, body, running, status, [_item(running, status)])
+    return _response(service, body, running, status, [_item_of(running)])
 
 
 class _ResponseStream:
-    """The events of one response with one output item."""
+    """The events of one response with one output item, or with none where a call was cut before it had a name."""
 
     def __init__(self, service: EngineService, body: Body, running: Running) -> None:
         self._service = service
         self._body = body
         self._running = running
+        self._is_call = running.generations[0].answer.call is not None
         self._seen = 0
         self._num_events = 0
+        self._is_open = False
+        self._said: list[str] = []
 
     def new_events(self) -> list[bytes]:
         generation = self._running.generations[0]
         begin, end = self._seen, generation.num_done
-        is_call = generation.answer.call is not None
-        events = self._opening(is_call) if begin == 0 and (end or generation.ended_at is not None) else []
+        events = []
+        if begin == 0 and (end or generation.ended_at is not None):
+            response = _response(self._service, self._body, self._running, "in_progress", [])
+            events = [self._event(f"response.{kind}", response=response) for kind in ("created", "in_progress")]
         self._seen = end
         merges = self._service.settings.chunk_interval_s > 0
         for first, last in [(begin, end)] if merges else [(at, at + 1) for at in range(begin, end)]:
-            if is_call:
-                delta = call_fragment(generation, first, last)[1]
-            else:
-                delta = "".join(generation.answer.texts[first:last])
-            if delta:
-                kind = "response.function_call_arguments.delta" if is_call else "response.output_text.delta"
-                events.append(self._event(kind, **self._place(is_call), delta=delta))
+            events += self._call_events(first, last) if self._is_call else self._text_events(first, last)
         return events
 
     def last_events(self) -> list[bytes]:
-        generation = self._running.generations[0]
-        is_call = generation.answer.call is not None
-        status = _status(generation)
-        item = _item(self._running, status)
-        events = []
-        if is_call:
-            kind = "response.function_call_arguments.done"
-            events.append(self._event(kind, **self._place(is_call), name=item["name"], arguments=item["arguments"]))
-        else:
-            text = text_of(generation)
-            place = self._place(is_call)
-            events.append(self._event("response.output_text.done", **place, text=text, logprobs=[]))
-            events.append(self._event("response.content_part.done", **place, part=_part(text)))
-        events.append(self._event("response.output_item.done", output_index=0, item=item))
-        response = _response(self._service, self._body, self._running, status, [item])
+        status = _status(self._running.generations[0])
+        said, place, events, output = "".join(self._said), self._place(), [], []
+        if self._is_open and self._is_call:
+            output = [_call(self._running, said, "completed")]
+            done = {"name": output[0]["name"], "arguments": said}
+            events.append(self._event("response.function_call_arguments.done", **place, **done))
+        elif self._is_open:
+            output = [_message(self._running, [_part(said)], "completed")]
+            events.append(self._event("response.output_text.done", **place, text=said, logprobs=[]))
+            events.append(self._event("response.content_part.done", **place, part=_part(said)))
+        events += [self._event("response.output_item.done", output_index=0, item=item) for item in output]
+        response = _response(self._service, self._body, self._running, status, output)
         # Both engines end so, whatever the status inside says.
-        events.append(self._event("response.completed", response=response))
+        return [*events, self._event("response.completed", response=response)]
+
+    def _text_events(self, first: int, last: int) -> list[bytes]:
+        text = "".join(self._running.generations[0].answer.texts[first:last])
+        if not text:
+            return []
+        events = []
+        if not self._is_open:
+            self._is_open = True
+            item = _message(self._running, [], "in_progress")
+            events.append(self._event("response.output_item.added", output_index=0, item=item))
+            events.append(
+                self._event("response.content_part.added", **self._place(), part=_part("") | {"logprobs": []})
+            )
+        self._said.append(text)
+        return [*events, self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])]
+
+    def _call_events(self, first: int, last: int) -> list[bytes]:
+        names_it, arguments = call_fragment(self._running.generations[0], first, last)
+        events = []
+        if names_it:
+            self._is_open = True
+            item = _call(self._running, "", "in_progress")
+            events.append(self._event("response.output_item.added", output_index=0, item=item))
+        if arguments:
+            self._said.append(arguments)
+            events.append(self._event("response.function_call_arguments.delta", **self._place(), delta=arguments))
         return events
 
-    def _opening(self, is_call: bool) -> list[bytes]:
-        response = _response(self._service, self._body, self._running, "in_progress", [])
-        item = _item(self._running, "in_progress")
-        events = [
-            self._event("response.created", response=response),
-            self._event("response.in_progress", response=response),
-            self._event("response.output_item.added", output_index=0, item=item),
-        ]
-        if not is_call:
-            events.append(self._event("response.content_part.added", **self._place(is_call), part=_part("")))
-        return events
-
-    def _place(self, is_call: bool) -> Body:
+    def _place(self) -> Body:
         """Where in the output a delta belongs."""
-        if is_call:
+        if self._is_call:
             return {"item_id": f"fc_{self._running.asked.id}", "output_index": 0}
         return {"item_id": f"msg_{self._running.asked.id}", "output_index": 0, "content_index": 0}
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
+from engines.simulated import anthropic_api, responses_api
 from engines.simulated.answers import Wish
-from engines.simulated.anthropic_api import chat_of
 from engines.simulated.exchange import Exchange, InvalidField
 from engines.simulated.fields import Body, flag, integer, items, mapping, wishes_of
 from engines.simulated.live import Generation
@@ -28,6 +28,7 @@ def token_routes(service: EngineService, dialect: VllmDialect) -> Routes:
     return {
         ("POST", "/v1/chat/completions/render"): partial(_render_chat, service, dialect),
         ("POST", "/v1/messages/render"): partial(_render_messages, service, dialect),
+        ("POST", "/v1/responses/render"): partial(_render_response, service, dialect),
         ("POST", "/v1/completions/render"): partial(_render_completion, service, dialect),
         ("POST", "/inference/v1/generate"): partial(_generate, service, dialect),
         **derender_routes(service),
@@ -49,9 +50,18 @@ async def _render_messages(service: EngineService, dialect: VllmDialect, exchang
     """The same for a body of Anthropic's messages."""
     body = await exchange.json()
     dialect.check_model(body)
-    prompt, max_tokens, chat = chat_of(service, body)
+    prompt, max_tokens, chat = anthropic_api.chat_of(service, body)
     chat |= {name: body.get(name) for name in ("cache_salt", "stream")}
     await exchange.respond_json(_rendered(service, dialect, exchange, chat, "chatcmpl-", prompt, max_tokens, None))
+
+
+async def _render_response(service: EngineService, dialect: VllmDialect, exchange: Exchange) -> None:
+    """The same for a body of OpenAI's responses."""
+    body = await exchange.json()
+    dialect.check_model(body)
+    prompt, max_tokens, chat = responses_api.chat_of(service, body)
+    chat |= {name: body.get(name) for name in ("cache_salt", "stream")}
+    await exchange.respond_json(_rendered(service, dialect, exchange, chat, "resp_", prompt, max_tokens, None))
 
 
 async def _render_completion(service: EngineService, dialect: VllmDialect, exchange: Exchange) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import orjson
 
+from engines.tokens import Rendered
 from gateway.http.errors import api_error
 from gateway.messages.answers import Usage
 from gateway.messages.anthropic import MessageEvents, message_of
+from gateway.messages.responses import ResponseEvents, echo, response_of
 from gateway.turns.ask import Ask
 from gateway.turns.outcome import LegFailed
 from scheduling.types import Fault
@@ -100,6 +102,59 @@ class MessageFrame:
     def content(self, answer: Any) -> Any:
         """The answer as its client sends it back."""
         return {"role": "assistant", "content": self._content}
+
+
+class ResponseFrame:
+    """Of OpenAI's responses, which are made of a chat's one choice.
+
+    Args:
+        sampling: as the engine resolved it.
+    """
+
+    def __init__(self, ask: Ask, turn_id: str, created_at: float, stop_field: str, sampling: Mapping[str, Any]) -> None:
+        self.stop_field = stop_field
+        head = {"id": f"resp_{turn_id}", "object": "response", "created_at": int(created_at), "model": ask.model}
+        self._head = head | echo(ask.request, sampling)
+        self._events = ResponseEvents(self._head)
+        self._output: list[dict[str, Any]] = self._events.output
+
+    def around_text(self, index: int) -> tuple[bytes, bytes]:
+        """Nothing: a text may have to open an item, and events are numbered."""
+        return b"", b""
+
+    def event(self, choice: Mapping[str, Any]) -> bytes:
+        """What tells a client of a stream this part of the choice."""
+        delta = choice["delta"]
+        return self._events.start() if "role" in delta else self._events.tell(delta, choice["finish_reason"])
+
+    def end(self, last: bytes, usage: Usage) -> bytes:
+        """The events that end a stream."""
+        return last + self._events.end(usage)
+
+    def whole(self, choices: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
+        """A whole answer."""
+        [choice] = choices
+        response = response_of(self._head, choice, usage)
+        self._output = response["output"]
+        return orjson.dumps(response)
+
+    def content(self, answer: Any) -> Any:
+        """The answer's items, as its client sends them back."""
+        return self._output
+
+
+AnyFrame = Frame | MessageFrame | ResponseFrame
+
+
+def frame_of(
+    ask: Ask, turn_id: str, created_at: float, stop_field: str, rendered: Rendered, prompt_tokens: int
+) -> AnyFrame:
+    """The one of a turn's API."""
+    if ask.api == "messages":
+        return MessageFrame(ask, turn_id, stop_field, prompt_tokens)
+    if ask.api == "responses":
+        return ResponseFrame(ask, turn_id, created_at, stop_field, rendered.call["sampling_params"])
+    return Frame(ask, turn_id, created_at, stop_field)
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

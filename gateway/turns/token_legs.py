@@ -22,7 +22,7 @@ from gateway.turns.ask import Ask
 from gateway.turns.chain import Chain, Diverged
 from gateway.turns.choice import Choice
 from gateway.turns.choice_leg import ChoiceLeg, Place, RefusedTokens, run_all
-from gateway.turns.frames import Frame, MessageFrame
+from gateway.turns.frames import frame_of
 from gateway.turns.outcome import LegFailed, Outcome, refused_leg
 from gateway.turns.splice import spliced
 from gateway.turns.turn import Turn
@@ -50,6 +50,8 @@ _BEYOND_TOKENS = frozenset(
         "use_beam_search",
     }
 )
+# The APIs whose requests have these fields; in the others they mean nothing.
+_OF_CHAT = ("chat", "completions")
 _PROGRESS_TOKENS = 64
 # Each is a request of its own at the engine: more than its slots gain nothing by it.
 _MAX_CHOICES = 128
@@ -57,19 +59,21 @@ _MAX_CHOICES = 128
 
 def num_choices(ask: Ask) -> int:
     """How many choices the client wants; 0 where that is no number, for the engine to refuse."""
-    wanted = ask.request.get("n") if ask.api != "messages" else None
+    wanted = ask.request.get("n") if ask.api in _OF_CHAT else None
     return 1 if wanted is None else wanted if isinstance(wanted, int) and not isinstance(wanted, bool) else 0
 
 
 def may_take_tokens(ask: Ask) -> bool:
     """Whether a request asks for nothing that token routes cannot do."""
     request = ask.request
-    if ask.api not in ("chat", "completions", "messages") or not 1 <= num_choices(ask) <= _MAX_CHOICES:
+    if ask.api == "other" or not 1 <= num_choices(ask) <= _MAX_CHOICES:
         return False
     if any(request[name] not in (None, False) for name in _BEYOND_TOKENS.intersection(request)):
         return False
     if ask.api == "messages":
         return not request.get("stop_sequences") or not has_tools(request)
+    if ask.api == "responses":
+        return True  # what else it asks is the engine's to judge
     options = request.get("stream_options")
     if not (options is None or (isinstance(options, dict) and options.get("include_usage") in (None, True, False))):
         return False  # for the engine to refuse
@@ -147,11 +151,7 @@ class TokenLegs:
             return
         history = History(ask.request) if ask.api != "completions" else None
         prompt_ids, parent = spliced(self._book, ask.trajectory_id, history, rendered.prompt_ids)
-        frame = (
-            MessageFrame(ask, turn.turn_id, routes.stop_field, len(prompt_ids))
-            if ask.api == "messages"
-            else Frame(ask, turn.turn_id, turn.arrived_at, routes.stop_field)
-        )
+        frame = frame_of(ask, turn.turn_id, turn.arrived_at, routes.stop_field, rendered, len(prompt_ids))
         voice = ParsedVoice if rendered.needs_parser else TextVoice
         for index in range(num_choices(ask)):
             chain = Chain(rendered, prompt_ids, parent, ask.wants_stream, _wants_logprobs(ask))
@@ -216,7 +216,7 @@ class TokenLegs:
 
 def _wants_logprobs(ask: Ask) -> bool:
     """A chat asks by a flag, a completion by a number, which may be 0."""
-    wanted = ask.request.get("logprobs") if ask.api != "messages" else None
+    wanted = ask.request.get("logprobs") if ask.api in _OF_CHAT else None
     return wanted is not None and wanted is not False
 
 

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 Json = dict[str, Any]
-NUM_CASES = 200
+NUM_CASES = 220
 _SEED = 20260203
 
 _WEATHER = {
@@ -95,6 +95,38 @@ _COMPLETIONS: tuple[tuple[str, Json], ...] = (
     ("stop", {"prompt": "abc", "stop": ["e"], "max_tokens": 40}),
     ("seed", {"prompt": "abc", "temperature": 1.0, "seed": 3}),
 )
+_LOOK_AT = {
+    "type": "function",
+    "name": "look",
+    "description": "Look there.",
+    "parameters": {
+        "type": "object",
+        "properties": {"path": {"type": "string", "enum": ["a", "b"]}},
+        "required": ["path"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+_ITEMS: list[Json] = [
+    {"role": "user", "content": [{"type": "input_text", "text": "Look around."}]},
+    {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"path": "a"}'},
+    {"type": "function_call_output", "call_id": "c1", "output": "dust"},
+    {"role": "user", "content": "Go on."},
+]
+_CALLED: Json = {
+    "input": "Look around.",
+    "store": False,
+    "tools": [_LOOK_AT],
+    "tool_choice": "required",
+    "max_output_tokens": 60,
+}
+_SHAPE: Json = {
+    "format": {
+        "type": "json_schema",
+        "name": "short",
+        "schema": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]},
+    }
+}
 _RESPONSES: tuple[tuple[str, Json], ...] = (
     ("text", {"input": "Hello 🙂"}),
     ("items", {"instructions": "Be short.", "input": [{"role": "user", "content": "Hello"}]}),
@@ -102,6 +134,15 @@ _RESPONSES: tuple[tuple[str, Json], ...] = (
     ("limit", {"input": "Hello", "max_output_tokens": 2}),
     ("unknown fields", {"input": "Hello", "my_field": [1]}),
     ("metadata", {"input": "Hello", "metadata": {"purpose": "test"}, "temperature": 0.0}),
+    ("not stored", {"input": "Hello 🙂", "store": False}),
+    ("not stored, items", {"input": _ITEMS, "store": False, "instructions": "Be short.", "max_output_tokens": 2}),
+    ("not stored, echoed", {"input": "Hello", "store": False, "user": "me", "truncation": "auto", "my_field": 1}),
+    ("not stored, tools", {"input": _ITEMS, "store": False, "tools": [_LOOK_AT], "max_output_tokens": 60}),
+    ("not stored, call", _CALLED),
+    ("not stored, call cut", _CALLED | {"max_output_tokens": 10}),
+    ("not stored, no call", _CALLED | {"tool_choice": "none", "max_output_tokens": 10}),
+    ("not stored, named call", _CALLED | {"tool_choice": {"type": "function", "name": "look"}}),
+    ("not stored, schema", {"input": "Hello", "store": False, "text": _SHAPE, "max_output_tokens": 40}),
 )
 _TOOL = {
     "name": "run",

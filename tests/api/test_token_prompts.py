@@ -5,6 +5,7 @@ from typing import Any
 import httpx
 import pytest
 from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
 
 from tests.api.conftest import MODEL, Site, running_site, toy
 from tests.support.engine import fixed, recorded_engine
@@ -14,7 +15,7 @@ _CHAT = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content
 TURNS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": _CHAT,
     "/v1/completions": {"model": MODEL, "max_tokens": 4, "prompt": "hi"},
-    "/v1/responses": {"model": MODEL, "max_output_tokens": 4, "input": "hi"},
+    "/v1/responses": {"model": MODEL, "max_output_tokens": 4, "input": "hi", "store": False},
     "/v1/messages": _CHAT,
 }
 TOOL = {
@@ -91,6 +92,36 @@ async def test_messages_are_gone_on_from_as_chats_are(stream: bool) -> None:
         assert len(turns) == 4
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_responses_are_gone_on_from_as_chats_are(stream: bool) -> None:
+    """By what OpenAI's SDK sends back of an answer, with calls and without; who leaves them to the engine passes."""
+    async with running_site(token_legs="auto") as site, AsyncOpenAI(base_url=f"{site.url}/v1", api_key="none") as sdk:
+        tool: Any = {"type": "function", "name": "look", "parameters": TOOL["function"]["parameters"], "strict": True}
+        items: Any = [{"role": "user", "content": "look around"}]
+        for choice in ("required", "none", "required", "auto"):
+            asked: Any = {"model": MODEL, "max_output_tokens": 200, "input": items, "tools": [tool], "store": False}
+            asked |= {"tool_choice": choice, "extra_headers": {"x-trajectory-id": "spliced"}}
+            if stream:
+                async with sdk.responses.stream(**asked) as events:
+                    response: Any = await events.get_final_response()
+            else:
+                response = await sdk.responses.create(**asked)
+            items += [item.model_dump(exclude_none=True) for item in response.output]
+            results = [
+                {"type": "function_call_output", "call_id": item.call_id, "output": "dust"}
+                for item in response.output
+                if item.type == "function_call"
+            ]
+            assert results or choice != "required"
+            items += results or [{"role": "user", "content": "and now?"}]
+        turns = await tokens_of(site, "spliced")
+        assert [turn["parent"] for turn in turns] == [None, *(turn["turn_id"] for turn in turns[:-1])]
+        assert len(turns) == 4
+        num_before = len(generated(site))
+        assert (await site.client.post("/v1/responses", json={"model": MODEL, "input": "hi"})).status_code == 200
+        assert len(generated(site)) == num_before
+
+
 async def test_who_wants_no_tokens_kept_has_none() -> None:
     """`Prefer: tokens=none`, for a turn."""
     async with running_site(token_legs="auto") as site:
@@ -112,8 +143,8 @@ async def test_an_engine_says_which_apis_pass_through() -> None:
             before = len(generated(site))
             answer = await site.client.post(path, json=body)
             assert answer.status_code == 200, answer.text
-            assert len(generated(site)) - before == (path in by_tokens)
-            assert path in by_tokens or "derenders no responses" in passed[path]
+            assert len(generated(site)) - before == 1 and path in by_tokens
+        assert "without `store: false`" in engine["token_legs_note"]
 
 
 async def test_an_engine_without_token_routes_says_why_all_passes_through() -> None:

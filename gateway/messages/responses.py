@@ -1,0 +1,192 @@
+"""An answer in chat's words, told in those of OpenAI's responses: whole, or delta by delta as its events.
+
+As vLLM tells it of a model without reasoning (0.32, entrypoints/openai/responses: serving.py, streaming_events.py): a
+text and each call are items of their own, of which one is open at a time, and a stream ends with `response.completed`
+whatever the status within says.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+import orjson
+
+from gateway.messages.answers import Usage
+
+# What a response repeats of its request, and what is said of what was not asked.
+_ECHOED: dict[str, Any] = {
+    "background": False,
+    "instructions": None,
+    "max_tool_calls": None,
+    "metadata": None,
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt": None,
+    "reasoning": None,
+    "service_tier": "auto",
+    "text": None,
+    "tools": [],
+    "truncation": "disabled",
+    "user": None,
+}
+# The same of its sampling, as the engine resolved it.
+_SAMPLED = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+def echo(request: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """What a response says of its request.
+
+    Args:
+        sampling: as the engine resolved it.
+    """
+    echoed = {name: default if request.get(name) is None else request[name] for name, default in _ECHOED.items()}
+    sampled = {name: default if sampling.get(name) is None else sampling[name] for name, default in _SAMPLED.items()}
+    # Where there is no tool to choose, vLLM says that none is to be.
+    choice = (request.get("tool_choice") or "auto") if request.get("tools") else "none"
+    limits = {"max_output_tokens": sampling["max_tokens"], "top_logprobs": sampling.get("logprobs")}
+    return {**echoed, **sampled, **limits, "tool_choice": choice}
+
+
+def usage_told(usage: Usage) -> dict[str, Any]:
+    """Cached tokens are among those of the prompt. What vLLM counts for turns with tools of its own is empty."""
+    per_turn: dict[str, list[int]] = {"input_tokens_per_turn": [], "cached_tokens_per_turn": []}
+    made_per_turn: dict[str, list[int]] = {"output_tokens_per_turn": [], "tool_output_tokens_per_turn": []}
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens or 0, **per_turn},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0, "tool_output_tokens": 0, **made_per_turn},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def response_of(head: Mapping[str, Any], choice: Mapping[str, Any], usage: Usage) -> dict[str, Any]:
+    """A whole answer.
+
+    Args:
+        head: its id, time and model, and what it repeats of its request.
+        choice: the one of a chat's answer.
+    """
+    message, output = choice["message"], []
+    if text := message.get("content"):
+        output.append(_message(_new_id("msg"), [_part(text)]))
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        output.append(_call(_new_id("fc"), call["id"], function["name"], function["arguments"]))
+    return _response(head, output, choice["finish_reason"], usage)
+
+
+class ResponseEvents:
+    """The events of one stream, in their order: `start`, `tell` for each delta, `end`.
+
+    Args:
+        head: as of `response_of`.
+
+    Attributes:
+        output: the items that are closed.
+    """
+
+    def __init__(self, head: Mapping[str, Any]) -> None:
+        self.output: list[dict[str, Any]] = []
+        self._head = head
+        self._num_events = 0
+        self._item: dict[str, Any] | None = None  # the open one
+        self._parts: list[str] = []  # of it
+        self._call_index = 0
+        self._reason = "stop"
+
+    def start(self) -> bytes:
+        """What tells that the answer begins."""
+        begun = {**self._head, "status": "in_progress", "output": [], "incomplete_details": None, "usage": None}
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def tell(self, delta: Mapping[str, Any], reason: str | None) -> bytes:
+        """What a delta adds; with its finish reason if it is the last."""
+        if reason is not None:
+            self._reason = reason
+        told = []
+        if text := delta.get("content"):
+            if self._item is None or self._item["type"] != "message":
+                told += [self._close(), self._open_message()]
+            self._parts.append(text)
+            told.append(self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[]))
+        for call in delta.get("tool_calls") or ():
+            function = call.get("function") or {}
+            if self._item is None or self._item["type"] != "function_call" or self._call_index != call["index"]:
+                told += [self._close(), self._open_call(call["index"], call.get("id"), function.get("name"))]
+            if arguments := function.get("arguments"):
+                self._parts.append(arguments)
+                told.append(self._event("response.function_call_arguments.delta", **self._place(), delta=arguments))
+        return b"".join(told)
+
+    def end(self, usage: Usage) -> bytes:
+        """What closes the stream."""
+        closed = self._close()
+        response = _response(self._head, self.output, self._reason, usage)
+        return closed + self._event("response.completed", response=response)
+
+    def _open_message(self) -> bytes:
+        self._item, self._parts = _message(_new_id("msg"), [], "in_progress"), []
+        added = self._event("response.output_item.added", output_index=len(self.output), item=self._item)
+        return added + self._event("response.content_part.added", **self._place(), part=_part("", []))
+
+    def _open_call(self, index: int, call_id: str | None, name: str | None) -> bytes:
+        self._item = _call(_new_id("fc"), call_id or _new_id("call"), name or "", "", "in_progress")
+        self._parts, self._call_index = [], index
+        return self._event("response.output_item.added", output_index=len(self.output), item=self._item)
+
+    def _close(self) -> bytes:
+        if self._item is None:
+            return b""
+        said, item, place = "".join(self._parts), self._item, self._place()
+        if item["type"] == "message":
+            item = _message(item["id"], [_part(said)])
+            told = self._event("response.output_text.done", **place, text=said, logprobs=[])
+            told += self._event("response.content_part.done", **place, part=_part(said))
+        else:
+            item = _call(item["id"], item["call_id"], item["name"], said)
+            done = {"arguments": said, "name": item["name"]}
+            told = self._event("response.function_call_arguments.done", **place, **done)
+        told += self._event("response.output_item.done", output_index=len(self.output), item=item)
+        self.output.append(item)
+        self._item = None
+        return told
+
+    def _place(self) -> dict[str, Any]:
+        """Where in the output a delta belongs."""
+        assert self._item is not None
+        place = {"item_id": self._item["id"], "output_index": len(self.output)}
+        return place | {"content_index": 0} if self._item["type"] == "message" else place
+
+    def _event(self, kind: str, **content: Any) -> bytes:
+        data = orjson.dumps({"type": kind, "sequence_number": self._num_events, **content})
+        self._num_events += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+def _response(head: Mapping[str, Any], output: list[dict[str, Any]], reason: str, usage: Usage) -> dict[str, Any]:
+    is_cut = reason == "length"
+    return {
+        **head,
+        "status": "incomplete" if is_cut else "completed",
+        "output": output,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "usage": usage_told(usage),
+    }
+
+
+def _message(item_id: str, content: list[dict[str, Any]], status: str = "completed") -> dict[str, Any]:
+    return {"id": item_id, "type": "message", "role": "assistant", "content": content, "status": status}
+
+
+def _part(text: str, logprobs: list[Any] | None = None) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _call(item_id: str, call_id: str, name: str, arguments: str, status: str = "completed") -> dict[str, Any]:
+    told = {"id": item_id, "type": "function_call", "call_id": call_id, "name": name}
+    return {**told, "arguments": arguments, "status": status}
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{uuid4().hex}"

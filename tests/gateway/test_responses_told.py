@@ -1,0 +1,109 @@
+"""An answer in chat's words, told as one of OpenAI's responses."""
+
+from typing import Any
+
+import orjson
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.messages.answers import Usage
+from gateway.messages.responses import ResponseEvents, echo, response_of
+
+HEAD: dict[str, Any] = {"id": "resp_1", "object": "response", "created_at": 7, "model": "m"}
+USAGE = Usage(9, 3, 4)
+
+
+def call_of(index: int, arguments: str, name: str | None = None) -> dict[str, Any]:
+    function = {"arguments": arguments} | ({"name": name} if name else {})
+    return {"index": index, "function": function} | ({"id": f"c{index}"} if name else {})
+
+
+def told(deltas: list[dict[str, Any]], reason: str = "stop") -> list[dict[str, Any]]:
+    """The events of a stream with these deltas."""
+    events = ResponseEvents(HEAD)
+    stream = events.start()
+    for delta in deltas[:-1]:
+        stream += events.tell(delta, None)
+    stream += events.tell(deltas[-1], reason) + events.end(USAGE)
+    found = []
+    for block in stream.split(b"\n\n")[:-1]:
+        name, _, data = block.partition(b"\n")
+        found.append(orjson.loads(data.removeprefix(b"data: ")))
+        assert name == b"event: " + found[-1]["type"].encode()
+    return found
+
+
+def test_text_and_calls_are_items_one_after_the_other() -> None:
+    """Each is opened, told, closed; events are numbered; the last one has all items."""
+    events = told([
+        {"content": "I lo"},
+        {"content": "ok."},
+        {"tool_calls": [call_of(0, "", "look")]},
+        {"tool_calls": [call_of(0, '{"a"')]},
+        {"tool_calls": [call_of(0, ": 1}"), call_of(1, "{}", "run")]},
+    ])  # fmt: skip
+    message, call = ["output_text.delta"], ["function_call_arguments.delta"]
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        *["created", "in_progress", "output_item.added", "content_part.added", *message * 2],
+        *["output_text.done", "content_part.done", "output_item.done"],
+        *["output_item.added", *call * 2, "function_call_arguments.done", "output_item.done"],
+        *["output_item.added", *call, "function_call_arguments.done", "output_item.done", "completed"],
+    ]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    response = events[-1]["response"]
+    assert response["output"] == [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [item["type"] for item in response["output"]] == ["message", "function_call", "function_call"]
+    assert response["output"][0]["content"][0]["text"] == "I look."
+    assert [item.get("arguments") for item in response["output"][1:]] == ['{"a": 1}', "{}"]
+    assert (response["status"], response["incomplete_details"]) == ("completed", None)
+    assert response["usage"]["input_tokens_details"]["cached_tokens"] == 4
+
+
+def test_an_answer_that_was_cut_is_incomplete() -> None:
+    """Whole or as a stream, which ends with `response.completed` all the same; its items are complete, as vLLM says."""
+    [*_, done, last] = told([{"content": "I lo"}], "length")
+    choice = {"message": {"content": "I lo"}, "finish_reason": "length"}
+    for response in (last["response"], response_of(HEAD, choice, USAGE)):
+        assert response["status"] == "incomplete"
+        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert response["output"][0]["status"] == "completed"
+    assert (done["type"], last["type"]) == ("response.output_item.done", "response.completed")
+
+
+def test_a_stream_that_says_nothing_has_no_items() -> None:
+    """And begins and ends."""
+    assert [event["type"] for event in told([{}])] == [
+        *["response.created", "response.in_progress", "response.completed"]
+    ]
+
+
+@given(st.text(), st.lists(st.tuples(st.sampled_from(["look", "run"]), st.text()), max_size=3), st.randoms())
+def test_a_stream_says_what_a_whole_answer_does(text: str, calls: list[tuple[str, str]], dice: Any) -> None:
+    """However it is cut into deltas."""
+    deltas: list[dict[str, Any]] = [{"content": piece} for piece in cut(text, dice)]
+    for index, (name, arguments) in enumerate(calls):
+        deltas.append({"tool_calls": [call_of(index, "", name)]})
+        deltas += [{"tool_calls": [call_of(index, piece)]} for piece in cut(arguments, dice)]
+    made = [
+        {"id": f"c{index}", "function": {"name": name, "arguments": arguments}}
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    choice = {"message": {"content": text, "tool_calls": made}, "finish_reason": "stop"}
+    streamed, whole = told([*deltas, {}])[-1]["response"], response_of(HEAD, choice, USAGE)
+    for response in (streamed, whole):
+        for item in response["output"]:
+            assert item.pop("id").startswith(("msg_", "fc_"))
+    assert streamed == whole
+
+
+def cut(text: str, dice: Any) -> list[str]:
+    ends = sorted(dice.randint(0, len(text)) for _ in range(2))
+    return [text[: ends[0]], text[ends[0] : ends[1]], text[ends[1] :]]
+
+
+def test_a_response_repeats_its_request_and_how_it_was_sampled() -> None:
+    """With what vLLM says of what was not asked: no tools, no choice."""
+    said = echo({"temperature": 9, "metadata": {"a": "b"}}, {"temperature": 0.5, "max_tokens": 7})
+    assert (said["temperature"], said["max_output_tokens"], said["metadata"]) == (0.5, 7, {"a": "b"})
+    assert (said["tool_choice"], said["tools"], said["top_p"]) == ("none", [], 1.0)
+    assert echo({"tools": [{}]}, {"max_tokens": 7})["tool_choice"] == "auto"
