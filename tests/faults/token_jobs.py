@@ -41,6 +41,16 @@ MESSAGES_KINDS: dict[str, dict[str, Any]] = {
     "tools": {"tools": [_MESSAGES_TOOL]},
     "tool required": {"tools": [_MESSAGES_TOOL], "tool_choice": {"type": "any"}},
 }
+_RESPONSES_TOOL = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+_RESPONSES_SHAPE = {"type": "json_schema", "name": "a", "schema": {"type": "object", "properties": {"x": {}}}}
+RESPONSES_KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ends by itself": {"ignore_eos": False, "max_output_tokens": 400},
+    "json": {"text": {"format": _RESPONSES_SHAPE}},
+    "tools": {"tools": [_RESPONSES_TOOL]},
+    "tool required": {"tools": [_RESPONSES_TOOL], "tool_choice": "required"},
+}
+OF_CHATS = {"messages": MESSAGES_KINDS, "responses": RESPONSES_KINDS}
 FLEETS: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm", "vllm", "vllm"),
     "sglang": ("sglang", "sglang", "sglang-incremental"),
@@ -59,8 +69,11 @@ ENDURING: dict[str, Any] = {
 
 def body_of(number: int, kind: str, api: str, stream: bool) -> dict[str, Any]:
     """A request for about eighty tokens."""
-    body = {"model": "simulated", "stream": stream, "max_tokens": 80, "ignore_eos": True, "temperature": 0}
-    body |= MESSAGES_KINDS[kind] if api == "messages" else KINDS[kind]
+    body: dict[str, Any] = {"model": "simulated", "stream": stream, "ignore_eos": True, "temperature": 0}
+    body["max_output_tokens" if api == "responses" else "max_tokens"] = 80
+    body |= OF_CHATS.get(api, KINDS)[kind]
+    if api == "responses":
+        return body | {"input": f"question {number}", "store": False}
     if stream and api != "messages":
         body["stream_options"] = {"include_usage": True}
     if api != "completions":
@@ -72,6 +85,8 @@ def told(heard: Heard, stream: bool) -> dict[str, Any]:
     """All that an answer says: text, calls, log-probabilities, how it ended, how many tokens it took."""
     answers = heard.events if stream else [heard.json]
     said: dict[str, Any] = {"text": "", "calls": [], "logprobs": [], "reason": None, "stop": None, "tokens": None}
+    if "response" in answers[0] or answers[0].get("object") == "response":
+        return _response_told(answers, said)
     if "type" in answers[0]:
         return _message_told(answers, said)
     for answer in answers:
@@ -113,6 +128,20 @@ def _message_told(events: Sequence[dict[str, Any]], said: dict[str, Any]) -> dic
     return said
 
 
+def _response_told(events: Sequence[dict[str, Any]], said: dict[str, Any]) -> dict[str, Any]:
+    """The same of one of OpenAI's responses, whose last event has all that its deltas say."""
+    response = events[-1].get("response", events[-1])
+    for item in response["output"]:
+        said["calls"] += [item["name"]] if item["type"] == "function_call" else []
+        said["text"] += item.get("arguments") or "".join(part["text"] for part in item.get("content", ()))
+    if len(events) > 1:
+        assert "".join(event["delta"] for event in events if event["type"].endswith(".delta")) == said["text"]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    said["reason"] = response["status"]
+    said["tokens"] = response["usage"]["input_tokens"], response["usage"]["output_tokens"]
+    return said
+
+
 def engine_of(kind: str, **more: Any) -> SimulatedEngineSettings:
     """The settings of an engine of a fleet."""
     dialect, _, is_incremental = kind.partition("-")
@@ -130,8 +159,9 @@ def jobs(seed: int, num: int, fleet: str) -> list[tuple[str, dict[str, Any]]]:
         kind, api, stream = dice.choice(kinds), dice.choice(("chat", "completions")), dice.random() < 0.6
         if kind.startswith("tool"):
             api = "chat"
-        if api == "chat" and fleet == "vllm" and kind in MESSAGES_KINDS and dice.random() < 0.4:
-            api = "messages"
+        others = [other for other, kinds_of in OF_CHATS.items() if kind in kinds_of]
+        if api == "chat" and fleet == "vllm" and others and dice.random() < 0.5:
+            api = dice.choice(others)
         made.append((api, body_of(seed * 10_000 + number, kind, api, stream)))
     return made
 
