@@ -2,6 +2,7 @@
 back to an answer."""
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,13 +23,16 @@ from engines.simulated.service import EngineService
 from engines.simulated.vllm_derender import derender_routes
 from engines.simulated.vllm_dialect import VllmDialect
 
+ChatOf = Callable[[EngineService, Body], tuple[list[int], int | None, Body]]
+"""A request as a chat: its prompt, how long its answer may be, and what else it asks."""
+
 
 def token_routes(service: EngineService, dialect: VllmDialect) -> Routes:
     """The table of these routes."""
     return {
         ("POST", "/v1/chat/completions/render"): partial(_render_chat, service, dialect),
-        ("POST", "/v1/messages/render"): partial(_render_messages, service, dialect),
-        ("POST", "/v1/responses/render"): partial(_render_response, service, dialect),
+        ("POST", "/v1/messages/render"): partial(_render_as_chat, service, dialect, anthropic_api.chat_of, "chatcmpl-"),
+        ("POST", "/v1/responses/render"): partial(_render_as_chat, service, dialect, responses_api.chat_of, "resp_"),
         ("POST", "/v1/completions/render"): partial(_render_completion, service, dialect),
         ("POST", "/inference/v1/generate"): partial(_generate, service, dialect),
         **derender_routes(service),
@@ -46,22 +50,15 @@ async def _render_chat(service: EngineService, dialect: VllmDialect, exchange: E
     await exchange.respond_json(_rendered(service, dialect, exchange, body, "chatcmpl-", prompt, wanted, num_logprobs))
 
 
-async def _render_messages(service: EngineService, dialect: VllmDialect, exchange: Exchange) -> None:
-    """The same for a body of Anthropic's messages."""
+async def _render_as_chat(
+    service: EngineService, dialect: VllmDialect, chat_of: ChatOf, id_prefix: str, exchange: Exchange
+) -> None:
+    """The same for a body that is a chat in another API's words."""
     body = await exchange.json()
     dialect.check_model(body)
-    prompt, max_tokens, chat = anthropic_api.chat_of(service, body)
+    prompt, max_tokens, chat = chat_of(service, body)
     chat |= {name: body.get(name) for name in ("cache_salt", "stream")}
-    await exchange.respond_json(_rendered(service, dialect, exchange, chat, "chatcmpl-", prompt, max_tokens, None))
-
-
-async def _render_response(service: EngineService, dialect: VllmDialect, exchange: Exchange) -> None:
-    """The same for a body of OpenAI's responses."""
-    body = await exchange.json()
-    dialect.check_model(body)
-    prompt, max_tokens, chat = responses_api.chat_of(service, body)
-    chat |= {name: body.get(name) for name in ("cache_salt", "stream")}
-    await exchange.respond_json(_rendered(service, dialect, exchange, chat, "resp_", prompt, max_tokens, None))
+    await exchange.respond_json(_rendered(service, dialect, exchange, chat, id_prefix, prompt, max_tokens, None))
 
 
 async def _render_completion(service: EngineService, dialect: VllmDialect, exchange: Exchange) -> None:
