@@ -91,15 +91,20 @@ def cut_ids(answer: bytes, name: str) -> tuple[Any, TokenIds | None]:
     """An answer's JSON with its one list of this name empty, and the ids of that; None where it has no such one.
 
     Raises: ValueError for what is no JSON.
-    Cost: 20 us for 1,400 ids; a list of them takes twice that to be read and packed.
+    Cost: 26 ns an id; a list of them takes twice that to be read and packed.
     """
     mark = b'"%b":[' % name.encode()  # within a string the quotes would be escaped
     start = answer.find(mark) + len(mark)
     end = answer.find(b"]", start)
     text = answer[start:end]
-    if start < len(mark) or end < 0 or answer.find(mark, end) >= 0 or text.translate(None, b"0123456789,"):
+    if start < len(mark) or end < 0 or answer.find(mark, end) >= 0:
+        return orjson.loads(answer), None
+    # Four times as fast as `translate` and `count`, which stop at every comma.
+    letters = np.frombuffer(text, np.uint8)
+    num_commas = np.count_nonzero(letters == ord(","))
+    if num_commas + np.count_nonzero(letters - np.uint8(ord("0")) < 10) != len(text):
         return orjson.loads(answer), None
     numbers = np.fromstring(text, np.uint32, sep=",") if text else np.empty(0, np.uint32)
-    if len(numbers) != text.count(b",") + bool(text):
+    if len(numbers) != num_commas + bool(text):
         return orjson.loads(answer), None
     return orjson.loads(b"%b%b" % (answer[:start], answer[end:])), TokenIds(numbers.tobytes(), b"[%b]" % text)
