@@ -3,7 +3,7 @@
 The same rollout twice, each with a gateway, a controller and engines of its own, all of them processes: once with the
 first fleet for good, once with the controller's plans carried out while the rollout goes on. Only the engines' work is
 simulated. The simulator plays both in virtual time, told only what the controller counted for a relaunch, from what it
-had measured by then, and how long that took.
+had measured by then, how long that took, and when plans were made.
 
 Believe it only if the first rollout takes about as long as the simulator says: where it takes clearly longer, this
 machine was too slow for the speed-up, and nothing follows from the second.
@@ -79,7 +79,9 @@ async def _run(parsed: argparse.Namespace) -> int:
         console.print(_line(name, seen[name]), soft_wrap=True)
     counted_s, took_s = seen[PLANNED].counted_s, seen[PLANNED].relaunch_s
     relaunch_s = counted_s if took_s is None else took_s
-    reshape = Reshape(parsed.interval_s, relaunch_s, MIN_GAIN_SHARE, expected_s=counted_s)
+    planned_at_s = seen[PLANNED].planned_at_s
+    first_s = None if planned_at_s is None else planned_at_s % parsed.interval_s
+    reshape = Reshape(parsed.interval_s, relaunch_s, MIN_GAIN_SHARE, expected_s=counted_s, first_s=first_s)
     said = {
         FIXED: _simulated_s(scenario, workload, parsed.seed),
         PLANNED: _simulated_s(replace(scenario, reshape=reshape), workload, parsed.seed),
@@ -122,8 +124,8 @@ def _line(name: str, seen: Seen) -> str:
         f"{name}: {seen.makespan_s:.1f} s, {seen.num_failed} failed turns, cores {seen.busy_share:.0%} busy; CPU: "
         f"agents {agents:.0f} s, gateway {gateway:.0f} s, engines {engines:.0f} s"
     )
-    if seen.relaunch_s is not None:
-        words += f", a relaunch took {seen.relaunch_s:.1f} s, {seen.counted_s:.1f} s were counted"
+    if seen.planned_at_s is not None:
+        words += f", after {seen.planned_at_s:.1f} s a relaunch took {seen.relaunch_s:.1f} s"
     return "; then ".join([words, *seen.fleets])
 
 

@@ -84,6 +84,7 @@ class Seen:
     Args:
         counted_s: what the controller counted for the relaunch before it was done.
         relaunch_s: what that took; None where none was done on the way.
+        planned_at_s: when the relaunch was planned, since the first turn; None as before.
         fleets: what was wanted one after the other, with the reason, whose seconds are the machine's.
         busy_share: of all cores of this machine, whoever used them.
         cpu_s: processor seconds of agents, gateway and engines.
@@ -93,6 +94,7 @@ class Seen:
     num_failed: int
     counted_s: float
     relaunch_s: float | None
+    planned_at_s: float | None
     fleets: tuple[str, ...]
     busy_share: float
     cpu_s: tuple[float, float, float]
@@ -118,7 +120,7 @@ async def rollout(loop: Loop, workload: Workload, name: str, is_automatic: bool,
             settings = ReplaySettings(
                 f"{gateway}/v1", speed_up=loop.speed_up, client="raw", stream_share=0.0, rollout_id=folder.name
             )
-            (idle_before, all_before), cpu_before_s = idle_and_all_ticks(), time.process_time()
+            (idle_before, all_before), cpu_before_s, began_at = idle_and_all_ticks(), time.process_time(), time.time()
             result = await play(workload, gateway, name, settings, console)
             idle_after, all_after = idle_and_all_ticks()
             engine_sessions = {json.loads(one.read_text())["pid"] for one in folder.glob("servers/*/*/process.json")}
@@ -135,6 +137,7 @@ async def rollout(loop: Loop, workload: Workload, name: str, is_automatic: bool,
         len(result.errors),
         counted_s * loop.speed_up,
         None if took_s is None else took_s * loop.speed_up,
+        (wanted[0]["at"] - began_at) * loop.speed_up if wanted else None,
         tuple(f"{in_words(_tps(one))} ({one['why']})" for one in wanted),
         1 - (idle_after - idle_before) / (all_after - all_before),
         used_s,

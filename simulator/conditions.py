@@ -60,6 +60,7 @@ class Reshape:
 
     Args:
         every_s: so often a plan is made.
+        first_s: until the first one; None: as long as between others.
         relaunch_s: until an engine that was cut anew serves; 45 cold, 10.8 activated, 3 woken.
         expected_s: what a plan counts for that, where who plans knows no better; None: what it takes.
         min_gain_share: of the time that is left, beyond the relaunch.
@@ -72,11 +73,13 @@ class Reshape:
     gpus_per_node: int = 8
     roles: bool = False
     expected_s: float | None = None
+    first_s: float | None = None
 
     def __post_init__(self) -> None:
         assert self.every_s > 0, "every_s: above 0"
         assert self.relaunch_s >= 0, "relaunch_s: from 0"
-        assert self.expected_s is None or self.expected_s >= 0, "expected_s: from 0"
+        for told in (self.expected_s, self.first_s):
+            assert told is None or told >= 0, "expected_s and first_s: from 0"
         assert self.gpus_per_node > 0, "gpus_per_node: at least 1"
 
 

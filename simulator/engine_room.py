@@ -59,7 +59,8 @@ class EngineRoom:
             gpus, speculation = sum(profile.tp for profile in fleet), self._conditions.features.speculation
             reshaper = Reshaper(self._conditions.reshape, self._family, gpus, speculation)
             nodes = reshaper.nodes_of(fleet)
-            self._note_reshape(reshaper)
+            first_s = self._conditions.reshape.first_s
+            self._note_reshape(reshaper, reshaper.settings.every_s if first_s is None else first_s)
         for number, (profile, node) in enumerate(zip(fleet, nodes, strict=True)):
             self._launch(f"e{number:03d}", profile, PlannedEngine(profile.tp, node, Role.BULK), self._mishaps.start_s())
         self._note_death()
@@ -108,11 +109,11 @@ class EngineRoom:
 
     # --- a fleet that is cut anew ---------------------------------------------------------------------------
 
-    def _note_reshape(self, reshaper: Reshaper) -> None:
-        self._agenda.note(self._agenda.now + reshaper.settings.every_s, lambda _: self._reshape(reshaper))
+    def _note_reshape(self, reshaper: Reshaper, after_s: float) -> None:
+        self._agenda.note(self._agenda.now + after_s, lambda _: self._reshape(reshaper))
 
     def _reshape(self, reshaper: Reshaper) -> None:
-        self._note_reshape(reshaper)
+        self._note_reshape(reshaper, reshaper.settings.every_s)
         remaining = self._remaining()
         if self._num_launching or not remaining:
             return

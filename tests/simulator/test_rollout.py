@@ -186,8 +186,9 @@ def test_a_fleet_of_the_wrong_degree_is_cut_anew_while_the_rollout_runs() -> Non
     family = [replace(load_profile(f"qwen3-14b-h100-tp{tp}"), slots=100 * tp) for tp in (1, 8)]
     long = [Trajectory(f"t{n}", f"g{n}", 256, (Turn(0, 20, 1.0), Turn(16, 30_000, 0.0))) for n in range(4)]
     workload = Workload("few", tuple(long))
+    reshape = Reshape(every_s=10.0, relaunch_s=5.0)
     taken = {}
-    for reshape in (None, Reshape(every_s=10.0, relaunch_s=5.0)):
+    for name, cut in (("never", None), ("after 10 s", reshape), ("after 2 s", replace(reshape, first_s=2.0))):
         rollout = Rollout(
             workload,
             [family[0]] * 8,
@@ -195,16 +196,18 @@ def test_a_fleet_of_the_wrong_degree_is_cut_anew_while_the_rollout_runs() -> Non
             PATIENT,
             SiblingPredictor(),
             oracle=True,
-            conditions=Conditions(reshape=reshape),
+            conditions=Conditions(reshape=cut),
             family=family,
         )
-        taken[reshape is not None] = rollout.run()
-    assert taken[True].num_relaunches == 1
-    assert [engine.tp for engine in taken[True].engines if engine.ended_at is None] == [8]
-    assert all(told.ending is Ending.FINISHED for told in taken[True].trajectories)
-    made = sum(engine.num_generated_tokens for engine in taken[True].engines)
-    assert made == pytest.approx(workload.output_tokens, abs=4)
-    assert taken[True].makespan_s < 0.7 * taken[False].makespan_s
+        taken[name] = rollout.run()
+    for name in ("after 10 s", "after 2 s"):
+        assert taken[name].num_relaunches == 1
+        assert [engine.tp for engine in taken[name].engines if engine.ended_at is None] == [8]
+        assert all(told.ending is Ending.FINISHED for told in taken[name].trajectories)
+        made = sum(engine.num_generated_tokens for engine in taken[name].engines)
+        assert made == pytest.approx(workload.output_tokens, abs=4)
+        assert taken[name].makespan_s < 0.7 * taken["never"].makespan_s
+    assert taken["after 2 s"].makespan_s < taken["after 10 s"].makespan_s - 3.0
 
 
 def test_a_plan_counts_what_is_expected_of_a_relaunch() -> None:
