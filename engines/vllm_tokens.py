@@ -59,7 +59,10 @@ class VllmTokens:
         return Upstream(f"{path}/render", b"", body)
 
     def rendered(self, path: str, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
-        chat = _chat_of(path, request)
+        try:
+            chat = _chat_of(path, request)
+        except (AttributeError, KeyError, TypeError):
+            return None  # malformed, which the engine's own route says in its own words
         if chat is None:
             return None
         made, ids = cut_ids(answer, "token_ids")

@@ -191,3 +191,12 @@ def test_a_parser_is_told_of_a_request_what_it_reads_and_nothing_that_was_said()
     assert sum(len(message.get("tool_calls", ())) for message in chat["messages"]) == 1
     same = chat_of_chat({**chat, "messages": [{"role": "assistant", "content": "Look", "tool_calls": [{}]}]})
     assert same == chat
+
+
+@pytest.mark.parametrize(
+    "junk", [{"thinking": "x"}, {"tools": [1]}, {"tools": [TOOL], "tool_choice": "any"}, {"messages": ["x"]}]
+)
+def test_a_malformed_message_passes_through(junk: dict[str, Any]) -> None:
+    """Even if an engine rendered it, whatever it then makes of it."""
+    request = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **junk}
+    assert VllmTokens().rendered("/v1/messages", request, b"{}") is None
