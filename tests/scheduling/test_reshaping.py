@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduling.estimate import Remaining
 from scheduling.fleets import GpuBudget, largest_first, on_nodes
 from scheduling.reshaping import (
     ACTIVATION_S,
@@ -22,14 +23,47 @@ from scheduling.reshaping import (
     nodes_to_relaunch,
     renumbered,
     split_gpus,
+    still_needed,
     worth_reshaping,
 )
 from scheduling.scaling import FleetPlan, PlannedEngine, Role, plan
+from scheduling.types import TrajectoryRecord, TrajectoryState
 from tests.scheduling.plans import PROFILES, coding_rollout
 
 seconds = st.floats(1, 10_000)
 relaunches = st.sampled_from([0.0, WAKE_S, ACTIVATION_S, COLD_RELAUNCH_S])
 rules = st.builds(ReshapeRule, st.floats(0, 0.3), st.integers(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("num_turns", "context_tokens", "output_tokens", "needed"),
+    [
+        (3, 4_000, 1_000, Remaining(2_000.0, 4_000, 6_000.0)),  # three tokens for each
+        (3, 90_000, 1_000, Remaining(2_000.0, 90_000, 20_000.0)),  # ten at most
+        (1, 4_000, 1_000, Remaining(2_000.0, 4_000, 0.0)),  # that was the prompt
+        (0, 0, 0, Remaining(3_000.0, 0, 0.0)),
+        (5, 9_000, 4_500, Remaining(1.0, 9_000, 1.0)),  # more than was predicted
+    ],
+)
+def test_tools_go_on_adding_as_they_did(
+    num_turns: int, context_tokens: int, output_tokens: int, needed: Remaining
+) -> None:
+    """What is left of a predicted total of 3,000 tokens, and what tools will add beside it."""
+    state = TrajectoryState.ACTIVE
+    record = TrajectoryRecord(
+        "t",
+        "g",
+        None,
+        state,
+        "e",
+        context_tokens,
+        output_tokens,
+        num_turns,
+        predicted_tokens=3_000.0,
+        created_at=0.0,
+        last_at=0.0,
+    )
+    assert still_needed(record) == needed
 
 
 @given(seconds, seconds, relaunches, rules)
