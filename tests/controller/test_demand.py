@@ -102,15 +102,16 @@ async def declare(url: str, name: str, output_tokens: int) -> None:
 
 
 async def play(gateway: Listening, rollout: str, max_tokens: int) -> None:
-    """Two trajectories of one turn, which end."""
+    """Two trajectories of one turn; a rollout has ended when none of it is active, so the first one waits."""
+    names = [f"{rollout}-{number}" for number in range(2)]
     async with httpx.AsyncClient(base_url=gateway.url, timeout=60.0) as client:
-        for number in range(2):
+        for name in names:
             body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": max_tokens, "ignore_eos": True}
-            name = f"{rollout}-{number}"
             labels = {"X-Rollout-Id": rollout}
             asked = {"model": "simulated", **body}
             answer = await client.post(f"/t/{name}/v1/chat/completions", json=asked, headers=labels)
             answer.raise_for_status()
+        for name in names:
             (await client.post(f"/v1/trajectories/{name}/finish")).raise_for_status()
 
 
