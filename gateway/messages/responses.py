@@ -84,12 +84,13 @@ class ResponseEvents:
 
     Attributes:
         output: the items that are closed.
+        num_events: how many were made, and the number of the next one.
     """
 
     def __init__(self, head: Mapping[str, Any]) -> None:
         self.output: list[dict[str, Any]] = []
         self._head = head
-        self._num_events = 0
+        self.num_events = 0
         self._item: dict[str, Any] | None = None  # the open one
         self._parts: list[str] = []  # of it
         self._call_index = 0
@@ -159,8 +160,8 @@ class ResponseEvents:
         return place | {"content_index": 0} if self._item["type"] == "message" else place
 
     def _event(self, kind: str, **content: Any) -> bytes:
-        data = orjson.dumps({"type": kind, "sequence_number": self._num_events, **content})
-        self._num_events += 1
+        data = orjson.dumps({"type": kind, "sequence_number": self.num_events, **content})
+        self.num_events += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 

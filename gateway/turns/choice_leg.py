@@ -162,8 +162,9 @@ class ChoiceLeg:
         elif chain.finish_reason is not None:
             self._choice.last = voice.say(said.text, said.logprobs, chain.finish_reason, chain.stop_reason)
         elif said.text or said.logprobs:
+            told = voice.say(said.text, said.logprobs)
             self._note()
-            self._turn.outlet.stream(voice.say(said.text, said.logprobs))
+            self._turn.outlet.stream(told)
 
     def _note(self) -> None:
         choice, num_made = self._choice, len(self._chain.output_ids)

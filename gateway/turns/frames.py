@@ -19,7 +19,13 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class Frame:
-    """Of chats and completions."""
+    """Of chats and completions.
+
+    Attributes:
+        num_events: those that were made, for an API that numbers them; 0 for the others.
+    """
+
+    num_events = 0
 
     def __init__(self, ask: Ask, turn_id: str, created_at: float, stop_field: str = "") -> None:
         self.stop_field = stop_field
@@ -63,6 +69,8 @@ class MessageFrame:
     Args:
         prompt_tokens: a stream tells them at its start.
     """
+
+    num_events = 0
 
     def __init__(self, ask: Ask, turn_id: str, stop_field: str, prompt_tokens: int) -> None:
         self.stop_field = stop_field
@@ -117,6 +125,11 @@ class ResponseFrame:
         self._head = head | echo(ask.request, sampling)
         self._events = ResponseEvents(self._head)
         self._output: list[dict[str, Any]] = self._events.output
+
+    @property
+    def num_events(self) -> int:
+        """Those that were made."""
+        return self._events.num_events
 
     def around_text(self, index: int) -> tuple[bytes, bytes]:
         """Nothing: a text may have to open an item, and events are numbered."""

@@ -192,7 +192,7 @@ class TokenLegs:
         if turn.ask.wants_stream:
             if turn.first_byte_at is None:
                 self._note_first_byte(turn)
-            turn.outlet.num_events = turn.num_chunks
+            turn.outlet.num_events = turn.choices[0].voice.frame.num_events
         self._save(turn)
         if turn.num_chunks // _PROGRESS_TOKENS != num_before // _PROGRESS_TOKENS and not turn.is_made:
             self._note_progress(turn)

@@ -39,6 +39,7 @@ from tests.support.gateway import ADMIN, eventually, running_gateway
 from tests.support.rounds import play_rounds
 
 NUM_TURNS = 100
+ONE_ATTEMPT: dict[str, Any] = {"token_legs": "auto", "max_attempts": 1}
 NUM_SEEDS = int(os.environ.get("FAULT_SEEDS", "2"))
 GENERATE = {"vllm": "/inference", "sglang": "/generate"}
 on_every_fleet = pytest.mark.parametrize("fleet", FLEETS)
@@ -68,6 +69,17 @@ async def test_legs_that_break_anywhere_leave_no_trace_in_any_answer(
         metrics = (await client.get(gateway.url + "/metrics")).text
     assert not (found := differences(await undisturbed(asked), got, asked)), "\n".join(found[:3])
     assert count_of(metrics, 'heddle_retried_legs_total{fault="engine"}') > NUM_TURNS / 4
+
+
+async def test_the_error_that_ends_a_response_has_the_next_number(client: httpx.AsyncClient) -> None:
+    """A client that puts events in order by their numbers sees it last."""
+    async with fleet_of(engine_of("vllm", speed_up=20)) as [engine], running_gateway(engine, **ONE_ATTEMPT) as gateway:
+        fault = Fault("die", after_chunks=12, path=GENERATE["vllm"])
+        put = await client.post(engine + "/simulate/faults", json={"faults": [asdict(fault)]})
+        assert put.status_code == 200
+        heard = await ask(client, gateway.url, "responses", body_of(1, "plain", "responses", stream=True))
+    assert heard.events[-1]["type"] == "error" and len(heard.events) > 2
+    assert [event["sequence_number"] for event in heard.events] == list(range(len(heard.events)))
 
 
 class Crowd:
