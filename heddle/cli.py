@@ -16,6 +16,7 @@ from heddle.arguments import Parser
 # take 2.5 s of a core, a simulated engine alone 0.3 s, and fleets start them by the dozen.
 _VERBS = (
     ("serve", "Serve the gateway.", "heddle.serve"),
+    ("keep", "Run a gateway, again when it dies, and lose nothing.", "heddle.keep"),
     ("controller", "Run the engines of a fleet, and cut it anew.", "heddle.controller"),
     ("up", "Run gateway and controller of a fleet on this machine.", "heddle.up"),
     ("fleet", "Show and change a fleet through its controller.", "heddle.fleet"),

@@ -1,0 +1,52 @@
+"""`heddle keep`: a command that is started again when it dies, and finds its file descriptors again."""
+
+import argparse
+
+from heddle.arguments import count, positive
+from keeper.keeper import Keeper, KeeperSettings
+
+_DEFAULTS = KeeperSettings()
+_EPILOG = """examples:
+  heddle keep -- heddle serve --engine http://127.0.0.1:8000
+  heddle keep --max-failures 3 -- heddle serve --config heddle.toml
+
+A gateway that is killed under it goes on with the answers that its engines are giving (docs/operating.md). SIGTERM and
+SIGINT go to the command, whose status is this one's. Under systemd it is not needed: a unit keeps descriptors itself.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The bounds, and the command."""
+    parser.epilog = _EPILOG
+    add = parser.add_argument
+    add("--max-descriptors", type=count, default=_DEFAULTS.max_descriptors, help="that it keeps (default %(default)s)")
+    add(
+        "--first-pause-s",
+        type=positive,
+        default=_DEFAULTS.first_pause_s,
+        help="seconds before the first new start; twice as many before each further one (default %(default)s)",
+    )
+    add(
+        "--longest-pause-s",
+        type=positive,
+        default=_DEFAULTS.longest_pause_s,
+        help="seconds before a start after many failures (default %(default)s)",
+    )
+    add(
+        "--max-failures",
+        type=count,
+        default=_DEFAULTS.max_failures,
+        help="in a row, after which it is given up (default %(default)s)",
+    )
+    add("command", nargs="+", metavar="COMMAND", help="and its arguments, behind --")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Keep it until it ends for good; its status."""
+    settings = KeeperSettings(
+        max_descriptors=parsed.max_descriptors,
+        first_pause_s=parsed.first_pause_s,
+        longest_pause_s=parsed.longest_pause_s,
+        max_failures=parsed.max_failures,
+    )
+    return Keeper(parsed.command, settings).run()

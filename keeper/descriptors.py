@@ -1,0 +1,74 @@
+"""File descriptors kept by name for a process that may die: systemd's descriptor store, as sd_notify(3) describes it.
+
+A message is lines of `KEY=value` on a datagram socket, with descriptors beside it: `FDSTORE=1` keeps them under
+`FDNAME`, `FDSTOREREMOVE=1` closes all that have this name. Whatever else a message says is for systemd.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+_MAX_MESSAGE_BYTES = 65_536
+# What the kernel sends with one message at most (SCM_MAX_FD).
+_MAX_AT_ONCE = 253
+_UNNAMED = "stored"
+
+
+class Descriptors:
+    """Those that are kept, and the socket at which they come.
+
+    Args:
+        path: where the socket is to be.
+        limit: above it, what comes is closed, as systemd does.
+    """
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self.path = path
+        self.limit = limit
+        self._kept: list[tuple[str, int]] = []
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(path))
+        self._socket.setblocking(False)
+
+    def fileno(self) -> int:
+        """Readable when a message is there."""
+        return self._socket.fileno()
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(tuple(self._kept))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def receive(self) -> None:
+        """Take all messages that are there: what a dead process sent last is among them."""
+        while True:
+            try:
+                said, found, _, _ = socket.recv_fds(
+                    self._socket, _MAX_MESSAGE_BYTES, _MAX_AT_ONCE, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                return
+            self._take(said, found)
+
+    def close(self) -> None:
+        """Let go of all."""
+        for _, descriptor in self._kept:
+            os.close(descriptor)
+        self._kept = []
+        self._socket.close()
+
+    def _take(self, said: bytes, found: list[int]) -> None:
+        fields = dict(line.partition("=")[::2] for line in said.decode("utf-8", "replace").splitlines())
+        name = fields.get("FDNAME", _UNNAMED)
+        if fields.get("FDSTOREREMOVE") == "1":
+            for kept, descriptor in self._kept:
+                if kept == name:
+                    os.close(descriptor)
+            self._kept = [(kept, descriptor) for kept, descriptor in self._kept if kept != name]
+        if fields.get("FDSTORE") == "1" and ":" not in name and len(self._kept) + len(found) <= self.limit:
+            self._kept += [(name, descriptor) for descriptor in found]
+        else:
+            for descriptor in found:
+                os.close(descriptor)

@@ -1,0 +1,185 @@
+"""Runs a command, again when it dies, and hands it the descriptors that it had given into keeping (`descriptors.py`).
+
+The command is told as systemd tells its services: NOTIFY_SOCKET says where to send descriptors, FDSTORE how many it
+may, and LISTEN_PID, LISTEN_FDS and LISTEN_FDNAMES which are there from number 3 on (sd_listen_fds(3)).
+
+1. A command that ends with status 0, or after this process was told to end, is not started again.
+2. What a dead command sent last is taken before it is started again.
+3. As a container's first process it buries its orphans, too.
+"""
+
+import ctypes
+import fcntl
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from keeper.descriptors import Descriptors
+
+_FIRST_DESCRIPTOR = 3
+_PR_SET_PDEATHSIG = 1
+_TOLD_TO_END = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperSettings:
+    """Bounds.
+
+    Args:
+        max_descriptors: two for each leg of a turn and one for the listening socket; the largest rollout known has
+            6,400 trajectories.
+        first_pause_s, longest_pause_s: before a start, the longer the more failed in a row. Clients' retries bridge
+            half a minute.
+        max_failures: so many in a row, and it is given up, with the command's status: a minute and a half, in which a
+            store that is restarted is back.
+        steady_s: a command that ran so long had not failed to start.
+    """
+
+    max_descriptors: int = 16_384
+    first_pause_s: float = 0.05
+    longest_pause_s: float = 5.0
+    max_failures: int = 24
+    steady_s: float = 10.0
+
+
+class Keeper:
+    """Keeps one command running."""
+
+    def __init__(self, command: Sequence[str], settings: KeeperSettings) -> None:
+        self._command = command
+        self._settings = settings
+        self._told_to_end = 0
+        self._pid = 0
+        self._status: int | None = None
+
+    def run(self) -> int:
+        """Until it ends for good; its status, 128 and the signal's number where one ended it."""
+        _raise_file_limit()
+        with tempfile.TemporaryDirectory(prefix="keeper-") as folder:  # nobody else may enter it
+            kept = Descriptors(Path(folder, "notify"), self._settings.max_descriptors)
+            reader, writer = socket.socketpair()
+            for end in (reader, writer):
+                end.setblocking(False)
+            before = [(number, signal.signal(number, _wake)) for number in (*_TOLD_TO_END, signal.SIGCHLD)]
+            woken_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+            selector = selectors.DefaultSelector()
+            selector.register(kept, selectors.EVENT_READ)
+            selector.register(reader, selectors.EVENT_READ)
+            try:
+                return self._run(kept, reader, selector)
+            finally:
+                signal.set_wakeup_fd(woken_before)
+                for number, handler in before:
+                    signal.signal(number, handler)
+                selector.close()
+                kept.close()
+                reader.close()
+                writer.close()
+
+    def _run(self, kept: Descriptors, signals: socket.socket, selector: selectors.BaseSelector) -> int:
+        settings, num_failures = self._settings, 0
+        while True:
+            began_at, self._status = time.monotonic(), None
+            self._pid = _started(self._command, kept)
+            _log("started", pid=self._pid, descriptors=len(kept))
+            while self._status is None:
+                selector.select()
+                self._hear(kept, signals)
+            kept.receive()
+            num_failures = 1 if time.monotonic() - began_at >= settings.steady_s else num_failures + 1
+            _log("ended", pid=self._pid, status=self._status)
+            self._pid = 0
+            if self._told_to_end or self._status == 0 or num_failures > settings.max_failures:
+                return self._status
+            pause_until = time.monotonic() + min(
+                settings.first_pause_s * 2 ** (num_failures - 1), settings.longest_pause_s
+            )
+            while (rest_s := pause_until - time.monotonic()) > 0 and not self._told_to_end:
+                selector.select(rest_s)
+                self._hear(kept, signals)
+            if self._told_to_end:
+                return 128 + self._told_to_end
+
+    def _hear(self, kept: Descriptors, signals: socket.socket) -> None:
+        """Take what has come: messages, signals, and the ends of processes."""
+        kept.receive()
+        try:
+            numbers = signals.recv(4096)
+        except BlockingIOError:
+            return
+        for number in numbers:
+            if number in _TOLD_TO_END:
+                self._told_to_end = number
+                if self._pid:
+                    os.kill(self._pid, number)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self._pid:
+                code = os.waitstatus_to_exitcode(status)
+                self._status = code if code >= 0 else 128 - code
+
+
+def _started(command: Sequence[str], kept: Descriptors) -> int:
+    """Start it with what is kept; its process id. One that cannot be run ends with status 127, as a shell's does."""
+    parent = os.getpid()
+    # A signal that came to the new process before its own disposition of it would be lost: it waits.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _TOLD_TO_END)
+    pid = os.fork()  # by hand, for it must know its own id (LISTEN_PID), and there are no threads here
+    if pid:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TOLD_TO_END)
+        return pid
+    try:
+        for number in (*_TOLD_TO_END, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TOLD_TO_END)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() == parent:
+            os.execvpe(command[0], list(command), _handed_on(kept))
+    except OSError as error:
+        _log("cannot be started", command=command[0], error=error.strerror)
+    finally:
+        os._exit(127)
+
+
+def _handed_on(kept: Descriptors) -> dict[str, str]:
+    """Give this process, which is about to run the command, what is kept; the environment that says so."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LISTEN_")}
+    environment |= {"NOTIFY_SOCKET": str(kept.path), "FDSTORE": str(kept.limit)}
+    if not len(kept):
+        return environment
+    # First out of the way of the numbers that they are to have.
+    free = _FIRST_DESCRIPTOR + len(kept)
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, free) for _, descriptor in kept]
+    for number, descriptor in enumerate(moved, _FIRST_DESCRIPTOR):
+        os.dup2(descriptor, number)
+    names = ":".join(name for name, _ in kept)
+    return environment | {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": str(len(kept)), "LISTEN_FDNAMES": names}
+
+
+def _wake(number: int, frame: object) -> None:
+    """The signal's number is in the socket; nothing is done here."""
+
+
+def _log(message: str, **fields: object) -> None:
+    line = {"at": round(time.time(), 3), "level": "info", "message": message, **fields, "from": "keeper"}
+    print(json.dumps(line), file=sys.stderr, flush=True)
+
+
+def _raise_file_limit() -> None:
+    """The usual soft limit of 1,024 ends at 500 legs. The hard one is ours."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
