@@ -35,6 +35,9 @@ NEAR_LATEST_SHARE = 0.1
 # A move must lower that maximum by as much as if the latest engine ended so many of those shares sooner: 0.5 % of the
 # makespan. Between 0.02 and 0.1 only the number of moves changes.
 LEAST_GAIN = 0.05
+# Or, where a trajectory is too small a part of its engine's work for that, burden its new home by no more than this
+# share of what it relieves its old one of: of 800 on one engine beside an idle one, each would else stay.
+LARGEST_BURDEN = 0.5
 
 
 @dataclass(slots=True)
@@ -134,9 +137,10 @@ def lower_the_latest(
         return exp(late if late < 20.0 else 20.0)  # enough to rule it out, and no overflow
 
     relief = weight(home_s) - weight(estimate_finish_s(home.profile, without))
-    if relief < LEAST_GAIN:
-        return None
-    best, least_burden = None, relief - LEAST_GAIN
+    least_gain = (1 - LARGEST_BURDEN) * relief
+    if least_gain > LEAST_GAIN:
+        least_gain = LEAST_GAIN
+    best, least_burden = None, relief - least_gain
     for engine in candidates:
         finish_s = estimate_finish_s(engine.profile, engine.work, remaining, context, p90)
         finish_s += engine.profile.prefill_s(turn.prompt_tokens)
