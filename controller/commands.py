@@ -5,7 +5,8 @@ vLLM (0.33, docs of `vllm serve` and its environment variables):
   profiling is kept (`VLLM_ENABLE_STARTUP_PLAN`);
 - compiled code is kept, in a folder for each TP size: its key covers the TP size, so one folder would grow with all;
 - engines that may sleep are started for it;
-- KV is offered to other servers over NIXL where the file says so: a change of the fleet moves it then;
+- KV is offered to other servers over NIXL, or shared with them in a tier, where the file says so: a change of the
+  fleet moves it then;
 - priorities, cached tokens and token routes are on, which the gateway uses.
 
 SGLang (0.5.23): our own warm-up request takes the place of the server's (`--skip-server-warmup`), compiled kernels are
@@ -21,7 +22,7 @@ from pathlib import Path
 from controller.fleet_file import FleetFile
 from controller.launcher import ServerSpec
 from controller.steps import Wanted
-from engines.kv import SIDE_CHANNEL, nixl_flags
+from engines.kv_connectors import SIDE_CHANNEL, Connector, nixl_connector, sglang_tier, tier_connector, vllm_flags
 from engines.sleep import SLEEP
 
 
@@ -65,8 +66,8 @@ def _vllm(fleet: FleetFile, tp: int) -> tuple[list[str], dict[str, str]]:
     environment: dict[str, str] = {}
     if fleet.engine.slots:
         command += ["--max-num-seqs", str(fleet.engine.slots)]
+    command += vllm_flags(_connectors(fleet))
     if fleet.engine.kv_transfer == "nixl":
-        command += nixl_flags(has_gpu=not fleet.cpu_slots)
         environment |= {f"{SIDE_CHANNEL}_HOST": "{host}", f"{SIDE_CHANNEL}_PORT": "{kv_port}"}
         if fleet.cpu_slots:
             environment["UCX_TLS"] = "tcp,self,shm"  # it looks for GPUs and their networks otherwise
@@ -89,6 +90,10 @@ def _sglang(fleet: FleetFile, tp: int) -> tuple[list[str], dict[str, str]]:
     environment: dict[str, str] = {}
     if fleet.engine.slots:
         command += ["--max-running-requests", str(fleet.engine.slots)]
+    if fleet.engine.kv_tier is not None:
+        flags, variables = sglang_tier(fleet.engine.kv_tier)
+        command += flags
+        environment |= variables
     if fleet.engine.is_fast_start:
         if fleet.warm_up.max_tokens:
             command.append("--skip-server-warmup")
@@ -106,9 +111,20 @@ def _sim(fleet: FleetFile, tp: int) -> tuple[list[str], dict[str, str]]:
         command += ["--profile", fleet.engine.profiles[tp]]
     if fleet.engine.kv_transfer == "nixl":
         command.append("--kv-transfer")
+    if fleet.engine.kv_tier is not None:
+        command += ["--kv-tier", str(fleet.engine.kv_tier)]
     if fleet.engine.slots:
         command += ["--slots", str(fleet.engine.slots)]
     return command, {}
+
+
+def _connectors(fleet: FleetFile) -> list[Connector]:
+    """By which vLLM's KV gets to other servers: what still lives is asked first."""
+    engine, has_gpu = fleet.engine, not fleet.cpu_slots
+    connectors = [nixl_connector(has_gpu)] if engine.kv_transfer == "nixl" else []
+    if engine.kv_tier is not None:
+        connectors.append(tier_connector(engine.kv_tier, engine.kv_tier_host_bytes, has_gpu))
+    return connectors
 
 
 def _cache_dir(fleet: FleetFile, tp: int) -> Path:

@@ -35,6 +35,7 @@ from controller.steps import (
 )
 from engines.dialect import Asleep, ObservationError
 from engines.http import BadResponse, ConnectionBroken, EngineUnreachable, HttpClient, ResponseTimeout
+from engines.kv_connectors import tier_name
 from engines.sleep import SLEEP, SleepFault
 from engines.vllm import Vllm
 
@@ -214,6 +215,7 @@ class Drivers:
             "profile": engine.profiles.get(tp),
             "slots": engine.slots,
             "kv_transfer": engine.kv_transfer,
+            "kv_tier": tier_name(engine.kind, engine.kv_tier, tp) if engine.kv_tier is not None else None,
         }
         await self._gateway.add({name: value for name, value in said.items() if value is not None})
 

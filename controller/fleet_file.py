@@ -64,6 +64,10 @@ class EngineTable(BaseModel):
     kv_transfer: Literal["nixl"] | None = Field(
         None, description="vLLM: KV follows trajectories when the fleet changes; needs the nixl package there."
     )
+    kv_tier: Path | None = Field(None, description="Folder that all engines share: KV outlives its engine there.")
+    kv_tier_host_bytes: int = Field(
+        2**34, gt=0, description="vLLM: of /dev/shm, for each engine; 40K tokens of a 14B model are 6.5 GB."
+    )
     is_fast_start: bool = Field(True, description="What makes a relaunch faster and changes nothing else.")
 
 
@@ -201,6 +205,13 @@ class FleetFile(BaseModel):
             raise ValueError(f"planning needs a profile of TP {min(missing)} in engine.profiles")
         if self.sleep.tp_sizes and self.launcher != "local":
             raise ValueError(f"sleep: {self.launcher} gives a GPU to one engine, so none can sleep beside another")
+        tier = self.engine.kv_tier
+        if tier is not None and not tier.is_absolute():
+            raise ValueError(f"engine.kv_tier: {tier} is not an absolute path, which all engines know")
+        if self.sleep.tp_sizes and tier and self.engine.kind != "sim":
+            raise ValueError(
+                "sleep: engines that sleep beside a KV tier were never tried; have either sleep or kv_tier"
+            )
         if self.sleep.tp_sizes and self.engine.kv_transfer and self.engine.kind != "sim" and not self.cpu_slots:
             raise ValueError("sleep: what wakes has its KV elsewhere than NIXL knows; have either sleep or kv_transfer")
         self.sleep.check(self.engine.kind, self.tp_sizes, len(self.local_devices))

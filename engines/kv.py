@@ -17,13 +17,8 @@ from typing import Any
 
 import orjson
 
-from engines.http import FAULTS, HttpClient
-
 LEASE_S = 30.0
 """vLLM's `kv_lease_duration`: so long blocks that were offered are kept if nobody fetches them."""
-
-SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL"
-"""Environment variables that begin so say where a server tells others of its memory: `_HOST` and `_PORT`."""
 
 # What makes an answer longer, dearer or a stream; none of it is in the prompt.
 _ABOUT_THE_ANSWER = (
@@ -72,6 +67,16 @@ class Held:
     cached_tokens: int | None
     offer: Mapping[str, Any] | None
 
+    @property
+    def is_there(self) -> bool:
+        """Whether it was there or fetched, and not computed, as far as the engine tells."""
+        return self.cached_tokens is not None and is_mostly(self.cached_tokens, self.prompt_tokens)
+
+
+def is_mostly(cached_tokens: int, context_tokens: int) -> bool:
+    """Whether so much of a context means that it was not computed anew: what its siblings share is less."""
+    return 2 * cached_tokens >= context_tokens
+
 
 def one_token(path: str, request: Mapping[str, Any]) -> dict[str, Any]:
     """The request of a turn, asking for one token only."""
@@ -113,24 +118,3 @@ def held(answer: bytes) -> Held:
         )
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"not an answer: {error!r}") from None
-
-
-def nixl_flags(has_gpu: bool) -> tuple[str, ...]:
-    """Flags of a vLLM server that offers and fetches KV; what it cannot fetch it computes, which is not its default."""
-    config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-    if not has_gpu:
-        config["kv_buffer_device"] = "cpu"
-    return "--kv-transfer-config", orjson.dumps(config).decode()
-
-
-async def can_move(http: HttpClient, timeout_s: float) -> bool:
-    """Whether a vLLM server offers and fetches KV over NIXL, as far as it tells: only one in development mode does."""
-    try:
-        status, body = await http.get("/server_info?config_format=json", timeout_s)
-        if status != 200:
-            return False
-        config = orjson.loads(body)["vllm_config"]["kv_transfer_config"] or {}
-        is_nixl = config.get("kv_connector") in ("NixlConnector", "NixlPullConnector")
-        return is_nixl and config.get("kv_role") == "kv_both"
-    except (*FAULTS, AttributeError, KeyError, TypeError, ValueError):
-        return False

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engines.children import Child, LaunchError, Progress, child, free_port
-from engines.kv import SIDE_CHANNEL, nixl_flags
+from engines.kv_connectors import SIDE_CHANNEL, Connector, nixl_connector, tier_connector, vllm_flags
 
 DEFAULT_VENV = Path(".venv-vllm")
+_TIER_HOST_BYTES = 64 * 2**20  # four of the longest contexts of the tests
 START_TIMEOUT_S = 600.0  # Two servers at once take about 45 s on 2 cores; on a busy machine or a cold disk, minutes.
 
 
@@ -27,6 +28,7 @@ class LocalVllm:
         max_num_seqs: slots, that is turns that run at once.
         num_kv_blocks: KV capacity in blocks of 32 tokens; the default holds 8 full contexts.
         kv_transfer: it offers its KV to others, and fetches theirs, over NIXL.
+        kv_tier: folder in which it shares its KV with others.
         keep_alive_s: how long the server keeps an idle connection. The default is vLLM's own.
         extra_args: further flags for the server; later ones win over the ones set here.
     """
@@ -39,6 +41,7 @@ class LocalVllm:
     tp: int = 1
     num_kv_blocks: int = 2048
     kv_transfer: bool = False
+    kv_tier: Path | None = None
     keep_alive_s: int = 5
     venv: Path = DEFAULT_VENV
     extra_args: tuple[str, ...] = ()
@@ -56,9 +59,13 @@ class LocalVllm:
             *("--dtype", "float32", "--enforce-eager"),
             *("--scheduling-policy", "priority", "--enable-prompt-tokens-details", "--enable-scale-out"),
             *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-            *(nixl_flags(has_gpu=False) if self.kv_transfer else ()),
+            *vllm_flags(self._connectors()),
             *self.extra_args,
         ]
+
+    def _connectors(self) -> list[Connector]:
+        nixl = [nixl_connector(has_gpu=False)] if self.kv_transfer else []
+        return [*nixl, tier_connector(self.kv_tier, _TIER_HOST_BYTES, has_gpu=False)] if self.kv_tier else nixl
 
     def environment(self) -> dict[str, str]:
         return {

@@ -85,7 +85,7 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
     driver = Driver(scheduler, clock, ledger, event_log, finished, forgotten, moved)
     weight_record = WeightRecord(store)
     fleet = Fleet(settings, clock, driver.post, store, weight_record)
-    contexts = Contexts(book, settings.max_kept_request_bytes)
+    contexts = Contexts(book, settings.max_kept_request_bytes, fleet.kv_tier)
     kv = KvMoves(settings, clock, fleet, contexts, metrics, scheduler.policy.is_sticky)
     staleness = Staleness(settings, weight_record, ledger)
     weights = Weights(settings, clock, fleet, store, weight_record, staleness, driver.live_turns)
@@ -93,7 +93,7 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
     arrivals = Arrivals(fleet, ledger, memory.predictor)
     before = {record.trajectory_id for record in memory.records}
     kept_tokens = KeptTokens(book, Partials(store), clock, settings.save_tokens_s, before)
-    endings = Endings(clock, driver, ledger, conversations, repeats, arrivals, kept_tokens, contexts, metrics, log)
+    endings = Endings(clock, driver, ledger, conversations, repeats, arrivals, kept_tokens, kv, metrics, log)
     legs = Legs(settings, clock, driver, fleet, metrics, book, kept_tokens.save, staleness, kv)
     running = RunningTurns(settings, clock, driver, store, repeats, staleness, arrivals, legs, endings, metrics)
     hot = HotTurns(running, endings, legs, store, clock, settings, metrics)

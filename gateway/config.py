@@ -49,6 +49,11 @@ class EngineSettings(BaseModel):
     kv_transfer: Literal["nixl", "none"] | None = Field(
         None, description="How it hands KV to others; asked of the engine when absent, of which few tell."
     )
+    kv_tier: str | None = Field(
+        None,
+        max_length=4096,
+        description="KV tier that it shares with all that have the same; asked of it when absent, and few tell.",
+    )
     api_key: SecretStr | None = Field(None, description="Sent to this engine as its bearer token.")
 
     @classmethod
@@ -133,6 +138,13 @@ class Settings(BaseSettings):
     )
     save_tokens_s: float = Field(
         1.0, gt=0, description="How much of a turn a killed gateway may lose; a write is a few KB a turn."
+    )
+
+    kept_leg_bytes: int = Field(
+        4 * 2**20, ge=64 * 2**10, description="Of a response that outlives the gateway: 15,000 tokens of vLLM's."
+    )
+    kept_leg_s: float = Field(
+        60.0, gt=0, description="So long it waits for its turn to be asked for again; retries of SDKs take less."
     )
 
     max_waiting_turns: int = Field(20_000, ge=0, description="Above any rollout known (6,400); more get 429.")

@@ -48,7 +48,7 @@ class Metrics:
         self._kv_moves = _Counts("heddle_kv_moves", "Trajectories whose KV was to be brought elsewhere.", ("outcome",))
         self._kv_moved_tokens = _Counts("heddle_kv_moved_tokens", "KV that was there then.", ("outcome",))
         self._kv_move_seconds = _Times("heddle_kv_move_seconds", "Of each such move.")
-        self._kv_moves.counts.update({("fetched",): 0, ("prefilled",): 0, ("failed",): 0})
+        self._kv_moves.counts.update({("fetched",): 0, ("loaded",): 0, ("prefilled",): 0, ("failed",): 0})
         for moves in (self._kv_moves, self._kv_moved_tokens, self._kv_move_seconds):
             self.registry.register(moves)
 
@@ -70,7 +70,7 @@ class Metrics:
         counts["output",] += output
 
     def kv_moved(self, outcome: str, num_tokens: int, seconds: float) -> None:
-        """KV was `fetched` from its old home, `prefilled` at the new one in a tool call, or that `failed`."""
+        """KV was `fetched` from its old home, `loaded` from a tier, `prefilled` in a tool call, or that `failed`."""
         self._kv_moves.counts[outcome,] += 1
         self._kv_moved_tokens.counts[outcome,] += num_tokens
         self._kv_move_seconds.observe(seconds)

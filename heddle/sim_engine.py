@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import sys
 import time
+from pathlib import Path
 
 from engines.listener import bound
 from engines.profiles import load_profile, profile_names
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scheduling-policy", choices=("fcfs", "priority"), default="priority", help="as vLLM's (default: %(default)s)"
     )
     parser.add_argument("--kv-transfer", action="store_true", help="vLLM's NixlConnector: KV can be fetched by others")
+    parser.add_argument("--kv-tier", type=Path, metavar="FOLDER", help="KV is shared with all servers of this folder")
     parser.add_argument("--seed", type=int, default=0, help="of the dice for faults")
 
 
@@ -68,6 +70,7 @@ def run(parsed: argparse.Namespace) -> int:
         scheduling_policy=parsed.scheduling_policy,
         chunk_interval_s=parsed.chunk_interval,
         kv_transfer=parsed.kv_transfer,
+        kv_tier=parsed.kv_tier,
         sleep_s=parsed.sleep_s,
         seed=parsed.seed,
     )

@@ -164,6 +164,10 @@ class LiveEngine:
     def clear_prefix_cache(self) -> bool:
         return self.engine.clear_prefix_cache(self.now())
 
+    def num_cached(self, pieces: Sequence[Piece]) -> int:
+        """Tokens at the front of these pieces that are in the cache."""
+        return self.engine.num_cached(self.now(), pieces)
+
     def adopt(self, pieces: Sequence[Piece]) -> None:
         """Take KV into the cache that was computed elsewhere, as far as there is room."""
         self.engine.adopt(self.now(), pieces)

@@ -133,6 +133,8 @@ async def run(
         return
     if service.kv is not None:
         await service.kv.fetched(asked)
+    if service.tier is not None:
+        await service.tier.loaded(asked)
     running = service.begin(asked, exchange)
     try:
         if asked.is_stream:
@@ -141,6 +143,8 @@ async def run(
             await running.end()
             if service.kv is not None:
                 running.kv_offer = service.kv.offered(running, exchange)
+            if service.tier is not None:
+                service.tier.keep(running)  # before anybody asks elsewhere for what follows
             await exchange.respond_json(whole(running))
     finally:
         service.abort(running)

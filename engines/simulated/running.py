@@ -35,7 +35,7 @@ class Asked:
 class Running:
     """The choices of one request on their way."""
 
-    __slots__ = ("asked", "created", "generations", "kv_offer", "over", "signal")
+    __slots__ = ("asked", "created", "generations", "is_kept", "kv_offer", "over", "signal")
 
     def __init__(self, asked: Asked, generations: list[Generation], signal: Signal) -> None:
         self.asked = asked
@@ -44,6 +44,7 @@ class Running:
         self.over = asyncio.Event()
         self.created = int(time.time())
         self.kv_offer: Mapping[str, Any] | None = None
+        self.is_kept = False  # its KV is in the tier
 
     @property
     def is_over(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from engines.simulated.answers import Wish, answer
 from engines.simulated.exchange import ApiError, Exchange
+from engines.simulated.kv_tier import KvTier
 from engines.simulated.kv_transfer import KvTransfer
 from engines.simulated.live import Generation, LiveEngine, Signal
 from engines.simulated.metrics import Totals
@@ -35,6 +36,8 @@ class EngineService:
         self.tokenizer = Tokenizer()
         self.live = LiveEngine(engine, settings.speed_up, settings.chunk_interval_s, settings.block_size)
         self.kv = KvTransfer(self.live, settings.speed_up, settings.kv_lease_s) if settings.kv_transfer else None
+        folder = settings.kv_tier
+        self.tier = KvTier(self.live, folder, settings.model, settings.speed_up) if folder else None
         self.totals = Totals()
         self.running: dict[str, Running] = {}
         self.weight_version = settings.weight_version
@@ -141,6 +144,8 @@ class EngineService:
         if self.running.get(running.asked.id) is running:  # clients may use an id twice
             del self.running[running.asked.id]
         running.over.set()
+        if self.tier is not None and not running.is_kept:
+            self.tier.keep(running)
         for generation in running.generations:
             self.totals.count(generation)
 

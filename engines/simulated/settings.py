@@ -1,6 +1,7 @@
 """Everything one can set of a simulated engine server."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from engines.profiles import load_profile
@@ -55,6 +56,7 @@ class SimulatedEngineSettings:
         api_key: clients of `/v1` and `/inference` must send it. None: anyone may.
         keep_alive_s: idle connections are closed after this long; 5 s as the real engines have it.
         kv_transfer: vLLM's NixlConnector is there: KV can be offered and fetched.
+        kv_tier: folder in which it shares its KV with other servers, as with vLLM's file tier. None: it shares none.
         kv_lease_s: virtual seconds for which an offer stands; the real one's `kv_lease_duration`.
         seed: of the dice for faults.
     """
@@ -81,6 +83,7 @@ class SimulatedEngineSettings:
     api_key: str | None = None
     keep_alive_s: float = 5.0
     kv_transfer: bool = False
+    kv_tier: Path | None = None
     kv_lease_s: float = 30.0
     seed: int = 0
     faults: tuple[Fault, ...] = ()

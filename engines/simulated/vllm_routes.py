@@ -2,15 +2,18 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import orjson
 
+from engines.kv_connectors import kv_transfer_config, nixl_connector, tier_connector
 from engines.simulated.common_routes import common_routes
 from engines.simulated.exchange import ApiError, Exchange
 from engines.simulated.fields import items
 from engines.simulated.openai_api import chat_completions, completions
 from engines.simulated.routes import Routes
 from engines.simulated.service import EngineService
+from engines.simulated.settings import SimulatedEngineSettings
 from engines.simulated.sleep import VllmSleepRoutes
 from engines.simulated.vllm_dialect import VERSION, VllmDialect, query_value
 from engines.simulated.vllm_tokens import token_routes
@@ -43,7 +46,7 @@ def vllm_routes(service: EngineService, dialect: VllmDialect) -> Routes:
     }
 
 
-_NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+_HOST_BYTES = 2**30  # which nothing here is bound by
 
 
 class _Control:
@@ -106,12 +109,20 @@ class _Control:
                         "policy": settings.scheduling_policy,
                         "max_num_seqs": settings.profile.slots,
                     },
-                    "kv_transfer_config": _NIXL if settings.kv_transfer else None,
+                    "kv_transfer_config": _kv_transfer_config(settings),
                     "cache_config": {"block_size": settings.block_size, "enable_prefix_caching": True},
                 },
                 "simulated": {"profile": dataclasses.asdict(settings.profile), "speed_up": settings.speed_up},
             }
         )
+
+
+def _kv_transfer_config(settings: SimulatedEngineSettings) -> dict[str, Any] | None:
+    """As the real one tells it; with both ways there is one connector of two."""
+    connectors = [nixl_connector(has_gpu=True)] if settings.kv_transfer else []
+    if settings.kv_tier is not None:
+        connectors.append(tier_connector(settings.kv_tier, _HOST_BYTES, has_gpu=True))
+    return kv_transfer_config(connectors)
 
 
 def _object(raw: bytes) -> dict[str, object]:

@@ -32,6 +32,7 @@ class NewEngine(BaseModel):
     tp: Annotated[int, Field(ge=1, le=1024)] = 1
     profile: str | None = None
     kv_transfer: str | None = None
+    kv_tier: str | None = None
 
 
 class Engines:
@@ -86,6 +87,7 @@ class Engines:
             "num_running": seen.num_running if seen else None,
             "num_waiting": seen.num_waiting if seen else None,
             "moves_kv": member.moves_kv,
+            "kv_tier": member.kv_tier or None,
             "kv_offered_tokens": member.kv_offered_tokens,
             "token_legs": member.dialect is not None and member.dialect.tokens is not None,
             "token_legs_note": (member.dialect.tokens_note if member.dialect else "") or None,

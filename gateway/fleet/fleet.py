@@ -122,6 +122,12 @@ class Fleet:
                 return member
         raise UnknownEngine(f"no engine {engine_id!r}")
 
+    def kv_tier(self, engine_id: str) -> str:
+        """The KV tier that an engine shares; "" for none, and for one that left."""
+        with contextlib.suppress(UnknownEngine):
+            return self.get(engine_id).kv_tier
+        return ""
+
     def members(self) -> list[Member]:
         """All engines, in the order they were added."""
         return list(self._members)

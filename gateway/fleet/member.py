@@ -35,6 +35,7 @@ class Member:
         cache_salt: goes with every request, so that none meets KV of other weights; "" until a version was set.
         asks_tokens: it did not tell yet whether it has token routes, and is asked at each look.
         moves_kv: it offers KV to others and fetches theirs, as far as is known.
+        kv_tier: the KV tier that it shares with all engines that have the same; "" for none.
         kv_offered_tokens: KV that it must keep until another engine has fetched it.
         num_legs: legs that this gateway runs on it.
         num_faults: connection faults since the last good look or answer.
@@ -61,6 +62,7 @@ class Member:
     observation: Observation | None = None
     asks_tokens: bool = False
     moves_kv: bool = False
+    kv_tier: str = ""
     kv_offered_tokens: int = 0
     num_legs: int = 0
     num_faults: int = 0

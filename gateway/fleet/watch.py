@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from engines.dialect import Asleep, Observation, ObservationError
 from engines.http import FAULTS, EngineUnreachable, NoMoreConnections
-from engines.kv import can_move
+from engines.kv_connectors import KvWays, kv_ways
 from engines.probe import Model, discover, tells_tokens
 from gateway.clock import Clock
 from gateway.config import Settings
@@ -103,14 +103,18 @@ class Watch:
         member.dialect, member.models = found.dialect, self._named(member, found.models)
         member.asks_tokens = self._settings.token_legs == "auto"
         self._on_models()
-        member.moves_kv = await self._moves_kv(member)
+        ways = await self._kv_ways(member)
+        member.moves_kv, member.kv_tier = ways.fetches, ways.tier
         member.slots = member.settings.slots or await found.dialect.slots(member.http, timeout_s)
 
-    async def _moves_kv(self, member: Member) -> bool:
-        if member.settings.kv_transfer is not None:
-            return member.settings.kv_transfer == "nixl"
+    async def _kv_ways(self, member: Member) -> KvWays:
+        """What was said of an engine, else what it tells."""
+        said, told = member.settings, KvWays()
         is_vllm = member.dialect is not None and member.dialect.kind == "vllm"
-        return is_vllm and await can_move(member.http, self._settings.observe_timeout_s)
+        if is_vllm and (said.kv_transfer is None or said.kv_tier is None):
+            told = await kv_ways(member.http, self._settings.observe_timeout_s)
+        fetches = told.fetches if said.kv_transfer is None else said.kv_transfer == "nixl"
+        return KvWays(fetches, told.tier if said.kv_tier is None else said.kv_tier)
 
     def _named(self, member: Member, models: tuple[Model, ...]) -> tuple[Model, ...]:
         """The models by the names under which clients know them."""

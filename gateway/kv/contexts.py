@@ -6,7 +6,7 @@ limit in bytes: its answer is not in it, and is prefilled at the new home with w
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,10 @@ class Context:
         num_tokens: prompt and output of its last finished turn.
         path, body: its last request; `body` is None where its tokens are in the book, or it was dropped.
         cache_salt: the client's own, under which alone the engine finds its KV.
+        tier: the KV tier where its last turn's engine keeps it for others, too; "" where there is none.
+        version: of the weights that its last turn began with.
+        brought_by: how its KV came to `engine_id` for the next turn: a move's outcome, or "".
+        is_awaited: the next turn is to find it in the tier.
     """
 
     engine_id: str
@@ -37,6 +41,10 @@ class Context:
     path: str
     body: bytes | None
     cache_salt: str | None
+    tier: str
+    version: str
+    brought_by: str = ""
+    is_awaited: bool = False
 
 
 class Contexts:
@@ -44,10 +52,13 @@ class Contexts:
 
     Args:
         max_bytes: of kept requests; those used longest ago go first.
+        tier_of: the KV tier of an engine, by id.
     """
 
-    def __init__(self, book: StoredTokens, max_bytes: int) -> None:
+    def __init__(self, book: StoredTokens, max_bytes: int, tier_of: Callable[[str], str]) -> None:
         self._book = book
+        self._tier_of = tier_of
+        self._tiers: dict[str, str] = {}  # by engine: another process is another engine
         self._max_bytes = max_bytes
         self._contexts: dict[str, Context] = {}
         self._with_body: OrderedDict[str, int] = OrderedDict()
@@ -61,7 +72,7 @@ class Contexts:
         """A leg of a turn ran there, to its end or not."""
         context = self._contexts.get(turn.ask.trajectory_id)
         if context is not None:
-            context.engine_id = engine_id
+            context.engine_id, context.tier = engine_id, self._tier(engine_id)
         else:
             self._contexts[turn.ask.trajectory_id] = self._new(turn, engine_id, 0, is_kept=True)
 
@@ -119,7 +130,22 @@ class Contexts:
         ask = turn.ask
         salt = ask.request.get("cache_salt")
         body = None if is_kept else ask.body
-        return Context(engine_id, num_tokens, ask.model, ask.path, body, salt if isinstance(salt, str) else None)
+        return Context(
+            engine_id=engine_id,
+            num_tokens=num_tokens,
+            model=ask.model,
+            path=ask.path,
+            body=body,
+            cache_salt=salt if isinstance(salt, str) else None,
+            tier=self._tier(engine_id),
+            version=turn.versions[0] if turn.versions else "",
+        )
+
+    def _tier(self, engine_id: str) -> str:
+        tier = self._tiers.get(engine_id)
+        if tier is None:
+            tier = self._tiers[engine_id] = self._tier_of(engine_id)
+        return tier
 
     def _drop_body(self, trajectory_id: str) -> None:
         self._num_bytes -= self._with_body.pop(trajectory_id, 0)

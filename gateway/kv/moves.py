@@ -1,41 +1,32 @@
-"""Brings a trajectory's KV to its new home: fetched from its old one, or else prefilled while its tool still runs.
+"""Brings a trajectory's KV to its new home: fetched from its old one, else loaded from a tier, else computed.
 
 1. In a tool call, when the scheduler says Move: the old home is asked to offer the context, the new one to fetch it.
-   What cannot be fetched is prefilled.
-2. Before a leg that runs elsewhere than the last one, where the old home still has the KV: the same, without the
-   prefill, which the leg does itself. A move of its trajectory that is under way is waited for.
+   What cannot be fetched the new home is asked to have, with a request for one token: what a tier has that it shares
+   with the old home it loads from there, the rest it computes while the tool runs.
+2. Before a leg that runs elsewhere than the last one, where the old home still has the KV and can offer it: the same
+   fetch. Else the leg itself loads or computes it. A move of its trajectory that is under way is waited for.
 3. Nothing fails with a move. It takes `kv_move_timeout_s` at most, is counted, and then the turn computes what is
-   absent.
-
-While blocks are offered they are counted as KV in use at the old home: until they were fetched or given back or, where
-neither can be done, until the engine's lease is over. A trajectory that stays has nothing offered.
+   absent. A tier that has not got what it was to have counts as failed, too.
 """
 
 import asyncio
 import contextlib
-import os
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from engines.http import FAULTS
-from engines.kv import LEASE_S, Held, fetching, held, offering, one_token, releasing
-from engines.upstream import Leg
+from engines.kv import is_mostly, one_token
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine
 from gateway.fleet.member import EngineState, Member
-from gateway.kv.contexts import COMPLETIONS, Contexts
+from gateway.kv.contexts import Context, Contexts
+from gateway.kv.transfers import Asked, MoveFailed, Transfers
 from gateway.metrics import Metrics
 from gateway.turnlog import LOGGER
 from gateway.turns.chain import Chain
 from gateway.turns.turn import Turn
 from scheduling.types import Move
-
-# An offer is one token of a context that is cached: it must not wait behind turns. A prefill in a tool call must not
-# keep any turn waiting.
-_FIRST, _LAST = -1_000_000_000, 1_000_000_000
 
 
 @dataclass(slots=True)
@@ -45,10 +36,6 @@ class _UnderWay:
     move: Move
     has_begun: bool = False
     task: "asyncio.Task[None] | None" = None
-
-
-class MoveFailed(Exception):
-    """The KV could not be brought; the message says why."""
 
 
 class KvMoves:
@@ -76,7 +63,7 @@ class KvMoves:
         self._is_sticky = is_sticky
         self._under_way: dict[str, _UnderWay] = {}
         self._at_once = asyncio.Semaphore(settings.kv_moves_at_once)
-        self._given_back: set[asyncio.Task[None]] = set()
+        self._transfers = Transfers(settings, fleet)
 
     def begin(self, move: Move) -> None:
         """A trajectory in a tool call has another home. Returns at once."""
@@ -115,19 +102,31 @@ class KvMoves:
         if context is None or context.engine_id == member.engine_id or not self._is_sticky:
             return
         num_tokens = max([context.num_tokens, *(_made_tokens(one.chain) for one in turn.choices)])
-        source = self._source(context.engine_id, member)
-        if source is None or num_tokens < self._settings.kv_move_min_tokens:
+        if num_tokens < self._settings.kv_move_min_tokens:
             return
-        asked = await self.contexts.request(trajectory_id, turn)
-        if asked is not None:
-            await self._counted(trajectory_id, *asked, source, member)
+        source = self._source(context.engine_id, member)
+        asked = await self.contexts.request(trajectory_id, turn) if source is not None else None
+        is_brought = asked is not None and await self._counted(trajectory_id, *asked, source, member)
+        # Of a turn that goes on, engines do not tell what they found of it.
+        context.is_awaited = not is_brought and not turn.choices and _can_load(context, member)
+
+    def finished(self, turn: Turn, engine_id: str, num_tokens: int) -> None:
+        """A turn was finished there; the turn hears how its KV had come there, where it did not stay."""
+        trajectory_id = turn.ask.trajectory_id
+        context = self.contexts.get(trajectory_id)
+        if context is not None:
+            if context.is_awaited:
+                self._found(turn, context, engine_id)
+            turn.kv_by = context.brought_by
+        self.contexts.finished(turn, engine_id, num_tokens)
 
     async def close(self) -> None:
         """Let go of what is under way."""
-        tasks = [*(one.task for one in self._under_way.values() if one.task), *self._given_back]
+        tasks = [one.task for one in self._under_way.values() if one.task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._transfers.close()
 
     # --- one move -------------------------------------------------------------------------------------------
 
@@ -163,16 +162,57 @@ class KvMoves:
         source: Member | None,
         target: Member,
         prefills: bool = False,
-    ) -> None:
+    ) -> bool:
+        """Bring it, and count how that ended; says whether it is there."""
         began_at = self._clock()
+        context = self.contexts.get(trajectory_id)
+        asked = Asked(trajectory_id, path, one_token(path, request))
+        can_load = context is not None and _can_load(context, target)
+        outcome = ""
         try:
-            outcome, num_tokens = await self._moved(trajectory_id, path, request, source, target, prefills)
+            outcome, num_tokens = await self._moved(asked, source, target, prefills, can_load)
             self._note(outcome, trajectory_id, source, target, num_tokens, self._clock() - began_at)
         except (MoveFailed, TimeoutError, ValueError, *FAULTS) as fault:
             self._note("failed", trajectory_id, source, target, seconds=self._clock() - began_at, why=fault)
         context = self.contexts.get(trajectory_id)
         if context is not None:  # the next turn does not try again, be it as it may: it computes what is absent
-            context.engine_id = target.engine_id
+            context.engine_id, context.brought_by = target.engine_id, outcome
+        return bool(outcome)
+
+    async def _moved(
+        self, asked: Asked, source: Member | None, target: Member, prefills: bool, can_load: bool
+    ) -> tuple[str, int]:
+        """How it was brought, and how much of it. Raises MoveFailed, what HttpClient raises, or ValueError."""
+        patience_s = self._settings.kv_move_timeout_s
+        if source is not None:
+            try:
+                async with asyncio.timeout(patience_s):
+                    return "fetched", await self._transfers.fetched(asked, source, target)
+            except (MoveFailed, TimeoutError, ValueError, *FAULTS) as fault:
+                if not prefills:
+                    raise
+                self._note("failed", asked.trajectory_id, source, target, why=fault)
+        async with asyncio.timeout(patience_s):
+            got = await self._transfers.computed(asked, target)
+        if not can_load or got.cached_tokens is None:
+            return "prefilled", got.prompt_tokens
+        if got.is_there:
+            return "loaded", got.cached_tokens
+        self._note("failed", asked.trajectory_id, source, target, why=MoveFailed(_NOT_IN_TIER))
+        return "prefilled", got.prompt_tokens
+
+    def _found(self, turn: Turn, context: Context, engine_id: str) -> None:
+        """Count what a turn found in the tier, as far as its engine told."""
+        with contextlib.suppress(UnknownEngine):
+            target = self._fleet.get(engine_id)
+            cached = turn.usage.cached_tokens if turn.usage else None
+            if cached is None:
+                return
+            if is_mostly(cached, context.num_tokens):
+                context.brought_by = "loaded"
+                self._note("loaded", turn.ask.trajectory_id, None, target, cached)
+            else:
+                self._note("failed", turn.ask.trajectory_id, None, target, why=MoveFailed(_NOT_IN_TIER))
 
     def _note(
         self,
@@ -190,92 +230,6 @@ class KvMoves:
         fields |= {"seconds": round(seconds, 3), "why": str(why) or type(why).__name__ if why else ""}
         LOGGER.info("kv moved", extra={"fields": fields})
 
-    async def _moved(
-        self,
-        trajectory_id: str,
-        path: str,
-        request: dict[str, Any],
-        source: Member | None,
-        target: Member,
-        prefills: bool,
-    ) -> tuple[str, int]:
-        """How it was brought, and how much of it. Raises MoveFailed, what HttpClient raises, or ValueError."""
-        asked, patience_s = one_token(path, request), self._settings.kv_move_timeout_s
-        if source is not None:
-            try:
-                async with asyncio.timeout(patience_s):
-                    return "fetched", await self._fetched(trajectory_id, path, asked, source, target)
-            except (MoveFailed, TimeoutError, ValueError, *FAULTS) as fault:
-                if not prefills:
-                    raise
-                self._note("failed", trajectory_id, source, target, why=fault)
-        async with asyncio.timeout(patience_s):
-            return "prefilled", (await self._ask(target, trajectory_id, path, asked, _LAST)).prompt_tokens
-
-    async def _fetched(
-        self, trajectory_id: str, path: str, asked: dict[str, Any], source: Member, target: Member
-    ) -> int:
-        """Tokens that are at the new home then."""
-        told = await self._ask(source, trajectory_id, path, offering(asked), _FIRST)
-        if told.offer is None:
-            source.moves_kv = False  # it was said to, or thought to; and is not asked again
-            raise MoveFailed("the old home offers no KV")
-        source.kv_offered_tokens += told.prompt_tokens
-        is_fetched = False
-        try:
-            got = await self._ask(target, trajectory_id, path, fetching(asked, told.offer), _FIRST)
-            # An engine that could not fetch computes the prompt instead, and all is as well but for the time.
-            is_fetched = got.cached_tokens is None or 2 * got.cached_tokens >= got.prompt_tokens
-        finally:
-            if is_fetched:
-                source.kv_offered_tokens -= told.prompt_tokens
-            else:
-                giving = self._give_back(source, target, trajectory_id, asked.get("model"), told)
-                task = asyncio.create_task(giving, name=f"give back {trajectory_id}")
-                self._given_back.add(task)
-                task.add_done_callback(self._given_back.discard)
-        if not is_fetched:
-            raise MoveFailed("the new home could not fetch it")
-        return got.prompt_tokens if got.cached_tokens is None else got.cached_tokens
-
-    async def _give_back(self, source: Member, target: Member, trajectory_id: str, model: object, told: Held) -> None:
-        """Free the old home of an offer that the new one did not fetch."""
-        assert told.offer is not None
-        try:
-            async with asyncio.timeout(self._settings.kv_move_timeout_s):
-                await self._ask(target, trajectory_id, COMPLETIONS, releasing(model, told.offer), _FIRST)
-        except (MoveFailed, TimeoutError, ValueError, *FAULTS):
-            await asyncio.sleep(LEASE_S)
-        finally:
-            source.kv_offered_tokens -= told.prompt_tokens
-
-    async def _ask(self, member: Member, trajectory_id: str, path: str, request: dict[str, Any], priority: int) -> Held:
-        assert member.dialect is not None
-        leg = Leg(
-            path=path,
-            request_id=f"{os.urandom(16).hex()}-kv0",
-            trajectory_id=trajectory_id,
-            priority=priority,
-            body=orjson.dumps(request),
-            request=request,
-            counts_tokens=False,
-            cache_salt=member.cache_salt,
-        )
-        upstream = member.dialect.upstream(leg)
-        timeout_s = self._settings.kv_move_timeout_s
-        self._fleet.leg_began(member)  # so that a drain waits for it
-        try:
-            response = await member.http.request("POST", upstream.path, upstream.body, upstream.headers, timeout_s)
-            try:
-                answer = await response.body(self._settings.max_answer_bytes, timeout_s)
-            finally:
-                response.close()
-        finally:
-            self._fleet.leg_ended(member, None, has_answered=False)
-        if response.status != 200:
-            raise MoveFailed(f"{member.engine_id} answered {response.status}")
-        return held(answer)
-
     # --- who and what ---------------------------------------------------------------------------------------
 
     def _source(self, engine_id: str, target: Member) -> Member | None:
@@ -287,6 +241,14 @@ class KvMoves:
             is_same = (source.cache_salt, source.weight_version) == (target.cache_salt, target.weight_version)
             return source if can and is_there and is_same else None
         return None
+
+
+_NOT_IN_TIER = "the tier has not got it"
+
+
+def _can_load(context: Context, target: Member) -> bool:
+    """Whether an engine is to find a context in the tier that it shares with the one that computed it."""
+    return bool(context.tier) and (context.tier, context.version) == (target.kv_tier, target.weight_version)
 
 
 def _made_tokens(chain: Chain) -> int:

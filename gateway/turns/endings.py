@@ -10,7 +10,7 @@ from gateway.clock import Clock
 from gateway.http.client import Client, ClientLeft
 from gateway.http.outlet import Outlet
 from gateway.http.refusals import Refused, internal_error
-from gateway.kv.contexts import Contexts
+from gateway.kv.moves import KvMoves
 from gateway.messages.conversations import Conversations
 from gateway.metrics import Metrics
 from gateway.state.driver import Driver
@@ -28,7 +28,7 @@ class Endings:
     """Ends turns. The scheduler, the ledger, the history, the metrics and the log hear of each one.
 
     Args:
-        contexts: know what an engine's KV holds of a trajectory.
+        kv: knows what an engine's KV holds of a trajectory.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Endings:
         repeats: Repeats,
         arrivals: Arrivals,
         kept_tokens: KeptTokens,
-        contexts: Contexts,
+        kv: KvMoves,
         metrics: Metrics,
         log: TurnLog,
     ) -> None:
@@ -51,7 +51,7 @@ class Endings:
         self._repeats = repeats
         self._arrivals = arrivals
         self._kept_tokens = kept_tokens
-        self._contexts = contexts
+        self._kv = kv
         self._metrics = metrics
         self._log = log
 
@@ -67,7 +67,7 @@ class Endings:
         if turn.ask.is_inferred or turn.choices:
             self._remember(turn, outcome.content())
         if dispatch is not None:
-            self._contexts.finished(turn, dispatch.engine_id, prompt_tokens + output_tokens)
+            self._kv.finished(turn, dispatch.engine_id, prompt_tokens + output_tokens)
         stored = self._repeats.to_store(turn, outcome.end)
         if stored is not None:
             self._ledger.answered(turn.ask.trajectory_id, stored)

@@ -57,6 +57,7 @@ class Turn:
         "heartbeat",
         "is_stale",
         "key",
+        "kv_by",
         "last_error",
         "leg",
         "made_before",
@@ -89,6 +90,7 @@ class Turn:
         self.num_chunks = 0
         self.finish_reason: str | None = None
         self.versions: list[str] = []
+        self.kv_by = ""
         self.is_stale = False
         self.last_error: ApiError | None = None
         self.digest = ""
@@ -249,6 +251,7 @@ class Turn:
             "queued_s": (ended_at if first_dispatch_at is None else first_dispatch_at) - self.arrived_at,
             "prompt_tokens": self.usage.prompt_tokens if self.usage else None,
             "cached_tokens": self.usage.cached_tokens if self.usage else None,
+            "kv_by": self.kv_by or None,
             "output_tokens": self.usage.completion_tokens if self.usage else self.num_chunks,
             "finish_reason": self.finish_reason,
             "weight_versions": versions,

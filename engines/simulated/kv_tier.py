@@ -1,0 +1,70 @@
+"""How simulated servers share their KV in a folder, as vLLM's file tier behind `OffloadingConnector` does (vLLM 0.33).
+
+A file for each whole block, named by its tokens, all tokens before them, the salt and the model: whoever computed it,
+the others find it. The files are empty, for what stands for KV here is that it is there. A request's blocks are looked
+up before it is queued, and written when it has ended, for as long as it ran. Nothing is ever removed: as with the real
+one, that is the business of who owns the folder; what is gone is computed anew.
+"""
+
+import asyncio
+from array import array
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+from engines.simulated.live import LiveEngine, blocks_of
+from engines.simulated.running import Asked, Running
+
+# 40K tokens of a 14B model from a disk of 5 GB/s take 1.3 s.
+_LOAD_S_PER_TOKEN = 3.2e-5
+
+
+class KvTier:
+    """One server's way to the folder.
+
+    Args:
+        model: what the server loaded; others share nothing with it, whatever their name is.
+    """
+
+    def __init__(self, live: LiveEngine, folder: Path, model: str, speed_up: float) -> None:
+        self.num_loaded_tokens = 0
+        self._live = live
+        self._folder = folder
+        self._model = model
+        self._speed_up = speed_up
+        folder.mkdir(parents=True, exist_ok=True)
+
+    async def loaded(self, asked: Asked) -> None:
+        """Have the beginning of a request's first prompt in the cache, as far as the folder has it and it is absent."""
+        prompt, size = asked.prompts[0], self._live.block_size
+        pieces = blocks_of(prompt, size, asked.cache_salt)
+        num_here = num_there = self._live.num_cached(pieces) // size
+        for path in list(self._files(prompt, asked.cache_salt))[num_here:]:
+            if not path.exists():
+                break
+            num_there += 1
+        if num_there > num_here:
+            num_tokens = (num_there - num_here) * size
+            await asyncio.sleep(num_tokens * _LOAD_S_PER_TOKEN / self._speed_up)
+            self._live.adopt(pieces[:num_there])
+            self.num_loaded_tokens += num_tokens
+
+    def keep(self, running: Running) -> None:
+        """Write what a request's choices computed: their prompts, and all but the last token of what they made."""
+        asked, running.is_kept = running.asked, True
+        for generation, prompt in zip(running.generations, asked.prompts, strict=True):
+            if generation.admitted_at is None:
+                continue
+            made = generation.answer.token_ids[: max(generation.num_done - 1, 0)]
+            for path in self._files([*prompt, *made], asked.cache_salt):
+                if not path.exists():
+                    path.parent.mkdir(exist_ok=True)
+                    path.touch()
+
+    def _files(self, ids: Sequence[int], salt: str) -> Iterator[Path]:
+        """Of each whole block of a sequence, in order."""
+        size, packed = self._live.block_size, array("I", ids).tobytes()
+        name = blake2b(f"{self._model}\0{size}\0{salt}".encode(), digest_size=16).digest()
+        for block in range(len(ids) // size):
+            name = blake2b(name + packed[block * size * 4 : (block + 1) * size * 4], digest_size=16).digest()
+            yield self._folder / name[:1].hex() / name.hex()

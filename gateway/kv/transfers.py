@@ -1,0 +1,121 @@
+"""One context's KV brought to an engine: by requests for one token to the two engines that it concerns.
+
+While blocks are offered they are counted as KV in use at the old home: until they were fetched or given back or, where
+neither can be done, until the engine's lease is over. A trajectory that stays has nothing offered.
+"""
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from engines.http import FAULTS
+from engines.kv import LEASE_S, Held, fetching, held, offering, releasing
+from engines.upstream import Leg
+from gateway.config import Settings
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.member import Member
+from gateway.kv.contexts import COMPLETIONS
+
+# An offer is one token of a context that is cached: it must not wait behind turns. A prefill in a tool call must not
+# keep any turn waiting.
+_FIRST, _LAST = -1_000_000_000, 1_000_000_000
+
+
+class MoveFailed(Exception):
+    """The KV could not be brought; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request for one token whose prompt is a trajectory's context."""
+
+    trajectory_id: str
+    path: str
+    request: dict[str, Any]
+
+
+class Transfers:
+    """Asks engines."""
+
+    def __init__(self, settings: Settings, fleet: Fleet) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._given_back: set[asyncio.Task[None]] = set()
+
+    async def computed(self, asked: Asked, target: Member) -> Held:
+        """Have it at an engine that must compute what it does not find, in its cache or a tier, behind all turns."""
+        return await self._ask(target, asked, asked.request, _LAST)
+
+    async def fetched(self, asked: Asked, source: Member, target: Member) -> int:
+        """Have one engine fetch it from another: tokens that are at the new home then. Raises MoveFailed."""
+        told = await self._ask(source, asked, offering(asked.request), _FIRST)
+        if told.offer is None:
+            source.moves_kv = False  # it was said to, or thought to; and is not asked again
+            raise MoveFailed("the old home offers no KV")
+        source.kv_offered_tokens += told.prompt_tokens
+        is_fetched = False
+        try:
+            got = await self._ask(target, asked, fetching(asked.request, told.offer), _FIRST)
+            # An engine that could not fetch computes the prompt instead, and all is as well but for the time.
+            is_fetched = got.cached_tokens is None or got.is_there
+        finally:
+            if is_fetched:
+                source.kv_offered_tokens -= told.prompt_tokens
+            else:
+                task = asyncio.create_task(
+                    self._give_back(source, target, asked, told), name=f"give back {asked.trajectory_id}"
+                )
+                self._given_back.add(task)
+                task.add_done_callback(self._given_back.discard)
+        if not is_fetched:
+            raise MoveFailed("the new home could not fetch it")
+        return got.prompt_tokens if got.cached_tokens is None else got.cached_tokens
+
+    async def close(self) -> None:
+        """Let go of what is under way."""
+        tasks = list(self._given_back)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _give_back(self, source: Member, target: Member, asked: Asked, told: Held) -> None:
+        """Free the old home of an offer that the new one did not fetch."""
+        assert told.offer is not None
+        giving = Asked(asked.trajectory_id, COMPLETIONS, releasing(asked.request.get("model"), told.offer))
+        try:
+            async with asyncio.timeout(self._settings.kv_move_timeout_s):
+                await self._ask(target, giving, giving.request, _FIRST)
+        except (MoveFailed, TimeoutError, ValueError, *FAULTS):
+            await asyncio.sleep(LEASE_S)
+        finally:
+            source.kv_offered_tokens -= told.prompt_tokens
+
+    async def _ask(self, member: Member, asked: Asked, request: dict[str, Any], priority: int) -> Held:
+        assert member.dialect is not None
+        leg = Leg(
+            path=asked.path,
+            request_id=f"{os.urandom(16).hex()}-kv0",
+            trajectory_id=asked.trajectory_id,
+            priority=priority,
+            body=orjson.dumps(request),
+            request=request,
+            counts_tokens=False,
+            cache_salt=member.cache_salt,
+        )
+        upstream = member.dialect.upstream(leg)
+        timeout_s = self._settings.kv_move_timeout_s
+        self._fleet.leg_began(member)  # so that a drain waits for it
+        try:
+            response = await member.http.request("POST", upstream.path, upstream.body, upstream.headers, timeout_s)
+            try:
+                answer = await response.body(self._settings.max_answer_bytes, timeout_s)
+            finally:
+                response.close()
+        finally:
+            self._fleet.leg_ended(member, None, has_answered=False)
+        if response.status != 200:
+            raise MoveFailed(f"{member.engine_id} answered {response.status}")
+        return held(answer)
