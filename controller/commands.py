@@ -32,7 +32,7 @@ def server_spec(fleet: FleetFile, wanted: Wanted, asleep: Iterable[str] = ()) ->
     Args:
         asleep: ids of servers that sleep.
     """
-    command, environment = {"vllm": _vllm, "sglang": _sglang, "sim": _sim}[fleet.engine.kind](fleet, wanted.tp)
+    command, environment = {"vllm": _vllm, "sglang": _sglang, "sim": _sim}[fleet.engine.kind](fleet, wanted)
     if wanted.tp in fleet.sleep.tp_sizes and fleet.engine.kind != "sim":
         more, variables = SLEEP[fleet.engine.kind].flags(fleet.sleep.level, has_gpu=not fleet.cpu_slots)
         command, environment = [*command, *more], environment | variables
@@ -53,38 +53,38 @@ def served_name(fleet: FleetFile) -> str:
     return fleet.served_name or fleet.model
 
 
-def _vllm(fleet: FleetFile, tp: int) -> tuple[list[str], dict[str, str]]:
+def _vllm(fleet: FleetFile, wanted: Wanted) -> tuple[list[str], dict[str, str]]:
     program = fleet.engine.program or ("vllm", "serve")
     is_module = program[-1].startswith("vllm.")  # `python -m vllm.entrypoints.openai.api_server`
     command = [
         *program,
         *(("--model", fleet.model) if is_module else (fleet.model,)),
         *("--served-model-name", served_name(fleet), "--host", "{host}", "--port", "{port}"),
-        *("--tensor-parallel-size", str(tp)),
+        *("--tensor-parallel-size", str(wanted.tp)),
         *("--scheduling-policy", "priority", "--enable-prompt-tokens-details", "--enable-scale-out"),
     ]
     environment: dict[str, str] = {}
     if fleet.engine.slots:
         command += ["--max-num-seqs", str(fleet.engine.slots)]
-    command += vllm_flags(_connectors(fleet))
+    command += vllm_flags(_connectors(fleet), wanted.server_id)
     if fleet.engine.kv_transfer == "nixl":
         environment |= {f"{SIDE_CHANNEL}_HOST": "{host}", f"{SIDE_CHANNEL}_PORT": "{kv_port}"}
         if fleet.cpu_slots:
             environment["UCX_TLS"] = "tcp,self,shm"  # it looks for GPUs and their networks otherwise
-    if tp in fleet.engine.kv_bytes_by_tp:
-        command += ["--kv-cache-memory-bytes", str(fleet.engine.kv_bytes_by_tp[tp])]
+    if wanted.tp in fleet.engine.kv_bytes_by_tp:
+        command += ["--kv-cache-memory-bytes", str(fleet.engine.kv_bytes_by_tp[wanted.tp])]
     elif fleet.engine.is_fast_start:
         environment["VLLM_ENABLE_STARTUP_PLAN"] = "1"
     if fleet.engine.is_fast_start:
-        environment["VLLM_CACHE_ROOT"] = str(_cache_dir(fleet, tp))
+        environment["VLLM_CACHE_ROOT"] = str(_cache_dir(fleet, wanted.tp))
     return command, environment
 
 
-def _sglang(fleet: FleetFile, tp: int) -> tuple[list[str], dict[str, str]]:
+def _sglang(fleet: FleetFile, wanted: Wanted) -> tuple[list[str], dict[str, str]]:
     command = [
         *(fleet.engine.program or ("python3", "-m", "sglang.launch_server")),
         *("--model-path", fleet.model, "--served-model-name", served_name(fleet)),
-        *("--host", "{host}", "--port", "{port}", "--tp-size", str(tp)),
+        *("--host", "{host}", "--port", "{port}", "--tp-size", str(wanted.tp)),
         *("--enable-priority-scheduling", "--schedule-low-priority-values-first", "--enable-cache-report"),
     ]
     environment: dict[str, str] = {}
@@ -98,17 +98,17 @@ def _sglang(fleet: FleetFile, tp: int) -> tuple[list[str], dict[str, str]]:
         if fleet.warm_up.max_tokens:
             command.append("--skip-server-warmup")
         environment |= {
-            "TORCHINDUCTOR_CACHE_DIR": str(_cache_dir(fleet, tp) / "inductor"),
-            "TRITON_CACHE_DIR": str(_cache_dir(fleet, tp) / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(_cache_dir(fleet, wanted.tp) / "inductor"),
+            "TRITON_CACHE_DIR": str(_cache_dir(fleet, wanted.tp) / "triton"),
         }
     return command, environment
 
 
-def _sim(fleet: FleetFile, tp: int) -> tuple[list[str], dict[str, str]]:
+def _sim(fleet: FleetFile, wanted: Wanted) -> tuple[list[str], dict[str, str]]:
     program = fleet.engine.program or (sys.executable, "-m", "heddle", "sim-engine")
     command = [*program, "--host", "{host}", "--port", "{port}", "--model", served_name(fleet)]
-    if tp in fleet.engine.profiles:
-        command += ["--profile", fleet.engine.profiles[tp]]
+    if wanted.tp in fleet.engine.profiles:
+        command += ["--profile", fleet.engine.profiles[wanted.tp]]
     if fleet.engine.kv_transfer == "nixl":
         command.append("--kv-transfer")
     if fleet.engine.kv_tier is not None:

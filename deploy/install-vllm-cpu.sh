@@ -64,12 +64,18 @@ let_it_fork() {
         'os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")'
 }
 
+# vLLM's KV tiers need a GPU; this lets a CPU server have one.
+let_it_share() {
+    cp "$here/vllm_cpu_tier.py" "$(echo "$venv"/lib/python3*/site-packages)/heddle_cpu_tier.py"
+}
+
 has_library() { "$python" -c "import ctypes, sys; ctypes.CDLL(sys.argv[1])" "$1" 2>/dev/null; }
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$python is older than 3.11"
 if cmp -s "$constraints" "$stamp"; then
     let_it_sleep # also where an older version of this script was here
     let_it_fork
+    let_it_share
     say "vLLM is in $venv"
     exit 0
 fi
@@ -98,6 +104,7 @@ step "getting what vLLM needs" $pip --requirement "$requirements"
 step "getting NIXL" $pip --no-deps nixl nixl-cu13
 let_it_sleep
 let_it_fork
+let_it_share
 
 step "trying it" "$venv/bin/python" -c '
 import nixl._api, torch, vllm.entrypoints.openai.api_server

@@ -75,10 +75,19 @@ def kv_transfer_config(connectors: Sequence[Connector]) -> Connector | None:
     return {"kv_connector": "MultiConnector", **_COMMON, **device, "kv_connector_extra_config": extra}
 
 
-def vllm_flags(connectors: Sequence[Connector]) -> tuple[str, ...]:
-    """What `vllm serve` is started with for them."""
+def vllm_flags(connectors: Sequence[Connector], engine_id: str) -> tuple[str, ...]:
+    """What `vllm serve` is started with for them.
+
+    Args:
+        engine_id: unique for ever; names its part of /dev/shm, too.
+    """
     config = kv_transfer_config(connectors)
-    return ("--kv-transfer-config", orjson.dumps(config).decode()) if config else ()
+    return ("--kv-transfer-config", orjson.dumps(config | {"engine_id": engine_id}).decode()) if config else ()
+
+
+def left_in_memory(engine_id: str) -> str:
+    """Pattern of the files that a vLLM server with a tier leaves in /dev/shm when it is killed: all its host memory."""
+    return f"/dev/shm/vllm_offload_{engine_id}*.mmap"
 
 
 def sglang_tier(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str]]:

@@ -9,10 +9,11 @@ import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from glob import glob
 from pathlib import Path
 
 from engines.children import Child, LaunchError, Progress, child, free_port
-from engines.kv_connectors import SIDE_CHANNEL, Connector, nixl_connector, tier_connector, vllm_flags
+from engines.kv_connectors import SIDE_CHANNEL, Connector, left_in_memory, nixl_connector, tier_connector, vllm_flags
 
 DEFAULT_VENV = Path(".venv-vllm")
 _TIER_HOST_BYTES = 64 * 2**20  # four of the longest contexts of the tests
@@ -59,7 +60,7 @@ class LocalVllm:
             *("--dtype", "float32", "--enforce-eager"),
             *("--scheduling-policy", "priority", "--enable-prompt-tokens-details", "--enable-scale-out"),
             *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-            *vllm_flags(self._connectors()),
+            *vllm_flags(self._connectors(), _engine_id(port)),
             *self.extra_args,
         ]
 
@@ -140,12 +141,24 @@ async def _running(spec: LocalVllm, log_path: Path) -> AsyncIterator[LocalEngine
     # vLLM cannot be told to take any port and report it.
     port = spec.port or free_port()
     async with child(spec.command(port), log_path, spec.environment()) as server:
-        yield LocalEngine(f"http://127.0.0.1:{port}", server)
+        try:
+            yield LocalEngine(f"http://127.0.0.1:{port}", server)
+        finally:
+            _forget_memory_of(_engine_id(port))
 
 
 async def _until_ready(engine: LocalEngine, on_progress: Progress) -> None:
     urls = [f"{engine.url}/health", f"{engine.url}/v1/models"]
     await engine.server.until_ready(f"vLLM at {engine.url}", urls, START_TIMEOUT_S, on_progress)
+
+
+def _forget_memory_of(engine_id: str) -> None:
+    for path in glob(left_in_memory(engine_id)):
+        Path(path).unlink(missing_ok=True)
+
+
+def _engine_id(port: int) -> str:
+    return f"local-{os.getpid()}-{port}"
 
 
 def _python_of(venv: Path) -> str:

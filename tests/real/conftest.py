@@ -19,12 +19,13 @@ from engines.tiny_model import make_tiny_model
 
 Servers = dict[str, "asyncio.Task[list[LocalEngine]]"]
 
-# What each fixture's servers are like, made of the one that all others resemble and of the new weights.
-SERVERS: dict[str, Callable[[LocalVllm, Path], list[LocalVllm]]] = {
-    "real_engines": lambda spec, _: [spec] * 2,
-    "nixl_engines": lambda spec, _: [replace(spec, kv_transfer=True)] * 2,
-    "new_engine": lambda spec, new_weights: [replace(spec, model_dir=new_weights)],
-    "doomed_engine": lambda spec, _: [replace(spec, max_num_seqs=16)],
+# What each fixture's servers are like, made of the one that all others resemble, the new weights and an empty folder.
+SERVERS: dict[str, Callable[[LocalVllm, Path, Path], list[LocalVllm]]] = {
+    "real_engines": lambda spec, _, __: [spec] * 2,
+    "nixl_engines": lambda spec, _, __: [replace(spec, kv_transfer=True)] * 2,
+    "tier_engines": lambda spec, _, folder: [replace(spec, kv_tier=folder, tp=tp) for tp in (1, 2)],
+    "new_engine": lambda spec, new_weights, _: [replace(spec, model_dir=new_weights)],
+    "doomed_engine": lambda spec, _, __: [replace(spec, max_num_seqs=16)],
 }
 
 
@@ -65,7 +66,8 @@ async def servers(
     starting: Servers = {}
     async with AsyncExitStack() as stack:
         for name in SERVERS.keys() & wanted:
-            launched = launch_all(SERVERS[name](spec, new_weights), tmp_path_factory.mktemp(name), tell)
+            specs = SERVERS[name](spec, new_weights, tmp_path_factory.mktemp(f"{name}-kv"))
+            launched = launch_all(specs, tmp_path_factory.mktemp(name), tell)
             starting[name] = asyncio.create_task(stack.enter_async_context(launched))
         yield starting
         for task in starting.values():
@@ -91,6 +93,12 @@ async def real_engines(servers: Servers) -> list[LocalEngine]:
 async def nixl_engines(servers: Servers) -> list[LocalEngine]:
     """Two that can fetch KV from each other."""
     return await started(servers, "nixl_engines")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def tier_engines(servers: Servers) -> list[LocalEngine]:
+    """One of TP 1 and one of TP 2, which share their KV in a folder; for the one test that kills the second."""
+    return await started(servers, "tier_engines")
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
