@@ -35,9 +35,10 @@ NEAR_LATEST_SHARE = 0.1
 # A move must lower that maximum by as much as if the latest engine ended so many of those shares sooner: 0.5 % of the
 # makespan. Between 0.02 and 0.1 only the number of moves changes.
 LEAST_GAIN = 0.05
-# Or, where a trajectory is too small a part of its engine's work for that, burden its new home by no more than this
-# share of what it relieves its old one of: of 800 on one engine beside an idle one, each would else stay.
-LARGEST_BURDEN = 0.5
+# Or, where a trajectory is too small a part of its engine's work for that, burden its new home with no more than this
+# share of what it relieves its old one of, which is so where the new one ends a quarter sooner. Of 800 on one engine
+# beside an idle one, each would else stay; at 0.5 long contexts are prefilled anew for little (3 to 5 % of a makespan).
+LARGEST_BURDEN = 0.1
 
 
 @dataclass(slots=True)
