@@ -9,7 +9,8 @@ import orjson
 
 from engines.dialect import Observation, ObservationError
 from engines.http import HttpClient
-from engines.sglang_tokens import NoTokenRoutes, SglangTokens, facts_of
+from engines.sglang_facts import NoTokenRoutes, facts_of
+from engines.sglang_tokens import SglangTokens
 from engines.tokens import TokenRoutes
 from engines.upstream import Leg, Upstream, salted, stream_options, with_fields
 

@@ -1,26 +1,27 @@
 """SGLang's token routes: `/v1/tokenize`, `/generate` with `input_ids`, `/v1/detokenize` (0.5.23, srt/entrypoints).
 
-`/v1/tokenize` takes a chat's body as it is and gives the prompt that the chat route would make of it. `/generate` knows
-no chat: its sampling parameters are made here as that route makes them (openai/protocol.py), and what it would make a
-grammar of its own for passes through. `sglang_messages.py` reads tool calls and reasoning.
+`/v1/tokenize` takes a chat's body as it is and gives the prompt that the chat route would make of it; messages and
+responses are made chats before (`sglang_anthropic.py`, `sglang_responses.py`). `/generate` knows no chat: its sampling
+parameters are made here as that route makes them (openai/protocol.py), and what it would make a grammar of its own for
+passes through. `sglang_messages.py` reads tool calls and reasoning.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from engines.dialect import has_route
-from engines.http import HttpClient
+from engines.sglang_anthropic import chat_of_messages
 from engines.sglang_events import EventReader
+from engines.sglang_facts import DETOKENIZE, TOKENIZE, ServerFacts
 from engines.sglang_messages import MessageReader
+from engines.sglang_responses import chat_of_response
 from engines.token_ids import TokenIds, cut_ids, with_ids
 from engines.tokens import Asking, Delta, Piece, Rendered, TokenLeg, Whole
 from engines.upstream import Upstream
 
-_TOKENIZE = "/v1/tokenize"
-_DETOKENIZE = "/v1/detokenize"
+_CHATS = "/v1/chat/completions"
+_COMPLETIONS = "/v1/completions"
 # What the server puts in where `/generate` is not told; a server may have others of its own, so all are told.
 _DEFAULTS: dict[str, Any] = {
     "temperature": 1.0,
@@ -64,52 +65,6 @@ _LOWEST = {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 0, "top_lo
 _TAIL_TOKENS = 16  # of the prompt, for the text of a token depends on the ones before it
 
 
-@dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """What a server says of itself.
-
-    Args:
-        is_incremental: an event of a stream has only what is new, not all from the start.
-        has_own_defaults: a chat that does not name its sampling parameters gets the model's.
-    """
-
-    context_tokens: int
-    is_incremental: bool
-    has_own_defaults: bool
-    tool_parser: str | None
-    reasoning_parser: str | None
-
-
-class NoTokenRoutes(Exception):
-    """The server has none; the message says why."""
-
-
-async def facts_of(http: HttpClient, timeout_s: float) -> ServerFacts:
-    """Ask a server whether it has these routes. Raises NoTokenRoutes, and what HttpClient raises."""
-    for path in (_TOKENIZE, _DETOKENIZE):  # `/generate` is as old as SGLang
-        if not await has_route(http, path, timeout_s):
-            raise NoTokenRoutes(f"it has no {path}")
-    answers = []
-    for path in ("/server_info", "/model_info", "/v1/models"):
-        status, body = await http.get(path, timeout_s)
-        if status != 200:
-            raise NoTokenRoutes(f"{path} answered {status}")
-        answers.append(body)
-    try:
-        server, model, models = map(orjson.loads, answers)
-        if server.get("skip_tokenizer_init"):
-            raise NoTokenRoutes("it runs with --skip-tokenizer-init")
-        return ServerFacts(
-            context_tokens=int(models["data"][0]["max_model_len"]),
-            is_incremental=bool(server.get("incremental_streaming_output")),
-            has_own_defaults=server.get("sampling_defaults") != "openai",
-            tool_parser=model.get("tool_call_parser"),
-            reasoning_parser=model.get("reasoning_parser"),
-        )
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise NoTokenRoutes(f"it does not say what it is: {error!r}") from None
-
-
 class SglangTokens:
     """Speaks to `python -m sglang.launch_server`."""
 
@@ -126,30 +81,61 @@ class SglangTokens:
         limits = [self._messages.limits] if self._messages.limits else []
         if self._facts.has_own_defaults:
             limits.append(f"a chat must name {', '.join(_SET_BY_MODEL)} (or start it with --sampling-defaults openai)")
+        elif not self._messages.passed:
+            limits.append("messages with thinking, an effort or a system message among the others pass through")
+        if "responses" not in self.passed:
+            kept = " without `store: false`," if self._facts.is_storing else ""
+            limits.append(f"responses pass through{kept} with several system messages or tools without a description")
         return "; ".join(limits)
 
     @property
     def passed(self) -> Mapping[str, str]:
         """The APIs whose answers cannot be made of its tokens, and why."""
-        chat = {"chat": self._messages.passed} if self._messages.passed else {}
-        return chat | dict.fromkeys(("responses", "messages"), "its token routes know only chats and completions")
+        if self._messages.passed:
+            return dict.fromkeys(("chat", "messages", "responses"), self._messages.passed)
+        passed = {}
+        if self._facts.has_own_defaults:
+            passed["messages"] = "a message cannot name all that the model sets (--sampling-defaults openai helps)"
+        if self._facts.reasoning_parser is not None:
+            passed["responses"] = "a response tells how many of its tokens were thought"
+        elif self._facts.has_preferred:
+            passed["responses"] = "it runs with --preferred-sampling-params"
+        return passed
 
     def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream | None:
-        if path == "/v1/chat/completions":
-            return Upstream(_TOKENIZE, b"", body)
-        prompt = request.get("prompt")
-        return Upstream(_TOKENIZE, b"", orjson.dumps({"prompt": prompt})) if isinstance(prompt, str) else None
+        if path == _CHATS:
+            return Upstream(TOKENIZE, b"", body)
+        if path == _COMPLETIONS:
+            prompt = request.get("prompt")
+            return Upstream(TOKENIZE, b"", orjson.dumps({"prompt": prompt})) if isinstance(prompt, str) else None
+        chat = self._chat_of(path, request)
+        return Upstream(TOKENIZE, b"", orjson.dumps(chat)) if chat is not None else None
 
     def rendered(self, path: str, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
+        is_chat = path != _COMPLETIONS
+        asked = self._chat_of(path, request)
+        if asked is None or (is_chat and not answer):
+            return None
         made, ids = cut_ids(answer, "tokens") if answer else ({"tokens": request.get("prompt")}, None)
         if not isinstance(made["tokens"], list):
             return None
         try:
             if ids is None or made["tokens"]:
                 ids = TokenIds.of(made["tokens"])
-            return self._rendered(path == "/v1/chat/completions", request, ids)
+            return self._rendered(is_chat, asked, ids)
         except (AttributeError, TypeError, ValueError):
             return None  # malformed, which the engine's own route says in its own words
+
+    def _chat_of(self, path: str, request: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """A request in the words of the routes that `/v1/tokenize` knows; None where it has none in them."""
+        if path in (_CHATS, _COMPLETIONS):
+            return request
+        try:
+            if path == "/v1/messages":
+                return chat_of_messages(request, self._facts.reasoning_parser)
+            return chat_of_response(request, self._facts.is_storing)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return None  # malformed, as above
 
     def _rendered(self, is_chat: bool, request: Mapping[str, Any], ids: TokenIds) -> Rendered | None:
         grammar = _grammar(request)
@@ -227,7 +213,7 @@ class SglangTokens:
         call: dict[str, Any] = {"tokens": [tail, *([*tail, *ids] for ids in outputs)]}
         if rendered.call["sampling_params"].get("skip_special_tokens") is False:
             call["skip_special_tokens"] = False
-        return Upstream(_DETOKENIZE, b"", orjson.dumps(call))
+        return Upstream(DETOKENIZE, b"", orjson.dumps(call))
 
     def read_texts(self, answer: bytes) -> list[str]:
         before, *texts = orjson.loads(answer)["text"]

@@ -10,8 +10,10 @@ from engines.simulated.fields import Body, flag
 from engines.simulated.openai_api import chat_completions, completions
 from engines.simulated.routes import Routes
 from engines.simulated.service import EngineService
+from engines.simulated.sglang_anthropic import anthropic_routes
 from engines.simulated.sglang_dialect import VERSION, SglangDialect, cache_hit_rate
 from engines.simulated.sglang_generate import generate
+from engines.simulated.sglang_responses import responses_routes
 from engines.simulated.sglang_tokens import message_routes
 from engines.simulated.sleep import SglangSleepRoutes
 from engines.simulated.weights import SglangWeightRoutes
@@ -23,6 +25,8 @@ def sglang_routes(service: EngineService, dialect: SglangDialect) -> Routes:
     common = common_routes(service, dialect)
     return {
         **common,
+        **anthropic_routes(service, dialect),
+        **responses_routes(service, dialect),
         **SglangWeightRoutes(service).table(),
         **SglangSleepRoutes(service, dialect).table(),
         ("POST", "/v1/tokenize"): common["POST", "/tokenize"],

@@ -1,8 +1,8 @@
 """An answer in chat's words, told in those of OpenAI's responses: whole, or delta by delta as its events.
 
-As vLLM tells it of a model without reasoning (0.32, entrypoints/openai/responses: serving.py, streaming_events.py): a
-text and each call are items of their own, of which one is open at a time, and a stream ends with `response.completed`
-whatever the status within says.
+As the engine tells it of a model without reasoning (vLLM 0.32, entrypoints/openai/responses: serving.py,
+streaming_events.py; SGLang 0.5.23, srt/entrypoints/openai/serving_responses.py): a text and each call are items of
+their own, of which one is open at a time.
 """
 
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from uuid import uuid4
 import orjson
 
 from gateway.messages.answers import Usage
+from scheduling.values import value_class
 
 # What a response repeats of its request, and what is said of what was not asked.
 _ECHOED: dict[str, Any] = {
@@ -33,8 +34,38 @@ _ECHOED: dict[str, Any] = {
 _SAMPLED = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
+# SGLang repeats these as they were asked for, and what is not asked is null but for the last ones.
+_REPEATED = ("instructions", "max_output_tokens", "previous_response_id", "temperature", "text", "top_p", "user")
+_BY_SGLANG: dict[str, Any] = {
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "tools": [],
+    "tool_choice": "auto",
+}
+_TOLD_EFFORTS = ("minimal", "low", "medium", "high")
+_TOOL_FIELDS = ("type", "name", "description", "parameters", "strict", "tools", "defer_loading", "format")
+
+
+@value_class(frozen=True, slots=True)
+class Manner:
+    """What one kind of engine tells in its own way.
+
+    Args:
+        has_phases: a text is a `commentary` before calls, else the `final_answer`; so where tools may be called, a
+            stream tells it when a call follows or it is over.
+        ends_by_status: a stream's last event is named for how it ended, not `response.completed` always.
+    """
+
+    has_phases: bool
+    ends_by_status: bool
+
+
+VLLM = Manner(has_phases=False, ends_by_status=False)
+SGLANG = Manner(has_phases=True, ends_by_status=True)
+
+
 def echo(request: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """What a response says of its request.
+    """What a response of vLLM says of its request.
 
     Args:
         sampling: as the engine resolved it.
@@ -47,20 +78,43 @@ def echo(request: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, A
     return {**echoed, **sampled, **limits, "tool_choice": choice}
 
 
-def usage_told(usage: Usage) -> dict[str, Any]:
+def echo_of_sglang(request: Mapping[str, Any]) -> dict[str, Any]:
+    """What a response of SGLang says of its request."""
+    echoed = {name: request.get(name) for name in _REPEATED}
+    echoed |= {name: default if request.get(name) is None else request[name] for name, default in _BY_SGLANG.items()}
+    unsaid = dict.fromkeys(_TOOL_FIELDS) | {"strict": False}
+    asked = request.get("reasoning")
+    effort = asked.get("effort", "medium") if asked is not None else None
+    return echoed | {
+        "error": None,
+        "reasoning": {"effort": effort if effort in _TOLD_EFFORTS else None, "summary": None},
+        "store": request.get("store", True),
+        "tools": [unsaid | tool for tool in request.get("tools") or ()],
+        "truncation": request.get("truncation", "disabled"),
+    }
+
+
+def usage_told(usage: Usage, manner: Manner = VLLM) -> dict[str, Any]:
     """Cached tokens are among those of the prompt. What vLLM counts for turns with tools of its own is empty."""
-    per_turn: dict[str, list[int]] = {"input_tokens_per_turn": [], "cached_tokens_per_turn": []}
-    made_per_turn: dict[str, list[int]] = {"output_tokens_per_turn": [], "tool_output_tokens_per_turn": []}
+    read: dict[str, Any] = {"cached_tokens": usage.cached_tokens or 0}
+    made: dict[str, Any] = {"reasoning_tokens": 0}
+    if manner.has_phases:
+        read |= {"cache_write_tokens": 0}
+    else:
+        read |= {"input_tokens_per_turn": [], "cached_tokens_per_turn": []}
+        made |= {"tool_output_tokens": 0, "output_tokens_per_turn": [], "tool_output_tokens_per_turn": []}
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens or 0, **per_turn},
+        "input_tokens_details": read,
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0, "tool_output_tokens": 0, **made_per_turn},
+        "output_tokens_details": made,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
 
-def response_of(head: Mapping[str, Any], choice: Mapping[str, Any], usage: Usage) -> dict[str, Any]:
+def response_of(
+    head: Mapping[str, Any], choice: Mapping[str, Any], usage: Usage, manner: Manner = VLLM
+) -> dict[str, Any]:
     """A whole answer.
 
     Args:
@@ -68,12 +122,14 @@ def response_of(head: Mapping[str, Any], choice: Mapping[str, Any], usage: Usage
         choice: the one of a chat's answer.
     """
     message, output = choice["message"], []
+    calls = message.get("tool_calls") or ()
     if text := message.get("content"):
-        output.append(_message(_new_id("msg"), [_part(text)]))
-    for call in message.get("tool_calls") or ():
+        phase = _phase(manner, "commentary" if calls else "final_answer")
+        output.append(_message(_new_id("msg"), [_part(text)]) | phase)
+    for call in calls:
         function = call["function"]
         output.append(_call(_new_id("fc"), call["id"], function["name"], function["arguments"]))
-    return _response(head, output, choice["finish_reason"], usage)
+    return _response(head, output, choice["finish_reason"], usage, manner)
 
 
 class ResponseEvents:
@@ -87,9 +143,12 @@ class ResponseEvents:
         num_events: how many were made, and the number of the next one.
     """
 
-    def __init__(self, head: Mapping[str, Any]) -> None:
+    def __init__(self, head: Mapping[str, Any], manner: Manner = VLLM) -> None:
         self.output: list[dict[str, Any]] = []
         self._head = head
+        self._manner = manner
+        self._holds_texts = manner.has_phases and bool(head["tools"]) and head["tool_choice"] != "none"
+        self._held: list[tuple[str, dict[str, Any]]] = []  # events of a text whose phase is not known
         self.num_events = 0
         self._item: dict[str, Any] | None = None  # the open one
         self._parts: list[str] = []  # of it
@@ -114,7 +173,8 @@ class ResponseEvents:
         for call in delta.get("tool_calls") or ():
             function = call.get("function") or {}
             if self._item is None or self._item["type"] != "function_call" or self._call_index != call["index"]:
-                told += [self._close(), self._open_call(call["index"], call.get("id"), function.get("name"))]
+                told += [self._close(), self._settle("commentary")]
+                told.append(self._open_call(call["index"], call.get("id"), function.get("name")))
             if arguments := function.get("arguments"):
                 self._parts.append(arguments)
                 told.append(self._event("response.function_call_arguments.delta", **self._place(), delta=arguments))
@@ -122,14 +182,25 @@ class ResponseEvents:
 
     def end(self, usage: Usage) -> bytes:
         """What closes the stream."""
-        closed = self._close()
-        response = _response(self._head, self.output, self._reason, usage)
-        return closed + self._event("response.completed", response=response)
+        closed = self._close() + self._settle("final_answer")
+        response = _response(self._head, self.output, self._reason, usage, self._manner)
+        ended = response["status"] if self._manner.ends_by_status else "completed"
+        return closed + self._event(f"response.{ended}", response=response)
+
+    def _settle(self, phase: str) -> bytes:
+        """Tell the text that was held back."""
+        held, self._held = self._held, []
+        for _, content in held:
+            if "item" in content:
+                content["item"]["phase"] = phase
+        return b"".join(self._number(kind, content) for kind, content in held)
 
     def _open_message(self) -> bytes:
-        self._item, self._parts = _message(_new_id("msg"), [], "in_progress"), []
+        self._item = _message(_new_id("msg"), [], "in_progress") | _phase(self._manner, "final_answer")
+        self._parts = []
         added = self._event("response.output_item.added", output_index=len(self.output), item=self._item)
-        return added + self._event("response.content_part.added", **self._place(), part=_part("", []))
+        part = _part("", None if self._manner.has_phases else [])
+        return added + self._event("response.content_part.added", **self._place(), part=part)
 
     def _open_call(self, index: int, call_id: str | None, name: str | None) -> bytes:
         self._item = _call(_new_id("fc"), call_id or _new_id("call"), name or "", "", "in_progress")
@@ -141,7 +212,7 @@ class ResponseEvents:
             return b""
         said, item, place = "".join(self._parts), self._item, self._place()
         if item["type"] == "message":
-            item = _message(item["id"], [_part(said)])
+            item = _message(item["id"], [_part(said)]) | _phase(self._manner, "final_answer")
             told = self._event("response.output_text.done", **place, text=said, logprobs=[])
             told += self._event("response.content_part.done", **place, part=_part(said))
         else:
@@ -160,20 +231,34 @@ class ResponseEvents:
         return place | {"content_index": 0} if self._item["type"] == "message" else place
 
     def _event(self, kind: str, **content: Any) -> bytes:
+        if self._holds_texts and self._item is not None and self._item["type"] == "message":
+            self._held.append((kind, content))
+            return b""
+        return self._number(kind, content)
+
+    def _number(self, kind: str, content: Mapping[str, Any]) -> bytes:
         data = orjson.dumps({"type": kind, "sequence_number": self.num_events, **content})
         self.num_events += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
-def _response(head: Mapping[str, Any], output: list[dict[str, Any]], reason: str, usage: Usage) -> dict[str, Any]:
+def _response(
+    head: Mapping[str, Any], output: list[dict[str, Any]], reason: str, usage: Usage, manner: Manner
+) -> dict[str, Any]:
     is_cut = reason == "length"
+    is_text = manner.has_phases and output and all(item["type"] == "message" for item in output)
     return {
         **head,
+        **({"text": {"format": {"type": "text"}}} if is_text and head["text"] is None else {}),
         "status": "incomplete" if is_cut else "completed",
         "output": output,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "usage": usage_told(usage),
+        "usage": usage_told(usage, manner),
     }
+
+
+def _phase(manner: Manner, phase: str) -> dict[str, str]:
+    return {"phase": phase} if manner.has_phases else {}
 
 
 def _message(item_id: str, content: list[dict[str, Any]], status: str = "completed") -> dict[str, Any]:

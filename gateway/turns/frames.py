@@ -1,16 +1,15 @@
 """What stands around every answer of a turn, in the words of its API: the events of a stream, or the whole."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from engines.tokens import Rendered
 from gateway.http.errors import api_error
+from gateway.messages import anthropic, responses
 from gateway.messages.answers import Usage
-from gateway.messages.anthropic import MessageEvents, message_of
-from gateway.messages.responses import ResponseEvents, echo, response_of
 from gateway.turns.ask import Ask
 from gateway.turns.outcome import LegFailed
 from scheduling.types import Fault
@@ -67,16 +66,19 @@ class MessageFrame:
     """Of Anthropic's messages, which are made of a chat's one choice.
 
     Args:
-        prompt_tokens: a stream tells them at its start.
+        prompt: what is known of the prompt, now.
     """
 
     num_events = 0
 
-    def __init__(self, ask: Ask, turn_id: str, stop_field: str, prompt_tokens: int) -> None:
+    def __init__(
+        self, ask: Ask, turn_id: str, stop_field: str, manner: anthropic.Manner, prompt: Callable[[], Usage]
+    ) -> None:
         self.stop_field = stop_field
-        self._head = {"id": f"chatcmpl-{turn_id}", "model": ask.model}
-        self._prompt_tokens = prompt_tokens
-        self._events = MessageEvents()
+        self._manner = manner
+        self._head = {"id": f"{manner.id_prefix}{turn_id}", "model": ask.model}
+        self._prompt = prompt
+        self._events = anthropic.MessageEvents(manner)
         self._content: list[dict[str, Any]] = self._events.content
 
     def around_text(self, index: int) -> tuple[bytes, bytes]:
@@ -87,7 +89,7 @@ class MessageFrame:
         """What tells a client of a stream this part of the choice."""
         delta = choice["delta"]
         if "role" in delta:
-            return self._events.start(self._head, self._prompt_tokens)
+            return self._events.start(self._head, self._prompt())
         return self._events.tell(delta, choice["finish_reason"], choice.get(self.stop_field))
 
     def end(self, last: bytes, usage: Usage) -> bytes:
@@ -98,7 +100,7 @@ class MessageFrame:
         """A whole answer. Raises LegFailed where a call's arguments are none, as the engine's own route does."""
         [choice] = choices
         try:
-            message = message_of(self._head, choice, choice.get(self.stop_field), usage)
+            message = anthropic.message_of(self._head, choice, choice.get(self.stop_field), usage, self._manner)
         except ValueError as error:
             raise LegFailed(Fault.REQUEST, api_error(400, str(error))) from None
         self._content = message["content"]
@@ -116,14 +118,17 @@ class ResponseFrame:
     """Of OpenAI's responses, which are made of a chat's one choice.
 
     Args:
-        sampling: as the engine resolved it.
+        echo: what an answer repeats of its request.
     """
 
-    def __init__(self, ask: Ask, turn_id: str, created_at: float, stop_field: str, sampling: Mapping[str, Any]) -> None:
-        self.stop_field = stop_field
+    def __init__(
+        self, ask: Ask, turn_id: str, created_at: float, manner: responses.Manner, echo: Mapping[str, Any]
+    ) -> None:
+        self.stop_field = ""  # what ended an answer is not told
+        self._manner = manner
         head = {"id": f"resp_{turn_id}", "object": "response", "created_at": int(created_at), "model": ask.model}
-        self._head = head | echo(ask.request, sampling)
-        self._events = ResponseEvents(self._head)
+        self._head = {**head, **echo}
+        self._events = responses.ResponseEvents(self._head, manner)
         self._output: list[dict[str, Any]] = self._events.output
 
     @property
@@ -147,7 +152,7 @@ class ResponseFrame:
     def whole(self, choices: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
         """A whole answer."""
         [choice] = choices
-        response = response_of(self._head, choice, usage)
+        response = responses.response_of(self._head, choice, usage, self._manner)
         self._output = response["output"]
         return orjson.dumps(response)
 
@@ -160,13 +165,21 @@ AnyFrame = Frame | MessageFrame | ResponseFrame
 
 
 def frame_of(
-    ask: Ask, turn_id: str, created_at: float, stop_field: str, rendered: Rendered, prompt_tokens: int
+    ask: Ask, turn_id: str, created_at: float, stop_field: str, rendered: Rendered, prompt: Callable[[], Usage]
 ) -> AnyFrame:
-    """The one of a turn's API."""
+    """The one of a turn's API, in the manner of the engine that rendered it.
+
+    Args:
+        prompt: what is known of the prompt, now.
+    """
+    is_sglang = rendered.kind == "sglang"
     if ask.api == "messages":
-        return MessageFrame(ask, turn_id, stop_field, prompt_tokens)
+        return MessageFrame(ask, turn_id, stop_field, anthropic.SGLANG if is_sglang else anthropic.VLLM, prompt)
+    if ask.api == "responses" and is_sglang:
+        return ResponseFrame(ask, turn_id, created_at, responses.SGLANG, responses.echo_of_sglang(ask.request))
     if ask.api == "responses":
-        return ResponseFrame(ask, turn_id, created_at, stop_field, rendered.call["sampling_params"])
+        echo = responses.echo(ask.request, rendered.call["sampling_params"])
+        return ResponseFrame(ask, turn_id, created_at, responses.VLLM, echo)
     return Frame(ask, turn_id, created_at, stop_field)
 
 

@@ -151,7 +151,11 @@ class TokenLegs:
             return
         history = History(ask.request) if ask.api != "completions" else None
         prompt_ids, parent = spliced(self._book, ask.trajectory_id, history, rendered.prompt_ids)
-        frame = frame_of(ask, turn.turn_id, turn.arrived_at, routes.stop_field, rendered, len(prompt_ids))
+
+        def known_of_prompt() -> Usage:
+            return Usage(len(prompt_ids), 0, turn.choices[0].chain.cached_tokens)
+
+        frame = frame_of(ask, turn.turn_id, turn.arrived_at, routes.stop_field, rendered, known_of_prompt)
         voice = ParsedVoice if rendered.needs_parser else TextVoice
         for index in range(num_choices(ask)):
             chain = Chain(rendered, prompt_ids, parent, ask.wants_stream, _wants_logprobs(ask))

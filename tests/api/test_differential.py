@@ -1,5 +1,8 @@
-"""Two hundred requests straight to a simulated engine and through the gateway."""
+"""Two hundred requests straight to a simulated engine and through the gateway; and as many of each API of SGLang's that
+is made of its chats.
+"""
 
+import random
 from typing import Any
 
 import httpx
@@ -9,6 +12,8 @@ from engines.simulated.server import serve_engine
 from tests.api.conftest import MODEL, toy
 from tests.api.differential import CREATED, assembled, compare, kinds_of
 from tests.api.requests_table import make_cases
+from tests.api.varied_requests import messages_case, responses_case
+from tests.support.engine import recorded_engine
 from tests.support.gateway import running_gateway
 
 
@@ -26,6 +31,23 @@ async def test_the_gateway_answers_as_the_engine_does(dialect: Any, token_legs: 
         untold = frozenset({"system_fingerprint", CREATED}) if token_legs == "auto" else frozenset[str]()
         found = [one for case in make_cases(MODEL) for one in await compare(straight, through, case, untold)]
     assert not found, "\n\n".join(found)
+
+
+@pytest.mark.parametrize("make_case", [messages_case, responses_case])
+async def test_what_sglang_makes_of_chats_is_made_of_tokens_as_well(make_case: Any) -> None:
+    """Its messages and responses of all shapes: the same answers, all of them at token level."""
+    dice, num = random.Random(make_case.__name__), 220
+    cases = [make_case(dice, MODEL, number) for number in range(num)]
+    async with (
+        recorded_engine(toy("sglang")) as engine,
+        running_gateway(engine.url, token_legs="auto") as gateway,
+        httpx.AsyncClient(base_url=engine.url, timeout=30) as straight,
+        httpx.AsyncClient(base_url=gateway.url, timeout=30) as through,
+    ):
+        found = [one for case in cases for one in await compare(straight, through, case)]
+        num_generated = sum(asked.path == "/generate" for asked in engine.seen)
+    assert not found, "\n\n".join(found[:5])
+    assert num_generated == num
 
 
 def test_an_engine_that_joins_tokens_into_one_event_tells_the_same() -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from engines.http import HttpClient
 from engines.probe import discover, tells_tokens
+from engines.sglang_facts import NoTokenRoutes, ServerFacts, facts_of
 from engines.sglang_messages import MessageReader
-from engines.sglang_tokens import NoTokenRoutes, ServerFacts, SglangTokens, facts_of
+from engines.sglang_tokens import SglangTokens
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from engines.simulated.text import ASSISTANT, END, Tokenizer
@@ -120,6 +121,39 @@ def test_an_unknown_parser_passes_its_chats_through_and_says_so(facts: dict[str,
     """Its format may not begin calls by one marker."""
     assert rendered(CHAT | {"tools": [TOOL]}, **facts) is None and word in tokens(**facts).limits
     assert (rendered(CHAT, **facts) is None) == ("reasoning_parser" in facts)
+
+
+def test_messages_and_responses_are_rendered_as_the_chats_that_they_become() -> None:
+    """And what they do not become there, is not asked for: the engine's own route says it."""
+    routes = tokens()
+    message = {"model": "m", "max_tokens": 9, "system": "Be short.", "messages": CHAT["messages"], "prompt": [1, 2]}
+    response = {"model": "m", "input": "hello", "instructions": "Be short.", "max_output_tokens": 9}
+    answer = orjson.dumps({"tokens": [5, 6, 7]})
+    for path, request, limit in (("/v1/messages", message, 9), ("/v1/responses", response, 7)):
+        asked = routes.render(path, request, b"")
+        assert asked is not None and asked.path == "/v1/tokenize"
+        said = orjson.loads(asked.body)["messages"]
+        assert [one["role"] for one in said] == ["system", "user"]
+        made = routes.rendered(path, request, answer)
+        assert made is not None and made.max_tokens == limit
+        malformed = request | {"tools": [5]}
+        assert routes.render(path, malformed, b"") is None and routes.rendered(path, malformed, b"") is None
+        assert routes.rendered(path, request, b"") is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "api", "word"),
+    [
+        ({"has_own_defaults": True}, "messages", "--sampling-defaults"),
+        ({"reasoning_parser": "qwen3"}, "responses", "thought"),
+        ({"has_preferred": True}, "responses", "--preferred-sampling-params"),
+        ({"reasoning_parser": "gpt-oss"}, "messages", "gpt-oss"),
+        ({"reasoning_parser": "gpt-oss"}, "responses", "gpt-oss"),
+    ],
+)
+def test_an_api_that_passes_through_says_why(facts: dict[str, Any], api: str, word: str) -> None:
+    """By what the server says of itself."""
+    assert tokens().passed == {} and word in tokens(**facts).passed[api]
 
 
 # --- what a server offers ------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.messages.answers import Usage
-from gateway.messages.anthropic import MessageEvents, message_of
+from gateway.messages.anthropic import SGLANG, VLLM, Manner, MessageEvents, message_of
 from gateway.turns.ask import Ask
 from gateway.turns.frames import MessageFrame
 from tests.api.differential import events_of
@@ -21,10 +21,10 @@ CALLS = st.lists(
 )
 
 
-def told(deltas: list[dict[str, Any]], reason: str, stop: Any = None) -> list[dict[str, Any]]:
+def told(deltas: list[dict[str, Any]], reason: str, stop: Any = None, manner: Manner = VLLM) -> list[dict[str, Any]]:
     """The events of a stream of these deltas."""
-    events = MessageEvents()
-    said = events.start(HEAD, 10)
+    events = MessageEvents(manner)
+    said = events.start(HEAD, Usage(10, 0, 4))
     for number, delta in enumerate(deltas):
         is_last = number == len(deltas) - 1
         said += events.tell(delta, reason if is_last else None, stop if is_last else None)
@@ -138,5 +138,23 @@ def test_a_whole_message_has_numbers_of_any_size() -> None:
     ask = Ask("messages", "", "m", b"", {}, "t", "g", None, 0, False, False)
     arguments = '{"a": 123456789012345678901234567890, "b": "\\ud83d"}'
     message = {"tool_calls": [{"id": "c", "function": {"name": "run", "arguments": arguments}}]}
-    whole = MessageFrame(ask, "t", "stop_reason", 1).whole([{"message": message, "finish_reason": "stop"}], USAGE)
+    whole = MessageFrame(ask, "t", "stop_reason", VLLM, lambda: Usage(1, 0)).whole(
+        [{"message": message, "finish_reason": "stop"}], USAGE
+    )
     assert json.loads(whole)["content"][0]["input"] == json.loads(arguments)
+
+
+def test_sglang_tells_a_message_in_its_own_way() -> None:
+    """Its prompt at the start, what was cached of it too; no signature, no stop sequence; calls without arguments."""
+    deltas = [{"reasoning_content": "hm"}, {"content": "Well."}]
+    begun, *_, ended, _ = events = told(deltas, "stop", stop="!", manner=SGLANG)
+    assert begun["message"]["usage"] == {"input_tokens": 6, "output_tokens": 0, "cache_read_input_tokens": 4}
+    assert [block["type"] for block in put_together(events)] == ["thinking", "text"]
+    assert not any("signature" in str(event) for event in events)
+    assert (ended["delta"]["stop_reason"], ended["usage"]) == ("end_turn", {"output_tokens": 3})
+    call = {"id": "c", "function": {"name": "run", "arguments": '{"a'}}
+    whole = message_of(HEAD, {"message": {"tool_calls": [call]}, "finish_reason": "length"}, None, USAGE, SGLANG)
+    assert whole["content"] == [{"type": "tool_use", "id": "c", "name": "run", "input": {}}]
+    none_cached = message_of(HEAD, {"message": {}, "finish_reason": "stop"}, "!", Usage(10, 3, 0), SGLANG)
+    assert none_cached["usage"] == {"input_tokens": 10, "output_tokens": 3}
+    assert none_cached["stop_reason"] == "end_turn" and "stop_sequence" not in none_cached

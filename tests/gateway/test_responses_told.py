@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.messages.answers import Usage
-from gateway.messages.responses import ResponseEvents, echo, response_of
+from gateway.messages.responses import (
+    SGLANG,
+    VLLM,
+    Manner,
+    ResponseEvents,
+    echo,
+    echo_of_sglang,
+    response_of,
+)
 
 HEAD: dict[str, Any] = {"id": "resp_1", "object": "response", "created_at": 7, "model": "m"}
 USAGE = Usage(9, 3, 4)
@@ -18,9 +26,11 @@ def call_of(index: int, arguments: str, name: str | None = None) -> dict[str, An
     return {"index": index, "function": function} | ({"id": f"c{index}"} if name else {})
 
 
-def told(deltas: list[dict[str, Any]], reason: str = "stop") -> list[dict[str, Any]]:
+def told(
+    deltas: list[dict[str, Any]], reason: str = "stop", head: dict[str, Any] = HEAD, manner: Manner = VLLM
+) -> list[dict[str, Any]]:
     """The events of a stream with these deltas."""
-    events = ResponseEvents(HEAD)
+    events = ResponseEvents(head, manner)
     stream = events.start()
     for delta in deltas[:-1]:
         stream += events.tell(delta, None)
@@ -107,3 +117,31 @@ def test_a_response_repeats_its_request_and_how_it_was_sampled() -> None:
     assert (said["temperature"], said["max_output_tokens"], said["metadata"]) == (0.5, 7, {"a": "b"})
     assert (said["tool_choice"], said["tools"], said["top_p"]) == ("none", [], 1.0)
     assert echo({"tools": [{}]}, {"max_tokens": 7})["tool_choice"] == "auto"
+
+
+def test_sglang_says_of_a_text_whether_a_call_follows() -> None:
+    """So where tools may be called it waits until that is known; the events are numbered as they leave."""
+    tool = {"type": "function", "name": "look", "description": "Look.", "parameters": {}}
+    for tools, calls in (([], []), ([tool], []), ([tool], [call_of(0, "{}", "look")])):
+        head = HEAD | echo_of_sglang({"input": "hi", "tools": tools})
+        events = ResponseEvents(head, SGLANG)
+        events.start()
+        assert bool(events.tell({"content": "Well."}, None)) is not bool(tools)
+        ended = told([{"content": "Well."}, {"tool_calls": calls}], "stop", head, SGLANG)
+        assert [event["sequence_number"] for event in ended] == list(range(len(ended)))
+        phase = "commentary" if calls else "final_answer"
+        response = ended[-1]["response"]
+        assert {e["item"]["phase"] for e in ended if e.get("item", {}).get("type") == "message"} == {phase}
+        assert response["output"][0]["phase"] == phase
+        assert response["text"] == (None if calls else {"format": {"type": "text"}})
+        message = {"content": "Well.", "tool_calls": calls}
+        whole = response_of(head, {"message": message | {"tool_calls": []}, "finish_reason": "stop"}, USAGE, SGLANG)
+        assert whole["output"][0]["phase"] == "final_answer"
+
+
+def test_a_stream_of_sglang_ends_by_its_status() -> None:
+    """vLLM calls any end completed."""
+    head = HEAD | echo_of_sglang({"input": "hi"})
+    for manner, last in ((VLLM, "response.completed"), (SGLANG, "response.incomplete")):
+        assert told([{"content": "We"}, {}], "length", head, manner)[-1]["type"] == last
+    assert head["store"] is True and head["temperature"] is None and head["metadata"] == {}
