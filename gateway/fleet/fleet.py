@@ -77,6 +77,7 @@ class Fleet:
             http=HttpClient(engine.url, limits, headers),
             profile=load_profile(engine.profile) if engine.profile else None,
             address=_address(engine.url),
+            run_id=self._weights.run_id,
             generation=seen.get("generation", 1),
             started_at=seen.get("started_at"),
             is_cordoned=seen.get("is_cordoned", False),

@@ -25,6 +25,7 @@ class Member:
 
     Args:
         address: host, port and path of its URL.
+        run_id: whose numbers the versions of its weights have.
         generation: counts the processes seen at this address.
         engine_id: its address, and which process there.
         is_cordoned: an operator, or the controller, wants it to get no more turns.
@@ -47,6 +48,7 @@ class Member:
     http: HttpClient
     profile: EngineProfile | None
     address: str
+    run_id: str
     generation: int = 1
     started_at: float | None = None
     state: EngineState = EngineState.STARTING
@@ -95,7 +97,7 @@ class Member:
         """It has these weights now; `number` is the version's, 0 if it was never set by this gateway.
 
         The salt is no name: vLLM takes no slash in one (0.33, generate/base/protocol.py), and a version that is set
-        again must not meet what it left behind.
+        again must not meet what it left behind, nor what another run's left in a KV tier.
         """
         self.versions.append(version)
-        self.cache_salt = f"w{number}" if number else ""
+        self.cache_salt = f"w{number}-{self.run_id}" if number else ""

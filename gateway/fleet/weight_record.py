@@ -1,5 +1,6 @@
 """Which weights the fleet is to have, and in which order versions were set; it outlives the process."""
 
+import os
 from typing import Any
 
 import orjson
@@ -21,11 +22,13 @@ class WeightRecord:
     Attributes:
         current: None until a version is set. Its transfer is not kept: who joins later cannot have it.
         is_unfinished: an update began and was not ended; engines may be paused.
+        run_id: whose numbers these are: KV outlives stores, and another run's first version is another one.
     """
 
     def __init__(self, store: Store) -> None:
         self.current: NewWeights | None = None
         self.is_unfinished = False
+        self.run_id = os.urandom(6).hex()
         self._store = store
         self._numbers: dict[str, int] = {}
         self._latest = 0
@@ -41,6 +44,7 @@ class WeightRecord:
         self._numbers, self._latest = known["numbers"], known["latest"]
         self._paths = dict.fromkeys(known["paths"])
         self.is_unfinished = known["is_unfinished"]
+        self.run_id = known.get("run_id", self.run_id)  # an older record has none
         if (current := known["current"]) is not None:
             self.current = NewWeights(current["version"], UpdateMode(current["mode"]), current["path"])
 
@@ -88,6 +92,7 @@ class WeightRecord:
             "latest": self._latest,
             "paths": list(self._paths),
             "is_unfinished": self.is_unfinished,
+            "run_id": self.run_id,
             "current": current and {"version": current.version, "mode": current.mode, "path": current.path},
         }
         self._store.put_state(_STATE_NAME, orjson.dumps(known))

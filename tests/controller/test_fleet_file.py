@@ -75,6 +75,8 @@ SLEEP = "[sleep]\ntp_sizes = [1, 2]\nweight_bytes = 10\nhost_bytes = 120\n[engin
         (("[engine]", SLEEP.replace("[sleep]", "[sleep]\nlevel = 3")), "sleep.level: Input should be 1 or 2"),
         (("[engine]", SLEEP.replace("[sleep]", "[sleep]\nlevel = 2") + 'kind = "sglang"'), "sglang has no level 2"),
         (("[engine]", SLEEP + "kv_transfer = \"nixl\""), "have either sleep or kv_transfer"),
+        (("[engine]", SLEEP + "kv_tier = \"/mnt/kv\""), "have either sleep or kv_tier"),
+        (("[engine]", "[engine]\nkv_tier = \"kv\""), "kv is not an absolute path"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_clear_line(tmp_path: Path, changed: tuple[str, str], message: str) -> None:
@@ -115,6 +117,32 @@ def test_vllm_is_launched_to_hand_kv_on_where_that_is_wanted(tmp_path: Path) -> 
     assert spec.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "{kv_port}"
     plain = server_spec(load_fleet_file(written(tmp_path, WHOLE)), Wanted("a", 2, ("0", "1")))
     assert "--kv-transfer-config" not in plain.command
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_vllm_is_launched_to_share_a_kv_tier_where_that_is_wanted(tmp_path: Path, both: bool) -> None:
+    """What was made is kept there, too, in the layout of all TP sizes; with NIXL, what lives is asked first."""
+    more = '\nkv_tier = "/mnt/kv"\nkv_tier_host_bytes = 1000' + both * '\nkv_transfer = "nixl"'
+    fleet = load_fleet_file(written(tmp_path, WHOLE.replace("[engine]", "[engine]" + more)))
+    spec = server_spec(fleet, Wanted("a", 2, ("0", "1")))
+    config = json.loads(said(spec.command, "--kv-transfer-config"))
+    assert config["engine_id"] == "a" and config["kv_load_failure_policy"] == "recompute"
+    if both:
+        first, config = config["kv_connector_extra_config"]["connectors"]
+        assert first["kv_connector"] == "NixlConnector"
+    extra = config["kv_connector_extra_config"]
+    assert config["kv_connector"] == "OffloadingConnector" and extra["spec_name"] == "TieringOffloadingSpec"
+    assert extra["cpu_bytes_to_use"] == 1000 and extra["canonical_layout"] and not extra["offload_prompt_only"]
+    assert extra["secondary_tiers"] == [{"type": "fs", "root_dir": "/mnt/kv"}]
+
+
+def test_sglang_is_launched_to_share_a_kv_tier_where_that_is_wanted(tmp_path: Path) -> None:
+    """Its HiCache writes all that is computed, and waits for what a request finds there."""
+    text = WHOLE.replace("[engine]", '[engine]\nkind = "sglang"\nkv_tier = "/mnt/kv"')
+    spec = server_spec(load_fleet_file(written(tmp_path, text)), Wanted("a", 2, ("0", "1")))
+    assert said(spec.command, "--hicache-storage-backend") == "file" and "--enable-hierarchical-cache" in spec.command
+    assert said(spec.command, "--hicache-write-policy") == "write_through"
+    assert spec.environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == "/mnt/kv"
 
 
 def test_fast_starts_can_be_turned_off(tmp_path: Path) -> None:

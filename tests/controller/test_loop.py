@@ -87,6 +87,32 @@ async def test_trajectories_take_their_kv_along_where_devices_are_free(tmp_path:
             assert {phase for phase, _ in made.journal.state.phase_s} >= {"move"}
 
 
+async def test_kv_outlives_the_servers_of_a_fleet_that_is_cut_anew_on_its_own_devices(tmp_path: Path) -> None:
+    """Both old servers are gone before the new one starts; in the tier it finds what they computed."""
+    settings = {"observe_interval_s": 0.1, "token_legs": "auto", "kv_move_min_tokens": 100}
+    async with running_gateway(**settings) as gateway:
+        engine = ENGINE | {"kv_tier": tmp_path / "kv"}
+        fleet = fleet_file(tmp_path, gateway.url, first=(1, 1), engine=engine)
+        async with stopped_at_the_end(fleet), acting(fleet) as made:
+            await until_reached(made, 1, 1)
+            assert {one["kv_tier"] for one in await engines(gateway.url)} == {str(tmp_path / "kv")}
+            rollout = Rollout(gateway.url, "simulated", 4, task=" Weave the warp through the heddle." * 40)
+            rollout.begin()
+            for tps in ([2], [1, 1]):
+                num_turns = rollout.num_turns
+                await until(lambda num_turns=num_turns: rollout.num_turns > num_turns + 8, lambda: rollout.failures)
+                made.ask(made.will.scaled(tps, made.in_sight()))
+                await until_reached(made, *tps)
+            num_turns = rollout.num_turns
+            await until(lambda: rollout.num_turns > num_turns + 8, lambda: rollout.failures)
+            await rollout.end()
+            assert rollout.failures == []
+            shares = [share for number in range(4) for share in await cached_at_new_homes(gateway.url, number)]
+            assert shares and min(shares) >= 0.85, shares
+            moves = await kv_moves(gateway.url)
+            assert moves["loaded"] > 0 and moves["failed"] == 0, moves
+
+
 async def test_an_engine_that_dies_in_start_up_is_tried_again_and_given_up(tmp_path: Path) -> None:
     """With its last lines; then the fleet before comes back, and this size is not planned any more."""
     async with running_gateway(observe_interval_s=0.1) as gateway:

@@ -139,6 +139,17 @@ async def test_kv_of_other_weights_is_not_looked_for_in_the_tier(tmp_path: Path)
         assert await fleet.moves() == {}
 
 
+async def test_a_later_run_meets_no_kv_of_an_earlier_ones_weights(tmp_path: Path) -> None:
+    """The folder outlives engines, gateways and their stores; both runs count their weights from 1."""
+    for version in ("one/step-1", "another/step-1"):
+        async with site(tiered(tmp_path)) as fleet:
+            weights = {"version": version, "path": f"/weights/{version}", "mode": "restart"}
+            answer = await fleet.client.post("/v1/weights", json=weights, headers=ADMIN)
+            assert answer.json()["status"] == "done", answer.text
+            await fleet.turn("t", first_messages())
+            assert (await fleet.last("t"))["cached_tokens"] == 0
+
+
 async def test_what_is_said_of_an_engine_outranks_what_it_tells(tmp_path: Path) -> None:
     """SGLang tells nothing of its tier; and one may be told to be of another, or of none."""
     settings = [tiered(tmp_path, dialect="sglang") for _ in range(2)]
