@@ -67,7 +67,7 @@ async def test_legs_that_break_anywhere_leave_no_trace_in_any_answer(
             assert put.status_code == 200
         got = await all_told(client, gateway.url, asked)
         metrics = (await client.get(gateway.url + "/metrics")).text
-    assert not (found := differences(await undisturbed(asked), got, asked)), "\n".join(found[:3])
+    assert not (found := differences(await undisturbed(asked, fleet), got, asked)), "\n".join(found[:3])
     assert count_of(metrics, 'heddle_retried_legs_total{fault="engine"}') > NUM_TURNS / 4
 
 
@@ -133,7 +133,9 @@ async def test_engines_that_are_drained_and_come_back_all_the_time_leave_no_trac
                 assert answer.json()["is_drained"] and answer.json()["token_legs"]
                 await client.post(f"{url}/uncordon", headers=ADMIN)
     assert moved > 6
-    assert not (found := differences(await undisturbed(crowd.asked), crowd.got, crowd.asked)), "\n".join(found[:3])
+    assert not (found := differences(await undisturbed(crowd.asked, fleet), crowd.got, crowd.asked)), "\n".join(
+        found[:3]
+    )
 
 
 @on_every_fleet
@@ -147,7 +149,9 @@ async def test_engines_that_hang_in_mid_turn_lose_no_turn(client: httpx.AsyncCli
             await stand_still(client, engines[0], settings[0].dialect)
             await eventually(lambda: has_failed_over(client, gateway.url), 120)
         await go_on(client, engines[0], settings[0].dialect)
-    assert not (found := differences(await undisturbed(crowd.asked), crowd.got, crowd.asked)), "\n".join(found[:3])
+    assert not (found := differences(await undisturbed(crowd.asked, fleet), crowd.got, crowd.asked)), "\n".join(
+        found[:3]
+    )
 
 
 async def has_failed_over(client: httpx.AsyncClient, url: str) -> bool:
@@ -193,7 +197,7 @@ async def test_urgent_turns_take_slots_from_others_which_lose_nothing(
                     urgent = body_of(90_000 + num, "plain", "chat", False) | {"max_tokens": 2, "nvext": URGENT}
                     assert (await ask(client, gateway.url, "chat", urgent)).is_finished("chat")
                 said = await got
-        assert not (found := differences(await undisturbed(asked), said, asked)), "\n".join(found[:3])
+        assert not (found := differences(await undisturbed(asked, fleet), said, asked)), "\n".join(found[:3])
         log = event_log.read_text()
         return min(log.count('"Preempt"'), log.count('"TurnPaused"')) > 5
 
@@ -213,7 +217,9 @@ async def test_an_engine_that_is_killed_loses_no_turn(client: httpx.AsyncClient,
         ):
             await eventually(lambda: has_legs(client, gateway.url, 0, 6), 120)
             await stack.aclose()
-    assert not (found := differences(await undisturbed(crowd.asked), crowd.got, crowd.asked)), "\n".join(found[:3])
+    assert not (found := differences(await undisturbed(crowd.asked, fleet), crowd.got, crowd.asked)), "\n".join(
+        found[:3]
+    )
 
 
 @pytest.mark.parametrize(("kind", "stream"), [("vllm", False), ("sglang", True)])

@@ -41,7 +41,7 @@ MESSAGES_KINDS: dict[str, dict[str, Any]] = {
     "tools": {"tools": [_MESSAGES_TOOL]},
     "tool required": {"tools": [_MESSAGES_TOOL], "tool_choice": {"type": "any"}},
 }
-_RESPONSES_TOOL = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+_RESPONSES_TOOL = {"type": "function", "description": "Weather.", **TOOL["function"]}  # type: ignore[dict-item]
 _RESPONSES_SHAPE = {"type": "json_schema", "name": "a", "schema": {"type": "object", "properties": {"x": {}}}}
 RESPONSES_KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -81,6 +81,12 @@ def body_of(number: int, kind: str, api: str, stream: bool) -> dict[str, Any]:
     return body | {"prompt": f"question {number}", "logprobs": 2 if kind == "logprobs" else None}
 
 
+def told_of(heard: Heard, body: dict[str, Any]) -> dict[str, Any]:
+    """The same of the answer to a request; where SGLang does not say that a stop string ended it, it may have."""
+    said = told(heard, body["stream"])
+    return said | {"tokens": None} if body.get("stop_sequences") else said
+
+
 def told(heard: Heard, stream: bool) -> dict[str, Any]:
     """All that an answer says: text, calls, log-probabilities, how it ended, how many tokens it took."""
     answers = heard.events if stream else [heard.json]
@@ -111,6 +117,7 @@ def told(heard: Heard, stream: bool) -> dict[str, Any]:
 
 def _message_told(events: Sequence[dict[str, Any]], said: dict[str, Any]) -> dict[str, Any]:
     """The same of one of Anthropic's messages, whole or by its events."""
+    usage: dict[str, int] = {}
     for event in events:
         blocks = event["content"] if event["type"] == "message" else [event.get("content_block"), event.get("delta")]
         for block in filter(None, blocks):
@@ -119,9 +126,9 @@ def _message_told(events: Sequence[dict[str, Any]], said: dict[str, Any]) -> dic
             said["text"] += str(block["input"]) if block.get("input") else ""
         ended = event if event["type"] == "message" else event.get("delta") or {}
         said["reason"], said["stop"] = ended.get("stop_reason") or said["reason"], ended.get("stop_sequence")
-        if usage := event.get("usage"):
-            read = usage.get("cache_creation_input_tokens", 0) + usage.get("cache_read_input_tokens", 0)
-            said["tokens"] = usage["input_tokens"] + read, usage["output_tokens"]
+        usage |= event.get("usage") or event.get("message", {}).get("usage") or {}
+        read = usage.get("cache_creation_input_tokens", 0) + usage.get("cache_read_input_tokens", 0)
+        said["tokens"] = usage["input_tokens"] + read, usage["output_tokens"]
         if said["stop"]:
             said["tokens"] = None  # as above
             break
@@ -160,7 +167,9 @@ def jobs(seed: int, num: int, fleet: str) -> list[tuple[str, dict[str, Any]]]:
         if kind.startswith("tool"):
             api = "chat"
         others = [other for other, kinds_of in OF_CHATS.items() if kind in kinds_of]
-        if api == "chat" and fleet == "vllm" and others and dice.random() < 0.5:
+        if fleet == "mixed":  # in all else one kind of engine takes these for a little more or less than the other
+            others = ["messages"] if kind == "ends by itself" else []
+        if api == "chat" and others and dice.random() < 0.5:
             api = dice.choice(others)
         made.append((api, body_of(seed * 10_000 + number, kind, api, stream)))
     return made
@@ -170,8 +179,7 @@ async def all_told(client: httpx.AsyncClient, url: str, asked: Sequence[tuple[st
     """What each of these requests is told, all of them sent at once."""
     heard = await asyncio.gather(*(ask(client, url, api, body) for api, body in asked))
     return [
-        told(one, body["stream"]) if one.is_finished(api) else one.text
-        for one, (api, body) in zip(heard, asked, strict=True)
+        told_of(one, body) if one.is_finished(api) else one.text for one, (api, body) in zip(heard, asked, strict=True)
     ]
 
 
@@ -181,14 +189,15 @@ async def fleet_of(*settings: SimulatedEngineSettings) -> AsyncIterator[list[str
         yield [await stack.enter_async_context(serve_engine(one)) for one in settings]
 
 
-async def undisturbed(asked: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """What a quiet engine says, asked without a gateway."""
-    async with httpx.AsyncClient(timeout=120) as client, serve_engine(SimulatedEngineSettings(speed_up=200)) as engine:
+async def undisturbed(asked: Sequence[tuple[str, dict[str, Any]]], fleet: str = "vllm") -> list[Any]:
+    """What a quiet engine says, asked without a gateway; of the fleet's kind if all are of one."""
+    settings = engine_of("sglang" if fleet == "sglang" else "vllm", speed_up=200)
+    async with httpx.AsyncClient(timeout=120) as client, serve_engine(settings) as engine:
         said = []
         for start in range(0, len(asked), 50):
             for api, body in asked[start : start + 50]:
                 answer = await client.post(engine + PATHS[api], json=body)
-                said.append(told(Heard(answer.status_code, answer.headers, answer.text), body["stream"]))
+                said.append(told_of(Heard(answer.status_code, answer.headers, answer.text), body))
         return said
 
 
