@@ -22,7 +22,15 @@ from pathlib import Path
 from controller.fleet_file import FleetFile
 from controller.launcher import ServerSpec
 from controller.steps import Wanted
-from engines.kv_connectors import SIDE_CHANNEL, Connector, nixl_connector, sglang_tier, tier_connector, vllm_flags
+from engines.kv_connectors import (
+    SIDE_CHANNEL,
+    Connector,
+    left_in_memory,
+    nixl_connector,
+    sglang_tier,
+    tier_connector,
+    vllm_flags,
+)
 from engines.sleep import SLEEP
 
 
@@ -45,6 +53,7 @@ def server_spec(fleet: FleetFile, wanted: Wanted, asleep: Iterable[str] = ()) ->
         command=(*command, *flags),
         environment={**environment, **fleet.engine.environment},
         beside=tuple(sorted(asleep)),
+        leaves=(left_in_memory(wanted.server_id),) if fleet.engine.kind == "vllm" and fleet.engine.kv_tier else (),
     )
 
 

@@ -24,6 +24,7 @@ class ServerSpec:
         devices: GPUs (or CPU slots) that it holds; names within the launcher's own inventory. As many as `tp`.
         beside: ids of servers that sleep, with whom it may share devices; only local servers can.
         command: program and arguments; "{port}" and "{host}" in them are filled in by the launcher.
+        leaves: patterns of files that it leaves on its node when it is killed; local servers' are removed.
         environment: added to the launcher's own; "{host}", and "{kv_port}" for another port, are filled in too.
     """
 
@@ -34,6 +35,7 @@ class ServerSpec:
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

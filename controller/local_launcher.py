@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,7 @@ class LocalLauncher:
                 _signal(guard, signal.SIGTERM)
                 was_asked = True
             await asyncio.sleep(_POLL_S)
+        await asyncio.to_thread(_remove_leavings, folder)
 
     def _launch(self, spec: ServerSpec) -> Server:
         folder = self._run_dir / spec.fleet_id / spec.server_id
@@ -206,6 +208,12 @@ def _exit_cause(folder: Path) -> str:
     if process is not None and process["boot"] != local_guard.boot_id():
         return "the machine was restarted"
     return "killed with its guard"
+
+
+def _remove_leavings(folder: Path) -> None:
+    for pattern in json.loads((folder / "server.json").read_text())["spec"].get("leaves", ()):
+        for path in glob(pattern):
+            Path(path).unlink(missing_ok=True)
 
 
 def _is_guarded(folder: Path) -> bool:

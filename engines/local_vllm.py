@@ -140,11 +140,11 @@ async def launch_all(
 async def _running(spec: LocalVllm, log_path: Path) -> AsyncIterator[LocalEngine]:
     # vLLM cannot be told to take any port and report it.
     port = spec.port or free_port()
-    async with child(spec.command(port), log_path, spec.environment()) as server:
-        try:
+    try:
+        async with child(spec.command(port), log_path, spec.environment()) as server:
             yield LocalEngine(f"http://127.0.0.1:{port}", server)
-        finally:
-            _forget_memory_of(_engine_id(port))
+    finally:
+        _forget_memory_of(_engine_id(port))
 
 
 async def _until_ready(engine: LocalEngine, on_progress: Progress) -> None:

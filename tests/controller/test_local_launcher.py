@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,26 @@ async def test_a_server_outlives_a_killed_launcher(site: Site, tmp_path: Path) -
     await site.answer("engine-1")
     (found,) = await site.launcher.find("fleet")
     assert found.state is ServerState.RUNNING and found.spec.devices == ("0",)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_what_a_killed_server_leaves_is_removed_when_it_is_stopped(
+    site: Site, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Its own only; also where it had ended by itself, before anybody stopped it."""
+    mine, another = tmp_path / "shm" / "left_mine-0.mmap", tmp_path / "shm" / "left_another-0.mmap"
+    mine.parent.mkdir()
+    for file in (mine, another):
+        file.touch()
+    spec = replace(site.spec(), leaves=(f"{mine.parent}/left_mine*.mmap",))
+    await site.launcher.launch(spec)
+    about = await site.answer(spec.server_id)
+    assert mine.exists()
+    if number is signal.SIGKILL:
+        os.kill(about["pid"], number)
+        await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
+    await site.launcher.stop(spec.server_id, 10.0)
+    assert not mine.exists() and another.exists()
 
 
 async def test_a_device_is_shared_with_those_only_that_are_said_to_sleep(site: Site) -> None:
