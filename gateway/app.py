@@ -14,6 +14,7 @@ from gateway.clock import started_clock
 from gateway.config import ConfigError, Settings
 from gateway.demand import Demand, add_demand
 from gateway.demand_stream import say_demand
+from gateway.descriptors import DescriptorStore
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.weight_record import WeightRecord
 from gateway.front import Front
@@ -30,6 +31,7 @@ from gateway.turnlog import TurnLog
 from gateway.turns.arrivals import Arrivals
 from gateway.turns.endings import Endings
 from gateway.turns.hot import HotTurns
+from gateway.turns.kept_legs import KeptLegs
 from gateway.turns.kept_tokens import KeptTokens
 from gateway.turns.legs import Legs
 from gateway.turns.request_reader import RequestReader
@@ -44,8 +46,11 @@ from store import DEMAND, StoreSettings, open_store, open_stream
 
 
 @asynccontextmanager
-async def gateway(settings: Settings) -> AsyncIterator[Front]:
+async def gateway(settings: Settings, descriptors: DescriptorStore | None = None) -> AsyncIterator[Front]:
     """The ASGI application of a gateway that is running: restored, and watching its engines.
+
+    Args:
+        descriptors: what outlives this process; None where nobody keeps it.
 
     Raises:
         ConfigError: the event log cannot be written, or the predictor's model not read.
@@ -92,9 +97,12 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
     reader = RequestReader(settings, fleet, ledger, conversations, book)
     arrivals = Arrivals(fleet, ledger, memory.predictor)
     before = {record.trajectory_id for record in memory.records}
-    kept_tokens = KeptTokens(book, Partials(store), clock, settings.save_tokens_s, before)
+    kept_legs = (
+        KeptLegs(settings, descriptors, fleet, store.settle) if descriptors and settings.token_legs == "auto" else None
+    )
+    kept_tokens = KeptTokens(book, Partials(store), kept_legs, clock, settings.save_tokens_s, before)
     endings = Endings(clock, driver, ledger, conversations, repeats, arrivals, kept_tokens, kv, metrics, log)
-    legs = Legs(settings, clock, driver, fleet, metrics, book, kept_tokens.save, staleness, kv)
+    legs = Legs(settings, clock, driver, fleet, metrics, book, kept_tokens, staleness, kv)
     running = RunningTurns(settings, clock, driver, store, repeats, staleness, arrivals, legs, endings, metrics)
     hot = HotTurns(running, endings, legs, store, clock, settings, metrics)
     turns = Turns(settings, clock, reader, repeats, kept_tokens, running, hot, endings, metrics)
@@ -131,6 +139,8 @@ async def gateway(settings: Settings) -> AsyncIterator[Front]:
         driver.close()
         await weights.close()
         await kv.close()
+        if kept_legs is not None:
+            await kept_legs.close()
         await fleet.stop()
         await store.close()
         event_log.close()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import os
 import resource
 import signal
 import socket
@@ -17,12 +18,14 @@ import uvloop
 from engines.listener import bound
 from gateway.app import gateway
 from gateway.config import ConfigError, Settings
+from gateway.descriptors import DescriptorStore, descriptor_store
 from gateway.http.protocol import bounded_protocol
 from gateway.turnlog import LOGGER
 
 # Above what clients and proxies pool for (nginx 60 s, openai-python 5 s): they close first, and no request is lost.
 _KEEP_ALIVE_S = 75
 _BACKLOG = 4096
+_LISTENER = "listener"  # its name where descriptors are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +44,21 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serving(settings: Settings) -> AsyncIterator[Listening]:
+async def serving(settings: Settings, descriptors: DescriptorStore | None = None) -> AsyncIterator[Listening]:
     """A gateway that serves until this is left.
+
+    Args:
+        descriptors: what outlives this process; None where nobody keeps it.
 
     Raises:
         ConfigError: the address cannot be used.
         StoreError: the store cannot be used.
     """
-    listener = bind(settings.host, settings.port)
-    async with gateway(settings) as front:
+    found = found_listener(settings.host, settings.port, descriptors) if descriptors is not None else None
+    listener = found or bind(settings.host, settings.port)
+    if descriptors is not None and found is None:
+        descriptors.keep_now(_LISTENER, listener.fileno())
+    async with gateway(settings, descriptors) as front:
         host, port = listener.getsockname()[:2]
         app: Any = front
         protocol: Any = bounded_protocol(2 * settings.max_header_bytes, settings.body_timeout_s, front.take)
@@ -87,6 +96,22 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def found_listener(host: str, port: int, descriptors: DescriptorStore) -> socket.socket | None:
+    """The socket that an earlier process listened at, where who came meanwhile waits; None if that was elsewhere."""
+    for descriptor in descriptors.found.pop(_LISTENER, ()):
+        found = socket.socket(fileno=descriptor)
+        try:
+            wanted = {address[:2] for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and found.getsockname()[:2] in wanted:
+                found.setblocking(False)
+                return found
+        except OSError:
+            pass  # no such host, or no socket: `bind` says what is wrong
+        found.close()
+        descriptors.drop(_LISTENER)
+    return None
+
+
 def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT; turns under way may end within `shutdown_timeout_s`."""
 
@@ -95,10 +120,13 @@ def run(settings: Settings) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         gc.disable()  # what a start makes stays: collections would only look at it again and again
-        async with serving(settings) as listening:
+        descriptors = descriptor_store(os.environ)
+        async with serving(settings, descriptors) as listening:
             _spare_collector()
             LOGGER.info("serving", extra={"fields": {"url": listening.url, "policy": settings.policy}})
             await stop.wait()
+        if descriptors is not None:
+            descriptors.close()
 
     _raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -5,10 +5,14 @@ was served, and the request is sent once more on a new one.
 """
 
 import asyncio
+import socket
 import ssl
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from engines.http.faults import ConnectionBroken
+from engines.http.journal import Journal
+from engines.http.kept import Keep
 from engines.http.pool import HttpLimits, Pool
 from engines.http.response import Response
 
@@ -68,6 +72,38 @@ class HttpClient:
         """Send a POST on an idle connection; None where there is none. Nothing of its response has come yet."""
         connection = self._pool.take()
         return None if connection is None else connection.send(self._request("POST", target, body, headers))
+
+    async def post_kept(
+        self, target: str, body: bytes, headers: bytes, timeout_s: float, keep: Keep, on_full: Callable[[], None]
+    ) -> Response:
+        """As `request`, on a connection of its own, whose response outlives this process if `keep` takes it.
+
+        One of TLS cannot: who has only the socket cannot read it.
+
+        Args:
+            keep: is given the length of what is sent, too.
+            on_full: the response grew too long to be kept.
+        """
+        if not self._pool.is_plain:
+            return await self.request("POST", target, body, headers, timeout_s)
+        data = self._request("POST", target, body, headers)
+        kept = await self._pool.connect_kept()
+        try:
+            kept.journal = await keep(kept.socket, len(data))
+        except BaseException:
+            kept.connection.abort()
+            raise
+        kept.on_full = on_full
+        return await _begun(kept.connection.send(data), timeout_s)
+
+    async def take_up(
+        self, found: socket.socket, journal: Journal, timeout_s: float, on_full: Callable[[], None]
+    ) -> Response:
+        """The response to a request that another process sent, from its beginning. Raises as `request` does."""
+        kept = await self._pool.connect_kept((found, journal))
+        kept.on_full = on_full
+        assert kept.response is not None
+        return await _begun(kept.response, timeout_s)
 
     async def get(self, target: str, timeout_s: float, limit_bytes: int = 16 * 1024 * 1024) -> tuple[int, bytes]:
         """Status and whole body of a GET."""

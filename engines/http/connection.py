@@ -45,12 +45,18 @@ class Connection(asyncio.Protocol):
 
     def send(self, data: bytes) -> Response:
         """Write a request; its response has not begun yet."""
+        response = self.expect()
+        assert self._transport is not None
+        self._transport.write(data)
+        return response
+
+    def expect(self) -> Response:
+        """The response to a request that was written, or is going to be."""
         assert self._transport is not None
         response = self._response = Response(self._transport, self.loop)
         self.on_body = response.feed  # from the parser straight to the reader: it is called for each chunk
         self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
-        self._transport.write(data)
         return response
 
     def abort(self) -> None:

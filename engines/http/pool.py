@@ -5,11 +5,15 @@ A connection idles for less than the engines' keep-alive (5 s), so a request har
 
 import asyncio
 import errno
+import socket
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engines.http.connection import Connection
 from engines.http.faults import EngineUnreachable, NoMoreConnections
+from engines.http.journal import Journal
+from engines.http.kept import KeptConnection
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class Pool:
         self._host = host
         self._port = port
         self._tls = tls
+        self.is_plain = tls is None
         self._limits = limits
         self._idle: list[Connection] = []
         self._all: set[Connection] = set()
@@ -56,20 +61,38 @@ class Pool:
 
     async def connect(self) -> Connection:
         """A new one. Raises EngineUnreachable, NoMoreConnections."""
+        loop = asyncio.get_running_loop()
+        connection = Connection(loop, self._keep, self._all.discard)
+        await self._open(connection, lambda: connection, None)
+        return connection
+
+    async def connect_kept(self, found: tuple[socket.socket, Journal] | None = None) -> KeptConnection:
+        """A new one for a single request whose response is to outlive this process; or one that did. Raises as above.
+
+        Args:
+            found: of an earlier process, whose request was sent; the connection has its response.
+        """
+        connection = Connection(asyncio.get_running_loop(), Connection.abort, self._all.discard)
+        kept = KeptConnection(connection, found[1] if found else None, is_found=found is not None)
+        await self._open(connection, lambda: kept, found[0] if found else None)
+        return kept
+
+    async def _open(
+        self, connection: Connection, protocol: Callable[[], asyncio.BaseProtocol], of: socket.socket | None
+    ) -> None:
         if len(self._all) >= self._limits.max_connections:
             raise NoMoreConnections(f"all {self._limits.max_connections} connections to the engine are in use")
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    lambda: Connection(loop, self._keep, self._all.discard), self._host, self._port, ssl=self._tls
-                )
+                if of is not None:
+                    await connection.loop.create_connection(protocol, sock=of)
+                else:
+                    await connection.loop.create_connection(protocol, self._host, self._port, ssl=self._tls)
         except (OSError, TimeoutError) as error:
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise NoMoreConnections(f"no more file descriptors: {error.strerror}") from None
             raise EngineUnreachable(f"no connection to the engine: {error or 'timed out'}") from None
         self._all.add(connection)
-        return connection
 
     def close(self) -> None:
         """Close every connection; responses under way break."""

@@ -6,7 +6,7 @@ What came stays in the choice's chain when the leg ends early, and the next one 
 import asyncio
 from collections.abc import Callable, Iterable
 
-from engines.http import BadResponse, Response
+from engines.http import CONNECTION_FAULTS, BadResponse, Response
 from engines.tokens import TokenLeg, TokenRoutes
 from gateway.clock import Clock
 from gateway.config import Settings
@@ -15,6 +15,7 @@ from gateway.http.errors import api_error, engine_error
 from gateway.http.sse import EventTooLarge
 from gateway.turns.chain import Said
 from gateway.turns.choice import Choice
+from gateway.turns.kept_legs import KeptLegs
 from gateway.turns.outcome import LegFailed, refused_leg
 from gateway.turns.token_relay import TokenRelay
 from gateway.turns.turn import Turn
@@ -38,6 +39,7 @@ class Place:
     """Where a turn's leg runs, and as what.
 
     Args:
+        kept_legs: whose responses outlive this process; None where nobody keeps them.
         note: tokens of a turn have come, which had so many before; called before they are told.
     """
 
@@ -48,6 +50,7 @@ class Place:
     settings: Settings
     clock: Clock
     note: Callable[[Turn, int], None]
+    kept_legs: KeptLegs | None = None
 
 
 class ChoiceLeg:
@@ -66,10 +69,9 @@ class ChoiceLeg:
         Raises: LegFailed, RefusedTokens, Diverged, what HttpClient raises, and what reading nonsense raises.
         """
         chain, choice = self._chain, self._choice
-        if chain.output_ids and chain.finish_reason is None:
-            self._say(await self._mended())
-            if len(chain.output_ids) >= chain.rendered.max_tokens:
-                self._say(chain.finish("length"))
+        await self._begin()
+        if chain.finish_reason is None and self._place.kept_legs is not None:
+            await self._take_up(self._place.kept_legs)
         if chain.finish_reason is None:
             await self._generate()
         await self._end()
@@ -81,12 +83,36 @@ class ChoiceLeg:
 
     # --- the tokens -----------------------------------------------------------------------------------------
 
+    async def _begin(self) -> None:
+        """Go on from what was made before."""
+        chain = self._chain
+        if chain.output_ids and chain.finish_reason is None:
+            self._say(await self._mended())
+            if len(chain.output_ids) >= chain.rendered.max_tokens:
+                self._say(chain.finish("length"))
+
+    async def _take_up(self, kept_legs: KeptLegs) -> None:
+        """Read what an earlier process had asked for, as far as it goes; the rest is asked for anew."""
+        response: Response | None = None
+        try:
+            response = await kept_legs.take_up(self._turn, self._choice, self._place.member)
+            if response is None:
+                return
+            self._chain.begin_leg()
+            if response.status == 200:
+                await self._read(response)
+                response.release()
+        except (*CONNECTION_FAULTS, LegFailed):
+            pass  # it may have ended long ago: what there is now is asked next
+        finally:
+            if response is not None:
+                response.close()
+        await self._begin()
+
     async def _generate(self) -> None:
-        turn, chain, place = self._turn, self._chain, self._place
+        turn, chain = self._turn, self._chain
         chain.begin_leg()
-        asked = place.routes.generate(chain.rendered, self._leg())
-        http, settings = place.member.http, place.settings
-        response = await http.request("POST", asked.path, asked.body, asked.headers, settings.turn_timeout_s)
+        response = await self._asked()
         try:
             if response.status != 200:
                 error = engine_error(response.status, await response.body(2**20, self._timeout_s))
@@ -97,6 +123,13 @@ class ChoiceLeg:
             response.release()
         finally:
             response.close()
+
+    async def _asked(self) -> Response:
+        place, leg = self._place, self._leg()
+        http, asked = place.member.http, place.routes.generate(self._chain.rendered, leg)
+        if place.kept_legs is not None:
+            return await place.kept_legs.ask(self._turn, self._choice, place.member, leg, asked)
+        return await http.request("POST", asked.path, asked.body, asked.headers, place.settings.turn_timeout_s)
 
     def _leg(self) -> TokenLeg:
         turn, chain, place, index = self._turn, self._chain, self._place, self._choice.index

@@ -14,8 +14,10 @@ from gateway.tokens.book import StoredTokens, choice_id
 from gateway.tokens.partials import Partials
 from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
 from gateway.turns.choice import Choice
+from gateway.turns.kept_legs import KeptLegs
 from gateway.turns.repeats import digest_of
 from gateway.turns.turn import Made, Turn
+from scheduling.types import Dispatch
 from store.port import StoreError
 
 
@@ -23,12 +25,22 @@ class KeptTokens:
     """Writes down and finds again.
 
     Args:
+        legs: whose responses outlive this process; None where nobody keeps them.
         save_s: between two writes of a turn.
         before: trajectories of an earlier process, whose turns may have been cut off with it.
     """
 
-    def __init__(self, book: StoredTokens, partials: Partials, clock: Clock, save_s: float, before: Set[str]) -> None:
+    def __init__(
+        self,
+        book: StoredTokens,
+        partials: Partials,
+        legs: KeptLegs | None,
+        clock: Clock,
+        save_s: float,
+        before: Set[str],
+    ) -> None:
         self._book = book
+        self.legs = legs
         self._partials = partials
         self._clock = clock
         self._save_s = save_s
@@ -41,6 +53,8 @@ class KeptTokens:
             may_repeat: the same request from before the start of this process is the same turn.
         """
         trajectory_id = turn.ask.trajectory_id
+        if may_repeat and self.legs is not None:
+            self.legs.claim(turn)
         if turn.ask.keeps_tokens:
             await self._book.ready(trajectory_id)
         if may_repeat and trajectory_id in self._before:
@@ -51,10 +65,23 @@ class KeptTokens:
             turn.num_parts = len(parts)
             turn.made_before = _made(parts)
 
-    def save(self, turn: Turn) -> None:
+    def placed(self, turn: Turn, dispatch: Dispatch) -> Dispatch:
+        """Where a turn's leg is to run: one of an earlier process goes on where it still does."""
+        return dispatch if self.legs is None else self.legs.placed(turn, dispatch)
+
+    def leg_ended(self, turn: Turn) -> None:
+        """What made no end of its choice is written down, for it is not kept any more."""
+        unfinished = [choice for choice in turn.choices if choice.chain.finish_reason is None]
+        if self.legs is not None and unfinished:
+            self.save(turn, at_once=True)
+            for choice in unfinished:
+                self.legs.left(turn, choice)
+
+    def save(self, turn: Turn, at_once: bool = False) -> None:
         """Write down what is new of a running turn, if it is time."""
         now = self._clock()
-        if now - turn.saved_at < self._save_s or turn.is_made:  # then the whole of it is kept in a moment
+        is_time = at_once or now - turn.saved_at >= self._save_s
+        if not is_time or turn.is_made:  # then the whole of it is kept in a moment
             return
         part = orjson.dumps([_unsaved(choice) for choice in turn.choices])
         self._partials.put(turn.ask.trajectory_id, digest_of(turn), turn.num_parts, part)
@@ -66,6 +93,11 @@ class KeptTokens:
         if turn.ask.keeps_tokens:
             for choice in turn.choices:
                 self._keep(turn, choice)
+
+    def over(self, turn: Turn) -> None:
+        """A turn is over, well or not."""
+        if self.legs is not None:
+            self.legs.over(turn)
 
     def _keep(self, turn: Turn, choice: Choice) -> None:
         ask, chain, content = turn.ask, choice.chain, choice.content()

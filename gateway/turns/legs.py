@@ -4,7 +4,6 @@ Whatever an engine does instead of answering becomes a LegFailed that says whose
 """
 
 import asyncio
-from collections.abc import Callable
 
 from engines.http import (
     CONNECTION_FAULTS,
@@ -28,6 +27,7 @@ from gateway.messages.streams import content_of_stream
 from gateway.metrics import Metrics
 from gateway.state.driver import Driver
 from gateway.tokens.turn_tokens import TokenBook
+from gateway.turns.kept_tokens import KeptTokens
 from gateway.turns.outcome import LegFailed, Outcome, Stopped, refused_leg
 from gateway.turns.relay import Relay
 from gateway.turns.staleness import Staleness
@@ -66,7 +66,7 @@ class Legs:
         fleet: Fleet,
         metrics: Metrics,
         book: TokenBook,
-        save_tokens: Callable[[Turn], None],
+        kept_tokens: KeptTokens,
         staleness: Staleness,
         kv: KvMoves,
     ) -> None:
@@ -77,7 +77,8 @@ class Legs:
         self._metrics = metrics
         self._staleness = staleness
         self._kv = kv
-        self._token_legs = TokenLegs(settings, clock, book, self._note_first_byte, self._note_progress, save_tokens)
+        self._kept_tokens = kept_tokens
+        self._token_legs = TokenLegs(settings, clock, book, self._note_first_byte, self._note_progress, kept_tokens)
         self._aborts: set[asyncio.Task[None]] = set()
 
     def begin(self, turn: Turn, dispatch: Dispatch) -> Begun | None:
@@ -122,6 +123,7 @@ class Legs:
             Stopped: the client left, the trajectory was aborted, or the leg is paused.
         """
         if begun is None:
+            dispatch = self._kept_tokens.placed(turn, dispatch)
             try:
                 begun = self._began(turn, dispatch, self._fleet.get(dispatch.engine_id))
             except UnknownEngine:

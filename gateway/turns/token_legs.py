@@ -23,6 +23,7 @@ from gateway.turns.chain import Chain, Diverged
 from gateway.turns.choice import Choice
 from gateway.turns.choice_leg import ChoiceLeg, Place, RefusedTokens, run_all
 from gateway.turns.frames import frame_of
+from gateway.turns.kept_tokens import KeptTokens
 from gateway.turns.outcome import LegFailed, Outcome, refused_leg
 from gateway.turns.splice import spliced
 from gateway.turns.turn import Turn
@@ -96,7 +97,7 @@ class TokenLegs:
     Args:
         book: the tokens of earlier turns, from which later ones are spliced.
         note_first_byte, note_progress: as in `Legs`.
-        save: writes down what a running turn has made, if it is time.
+        kept_tokens: what running turns have made, against the end of this process.
     """
 
     def __init__(
@@ -106,14 +107,15 @@ class TokenLegs:
         book: TokenBook,
         note_first_byte: Callable[[Turn], None],
         note_progress: Callable[[Turn], None],
-        save: Callable[[Turn], None],
+        kept_tokens: KeptTokens,
     ) -> None:
         self._settings = settings
         self._clock = clock
         self._book = book
         self._note_first_byte = note_first_byte
         self._note_progress = note_progress
-        self._save = save
+        self._kept_tokens = kept_tokens
+        self._kept_legs = kept_tokens.legs
 
     async def run(self, turn: Turn, member: Member, request_id: str, priority: int) -> Outcome | None:
         """Run a leg to its end; None where the turn must pass through instead.
@@ -132,7 +134,9 @@ class TokenLegs:
                 await self._go_on(turn, routes, member)
             if not turn.choices:
                 return None
-            place = Place(routes, member, request_id, priority, self._settings, self._clock, self._note)
+            place = Place(
+                routes, member, request_id, priority, self._settings, self._clock, self._note, self._kept_legs
+            )
             await run_all(ChoiceLeg(turn, choice, place) for choice in turn.choices if not choice.has_ended)
         except RefusedTokens:
             turn.choices = []
@@ -142,6 +146,8 @@ class TokenLegs:
             raise LegFailed(Fault.REQUEST, error) from None
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise BadResponse(f"its token routes answered nonsense: {error!r}") from None
+        finally:
+            self._kept_tokens.leg_ended(turn)
         return self._outcome(turn)
 
     async def _begin(self, turn: Turn, routes: TokenRoutes, member: Member) -> None:
@@ -159,8 +165,11 @@ class TokenLegs:
         voice = ParsedVoice if rendered.needs_parser else TextVoice
         for index in range(num_choices(ask)):
             chain = Chain(rendered, prompt_ids, parent, ask.wants_stream, _wants_logprobs(ask))
-            if index < len(turn.made_before):
-                chain.restore(*turn.made_before[index])
+            made = turn.made_before[index] if index < len(turn.made_before) else None
+            if self._kept_legs is not None:
+                made = self._kept_legs.made_before(turn, index, member, prompt_ids.packed) or made
+            if made is not None:
+                chain.restore(*made)
             turn.choices.append(Choice(index, chain, voice(ask, frame, index), history))
 
     async def _go_on(self, turn: Turn, routes: TokenRoutes, member: Member) -> None:
@@ -197,7 +206,7 @@ class TokenLegs:
             if turn.first_byte_at is None:
                 self._note_first_byte(turn)
             turn.outlet.num_events = turn.choices[0].voice.frame.num_events
-        self._save(turn)
+        self._kept_tokens.save(turn)
         if turn.num_chunks // _PROGRESS_TOKENS != num_before // _PROGRESS_TOKENS and not turn.is_made:
             self._note_progress(turn)
 

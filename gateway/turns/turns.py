@@ -140,8 +140,11 @@ class Turns:
         except BaseException:
             self._running.give_up(turn)
             raise
-        self._running.arrive(turn, client)
-        await self._running.run(turn, client)
+        try:
+            self._running.arrive(turn, client)
+            await self._running.run(turn, client)
+        finally:
+            self._kept_tokens.over(turn)
 
     async def _join(self, turn: Turn, client: Client) -> None:
         """Give a client the answer of a turn that another one began."""

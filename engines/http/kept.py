@@ -1,0 +1,99 @@
+"""A connection whose response outlives this process: its bytes go into a journal, and somebody else has both, too.
+
+Somebody else: who keeps the socket's descriptor and the journal's for the next process. So to close a socket here ends
+nothing, and an engine would go on for nobody: it is shut down.
+"""
+
+import array
+import asyncio
+import fcntl
+import os
+import socket
+import struct
+import termios
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from engines.http.connection import Connection
+from engines.http.journal import Journal
+from engines.http.response import Response
+
+Keep = Callable[[socket.socket, int], Awaitable[Journal | None]]
+"""Puts a socket, to which so many bytes are going to be sent and none were yet, into keeping; the journal for what
+comes, None where it cannot."""
+
+# Bytes read at once where there is no journal (any more).
+_SCRATCH_BYTES = 64 * 1024
+# `tcpi_bytes_acked` in `struct tcp_info` (linux/tcp.h, since 4.1).
+_BYTES_ACKED = struct.Struct("120xQ")
+
+
+class KeptConnection(asyncio.BufferedProtocol):
+    """Reads a connection into a journal, and hands on what came.
+
+    Args:
+        connection: whose bytes these are.
+        journal: None until there is one, and again when it is full.
+        is_found: what the journal has belongs to a request that another process sent.
+
+    Attributes:
+        response: of that request.
+        on_full: called once when the journal is full: the response cannot be read back any more.
+    """
+
+    def __init__(self, connection: Connection, journal: Journal | None = None, is_found: bool = False) -> None:
+        self.connection = connection
+        self.journal = journal
+        self.response: Response | None = None
+        self.on_full: Callable[[], None] | None = None
+        self._is_found = is_found
+        self._scratch = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.socket = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        self.connection.connection_made(transport)
+        if self._is_found and self.journal is not None:
+            self.response = self.connection.expect()
+            if so_far := self.journal.so_far():
+                self.connection.data_received(so_far)
+
+    def get_buffer(self, sizehint: int) -> Any:
+        if self.journal is not None:
+            if len(room := self.journal.room()):
+                return room
+            self.journal = None
+            if self.on_full is not None:
+                self.on_full()
+        self._scratch = self._scratch or bytearray(_SCRATCH_BYTES)
+        return self._scratch
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self.journal is not None:
+            self.connection.data_received(self.journal.taken(nbytes))
+        else:
+            self.connection.data_received(bytes(self._scratch[:nbytes]))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        shut_down(self.socket)
+        self.connection.connection_lost(exc)
+
+
+def shut_down(connection: socket.socket) -> None:
+    """End a connection, whoever else has its descriptor."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it had ended before
+    finally:
+        connection.close()
+
+
+def bytes_sent(connection: socket.socket) -> int:
+    """How much was written to it since it was made, and one: the difference of two counts is exact, also between two
+    processes. Raises OSError where the system does not tell."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    if len(info) < _BYTES_ACKED.size:
+        raise OSError("the system does not count bytes")
+    unacknowledged = array.array("i", [0])
+    fcntl.ioctl(connection, termios.TIOCOUTQ, unacknowledged)
+    return int(_BYTES_ACKED.unpack_from(info)[0]) + unacknowledged[0]

@@ -1,0 +1,117 @@
+"""Descriptors that the next process finds again: systemd keeps them, or `heddle keep` (sd_notify(3), sd_listen_fds(3)).
+
+Who keeps them says so with NOTIFY_SOCKET and FDSTORE, how many there may be; systemd does from its version 254 on.
+"""
+
+import asyncio
+import os
+import socket
+from array import array
+from collections import deque
+from collections.abc import MutableMapping, Sequence
+
+_FIRST_DESCRIPTOR = 3
+# A socket of datagrams takes 10 of them until its reader comes round to them, on a busy machine after a while.
+_RETRY_S = 0.002
+# At the end of a process nobody else waits for it.
+_LAST_WORDS_S = 1.0
+
+
+class DescriptorStore:
+    """Puts descriptors into keeping and takes them out again.
+
+    Args:
+        address: of the keeper's socket.
+        limit: of descriptors; the keeper would drop more without a word.
+        found: what earlier processes left there, by name. It stays there until it is dropped.
+    """
+
+    def __init__(self, address: str, limit: int, found: dict[str, list[int]]) -> None:
+        self.found = found
+        self._limit = limit
+        self._num_of = {name: len(descriptors) for name, descriptors in found.items()}
+        self._num = sum(self._num_of.values())
+        self._unsent: deque[bytes] = deque()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+
+    async def keep(self, name: str, descriptors: Sequence[int], timeout_s: float) -> bool:
+        """Put these into keeping under a new name; False where there is no room, or nobody takes them in this time."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        if self._num + len(descriptors) > self._limit:
+            return False
+        self._count(name, len(descriptors))
+        message = b"FDSTORE=1\nFDNAME=%b\nFDPOLL=0" % name.encode()
+        while not self._sent(message, descriptors):
+            if loop.time() >= deadline:
+                self._count(name, 0)
+                return False
+            await asyncio.sleep(_RETRY_S)
+        return True
+
+    def keep_now(self, name: str, descriptor: int) -> None:
+        """Put this one into keeping, if there is room and somebody takes it at once."""
+        if self._num < self._limit and self._sent(b"FDSTORE=1\nFDNAME=%b" % name.encode(), [descriptor]):
+            self._count(name, 1)
+
+    def drop(self, name: str) -> None:
+        """Have all of that name closed there; nothing if there is none."""
+        if name in self._num_of:
+            self._count(name, 0)
+            self._unsent.append(b"FDSTOREREMOVE=1\nFDNAME=%b" % name.encode())
+            if len(self._unsent) == 1:
+                self._send_on()
+
+    def close(self) -> None:
+        """Say what is still to be said; nothing more follows."""
+        self._socket.settimeout(_LAST_WORDS_S)
+        while self._unsent and self._sent(self._unsent[0], ()):
+            self._unsent.popleft()
+        self._socket.close()
+
+    def _count(self, name: str, num: int) -> None:
+        self._num += num - self._num_of.pop(name, 0)
+        if num:
+            self._num_of[name] = num
+
+    def _send_on(self) -> None:
+        while self._unsent and self._sent(self._unsent[0], ()):
+            self._unsent.popleft()
+        if self._unsent and self._socket.fileno() >= 0:
+            asyncio.get_running_loop().call_later(_RETRY_S, self._send_on)
+
+    def _sent(self, message: bytes, descriptors: Sequence[int]) -> bool:
+        """Whether it went; a keeper that is gone has got it, for all that one can do."""
+        beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
+        try:
+            self._socket.sendmsg([message], beside, 0, self._address)  # `send_fds` forgets the address (3.11)
+        except (BlockingIOError, TimeoutError):
+            return False
+        except OSError:
+            return not descriptors
+        return True
+
+
+def descriptor_store(environment: MutableMapping[str, str]) -> DescriptorStore | None:
+    """What this process was given, once: it is not for its children. None where nobody keeps descriptors.
+
+    Args:
+        environment: of the process; what was for it alone is taken out.
+    """
+    names = environment.pop("LISTEN_FDNAMES", "").split(":")
+    is_ours = environment.pop("LISTEN_PID", "") == str(os.getpid())
+    num = environment.pop("LISTEN_FDS", "")
+    found: dict[str, list[int]] = {}
+    if is_ours and num.isdecimal():
+        for descriptor, name in zip(range(_FIRST_DESCRIPTOR, _FIRST_DESCRIPTOR + int(num)), names, strict=False):
+            os.set_inheritable(descriptor, False)
+            found.setdefault(name, []).append(descriptor)
+    address, limit = environment.pop("NOTIFY_SOCKET", ""), environment.pop("FDSTORE", "")
+    if address and limit.isdecimal() and int(limit):
+        return DescriptorStore(address, int(limit), found)
+    for descriptors in found.values():
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return None

@@ -1,0 +1,258 @@
+"""Token legs whose responses outlive this process, so that nothing an engine made is made again.
+
+Somebody must keep descriptors for this (`gateway/descriptors.py`): of each leg its connection, and the journal into
+which the response is read. The journal's header says whose leg it is, and what had been made before it.
+
+1. Both are in keeping before a byte of the request is sent. A request of which not all was sent made nothing.
+2. They stay there until the record has what the leg made: at the turn's end, or when the leg ended early.
+3. A response that grows above the limit is not kept any more; `save_tokens_s` bounds what is lost of it.
+4. What nobody asks for again is closed after a while, which stops its engine.
+"""
+
+import asyncio
+import os
+import socket
+import stat
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import orjson
+from xxhash import xxh3_64_hexdigest
+
+from engines.http import Response
+from engines.http.journal import Journal, found_journal, new_journal
+from engines.http.kept import bytes_sent, shut_down
+from engines.tokens import TokenLeg
+from engines.upstream import Upstream
+from gateway.config import Settings
+from gateway.descriptors import DescriptorStore
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.member import EngineState, Member
+from gateway.tokens.turn_tokens import VersionSpan
+from gateway.turns.chain import Chain
+from gateway.turns.choice import Choice
+from gateway.turns.repeats import digest_of
+from gateway.turns.turn import Made, Turn
+from scheduling.types import Dispatch
+
+_PREFIX = "leg-"
+
+
+class KeptLeg:
+    """A leg that an earlier process ran.
+
+    Attributes:
+        made: before it, of its choice.
+        is_asked: its whole request was sent.
+    """
+
+    def __init__(self, name: str, journal: Journal, connection: socket.socket, header: Mapping[str, Any]) -> None:
+        self.name = name
+        self.journal = journal
+        self.connection = connection
+        self.turn: tuple[str, str] = (header["trajectory"], header["digest"])
+        self.index: int = header["index"]
+        self.engine_id: str = header["engine"]
+        self.order: tuple[float, int] = header["arrived_at"], header["leg"]
+        self.prompt: str = header["prompt"]
+        ids, logprobs, spans = header["made"]
+        self.made: Made = ids, logprobs, [VersionSpan(*span) for span in spans]
+        self.num_made = len(ids)
+        sent = bytes_sent(connection) - header["sent_before"]
+        self.is_asked = bool(journal.so_far()) or sent >= header["length"]
+
+    def close(self) -> None:
+        """Have its engine stop."""
+        shut_down(self.connection)
+
+
+class KeptLegs:
+    """Keeps the legs of this process, and takes up those of earlier ones.
+
+    Args:
+        settled: waits so many seconds for the record to have everything.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        descriptors: DescriptorStore,
+        fleet: Fleet,
+        settled: Callable[[float], Awaitable[bool]],
+    ) -> None:
+        self._descriptors = descriptors
+        self._fleet = fleet
+        self._settled = settled
+        self._limit_bytes = settings.kept_leg_bytes
+        self._timeout_s = settings.kept_leg_s
+        self._keep_timeout_s = settings.connect_timeout_s  # it is a connection to a neighbour as well
+        self._turn_timeout_s = settings.turn_timeout_s
+        self._waiting: dict[tuple[str, str], dict[int, KeptLeg]] = {}
+        self._claimed: dict[str, dict[int, KeptLeg]] = {}
+        self._engines: dict[str, str] = {}
+        self._names: dict[str, dict[int, str]] = {}
+        self._over: list[str] = []
+        self._dropping: asyncio.Task[None] | None = None
+        self._take_all()
+        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._give_up)
+
+    # --- of earlier processes -------------------------------------------------------------------------------
+
+    def claim(self, turn: Turn) -> None:
+        """A turn has come again: what was kept of it is its own."""
+        if self._waiting and (legs := self._waiting.pop((turn.ask.trajectory_id, digest_of(turn)), None)):
+            self._claimed[turn.turn_id] = legs
+            self._engines[turn.turn_id] = next(iter(legs.values())).engine_id
+
+    def placed(self, turn: Turn, dispatch: Dispatch) -> Dispatch:
+        """Have a turn's first leg go on where what was kept of it runs, wherever the scheduler has room for it: its
+        engine has it anyway."""
+        engine_id = self._engines.pop(turn.turn_id, None)
+        if engine_id is None:
+            return dispatch
+        ready = (member.engine_id for member in self._fleet.members() if member.state is EngineState.READY)
+        return replace(dispatch, engine_id=engine_id) if engine_id in ready else dispatch
+
+    def made_before(self, turn: Turn, index: int, member: Member, prompt: bytes) -> Made | None:
+        """What a choice had before the leg that was kept; None if there is none that goes on from this prompt here."""
+        leg = self._claimed.get(turn.turn_id, {}).get(index)
+        if leg is None:
+            return None
+        if leg.engine_id != member.engine_id or leg.prompt != xxh3_64_hexdigest(prompt):
+            self._leave(self._claimed[turn.turn_id].pop(index))
+            return None
+        return leg.made
+
+    async def take_up(self, turn: Turn, choice: Choice, member: Member) -> Response | None:
+        """The response of a choice's kept leg, from its beginning. Raises what HttpClient does."""
+        legs = self._claimed.get(turn.turn_id)
+        leg = legs.pop(choice.index, None) if legs else None
+        if leg is None:
+            return None
+        if not leg.is_asked or leg.num_made != len(choice.chain.output_ids):
+            self._leave(leg)
+            return None
+        self._names.setdefault(turn.turn_id, {})[choice.index] = leg.name
+        return await member.http.take_up(
+            leg.connection, leg.journal, self._turn_timeout_s, lambda: self._descriptors.drop(leg.name)
+        )
+
+    def _take_all(self) -> None:
+        found = self._descriptors.found
+        for name in [name for name in found if name.startswith(_PREFIX)]:
+            leg = _found_leg(name, found.pop(name))
+            if leg is None:
+                self._descriptors.drop(name)
+                continue
+            legs = self._waiting.setdefault(leg.turn, {})
+            older, newer = sorted((legs.get(leg.index) or leg, leg), key=lambda one: one.order)
+            if older is not newer:
+                self._leave(older)
+            legs[leg.index] = newer
+
+    def _leave(self, leg: KeptLeg) -> None:
+        leg.close()
+        self._descriptors.drop(leg.name)
+
+    def _give_up(self) -> None:
+        for legs in self._waiting.values():
+            for leg in legs.values():
+                self._leave(leg)
+        self._waiting.clear()
+
+    # --- of this one ----------------------------------------------------------------------------------------
+
+    async def ask(self, turn: Turn, choice: Choice, member: Member, leg: TokenLeg, asked: Upstream) -> Response:
+        """Ask for a leg, and keep its response. Raises what HttpClient does."""
+        name = _PREFIX + leg.request_id
+        names = self._names.setdefault(turn.turn_id, {})
+
+        async def keep(connection: socket.socket, num_bytes: int) -> Journal | None:
+            try:
+                sent_before = bytes_sent(connection)
+                header = orjson.dumps(_header(turn, choice, member, num_bytes) | {"sent_before": sent_before})
+                journal, descriptor = new_journal(header, self._limit_bytes)
+            except OSError:
+                return None
+            try:
+                is_kept = await self._descriptors.keep(name, [connection.fileno(), descriptor], self._keep_timeout_s)
+            finally:
+                os.close(descriptor)
+            if not is_kept:
+                return None
+            if choice.index in names:  # what it has made so far is in the new one's header
+                self._descriptors.drop(names[choice.index])
+            names[choice.index] = name
+            return journal
+
+        return await member.http.post_kept(
+            asked.path, asked.body, asked.headers, self._turn_timeout_s, keep, lambda: self._descriptors.drop(name)
+        )
+
+    def over(self, turn: Turn) -> None:
+        """A turn has ended; what it made is on its way into the record."""
+        self._engines.pop(turn.turn_id, None)
+        for leg in self._claimed.pop(turn.turn_id, {}).values():
+            self._leave(leg)
+        self._over += self._names.pop(turn.turn_id, {}).values()
+        self._drop_later()
+
+    def left(self, turn: Turn, choice: Choice) -> None:
+        """A choice's leg has ended early; what it made is on its way into the record."""
+        if name := self._names.get(turn.turn_id, {}).pop(choice.index, None):
+            self._over.append(name)
+            self._drop_later()
+
+    async def close(self) -> None:
+        """Keep nothing any more; all that ran has ended."""
+        self._timer.cancel()
+        self._give_up()
+        if self._dropping is not None:
+            await self._dropping
+
+    def _drop_later(self) -> None:
+        if self._over and self._dropping is None:
+            self._dropping = asyncio.create_task(self._drop_settled())
+
+    async def _drop_settled(self) -> None:
+        while self._over:
+            names, self._over = self._over, []
+            await self._settled(self._timeout_s)  # a record that is away has it later; legs are not kept as long
+            for name in names:
+                self._descriptors.drop(name)
+        self._dropping = None
+
+
+def _header(turn: Turn, choice: Choice, member: Member, num_bytes: int) -> dict[str, Any]:
+    chain: Chain = choice.chain
+    spans = [(span.version, span.start, span.end) for span in chain.versions]
+    return {
+        "trajectory": turn.ask.trajectory_id,
+        "digest": digest_of(turn),
+        "index": choice.index,
+        "arrived_at": turn.arrived_at,
+        "leg": turn.leg,
+        "engine": member.engine_id,
+        "prompt": xxh3_64_hexdigest(chain.prompt_ids.packed),
+        "made": (chain.output_ids, chain.logprobs, spans),
+        "length": num_bytes,
+    }
+
+
+def _found_leg(name: str, descriptors: list[int]) -> KeptLeg | None:
+    """The leg of these descriptors, which are taken; None for what is none, or has no answer any more."""
+    connections = [number for number in descriptors if stat.S_ISSOCK(os.fstat(number).st_mode)]
+    journals = [number for number in descriptors if number not in connections]
+    try:
+        if len(connections) != 1 or len(journals) != 1:
+            return None
+        journal, header = found_journal(journals[0])
+        connection = socket.socket(fileno=os.dup(connections[0]))
+        connection.setblocking(False)
+        return KeptLeg(name, journal, connection, orjson.loads(header))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    finally:
+        for number in descriptors:
+            os.close(number)

@@ -1,0 +1,81 @@
+"""A gateway under `heddle keep`, to be killed; the keeper starts it again, at the same address."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+
+from engines.children import free_port
+from tests.support.gateway import eventually
+
+START_TIMEOUT_S = 120.0  # A busy machine takes ten times the usual 2 s, and more.
+RETRY_S = 0.05
+
+
+class KeptGateway:
+    """`heddle keep -- heddle serve` with these options."""
+
+    def __init__(self, *options: str, **environment: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._options = options
+        self._environment = environment
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start both, and return when the gateway is healthy."""
+        serve = ("serve", "--port", str(self.port), "--log-level", "warning", *self._options)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "heddle", "keep", "--", sys.executable, "-m", "heddle", *serve),
+            env={**os.environ, **self._environment},
+        )
+        await eventually(self.is_healthy, START_TIMEOUT_S)
+
+    async def is_healthy(self) -> bool:
+        assert self._process is not None and self._process.returncode is None, "the keeper ended"
+        async with httpx.AsyncClient(timeout=START_TIMEOUT_S) as client:
+            try:
+                return (await client.get(self.url + "/healthz")).status_code == 200
+            except httpx.TransportError:
+                return False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the gateway; None between two of them."""
+        assert self._process is not None
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        return int(children[0]) if children else None
+
+    async def kill(self) -> None:
+        """SIGKILL the gateway, whether it serves or is only starting, and return when it is gone."""
+        await eventually(lambda: self.pid is not None)
+        killed = self.pid
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        await eventually(lambda: self.pid != killed)
+
+    async def end(self, number: signal.Signals) -> int:
+        """End the keeper by a signal; its status."""
+        assert self._process is not None
+        if self._process.returncode is None:
+            self._process.send_signal(number)
+        return await self._process.wait()
+
+
+@asynccontextmanager
+async def kept_gateway(*options: str, **environment: str) -> AsyncIterator[KeptGateway]:
+    """A started one, ended when this is left."""
+    gateway = KeptGateway(*options, **environment)
+    try:
+        await gateway.start()
+        yield gateway
+        await eventually(gateway.is_healthy, START_TIMEOUT_S)
+        assert await gateway.end(signal.SIGTERM) == 0
+    finally:
+        await gateway.end(signal.SIGKILL)
