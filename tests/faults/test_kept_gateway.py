@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.asking import PATHS, Heard, ask
 from tests.faults.kept_gateway import KeptGateway, kept_gateway
-from tests.faults.token_jobs import PAIRS, differences, engine_of, fleet_of, jobs, told
+from tests.faults.token_jobs import PAIRS, differences, engine_of, fleet_of, jobs, told_of
 from tests.support.gateway import eventually
 
 NUM_SEEDS = int(os.environ.get("FAULT_SEEDS", "2"))
@@ -47,22 +47,23 @@ async def told_at_last(client: httpx.AsyncClient, gateway: KeptGateway, name: st
     raise AssertionError("never")
 
 
-def said(heard: Heard, stream: bool) -> Any:
+def said(heard: Heard, body: dict[str, Any]) -> Any:
     """All that an answer says; of several choices, which come interleaved, the text of each."""
     texts: dict[int, str] = {}
-    for answer in heard.events if stream else [heard.json]:
+    for answer in heard.events if body["stream"] else [heard.json]:
         for choice in answer.get("choices") or ():
             part = choice.get("delta") or choice.get("message") or {}
             texts[choice["index"]] = texts.get(choice["index"], "") + (part.get("content") or "")
-    return texts if len(texts) > 1 else told(heard, stream)
+    return texts if len(texts) > 1 else told_of(heard, body)
 
 
-async def said_undisturbed(asked: list[Job]) -> list[Any]:
-    """The same of a quiet engine."""
-    async with httpx.AsyncClient(timeout=120) as client, fleet_of(engine_of("vllm", speed_up=200)) as [engine]:
+async def said_undisturbed(asked: list[Job], fleet: str) -> list[Any]:
+    """The same of a quiet engine, of the fleet's kind if all are of one."""
+    settings = engine_of("sglang" if fleet == "sglang" else "vllm", speed_up=200)
+    async with httpx.AsyncClient(timeout=120) as client, fleet_of(settings) as [engine]:
         answers = [await client.post(engine + PATHS[api], json=body) for api, body in asked]
     heard = [Heard(answer.status_code, answer.headers, answer.text) for answer in answers]
-    return [said(one, body["stream"]) for one, (_, body) in zip(heard, asked, strict=True)]
+    return [said(one, body) for one, (_, body) in zip(heard, asked, strict=True)]
 
 
 def tokens_of(heard: Heard, stream: bool) -> int:
@@ -114,7 +115,7 @@ async def played(
     engines made, and how many the answers have."""
     dice = random.Random(seed)
     asked = long_jobs(seed, fleet)
-    expected = await said_undisturbed(asked)
+    expected = await said_undisturbed(asked, fleet)
     settings = [engine_of(kind, speed_up=2, seed=n) for n, kind in enumerate(PAIRS[fleet])]
     async with fleet_of(*settings) as engines:
         options = [option for engine in engines for option in ("--engine", engine)]
@@ -133,6 +134,6 @@ async def played(
                 await gateway.kill()
             heard = await telling
         made = await made_by(client, *engines)
-    got = [said(one, body["stream"]) for one, (_, body) in zip(heard, asked, strict=True)]
+    got = [said(one, body) for one, (_, body) in zip(heard, asked, strict=True)]
     assert not (found := differences(expected, got, asked)), "\n".join(one[:2000] for one in found[:3])
     return made, sum(tokens_of(one, body["stream"]) for one, (_, body) in zip(heard, asked, strict=True))
