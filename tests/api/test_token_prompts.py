@@ -15,9 +15,12 @@ _CHAT = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content
 TURNS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": _CHAT,
     "/v1/completions": {"model": MODEL, "max_tokens": 4, "prompt": "hi"},
-    "/v1/responses": {"model": MODEL, "max_output_tokens": 4, "input": "hi", "store": False},
+    "/v1/responses": {"model": MODEL, "max_output_tokens": 4, "input": "hi"},
     "/v1/messages": _CHAT,
 }
+# SGLang's grammars for calls are its own routes'; and what it does not offer, it does not show.
+CHOICES = {"vllm": ("required", "none", "required", "auto"), "sglang": ("auto",) * 4}
+on_both = pytest.mark.parametrize("dialect", CHOICES)
 TOOL = {
     "type": "function",
     "function": {"name": "look", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}},
@@ -26,7 +29,7 @@ TOOL = {
 
 def generated(site: Site) -> list[dict[str, Any]]:
     """What the engine was sent to generate from."""
-    return [asked.json for asked in site.engine.turns if asked.path == "/inference/v1/generate"]
+    return [asked.json for asked in site.engine.turns if asked.path in ("/inference/v1/generate", "/generate")]
 
 
 async def tokens_of(site: Site, trajectory_id: str) -> list[dict[str, Any]]:
@@ -64,15 +67,20 @@ async def test_the_next_prompt_begins_with_the_tokens_that_were_made() -> None:
         assert (await tokens_of(site, "spliced"))[-1]["parent"] is None
 
 
+@on_both
 @pytest.mark.parametrize("stream", [False, True])
-async def test_messages_are_gone_on_from_as_chats_are(stream: bool) -> None:
+async def test_messages_are_gone_on_from_as_chats_are(stream: bool, dialect: str) -> None:
     """By what Anthropic's SDK sends back of an answer, with calls and without."""
-    async with running_site(token_legs="auto") as site, AsyncAnthropic(base_url=site.url, api_key="none") as sdk:
+    async with (
+        running_site(toy(dialect), token_legs="auto") as site,
+        AsyncAnthropic(base_url=site.url, api_key="none") as sdk,
+    ):
         headers = {"x-trajectory-id": "spliced"}
         tool: Any = {"name": "look", "input_schema": TOOL["function"]["parameters"]}
         messages: Any = [{"role": "user", "content": "look around"}]
-        for kind in ("any", "none", "any", "auto"):
+        for choice in CHOICES[dialect]:
             asked: Any = {"model": MODEL, "max_tokens": 200, "messages": messages, "tools": [tool]}
+            kind = "any" if choice == "required" else choice
             asked |= {"tool_choice": {"type": kind}, "extra_headers": headers}
             if stream:
                 async with sdk.messages.stream(**asked) as events:
@@ -92,14 +100,19 @@ async def test_messages_are_gone_on_from_as_chats_are(stream: bool) -> None:
         assert len(turns) == 4
 
 
+@on_both
 @pytest.mark.parametrize("stream", [False, True])
-async def test_responses_are_gone_on_from_as_chats_are(stream: bool) -> None:
-    """By what OpenAI's SDK sends back of an answer, with calls and without; who leaves them to the engine passes."""
-    async with running_site(token_legs="auto") as site, AsyncOpenAI(base_url=f"{site.url}/v1", api_key="none") as sdk:
-        tool: Any = {"type": "function", "name": "look", "parameters": TOOL["function"]["parameters"], "strict": True}
+async def test_responses_are_gone_on_from_as_chats_are(stream: bool, dialect: str) -> None:
+    """By what OpenAI's SDK sends back of an answer, with calls and without."""
+    async with (
+        running_site(toy(dialect), token_legs="auto") as site,
+        AsyncOpenAI(base_url=f"{site.url}/v1", api_key="none") as sdk,
+    ):
+        tool: Any = {"type": "function", "name": "look", "parameters": TOOL["function"]["parameters"]}
+        tool |= {"description": "Look there.", "strict": dialect == "vllm"}
         items: Any = [{"role": "user", "content": "look around"}]
-        for choice in ("required", "none", "required", "auto"):
-            asked: Any = {"model": MODEL, "max_output_tokens": 200, "input": items, "tools": [tool], "store": False}
+        for choice in CHOICES[dialect]:
+            asked: Any = {"model": MODEL, "max_output_tokens": 200, "input": items, "tools": [tool]}
             asked |= {"tool_choice": choice, "extra_headers": {"x-trajectory-id": "spliced"}}
             if stream:
                 async with sdk.responses.stream(**asked) as events:
@@ -117,9 +130,22 @@ async def test_responses_are_gone_on_from_as_chats_are(stream: bool) -> None:
         turns = await tokens_of(site, "spliced")
         assert [turn["parent"] for turn in turns] == [None, *(turn["turn_id"] for turn in turns[:-1])]
         assert len(turns) == 4
-        num_before = len(generated(site))
-        assert (await site.client.post("/v1/responses", json={"model": MODEL, "input": "hi"})).status_code == 200
-        assert len(generated(site)) == num_before
+
+
+@on_both
+async def test_an_engine_that_keeps_responses_sees_those_that_it_is_to_keep(dialect: str) -> None:
+    """It is asked for them later; one that keeps none serves all of them at token level."""
+    for is_storing in (False, True):
+        async with running_site(toy(dialect, response_store=is_storing), token_legs="auto") as site:
+            [engine] = (await site.client.get("/v1/engines")).json()["data"]
+            assert ("without `store: false`" in engine["token_legs_note"]) is is_storing
+            for fields in ({}, {"store": True}, {"store": False}):
+                num_before = len(generated(site))
+                body = {"model": MODEL, "input": "hi", "max_output_tokens": 8, **fields}
+                answer = await site.client.post("/v1/responses", json=body)
+                assert answer.status_code == 200, answer.text
+                is_seen = is_storing and fields.get("store", True)
+                assert len(generated(site)) - num_before == (0 if is_seen else 1)
 
 
 async def test_who_wants_no_tokens_kept_has_none() -> None:
@@ -132,9 +158,10 @@ async def test_who_wants_no_tokens_kept_has_none() -> None:
         assert answer.status_code == 404 or not answer.json()["turns"]
 
 
-async def test_an_engine_says_which_apis_pass_through() -> None:
+@on_both
+async def test_an_engine_says_which_apis_pass_through(dialect: str) -> None:
     """In `GET /v1/engines`, with the reason; and what it says is so."""
-    async with running_site(token_legs="auto") as site:
+    async with running_site(toy(dialect), token_legs="auto") as site:
         [engine] = (await site.client.get("/v1/engines")).json()["data"]
         assert engine["token_legs"] is True
         by_tokens, passed = engine["token_apis"], engine["passed_apis"]
@@ -144,7 +171,15 @@ async def test_an_engine_says_which_apis_pass_through() -> None:
             answer = await site.client.post(path, json=body)
             assert answer.status_code == 200, answer.text
             assert len(generated(site)) - before == 1 and path in by_tokens
-        assert "without `store: false`" in engine["token_legs_note"]
+
+
+async def test_an_engine_of_a_model_that_thinks_passes_its_responses_through() -> None:
+    """And says so: they tell how many of their tokens were thought, which no token tells."""
+    async with running_site(toy("sglang", reasoning_parser="qwen3"), token_legs="auto") as site:
+        [engine] = (await site.client.get("/v1/engines")).json()["data"]
+        assert engine["passed_apis"].keys() == {"/v1/responses"}
+        assert (await site.client.post("/v1/responses", json=TURNS["/v1/responses"])).status_code == 200
+        assert not generated(site)
 
 
 async def test_an_engine_without_token_routes_says_why_all_passes_through() -> None:

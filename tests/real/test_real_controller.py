@@ -31,10 +31,15 @@ TOOL_S = 3.0
 TASK = "Weave the warp through the heddle, thread by thread. " * 40
 
 
-def real_fleet(state_dir: Path, gateway_url: str, model: Path, venv: Path, **more: Any) -> FleetFile:
+def real_fleet(
+    state_dir: Path, gateway_url: str, model: Path, venv: Path, kv: dict[str, Any], **more: Any
+) -> FleetFile:
     """Four CPU slots with vLLM, of which a fleet takes two: a new server starts beside those that it takes over from.
 
     Flags and environment are as for every real server of the tests.
+
+    Args:
+        kv: fields of `engine` that say how KV gets to other servers.
     """
     server = LocalVllm(model, max_model_len=16_384, num_kv_blocks=4096, venv=venv)
     environment = dict(server.environment().items() - os.environ.items())
@@ -54,7 +59,7 @@ def real_fleet(state_dir: Path, gateway_url: str, model: Path, venv: Path, **mor
             "flags": (*flags, "--dtype", "float32", "--enforce-eager"),
             "environment": environment,
             "slots": 4,
-            "kv_transfer": "nixl",
+            **kv,
         },
         "limits": {"observe_interval_s": 0.2, "start_timeout_s": START_TIMEOUT_S, "min_engines": 1},
         "admin_key": ADMIN_KEY,
@@ -72,7 +77,7 @@ async def test_two_servers_become_one_and_two_again_under_a_rollout(
     its first turn at a new home each trajectory finds at least 90 % of its context, which was fetched over NIXL."""
     settings = {"observe_interval_s": 0.2, "token_legs": "auto", "kv_move_timeout_s": 25.0} | PATIENT
     async with running_gateway(**settings) as gateway:
-        fleet = real_fleet(tmp_path, gateway.url, tiny_model, vllm_venv)
+        fleet = real_fleet(tmp_path, gateway.url, tiny_model, vllm_venv, {"kv_transfer": "nixl"})
         async with stopped_at_the_end(fleet), acting(fleet) as made:
             await until_reached(made, 1, 1, timeout_s=START_TIMEOUT_S)
             rollout = Rollout(gateway.url, "tiny", NUM_AGENTS, tool_s=TOOL_S, task=TASK)
@@ -89,6 +94,34 @@ async def test_two_servers_become_one_and_two_again_under_a_rollout(
         )
         print(f" where at least {min(shares):.1%} of the context was; seconds of each phase:")
         print(in_words(seconds))
+
+
+@pytest.mark.tier
+async def test_kv_outlives_servers_whose_place_is_taken(
+    tmp_path: Path,
+    tiny_model: Path,
+    vllm_venv: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """2 x TP 1 -> 1 x TP 2 -> 2 x TP 1 on two CPU slots: the old servers are gone before a new one starts. No turn
+    fails, none is altered, and with its first turn at a new home each trajectory finds its context in the KV tier."""
+    settings = {"observe_interval_s": 0.2, "token_legs": "auto", "kv_move_timeout_s": 25.0} | PATIENT
+    async with running_gateway(**settings) as gateway:
+        tier = {"kv_tier": tmp_path / "kv", "kv_tier_host_bytes": 2**26}
+        limits = {"observe_interval_s": 0.2, "start_timeout_s": START_TIMEOUT_S}
+        fleet = real_fleet(tmp_path, gateway.url, tiny_model, vllm_venv, tier, cpu_slots=2, limits=limits)
+        async with stopped_at_the_end(fleet), acting(fleet) as made:
+            await until_reached(made, 1, 1, timeout_s=START_TIMEOUT_S)
+            rollout = Rollout(gateway.url, "tiny", NUM_AGENTS, tool_s=TOOL_S, task=TASK)
+            await played_through_changes(made, rollout)
+            shares = [share for number in range(NUM_AGENTS) for share in await cached_at_new_homes(gateway.url, number)]
+            moves = await kv_moves(gateway.url)
+            await rollout.check_undisturbed()
+    assert len(shares) >= NUM_AGENTS and min(shares) >= 0.9, shares
+    assert moves["loaded"] >= NUM_AGENTS and not moves["failed"], moves
+    with capsys.disabled():
+        print(f"\n{rollout.num_turns} turns, {len(shares)} first ones at a new home; of its context at least ", end="")
+        print(f"{min(shares):.1%} was there, loaded {moves['loaded']} times from the tier")
 
 
 async def played_through_changes(made: Controller, rollout: Rollout) -> None:

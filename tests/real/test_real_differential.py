@@ -38,4 +38,6 @@ async def differences(engine: str, untold: frozenset[str], **settings: Any) -> l
         httpx.AsyncClient(base_url=engine, timeout=TIMEOUT_S, limits=NEW_CONNECTIONS) as straight,
         httpx.AsyncClient(base_url=gateway.url, timeout=TIMEOUT_S) as through,
     ):
+        [shown] = (await through.get("/v1/engines")).json()["data"]
+        assert "store" not in (shown["token_legs_note"] or ""), "it was started to keep no responses"
         return [one for case in make_cases("tiny") for one in await compare(straight, through, case, untold)]

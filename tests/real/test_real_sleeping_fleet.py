@@ -31,6 +31,7 @@ async def test_two_servers_fall_asleep_for_a_larger_one_and_wake_again(
             gateway.url,
             tiny_model,
             vllm_venv,
+            {"kv_transfer": "nixl"},
             cpu_slots=2,
             limits={"observe_interval_s": 0.2, "start_timeout_s": START_TIMEOUT_S},
             sleep={"tp_sizes": (1, 2), "weight_bytes": 10**6, "host_bytes": 10**8},

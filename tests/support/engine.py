@@ -52,8 +52,9 @@ class RecordedEngine:
 
     @property
     def turns(self) -> list[Asked]:
-        """What was asked by POST, one for each leg: not what only renders or reads tokens."""
-        return [asked for asked in self.seen if asked.method == "POST" and not asked.path.endswith("render")]
+        """What was asked by POST, one for each leg: not what only renders or reads tokens, or asks what is kept."""
+        posted = (asked for asked in self.seen if asked.method == "POST" and not asked.path.endswith("render"))
+        return [asked for asked in posted if b'"background":true' not in asked.body]
 
 
 def fixed(status: int, body: bytes, content_type: bytes = b"application/json") -> Script:
