@@ -5,6 +5,7 @@ every chain of legs must say of it, token by token.
 """
 
 import asyncio
+import contextlib
 import random
 import signal
 from functools import partial
@@ -20,6 +21,7 @@ import pytest
 from engines.local_vllm import LocalEngine
 from tests.faults.asking import ask
 from tests.faults.gateway_process import gateway_process, tokens_written
+from tests.faults.kept_gateway import kept_gateway
 from tests.faults.token_jobs import ENDURING, URGENT, told
 from tests.support.gateway import ADMIN, PATIENT, running_gateway
 from tests.support.rounds import LOOK_TIMEOUT_S, came_about, num_ended, play_rounds
@@ -248,6 +250,43 @@ async def test_a_killed_gateway_has_nothing_generated_twice(real_engines: list[L
         await play_rounds("the gateway was killed in the middle of turns", play)
 
 
+async def test_a_gateway_killed_under_its_keeper_has_not_one_token_generated_twice(
+    real_engines: list[LocalEngine], tmp_path: Path
+) -> None:
+    """SIGKILL it three times in the middle of eight turns, half of them streamed: the SDK asks again, what engines
+    say meanwhile is heard later, and they have generated what the answers hold, to the token."""
+    num, length = 8, 800
+
+    async def play(round_number: int) -> bool:
+        store = f"sqlite:{tmp_path / str(round_number)}.sqlite3"
+        options = [option for engine in real_engines for option in ("--engine", engine.url)]
+        settings = PATIENT | {"token_legs": "auto", "save_tokens_s": 1000}
+        environment = {f"HEDDLE_{name.upper()}": str(value) for name, value in settings.items()}
+        bodies = [chat(9_000 + 100 * round_number + n, length, ignore_eos=True) for n in range(num)]
+        wanted = [said["text"] for said in await undisturbed(client, real_engines, bodies)]
+        made_before = await made_at_rest(client, real_engines)
+        num_in_the_middle = 0
+        async with kept_gateway("--store", store, *options, **environment) as gateway:
+            sdk = openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="none", max_retries=20, timeout=600)
+            asked = [asyncio.create_task(sdk_answer(sdk, n, body, n % 2 == 0)) for n, body in enumerate(bodies)]
+            for part in (1, 2, 3):
+
+                async def have_come_on(part: int = part) -> bool:
+                    return await made_by(client, *real_engines) - made_before > part * num * length / 5
+
+                num_in_the_middle += await came_about(have_come_on, lambda: num_ended(asked) > num / 2)
+                await gateway.kill()
+            got = await asyncio.gather(*asked)
+            made = await made_at_rest(client, real_engines) - made_before
+        assert got == wanted
+        print(f"{made:.0f} generated, {num * length} in the answers; killed {num_in_the_middle} times in the middle")
+        assert made == num * length
+        return num_in_the_middle == 3
+
+    async with httpx.AsyncClient(timeout=600) as client:
+        await play_rounds("the gateway was killed three times in the middle of turns", play)
+
+
 def heard_of(event_log: Path) -> dict[str, int]:
     """How many tokens of each turn the gateway told its scheduler of; it writes them down with the same word."""
     heard: dict[str, int] = {}
@@ -258,9 +297,11 @@ def heard_of(event_log: Path) -> dict[str, int]:
     return heard
 
 
-async def sdk_answer(sdk: openai.AsyncOpenAI, number: int, body: dict[str, Any]) -> str:
-    """The text that an SDK gets for this request of a trajectory of its own."""
-    answer = await sdk.chat.completions.create(
+async def sdk_answer(sdk: openai.AsyncOpenAI, number: int, body: dict[str, Any], stream: bool = False) -> str:
+    """The text that an SDK gets for this request of a trajectory of its own; for a stream that broke an agent asks
+    again, as the SDK does for what it did not get at all."""
+    asked = partial(
+        sdk.chat.completions.create,
         model=body["model"],
         messages=body["messages"],
         max_tokens=body["max_tokens"],
@@ -268,4 +309,9 @@ async def sdk_answer(sdk: openai.AsyncOpenAI, number: int, body: dict[str, Any])
         extra_body={"ignore_eos": body["ignore_eos"]},
         extra_headers={"x-trajectory-id": f"killed-{number}"},
     )
+    while stream:
+        with contextlib.suppress(httpx.TransportError, openai.APIConnectionError):
+            chunks = [chunk async for chunk in await asked(stream=True)]
+            return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    answer = await asked()
     return str(answer.choices[0].message.content)
