@@ -52,9 +52,8 @@ class RecordedEngine:
 
     @property
     def turns(self) -> list[Asked]:
-        """What was asked by POST, one for each leg: not what only renders or reads tokens, or asks what is kept."""
-        posted = (asked for asked in self.seen if asked.method == "POST" and not asked.path.endswith("render"))
-        return [asked for asked in posted if b'"background":true' not in asked.body]
+        """What was asked by POST, one for each leg: not what only renders or reads tokens."""
+        return [asked for asked in self.seen if asked.method == "POST" and not asked.path.endswith("render")]
 
 
 def fixed(status: int, body: bytes, content_type: bytes = b"application/json") -> Script:
@@ -79,7 +78,7 @@ async def recorded_engine(settings: SimulatedEngineSettings) -> AsyncIterator[Re
             body += messages[-1].get("body", b"")
         raw_path = scope["raw_path"].decode("latin-1")
         asked = Asked(scope["method"], raw_path, {k.decode(): v.decode("latin-1") for k, v in scope["headers"]}, body)
-        is_probe = raw_path.endswith("render") and body == b"{}"
+        is_probe = (raw_path.endswith("render") and body == b"{}") or b'"background":true' in body
         if not is_probe and (asked.method != "GET" or raw_path.partition("?")[0] not in _WATCHING):
             engine.seen.append(asked)
         script = engine.scripts.get(scope["path"])
