@@ -99,8 +99,8 @@ def message_of(
         if arguments is None:
             raise ValueError(f"The arguments of the call of {function['name']} are no JSON object.")
         content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
-    stop = stop if manner.names_stop else None
-    ended = stop_told(choice["finish_reason"], stop, bool(calls), bool(calls) and manner.names_stop)
+    has_call = bool(calls) and manner.names_stop  # SGLang goes by the reason alone
+    ended = stop_told(choice["finish_reason"], stop if manner.names_stop else None, has_call, has_call)
     return {
         "id": head["id"],
         "type": "message",
