@@ -73,6 +73,7 @@ class SglangTokens:
 
     def __init__(self, facts: ServerFacts) -> None:
         self._facts = facts
+        self.stream_form = "sglang incremental" if facts.is_incremental else "sglang"
         self._messages = MessageReader(facts.tool_parser, facts.reasoning_parser)
 
     @property

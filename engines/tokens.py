@@ -106,6 +106,7 @@ class TokenRoutes(Protocol):
     """How one kind of engine is spoken to at token level.
 
     Attributes:
+        stream_form: what the streams of engines that have the same can be read by.
         stop_field: what an answer's choice calls the stop string or token that ended it.
         limits: which requests only the engine's own routes can serve, for people to read; "" where there is no more
             to say than of any engine.
@@ -114,6 +115,9 @@ class TokenRoutes(Protocol):
 
     @property
     def kind(self) -> str: ...
+
+    @property
+    def stream_form(self) -> str: ...
 
     @property
     def stop_field(self) -> str: ...

@@ -61,7 +61,7 @@ async def _is_storing(http: HttpClient, timeout_s: float) -> bool:
 class VllmTokens:
     """Speaks to `vllm serve --enable-scale-out`."""
 
-    kind = "vllm"
+    kind = stream_form = "vllm"
     stop_field = "stop_reason"
 
     def __init__(self, lacks: Sequence[str] = (), is_storing: bool = False) -> None:

@@ -95,12 +95,13 @@ class ChoiceLeg:
         """Read what an earlier process had asked for, as far as it goes; the rest is asked for anew."""
         response: Response | None = None
         try:
-            response = await kept_legs.take_up(self._turn, self._choice, self._place.member)
-            if response is None:
+            found = await kept_legs.take_up(self._turn, self._choice, self._place.routes, self._place.member)
+            if found is None:
                 return
+            response, version = found
             self._chain.begin_leg()
             if response.status == 200:
-                await self._read(response)
+                await self._read(response, version)
                 response.release()
         except (*CONNECTION_FAULTS, LegFailed):
             pass  # it may have ended long ago: what there is now is asked next
@@ -119,7 +120,7 @@ class ChoiceLeg:
                 if error.is_clients_fault and not turn.num_chunks and not turn.outlet.has_begun:
                     raise RefusedTokens
                 raise refused_leg(error)
-            await self._read(response)
+            await self._read(response, lambda: self._place.member.weight_version)
             response.release()
         finally:
             response.close()
@@ -128,7 +129,7 @@ class ChoiceLeg:
         place, leg = self._place, self._leg()
         http, asked = place.member.http, place.routes.generate(self._chain.rendered, leg)
         if place.kept_legs is not None:
-            return await place.kept_legs.ask(self._turn, self._choice, place.member, leg, asked)
+            return await place.kept_legs.ask(self._turn, self._choice, place.routes, place.member, leg, asked)
         return await http.request("POST", asked.path, asked.body, asked.headers, place.settings.turn_timeout_s)
 
     def _leg(self) -> TokenLeg:
@@ -150,11 +151,11 @@ class ChoiceLeg:
             return _WHOLE_EVENT_TOKENS
         return _PART_EVENT_TOKENS if isinstance(self._choice.voice, ParsedVoice) else 1
 
-    async def _read(self, response: Response) -> None:
+    async def _read(self, response: Response, version: Callable[[], str]) -> None:
         turn, choice, place, voice = self._turn, self._choice, self._place, self._choice.voice
         outlet = turn.outlet if turn.ask.wants_stream else None
         read = place.routes.reader(self._chain.rendered, only_numbers=not self._chain.tells_logprobs)
-        relay = TokenRelay(choice, read, lambda: place.member.weight_version, outlet, self._note, place.clock)
+        relay = TokenRelay(choice, read, version, outlet, self._note, place.clock)
         while not relay.is_over:
             timeout_s = self._timeout_s if relay.has_begun else place.settings.turn_timeout_s
             try:

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_hexdigest
 from engines.http import Response
 from engines.http.journal import Journal, found_journal, new_journal
 from engines.http.kept import bytes_sent, shut_down
-from engines.tokens import TokenLeg
+from engines.tokens import TokenLeg, TokenRoutes
 from engines.upstream import Upstream
 from gateway.config import Settings
 from gateway.descriptors import DescriptorStore
@@ -54,6 +54,8 @@ class KeptLeg:
         self.turn: tuple[str, str] = (header["trajectory"], header["digest"])
         self.index: int = header["index"]
         self.engine_id: str = header["engine"]
+        self.stream_form: str = header["stream_form"]
+        self.version: str = header["version"]
         self.order: tuple[float, int] = header["arrived_at"], header["leg"]
         self.prompt: str = header["prompt"]
         ids, logprobs, spans = header["made"]
@@ -92,6 +94,7 @@ class KeptLegs:
         self._claimed: dict[str, dict[int, KeptLeg]] = {}
         self._engines: dict[str, str] = {}
         self._names: dict[str, dict[int, str]] = {}
+        self._is_waiting = True
         self._over: list[str] = []
         self._dropping: asyncio.Task[None] | None = None
         self._take_all()
@@ -114,29 +117,37 @@ class KeptLegs:
         ready = (member.engine_id for member in self._fleet.members() if member.state is EngineState.READY)
         return replace(dispatch, engine_id=engine_id) if engine_id in ready else dispatch
 
-    def made_before(self, turn: Turn, index: int, member: Member, prompt: bytes) -> Made | None:
-        """What a choice had before the leg that was kept; None if there is none that goes on from this prompt here."""
+    def made_before(self, turn: Turn, index: int, routes: TokenRoutes, prompt: bytes) -> Made | None:
+        """What a choice had before the leg that was kept; None if there is none of this prompt that can be read."""
         leg = self._claimed.get(turn.turn_id, {}).get(index)
         if leg is None:
             return None
-        if leg.engine_id != member.engine_id or leg.prompt != xxh3_64_hexdigest(prompt):
+        if leg.stream_form != routes.stream_form or leg.prompt != xxh3_64_hexdigest(prompt):
             self._leave(self._claimed[turn.turn_id].pop(index))
             return None
         return leg.made
 
-    async def take_up(self, turn: Turn, choice: Choice, member: Member) -> Response | None:
-        """The response of a choice's kept leg, from its beginning. Raises what HttpClient does."""
+    async def take_up(
+        self, turn: Turn, choice: Choice, routes: TokenRoutes, member: Member
+    ) -> tuple[Response, Callable[[], str]] | None:
+        """The response of a choice's kept leg, from its beginning, and the version of the weights that make it now.
+
+        Raises: what HttpClient does.
+        """
         legs = self._claimed.get(turn.turn_id)
         leg = legs.pop(choice.index, None) if legs else None
         if leg is None:
             return None
-        if not leg.is_asked or leg.num_made != len(choice.chain.output_ids):
+        is_its = leg.stream_form == routes.stream_form and leg.num_made == len(choice.chain.output_ids)
+        if not leg.is_asked or not is_its:
             self._leave(leg)
             return None
         self._names.setdefault(turn.turn_id, {})[choice.index] = leg.name
-        return await member.http.take_up(
+        response = await member.http.take_up(
             leg.connection, leg.journal, self._turn_timeout_s, lambda: self._descriptors.drop(leg.name)
         )
+        is_there = leg.engine_id == member.engine_id
+        return response, lambda: member.weight_version if is_there else leg.version
 
     def _take_all(self) -> None:
         found = self._descriptors.found
@@ -156,6 +167,7 @@ class KeptLegs:
         self._descriptors.drop(leg.name)
 
     def _give_up(self) -> None:
+        self._is_waiting = False
         for legs in self._waiting.values():
             for leg in legs.values():
                 self._leave(leg)
@@ -163,7 +175,9 @@ class KeptLegs:
 
     # --- of this one ----------------------------------------------------------------------------------------
 
-    async def ask(self, turn: Turn, choice: Choice, member: Member, leg: TokenLeg, asked: Upstream) -> Response:
+    async def ask(
+        self, turn: Turn, choice: Choice, routes: TokenRoutes, member: Member, leg: TokenLeg, asked: Upstream
+    ) -> Response:
         """Ask for a leg, and keep its response. Raises what HttpClient does."""
         name = _PREFIX + leg.request_id
         names = self._names.setdefault(turn.turn_id, {})
@@ -171,8 +185,12 @@ class KeptLegs:
         async def keep(connection: socket.socket, num_bytes: int) -> Journal | None:
             try:
                 sent_before = bytes_sent(connection)
-                header = orjson.dumps(_header(turn, choice, member, num_bytes) | {"sent_before": sent_before})
-                journal, descriptor = new_journal(header, self._limit_bytes)
+                header = _header(turn, choice, member) | {
+                    "stream_form": routes.stream_form,
+                    "length": num_bytes,
+                    "sent_before": sent_before,
+                }
+                journal, descriptor = new_journal(orjson.dumps(header), self._limit_bytes)
             except OSError:
                 return None
             try:
@@ -191,10 +209,14 @@ class KeptLegs:
         )
 
     def over(self, turn: Turn) -> None:
-        """A turn has ended; what it made is on its way into the record."""
+        """A turn has ended; what it made is on its way into the record. What it did not come to waits for another one:
+        it may have been refused, or its client gone while it waited for an engine."""
         self._engines.pop(turn.turn_id, None)
         for leg in self._claimed.pop(turn.turn_id, {}).values():
-            self._leave(leg)
+            if self._is_waiting:
+                self._waiting.setdefault(leg.turn, {})[leg.index] = leg
+            else:
+                self._leave(leg)
         self._over += self._names.pop(turn.turn_id, {}).values()
         self._drop_later()
 
@@ -224,7 +246,7 @@ class KeptLegs:
         self._dropping = None
 
 
-def _header(turn: Turn, choice: Choice, member: Member, num_bytes: int) -> dict[str, Any]:
+def _header(turn: Turn, choice: Choice, member: Member) -> dict[str, Any]:
     chain: Chain = choice.chain
     spans = [(span.version, span.start, span.end) for span in chain.versions]
     return {
@@ -234,9 +256,9 @@ def _header(turn: Turn, choice: Choice, member: Member, num_bytes: int) -> dict[
         "arrived_at": turn.arrived_at,
         "leg": turn.leg,
         "engine": member.engine_id,
+        "version": member.weight_version,
         "prompt": xxh3_64_hexdigest(chain.prompt_ids.packed),
         "made": (chain.output_ids, chain.logprobs, spans),
-        "length": num_bytes,
     }
 
 

@@ -3,16 +3,19 @@
 import asyncio
 import os
 import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from engines.simulated.server import serve_engine
 from tests.faults.asking import PATHS, Heard, ask
 from tests.faults.kept_gateway import KeptGateway, kept_gateway
-from tests.faults.token_jobs import PAIRS, differences, engine_of, fleet_of, jobs, told_of
-from tests.support.gateway import eventually
+from tests.faults.token_jobs import PAIRS, body_of, differences, engine_of, fleet_of, jobs, told_of
+from tests.support.gateway import ADMIN, ADMIN_KEY, eventually
 from tests.support.rounds import play_rounds
 
 NUM_SEEDS = int(os.environ.get("FAULT_SEEDS", "2"))
@@ -145,3 +148,89 @@ async def played(
     got = [said(one, body) for one, (_, body) in zip(heard, asked, strict=True)]
     assert not (found := differences(expected, got, asked)), "\n".join(one[:2000] for one in found[:3])
     return made, sum(tokens_of(one, body["stream"]) for one, (_, body) in zip(heard, asked, strict=True))
+
+
+SLOW = engine_of("vllm", speed_up=0.3)
+ALONE = {"x-trajectory-id": "alone"}
+
+
+@asynccontextmanager
+async def one_turn(
+    client: httpx.AsyncClient, tmp_path: Path, *engines: str, max_tokens: int = 400, **environment: str
+) -> AsyncIterator[tuple[KeptGateway, dict[str, Any]]]:
+    """A gateway that was killed while its only turn, of so many tokens, ran; and the turn's request."""
+    body = body_of(1, "plain", "chat", stream=False) | {"max_tokens": max_tokens}
+    options = [option for engine in engines for option in ("--engine", engine)]
+    environment |= {"HEDDLE_TOKEN_LEGS": "auto", "HEDDLE_SAVE_TOKENS_S": "1000", "HEDDLE_ADMIN_KEY": ADMIN_KEY}
+    async with kept_gateway("--store", f"sqlite:{tmp_path}/h.sqlite3", *options, **environment) as gateway:
+        asked = asyncio.create_task(client.post(gateway.url + PATHS["chat"], json=body, headers=ALONE))
+
+        async def has_begun() -> bool:
+            return await made_by(client, *engines) > 100
+
+        await eventually(has_begun, 120)
+        await gateway.kill()
+        with pytest.raises(httpx.TransportError):
+            await asked
+        yield gateway, body
+
+
+async def is_idle(client: httpx.AsyncClient, engine: str) -> bool:
+    page = (await client.get(engine + "/metrics")).text
+    running = [line for line in page.splitlines() if line.startswith(("vllm:num_requests_running", "sglang:num_run"))]
+    return bool(running) and all(float(line.split()[-1]) == 0 for line in running)
+
+
+async def test_what_nobody_asks_for_again_is_stopped(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    """After a while, long before the engine is done; the turn is made anew then."""
+    async with (
+        fleet_of(SLOW) as [engine],
+        one_turn(client, tmp_path, engine, max_tokens=20_000, HEDDLE_KEPT_LEG_S="0.2") as (gateway, _),
+    ):
+        await eventually(lambda: is_idle(client, engine), 120)
+        assert await made_by(client, engine) < 20_000
+        assert await gateway.is_healthy()
+
+
+async def test_another_question_does_not_get_what_was_kept(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    """It goes by the very request."""
+    async with fleet_of(SLOW) as [engine], one_turn(client, tmp_path, engine) as (gateway, body):
+        other = body | {"messages": [{"role": "user", "content": "something else"}], "max_tokens": 7}
+        heard = await ask(client, gateway.url, "chat", other, ALONE)
+        assert tokens_of(heard, stream=False) == 7
+        again = await told_at_last(client, gateway, "alone", ("chat", body))
+        assert tokens_of(again, stream=False) == 400
+        assert await made_by(client, engine) == 407
+
+
+async def test_an_engine_that_dies_before_the_next_gateway_comes_loses_no_turn(
+    client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    """What it had said until then is not made again elsewhere."""
+    async with AsyncExitStack() as stack, serve_engine(engine_of("vllm", speed_up=20)) as second:
+        first = await stack.enter_async_context(serve_engine(SLOW))
+        async with one_turn(client, tmp_path, first) as (gateway, body):
+            await stack.aclose()
+            refused = await client.post(gateway.url + PATHS["chat"], json=body, headers=ALONE, timeout=120)
+            assert refused.status_code == 503, "what was kept waits for the next try"
+            added = await client.post(gateway.url + "/v1/engines", json={"url": second}, headers=ADMIN)
+            assert added.status_code == 201, added.text
+
+            async def is_ready() -> bool:
+                return (await client.get(gateway.url + "/readyz")).status_code == 200
+
+            await eventually(is_ready, 120)
+            heard = await told_at_last(client, gateway, "alone", ("chat", body))
+            assert tokens_of(heard, stream=False) == 400
+            assert await made_by(client, second) <= 400 - 64, "an event has 32 tokens"
+            assert told_of(heard, body) == (await said_undisturbed([("chat", body)], "vllm"))[0]
+
+
+async def test_who_connects_between_two_gateways_waits(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    """The listening socket is kept, too: nobody is refused."""
+    async with kept_gateway("--store", f"sqlite:{tmp_path}/h.sqlite3") as gateway:
+        await gateway.kill()
+        for _ in range(20):
+            _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+            writer.close()
+        assert (await client.get(gateway.url + "/healthz", timeout=120)).status_code == 200
