@@ -152,7 +152,7 @@ class KeptLegs:
     def _take_all(self) -> None:
         found = self._descriptors.found
         for name in [name for name in found if name.startswith(_PREFIX)]:
-            leg = _found_leg(name, found.pop(name))
+            leg = found_leg(name, found.pop(name))
             if leg is None:
                 self._descriptors.drop(name)
                 continue
@@ -262,7 +262,7 @@ def _header(turn: Turn, choice: Choice, member: Member) -> dict[str, Any]:
     }
 
 
-def _found_leg(name: str, descriptors: list[int]) -> KeptLeg | None:
+def found_leg(name: str, descriptors: list[int]) -> KeptLeg | None:
     """The leg of these descriptors, which are taken; None for what is none, or has no answer any more."""
     connections = [number for number in descriptors if stat.S_ISSOCK(os.fstat(number).st_mode)]
     journals = [number for number in descriptors if number not in connections]
