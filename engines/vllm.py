@@ -36,10 +36,9 @@ class Vllm:
             f"x-vllm-priority: {leg.priority}\r\n"
             f"x-session-id: {leg.trajectory_id}\r\n"
         )
-        fields = stream_options(leg)
-        if leg.cache_salt:
-            fields |= salted(leg.request, leg.cache_salt)
-        body = with_fields(leg.body, leg.request, fields)
+        body = leg.body
+        if leg.counts_tokens or leg.cache_salt:
+            body = with_fields(body, leg.request, stream_options(leg) | salted(leg.request, leg.cache_salt))
         return Upstream(leg.path, headers.encode("latin-1", "replace"), body)
 
     async def observe(self, http: HttpClient, timeout_s: float) -> Observation:

@@ -10,7 +10,6 @@ response at any time. Rules:
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 
 from engines.http.faults import AnswerTooLarge, ConnectionBroken, ResponseTimeout
@@ -57,7 +56,7 @@ class Response:
         self.has_answered = False
         self._transport = transport
         self._loop = loop
-        self._pieces: deque[bytes] = deque()
+        self._pieces: list[bytes] = []
         self._buffered = 0
         self.is_complete = False
         self._released = False
@@ -128,7 +127,7 @@ class Response:
         if not self._pieces and not self.is_complete and self._error is None:
             await self._wait(timeout_s)
         if self._pieces:
-            data = self._pieces.popleft() if len(self._pieces) == 1 else b"".join(self._pieces)
+            data = self.so_far()
             self._pieces.clear()
             if self._buffered > HIGH_WATER_BYTES:
                 self._read_on()

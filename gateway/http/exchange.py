@@ -6,8 +6,9 @@ together a tenth of what a turn costs. Everything else, and every route that is 
 cycle, which this is a kind of.
 """
 
+import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
@@ -15,6 +16,18 @@ from gateway.http.client import AsgiClient, Client, Headers, Receive, Send
 
 _EXTENSION = "heddle"
 _CLOSE = (b"connection", b"close")
+
+
+class _Unawaited:
+    """An asyncio.Event for which nobody will wait."""
+
+    def set(self) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+UNAWAITED = cast(asyncio.Event, _Unawaited())
+"""What an exchange has until an application is shown it: an event of its own takes 3,400 instructions more."""
 
 
 class Exchange(RequestResponseCycle):
@@ -44,6 +57,9 @@ class Exchange(RequestResponseCycle):
         Not before there is one: the two then hold each other, and wait for the garbage collector with all they hold.
         """
         self.scope["extensions"] = {_EXTENSION: {"exchange": self}}
+        self.message_event = asyncio.Event()
+        if self.body or not self.more_body or self.disconnected:
+            self.message_event.set()
 
     def spawn(self, rest: Coroutine[Any, Any, None]) -> None:
         """Have the server run what is left of this request, as one of its tasks."""

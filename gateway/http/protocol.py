@@ -13,7 +13,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.http.errors import error_body
-from gateway.http.exchange import Exchange
+from gateway.http.exchange import UNAWAITED, Exchange
 from gateway.http.refusals import Refused, bad_request, headers_too_large
 
 _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
@@ -46,6 +46,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._served: Exchange | None = None
         self._unserved: Exchange | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._idle_since = 0.0
+        self._idle_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -53,6 +55,8 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         super().connection_lost(exc)
         if self._served is not None:
             self._served.left()
@@ -89,7 +93,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self.access_logger,
             self.access_log,
             self.server_state.default_headers,
-            asyncio.Event(),
+            UNAWAITED,
             self.expect_100_continue,
             version != "1.0" and self.parser.should_keep_alive(),
             self.on_response_complete,
@@ -125,6 +129,27 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._served = exchange
         if exchange.more_body or self.transport.is_closing() or not self._take(exchange):
             self._start_asgi_task(exchange, self.app)
+
+    def on_response_complete(self) -> None:
+        if self.pipeline or self.transport.is_closing():
+            super().on_response_complete()
+            return
+        self.server_state.total_requests += 1
+        self.flow.resume_reading()
+        # A timer that fires too early looks again: to set one for each answer takes 3,300 instructions.
+        self._idle_since = self.loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        self._idle_timer = None
+        if self._in_head or not self.cycle.response_complete:
+            return  # it is at work; the timer is set again behind the answer
+        left_s = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left_s > 0.0:
+            self._idle_timer = self.loop.call_later(left_s, self._close_if_idle)
+        else:
+            self.timeout_keep_alive_handler()
 
     def shutdown(self) -> None:
         super().shutdown()

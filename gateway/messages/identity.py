@@ -36,19 +36,8 @@ _HEADER_FORMS = (
 _HEADER_LABELS = tuple((name, name.decode()) for name in _HEADER_FORMS)
 # The part of a session that runs on its own: a session's agents and threads are distinct trajectories.
 _PARTS = {b"x-claude-code-session-id": b"x-claude-code-agent-id", b"session-id": b"thread-id"}
-_OTHER_HEADERS = (
-    b"x-claude-code-agent-id",
-    b"x-claude-code-parent-agent-id",
-    b"thread-id",
-    b"x-dynamo-parent-session-id",
-    b"x-dynamo-request-priority",
-    b"x-dynamo-request-strict-priority",
-    b"x-group-id",
-    b"x-rollout-id",
-)
 _PARENT_HEADERS = frozenset({b"x-claude-code-agent-id", b"x-dynamo-parent-session-id"})
 _HINT_HEADERS = frozenset({b"x-dynamo-request-priority", b"x-dynamo-request-strict-priority"})
-_KNOWN_HEADERS = frozenset(_HEADER_FORMS + _OTHER_HEADERS)
 
 
 class IdentityError(ValueError):
@@ -99,12 +88,12 @@ def identify(path: str, headers: Iterable[tuple[bytes, bytes]], body: Mapping[st
         IdentityError: an id too long, not printable ASCII, or neither a string nor an integer.
     Cost: 3 us with one form, 5 us with group, rollout and hints besides.
     """
-    sent = {name: value for name, value in headers if name in _KNOWN_HEADERS}
+    sent = dict(headers)
     metadata = _object(body.get("metadata"))
     context = _agentic_context(body) if "vllm_xargs" in body else _NOTHING
     trajectory_id = strip_identity_path(path)[0] if path.startswith(_PATH_PREFIXES) else None
     source, strong = "path", True
-    if trajectory_id is None and sent:
+    if trajectory_id is None:
         trajectory_id, source = _from_headers(sent)
     if trajectory_id is None:
         trajectory_id, source, strong = _from_body(body, metadata, context)

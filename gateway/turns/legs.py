@@ -299,4 +299,4 @@ def is_stream(response: Response) -> bool:
 
 def _request_id(turn: Turn) -> str:
     """One per leg: an engine may still know the turn's earlier one. The end mark guards against prefix matches."""
-    return f"{turn.turn_id}-{turn.leg:03d}"
+    return f"{turn.turn_id}-{str(turn.leg).zfill(3)}"

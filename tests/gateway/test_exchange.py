@@ -120,3 +120,19 @@ async def test_a_client_that_leaves_while_it_pipelines_stops_the_turn_that_runs(
         writer.transport.abort()
         await eventually(lambda: is_running(0))
         asking.close()
+
+
+async def test_a_connection_is_closed_once_it_has_idled_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not between two turns of an agent, and not for ever after the last."""
+    monkeypatch.setattr("gateway.server._KEEP_ALIVE_S", 1)
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=50)) as engine,
+        running_gateway(engine) as gateway,
+        asyncio.timeout(60),
+    ):
+        reader, writer = await connected(gateway)
+        for _ in range(3):
+            writer.write(SIZED)
+            assert await answer_of(reader)
+        assert await reader.read() == b""
+        writer.close()
