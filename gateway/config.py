@@ -141,7 +141,7 @@ class Settings(BaseSettings):
     )
 
     kept_leg_bytes: int = Field(
-        4 * 2**20, ge=64 * 2**10, description="Of a response that outlives the gateway: 15,000 tokens of vLLM's."
+        4 * 2**20, ge=64 * 2**10, description="Of a response that outlives the gateway: 10,000 tokens of vLLM's."
     )
     kept_leg_s: float = Field(
         60.0, gt=0, description="So long it waits for its turn to be asked for again; retries of SDKs take less."
