@@ -24,6 +24,7 @@ class Member:
     """An engine as the gateway has it.
 
     Args:
+        is_starting: the gateway has not seen it yet.
         is_cordoned: it gets no turns, by an operator's word, ours, or because the gateway holds it back.
         num_turns: running on it, by the gateway's count or, while it is seen, its own.
     """
@@ -33,6 +34,7 @@ class Member:
     is_ready: bool
     is_cordoned: bool
     num_turns: int
+    is_starting: bool = False
 
 
 class GatewayClient:
@@ -50,6 +52,7 @@ class GatewayClient:
                 engine_id=one["id"],
                 url=one["url"],
                 is_ready=one["state"] == "ready",
+                is_starting=one["state"] == "starting",
                 is_cordoned=one["is_cordoned"],
                 num_turns=max(one["num_legs"], (one["num_running"] or 0) if one["state"] == "ready" else 0),
             )

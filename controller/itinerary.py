@@ -85,9 +85,9 @@ def _stepped(step: Drain | MoveKv | Stop | Sleep | Wake | MakeReady | Register |
         case MakeReady():
             return replace(one, is_ready=True)
         case Register():
-            return replace(one, is_member=True, is_serving=True)
+            return replace(one, is_registered=True, is_member=True, is_serving=True)
         case Remove():
-            return replace(one, is_member=False, is_cordoned=False)
+            return replace(one, is_registered=False, is_member=False, is_cordoned=False)
         case Reopen():
             return replace(one, is_cordoned=False, is_serving=True, was_drained=False, was_moved=False)
         case _:

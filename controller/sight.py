@@ -52,7 +52,9 @@ def _seen(
         is_begun=server.state is not ServerState.STARTING or server_id in launched,
         # It is registered when it is ready; a gateway that was restarted is told again at once.
         is_ready=is_alive and rest is Rest.AWAKE and (server_id in ready or server_id in state.urls),
+        is_registered=server_id in state.urls,
         is_member=member is not None,
+        is_starting=is_alive and member is not None and member.is_starting,
         is_cordoned=member is not None and member.is_cordoned,
         is_serving=is_alive and member is not None and member.is_ready and not member.is_cordoned,
         num_turns=member.num_turns if member else 0,

@@ -12,6 +12,8 @@ to repeat, and a controller that was killed anywhere goes on where the fleet is.
   others get its devices; but no server that is wanted and serves gives way for it.
 - Servers that share devices leave together, and only while `min_engines` others serve. Where none is asked for, turns
   wait in the gateway meanwhile.
+- A gateway that does not know a server was restarted: it is told of it again, also of one that is to leave, which
+  serves on until it is drained.
 - The gateway forgets a stopped engine only when another serves: until then it knows the model, so turns wait, and are
   not refused.
 - A server that came to be wanted again while it drained is opened again.
@@ -50,7 +52,9 @@ class Seen:
         rest: of one that is alive; what sleeps is alive.
         is_begun: the launcher has seen it begin; if not, an earlier launch may have broken off.
         is_ready: it answered, and is warm.
+        is_registered: the gateway was told of it.
         is_member: the gateway knows it.
+        is_starting: the gateway has not seen yet how it is.
         is_cordoned: the gateway gives it no turns, whoever wanted that.
         is_serving: the gateway may give it turns now.
         num_turns: running on it, by the gateway's count.
@@ -65,7 +69,9 @@ class Seen:
     is_alive: bool = True
     is_begun: bool = True
     is_ready: bool = False
+    is_registered: bool = False
     is_member: bool = False
+    is_starting: bool = False
     is_cordoned: bool = False
     is_serving: bool = False
     num_turns: int = 0
@@ -189,7 +195,10 @@ def _staying_step(one: Seen, ordered: Sequence[Wanted], held: Counter[str]) -> S
 def _leaving_step(
     one: Seen, ordered: Sequence[Wanted], is_spare: bool, may_drain: bool, may_remove: bool
 ) -> Step | None:
-    if one.is_alive and one.rest is Rest.AWAKE and one.is_member:
+    is_awake = one.is_alive and one.rest is Rest.AWAKE
+    if is_awake and one.is_registered and not (one.is_member or one.was_drained):
+        return Register(one.server_id)
+    if is_awake and one.is_member:
         if not (one.is_cordoned and one.was_drained):  # another's cordon may be lifted at any time
             return Drain(one.server_id) if may_drain else None
         if one.num_turns:
@@ -248,8 +257,8 @@ def _may_drain(wanted: Sequence[Wanted], seen: Sequence[Seen], min_engines: int)
     may: set[str] = set()
     for devices in _groups([*(one.devices for one in leaving), *(one.devices for one in coming)]):
         group = [one for one in leaving if devices & set(one.devices)]
-        num_leaving = sum(one.is_serving for one in group)
-        if num_serving - num_leaving >= min_engines or not num_leaving:
+        num_leaving = sum(one.is_serving or one.is_starting for one in group)
+        if max(num_serving - num_leaving, 0) >= min_engines or not num_leaving:
             num_serving -= num_leaving
             may |= {one.server_id for one in group}
     return may

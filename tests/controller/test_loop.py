@@ -175,6 +175,31 @@ async def test_without_the_gateway_nobody_kills_a_working_engine(tmp_path: Path)
         assert [(one.spec, one.state) for one in after] == [(one.spec, one.state) for one in servers]
 
 
+async def test_a_gateway_that_restarts_in_a_change_gets_its_engines_back(tmp_path: Path) -> None:
+    """One of two has left and the new server is not there yet: the other one serves on, though it is to leave, too."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        port = int(gateway.url.rpartition(":")[2])
+    engine = ENGINE | {"flags_by_tp": {2: ("--start-s", "1000000")}}
+    limits = {"observe_interval_s": 0.05, "stop_grace_s": 5.0, "min_engines": 1}
+    fleet = fleet_file(tmp_path, gateway.url, cpu_slots=4, first=(1, 1), engine=engine, limits=limits)
+    launcher = launcher_for(fleet)
+    async with stopped_at_the_end(fleet), controller(fleet, launcher) as made:
+        async with running_gateway(observe_interval_s=0.1, port=port):
+            while [one.is_serving for one in made.seen] != [True, True]:
+                await made.tick()
+            made.ask(made.will.scaled([2], made.in_sight()))
+            while [one.is_alive for one in made.seen].count(True) != 2 or len(made.seen) < 3:
+                await made.tick()
+            (last,) = [one.server_id for one in made.seen if one.is_serving]
+        assert not await made.look()
+        async with running_gateway(observe_interval_s=0.1, port=port):
+            while [one.server_id for one in made.seen if one.is_serving] != [last] or made.alarms:
+                await made.tick()
+            for _ in range(20):
+                await made.tick()
+            assert [one.server_id for one in made.seen if one.is_serving] == [last]
+
+
 async def test_what_runs_is_adopted_when_the_journal_is_lost(tmp_path: Path) -> None:
     """No engine is stopped, none launched."""
     async with running_gateway(observe_interval_s=0.1) as gateway:

@@ -29,7 +29,8 @@ FLOOR = Floor(DEVICES, 8)
 
 
 def serving(*wanted: Wanted) -> list[Seen]:
-    return [Seen(one.server_id, one.tp, one.devices, is_ready=True, is_member=True, is_serving=True) for one in wanted]
+    told = {"is_ready": True, "is_registered": True, "is_member": True, "is_serving": True}
+    return [Seen(one.server_id, one.tp, one.devices, **told) for one in wanted]
 
 
 @st.composite
@@ -85,6 +86,20 @@ def test_engines_leave_by_groups_while_enough_others_serve() -> None:
     assert next_steps(fours, serving(*ones), min_engines=5) == []
 
 
+def test_a_gateway_that_was_restarted_is_told_of_those_that_are_to_leave_too() -> None:
+    """They serve on until others do: a gateway that does not know them is no reason to stop them."""
+    wanted = [Wanted("c", 2, ("2", "3"))]
+    leaving = serving(Wanted("a", 1, ("0",)), Wanted("b", 1, ("1",)))
+    forgotten = [replace(one, is_member=False, is_serving=False) for one in leaving]
+    steps = next_steps(wanted, forgotten, min_engines=1)
+    assert steps == [Register("a"), Register("b"), Launch(wanted[0])]
+    told = [replace(one, is_starting=True, is_serving=False) for one in leaving]
+    assert next_steps(wanted, told, min_engines=1) == [Launch(wanted[0])], "the gateway has not looked at them yet"
+    assert next_steps(wanted, [*leaving, *serving(*wanted)], min_engines=1) == [Drain("a"), Drain("b")]
+    drained = [replace(one, was_drained=True) for one in forgotten]
+    assert next_steps(wanted, drained, min_engines=0) == [Stop("a"), Stop("b"), Launch(wanted[0])]
+
+
 def test_an_operators_cordon_is_left_alone() -> None:
     """Only what this controller drained is opened again."""
     (one,) = serving(Wanted("a", 1, ("0",)))
@@ -110,7 +125,7 @@ def test_any_fleet_becomes_any_other(
     for tps in plans:
         wanted = lay_out(tps, wanted, FLOOR, world.new_id)
         for _ in range(data.draw(st.integers(0, 12))):
-            num_before = len(world.serving())
+            num_before, num_able = len(world.serving()), len(world.able_to_serve())
             steps = next_steps(wanted, world.seen(), min_engines=min_engines, max_starting=max_starting)
             starting = sum(one.is_alive and not one.is_ready for one in world.seen())
             launches = [step for step in steps if isinstance(step, Launch)]
@@ -119,6 +134,7 @@ def test_any_fleet_becomes_any_other(
                 for _ in range(data.draw(st.integers(0, 2))):
                     world.perform(step)
             assert len(world.serving()) >= min(min_engines, num_before)
+            assert len(world.able_to_serve()) >= min(min_engines, num_able)
             wanted = world.replaced(wanted, world.something_happens(data))
     world.settle(wanted, max_starting=max_starting)
     assert is_reached(wanted, world.seen())

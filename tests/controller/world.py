@@ -48,6 +48,14 @@ class World:
     def serving(self) -> set[str]:
         return {one.server_id for one in self.servers.values() if one.is_serving}
 
+    def able_to_serve(self) -> set[str]:
+        """Those that serve, or would if a gateway that was restarted knew them."""
+        return {
+            one.server_id
+            for one in self.servers.values()
+            if one.is_serving or (one.is_alive and one.is_registered and not one.is_member and not one.was_drained)
+        }
+
     def perform(self, step: Step) -> None:
         """Do it, or assert that it does harm. Doing it again changes nothing."""
         if isinstance(step, Launch):
@@ -82,10 +90,11 @@ class World:
             case Register():
                 assert one.is_ready, "the gateway is told of a server that does not answer"
                 assert one.server_id not in self.asleep, "the gateway is told of a server that sleeps"
-                one = replace(one, is_member=True, is_serving=not one.is_cordoned)
+                one = replace(one, is_registered=True, is_member=True, is_serving=not one.is_cordoned)
             case Remove():
                 assert not one.held, "the gateway is told to forget a server that works"
-                one = replace(one, is_member=False, is_cordoned=False, was_drained=False, was_moved=False)
+                one = replace(one, is_registered=False, is_member=False, is_cordoned=False)
+                one = replace(one, was_drained=False, was_moved=False)
             case Reopen():
                 assert one.is_alive and one.server_id not in self.asleep, "a server that sleeps gets turns"
                 one = replace(one, is_cordoned=False, is_serving=True, was_drained=False, was_moved=False)
