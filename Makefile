@@ -37,7 +37,7 @@ nixl: vllm
 
 ## make tier    KV is found in a folder that real vLLM servers share, when one is killed and when all are relaunched
 tier: vllm
-	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m tier tests/real
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m tier $(or $(TESTS),tests/real)
 
 ## make sleeping  a fleet of real vLLM servers changes its shape by sleep and wake
 sleeping: vllm
