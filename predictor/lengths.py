@@ -50,10 +50,12 @@ class Lengths:
     def came(self, from_bin: int, to_bin: int) -> None:
         """A trajectory that was in `from_bin` reports that it is in `to_bin` now."""
         self._num_reports += 1
-        for index in range(from_bin, to_bin):
-            self._count(index, 0.0)
-        while self._held and self._held[0][0] <= self._num_reports:
-            self._count(self._held.popleft()[1], 1.0)
+        if from_bin < to_bin:
+            self._count(from_bin, to_bin, 0.0)
+        held = self._held
+        while held and held[0][0] <= self._num_reports:
+            in_bin = held.popleft()[1]
+            self._count(in_bin, in_bin + 1, 1.0)
 
     def ended(self, in_bin: int, num_running: int) -> None:
         """A trajectory ended in this bin, while so many others ran."""
@@ -78,15 +80,19 @@ class Lengths:
         held = [int(in_bin) for in_bin in dumped["held"]]
         self._passed, self._ended = passed, ended
         for in_bin in held:
-            self._count(in_bin, 1.0)
+            self._count(in_bin, in_bin + 1, 1.0)
         self._tabulate()
 
-    def _count(self, index: int, ended: float) -> None:
-        self._num_news += 1
-        passed, ended = self._passed[index] + 1.0, self._ended[index] + ended
-        fade = self._memory / passed
-        self._passed[index] = passed * fade if fade < 1.0 else passed
-        self._ended[index] = ended * fade if fade < 1.0 else ended
+    def _count(self, from_bin: int, to_bin: int, num_ended: float) -> None:
+        """A trajectory came to each of these bins, the last not included; so many ended there."""
+        self._num_news += to_bin - from_bin
+        all_passed, all_ended, memory = self._passed, self._ended, self._memory
+        for index in range(from_bin, to_bin):
+            passed, ended = all_passed[index] + 1.0, all_ended[index] + num_ended
+            if passed > memory:
+                fade = memory / passed
+                passed, ended = passed * fade, ended * fade
+            all_passed[index], all_ended[index] = passed, ended
 
     def _tabulate(self) -> None:
         self._num_news = 0

@@ -72,6 +72,7 @@ class Dispatcher:
         self._to_fill: set[str] = set()
         self._look_again_at = at
         self._preempts = policy.preempts and can_preempt
+        self._has_ranks = policy.partition is not None
 
     # --- turns and trajectories that come and go ------------------------------------------------------------
 
@@ -95,7 +96,8 @@ class Dispatcher:
 
     def note(self, trajectory: Trajectory) -> None:
         """What is left of a trajectory has changed, or it has ended."""
-        self._chooser.note(trajectory)
+        if self._has_ranks:
+            self._chooser.note(trajectory)
 
     def withdraw(self, turn: Turn) -> None:
         """Take a turn away from where it waits or runs."""
@@ -354,19 +356,19 @@ class Dispatcher:
     # --- dispatching ----------------------------------------------------------------------------------------
 
     def _dispatch(self, turn: Turn, engine: Engine, why: str, actions: list[Action]) -> None:
-        giving_way = self._claims_giving_way(engine, turn)
+        trajectory = turn.trajectory
+        enters = trajectory.trajectory_id not in engine.claims
+        giving_way = self._claims_giving_way(engine, turn) if enters else ()
         assert giving_way is not None and self._has_room(engine) and self._may_serve(engine, turn)
         for trajectory_id in giving_way:
             engine.release(trajectory_id)
-        trajectory = turn.trajectory
         self.withdraw(turn)
         turn.become(RUNNING)
         turn.leg += 1
         turn.began_at, turn.is_pausing = self.at, False
         turn.engine = engine
         engine.run(turn)
-        old_home = self._home(trajectory)
-        enters = trajectory.trajectory_id not in engine.claims
+        old_home = self._home(trajectory) if enters else None
         is_new_home = self._settle_at(trajectory, engine, actions)
         if engine.claims.get(trajectory.trajectory_id, -1) < turn.claim_tokens:
             engine.claim(trajectory, turn.claim_tokens)

@@ -7,7 +7,7 @@ are in a tool call with their context kept. `kv_claimed` is always their sum.
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
-from scheduling.estimate import Work
+from scheduling.estimate import Work, estimate_finish_s
 from scheduling.placement import UNMEASURED, EngineFacts
 from scheduling.state import Queue, Trajectory, Turn
 from scheduling.types import EngineLoad, EngineSpec
@@ -112,7 +112,8 @@ class Engine:
         """Count `tokens` of KV, and the work to come, for a trajectory that lives here."""
         trajectory_id = trajectory.trajectory_id
         share = remaining, context, p90 = trajectory.share(tokens)
-        self._discount(trajectory_id)
+        if trajectory_id in self.claims:
+            self._discount(trajectory_id)
         self.claims[trajectory_id] = tokens
         self.shares[trajectory_id] = share
         self.kv_claimed += tokens
@@ -122,8 +123,9 @@ class Engine:
     def release(self, trajectory_id: str) -> None:
         """Count no KV and no work for a trajectory any more."""
         self.in_tool.pop(trajectory_id, None)
-        self._discount(trajectory_id)
-        self._note_claims()
+        if trajectory_id in self.claims:
+            self._discount(trajectory_id)
+            self._note_claims()
 
     def remember_prompt(self, group_id: str) -> None:
         """The prompt of a group is in the cache here."""
@@ -151,7 +153,7 @@ class Engine:
         )
 
     def _longest_but(self, trajectory_id: str | None) -> float:
-        return max((share[2] for name, share in self.shares.items() if name != trajectory_id), default=0.0)
+        return max([share[2] for name, share in self.shares.items() if name != trajectory_id], default=0.0)
 
     def _describe(self) -> None:
         facts, spec = self._facts, self.spec
@@ -161,12 +163,10 @@ class Engine:
         facts.estimate_finish()
 
     def _discount(self, trajectory_id: str) -> None:
-        tokens = self.claims.pop(trajectory_id, None)
-        if tokens is None:
-            return
+        self.kv_claimed -= self.claims.pop(trajectory_id)
         remaining, context, p90 = self.shares.pop(trajectory_id)
-        self.kv_claimed -= tokens
-        self.longest_is_stale |= p90 >= self.work.longest_tokens
+        if p90 >= self.work.longest_tokens:
+            self.longest_is_stale = True
         if self.claims:
             self.work.remove(remaining, context)
         else:
@@ -175,4 +175,4 @@ class Engine:
     def _note_claims(self) -> None:
         facts = self._facts
         facts.kv_claimed, facts.num_trajectories = self.kv_claimed, len(self.claims)
-        facts.estimate_finish()
+        facts.finish_s = estimate_finish_s(facts.profile, self.work)

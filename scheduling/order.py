@@ -53,7 +53,9 @@ class TurnFacts:
 
     def share(self) -> tuple[float, float, float]:
         """What its trajectory adds to the work of an engine: remaining output, mean context, and 90th percentile."""
-        remaining = self.remaining_tokens()
+        remaining = self.prediction.total_tokens - self.attained_tokens
+        if remaining < 1.0:
+            remaining = 1.0
         return remaining, self.prompt_tokens + remaining / 2, self.prediction.p90_tokens - self.attained_tokens
 
     def remaining_tokens(self) -> float:

@@ -96,10 +96,10 @@ class Scheduler:
         match event:
             case TurnArrived():
                 self._turn_arrived(event, actions)
-            case TurnProgressed():
-                self._turn_progressed(event)
             case TurnFinished():
                 self._turn_finished(event, actions)
+            case TurnProgressed():
+                self._turn_progressed(event)
             case TurnFailed():
                 self._turn_failed(event, actions)
             case TurnPaused():

@@ -132,8 +132,11 @@ class Trajectory:
 
     def share(self, context_tokens: int) -> tuple[float, float, float]:
         """What it adds to an engine's work: remaining output, mean context, 90th percentile of remaining output."""
-        remaining = self.remaining_tokens()
-        p90 = self.prediction.p90_tokens - self.output_tokens
+        made, prediction = self.output_tokens, self.prediction
+        remaining = prediction.total_tokens - made if self.state is ACTIVE else 0.0
+        if remaining < 1.0 and self.state is ACTIVE:
+            remaining = 1.0
+        p90 = prediction.p90_tokens - made
         return remaining, context_tokens + remaining / 2, p90 if p90 > remaining else remaining
 
     def record(self) -> TrajectoryRecord:
