@@ -42,13 +42,14 @@ class MessageReader:
 
     @property
     def limits(self) -> str:
-        """Which chats are beyond it."""
-        limits = ["chats with a forced or strict tool call pass through"]
-        if self._tool_parser not in (None, *_CALL_MARKERS):
-            limits = [f"chats with tools pass through: --tool-call-parser {self._tool_parser} is not among those known"]
+        """Which requests are beyond it."""
         if self.passed:
-            limits = [f"all chats pass through: {self.passed}"]
-        return limits[0]
+            return f"all chats pass through: {self.passed}"
+        if self._tool_parser is None:
+            return "requests with tools pass through: it has no --tool-call-parser"
+        if self._tool_parser not in _CALL_MARKERS:
+            return f"requests with tools pass through: --tool-call-parser {self._tool_parser} is not among those known"
+        return "requests with a forced or strict tool call pass through"
 
     @property
     def passed(self) -> str:

@@ -115,7 +115,12 @@ def test_parameters_that_the_model_may_set_must_be_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "word"), [({"tool_parser": "pythonic"}, "pythonic"), ({"reasoning_parser": "gpt-oss"}, "gpt-oss")]
+    ("facts", "word"),
+    [
+        ({"tool_parser": None}, "--tool-call-parser"),
+        ({"tool_parser": "pythonic"}, "pythonic"),
+        ({"reasoning_parser": "gpt-oss"}, "gpt-oss"),
+    ],
 )
 def test_an_unknown_parser_passes_its_chats_through_and_says_so(facts: dict[str, Any], word: str) -> None:
     """Its format may not begin calls by one marker."""
