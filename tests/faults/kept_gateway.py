@@ -1,6 +1,7 @@
 """A gateway under `heddle keep`, to be killed; the keeper starts it again, at the same address."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -51,6 +52,16 @@ class KeptGateway:
         assert self._process is not None
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
         return int(children[0]) if children else None
+
+    @property
+    def num_journals(self) -> int:
+        """How many legs' journals the keeper has."""
+        assert self._process is not None
+        num = 0
+        for link in Path(f"/proc/{self._process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed while we look
+                num += "memfd:journal" in os.readlink(link)
+        return num
 
     async def kill(self) -> None:
         """SIGKILL the gateway, whether it serves or is only starting, and return when it is gone."""

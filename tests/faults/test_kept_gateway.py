@@ -144,6 +144,7 @@ async def played(
                 await eventually(has_come, 120)
                 await gateway.kill()
             heard = await telling
+            await eventually(lambda: gateway.num_journals == 0, 120)
         made = await made_by(client, *engines)
     got = [said(one, body) for one, (_, body) in zip(heard, asked, strict=True)]
     assert not (found := differences(expected, got, asked)), "\n".join(one[:2000] for one in found[:3])
