@@ -27,6 +27,7 @@ from keeper.descriptors import Descriptors
 
 _FIRST_DESCRIPTOR = 3
 _PR_SET_PDEATHSIG = 1
+_NOT_FOUND = 127  # a shell's word for a command that cannot be run; it is not tried again if it never could
 _TOLD_TO_END = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -86,7 +87,7 @@ class Keeper:
                 writer.close()
 
     def _run(self, kept: Descriptors, signals: socket.socket, selector: selectors.BaseSelector) -> int:
-        settings, num_failures = self._settings, 0
+        settings, num_failures, num_starts = self._settings, 0, 1
         while True:
             began_at, self._status = time.monotonic(), None
             self._pid = _started(self._command, kept)
@@ -98,7 +99,9 @@ class Keeper:
             num_failures = 1 if time.monotonic() - began_at >= settings.steady_s else num_failures + 1
             _log("ended", pid=self._pid, status=self._status)
             self._pid = 0
-            if self._told_to_end or self._status == 0 or num_failures > settings.max_failures:
+            is_unknown = self._status == _NOT_FOUND and num_failures == num_starts
+            num_starts += 1
+            if self._told_to_end or self._status == 0 or is_unknown or num_failures > settings.max_failures:
                 return self._status
             pause_until = time.monotonic() + min(
                 settings.first_pause_s * 2 ** (num_failures - 1), settings.longest_pause_s
@@ -152,7 +155,7 @@ def _started(command: Sequence[str], kept: Descriptors) -> int:
     except OSError as error:
         _log("cannot be started", command=command[0], error=error.strerror)
     finally:
-        os._exit(127)
+        os._exit(_NOT_FOUND)
 
 
 def _handed_on(kept: Descriptors) -> dict[str, str]:
