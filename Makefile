@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests that need nothing that is large, or no machine of their own.
 HERE := not vllm and not npm and not ray and not quiet
 
-.PHONY: help install demo test lint clients nixl tier sleeping ray real bench fidelity results loop redis vllm clean
+.PHONY: help install demo test lint clients nixl tier sleeping ray real compiled bench fidelity results loop redis vllm clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -57,6 +57,10 @@ fidelity: install
 clients: install
 	deploy/get-node-clients.sh
 	$(BIN)/python -m pytest -m npm tests/api
+
+## make compiled Heddle as machine code in .venv-compiled, tested; wants a C compiler (five minutes)
+compiled:
+	PYTHON=$(PYTHON) deploy/compiled/make.sh .venv-compiled
 
 ## make bench   what the gateway costs beside routers and proxies; writes docs/results.md (quick: REPEATS=1 SECONDS=0.5)
 bench: install

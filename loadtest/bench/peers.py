@@ -17,6 +17,7 @@ WORK = Path(os.environ.get("HEDDLE_WORK", ".work")).resolve()
 NGINX = WORK / "bench-nginx" / "nginx"
 HAPROXY = WORK / "bench-haproxy" / "haproxy"
 ROUTERS = WORK / "bench-venv" / "bin"
+COMPILED = Path(".venv-compiled").resolve() / "bin" / "heddle"
 MAX_CONNECTIONS = 32_768  # of which 10,000 are open streams
 
 # port, a second free port, the backends' ports, a directory of its own
@@ -145,6 +146,7 @@ FROM_SOURCE = gateway(sys.executable, "-m", "heddle")
 PEERS = (
     Peer(DIRECT, None),
     Peer(GATEWAY, FROM_SOURCE),
+    Peer("gateway, machine code", gateway(str(COMPILED)), COMPILED),
     Peer("gateway, Redis", FROM_SOURCE, environment={"HEDDLE_STORE": "{redis}"}, needs_redis=True),
     Peer(TOKEN_LEGS, FROM_SOURCE, environment=_BY_TOKENS, has_tools=False),
     Peer(TOKEN_LEGS_TOOLS, FROM_SOURCE, environment=_BY_TOKENS),

@@ -135,7 +135,7 @@ def _path(section: str) -> Path:
 
 def _measured(section: Section, peer: Peer, rig: dict[str, Any]) -> tuple[Sample | None, str | None]:
     if peer.needs is not None and not peer.needs.exists():
-        return None, "is not here (deploy/get-bench-peers.sh)"
+        return None, "is not here (deploy/get-bench-peers.sh, make compiled)"
     try:
         return section.measure(Rig(peer, **rig)), None
     except (NotStarted, Failed) as error:

@@ -2,6 +2,7 @@
 is made of its chats.
 """
 
+import asyncio
 import random
 from typing import Any
 
@@ -44,7 +45,10 @@ async def test_what_sglang_makes_of_chats_is_made_of_tokens_as_well(make_case: A
         httpx.AsyncClient(base_url=engine.url, timeout=30) as straight,
         httpx.AsyncClient(base_url=gateway.url, timeout=30) as through,
     ):
-        found = [one for case in cases for one in await compare(straight, through, case)]
+        found = []
+        for start in range(0, num, 10):  # side by side, for all they do is wait for their tokens
+            asked = [compare(straight, through, case) for case in cases[start : start + 10]]
+            found += [one for differences in await asyncio.gather(*asked) for one in differences]
         num_generated = sum(asked.path == "/generate" for asked in engine.seen)
     assert not found, "\n\n".join(found[:5])
     assert num_generated == num
