@@ -5,32 +5,49 @@ from typing import Any
 
 from gateway.turns.chain import Diverged
 
+_REASONING = ("reasoning", "reasoning_content")
+"""What vLLM calls it, and SGLang."""
+_BLANKS = " \t\r\n"
 
-def rest_of(delta: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
-    """The delta of a whole message without what was told.
+
+def rest_of(read: Mapping[str, Any], told: Mapping[str, Any], is_whole: bool = False) -> dict[str, Any]:
+    """The delta that brings a client from what it was told to what was read.
 
     Args:
+        read: a message, or the beginning of one.
         told: a message as the client put it together.
+        is_whole: nothing more will be read, so all that was told must be in it, but for blanks at the end.
 
     Raises:
         Diverged: it is another message.
     """
-    rest = {name: _behind(value, told.get(name) or "") for name, value in delta.items() if isinstance(value, str)}
-    rest.pop("role", None)
-    calls: list[Mapping[str, Any]] = delta.get("tool_calls") or []
-    known: list[Mapping[str, Any]] = told.get("tool_calls") or []
-    more = []
-    for call in calls:
-        if call["index"] >= len(known):
-            more.append(call)
-            continue
-        function = known[call["index"]]["function"]
-        if call["function"].get("name") != function["name"]:
+    if is_whole and any(not isinstance(value, str) or value.strip() for value in rest_of(told, read).values()):
+        raise Diverged
+    rest = {}
+    for name, value in read.items():
+        if isinstance(value, str) and name != "role":
+            known = _known_as(name, told)
+            rest[known] = _behind(value, told.get(known) or "")
+    calls = _rest_of_calls(read.get("tool_calls") or [], told.get("tool_calls") or [])
+    return {name: value for name, value in rest.items() if value} | ({"tool_calls": calls} if calls else {})
+
+
+def _known_as(name: str, told: Mapping[str, Any]) -> str:
+    """What the client knows a text by."""
+    names = (name, *_REASONING) if name in _REASONING else ()
+    return next((other for other in names if told.get(other)), name)
+
+
+def _rest_of_calls(calls: list[dict[str, Any]], told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    rest: list[dict[str, Any]] = []
+    for index, (call, known) in enumerate(zip(calls, told, strict=False)):
+        function = call["function"]
+        if function["name"] not in ("", known["function"]["name"]):
             raise Diverged
-        arguments = _behind(call["function"].get("arguments") or "", function.get("arguments") or "")
+        arguments = _behind_json(function["arguments"], known["function"]["arguments"])
         if arguments:
-            more.append({"index": call["index"], "function": {"arguments": arguments}})
-    return {name: value for name, value in rest.items() if value} | ({"tool_calls": more} if more else {})
+            rest.append({"index": index, "function": {"arguments": arguments}})
+    return rest + [{**calls[index], "index": index} for index in range(len(told), len(calls))]
 
 
 def _behind(text: str, told: str) -> str:
@@ -40,3 +57,24 @@ def _behind(text: str, told: str) -> str:
     if not text.startswith(told):
         raise Diverged
     return text[len(told) :]
+
+
+def _behind_json(text: str, told: str) -> str:
+    """The same of JSON, which one reader tells as the model wrote it and another with blanks of its own."""
+    at, is_string, is_escaped = 0, False, False
+    for mark in told:
+        if not is_string:
+            if mark in _BLANKS:
+                continue
+            while at < len(text) and text[at] in _BLANKS:
+                at += 1
+        if at == len(text):
+            return ""
+        if text[at] != mark:
+            raise Diverged
+        at += 1
+        if mark == '"' and not is_escaped:
+            is_string = not is_string
+        is_escaped = is_string and mark == "\\" and not is_escaped
+    rest = text[at:]
+    return rest if is_string or rest.strip(_BLANKS) else ""

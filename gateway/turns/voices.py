@@ -16,7 +16,7 @@ from engines.upstream import Upstream
 from gateway.http.errors import api_error
 from gateway.messages.answers import openai_reason
 from gateway.turns.ask import Ask
-from gateway.turns.chain import Chain
+from gateway.turns.chain import Chain, Diverged
 from gateway.turns.frames import AnyFrame
 from gateway.turns.outcome import LegFailed
 from gateway.turns.retold import rest_of
@@ -117,6 +117,7 @@ class ParsedVoice:
         self._state: Any = None
         self._kind = ""  # of the engine whose state it is
         self._message: dict[str, Any] = {"role": "assistant", "content": None}
+        self._read = self._message  # by that kind: what was told, until another kind reads all of it anew
 
     def hear(self, ids: Sequence[int]) -> None:
         """Take what is new."""
@@ -131,11 +132,15 @@ class ParsedVoice:
         self._due_at = now + _PAUSE_S
 
     async def say(self, routes: TokenRoutes, http: HttpClient, chain: Chain, timeout_s: float) -> bytes:
-        """The events for what was heard; with the finish reason when the chain has one."""
+        """The events for what was heard; with the finish reason when the chain has one.
+
+        Raises: LegFailed, also where this kind of engine reads something else than was told as another kind read it;
+            what `_ask` and reading nonsense raise.
+        """
         ids, reason = list(self._unsaid), chain.finish_reason
         if not ids and reason is None:
             return b""
-        knows_state = self._kind in ("", routes.kind)
+        knows_state = self._kind == routes.kind or not self._said
         part = Delta(
             ids if knows_state else self._said + ids,
             reason,
@@ -144,16 +149,18 @@ class ParsedVoice:
         )
         choice, self._state = await self._ask(routes, http, chain, part, timeout_s)
         self._kind = routes.kind
+        if not knows_state:
+            self._read = {}
         del self._unsaid[: len(ids)]
         self._said += ids
         delta = {name: value for name, value in choice["delta"].items() if value not in (None, [], "")}
-        if not knows_state:
-            delta = rest_of(delta, self._message)
+        delta = _with_whole_calls(_without_nulls(delta))
+        if self._read is not self._message:
+            delta = self._rest_of(delta, is_whole=reason is not None)
         events: list[dict[str, Any]] = []
         if delta.pop("role", None):
             events.append({"delta": {"role": "assistant", "content": ""}})
         if delta or reason is not None:
-            delta = _with_whole_calls(_without_nulls(delta))
             _add(self._message, delta)
             events.append({"delta": delta})
         if reason is not None:
@@ -161,6 +168,20 @@ class ParsedVoice:
             events[-1] |= {"finish_reason": openai_reason(told_reason), self.frame.stop_field: chain.stop_reason}
         nulls = {"index": self._index, "logprobs": None, "finish_reason": None}
         return b"".join([self.frame.event(nulls | event) for event in events])
+
+    def _rest_of(self, delta: dict[str, Any], is_whole: bool) -> dict[str, Any]:
+        """What is new of it to a client that was told by another kind of engine.
+
+        A kind may tell less at first than the client knows (SGLang tells of a call when it is whole), so it is compared
+        by all that it read, each time.
+        """
+        _add(self._read, delta)
+        try:
+            return rest_of(self._read, self._message, is_whole)
+        except Diverged:
+            self._kind = ""  # whoever is next reads all anew
+            error = api_error(503, "The engine reads otherwise what another kind of engine told.", "engine_unlike")
+            raise LegFailed(Fault.BUSY, error) from None
 
     async def whole(self, routes: TokenRoutes, http: HttpClient, chain: Chain, timeout_s: float) -> dict[str, Any]:
         """The one choice of a whole answer."""
@@ -208,8 +229,9 @@ def _with_whole_calls(delta: dict[str, Any]) -> dict[str, Any]:
 
 def _add(message: dict[str, Any], delta: Mapping[str, Any]) -> None:
     """Put together what a client of the stream puts together."""
-    if delta.get("content"):
-        message["content"] = (message["content"] or "") + delta["content"]
+    for name, text in delta.items():
+        if isinstance(text, str) and name != "role":
+            message[name] = (message.get(name) or "") + text
     calls = message.setdefault("tool_calls", [])
     for part in delta.get("tool_calls", ()):
         if part["index"] >= len(calls):
