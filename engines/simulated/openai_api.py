@@ -153,8 +153,10 @@ async def run(
 
 async def _send_stream(running: Running, exchange: Exchange, events: EventStream) -> None:
     await exchange.start_stream()
-    while not running.is_over:
+    is_over = False
+    while not is_over:
         await running.signal.wait()
+        is_over = running.is_over  # before the events: it may end while a slow reader takes them
         if new := events.new_events():
             await exchange.write(new)
     await exchange.write(events.last_events())

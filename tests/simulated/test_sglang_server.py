@@ -50,6 +50,19 @@ async def test_native_streams_repeat_what_they_said_unless_incremental(start: St
             assert chunks[1]["text"].startswith(chunks[0]["text"])
 
 
+async def test_a_reader_that_is_slow_gets_the_end_too(start: Start) -> None:
+    """All of an answer is made while nobody reads more of it than fits between the two."""
+    client = await start(dialect="sglang", speed_up=5.0)  # fast enough, it would say all of it at once
+    # Said again in each event, these are 27 MB: above the 4 MB that Linux lets a socket take (tcp_wmem).
+    sampling = {"max_new_tokens": 1500, "ignore_eos": True}
+    body = {"input_ids": [300, 301], "sampling_params": sampling, "return_logprob": True, "stream": True}
+    async with client.stream("POST", "/generate", json=body) as answer:
+        await until_metric(client, "sglang:generation_tokens_total", 1500)
+        last, done = events(b"".join([piece async for piece in answer.aiter_bytes()])[-400_000:].decode())[-2:]
+    assert done == "[DONE]"
+    assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 1500}
+
+
 async def test_native_bodies_are_checked(start: Start) -> None:
     """An unknown field is refused, unlike on the OpenAI routes."""
     client = await start(dialect="sglang")
