@@ -163,7 +163,7 @@ class ChoiceLeg:
             except EventTooLarge as error:
                 raise BadResponse(str(error)) from None
             if not has_more and not relay.is_over:
-                raise LegFailed(Fault.ENGINE, api_error(502, "The engine's stream broke off.", "stream_broken"))
+                raise _broken_off()
             relay.was_heard()
             if outlet is not None and isinstance(voice, ParsedVoice) and self._chain.finish_reason is None:
                 told = await voice.say(place.routes, place.member.http, self._chain, self._timeout_s)
@@ -174,6 +174,8 @@ class ChoiceLeg:
             await turn.outlet.drain()
         if relay.error is not None:
             raise refused_leg(relay.error)
+        if self._chain.finish_reason is None:  # it said that it is done
+            raise _broken_off()
 
     async def _mended(self) -> Said:
         outputs = self._chain.candidates()
@@ -234,3 +236,7 @@ async def run_all(legs: Iterable[ChoiceLeg]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _broken_off() -> LegFailed:
+    return LegFailed(Fault.ENGINE, api_error(502, "The engine's stream broke off.", "stream_broken"))
