@@ -222,6 +222,43 @@ async def test_an_engine_that_is_killed_loses_no_turn(client: httpx.AsyncClient,
     )
 
 
+async def test_a_call_that_only_its_first_engine_can_end_waits_for_it(client: httpx.AsyncClient) -> None:
+    """SGLang tells nothing of a call that the limit cuts: the turn goes back to vLLM, and the client hears it all."""
+    settings = engine_of("vllm", speed_up=0.1), engine_of("sglang", speed_up=20)
+
+    async def play(round_number: int) -> bool:
+        asked = [
+            ("chat", body_of(31_000 + 100 * round_number + n, "tools", "chat", True) | {"max_tokens": 24})
+            for n in range(12)
+        ]
+        async with fleet_of(*settings) as engines, running_gateway(*engines, **ENDURING) as gateway:
+            first, second = [
+                f"{gateway.url}/v1/engines/{engine['id']}" for engine in await engines_of(client, gateway.url)
+            ]
+            await client.post(f"{second}/cordon", headers=ADMIN)
+            got = asyncio.create_task(all_told(client, gateway.url, asked))
+
+            async def is_half_made() -> bool:
+                return got.done() or await made_by(client, engines[0]) > 12 * 17
+
+            await eventually(is_half_made, 60)
+            await client.post(f"{second}/uncordon", headers=ADMIN)
+            answer = await client.post(f"{first}/drain?timeout_s=60", headers=ADMIN, timeout=90)
+            assert answer.json()["is_drained"]
+
+            async def was_refused() -> bool:
+                metrics = (await client.get(gateway.url + "/metrics")).text
+                return got.done() or count_of(metrics, 'heddle_retried_legs_total{fault="busy"}') > 0
+
+            await eventually(was_refused, 60)
+            has_waited = not got.done()
+            await client.post(f"{first}/uncordon", headers=ADMIN)
+            assert not (found := differences(await undisturbed(asked), await got, asked)), "\n".join(found[:3])
+        return has_waited
+
+    await play_rounds("a call that the client knew a part of was cut at the other engine", play)
+
+
 @pytest.mark.parametrize(("kind", "stream"), [("vllm", False), ("sglang", True)])
 async def test_a_killed_gateway_goes_on_where_it_was(
     client: httpx.AsyncClient, tmp_path: Path, kind: str, stream: bool
