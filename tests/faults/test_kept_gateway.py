@@ -106,17 +106,45 @@ async def test_nothing_is_generated_twice(client: httpx.AsyncClient, tmp_path: P
 async def test_what_is_too_long_to_be_kept_goes_on_from_what_was_written_down(
     client: httpx.AsyncClient, tmp_path: Path
 ) -> None:
-    """Answers are whole all the same; what was not written down is made again."""
-    environment = {"HEDDLE_SAVE_TOKENS_S": "0.01", "HEDDLE_KEPT_LEG_BYTES": str(64 * 2**10)}
+    """Answers are whole all the same; what was not written down is made again, and no more."""
+    environment = {
+        "HEDDLE_TOKEN_LEGS": "auto", "HEDDLE_SAVE_TOKENS_S": "0.01", "HEDDLE_KEPT_LEG_BYTES": str(64 * 2**10)
+    }  # fmt: skip
+    asked = [
+        ("chat", body_of(1, "logprobs", "chat", True) | {"max_tokens": 600}),
+        ("completions", body_of(2, "plain", "completions", False) | {"max_tokens": 600}),
+        ("chat", body_of(3, "plain", "chat", False) | {"max_tokens": 600}),
+        ("completions", body_of(4, "plain", "completions", True) | {"max_tokens": 600}),
+    ]
+    expected = await said_undisturbed(asked, "sglang")
 
     async def play(number: int) -> bool:
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        made, in_answers = await played(client, folder, "sglang", 50 + number, environment)
-        assert made >= in_answers
-        return made > in_answers
+        store = f"sqlite:{tmp_path}/{number}.sqlite3"
+        async with (
+            fleet_of(engine_of("sglang", speed_up=2)) as [engine],
+            kept_gateway("--store", store, "--engine", engine, **environment) as gateway,
+        ):
+            telling = [
+                asyncio.create_task(told_at_last(client, gateway, f"kept-{name}", job))
+                for name, job in enumerate(asked)
+            ]
 
-    await play_rounds("a leg was too long to be kept when the gateway was killed", play)
+            async def are_too_long() -> bool:
+                return await made_by(client, engine) > 600 and gateway.num_journals == 0
+
+            await eventually(are_too_long, 120)
+            made_before = await made_by(client, engine)
+            were_running = not any(one.done() for one in telling)
+            await gateway.kill()
+            heard = await asyncio.gather(*telling)
+            made = await made_by(client, engine)
+        got = [said(one, body) for one, (_, body) in zip(heard, asked, strict=True)]
+        assert not (found := differences(expected, got, asked)), "\n".join(one[:2000] for one in found)
+        in_answers = sum(tokens_of(one, body["stream"]) for one, (_, body) in zip(heard, asked, strict=True))
+        assert made >= in_answers == 2400
+        return were_running and made - in_answers < made_before  # of turns that begin anew all of it is made again
+
+    await play_rounds("turns ran whose legs were too long to be kept, and the store had some of each", play)
 
 
 async def played(
@@ -157,7 +185,12 @@ ALONE = {"x-trajectory-id": "alone"}
 
 @asynccontextmanager
 async def one_turn(
-    client: httpx.AsyncClient, tmp_path: Path, *engines: str, max_tokens: int = 400, **environment: str
+    client: httpx.AsyncClient,
+    tmp_path: Path,
+    *engines: str,
+    max_tokens: int = 400,
+    begun_tokens: int = 100,
+    **environment: str,
 ) -> AsyncIterator[tuple[KeptGateway, dict[str, Any]]]:
     """A gateway that was killed while its only turn, of so many tokens, ran; and the turn's request."""
     body = body_of(1, "plain", "chat", stream=False) | {"max_tokens": max_tokens}
@@ -167,7 +200,7 @@ async def one_turn(
         asked = asyncio.create_task(client.post(gateway.url + PATHS["chat"], json=body, headers=ALONE))
 
         async def has_begun() -> bool:
-            return await made_by(client, *engines) > 100
+            return await made_by(client, *engines) > begun_tokens
 
         await eventually(has_begun, 120)
         await gateway.kill()
@@ -195,13 +228,16 @@ async def test_what_nobody_asks_for_again_is_stopped(client: httpx.AsyncClient, 
 
 async def test_another_question_does_not_get_what_was_kept(client: httpx.AsyncClient, tmp_path: Path) -> None:
     """It goes by the very request."""
-    async with fleet_of(SLOW) as [engine], one_turn(client, tmp_path, engine) as (gateway, body):
+    async with (
+        fleet_of(SLOW) as [engine],
+        one_turn(client, tmp_path, engine, max_tokens=130, begun_tokens=10) as (gateway, body),
+    ):
         other = body | {"messages": [{"role": "user", "content": "something else"}], "max_tokens": 7}
         heard = await ask(client, gateway.url, "chat", other, ALONE)
         assert tokens_of(heard, stream=False) == 7
         again = await told_at_last(client, gateway, "alone", ("chat", body))
-        assert tokens_of(again, stream=False) == 400
-        assert await made_by(client, engine) == 407
+        assert tokens_of(again, stream=False) == 130
+        assert await made_by(client, engine) == 137
 
 
 async def test_an_engine_that_dies_before_the_next_gateway_comes_loses_no_turn(
