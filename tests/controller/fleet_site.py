@@ -204,3 +204,33 @@ class Rollout:
                 await asyncio.sleep(self._tool_s)
             if self._num_turns is not None:
                 (await client.post(f"{self._url}/v1/trajectories/{name}-{number}/finish")).raise_for_status()
+
+
+async def play_through_changes(made: Controller, rollout: Rollout, timeout_s: float = TIMEOUT_S) -> None:
+    """The rollout, while the fleet becomes one engine of TP 2 and two of TP 1 again; no turn fails.
+
+    Args:
+        timeout_s: for each change, and for the turns between two.
+    """
+    rollout.begin()
+    for tps in ([2], [1, 1]):
+        await _goes_on(rollout, timeout_s)
+        made.ask(made.will.scaled(tps, made.in_sight()))
+        await until_reached(made, *tps, timeout_s=timeout_s)
+    await _goes_on(rollout, timeout_s)
+    await rollout.end()
+    assert rollout.failures == []
+
+
+async def _goes_on(rollout: Rollout, timeout_s: float) -> None:
+    """Wait until each agent had two more answers."""
+    before = [len(answers) for answers in rollout.answers]
+    await until(
+        lambda: (
+            bool(rollout.failures)
+            or all(len(now) >= then + 2 for now, then in zip(rollout.answers, before, strict=True))
+        ),
+        lambda: rollout.failures,
+        timeout_s,
+    )
+    assert rollout.failures == []

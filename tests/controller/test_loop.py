@@ -22,6 +22,7 @@ from tests.controller.fleet_site import (
     fleet_file,
     kv_moves,
     launcher_for,
+    play_through_changes,
     stopped_at_the_end,
     until,
     until_reached,
@@ -39,16 +40,7 @@ async def test_a_fleet_changes_shape_under_a_rollout(tmp_path: Path) -> None:
         async with stopped_at_the_end(fleet), acting(fleet) as made:
             await until_reached(made, 1, 1)
             rollout = Rollout(gateway.url, "simulated", 6)
-            rollout.begin()
-            for tps in ([2], [1, 1]):
-                num_turns = rollout.num_turns
-                await until(lambda num_turns=num_turns: rollout.num_turns > num_turns + 6, lambda: rollout.failures)
-                made.ask(made.will.scaled(tps, made.seen))
-                await until_reached(made, *tps)
-            num_turns = rollout.num_turns
-            await until(lambda: rollout.num_turns > num_turns + 6, lambda: rollout.failures)
-            await rollout.end()
-            assert rollout.failures == []
+            await play_through_changes(made, rollout)
             assert len({one["url"] for one in await engines(gateway.url)}) == 2, "old engines are forgotten"
             phases = {phase for phase, _ in made.journal.state.phase_s}
             assert phases == {"drain", "move", "stop", "start", "register"}
@@ -70,16 +62,7 @@ async def test_trajectories_take_their_kv_along_where_devices_are_free(tmp_path:
         async with stopped_at_the_end(fleet), acting(fleet) as made:
             await until_reached(made, 1, 1)
             rollout = Rollout(gateway.url, "simulated", 4, task=" Weave the warp through the heddle." * 40)
-            rollout.begin()
-            for tps in ([2], [1, 1]):
-                num_turns = rollout.num_turns
-                await until(lambda num_turns=num_turns: rollout.num_turns > num_turns + 8, lambda: rollout.failures)
-                made.ask(made.will.scaled(tps, made.in_sight()))
-                await until_reached(made, *tps)
-            num_turns = rollout.num_turns
-            await until(lambda: rollout.num_turns > num_turns + 8, lambda: rollout.failures)
-            await rollout.end()
-            assert rollout.failures == []
+            await play_through_changes(made, rollout)
             shares = [share for number in range(4) for share in await cached_at_new_homes(gateway.url, number)]
             assert shares and min(shares) >= 0.85, shares
             moves = await kv_moves(gateway.url)
@@ -97,16 +80,7 @@ async def test_kv_outlives_the_servers_of_a_fleet_that_is_cut_anew_on_its_own_de
             await until_reached(made, 1, 1)
             assert {one["kv_tier"] for one in await engines(gateway.url)} == {str(tmp_path / "kv")}
             rollout = Rollout(gateway.url, "simulated", 4, task=" Weave the warp through the heddle." * 40)
-            rollout.begin()
-            for tps in ([2], [1, 1]):
-                num_turns = rollout.num_turns
-                await until(lambda num_turns=num_turns: rollout.num_turns > num_turns + 8, lambda: rollout.failures)
-                made.ask(made.will.scaled(tps, made.in_sight()))
-                await until_reached(made, *tps)
-            num_turns = rollout.num_turns
-            await until(lambda: rollout.num_turns > num_turns + 8, lambda: rollout.failures)
-            await rollout.end()
-            assert rollout.failures == []
+            await play_through_changes(made, rollout)
             shares = [share for number in range(4) for share in await cached_at_new_homes(gateway.url, number)]
             assert shares and min(shares) >= 0.85, shares
             moves = await kv_moves(gateway.url)

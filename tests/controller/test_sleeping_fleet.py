@@ -21,6 +21,7 @@ from tests.controller.fleet_site import (
     acting_without_its_journal,
     fleet_file,
     launcher_for,
+    play_through_changes,
     stopped_at_the_end,
     until,
     until_reached,
@@ -51,16 +52,8 @@ async def test_shapes_are_swapped_under_a_rollout_and_no_server_is_started(tmp_p
             processes = await alive(fleet)
             assert len(processes) == 3, "the other shape is there before it is wanted"
             rollout = Rollout(gateway.url, "simulated", 6)
-            rollout.begin()
-            for tps in ([2], [1, 1]):
-                num_turns = rollout.num_turns
-                await until(lambda num_turns=num_turns: rollout.num_turns > num_turns + 6, lambda: rollout.failures)
-                made.ask(made.will.scaled(tps, made.in_sight()))
-                await until_reached(made, *tps)
-            num_turns = rollout.num_turns
-            await until(lambda: rollout.num_turns > num_turns + 6, lambda: rollout.failures)
-            await rollout.end()
-            assert rollout.failures == [] and await alive(fleet) == processes
+            await play_through_changes(made, rollout)
+            assert await alive(fleet) == processes
             await until(lambda: len(made.journal.state.urls) == 2, lambda: made.journal.state)
             state = made.journal.state
             assert {phase for phase, _ in state.phase_s} == {"drain", "move", "sleep", "wake", "start", "register"}

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(120)
 
 # A command says in its file what it was given, and does then what the lines of another file say, one at each start.
 COMMAND = """
-import os, signal, socket, sys, time
+import os, signal, socket, sys
 said, script = sys.argv[1:]
 def send(message, *descriptors):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to:
@@ -38,7 +38,7 @@ for text in ("one", "two"):
     send("FDSTORE=1\\nFDNAME=" + text, descriptor)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-WAIT = "time.sleep(600)\n"
+WAIT = "signal.pause()\n"  # until it is killed
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from tests.controller.fleet_site import (
     acting,
     cached_at_new_homes,
     kv_moves,
+    play_through_changes,
     stopped_at_the_end,
-    until,
     until_reached,
 )
 from tests.support.gateway import ADMIN_KEY, PATIENT, running_gateway
@@ -126,31 +126,11 @@ async def test_kv_outlives_servers_whose_place_is_taken(
 
 async def played_through_changes(made: Controller, rollout: Rollout) -> None:
     """The rollout, while the fleet becomes one engine of TP 2 and two of TP 1 again; no turn fails, no server does."""
-    rollout.begin()
-    for tps in ([2], [1, 1]):
-        await goes_on(rollout)
-        made.ask(made.will.scaled(tps, made.in_sight()))
-        await until_reached(made, *tps, timeout_s=START_TIMEOUT_S)
-    await goes_on(rollout)
-    await rollout.end()
-    assert rollout.failures == [] and made.journal.state.failures == ()
+    await play_through_changes(made, rollout, START_TIMEOUT_S)
+    assert made.journal.state.failures == ()
 
 
 def in_words(seconds: PhaseTimes) -> str:
     """A line for each phase and TP size."""
     lines = (f"  {phase} of TP {tp}: {', '.join(f'{one:.2f}' for one in seconds[phase, tp])}" for phase, tp in seconds)
     return "\n".join(sorted(lines))
-
-
-async def goes_on(rollout: Rollout) -> None:
-    """Wait until each agent had two more answers."""
-    before = [len(answers) for answers in rollout.answers]
-    await until(
-        lambda: (
-            bool(rollout.failures)
-            or all(len(now) >= then + 2 for now, then in zip(rollout.answers, before, strict=True))
-        ),
-        lambda: rollout.failures,
-        START_TIMEOUT_S,
-    )
-    assert rollout.failures == []
