@@ -317,6 +317,14 @@ def without(record: dict[str, Any], field: str) -> dict[str, Any]:
         ("sglang-log", without(sglang_json("r", 1, 1.0, 2, 3), "out"), "line 2, out: a JSON object is wanted"),
         ("sglang-log", sglang_json("r", 1, 1.0, -2, 3), "line 2, out, meta_info, prompt_tokens: a whole number"),
         ("sglang-log", "Finish: obj=GenerateReqInput(rid='r'), out={}", "line 2, out, meta_info, prompt_tokens: .*"),
+        ("sglang-log", sglang_text("r", 1, 1.0, 2, 3).replace("11-21", "13-41"), "line 2: time data '2026-13-41"),
+        ("sglang-log", sglang_text("r", 1, 1.0, 2, 3).replace("1.0", "1.0.0"), "line 2: could not convert .*'1.0.0'"),
+        ("vllm-log", vllm_text(0, VLLM_MESSAGES[1][1]).replace("11-21", "13-41"), "line 2: time data '2024-13-41"),
+        (
+            "vllm-log",
+            "DEBUG 11-21 05:00:30 [l:1] Request r details: prompt_token_ids: [1 3], x",
+            "line 2: invalid .*'1 3'",
+        ),
     ],
 )
 def test_what_is_malformed_is_refused_with_its_line_and_field(
@@ -328,10 +336,30 @@ def test_what_is_malformed_is_refused_with_its_line_and_field(
         "dynamo": dynamo("ok", 10, 5),
         "kv-cache-tester": conversation(id="ok"),
         "sglang-log": sglang_json("ok", 1, 1.0, 10, 5),
+        "vllm-log": vllm_text(0, VLLM_MESSAGES[0][1]),
     }
     path = lines(tmp_path / "t.jsonl", good[format_name], bad)
     with pytest.raises(TraceError, match=complaint):
         import_trace(path, format_name)
+
+
+@pytest.mark.parametrize(
+    ("records", "complaint"),
+    [
+        ([mooncake(0, 2 * 10**9, 5)], "'t-0': context_tokens: a whole number from 0 to 1,000,000,000 is wanted"),
+        ([dynamo("r", 10, 5, session_id="\ud800")], "-0': trajectory_id: not Unicode"),
+        (
+            [mooncake(0, 10, 5, 1, 2), mooncake(int(1.7e12), 20, 5, 1, 2, 3)],
+            r"'t-0': turns\[0\].tool_s: seconds from 0 to 1,000,000,000 are wanted, not 16999",
+        ),
+    ],
+)
+def test_what_no_trace_may_hold_is_refused_when_it_is_imported(
+    tmp_path: Path, records: list[Any], complaint: str
+) -> None:
+    """And not when what was written is read: lengths and times that are slips, names that no encoding can write."""
+    with pytest.raises(TraceError, match=complaint):
+        import_trace(lines(tmp_path / "t.jsonl", *records))
 
 
 @pytest.mark.parametrize(

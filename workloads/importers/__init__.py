@@ -9,6 +9,7 @@ from typing import Any
 from workloads.importers.dynamo import read_dynamo
 from workloads.importers.kv_cache_tester import read_kv_cache_tester
 from workloads.importers.mooncake import read_mooncake
+from workloads.importers.native import check_writable
 from workloads.importers.records import read_lines
 from workloads.importers.sglang_log import is_sglang_line, read_sglang_log
 from workloads.importers.vllm_log import is_vllm_line, read_vllm_log
@@ -34,12 +35,14 @@ def import_trace(path: Path, format_name: str | None = None) -> Workload:
         format_name: The name of the form. None: it is told from the content.
 
     Raises:
-        TraceError: If the form is not known, a line is malformed, or nothing is in the file.
+        TraceError: If the form is not known, a line is malformed, nothing is in the file, or what it says cannot be
+            written as a trace.
         OSError: If the file cannot be read.
     """
     workload = READERS[format_name or detect_format(path)](path)
     if not workload.trajectories:
         raise TraceError(f"{path}: no trajectory in it")
+    check_writable(workload, path)
     return workload
 
 

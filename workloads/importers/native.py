@@ -1,4 +1,4 @@
-"""Writes workloads in the form that `workloads.traces` reads."""
+"""Writes workloads in the form that `workloads.traces` reads, and says beforehand whether that can be done."""
 
 from __future__ import annotations
 
@@ -7,12 +7,37 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from workloads.trajectories import Workload
+from workloads.traces import TraceError, parse_line
+from workloads.trajectories import Trajectory, Workload
 
 
 def write_trace(workload: Workload, path: Path) -> None:
     """One trajectory a line, gzipped where the name ends in `.gz`. The same workload gives the same bytes."""
-    lines = (json.dumps(asdict(trajectory), separators=(",", ":")) for trajectory in workload.trajectories)
-    content = "".join(f"{line}\n" for line in lines).encode()
+    content = "".join(f"{_line_of(trajectory)}\n" for trajectory in workload.trajectories).encode()
     # Gzip writes the time into its head unless it is told one.
     path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+
+
+def check_writable(workload: Workload, path: Path) -> None:
+    """Assure that what is written of it can be read again.
+
+    Args:
+        path: Where the workload comes from, for the message.
+
+    Raises:
+        TraceError: A length or a time is a slip, a name is none, or two trajectories have the same.
+    """
+    seen: set[str] = set()
+    for trajectory in workload.trajectories:
+        name = trajectory.trajectory_id
+        try:
+            parse_line(_line_of(trajectory))
+        except ValueError as error:
+            raise TraceError(f"{path}, {name!a}: {error}") from error
+        if name in seen:
+            raise TraceError(f"{path}: two trajectories would be {name!a}")
+        seen.add(name)
+
+
+def _line_of(trajectory: Trajectory) -> str:
+    return json.dumps(asdict(trajectory), separators=(",", ":"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,21 @@ def read_records(path: Path) -> Iterator[Record]:
     """
     for where, line in read_lines(path):
         yield Record.parse(line, where)
+
+
+@contextmanager
+def read_at(where: str) -> Iterator[None]:
+    """Says where a line stands whose numbers or times are none: logs are cut, and lines of many processes mixed.
+
+    Raises:
+        TraceError: In place of any other ValueError.
+    """
+    try:
+        yield
+    except TraceError:
+        raise
+    except ValueError as error:
+        raise TraceError(f"{where}: {error}") from error
 
 
 class Record:

@@ -12,14 +12,13 @@ Source: SGLang, srt/utils/request_logger.py.
 from __future__ import annotations
 
 import ast
-import json
 import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from workloads.importers.calls import Call, blocks_of, workload_by_prefix, workload_of_sessions
-from workloads.importers.records import Record, read_lines
+from workloads.importers.records import Record, read_at, read_lines
 from workloads.traces import TraceError
 from workloads.trajectories import Workload
 
@@ -47,13 +46,14 @@ def read_sglang_log(path: Path) -> Workload:
     """The workload of a log.
 
     Raises:
-        TraceError: If a line about a finished request has no lengths; the message names the line and the field.
+        TraceError: If a line about a finished request is malformed or has no lengths; the message names the line.
         OSError: If the file cannot be read.
     """
     calls: list[Call] = []
     sessions: dict[str, list[Call]] = {}
     for where, line in read_lines(path):
-        finished = _finished(line, where)
+        with read_at(where):
+            finished = _finished(line, where)
         if finished is not None:
             session_id, call = finished
             (calls if session_id is None else sessions.setdefault(session_id, [])).append(call)
@@ -96,7 +96,8 @@ def _from_text(line: str, where: str) -> tuple[str | None, Call] | None:
     if rid is not None and _is_health_check(rid[1]):
         return None
     found = dict(_META.findall(answer.rpartition("'meta_info': ")[2]))
-    meta = Record({name: json.loads(value) for name, value in found.items()}, f"{where}, out, meta_info")
+    numbers = {name: float(value) if "." in value else int(value) for name, value in found.items()}
+    meta = Record(numbers, f"{where}, out, meta_info")
     at = _AT.search(line.partition(_FINISHED)[0])
     if at is not None:
         ended_at_s: float | None = datetime.strptime(at[1], "%Y-%m-%d %H:%M:%S").timestamp()

@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from workloads.importers.calls import Call, blocks_of, workload_by_prefix
-from workloads.importers.records import read_lines
+from workloads.importers.records import read_at, read_lines
 from workloads.traces import TraceError
 from workloads.trajectories import Workload
 
@@ -57,17 +57,24 @@ def read_vllm_log(path: Path) -> Workload:
     """
     requests: dict[str, _Request] = {}
     for where, line in read_lines(path):
-        message = _message(line)
-        if message is not None:
-            at_s, kind, request_id, part, text = message
-            request = requests.setdefault(request_id, _Request(at_s))
-            if kind == "Generated response":
-                _note_answer(request, at_s, part, text, where)
-            else:
-                request.prompt = _ids(_PROMPT_IDS, text) or request.prompt
+        with read_at(where):
+            _take(line, where, requests)
     answered = [(name, request) for name, request in requests.items() if request.ended_at_s is not None]
     calls = sorted((_call(name, request) for name, request in answered), key=lambda call: call.started_at_s or 0.0)
     return workload_by_prefix(path.name.split(".")[0], calls)
+
+
+def _take(line: str, where: str, requests: dict[str, _Request]) -> None:
+    """Note what a line says of a request, if it is about one."""
+    message = _message(line)
+    if message is None:
+        return
+    at_s, kind, request_id, part, text = message
+    request = requests.setdefault(request_id, _Request(at_s))
+    if kind == "Generated response":
+        _note_answer(request, at_s, part, text, where)
+    else:
+        request.prompt = _ids(_PROMPT_IDS, text) or request.prompt
 
 
 def _message(line: str) -> tuple[float, str, str, str | None, str] | None:
