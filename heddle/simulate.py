@@ -12,11 +12,13 @@ from rich.console import Console
 
 from heddle.arguments import count, out_file
 from scheduling.policy import POLICIES
-from simulator.display import RunProgress, print_runs
+from simulator.display import RunProgress, print_head, print_runs
 from simulator.outcome import FORMAT, run_json
 from simulator.replay import LogWriter, replay
+from simulator.rollout import too_long_for
 from simulator.runs import Run, bounds_of, play, policy_named, predictor_named
-from simulator.scenario import Scenario, WorkloadSettings, load_scenario
+from simulator.scenario import Fleet, Scenario, WorkloadSettings, load_scenario
+from workloads.trajectories import Workload
 
 REPLAY = "replay"
 _EPILOG = f"""examples:
@@ -124,25 +126,44 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
 def _play_all(scenario: Scenario, log: Path | None, console: Console) -> Sequence[Run]:
     for policy in scenario.policies:
         policy_named(policy)
-    predictor_named(scenario.predictor, scenario.workloads(scenario.seeds[0])[0].trajectories, 0)
-    fleets = scenario.fleets()
+    workloads_of = {seed: scenario.workloads(seed) for seed in scenario.seeds}
+    first = workloads_of[scenario.seeds[0]]
+    predictor_named(scenario.predictor, first[0].trajectories, 0)
+    print_head(scenario, first[-1], console)
+    fleets = _large_enough(scenario.fleets(), [one for some in workloads_of.values() for one in some], console)
     runs: list[Run] = []
     with RunProgress(len(scenario.seeds) * len(fleets) * len(scenario.policies), console) as progress:
-        for seed in scenario.seeds:
-            workloads = scenario.workloads(seed)
-            if seed == scenario.seeds[0]:
-                progress.head(scenario, workloads[-1])
+        for seed, workloads in workloads_of.items():
             for fleet in fleets:
                 bounds = bounds_of(scenario, fleet, workloads[-1])
                 for policy in scenario.policies:
-                    on_ended = progress.begin(f"{policy}, {fleet.name}, seed {seed}", len(workloads[-1].trajectories))
+                    title = f"{policy}, {fleet.name}, seed {seed}"
+                    on_ended = progress.begin(title, len(workloads[-1].trajectories))
                     with _log_writer(log, policy, scenario) as write:
                         run = play(
                             scenario, policy, fleet, scenario.predictor, seed, workloads, bounds, on_ended, write
                         )
                     runs.append(run)
-                    progress.end()
+                    progress.end(title, run)
     return runs
+
+
+def _large_enough(fleets: Sequence[Fleet], workloads: Sequence[Workload], console: Console) -> Sequence[Fleet]:
+    """The fleets on which all can be played; says which are not, and why.
+
+    Raises:
+        ValueError: none is.
+    """
+    reasons = {
+        fleet.name: next(filter(None, (too_long_for(workload, fleet.profiles) for workload in workloads)), None)
+        for fleet in fleets
+    }
+    if all(reasons.values()):
+        raise ValueError(next(reason for reason in reasons.values() if reason))
+    for name, reason in reasons.items():
+        if reason is not None:
+            console.print(f"{name} is left out: {reason}.", soft_wrap=True, highlight=False)
+    return [fleet for fleet in fleets if reasons[fleet.name] is None]
 
 
 def _log_writer(path: Path | None, policy: str, scenario: Scenario) -> AbstractContextManager[LogWriter | None]:

@@ -19,6 +19,9 @@ REDRAW_EVERY = 64
 WIDE = 124
 """Columns of a console that takes the whole table side by side."""
 
+NUM_NARROW = 4
+"""Figures beside policy and fleet that 80 columns take; the others are in tables below."""
+
 
 class RunProgress:
     """A bar for all runs, and one for the trajectories of the run that is played."""
@@ -37,14 +40,6 @@ class RunProgress:
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
-    def head(self, scenario: Scenario, workload: Workload) -> None:
-        """Say what is played."""
-        self._console.print(f"{scenario.name}: {scenario.about}" if scenario.about else scenario.name)
-        self._console.print(
-            f"{len(workload.trajectories):,} trajectories, {workload.num_turns:,} turns, "
-            f"{workload.output_tokens:,} output tokens of {workload.total_tokens:,}; predictor: {scenario.predictor}"
-        )
-
     def begin(self, title: str, num_trajectories: int) -> Callable[[float], None]:
         """A run begins; what it gives is to be called at the end of each trajectory."""
         self._progress.reset(self._one, description=title, total=num_trajectories)
@@ -58,9 +53,21 @@ class RunProgress:
 
         return ended
 
-    def end(self) -> None:
-        """A run is over."""
+    def end(self, title: str, run: Run) -> None:
+        """A run is over. One line stays of it, so that long scenarios give answers all along, in a file too."""
         self._progress.advance(self._all)
+        self._console.print(
+            f"{title}: {_seconds(run.outcome.makespan_s)} s, {run.regret:.2f} times the bound", highlight=False
+        )
+
+
+def print_head(scenario: Scenario, workload: Workload, console: Console) -> None:
+    """Say what is played."""
+    console.print(f"{scenario.name}: {scenario.about}" if scenario.about else scenario.name)
+    console.print(
+        f"{len(workload.trajectories):,} trajectories, {workload.num_turns:,} turns, "
+        f"{workload.output_tokens:,} output tokens of {workload.total_tokens:,}; predictor: {scenario.predictor}"
+    )
 
 
 def print_runs(runs: Sequence[Run], policies: Sequence[str], console: Console) -> None:
@@ -75,8 +82,11 @@ def print_runs(runs: Sequence[Run], policies: Sequence[str], console: Console) -
         star = " *" if best[policy] == (policy, fleet) and len(best) < len(lines) else ""
         rows.append((policy, fleet + star, _cells(line, base_s)))
     names = list(rows[0][2])
-    for some in [names] if console.width >= WIDE else [names[:6], names[6:]]:
-        table = Table("policy", "fleet", box=SIMPLE_HEAD, pad_edge=False)
+    at_once = len(names) if console.width >= WIDE else NUM_NARROW
+    for some in (names[begin : begin + at_once] for begin in range(0, len(names), at_once)):
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        table.add_column("policy", no_wrap=True)
+        table.add_column("fleet", overflow="fold")
         for name in some:
             table.add_column(name, justify="right", no_wrap=True)
         for policy, fleet, cells in rows:
@@ -96,13 +106,13 @@ def _cells(line: Sequence[Run], base_s: float) -> dict[str, str]:
         return fmean(summary[name] for summary in summaries)
 
     return {
-        "makespan s": f"{fmean(makespans):,.1f}{spread}",
+        "makespan s": f"{_seconds(fmean(makespans))}{spread}",
         "ratio": f"{base_s / fmean(makespans):.2f}",
         "regret": f"{fmean(run.regret for run in line):.2f}",
         "tokens/s": f"{mean('tokens_per_s'):,.0f}",
-        "mean s": f"{mean('mean_trajectory_s'):,.1f}",
-        "p99 s": f"{mean('p99_trajectory_s'):,.1f}",
-        "queued s": f"{mean('mean_queued_s'):,.1f}",
+        "mean s": _seconds(mean("mean_trajectory_s")),
+        "p99 s": _seconds(mean("p99_trajectory_s")),
+        "queued s": _seconds(mean("mean_queued_s")),
         "prefix hits": f"{100 * mean('prefix_hit_share'):.1f} %",
         "preempted": f"{mean('num_preemptions') + mean('num_pauses'):,.0f}",
         "moves": f"{mean('num_moves'):,.0f}",
@@ -118,12 +128,17 @@ def _makespan_s(line: Sequence[Run]) -> float:
     return fmean(run.outcome.makespan_s for run in line)
 
 
+def _seconds(seconds: float) -> str:
+    """A tenth is precise enough for a rollout, and nothing for one that takes less than ten."""
+    return f"{seconds:,.1f}" if seconds >= 10 else f"{seconds:.3f}"
+
+
 def _bounds(runs: Sequence[Run]) -> str:
     of_fleets = {
         run.labels.fleet: fmean(r.bounds.fleet_s for r in runs if r.labels.fleet == run.labels.fleet) for run in runs
     }
-    texts = [f"{bound:,.1f} s on {fleet}" for fleet, bound in of_fleets.items()]
+    texts = [f"{_seconds(bound)} s on {fleet}" for fleet, bound in of_fleets.items()]
     best = [run.bounds.best_fleet_s for run in runs if run.bounds.best_fleet_s is not None]
     if best:
-        texts.append(f"{fmean(best):,.1f} s on any fleet of as many GPUs")
+        texts.append(f"{_seconds(fmean(best))} s on any fleet of as many GPUs")
     return ", ".join(texts)

@@ -47,6 +47,20 @@ from workloads.trajectories import Workload
 Log = Callable[[Event, list[Action]], None]
 
 
+def too_long_for(workload: Workload, fleet: Sequence[EngineProfile]) -> str | None:
+    """Which trajectories the KV of some engine cannot hold, in a sentence; None where each holds every one."""
+    smallest = min(fleet, key=lambda profile: profile.kv_capacity_tokens)
+    room = smallest.kv_capacity_tokens
+    if workload.max_context_tokens <= room:
+        return None
+    num_too_long = sum(trajectory.total_tokens > room for trajectory in workload.trajectories)
+    return (
+        f"{num_too_long:,} of {len(workload.trajectories):,} trajectories come to up to "
+        f"{workload.max_context_tokens:,} tokens, and the KV of {smallest.name} holds {room:,}: larger engines are "
+        "wanted, or --max-context-tokens, which scales a trace"
+    )
+
+
 class Rollout:
     """Plays a workload.
 
@@ -60,7 +74,7 @@ class Rollout:
         log: told every event with the actions that followed from it.
 
     Raises:
-        ValueError: a trajectory is too long for the KV of some engine.
+        ValueError: `too_long_for` has something to say.
     """
 
     def __init__(
@@ -78,12 +92,9 @@ class Rollout:
         on_ended: Callable[[float], None] | None = None,
         log: Log | None = None,
     ) -> None:
-        smallest = min(fleet, key=lambda profile: profile.kv_capacity_tokens)
-        if workload.max_context_tokens > smallest.kv_capacity_tokens:
-            raise ValueError(
-                f"a trajectory comes to {workload.max_context_tokens:,} tokens, and the KV of {smallest.name} holds "
-                f"{smallest.kv_capacity_tokens:,}: larger engines are wanted, or `max_context_tokens` for the trace"
-            )
+        too_long = too_long_for(workload, fleet)
+        if too_long is not None:
+            raise ValueError(too_long)
         self._policy = policy
         self._predictor = Oracle(workload.trajectories) if oracle else predictor
         self._conditions = conditions

@@ -119,8 +119,58 @@ def test_what_cannot_be_done_is_said_in_one_line(
 
 
 def test_engines_too_small_for_the_workload_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At once, with both numbers."""
+    """At once, with both numbers, and how many trajectories are too long."""
     path = tmp_path / "tight.toml"
     path.write_text(SCENARIO.replace("14b", "32b").replace("[2, 4]", "[1]").replace("= 32", "= 640"))
     assert main(["simulate", str(path)]) == 2
-    assert "the KV of qwen3-32b-h100-tp1 holds 17,000" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "of 640 trajectories" in error and "the KV of qwen3-32b-h100-tp1 holds 17,000" in error
+
+
+def test_only_the_fleets_that_are_too_small_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is asked for is played where it can be, and the rest is named before anything is played."""
+    path, trace, out = tmp_path / "tight.toml", tmp_path / "agents.jsonl", tmp_path / "runs.json"
+    path.write_text(SCENARIO.replace("[2, 4]", "[1, 4]"))
+    turn = {"new_tokens": 0, "output_tokens": 50, "tool_s": 0}
+    agents = [{"trajectory_id": f"t{size}", "context_tokens": size, "turns": [turn]} for size in (100, 300_000)]
+    trace.write_text("\n".join(map(json.dumps, agents)))
+    assert main(["simulate", str(path), "--trace", str(trace), "--json", str(out)]) == 0
+    assert {run["fleet"] for run in json.loads(out.read_bytes())["runs"]} == {"1 x TP4"}
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "4 x TP1 is left out: 1 of 2 trajectories" in printed and "holds 247,000" in printed
+
+
+def test_each_run_is_told_when_it_ends(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody waits for a whole scenario to see whether it goes on, in a terminal or out of one."""
+    assert main(["simulate", scenario, "--seed", "7"]) == 0
+    printed = capsys.readouterr().out
+    before_the_table = printed[: printed.index("makespan")]
+    for policy in ("heddle", "verl"):
+        for fleet in ("2 x TP2", "1 x TP4"):
+            assert before_the_table.count(f"{policy}, {fleet}, seed 7: ") == 1
+
+
+def test_a_narrow_console_has_whole_names_and_short_runs_have_digits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """80 columns, the longest names there are, makespans of five and of less than two digits."""
+    monkeypatch.setenv("COLUMNS", "80")
+    path, trace = tmp_path / "wide.toml", tmp_path / "agents.jsonl"
+    path.write_text(SCENARIO.replace("verl", "attained-service").replace("gpus = 4", "gpus = 64"))
+    for tool_s, told in ((20_000.0, "20,000."), (0.0, "0.0")):
+        turns = [
+            {"new_tokens": 0, "output_tokens": 5, "tool_s": tool_s},
+            {"new_tokens": 0, "output_tokens": 5, "tool_s": 0},
+        ]
+        trace.write_text(json.dumps({"trajectory_id": "a", "context_tokens": 9, "turns": turns}))
+        assert main(["simulate", str(path), "--trace", str(trace)]) == 0
+        printed = capsys.readouterr().out
+        rows = [line.split() for line in printed.splitlines() if line.startswith(" attained-service ")]
+        assert (
+            len(rows) == 3 * 2
+            and {row[0] for row in rows} == {"attained-service"}
+            and {row[3] for row in rows} == {"TP2", "TP4"}
+        )
+        best = next(row for row in rows if row[3:5] == ["TP4", "*"])
+        assert best[5].startswith(told) and float(best[5].replace(",", "")) > 0
+        assert max(map(len, printed[printed.index("makespan") : printed.index("* its best")].splitlines())) <= 80
