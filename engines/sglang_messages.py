@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import orjson
 
+from engines.token_ids import TokenIds, with_ids
 from engines.tokens import Asking, Delta, Whole, has_tools
 from engines.upstream import Upstream
 
@@ -73,7 +74,7 @@ class MessageReader:
             and not any((tool.get("function") or {}).get("strict") for tool in request["tools"])
         )
 
-    async def whole(self, ask: Asking, request: Mapping[str, Any], tail: Sequence[int], last: Whole) -> dict[str, Any]:
+    async def whole(self, ask: Asking, request: Mapping[str, Any], tail: TokenIds, last: Whole) -> dict[str, Any]:
         """The one choice of a chat's answer.
 
         Args:
@@ -97,7 +98,7 @@ class MessageReader:
         }
 
     async def delta(
-        self, ask: Asking, request: Mapping[str, Any], tail: Sequence[int], last: Delta
+        self, ask: Asking, request: Mapping[str, Any], tail: TokenIds, last: Delta
     ) -> tuple[dict[str, Any], Any]:
         """What new tokens add to the message, and the state: all ids so far, and what was said of them."""
         before = last.state or {"ids": [], "reasoning_content": "", "content": ""}
@@ -132,11 +133,11 @@ class MessageReader:
     def _separates(self, request: Mapping[str, Any]) -> bool:
         return self._reasoning_parser is not None and request.get("separate_reasoning") is not False
 
-    async def _text(self, ask: Asking, request: Mapping[str, Any], tail: Sequence[int], ids: Sequence[int]) -> str:
+    async def _text(self, ask: Asking, request: Mapping[str, Any], tail: TokenIds, ids: Sequence[int]) -> str:
         """The text behind the prompt; with the beginning of the reasoning, where it is the prompt's last word."""
         skips_special = request.get("skip_special_tokens") is not False and not has_tools(request)
-        call = {"tokens": [tail, [*tail, *ids]], "skip_special_tokens": skips_special}
-        before, text = orjson.loads(await ask(Upstream("/v1/detokenize", b"", orjson.dumps(call))))["text"]
+        call = {"tokens": [tail, tail + ids], "skip_special_tokens": skips_special}
+        before, text = orjson.loads(await ask(Upstream("/v1/detokenize", b"", with_ids(call))))["text"]
         is_thinking = self._separates(request) and before.rstrip().endswith(_THINK)
         return (_THINK if is_thinking else "") + str(text[len(before) :])
 

@@ -210,11 +210,11 @@ class SglangTokens:
         return EventReader(self._facts.is_incremental, rendered, only_numbers)
 
     def texts(self, rendered: Rendered, outputs: Sequence[Sequence[int]]) -> Upstream:
-        tail = rendered.prompt_ids[-_TAIL_TOKENS:]
-        call: dict[str, Any] = {"tokens": [tail, *([*tail, *ids] for ids in outputs)]}
+        tail = rendered.prompt_ids.tail(_TAIL_TOKENS)
+        call: dict[str, Any] = {"tokens": [tail, *(tail + ids for ids in outputs)]}
         if rendered.call["sampling_params"].get("skip_special_tokens") is False:
             call["skip_special_tokens"] = False
-        return Upstream(DETOKENIZE, b"", orjson.dumps(call))
+        return Upstream(DETOKENIZE, b"", with_ids(call))
 
     def read_texts(self, answer: bytes) -> list[str]:
         before, *texts = orjson.loads(answer)["text"]
@@ -223,7 +223,7 @@ class SglangTokens:
     async def derender(
         self, ask: Asking, rendered: Rendered, prompt_ids: TokenIds, last: Whole | Delta
     ) -> tuple[dict[str, Any], Any]:
-        tail = prompt_ids[-_TAIL_TOKENS:]
+        tail = prompt_ids.tail(_TAIL_TOKENS)
         if isinstance(last, Delta):
             return await self._messages.delta(ask, rendered.chat, tail, last)
         return await self._messages.whole(ask, rendered.chat, tail, last), None

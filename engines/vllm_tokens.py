@@ -141,8 +141,8 @@ class VllmTokens:
 
     def texts(self, rendered: Rendered, outputs: Sequence[Sequence[int]]) -> Upstream:
         made = [_response(f"part-{i}", {"token_ids": ids, "finish_reason": "length"}) for i, ids in enumerate(outputs)]
-        call = {"generate_responses": made, "prompt_token_ids": [rendered.prompt_ids[-16:]] * len(made)}
-        return Upstream(_DERENDER, b"", orjson.dumps(call))
+        call = {"generate_responses": made, "prompt_token_ids": [rendered.prompt_ids.tail(16)] * len(made)}
+        return Upstream(_DERENDER, b"", with_ids(call))
 
     def read_texts(self, answer: bytes) -> list[str]:
         return [choice["text"] for choice in orjson.loads(answer)["choices"]]
@@ -152,7 +152,7 @@ class VllmTokens:
     ) -> tuple[dict[str, Any], Any]:
         chat, ids = rendered.chat, last.ids
         # All of a prompt is read only for whether it left reasoning open.
-        before = prompt_ids if "reasoning_parser_kwargs" in rendered.call else prompt_ids[-_TAIL_TOKENS:]
+        before = prompt_ids if "reasoning_parser_kwargs" in rendered.call else prompt_ids.tail(_TAIL_TOKENS)
         if last.finish_reason == "stop" and not isinstance(last.stop_reason, str):
             # The token that ended the answer is no part of its text, but where that was asked for.
             ids = ids if chat.get("include_stop_str_in_output") else ids[:-1]
@@ -170,7 +170,7 @@ class VllmTokens:
         return _called(chat, whole["choices"][0]), None
 
     async def _derender_delta(
-        self, ask: Asking, chat: Mapping[str, Any], prompt_ids: Sequence[int], last: Whole | Delta, ids: Sequence[int]
+        self, ask: Asking, chat: Mapping[str, Any], prompt_ids: TokenIds, last: Whole | Delta, ids: Sequence[int]
     ) -> tuple[dict[str, Any], Any]:
         """What comes with the end is read by itself, one token or none, as the chat route does: where the name of a
         call and the end come at once, the parser takes it for a call without arguments and says so (hermes)."""

@@ -4,14 +4,14 @@ Turns at token level are in the token book already, exact to the token. Of the o
 limit in bytes: its answer is not in it, and is prefilled at the new home with what the tool says.
 """
 
-from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
+from engines.token_ids import TokenIds
 from gateway.tokens.book import StoredTokens
 from gateway.tokens.packed import all_ids, chain
 from gateway.turns.turn import Turn
@@ -103,7 +103,7 @@ class Contexts:
             None where nothing is known of it.
         """
         context = self._contexts.get(trajectory_id)
-        ids: list[int] | array[int] | None = None
+        ids: Sequence[int] | None = None
         if turn is not None and turn.choices:
             ids = [*turn.choices[0].chain.prompt_ids, *turn.choices[0].chain.output_ids]
         elif context is None or context.body is None:
@@ -118,13 +118,13 @@ class Contexts:
             return None
         return context.path, orjson.loads(context.body)
 
-    async def _kept_ids(self, trajectory_id: str) -> "array[int] | None":
+    async def _kept_ids(self, trajectory_id: str) -> TokenIds | None:
         try:
             turns = await self._book.turns(trajectory_id)
         except StoreError:
             return None
         last = max(turns.values(), key=lambda turn: turn.ended_at, default=None)
-        return array("I", all_ids(chain(turns, last))) if last is not None else None
+        return all_ids(chain(turns, last)) if last is not None else None
 
     def _new(self, turn: Turn, engine_id: str, num_tokens: int, is_kept: bool) -> Context:
         ask = turn.ask
@@ -154,6 +154,6 @@ class Contexts:
             context.body = None
 
 
-def _of_ids(ids: "list[int] | array[int]", model: str | None, cache_salt: object) -> dict[str, Any]:
+def _of_ids(ids: Sequence[int], model: str | None, cache_salt: object) -> dict[str, Any]:
     request: Mapping[str, Any] = {"model": model, "prompt": list(ids), "temperature": 0, "cache_salt": cache_salt}
     return {name: value for name, value in request.items() if value is not None}

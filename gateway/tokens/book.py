@@ -12,16 +12,17 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engines.token_ids import ID_BYTES
+from engines.token_ids import TokenIds, put_together
 from gateway.clock import Clock
 from gateway.state.ledger import Ledger
-from gateway.tokens.packed import KeptTurn, all_ids, chain, decoded, id_bytes, kept, rooted
+from gateway.tokens.packed import KeptTurn, all_ids, chain, decoded, kept, rooted
 from gateway.tokens.turn_tokens import TurnTokens
 from store.port import Store, StoreError
 
 PREFIX = "tokens/"
 TURN_BYTES = 1_000
 """What a turn costs in memory beside its tokens: the objects, the names."""
+_NOTHING = TokenIds(b"", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class StoredTokens:
             self._bound()
 
     def continued(self, trajectory_id: str, history: str) -> TurnTokens | None:
-        """The kept turn of this trajectory whose conversation is `history`; its sequences are arrays of 32 bits."""
+        """The kept turn of this trajectory whose conversation is `history`."""
         shelf = self._shelves.get(trajectory_id)
         if shelf is None or not history:  # "" is that of turns which nothing can continue
             return None
@@ -125,13 +126,12 @@ class StoredTokens:
         if turn is None:
             return None
         self._use(trajectory_id, shelf, 0)
-        ids = array("I", all_ids(chain(shelf.turns, turn)))
-        middle = turn.num_before + turn.num_new
+        *before, _ = chain(shelf.turns, turn)
         return TurnTokens(
             trajectory_id=trajectory_id,
             turn_id=turn.turn_id,
-            prompt_ids=ids[:middle],
-            output_ids=ids[middle:],
+            prompt_ids=put_together((all_ids(before), turn.new_ids)),
+            output_ids=turn.output_ids,
             logprobs=None if turn.logprobs is None else array("f", turn.logprobs.tobytes()),
             versions=turn.versions,
             finish_reason=turn.finish_reason,
@@ -152,12 +152,12 @@ class StoredTokens:
         self._shelves[trajectory_id] = shelf
         if tokens.turn_id in shelf.turns:
             return
-        prompt = id_bytes(tokens.prompt_ids)
+        prompt = TokenIds.of(tokens.prompt_ids)
         parent = shelf.turns.get(tokens.parent) if tokens.parent else None
-        before = all_ids(chain(shelf.turns, parent)) if parent else b""
-        if parent and not prompt.startswith(before):
-            parent, before = None, b""
-        turn = kept(tokens, parent.turn_id if parent else None, prompt, len(before) // ID_BYTES)
+        before = all_ids(chain(shelf.turns, parent)) if parent else _NOTHING
+        if parent and not prompt.begins_with(before):
+            parent, before = None, _NOTHING
+        turn = kept(tokens, parent.turn_id if parent else None, prompt, before)
         shelf.turns[tokens.turn_id] = turn
         shelf.added_at = now
         shelf.stored_bytes += len(turn.data)

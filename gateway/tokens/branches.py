@@ -101,8 +101,8 @@ def _turn(turn: KeptTurn) -> dict[str, Any]:
         "turn_id": turn.turn_id,
         "parent": turn.parent,
         "num_before": turn.num_before,
-        "prompt_ids": turn.new_ids,
-        "output_ids": turn.output_ids,
+        "prompt_ids": turn.new_ids.numbers,
+        "output_ids": turn.output_ids.numbers,
         "logprobs": turn.logprobs,
         "loss_mask": mask,
         "versions": [{"version": each.version, "start": each.start, "end": each.end} for each in turn.versions],
@@ -112,7 +112,7 @@ def _turn(turn: KeptTurn) -> dict[str, Any]:
 
 
 def _sequence(branch: Branch) -> dict[str, Any]:
-    ids = np.frombuffer(all_ids(branch.turns), np.uint32)
+    ids = all_ids(branch.turns).numbers
     mask = np.zeros(len(ids), np.int8)
     versions, boundaries = [], []
     for number, turn in enumerate(branch.turns):

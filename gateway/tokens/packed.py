@@ -1,7 +1,8 @@
 """One turn's tokens as bytes: so they lie in memory, and so they are stored.
 
 A turn holds what is new in its prompt, beyond the prompt and output of the turn that it continues, so that a long
-trajectory costs each of its tokens once.
+trajectory costs each of its tokens once. Ids are the digits that engines send: nothing is made of them until a trainer
+asks.
 """
 
 from array import array
@@ -12,25 +13,28 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from engines.token_ids import ID_BYTES, TokenIds
+from engines.token_ids import ID_BYTES, TokenIds, put_together
 from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
 from scheduling.values import value_class
 
 LOGPROB_BYTES = 4
 _HEAD_LENGTH = 4
-"""Bytes that say how long the head is, which is a JSON list of the fields of KeptTurn; the arrays follow it."""
+"""Bytes that say how long the head is, which is a JSON list of the fields of KeptTurn; the rest follows it."""
 _VERSIONS = 5
 """Where in the head the versions are."""
+_FIELDS_OF_INTEGERS = 10
+"""Of a head as it was when ids were kept as 32-bit integers."""
 
 
 @value_class(frozen=True, slots=True)
 class KeptTurn:
-    """One ended turn. The arrays are views of `data`.
+    """One ended turn.
 
     Args:
         num_before: how many tokens of its prompt are those of its parent, prompt and output; 0 without a parent.
         num_new: how many tokens of its prompt come after them.
-        start: where in `data` the arrays begin.
+        new_bytes: how long their text is.
+        start: where in `data` the log-probabilities begin; the text of the new ids and that of the output's follow.
     """
 
     turn_id: str
@@ -43,6 +47,7 @@ class KeptTurn:
     num_new: int
     num_output: int
     has_logprobs: bool
+    new_bytes: int
     data: bytes
     start: int
 
@@ -52,45 +57,54 @@ class KeptTurn:
         return self.num_before + self.num_new + self.num_output
 
     @property
-    def ids(self) -> memoryview:
-        """Bytes of the new prompt's ids and the output's."""
-        return memoryview(self.data)[self.start : self.start + ID_BYTES * (self.num_new + self.num_output)]
+    def new_ids(self) -> TokenIds:
+        """Of its prompt, beyond its parent's."""
+        start = self._text_start
+        return TokenIds(self.data[start : start + self.new_bytes], self.num_new)
 
     @property
-    def new_ids(self) -> NDArray[np.uint32]:
-        return np.frombuffer(self.data, np.uint32, self.num_new, self.start)
-
-    @property
-    def output_ids(self) -> NDArray[np.uint32]:
-        return np.frombuffer(self.data, np.uint32, self.num_output, self.start + ID_BYTES * self.num_new)
+    def output_ids(self) -> TokenIds:
+        return TokenIds(self.data[self._text_start + self.new_bytes :], self.num_output)
 
     @property
     def logprobs(self) -> NDArray[np.float32] | None:
-        if not self.has_logprobs:
-            return None
-        start = self.start + ID_BYTES * (self.num_new + self.num_output)
-        return np.frombuffer(self.data, np.float32, self.num_output, start)
+        return np.frombuffer(self.data, np.float32, self.num_output, self.start) if self.has_logprobs else None
+
+    @property
+    def _text_start(self) -> int:
+        return self.start + LOGPROB_BYTES * self.num_output * self.has_logprobs
 
 
-def kept(tokens: TurnTokens, parent: str | None, prompt: bytes, num_before: int) -> KeptTurn:
+def kept(tokens: TurnTokens, parent: str | None, prompt: TokenIds, before: TokenIds) -> KeptTurn:
     """A turn as it is kept; `decoded` makes the same of its bytes.
 
     Args:
         parent: the kept turn that it continues.
-        prompt: bytes of all ids of its prompt.
-        num_before: how many of them are its parent's.
+        prompt: all ids of its prompt.
+        before: those that are its parent's, with which it begins.
     """
-    output = id_bytes(tokens.output_ids)
-    num_output = len(output) // ID_BYTES
-    logprobs = b"" if tokens.logprobs is None else _numbers("f", tokens.logprobs)
-    assert tokens.logprobs is None or len(logprobs) == LOGPROB_BYTES * num_output, "one log-probability per token"
+    output = TokenIds.of(tokens.output_ids)
+    logprobs = b"" if tokens.logprobs is None else _floats(tokens.logprobs)
+    assert tokens.logprobs is None or len(logprobs) == LOGPROB_BYTES * len(output), "one log-probability per token"
+    # Behind a comma, where something comes before it.
+    new = TokenIds(prompt.text[len(before.text) + bool(before.text) :], len(prompt) - len(before))
     names = tokens.turn_id, parent, tokens.history, tokens.finish_reason, tokens.ended_at
-    counts = num_before, len(prompt) // ID_BYTES - num_before, num_output, tokens.logprobs is not None
-    versions = [(span.version, span.start, span.end) for span in tokens.versions]
-    head = orjson.dumps((*names, versions, *counts))
-    head += b" " * (-len(head) % ID_BYTES)
-    data = b"".join((len(head).to_bytes(_HEAD_LENGTH), head, prompt[ID_BYTES * num_before :], output, logprobs))
-    return KeptTurn(*names, tokens.versions, *counts, data, _HEAD_LENGTH + len(head))
+    return _encoded(names, tokens.versions, len(before), new, output, None if tokens.logprobs is None else logprobs)
+
+
+def _encoded(
+    names: tuple[str, str | None, str, str, float],
+    versions: tuple[VersionSpan, ...],
+    num_before: int,
+    new: TokenIds,
+    output: TokenIds,
+    logprobs: bytes | None,
+) -> KeptTurn:
+    counts = num_before, len(new), len(output), logprobs is not None, len(new.text)
+    head = orjson.dumps((*names, [(span.version, span.start, span.end) for span in versions], *counts))
+    head += b" " * (-len(head) % LOGPROB_BYTES)
+    data = b"".join((len(head).to_bytes(_HEAD_LENGTH), head, logprobs or b"", new.text, output.text))
+    return KeptTurn(*names, versions, *counts, data, _HEAD_LENGTH + len(head))
 
 
 def decoded(data: bytes) -> KeptTurn:
@@ -98,14 +112,17 @@ def decoded(data: bytes) -> KeptTurn:
     start = _HEAD_LENGTH + int.from_bytes(data[:_HEAD_LENGTH])
     head: list[Any] = orjson.loads(data[_HEAD_LENGTH:start])
     head[_VERSIONS] = tuple(VersionSpan(*span) for span in head[_VERSIONS])
+    if len(head) == _FIELDS_OF_INTEGERS:
+        return _of_integers(head, data, start)
     return KeptTurn(*[*head, data, start])
 
 
-def id_bytes(ids: Sequence[int]) -> bytes:
-    """Token ids as bytes; free of conversion where they are an array of 32-bit integers already."""
-    if isinstance(ids, TokenIds):
-        return ids.packed
-    return _numbers("I", ids)
+def _of_integers(head: list[Any], data: bytes, start: int) -> KeptTurn:
+    *_, num_before, num_new, num_output, has_logprobs = head
+    ids = np.frombuffer(data, np.uint32, num_new + num_output, start).tolist()
+    new, output = TokenIds.of(ids[:num_new]), TokenIds.of(ids[num_new:])
+    logprobs = data[start + ID_BYTES * len(ids) :] if has_logprobs else None
+    return _encoded(tuple(head[:_VERSIONS]), head[_VERSIONS], num_before, new, output, logprobs)
 
 
 def chain(turns: dict[str, KeptTurn], last: KeptTurn) -> list[KeptTurn]:
@@ -116,9 +133,9 @@ def chain(turns: dict[str, KeptTurn], last: KeptTurn) -> list[KeptTurn]:
     return found[::-1]
 
 
-def all_ids(turns: Iterable[KeptTurn]) -> bytes:
-    """Bytes of all ids of such a chain: the last one's prompt and output."""
-    return b"".join([turn.ids for turn in turns])
+def all_ids(turns: Iterable[KeptTurn]) -> TokenIds:
+    """All ids of such a chain: the last one's prompt and output."""
+    return put_together(ids for turn in turns for ids in (turn.new_ids, turn.output_ids))
 
 
 def rooted(turns: Iterable[KeptTurn]) -> dict[str, KeptTurn]:
@@ -132,6 +149,6 @@ def rooted(turns: Iterable[KeptTurn]) -> dict[str, KeptTurn]:
     return {turn.turn_id: turn for turn in in_order if turn.turn_id in kept}
 
 
-def _numbers(kind: str, values: Sequence[Any]) -> bytes:
+def _floats(values: Sequence[float]) -> bytes:
     # From a list, array is twice as fast as numpy; from any buffer, numpy copies or converts.
-    return (array(kind, values) if isinstance(values, list | tuple) else np.asarray(values, kind)).tobytes()
+    return (array("f", values) if isinstance(values, list | tuple) else np.asarray(values, np.float32)).tobytes()

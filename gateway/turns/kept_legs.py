@@ -23,6 +23,7 @@ from xxhash import xxh3_64_hexdigest
 from engines.http import Response
 from engines.http.journal import Journal, found_journal, new_journal
 from engines.http.kept import bytes_sent, shut_down
+from engines.token_ids import TokenIds
 from engines.tokens import TokenLeg, TokenRoutes
 from engines.upstream import Upstream
 from gateway.config import Settings
@@ -117,12 +118,12 @@ class KeptLegs:
         ready = (member.engine_id for member in self._fleet.members() if member.state is EngineState.READY)
         return replace(dispatch, engine_id=engine_id) if engine_id in ready else dispatch
 
-    def made_before(self, turn: Turn, index: int, routes: TokenRoutes, prompt: bytes) -> Made | None:
+    def made_before(self, turn: Turn, index: int, routes: TokenRoutes, prompt: TokenIds) -> Made | None:
         """What a choice had before the leg that was kept; None if there is none of this prompt that can be read."""
         leg = self._claimed.get(turn.turn_id, {}).get(index)
         if leg is None:
             return None
-        if leg.stream_form != routes.stream_form or leg.prompt != xxh3_64_hexdigest(prompt):
+        if leg.stream_form != routes.stream_form or leg.prompt != xxh3_64_hexdigest(prompt.text):
             self._leave(self._claimed[turn.turn_id].pop(index))
             return None
         return leg.made
@@ -257,7 +258,7 @@ def _header(turn: Turn, choice: Choice, member: Member) -> dict[str, Any]:
         "leg": turn.leg,
         "engine": member.engine_id,
         "version": member.weight_version,
-        "prompt": xxh3_64_hexdigest(chain.prompt_ids.packed),
+        "prompt": xxh3_64_hexdigest(chain.prompt_ids.text),
         "made": (chain.output_ids, chain.logprobs, spans),
     }
 

@@ -6,13 +6,8 @@ the token that ends a turn cuts prompts into messages. The messages of the earli
 but for answers, which begin with what opens one, and were spliced into the earlier prompt themselves.
 """
 
-from itertools import pairwise
-
-import numpy as np
-
-from engines.token_ids import ID_BYTES, TokenIds
+from engines.token_ids import TokenIds, messages, put_together
 from gateway.messages.transcripts import History
-from gateway.tokens.packed import id_bytes
 from gateway.tokens.turn_tokens import TokenBook, TurnTokens
 
 
@@ -33,30 +28,23 @@ def spliced(
 
 def joined(before: TurnTokens, rendered: TokenIds) -> TokenIds | None:
     """An earlier turn's tokens, and what is new in a render after them; None where that does not go on from them."""
-    made = before.output_ids
-    if not len(made):
+    made = list(before.output_ids)
+    if not made:
         return None
-    prompt, output = id_bytes(before.prompt_ids), id_bytes(made)
-    if rendered.packed.startswith(prompt + output):
+    prompt, output = TokenIds.of(before.prompt_ids), TokenIds.of(before.output_ids)
+    if rendered.begins_with(prompt + output):
         return rendered
     # An answer cut by its limit has no end of its own, and neither does one that ran over its end.
     end_of_turn = made[-1]
     if before.finish_reason == "length" or end_of_turn in made[:-1]:
         return None
-    *known, opening = _messages(prompt, end_of_turn)
-    messages = _messages(rendered.packed, end_of_turn)
-    if len(messages) < len(known) + 2 or not opening:
+    *known, opening = messages(prompt, end_of_turn)
+    found = messages(rendered, end_of_turn)
+    if len(found) < len(known) + 2 or not opening.text:
         return None
-    size = len(opening)
-    if messages[len(known)][:size] != opening:
+    if not found[len(known)].begins_with(opening):
         return None
-    for mine, theirs in zip(known, messages, strict=False):
-        if mine != theirs and not mine[:size] == theirs[:size] == opening:
+    for mine, theirs in zip(known, found, strict=False):
+        if mine != theirs and not (mine.begins_with(opening) and theirs.begins_with(opening)):
             return None
-    return TokenIds(b"".join((prompt, output, *messages[len(known) + 1 :])))
-
-
-def _messages(packed: bytes, end_of_turn: int) -> list[bytes]:
-    """Cut behind each such token; what follows the last one comes last."""
-    ends = ID_BYTES * (np.flatnonzero(np.frombuffer(packed, np.uint32) == end_of_turn) + 1)
-    return [packed[start:end] for start, end in pairwise((0, *ends.tolist(), len(packed)))]
+    return put_together((prompt, output, *found[len(known) + 1 :]))

@@ -167,7 +167,7 @@ class TokenLegs:
             chain = Chain(rendered, prompt_ids, parent, ask.wants_stream, _wants_logprobs(ask))
             made = turn.made_before[index] if index < len(turn.made_before) else None
             if self._kept_legs is not None:
-                made = self._kept_legs.made_before(turn, index, routes, prompt_ids.packed) or made
+                made = self._kept_legs.made_before(turn, index, routes, prompt_ids) or made
             if made is not None:
                 chain.restore(*made)
             turn.choices.append(Choice(index, chain, voice(ask, frame, index), history))

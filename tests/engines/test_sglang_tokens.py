@@ -303,7 +303,7 @@ def asking(client: httpx.AsyncClient) -> Asking:
 async def test_a_message_is_the_same_whole_and_in_whatever_pieces(sglang: str, name: str, is_opened: bool) -> None:
     """Nothing of a marker is told as text, and a template that ends with <think> has begun the reasoning."""
     written, reasoning, content, num_calls = MESSAGES[name]
-    tail = [ASSISTANT, *TOKENIZER.encode("<think>\n")] if is_opened else [ASSISTANT]
+    tail = TokenIds.of([ASSISTANT, *TOKENIZER.encode("<think>\n")] if is_opened else [ASSISTANT])
     if is_opened and not reasoning:
         return
     written = written.removeprefix("<think>") if is_opened else written

@@ -1,11 +1,13 @@
 """The token book: what was added is found, on every store, within its limits, after a restart."""
 
 import itertools
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,8 +15,9 @@ from hypothesis import strategies as st
 from gateway.clock import started_clock
 from gateway.state.ledger import Ledger
 from gateway.tokens.book import StoredTokens, TokenLimits, wants_tokens
+from gateway.tokens.packed import decoded
 from gateway.tokens.partials import Partials
-from gateway.tokens.turn_tokens import TurnTokens
+from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
 from scheduling.types import TrajectoryRecord, TrajectoryState
 from store import Store, StoreSettings, open_store
 from tests.support.conversations import Step, comparable, conversation, steps
@@ -323,3 +326,17 @@ async def test_a_client_can_prefer_that_nothing_is_kept(prefer: tuple[bytes, ...
 def _same(found: list[TurnTokens | None], expected: list[TurnTokens]) -> bool:
     assert [each and comparable(each) for each in found] == [comparable(each) for each in expected]
     return True
+
+
+def test_what_was_kept_as_integers_is_the_same_turn() -> None:
+    """A store outlives the version that wrote it."""
+    logprobs = array("f", [-0.5, -0.25])
+    fields = ("u2", "u1", "h", "stop", 5.0, [("7", 0, 2)], 3, 2, 2, True)
+    head = orjson.dumps(fields)
+    head += b" " * (-len(head) % 4)
+    data = len(head).to_bytes(4) + head + array("I", [4, 70_000, 6, 7]).tobytes() + logprobs.tobytes()
+    turn = decoded(data)
+    assert (turn.num_tokens, list(turn.new_ids), list(turn.output_ids)) == (7, [4, 70_000], [6, 7])
+    assert turn.logprobs is not None and turn.logprobs.tolist() == [-0.5, -0.25]
+    assert (turn.turn_id, turn.parent, turn.versions) == ("u2", "u1", (VersionSpan("7", 0, 2),))
+    assert decoded(turn.data) == turn
