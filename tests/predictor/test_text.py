@@ -1,21 +1,26 @@
 """The text predictor's parts that need no torch: examples, texts, the answer in time, the choice."""
 
+import importlib.util
 import json
 import math
 import random
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from heddle.cli import main
 from predictor.aside import Aside
 from predictor.choice import Judged, choose
 from predictor.text import TextExample, conversation_text, read_examples, train_text
+from predictor.text_trial import beside_tabular
 from scheduling.types import Prediction
+from tests.predictor.corpus import corpus
 
 
 def test_the_text_holds_the_task_and_the_latest_result() -> None:
@@ -184,3 +189,55 @@ def test_the_challenger_is_left_where_it_is_not(challenger: float, incumbent: fl
 def test_few_groups_decide_nothing() -> None:
     """However good it looks on a handful of prompts."""
     assert not choose(judged(0.1, 3.0, num_groups=10)).takes_challenger
+
+
+def test_the_tabular_prediction_of_an_example_knows_nothing_of_its_own_group() -> None:
+    """What a group came to changes what is said of other groups, and nothing of what is said of itself."""
+    examples = corpus(60, has_signal=True, seed=3)
+    before = beside_tabular(examples)
+    own = examples[0].group_id
+    longer = [replace(one, total_tokens=one.total_tokens * (50 if one.group_id == own else 1)) for one in examples]
+    after = beside_tabular(longer)
+    said = [(one.group_id, one.base_tokens, other.base_tokens) for one, other in zip(before, after, strict=True)]
+    assert all(was == now > 0 for group_id, was, now in said if group_id == own)
+    assert any(was != now for group_id, was, now in said if group_id != own)
+
+
+def test_a_prediction_that_is_there_is_taken() -> None:
+    """A gateway's own predictor knew the siblings: better than what can be made up afterwards."""
+    examples = [replace(one, base_tokens=77.0) for one in corpus(8, has_signal=True, seed=3)]
+    assert beside_tabular(examples) == examples
+
+
+@pytest.mark.parametrize(
+    ("lines", "more", "complaint"),
+    [
+        (["{}"], [], "conversations.jsonl, line 1: no example"),
+        ([json.dumps({"text": "x", "group_id": "g", "output_tokens": 1, "num_turns": 0})], [], "has no total_tokens"),
+        (
+            [json.dumps({"text": "x", "group_id": "g", "output_tokens": 1, "num_turns": 0, "total_tokens": 9})],
+            [],
+            "too few",
+        ),
+        ([], ["--law", "coding"], "leave out --events, --trace and --law"),
+    ],
+)
+def test_conversations_that_teach_nothing_are_refused_in_one_line(
+    lines: list[str], more: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 2, and no model."""
+    path, out = tmp_path / "conversations.jsonl", tmp_path / "text.pt"
+    path.write_text("\n".join(lines))
+    assert main(["predictor", "train", "--text", str(path), "--out", str(out), *more]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("heddle predictor train: ") and complaint in error and error.count("\n") == 1
+    assert not out.exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is here")
+def test_without_torch_the_extra_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one line, with what to install."""
+    path = tmp_path / "conversations.jsonl"
+    path.write_text("\n".join(json.dumps(asdict(example)) for example in corpus(60, has_signal=True, seed=3)))
+    assert main(["predictor", "train", "--text", str(path), "--out", str(tmp_path / "text.pt")]) == 2
+    assert capsys.readouterr().err == "heddle predictor train: torch is not installed: pip install 'heddle[text]'\n"

