@@ -16,7 +16,7 @@ from engines.sglang_events import EventReader
 from engines.sglang_facts import DETOKENIZE, TOKENIZE, ServerFacts
 from engines.sglang_messages import MessageReader
 from engines.sglang_responses import chat_of_response
-from engines.token_ids import TokenIds, cut_ids, with_ids
+from engines.token_ids import TokenIds, cut_ids, with_ids, with_prompt
 from engines.tokens import Asking, Delta, Piece, Rendered, TokenLeg, Whole
 from engines.upstream import Upstream
 
@@ -194,7 +194,6 @@ class SglangTokens:
         call: dict[str, Any] = {
             **rendered.call,
             "rid": leg.request_id,
-            "input_ids": leg.prompt_ids,
             "sampling_params": sampling,
             "return_logprob": rendered.call["return_logprob"] or leg.wants_logprobs,
             "return_text_in_logprobs": True,
@@ -204,7 +203,7 @@ class SglangTokens:
             "stream": True,
         }
         told = {name: value for name, value in call.items() if value is not None}
-        return Upstream("/generate", b"", with_ids(told))
+        return Upstream("/generate", b"", with_prompt(told, "input_ids", leg.prompt_ids))
 
     def reader(self, rendered: Rendered, only_numbers: bool) -> Callable[[bytes], Piece]:
         return EventReader(self._facts.is_incremental, rendered, only_numbers)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 ID_BYTES = 4
 """Of an id as an integer."""
-_COMMA = ord(",")
+_COMMA, _NINE = ord(","), ord("9")
 # Of an id and its comma: the largest vocabularies have some 260,000 tokens.
 _LETTERS = 7
 
@@ -114,6 +114,11 @@ def with_ids(call: Any) -> bytes:
     return orjson.dumps(call, default=_fragment)
 
 
+def with_prompt(call: dict[str, Any], name: str, ids: TokenIds) -> bytes:
+    """JSON of a call, and these ids as its last field: copied once, where `with_ids` copies them three times."""
+    return b'%b,"%b":[%b]}' % (orjson.dumps(call)[:-1], name.encode(), ids.text)
+
+
 def _fragment(value: object) -> orjson.Fragment:
     if isinstance(value, TokenIds):
         return orjson.Fragment(b"[%b]" % value.text)
@@ -124,7 +129,7 @@ def cut_ids(answer: bytes, name: str) -> tuple[Any, TokenIds | None]:
     """An answer's JSON with its one list of this name empty, and the ids of that; None where it has no such one.
 
     Raises: ValueError for what is no JSON.
-    Cost: 3 ns an id.
+    Cost: 2 ns an id.
     """
     mark = b'"%b":[' % name.encode()  # within a string the quotes would be escaped
     start = answer.find(mark) + len(mark)
@@ -139,18 +144,18 @@ def cut_ids(answer: bytes, name: str) -> tuple[Any, TokenIds | None]:
 
 
 def _num_ids(text: bytes) -> int | None:
-    """How many ids it is; None for what is no list of them."""
+    """How many ids it is; None for what is no list of them.
+
+    What is no JSON, as two commas in a row, is left for the engine to refuse that is sent it.
+    """
     if not text:
         return 0
     letters = np.frombuffer(text, np.uint8)
-    # Between the comma and the nines there are these besides the digits. To look for each takes 30 us of a megabyte,
-    # to compare each letter with the digits' bounds ten times as long.
-    if letters.min() < _COMMA or letters.max() > ord("9") or any(sign in text for sign in (b"-", b".", b"/")):
+    # From the comma to the nine there are a sign, a point and a slash besides the digits, and JSON has no slash there.
+    # To look so takes a quarter of the time that it takes to see of each letter whether it is a digit.
+    if letters.min() < _COMMA or letters.max() > _NINE or b"-" in text or b"." in text:
         return None
-    commas = letters == _COMMA
-    if commas[0] or commas[-1] or (commas[1:] & commas[:-1]).any():
-        return None
-    return int(np.count_nonzero(commas)) + 1
+    return _num_commas(text) + 1
 
 
 def _num_commas(text: bytes) -> int:

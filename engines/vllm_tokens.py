@@ -13,7 +13,7 @@ import orjson
 
 from engines.dialect import has_route, told
 from engines.http import HttpClient
-from engines.token_ids import TokenIds, cut_ids, with_ids
+from engines.token_ids import TokenIds, cut_ids, with_ids, with_prompt
 from engines.tokens import Asking, Delta, Event, Piece, Rendered, TokenLeg, Whole, has_tools, parsed
 from engines.upstream import Upstream
 from engines.vllm_messages import chat_of_chat, chat_of_messages
@@ -123,7 +123,6 @@ class VllmTokens:
         call: dict[str, Any] = {
             **rendered.call,
             "request_id": leg.request_id,
-            "token_ids": leg.prompt_ids,
             "sampling_params": sampling,
             "output_mode": "tokens" if rendered.needs_parser else "text",
             "priority": leg.priority,
@@ -134,7 +133,8 @@ class VllmTokens:
             own = call.get("cache_salt")
             call["cache_salt"] = f"{own}.{leg.cache_salt}" if own else leg.cache_salt
         headers = f"x-request-id: {leg.request_id}\r\nx-session-id: {leg.trajectory_id}\r\n"
-        return Upstream("/inference/v1/generate", headers.encode("latin-1", "replace"), with_ids(call))
+        body = with_prompt(call, "token_ids", leg.prompt_ids)
+        return Upstream("/inference/v1/generate", headers.encode("latin-1", "replace"), body)
 
     def reader(self, rendered: Rendered, only_numbers: bool) -> Callable[[bytes], Piece]:
         return _piece_of_numbers if only_numbers else _whole_piece

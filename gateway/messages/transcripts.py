@@ -6,13 +6,14 @@ is noted after every answer. Left out is what clients drop or change between tur
 marks, item ids, blank space at the ends. Works for chat, Anthropic messages and responses; plain
 completions have no messages and are compared as text (`gateway/messages/conversations.py`).
 
-Cost: linear. A conversation's digest is SHA-256, for who could find another one with the same would go on with a
-trajectory that is not his (0.9 ms for 1 MB, a third of BLAKE2b's). A prompt's is XXH3 (0.03 ms), for it only groups.
+Cost: linear. A conversation's digest is SHA-256 where it says which trajectory this is, for who could find another one
+with the same would go on with one that is not his (0.9 ms for 1 MB, a third of BLAKE2b's). Within a trajectory it is
+XXH3 (0.03 ms), and so is a prompt's, for it only groups.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, Protocol, Self
 
 import orjson
 from xxhash import xxh3_128
@@ -38,15 +39,18 @@ def digest_with_answer(body: Mapping[str, Any], answer: object) -> str:
 class History:
     """A request's conversation, read once for all that is asked of it.
 
+    Args:
+        hasher: a new one; XXH3 for digests that are compared within a trajectory only.
+
     Attributes:
         digests: the chain's after each answer, oldest first.
     """
 
-    def __init__(self, body: Mapping[str, Any]) -> None:
+    def __init__(self, body: Mapping[str, Any], hasher: "Hasher | None" = None) -> None:
         self.digests: list[str] = []
-        self._hasher = sha256()
-        for answered, text in _messages(body):
-            self._hasher.update(text.encode("utf-8", "replace"))
+        self._hasher: Hasher = hasher or sha256()
+        for answered, pieces in _messages(body):
+            _feed(self._hasher, pieces)
             if answered:
                 self.digests.append(self._hasher.hexdigest()[:DIGEST_LENGTH])
 
@@ -54,9 +58,7 @@ class History:
         """The chain's digest after its last message, and after an answer to it: a message, or output items."""
         hasher = self._hasher.copy()
         for message in answer if isinstance(answer, list | tuple) else [answer]:
-            _, spelling = _message(message)
-            if spelling is not None:
-                hasher.update(spelling.encode("utf-8", "replace"))
+            _feed(hasher, _message(message)[1])
         return hasher.hexdigest()[:DIGEST_LENGTH]
 
 
@@ -66,54 +68,69 @@ def digest_of_prompt(body: Mapping[str, Any]) -> str:
     if "prompt" in body and "messages" not in body:
         prompt = body["prompt"]
         hasher.update(prompt.encode("utf-8", "replace") if isinstance(prompt, str) else _json(prompt).encode())
-    for answered, text in _messages(body):
+    for answered, pieces in _messages(body):
         if answered:
             break
-        hasher.update(text.encode("utf-8", "replace"))
+        _feed(hasher, pieces)
     return hasher.hexdigest()
 
 
-def _messages(body: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """(is it an answer, its one spelling) of each message, the system prompt first where it stands apart."""
+class Hasher(Protocol):
+    """SHA-256, or XXH3."""
+
+    def update(self, data: bytes, /) -> None: ...
+
+    def copy(self) -> Self: ...
+
+    def hexdigest(self) -> str: ...
+
+
+def _feed(hasher: Hasher, pieces: Sequence[str]) -> None:
+    for piece in pieces:
+        hasher.update(piece.encode("utf-8", "replace"))
+
+
+def _messages(body: Mapping[str, Any]) -> Iterator[tuple[bool, Sequence[str]]]:
+    """(is it an answer, its one spelling in pieces) of each message, the system prompt first where it stands apart."""
     messages = body.get("messages")
     if messages is None:
         messages = body.get("input")
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if system := body.get("system") or body.get("instructions"):
-        yield False, _sized("system") + _sized(_text(system).strip())
+        yield False, _said("system", _text(system).strip())
     for message in messages if isinstance(messages, list) else ():
-        answered, text = _message(message)
-        if text is not None:
-            yield answered, text
+        answered, pieces = _message(message)
+        if pieces:
+            yield answered, pieces
 
 
-def _message(message: object) -> tuple[bool, str | None]:
-    """One message or output item; None for what is not part of the conversation.
+def _message(message: object) -> tuple[bool, Sequence[str]]:
+    """One message or output item; nothing for what is not part of the conversation.
 
-    Every piece is preceded by its length, so that no text can pass for another's structure.
+    Every text is preceded by its length, so that none can pass for another's structure.
     """
     if not isinstance(message, dict):
-        return False, _sized(_json(message))
+        return False, (_sized(_json(message)),)
     role, content = message.get("role"), message.get("content")
     if len(message) == 2 and isinstance(role, str) and isinstance(content, str) and role != "assistant":
-        return False, _sized(role) + _sized(content.strip())  # what most messages are, and the same as below
+        return False, _said(role, content.strip())  # what most messages are, and the same as below
     kind = message.get("type")
     if kind in _UNSAID:
-        return False, None
+        return False, ()
     if kind in _CALLS:
-        return True, _call(message.get("call_id") or message.get("id"), message.get("name"), _arguments_of(message))
+        return True, (_call(message.get("call_id") or message.get("id"), message.get("name"), _arguments_of(message)),)
     if role is None:
         kept = {key: value for key, value in message.items() if key not in ("id", "status", "cache_control")}
-        return False, _sized(_json(kept))
+        return False, (_sized(_json(kept)),)
     answered = role == "assistant"
     content = _text(message.get("content"))
     if answered and "</think>" in content:
         # Reasoning that the engine left in the text; most agents cut it off before they send it back.
         content = content.rpartition("</think>")[2]
-    text = _sized(str(role)) + _sized(content.strip())
+    said, text = _said(str(role), content.strip()), ""
     if "tool_call_id" in message:
-        text += _sized(str(message["tool_call_id"]))
+        text = _sized(str(message["tool_call_id"]))
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         for call in calls:
@@ -122,7 +139,12 @@ def _message(message: object) -> tuple[bool, str | None]:
                 text += _call(call.get("id"), function.get("name"), function.get("arguments"))
             else:
                 text += _sized(_json(call))
-    return answered, text
+    return answered, (*said, text)
+
+
+def _said(role: str, text: str) -> tuple[str, str]:
+    # A long text is not copied to stand behind its length.
+    return f"{len(role)}:{role}{len(text)}:", text
 
 
 def _text(content: object) -> str:

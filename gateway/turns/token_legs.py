@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from xxhash import xxh3_128
+
 from engines.http import BadResponse
 from engines.tokens import Rendered, TokenRoutes, has_tools
 from gateway.clock import Clock
@@ -155,7 +157,7 @@ class TokenLegs:
         rendered = await self._rendered(ask, routes, member)
         if rendered is None:
             return
-        history = History(ask.request) if ask.api != "completions" else None
+        history = History(ask.request, xxh3_128()) if ask.api != "completions" else None
         prompt_ids, parent = spliced(self._book, ask.trajectory_id, history, rendered.prompt_ids)
 
         def known_of_prompt() -> Usage:

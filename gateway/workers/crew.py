@@ -1,0 +1,194 @@
+"""The gateway's side of its byte workers: starts them, lends them streams, and hears how far these are."""
+
+import asyncio
+import itertools
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from gateway.http.errors import Api
+from gateway.turnlog import LOGGER
+from gateway.workers.wire import Kind, Order, Report, order, read_reports
+
+# A worker passes on some 50,000 chunks a second; scheduling and whole answers take a core long before 5 are busy.
+_MOST_BY_ITSELF = 4
+# A worker answers within a round of its loop, some milliseconds; one that does not has stopped for good.
+_RECALL_TIMEOUT_S = 10.0
+# Of what a worker passed on of one stream; then the gateway takes it over, and lends the stream again.
+LIMIT_BYTES = 256 * 1024
+
+
+class Borrower(Protocol):
+    """Whose stream was lent."""
+
+    def counted(self, num_events: int) -> None:
+        """So many events were passed on since it was lent."""
+
+    def is_back(self, report: Report) -> None:
+        """It was given back."""
+
+    def is_lost(self) -> None:
+        """Its worker died: how much of it the client has is not known."""
+
+
+class Loan:
+    """A stream that a worker has."""
+
+    __slots__ = ("_hand", "_is_recalled", "_number", "of")
+
+    def __init__(self, hand: "_Hand", number: int, of: Borrower) -> None:
+        self._hand = hand
+        self._number = number
+        self._is_recalled = False
+        self.of = of
+
+    def recall(self) -> None:
+        """Have it given back, soon."""
+        if not self._is_recalled:
+            self._is_recalled = True
+            self._hand.recall(self._number)
+
+
+class Crew:
+    """All byte workers of this process. They start when they are first wanted.
+
+    Args:
+        num_workers: at most; 0 lends nothing, None is for each core but the first one, up to 4.
+        above: fewer turns than this at once are no work for others.
+        num_live: how many there are now.
+    """
+
+    def __init__(self, num_workers: int | None, above: int, num_live: Callable[[], int]) -> None:
+        self._num_workers = (
+            min(len(os.sched_getaffinity(0)) - 1, _MOST_BY_ITSELF) if num_workers is None else num_workers
+        )
+        self._above = above
+        self._num_live = num_live
+        self._hands: list[_Hand] = []
+        self._is_closed = False
+
+    @property
+    def num_lent(self) -> list[int]:
+        """How many streams each worker has."""
+        return [len(hand.loans) for hand in self._hands]
+
+    def hand(self) -> "_Hand | None":
+        """The worker that has the least to do; None where a stream stays here."""
+        if not self._num_workers or self._num_live() < self._above or self._is_closed:
+            return None
+        if len(self._hands) < self._num_workers:
+            self._hands.append(_Hand(self._hands.remove))
+        ready = [hand for hand in self._hands if hand.is_ready]
+        return min(ready, key=lambda hand: len(hand.loans), default=None)
+
+    async def close(self) -> None:
+        """End all workers. What they still have is lost."""
+        self._is_closed = True
+        for hand in list(self._hands):
+            await hand.close()
+
+
+class _Hand(asyncio.Protocol):
+    """One worker, and all streams that it has."""
+
+    def __init__(self, on_lost: Callable[["_Hand"], None]) -> None:
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count(1)
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._orders.setblocking(False)
+        reports, theirs_too = socket.socketpair()
+        descriptors = (theirs.fileno(), theirs_too.fileno())
+        with theirs, theirs_too:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gateway.workers", *map(str, descriptors)],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                pass_fds=descriptors,
+            )
+        self._unread = bytearray()
+        self._unsent: deque[bytes] = deque()
+        self._transport: asyncio.Transport | None = None
+        self._opening = self._loop.create_task(self._loop.create_connection(lambda: self, sock=reports))
+        self.loans: dict[int, Loan] = {}
+        self.is_ready = False
+
+    def lend(self, client: int, engine: int, api: Api, of: Borrower) -> Loan | None:
+        """Have it pass on what comes from one socket to the other; None where it takes no more now."""
+        number = next(self._numbers)
+        if self._unsent:
+            return None
+        try:
+            socket.send_fds(self._orders, [order(Order.LEND, number, api, LIMIT_BYTES)], [client, engine])
+        except OSError:
+            return None
+        loan = self.loans[number] = Loan(self, number, of)
+        return loan
+
+    def recall(self, number: int) -> None:
+        """Have it give back this stream, or end it."""
+        self._unsent.append(order(Order.RECALL, number))
+        if len(self._unsent) == 1:
+            self._order_on()
+        self._loop.call_later(_RECALL_TIMEOUT_S, self._see_to, number)
+
+    def _see_to(self, number: int) -> None:
+        if number in self.loans:
+            self._process.kill()
+
+    async def close(self) -> None:
+        """End it."""
+        await asyncio.wait((self._opening,))
+        if self._transport is not None:
+            self._transport.abort()
+        self._end()
+        await self._loop.run_in_executor(None, self._process.wait)
+
+    def _end(self) -> None:
+        """It ends when nobody has the other ends of its sockets any more; if it cannot, it is killed."""
+        self.is_ready = False
+        if self._orders.fileno() >= 0:
+            self._loop.remove_writer(self._orders)
+            self._orders.close()
+
+    def _order_on(self) -> None:
+        try:
+            while self._unsent:
+                self._orders.send(self._unsent[0])
+                self._unsent.popleft()
+        except BlockingIOError:
+            self._loop.add_writer(self._orders, self._order_on)
+            return
+        except OSError:
+            self._unsent.clear()  # it died, and its reports tell so
+        if self._orders.fileno() >= 0:
+            self._loop.remove_writer(self._orders)
+
+    # --- asyncio.Protocol -----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._unread += data
+        for report in read_reports(self._unread):
+            if report.kind is Kind.READY:
+                self.is_ready = True
+            elif report.kind is Kind.COUNT:
+                self.loans[report.loan].of.counted(report.num_events)
+            else:
+                self.loans.pop(report.loan).of.is_back(report)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end()
+        self._on_lost(self)
+        loans = list(self.loans.values())
+        self.loans.clear()
+        if loans:
+            LOGGER.error("byte worker died", extra={"fields": {"streams": len(loans)}})
+        for loan in loans:
+            loan.of.is_lost()
