@@ -26,9 +26,9 @@ class Chooser:
         self._seen: dict[str, tuple[float, list[EngineFacts]]] = {}
 
     def note(self, trajectory: Trajectory) -> None:
-        """What is left of a trajectory has changed, or it has ended."""
-        if self._ranks is not None:
-            self._ranks.note(trajectory)
+        """What is left of a trajectory has changed, or it has ended; for policies with ranks."""
+        assert self._ranks is not None
+        self._ranks.note(trajectory)
 
     def drop(self, trajectory: Trajectory) -> None:
         """A trajectory is over."""

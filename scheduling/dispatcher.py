@@ -148,8 +148,7 @@ class Dispatcher:
             else:
                 engine_id = min(self._to_fill)
                 self._to_fill.discard(engine_id)
-                if engine_id in self._engines:
-                    self.fill(self._engines[engine_id], actions)
+                self.fill(self._engines[engine_id], actions)  # who is lost is lost before anything is left over
 
     def revisit(self, actions: list[Action]) -> None:
         """Try every queue and every engine, for time has passed: leases and pauses end, patience runs out."""

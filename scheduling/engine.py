@@ -60,9 +60,7 @@ class Engine:
 
     @property
     def refill_s(self) -> float:
-        """Prefilling as many contexts as run now, each as long as its residents' are in the mean."""
-        if not self.claims:
-            return 0.0
+        """Prefilling as many contexts as run now, each as long as its residents' are in the mean. There must be some."""
         return max(len(self.running), 1) * self._facts.profile.prefill_s(self.kv_claimed / len(self.claims))
 
     def serves(self, model: str) -> bool:
