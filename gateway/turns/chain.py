@@ -9,6 +9,7 @@ A chain outlives its legs. Where a leg ends early, the next one goes on from the
 4. A seed cannot give the tokens that it would have given in one piece, and penalties count from the seam on.
 """
 
+from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -85,9 +86,14 @@ class Chain:
         return [*spans[:-1], *(VersionSpan(last.version, last.start, len(self.output_ids)) for last in spans[-1:])]
 
     @property
-    def chosen_logprobs(self) -> list[float] | None:
+    def chosen_logprobs(self) -> "array[float] | None":
         """Of the tokens; None where the engine gave none."""
-        return [entry["logprob"] if isinstance(entry, dict) else entry for entry in self.logprobs] or None
+        if not self.logprobs:
+            return None
+        try:
+            return array("f", self.logprobs)
+        except TypeError:
+            return array("f", [entry["logprob"] if isinstance(entry, dict) else entry for entry in self.logprobs])
 
     @property
     def told_logprobs(self) -> list[dict[str, Any]]:

@@ -12,6 +12,8 @@ from gateway.turns.chain import Said
 from gateway.turns.choice import Choice
 from gateway.turns.voices import ParsedVoice, TextVoice
 
+_DATA, _END = b"data: ", b"\n\n"
+
 
 class TokenRelay:
     """One leg's stream of tokens; the events that end the choice are held back in it.
@@ -66,13 +68,7 @@ class TokenRelay:
             return True
         was_first, version = not self.has_begun, self._version()
         try:
-            for event in split_events(block):
-                # Engines write an event as one line; whatever else the standard allows is read the slow way.
-                data = (
-                    event[6:-2]
-                    if event.startswith(b"data: {") and event.find(b"\n") == len(event) - 2
-                    else data_of(event)
-                )
+            for data in _data_of_each(block):
                 if data.startswith(b"[DONE]"):
                     self.is_over = True
                 elif data:
@@ -123,3 +119,13 @@ class TokenRelay:
     def was_heard(self) -> None:
         """The voice has said what was due."""
         self._is_due = False
+
+
+def _data_of_each(block: bytes) -> list[bytes]:
+    """What the events of a block say."""
+    if block.startswith(_DATA) and block.endswith(_END):
+        lines = block[len(_DATA) : -len(_END)].split(_END + _DATA)
+        # Engines write an event as one line; whatever else the standard allows is read the slow way.
+        if not any(b"\n" in line or b"\r" in line for line in lines):
+            return lines
+    return [data_of(event) for event in split_events(block)]

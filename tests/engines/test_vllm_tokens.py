@@ -65,7 +65,8 @@ def test_the_entries_of_a_real_event_are_not_read() -> None:
     content = [own | {"top_logprobs": [own]}, own | {"logprob": -1.5, "top_logprobs": [own | {"logprob": -1.5}]}]
     data = orjson.dumps({"request_id": "r", "choices": [choice | {"logprobs": {"content": content}}]})
     text, numbers = cut_logprobs(data)
-    assert b"top_logprobs" not in text and numbers == [-0.5, -1.5]
+    assert b"top_logprobs" not in text and numbers == [-0.5, -0.5, -1.5, -1.5]
+    assert read(data, True).logprobs == [-0.5, -1.5]
 
 
 class Parser:
