@@ -1,7 +1,8 @@
 """What the scheduler remembers of an engine: what runs and waits there, who is resident, and the work before it.
 
 An engine's *claims* are the KV tokens of the trajectories resident on it: those that run there, wait for it, or
-are in a tool call with their context kept. `kv_claimed` is always their sum.
+are in a tool call with their context kept. `kv_claimed` is always their sum, `kv_held` what is left of it when prompts
+that siblings share count once.
 """
 
 from collections import OrderedDict
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from scheduling.estimate import Work, estimate_finish_s
 from scheduling.placement import UNMEASURED, EngineFacts
+from scheduling.prompts import Prompts
 from scheduling.state import Queue, Trajectory, Turn
 from scheduling.types import EngineLoad, EngineSpec
 
@@ -31,6 +33,7 @@ class Engine:
         shares: each resident's remaining output, mean context and 90th percentile of remaining output, as last summed
             in `work`.
         prompts: groups whose first turn came here, the latest last: their prompt may be in its cache.
+        held_prompts: those of its residents.
         reserved_for: a waiting turn for which it gathers room: others enter only if they are more urgent.
     """
 
@@ -44,6 +47,7 @@ class Engine:
     kv_claimed: int = 0
     shares: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     prompts: dict[str, None] = field(default_factory=dict)
+    held_prompts: Prompts = field(default_factory=Prompts)
     work: Work = field(default_factory=Work)
     reserved_for: Turn | None = None
     longest_is_stale: bool = False
@@ -60,8 +64,13 @@ class Engine:
 
     @property
     def refill_s(self) -> float:
-        """Prefilling as many contexts as run now, each as long as its residents' are in the mean. There must be some."""
+        """Prefilling as many contexts as run now, each as long as those of its residents, of which there are some."""
         return max(len(self.running), 1) * self._facts.profile.prefill_s(self.kv_claimed / len(self.claims))
+
+    @property
+    def kv_held(self) -> int:
+        """Tokens that its residents' claims come to in its KV."""
+        return self.kv_claimed - self.held_prompts.shared_tokens
 
     def serves(self, model: str) -> bool:
         """Whether new turns of a model may come here."""
@@ -112,6 +121,10 @@ class Engine:
         share = remaining, context, p90 = trajectory.share(tokens)
         if trajectory_id in self.claims:
             self._discount(trajectory_id)
+        else:
+            self.held_prompts.add(trajectory)
+        if tokens < trajectory.first_prompt_tokens:
+            self.held_prompts.fit(trajectory_id, tokens)
         self.claims[trajectory_id] = tokens
         self.shares[trajectory_id] = share
         self.kv_claimed += tokens
@@ -122,6 +135,7 @@ class Engine:
         """Count no KV and no work for a trajectory any more."""
         self.in_tool.pop(trajectory_id, None)
         if trajectory_id in self.claims:
+            self.held_prompts.remove(trajectory_id)
             self._discount(trajectory_id)
             self._note_claims()
 

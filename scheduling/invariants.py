@@ -46,6 +46,8 @@ def check(
 def _check_engine(policy: Policy, engine: Engine, trajectories: Mapping[str, Trajectory]) -> None:
     assert not engine.returning or not engine.accepting or not engine.has_slot, "a resident waits beside a free slot"
     assert engine.kv_claimed == sum(engine.claims.values())
+    longest = max(engine.claims.values(), default=0)
+    assert longest <= engine.kv_held <= engine.kv_claimed, "of what residents claim, only what is shared counts less"
     assert isclose(
         engine.work.total_tokens, sum(share[0] for share in engine.shares.values()), rel_tol=1e-6, abs_tol=1e-3
     )

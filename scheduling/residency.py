@@ -49,7 +49,9 @@ def claims_giving_way(engine: Engine, turn: Turn, at: float, limits: Limits) -> 
     capacity_tokens = engine.spec.kv_capacity_tokens * limits.kv_watermark
     if not capacity_tokens or not engine.claims or turn.trajectory.trajectory_id in engine.claims:
         return []
-    excess_tokens = engine.kv_claimed + turn.claim_tokens - capacity_tokens
+    excess_tokens = engine.kv_held + turn.claim_tokens - capacity_tokens
+    if excess_tokens > 0:
+        excess_tokens -= engine.held_prompts.found_by(turn.trajectory)
     if excess_tokens <= 0:
         return []
     is_impatient = at - turn.queued_at >= limits.entry_patience_s
@@ -59,7 +61,7 @@ def claims_giving_way(engine: Engine, turn: Turn, at: float, limits: Limits) -> 
         if not is_impatient and at - since < lease_s:
             break
         giving_way.append(trajectory_id)
-        excess_tokens -= engine.claims[trajectory_id]
+        excess_tokens -= engine.claims[trajectory_id] - engine.held_prompts.left_by(trajectory_id, turn.trajectory)
         if excess_tokens <= 0 or len(giving_way) == len(engine.claims):
             return giving_way
     return None
@@ -71,12 +73,19 @@ def claims_beyond_capacity(engine: Engine, trajectories: Mapping[str, Trajectory
     Only those that do not run can; the least urgent go first. Cost: linear in the residents, when there is an excess.
     """
     capacity_tokens = engine.spec.kv_capacity_tokens
-    excess_tokens = engine.kv_claimed - capacity_tokens
+    excess_tokens = engine.kv_held - capacity_tokens
     if not capacity_tokens or excess_tokens <= 0:
         return []
     idle = [trajectory for trajectory in map(trajectories.__getitem__, engine.claims) if not _runs(trajectory)]
     idle.sort(key=lambda trajectory: trajectory.key, reverse=True)
-    return _until_freed(engine, (trajectory.trajectory_id for trajectory in idle), excess_tokens)
+    leaving: list[str] = []
+    for trajectory in idle:
+        if excess_tokens <= 0:
+            break
+        leaving.append(trajectory.trajectory_id)
+        excess_tokens -= engine.claims[trajectory.trajectory_id]
+        excess_tokens += engine.held_prompts.left_by(trajectory.trajectory_id)
+    return leaving
 
 
 def room_for_a_program(engine: Engine, turn: Turn, at: float, limits: Limits) -> list[str] | None:

@@ -152,6 +152,8 @@ class Scheduler:
         is_new = trajectory is None
         if trajectory is None:
             trajectory = self._trajectory_of(event)
+        if not trajectory.num_turns and not trajectory.turns:
+            trajectory.note_first_prompt(event.prompt_tokens, trajectory.group_id or event.group_id)
         turn = self._turn_of(event, trajectory)
         if self._dispatcher.num_waiting >= self.limits.max_waiting_turns and not self._dispatcher.has_room_for(turn):
             actions.append(Reject(event.turn_id, Refusal.QUEUE_FULL, REFUSED_RETRY_S))

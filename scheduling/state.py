@@ -4,6 +4,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import log2
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
 
 Key = tuple[int, float, int]
 """The client's own priority, the policy's order, and the number of the turn: lower is earlier."""
+
+Prompt = tuple[str, int]
+"""A group, and a class of size: within it prompts of a group are taken for the same."""
+
+# Classes are 9 % wide, for a gateway estimates lengths, a little anew each time. Far unlike ones are other prompts,
+# whatever their group says.
+_SIZES_PER_DOUBLING = 8
 
 _key = attrgetter("key")
 
@@ -88,7 +96,12 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
-    """One trajectory: its record in the making, its live turns, and the key of its last one."""
+    """One trajectory: its record in the making, its live turns, and the key of its last one.
+
+    Args:
+        prompt, first_prompt_tokens: of its first turn; None and 0 where that is not known: it was not asked for yet, or
+            by an earlier process, or nobody said which group it is of.
+    """
 
     trajectory_id: str
     ordinal: int
@@ -102,6 +115,8 @@ class Trajectory:
     context_tokens: int = 0
     output_tokens: int = 0
     num_turns: int = 0
+    prompt: Prompt | None = None
+    first_prompt_tokens: int = 0
     key: Key = (0, 0.0, 0)
     turns: dict[str, Turn] = field(default_factory=dict)
 
@@ -122,6 +137,12 @@ class Trajectory:
             output_tokens=record.output_tokens,
             num_turns=record.num_turns,
         )
+
+    def note_first_prompt(self, tokens: int, group_id: str) -> None:
+        """Its first turn is asked for."""
+        if group_id and tokens:
+            self.prompt = group_id, int(_SIZES_PER_DOUBLING * log2(tokens))
+            self.first_prompt_tokens = tokens
 
     def remaining_tokens(self) -> float:
         """Predicted output still to come; never less than one token while it is active."""

@@ -259,7 +259,7 @@ class Rollout:
                     self._finished(agent, event.at)
                 case "aborted" if agent.is_pausing:
                     self._paused(agent, event.at, event.num_generated)
-        host.sample(self._agenda.now, self._scheduler.engines[host.engine_id].kv_claimed)
+        host.sample(self._agenda.now, self._scheduler.engines[host.engine_id].kv_held)
         self._note_due(host)
 
     def _finished(self, agent: Agent, at: float) -> None:

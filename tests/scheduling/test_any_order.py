@@ -115,13 +115,16 @@ class AnyOrder(RuleBasedStateMachine):
         prompt=st.integers(1, 120),
         prediction=predictions,
         priority=st.sampled_from([0, 0, 0, -1, 1]),
+        group_id=st.sampled_from(["", "", "g"]),
     )
-    def arrive(self, trajectory_id: str, model: str, prompt: int, prediction: Prediction, priority: int) -> None:
+    def arrive(
+        self, trajectory_id: str, model: str, prompt: int, prediction: Prediction, priority: int, group_id: str
+    ) -> None:
         turn_id = f"turn{self.num_turns}"
         self.num_turns += 1
         self.waiting[turn_id] = (0, trajectory_id)
         self.trajectory_of[turn_id] = trajectory_id
-        self.handle(TurnArrived(self.at, turn_id, trajectory_id, model, prompt, prediction, priority=priority))
+        self.handle(TurnArrived(self.at, turn_id, trajectory_id, model, prompt, prediction, group_id, None, priority))
 
     @precondition(lambda self: self.waiting or self.running)
     @rule(data=st.data())
@@ -296,7 +299,7 @@ class AnyOrder(RuleBasedStateMachine):
         # A second turn of a resident may have a longer prompt, and claim more in the same event.
         may_grow = any(len(self.scheduler.trajectories[resident].turns) > 1 for resident in engine.claims)
         if self.policy.residency is HELD and not may_grow and engine.spec.kv_capacity_tokens and len(engine.claims) > 1:
-            assert engine.kv_claimed <= engine.spec.kv_capacity_tokens * LIMITS.kv_watermark
+            assert engine.kv_held <= engine.spec.kv_capacity_tokens * LIMITS.kv_watermark
 
     @invariant()
     def agrees_with_itself_and_with_its_driver(self) -> None:

@@ -3,11 +3,15 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scheduling.limits import Limits
 from scheduling.placement import UNMEASURED
 from scheduling.policy import HEDDLE, VERL, Policy
-from scheduling.types import Dispatch, Fault
+from scheduling.prompts import Prompts
+from scheduling.state import Trajectory
+from scheduling.types import Dispatch, Fault, Prediction
 from tests.scheduling.fleet import Fleet, record
 
 
@@ -365,3 +369,113 @@ def test_a_number_of_seconds_overrules_it(lease_s: float) -> None:
         assert entered == fleet.tick(lease_s - 0.1) == []
         entered = fleet.tick(0.2)
     assert fleet.sent(entered) == [("b", "A")]
+
+
+def siblings(*prompts: int, kv: int = 100) -> Fleet:
+    """Engine A with 8 slots; siblings `s0`, `s1` and so on in tool calls there, which answered with nothing yet."""
+    fleet = Fleet(limits=Limits(answer_tokens=0, in_tool_lease_s=60, entry_patience_s=300))
+    fleet.engine("A", slots=8, kv=kv)
+    for number, prompt in enumerate(prompts):
+        fleet.arrive(f"s{number}", prompt=prompt, group="g")
+        fleet.finish(f"s{number}", prompt=prompt, output=5)
+    return fleet
+
+
+def test_the_prompt_of_siblings_is_held_once() -> None:
+    """Three times 45 tokens of which 40 are the same prompt are 55 of 90: the fourth sibling enters, at 40 + 4 * 5."""
+    fleet = siblings(40, 40, 40)
+    engine = fleet.scheduler.engines["A"]
+    assert (engine.kv_claimed, engine.kv_held) == (135, 55)
+    assert fleet.sent(fleet.arrive("s3", prompt=40, group="g")) == [("s3", "A")]
+    assert fleet.sent(fleet.arrive("other", prompt=35)) == [("other", "A")]
+    assert fleet.arrive("another", prompt=1) == []
+
+
+def test_prompts_of_other_groups_and_unlike_ones_are_held_each() -> None:
+    """A group's name alone makes no prompt the same; nobody's group is nobody's sibling."""
+    fleet = siblings(40)
+    assert fleet.arrive("elsewhere", prompt=46, group="h") == []
+    assert fleet.arrive("unlike", prompt=46, group="g") == []
+    alone = fleet_with_one_in_tool()
+    assert alone.arrive("b", prompt=41) == []
+
+
+def test_a_prompt_stays_until_its_last_holder_leaves() -> None:
+    """Of two siblings one leaves: what it frees is its own part, and the other one frees the rest."""
+    fleet = siblings(40, 40)
+    engine = fleet.scheduler.engines["A"]
+    assert engine.kv_held == 50
+    fleet.close("s0")
+    assert engine.kv_held == engine.kv_claimed == 45
+    fleet.close("s1")
+    assert engine.kv_held == engine.kv_claimed == 0
+
+
+def test_siblings_that_give_way_free_only_what_is_their_own() -> None:
+    """After their lease: an entrant of 45 needs 5 of s0 and then all that s1 has; one of their own keeps the prompt."""
+    fleet = siblings(40, 40)
+    fleet.tick(61)
+    assert fleet.sent(fleet.arrive("b", prompt=45)) == [("b", "A")]
+    assert fleet.claims("A") == {"s1": 45, "b": 45}
+    fleet = siblings(80)
+    fleet.tick(61)
+    assert fleet.sent(fleet.arrive("s1", prompt=80, group="g")) == [("s1", "A")]
+    assert fleet.scheduler.engines["A"].kv_held == 85
+
+
+def test_contexts_that_outgrow_an_engine_count_their_prompt_once() -> None:
+    """Four siblings claim 180 of 100 tokens and hold 60, so nobody leaves; at 101 the least urgent one does."""
+    fleet = siblings(40, 40, 40, 40)
+    assert len(fleet.claims("A")) == 4
+    fleet.arrive("s0-1", "s0", prompt=80)
+    assert len(fleet.claims("A")) == 4
+    fleet.progress("s0-1", 1, 6)
+    assert len(fleet.claims("A")) == 3 and fleet.scheduler.engines["A"].kv_held == 96
+
+
+def test_an_agent_that_cut_its_context_down_shares_no_prompt() -> None:
+    """Half of it is gone: that is another context. A little less is an estimate that was too long, for all of them."""
+    fleet = siblings(40, 40)
+    engine = fleet.scheduler.engines["A"]
+    fleet.arrive("s1-1", "s1", prompt=20)
+    fleet.finish("s1-1", prompt=10, output=5)
+    assert fleet.claims("A") == {"s0": 45, "s1": 15} and engine.kv_held == 60
+    fleet = siblings(40, 40, 40)
+    engine = fleet.scheduler.engines["A"]
+    fleet.arrive("s1-1", "s1", prompt=36)
+    fleet.finish("s1-1", prompt=31, output=5)
+    assert fleet.claims("A") == {"s0": 45, "s1": 36, "s2": 45} and engine.kv_held == 36 + 9 + 9
+
+
+@given(st.data())
+def test_siblings_claim_their_prompt_once_and_free_it_with_the_last(data: st.DataObject) -> None:
+    """Whoever comes, grows, is cut down and goes, in any order: against a count of each prompt from the beginning."""
+    prompts, residents = Prompts(), {}
+    for number in range(data.draw(st.integers(1, 25))):
+        if residents and data.draw(st.booleans()):
+            name = data.draw(st.sampled_from(sorted(residents)))
+            trajectory, context = residents[name]
+            if data.draw(st.booleans()):
+                prompts.remove(name)
+                del residents[name]
+            else:
+                context = data.draw(st.integers(1, 300))
+                prompts.fit(name, context)
+                residents[name] = trajectory, min(context, residents[name][1])
+        else:
+            name = f"t{number}"
+            trajectory = Trajectory(name, number, "", None, 0.0, 0.0, Prediction(1.0, 1.0))
+            tokens = data.draw(st.sampled_from([0, 96, 99, 100, 101, 200, 203]))
+            trajectory.note_first_prompt(tokens, data.draw(st.sampled_from(["", "g", "h"])))
+            prompts.add(trajectory)
+            residents[name] = trajectory, trajectory.first_prompt_tokens
+        claims = [context for _, context in residents.values()]
+        assert 0 <= prompts.shared_tokens <= sum(claims) - max(claims, default=0)
+        alone = {name for name, (one, _) in residents.items() if one.prompt is None}
+        assert all(prompts.left_by(name) == 0 for name in alone)
+    for name in data.draw(st.permutations(sorted(residents))):
+        left = prompts.left_by(name)
+        before = prompts.shared_tokens
+        prompts.remove(name)
+        assert before - prompts.shared_tokens == left
+    assert prompts.shared_tokens == 0

@@ -315,3 +315,23 @@ def test_a_timeline_has_samples_of_every_engine_until_the_end() -> None:
         assert line.at[-1] <= outcome.makespan_s
         assert max(line.num_running) > 0
         assert all(0 <= share <= 1 for share in line.kv_share)
+
+
+def siblings_of_long_prompts(shares: bool) -> Workload:
+    """Four groups of 16 with 20,000 tokens of prompt; or the same lengths, where no two have the same prompt."""
+    turns = tuple(Turn(300 if number else 0, 200, 1.0) for number in range(6))
+    names = [(f"g{number % 4}", f"g{number % 4}-{number // 4}") for number in range(64)]
+    return Workload("long", tuple(Trajectory(name, group if shares else name, 20_000, turns) for group, name in names))
+
+
+def test_a_prompt_that_siblings_share_takes_room_once() -> None:
+    """By the engine's own count: nearly all run at once, none is preempted, and each prompt is prefilled once."""
+    engine = replace(TP4, kv_capacity_tokens=300_000)
+    shared, apart = (play(siblings_of_long_prompts(shares), [engine]) for shares in (True, False))
+    [played] = shared.engines
+    assert played.num_preemptions == 0 and max(played.timeline.kv_share) <= 1
+    assert max(played.timeline.num_running) > 40 and max(apart.engines[0].timeline.num_running) < 14
+    # Each prompt once, and of each trajectory what its tools gave back and what it had answered.
+    distinct_tokens = 4 * 20_000 + 64 * 5 * (300 + 200)
+    assert played.num_prompt_tokens - played.num_cached_tokens < 1.05 * distinct_tokens
+    assert shared.makespan_s < 0.4 * apart.makespan_s
