@@ -133,7 +133,8 @@ def _fields(body: bytes | dict[str, Any]) -> dict[str, Any]:
         case str():
             return {"message": error, "code": parsed.get("code")}
         case [dict() as first, *_]:
-            where = ".".join(str(step) for step in first.get("loc") or () if step != "body")
+            steps = first.get("loc")
+            where = ".".join(str(step) for step in steps if step != "body") if isinstance(steps, list) else ""
             return {"message": f"{where}: {first.get('msg')}" if where else first.get("msg"), "param": where}
     return parsed
 

@@ -7,7 +7,7 @@ import httpx2
 import openai
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.http.errors import MAX_MESSAGE_LENGTH, Api, api_error, engine_error, error_body, error_event
@@ -111,6 +111,7 @@ def test_a_long_message_is_cut() -> None:
     assert len(engine_error(500, b"y" * 10**6).message) == MAX_MESSAGE_LENGTH
 
 
+@example(500, {"detail": [{"loc": True}]})
 @given(
     st.integers(0, 999),
     st.recursive(
