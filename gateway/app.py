@@ -34,11 +34,13 @@ from gateway.turns.hot import HotTurns
 from gateway.turns.kept_legs import KeptLegs
 from gateway.turns.kept_tokens import KeptTokens
 from gateway.turns.legs import Legs
+from gateway.turns.lending import Lending
 from gateway.turns.request_reader import RequestReader
 from gateway.turns.running import RunningTurns
 from gateway.turns.staleness import Staleness
 from gateway.turns.turns import Turns
 from gateway.turns.weight_updates import Weights
+from gateway.workers.crew import Crew
 from scheduling.policy import POLICIES
 from scheduling.scheduler import Scheduler
 from scheduling.types import Move, TrajectoryRecord
@@ -102,12 +104,14 @@ async def gateway(settings: Settings, descriptors: DescriptorStore | None = None
     )
     kept_tokens = KeptTokens(book, Partials(store), kept_legs, clock, settings.save_tokens_s, before)
     endings = Endings(clock, driver, ledger, conversations, repeats, arrivals, kept_tokens, kv, metrics, log)
-    legs = Legs(settings, clock, driver, fleet, metrics, book, kept_tokens, staleness, kv)
+    crew = Crew(settings.byte_workers, settings.byte_worker_turns, driver.num_live)
+    lending = Lending(crew, metrics)
+    legs = Legs(settings, clock, driver, fleet, metrics, book, kept_tokens, staleness, kv, lending)
     running = RunningTurns(settings, clock, driver, store, repeats, staleness, arrivals, legs, endings, metrics)
     hot = HotTurns(running, endings, legs, store, clock, settings, metrics)
     turns = Turns(settings, clock, reader, repeats, kept_tokens, running, hot, endings, metrics)
     passthrough = Passthrough(settings, fleet)
-    metrics.watch(scheduler, fleet, ledger, store)
+    metrics.watch(scheduler, fleet, ledger, store, crew)
     api = build_api(
         Health(settings, driver, fleet, store, metrics, book),
         Trajectories(clock, driver, ledger, memory.predictor),
@@ -137,6 +141,7 @@ async def gateway(settings: Settings, descriptors: DescriptorStore | None = None
         await asyncio.gather(*tasks, return_exceptions=True)
         memory.save_predictor()
         driver.close()
+        await crew.close()
         await weights.close()
         await kv.close()
         if kept_legs is not None:

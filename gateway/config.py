@@ -133,6 +133,13 @@ class Settings(BaseSettings):
     heartbeat_s: float = Field(10.0, gt=0, description="SSE comments while a stream waits; proxies cut at 60 s.")
     max_turns_per_key: int = Field(20_000, ge=1, description="Of one client key at once; more get 429.")
 
+    byte_workers: int | None = Field(
+        None, ge=0, le=256, description="Processes that pass streams on; unset: a core each but one, 4 at most."
+    )
+    byte_worker_turns: int = Field(
+        64, ge=0, description="Turns at once from which on streams go to them; fewer are no work for a core."
+    )
+
     token_legs: Literal["auto", "off"] = Field(
         "off", description="Where engines have token routes, turns go on from their last token elsewhere."
     )

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.member import EngineState
 from gateway.state.ledger import Ledger
+from gateway.workers.crew import Crew
 from scheduling.scheduler import Scheduler
 from store.port import Store
 
@@ -33,8 +34,9 @@ class Metrics:
             "heddle_turn_first_token_seconds", "From a turn's arrival to its first byte."
         )
         self.hot_turns = _Counts("heddle_hot_turns", "Turns served by callbacks.", ("until",))
+        self.lent_streams = _Counts("heddle_lent_streams", "Streams that a byte worker passed on.", ("until",))
         times = (self._turn_seconds, self._queued_seconds, self._first_token_seconds)
-        for metric in (self._turns, self.hot_turns, self._tokens, *times):
+        for metric in (self._turns, self.hot_turns, self.lent_streams, self._tokens, *times):
             self.registry.register(metric)
         self.joined_turns = Counter(
             "heddle_joined_turns", "Repeated requests that joined a running turn.", registry=self.registry
@@ -75,9 +77,9 @@ class Metrics:
         self._kv_moved_tokens.counts[outcome,] += num_tokens
         self._kv_move_seconds.observe(seconds)
 
-    def watch(self, scheduler: Scheduler, fleet: Fleet, ledger: Ledger, store: Store) -> None:
+    def watch(self, scheduler: Scheduler, fleet: Fleet, ledger: Ledger, store: Store, crew: Crew) -> None:
         """Show the state of these too."""
-        self.registry.register(_State(scheduler, fleet, ledger, store))
+        self.registry.register(_State(scheduler, fleet, ledger, store, crew))
 
     def page(self) -> bytes:
         """The page for Prometheus."""
@@ -123,8 +125,9 @@ class _Times(Collector):
 
 
 class _State(Collector):
-    def __init__(self, scheduler: Scheduler, fleet: Fleet, ledger: Ledger, store: Store) -> None:
+    def __init__(self, scheduler: Scheduler, fleet: Fleet, ledger: Ledger, store: Store, crew: Crew) -> None:
         self._scheduler, self._fleet, self._ledger, self._store = scheduler, fleet, ledger, store
+        self._crew = crew
 
     def collect(self) -> list[GaugeMetricFamily]:
         """Gauges of this instant."""
@@ -143,7 +146,10 @@ class _State(Collector):
         engines = GaugeMetricFamily("heddle_engines", "Engines by state.", labels=["state"])
         for state in EngineState:
             engines.add_metric([state.value], sum(member.state is state for member in members))
-        return [*gauges, engines, *self._per_engine()]
+        lent = GaugeMetricFamily("heddle_byte_worker_streams", "Streams that it passes on now.", labels=["worker"])
+        for number, num_lent in enumerate(self._crew.num_lent):
+            lent.add_metric([str(number)], num_lent)
+        return [*gauges, engines, lent, *self._per_engine()]
 
     def _per_engine(self) -> list[GaugeMetricFamily]:
         up = GaugeMetricFamily("heddle_engine_up", "1 while its circuit is closed.", labels=["engine"])

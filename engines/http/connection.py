@@ -39,6 +39,7 @@ class Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._keeps_alive = False
         self._ends_at_eof = False
+        self._last_read = b""
         self.idle_since = 0.0
         self.closed = False
         self.on_body: Callable[[bytes], None] = _for_nobody
@@ -53,11 +54,30 @@ class Connection(asyncio.Protocol):
     def expect(self) -> Response:
         """The response to a request that was written, or is going to be."""
         assert self._transport is not None
-        response = self._response = Response(self._transport, self.loop)
+        response = self._response = Response(self._transport, self.loop, self)
         self.on_body = response.feed  # from the parser straight to the reader: it is called for each chunk
         self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
         return response
+
+    def lend(self) -> int | None:
+        """The descriptor of its socket, which is not read here until `give_back`; None where nobody can go on reading:
+        in the middle of a chunk, or of TLS."""
+        transport = self._transport
+        if transport is None or transport.is_closing() or transport.get_extra_info("sslcontext") is not None:
+            return None
+        # A body whose last event has ended ends before the last two of these bytes, which so are the end of a chunk.
+        if self._response is None or not self._last_read.endswith(b"\n\n\r\n"):
+            return None
+        transport.pause_reading()
+        return int(transport.get_extra_info("socket").fileno())
+
+    def give_back(self, unread: bytes) -> None:
+        """Go on reading; these came meanwhile, since the end of a chunk."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+            if unread:
+                self.data_received(unread)
 
     def abort(self) -> None:
         """Close it at once; a response under way breaks."""
@@ -74,6 +94,7 @@ class Connection(asyncio.Protocol):
             self.abort()
             return
         response = self._response
+        self._last_read = data
         if response is not None:
             response.has_answered = True
             if not response.has_begun:
@@ -133,6 +154,7 @@ class Connection(asyncio.Protocol):
         if response is None or response.status < 200:
             return
         self._response = self._parser = None
+        self._last_read = b""
         self.on_body = _for_nobody
         response.finish(None)
         if self._keeps_alive:

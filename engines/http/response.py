@@ -11,12 +11,23 @@ response at any time. Rules:
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 from engines.http.faults import AnswerTooLarge, ConnectionBroken, ResponseTimeout
 
 HIGH_WATER_BYTES = 256 * 1024
 # Engines send the empty chunk within a millisecond of the last event.
 TRAILER_TIMEOUT_S = 1.0
+
+
+class Lender(Protocol):
+    """A connection that somebody else may read from for a while."""
+
+    def lend(self) -> int | None:
+        """The descriptor of its socket, which is not read here until `give_back`; None where that cannot be now."""
+
+    def give_back(self, unread: bytes) -> None:
+        """Go on reading; these bytes came meanwhile, and begin with a chunk."""
 
 
 class Response:
@@ -32,6 +43,7 @@ class Response:
         "_buffered",
         "_deadline",
         "_error",
+        "_lender",
         "_loop",
         "_on_news",
         "_pieces",
@@ -49,13 +61,14 @@ class Response:
         "status",
     )
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, lender: Lender) -> None:
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
         self.has_begun = False
         self.has_answered = False
         self._transport = transport
         self._loop = loop
+        self._lender = lender
         self._pieces: list[bytes] = []
         self._buffered = 0
         self.is_complete = False
@@ -99,6 +112,19 @@ class Response:
         """What came of the body and nothing has taken; it stays here."""
         pieces = self._pieces
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def lend(self) -> int | None:
+        """The descriptor of its connection, for somebody else to read on from here; None where that cannot be now.
+
+        Nothing comes until it is given back. To close it meanwhile would not end it.
+        """
+        if self._pieces or self.is_complete or self._error is not None:
+            return None
+        return self._lender.lend()
+
+    def give_back(self, unread: bytes) -> None:
+        """Go on with these bytes of the connection, which nobody else has read."""
+        self._lender.give_back(unread)
 
     def break_off(self, error: Exception) -> None:
         """Have who awaits it get this."""

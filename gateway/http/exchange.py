@@ -143,6 +143,25 @@ class Exchange(RequestResponseCycle):
             self.on_response()
         return bool(self.flow.write_paused)
 
+    def lend(self) -> int | None:
+        """The descriptor of its connection, to which somebody else may write chunks until `take_back`; None where that
+        cannot be now. Who leaves is noticed here all the same."""
+        transport = self.transport
+        if self.disconnected or self._head or not self._is_chunked or not self._has_body or transport.is_closing():
+            return None
+        if transport.get_write_buffer_size() or transport.get_extra_info("sslcontext") is not None:
+            return None
+        return int(transport.get_extra_info("socket").fileno())
+
+    def take_back(self, unsent: bytes) -> None:
+        """Go on writing; this is what nobody else has written, in chunks."""
+        if unsent and not self.disconnected:
+            self.transport.write(unsent)
+
+    def cut(self) -> None:
+        """Close the connection, for what its client has got is not known."""
+        self.transport.abort()
+
     async def drain(self) -> None:
         """Wait until the connection takes more."""
         if self.is_full:

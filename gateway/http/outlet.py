@@ -4,9 +4,11 @@ What is sent is kept while the turn may be joined, so that a repeated request ge
 """
 
 import asyncio
+from collections.abc import Callable
 
 from gateway.http.client import Client, Headers
 from gateway.http.errors import Api, error_body, error_event
+from gateway.http.exchange import Exchange
 from gateway.http.refusals import Refused
 
 _JSON: Headers = [(b"content-type", b"application/json")]
@@ -31,6 +33,7 @@ class Outlet:
         num_events: events of the answer that are out; numbers the one that ends a broken stream.
         num_bytes: of the answer's bodies so far.
         kept: their pieces; None where not all are kept.
+        recall: has who passes the answer on meanwhile give it back; None while nobody does.
     """
 
     def __init__(self, client: Client | None, api: Api, request_id: str, keeps: bool, max_kept_bytes: int) -> None:
@@ -38,6 +41,7 @@ class Outlet:
         self.has_begun = False
         self.num_events = 0
         self.num_bytes = 0
+        self.recall: Callable[[], None] | None = None
         self._about: Headers = []
         self._client = client
         self._api = api
@@ -89,16 +93,35 @@ class Outlet:
 
     def go_on(self, data: bytes, more: bool) -> bool:
         """Send more of an answer that has begun; gives `is_full`."""
-        self.num_bytes += len(data)
         self._has_ended = not more
-        if self.kept is not None:
-            if self.num_bytes > self._max_kept_bytes and not self._num_following:
-                self.kept = None
-            else:
-                self.kept.append(data)
-                if self._followers:
-                    self._tell_followers()
+        self._keep(data)
         return self._client is not None and self._client.write(data, more)
+
+    def lend(self) -> int | None:
+        """The descriptor of the client's connection, for somebody else to write to until `take_back`; None where that
+        cannot be now."""
+        if self._num_following or not self.has_begun or not isinstance(self._client, Exchange):
+            return None
+        return self._client.lend()
+
+    def take_back(self, passed: bytes, unsent: bytes) -> None:
+        """Go on with the answer.
+
+        Args:
+            passed: what somebody else sent of it.
+            unsent: in chunks, the last of this that is still to be sent.
+        """
+        self.recall = None
+        if passed:
+            self._keep(passed)
+        if isinstance(self._client, Exchange):
+            self._client.take_back(unsent)
+
+    def cut(self) -> None:
+        """Close the client's connection: nobody knows how much of the answer it has."""
+        self.recall = None
+        if isinstance(self._client, Exchange):
+            self._client.cut()
 
     def heartbeat(self) -> None:
         """Send a comment into a stream that has not begun."""
@@ -125,6 +148,8 @@ class Outlet:
         assert self.kept is not None
         kept, index = self.kept, 0
         self._num_following += 1
+        if self.recall is not None:
+            self.recall()
         try:
             while True:
                 if self._head is not None and index == 0:
@@ -141,6 +166,16 @@ class Outlet:
                 await news
         finally:
             self._num_following -= 1
+
+    def _keep(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        if self.kept is not None:
+            if self.num_bytes > self._max_kept_bytes and not self._num_following:
+                self.kept = None
+            else:
+                self.kept.append(data)
+                if self._followers:
+                    self._tell_followers()
 
     def _start(self, status: int, headers: Headers, length: int | None) -> None:
         self._head = (status, [*headers, *self.headers, *self._about], length)

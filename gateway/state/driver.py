@@ -88,6 +88,10 @@ class Driver:
         """All turns between `begin` and `end`."""
         return list(self._live.values())
 
+    def num_live(self) -> int:
+        """How many these are."""
+        return len(self._live)
+
     def post(self, event: Event) -> None:
         """Tell the scheduler and do what it says."""
         actions = self.scheduler.handle(event)

@@ -22,6 +22,7 @@ from gateway.http.exchange import Exchange
 from gateway.metrics import Metrics
 from gateway.turns.endings import Endings
 from gateway.turns.legs import Begun, Legs, is_stream
+from gateway.turns.lending import Lent
 from gateway.turns.outcome import LegFailed, Outcome
 from gateway.turns.relay import Relay
 from gateway.turns.running import RunningTurns
@@ -53,6 +54,7 @@ class HotTurns:
         self.settings = settings
         self.max_answer_bytes = settings.max_answer_bytes
         self.metrics = metrics
+        self.loop = asyncio.get_running_loop()
         self._taken: set[_HotTurn] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -72,7 +74,7 @@ class HotTurns:
         hot = _HotTurn(self, turn, client, begun)
         self._taken.add(hot)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+            self._timer = self.loop.call_later(_LOOK_S, self._look)
         return True
 
     def left(self, hot: "_HotTurn") -> None:
@@ -85,13 +87,25 @@ class HotTurns:
         for hot in list(self._taken):
             hot.look(now)
         if self._taken:
-            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+            self._timer = self.loop.call_later(_LOOK_S, self._look)
 
 
 class _HotTurn:
     """One of them, from its request to the engine until its answer has come."""
 
-    __slots__ = ("_begun", "_client", "_hot", "_num_chunks", "_outcome", "_response", "_since", "_turn")
+    __slots__ = (
+        "_begun",
+        "_client",
+        "_hot",
+        "_is_left",
+        "_is_wanted",
+        "_lent",
+        "_num_chunks",
+        "_outcome",
+        "_response",
+        "_since",
+        "_turn",
+    )
 
     def __init__(self, hot: HotTurns, turn: Turn, client: Exchange, begun: Begun) -> None:
         assert begun.response is not None
@@ -103,11 +117,18 @@ class _HotTurn:
         self._since = turn.first_dispatch_at or 0.0
         self._num_chunks = 0
         self._outcome: Outcome | None = None
+        self._lent: Lent | None = None
+        self._is_left = False
+        self._is_wanted = False  # by a coroutine, as soon as it is back
         turn.on_stop = client.hand_over = self.hand_over
         self._response.watch(self._note, turn.ask.wants_stream)
 
     def hand_over(self) -> None:
-        """Go on as a coroutine, from here."""
+        """Go on as a coroutine, from here; with a stream that a byte worker has, once it is back."""
+        if self._lent is not None:
+            self._is_wanted = True
+            self._lent.recall()
+            return
         self._leave()
         self._hot.metrics.hot_turns.counts["handed_over",] += 1
         turn = self._turn
@@ -120,13 +141,17 @@ class _HotTurn:
         if turn.num_chunks != self._num_chunks:
             self._num_chunks, self._since = turn.num_chunks, now
         limit_s = settings.turn_timeout_s if turn.first_byte_at is None else settings.silence_timeout_s
-        if now - self._since > limit_s:
+        if self._lent is not None:
+            if now - self._since > limit_s:
+                self._lent.recall()
+        elif now - self._since > limit_s:
             what = "no answer within" if turn.first_byte_at is None else "no byte for"
             self._response.break_off(ResponseTimeout(f"{what} {limit_s:g} s"))
         elif self._response.has_begun and not turn.ask.wants_stream:
             self.hand_over()  # it came in pieces with a pause between them, whose length has a limit of its own
 
     def _leave(self) -> None:
+        self._is_left = True
         self._turn.on_stop = self._client.hand_over = None
         self._response.let_go()
         self._hot.left(self)
@@ -177,6 +202,20 @@ class _HotTurn:
             self.hand_over()
         else:
             self._response.take(relay.take)
+            if self._hot.legs.lending.is_wanted:  # not here: more may have come together with this event
+                self._hot.loop.call_soon(self._lend)
+
+    def _lend(self) -> None:
+        """Have a byte worker pass the stream on, if one is wanted."""
+        relay = self._begun.relay
+        if self._lent is None and relay is not None and not self._is_left:
+            self._lent = self._hot.legs.lending.lend(self._turn, self._response, relay, self._back)
+
+    def _back(self) -> None:
+        """A byte worker has given the stream back; the rest of it follows."""
+        self._lent = None
+        if self._is_wanted:
+            self.hand_over()
 
     def _finish(self, outcome: Outcome) -> None:
         turn, running, endings = self._turn, self._hot.running, self._hot.endings

@@ -28,6 +28,7 @@ from gateway.metrics import Metrics
 from gateway.state.driver import Driver
 from gateway.tokens.turn_tokens import TokenBook
 from gateway.turns.kept_tokens import KeptTokens
+from gateway.turns.lending import Lending
 from gateway.turns.outcome import LegFailed, Outcome, Stopped, refused_leg
 from gateway.turns.relay import Relay
 from gateway.turns.staleness import Staleness
@@ -69,6 +70,7 @@ class Legs:
         kept_tokens: KeptTokens,
         staleness: Staleness,
         kv: KvMoves,
+        lending: Lending,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -77,6 +79,7 @@ class Legs:
         self._metrics = metrics
         self._staleness = staleness
         self._kv = kv
+        self.lending = lending
         self._kept_tokens = kept_tokens
         self._token_legs = TokenLegs(settings, clock, book, self._note_first_byte, self._note_progress, kept_tokens)
         self._aborts: set[asyncio.Task[None]] = set()
@@ -240,6 +243,8 @@ class Legs:
             if not has_more:
                 raise refused_leg(reader.end() or api_error(502, "The engine's stream broke off."))
             await outlet.drain()
+            if not relay.is_over:
+                await self.lending.until_back(turn, response, relay, settings.silence_timeout_s)
         if reader.error is not None:
             if relay.last and reader.num_chunks > 1:  # more than the error itself and comments before it
                 outlet.stream(relay.last)

@@ -19,16 +19,19 @@ class Relay:
 
     Attributes:
         is_over: the stream has ended, well or by the reader's error; what is still to be sent of it is `last`.
+        num_loans: how often somebody else has passed it on for a while.
     """
 
     def __init__(self, turn: Turn, note_first_byte: Callable[[Turn], None], note_progress: Callable[[Turn], None]):
         self.reader = StreamReader(turn.ask.api, turn.ask.wants_usage, keep=turn.ask.is_inferred)
         self.is_over = False
         self.last = b""
+        self.num_loans = 0
         self._turn = turn
         self._note_first_byte = note_first_byte
         self._note_progress = note_progress
         self._report_at = _PROGRESS_CHUNKS
+        self._offer_at = 0
         self._splitter = EventSplitter()
         self._is_at_start = True
 
@@ -36,7 +39,7 @@ class Relay:
         """Pass on the events that end in this piece.
 
         Returns: whether more may come at once; not after the first, since from then on the engine must not be silent,
-            nor when the client has to be waited for, nor at the end.
+            nor when the client has to be waited for, nor at the end, nor when somebody else might pass on the rest.
         Raises: EventTooLarge.
         """
         reader = self.reader
@@ -55,15 +58,36 @@ class Relay:
                 return True  # comments that keep a waiting stream open: nothing of an answer, so it can start over
         turn = self._turn
         outlet = turn.outlet
-        is_first = turn.first_byte_at is None
-        if is_first:
+        if turn.first_byte_at is None:
             self._note_first_byte(turn)
         if block:
             is_full = outlet.go_on(block, True) if outlet.has_begun else outlet.stream(block)
         else:
             is_full = outlet.is_full
-        turn.num_chunks = outlet.num_events = reader.num_chunks
-        if reader.num_chunks >= self._report_at:
-            self._report_at = reader.num_chunks + _PROGRESS_CHUNKS
-            self._note_progress(turn)
-        return not (is_first or is_full)
+        outlet.num_events = reader.num_chunks
+        self.came(reader.num_chunks)
+        if reader.num_chunks >= self._offer_at:
+            self._offer_at = reader.num_chunks + _PROGRESS_CHUNKS
+            return False
+        return not is_full
+
+    @property
+    def is_lendable(self) -> bool:
+        """Whether somebody else may pass on what comes next, as long as it is plain."""
+        return self._is_at_start and not self.is_over and self.reader.is_plain_so_far
+
+    def take_back(self, passed: bytes, num_events: int, unsent: bytes) -> None:
+        """Go on behind these events, which somebody else passed on; `unsent` of their bytes are still to be sent."""
+        self._offer_at = 0
+        self.reader.passed(passed, num_events)
+        outlet = self._turn.outlet
+        outlet.take_back(passed, unsent)
+        outlet.num_events = self.reader.num_chunks
+        self.came(self.reader.num_chunks)
+
+    def came(self, num_chunks: int) -> None:
+        """So many chunks came so far."""
+        self._turn.num_chunks = num_chunks
+        if num_chunks >= self._report_at:
+            self._report_at = num_chunks + _PROGRESS_CHUNKS
+            self._note_progress(self._turn)

@@ -19,7 +19,7 @@ _MOST_BY_ITSELF = 4
 # A worker answers within a round of its loop, some milliseconds; one that does not has stopped for good.
 _RECALL_TIMEOUT_S = 10.0
 # Of what a worker passed on of one stream; then the gateway takes it over, and lends the stream again.
-LIMIT_BYTES = 256 * 1024
+LIMIT_BYTES = 64 * 1024
 
 
 class Borrower(Protocol):
@@ -73,8 +73,8 @@ class Crew:
 
     @property
     def num_lent(self) -> list[int]:
-        """How many streams each worker has."""
-        return [len(hand.loans) for hand in self._hands]
+        """How many streams each worker has that is ready."""
+        return [len(hand.loans) for hand in self._hands if hand.is_ready]
 
     def hand(self) -> "_Hand | None":
         """The worker that has the least to do; None where a stream stays here."""

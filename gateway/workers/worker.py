@@ -16,8 +16,9 @@ from gateway.http.errors import Api
 from gateway.messages.streams import plain_events
 from gateway.workers.wire import ORDER_BYTES, Kind, Order, Why, read_order, report
 
-# A chunk of a stream has 200 to 300 bytes; many come together only if this process is late.
-_READ_BYTES = 32 * 1024
+# All that is there, so that a read ends where an engine's write did. A chunk of a stream has 200 to 300 bytes.
+_BUFFER = bytearray(256 * 1024)
+_BUFFERS, _VIEW = (_BUFFER,), memoryview(_BUFFER)
 # What came of an event that has not ended. A longer one is no text of a model's.
 _LIMIT_UNREAD_BYTES = 256 * 1024
 # How often the gateway hears how far its streams are.
@@ -67,8 +68,9 @@ class Worker:
         self._epoll.unregister(stream.engine)
         os.close(stream.engine)
         os.close(stream.client)
-        passed, unread = b"".join(stream.passed), b"".join(stream.unread)
-        self._say(report(Kind.BACK, stream.loan, stream.num_events, why, passed, unsent, unread))
+        self._say(
+            report(Kind.BACK, stream.loan, stream.num_events, why, b"".join(stream.passed), unsent, stream.unread)
+        )
 
     def _obey(self) -> None:
         """Read an order."""
@@ -147,7 +149,7 @@ class _Stream:
         self.engine = engine
         self.num_events = self.num_told = 0
         self.passed: list[bytes] = []
-        self.unread: list[bytes] = []
+        self.unread = b""
         parser = httptools.HttpResponseParser(_Body(self._pieces))
         parser.feed_data(_HEAD)
         self._feed = parser.feed_data
@@ -155,7 +157,7 @@ class _Stream:
     def read(self) -> None:
         """Pass on what came, or give the stream back. Raises nothing."""
         try:
-            data = os.read(self.engine, _READ_BYTES)
+            data = _VIEW[: os.readv(self.engine, _BUFFERS)].tobytes()
         except BlockingIOError:
             return
         except OSError:
@@ -163,29 +165,36 @@ class _Stream:
         if not data:
             self._worker.give_back(self, Why.ENGINE)
             return
+        if self.unread:
+            data = self.unread + data
+        # What ends with a chunk and with an event is passed on; the rest waits, unseen by the parser.
+        end = len(data) if data.endswith(_EVENT_END) else data.rfind(_EVENT_END) + len(_EVENT_END)
+        if end >= len(_EVENT_END):
+            block = self._body(data[:end])
+            # The body ends as the chunk does before its last two bytes: so these are the end of the chunk.
+            num_events = self._count_plain(block)
+            if not num_events:
+                self.unread = data
+                self._worker.give_back(self, Why.TOLD)
+                return
+            self.unread = data[end:]
+            self._pass(data[:end], block, num_events)
+        else:
+            self.unread = data
+            self._wait()
+
+    def _body(self, data: bytes) -> bytes:
+        """What these chunks hold; nothing if they are none."""
         try:
             self._feed(data)
         except httptools.HttpParserError:
-            self.unread.append(data)
-            self._worker.give_back(self, Why.ENGINE)
-            return
-        if self.unread:
-            data = b"".join((*self.unread, data))
-            self.unread.clear()
-        if data.endswith(_EVENT_END):
-            # The body ends as the chunk does before its last two bytes: so these are the end of the chunk.
-            pieces = self._pieces
-            block = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            num_events = self._count_plain(block)
-            if num_events:
-                self._pass(data, block, num_events)
-                return
-        self.unread.append(data)
-        if data.endswith(_CHUNK_END) or len(data) > _LIMIT_UNREAD_BYTES:
-            self._worker.give_back(self, Why.TOLD)
+            return b""
+        pieces = self._pieces
+        block = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        return block
 
     def _pass(self, data: bytes, block: bytes, num_events: int) -> None:
-        self._pieces.clear()
         self.passed.append(block)
         self.num_events += num_events
         self._num_bytes += len(block)
@@ -199,6 +208,13 @@ class _Stream:
             self._worker.give_back(self, Why.CLIENT, data[num_sent:])
         elif self._num_bytes > self._limit_bytes:
             self._worker.give_back(self, Why.FULL)
+        elif self.unread:
+            self._wait()
+
+    def _wait(self) -> None:
+        """For the rest of an event that has begun to come, unless that is none."""
+        if self.unread.endswith(_CHUNK_END) or len(self.unread) > _LIMIT_UNREAD_BYTES:
+            self._worker.give_back(self, Why.TOLD)
 
 
 class _Body:

@@ -136,9 +136,11 @@ backend engines
 
 _PROGRAMS = '{"program_scheduling_enable_key":"auto","global_queue":true,"token_capacity_per_target":1000000000}'
 _BY_TOKENS = {"HEDDLE_TOKEN_LEGS": "auto"}
+_BY_WORKER = {"HEDDLE_BYTE_WORKERS": "1", "HEDDLE_BYTE_WORKER_TURNS": "0"}
 
 DIRECT, GATEWAY, STICKY = "direct", "gateway", "vllm-router, sticky_least_loaded"
 PROGRAMS = "vllm-router, program scheduling"
+BYTE_WORKER = "gateway, byte worker"
 TOKEN_LEGS, TOKEN_LEGS_TOOLS = "gateway, token legs", "gateway, token legs, tools"
 RUST = (STICKY, "vllm-router, round_robin", "sglang-router, manual", "smg, least_load and sticky")
 
@@ -146,6 +148,7 @@ FROM_SOURCE = gateway(sys.executable, "-m", "heddle")
 PEERS = (
     Peer(DIRECT, None),
     Peer(GATEWAY, FROM_SOURCE),
+    Peer(BYTE_WORKER, FROM_SOURCE, environment=_BY_WORKER),
     Peer("gateway, machine code", gateway(str(COMPILED)), COMPILED),
     Peer("gateway, Redis", FROM_SOURCE, environment={"HEDDLE_STORE": "{redis}"}, needs_redis=True),
     Peer(TOKEN_LEGS, FROM_SOURCE, environment=_BY_TOKENS, has_tools=False),
