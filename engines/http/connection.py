@@ -44,11 +44,14 @@ class Connection(asyncio.Protocol):
         self.closed = False
         self.on_body: Callable[[bytes], None] = _for_nobody
 
-    def send(self, data: bytes) -> Response:
+    def send(self, data: tuple[bytes, ...]) -> Response:
         """Write a request; its response has not begun yet."""
         response = self.expect()
         assert self._transport is not None
-        self._transport.write(data)
+        if len(data) == 1:
+            self._transport.write(data[0])
+        else:
+            self._transport.writelines(data)
         return response
 
     def expect(self) -> Response:

@@ -150,18 +150,11 @@ class Response:
         Raises:
             ConnectionBroken, BadResponse, ResponseTimeout: the answer is not complete.
         """
-        if not self._pieces and not self.is_complete and self._error is None:
-            await self._wait(timeout_s)
-        if self._pieces:
-            data = self.so_far()
-            self._pieces.clear()
-            if self._buffered > HIGH_WATER_BYTES:
-                self._read_on()
-            self._buffered = 0
-            return data
-        if self._error is not None:
-            raise self._error
-        return b""
+        if not await self._has_more(timeout_s):
+            return b""
+        data = self.so_far()
+        self._taken()
+        return data
 
     async def pour(self, take: Callable[[bytes], bool], timeout_s: float) -> bool:
         """Give the body's bytes to `take` as they come, within the callback that brings them, until it returns False.
@@ -193,9 +186,10 @@ class Response:
             return self.so_far()
         pieces: list[bytes] = []
         size = 0
-        while data := await self.piece(timeout_s):
-            pieces.append(data)
-            size += len(data)
+        while await self._has_more(timeout_s):
+            pieces += self._pieces
+            size += self._buffered
+            self._taken()
             if size > limit_bytes:
                 self.close()
                 raise AnswerTooLarge(f"the engine's answer is larger than {limit_bytes} bytes")
@@ -262,6 +256,21 @@ class Response:
         self.has_begun = True
         if self._waiter is not None or self._tells_head:
             self._wake()
+
+    async def _has_more(self, timeout_s: float) -> bool:
+        """Wait for more of the body; False at its end. Raises as `piece` does."""
+        if not self._pieces and not self.is_complete and self._error is None:
+            await self._wait(timeout_s)
+        if not self._pieces and self._error is not None:
+            raise self._error
+        return bool(self._pieces)
+
+    def _taken(self) -> None:
+        """All that is here was taken."""
+        self._pieces.clear()
+        if self._buffered > HIGH_WATER_BYTES:
+            self._read_on()
+        self._buffered = 0
 
     def _read_no_more(self) -> None:
         if not self._transport.is_closing():
