@@ -136,7 +136,7 @@ backend engines
 
 _PROGRAMS = '{"program_scheduling_enable_key":"auto","global_queue":true,"token_capacity_per_target":1000000000}'
 _BY_TOKENS = {"HEDDLE_TOKEN_LEGS": "auto"}
-_BY_WORKER = {"HEDDLE_BYTE_WORKERS": "1", "HEDDLE_BYTE_WORKER_TURNS": "0"}
+_BY_WORKERS = {"HEDDLE_BYTE_WORKER_TURNS": "0"}
 
 DIRECT, GATEWAY, STICKY = "direct", "gateway", "vllm-router, sticky_least_loaded"
 PROGRAMS = "vllm-router, program scheduling"
@@ -148,7 +148,8 @@ FROM_SOURCE = gateway(sys.executable, "-m", "heddle")
 PEERS = (
     Peer(DIRECT, None),
     Peer(GATEWAY, FROM_SOURCE),
-    Peer(BYTE_WORKER, FROM_SOURCE, environment=_BY_WORKER),
+    Peer(BYTE_WORKER, FROM_SOURCE, environment={"HEDDLE_BYTE_WORKERS": "1", **_BY_WORKERS}),
+    Peer("gateway, 4 byte workers", FROM_SOURCE, environment={"HEDDLE_BYTE_WORKERS": "4", **_BY_WORKERS}),
     Peer("gateway, machine code", gateway(str(COMPILED)), COMPILED),
     Peer("gateway, Redis", FROM_SOURCE, environment={"HEDDLE_STORE": "{redis}"}, needs_redis=True),
     Peer(TOKEN_LEGS, FROM_SOURCE, environment=_BY_TOKENS, has_tools=False),

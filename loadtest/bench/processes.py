@@ -79,13 +79,15 @@ def is_alive(pid: int) -> bool:
 
 def cpu_us(pid: int) -> float:
     """Microseconds of processor time that a process and its living descendants have used."""
-    total_ns = 0
-    for member in family(pid):
-        try:
-            total_ns += time.clock_gettime_ns((~member << 3) | _CPUCLOCK_SCHED)
-        except OSError:
-            continue  # it has ended meanwhile
-    return total_ns / 1e3
+    return sum(map(own_cpu_us, family(pid)))
+
+
+def own_cpu_us(pid: int) -> float:
+    """Microseconds of processor time that a process has used, without its descendants; 0 once it has ended."""
+    try:
+        return time.clock_gettime_ns((~pid << 3) | _CPUCLOCK_SCHED) / 1e3
+    except OSError:
+        return 0.0
 
 
 def memory_bytes(pid: int) -> int:

@@ -22,6 +22,7 @@ from loadtest.bench.processes import (
     cpu_us,
     free_ports,
     memory_bytes,
+    own_cpu_us,
     running,
     wait_until,
 )
@@ -44,6 +45,10 @@ class Served:
     def cpu_us(self) -> float:
         """Processor time that it has used."""
         return 0.0 if self.pid is None else cpu_us(self.pid)
+
+    def own_cpu_us(self) -> float:
+        """Processor time that its first process has used, without those that this one has started."""
+        return 0.0 if self.pid is None else own_cpu_us(self.pid)
 
     def memory_bytes(self) -> int:
         """Memory that it has now."""
