@@ -77,11 +77,14 @@ def replay(path: Path, policy_name: str | None = None) -> Replayed:
         policy_name: what the log had, if it does not say so itself; None: the default policy.
 
     Raises:
-        ValueError: a line is malformed, or there is no such policy.
+        ValueError: a line is malformed, there is no event, or no such policy.
         OSError: the file cannot be read.
     """
     with path.open("rb") as lines:
-        return _replay(_parsed(lines, path), policy_name)
+        replayed = _replay(_parsed(lines, path), policy_name)
+    if not replayed.num_events:
+        raise ValueError(f"{path}: no event in it")
+    return replayed
 
 
 def _replay(lines: Iterator[tuple[int, bytes, dict[str, Any]]], policy_name: str | None) -> Replayed:

@@ -170,6 +170,18 @@ def test_the_commands_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureF
     assert "| tabular |" in shown and "| *three siblings* |" in shown
 
 
+def test_the_log_of_a_whole_rollout_is_learned_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it is written, with the line at its head that says how the scheduler was made."""
+    scenario, events, model = tmp_path / "small.toml", tmp_path / "events.jsonl", tmp_path / "model"
+    scenario.write_text(
+        'policies = ["heddle"]\n[workload]\nlaw = "coding"\ntrajectories = 24\n'
+        '[fleet]\nprofile = "qwen3-14b-h100"\ngpus = 4\ntp = [4]\n'
+    )
+    assert main(["simulate", str(scenario), "--log", str(events)]) == 0
+    assert main(["predictor", "train", "--events", str(events), "--out", str(model)]) == 0
+    assert "has seen 24 trajectories" in capsys.readouterr().out
+
+
 def test_the_commands_say_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without data there is nothing to learn from, and a law must exist."""
     assert main(["predictor", "train", "--out", str(tmp_path / "m")]) == 2

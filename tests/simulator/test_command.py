@@ -1,6 +1,7 @@
 """`heddle simulate` from the command line: tables, JSON, logs, and what it says when it cannot."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,8 @@ def test_a_trace_is_played_on_a_fleet(scenario: str, tmp_path: Path, capsys: pyt
         (["SCENARIO", "other.jsonl"], "only `replay` takes a second file"),
         (["replay"], "replay: which log?"),
         (["replay", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["replay", "SCENARIO"], "line 1: input data is empty"),
+        (["replay", os.devnull], "no event in it"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(
