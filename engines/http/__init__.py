@@ -8,7 +8,7 @@ Python costs per request. From the ground up:
 - `connection.py`: a socket's bytes, parsed into the response that they belong to;
 - `pool.py`: the connections to one engine, idle for less than its keep-alive;
 - `client.py`: requests, sent once more where a reused connection had been closed;
-- `kept.py`, `journal.py`: one whose response outlives the process.
+- `kept.py`, `tape.py`: one whose response outlives the process.
 
 Who can do without a coroutine sends with `post_now` and is called back (`Response.watch`).
 """

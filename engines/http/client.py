@@ -11,10 +11,10 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from engines.http.faults import ConnectionBroken
-from engines.http.journal import Journal
 from engines.http.kept import Keep
 from engines.http.pool import HttpLimits, Pool
 from engines.http.response import Response
+from engines.http.tape import Tape
 
 # Heads of requests that are kept ready: there are some ten targets without a query.
 _MAX_STARTS = 64
@@ -94,7 +94,7 @@ class HttpClient:
         data = self._request("POST", target, body, headers)
         kept = await self._pool.connect_kept()
         try:
-            kept.journal = await keep(kept.socket, sum(map(len, data)))
+            kept.tape = await keep(kept.socket, sum(map(len, data)))
         except BaseException:
             kept.connection.abort()
             raise
@@ -102,10 +102,10 @@ class HttpClient:
         return await _begun(kept.connection.send(data), timeout_s)
 
     async def take_up(
-        self, found: socket.socket, journal: Journal, timeout_s: float, on_full: Callable[[], None]
+        self, found: socket.socket, tape: Tape, timeout_s: float, on_full: Callable[[], None]
     ) -> Response:
         """The response to a request that another process sent, from its beginning. Raises as `request` does."""
-        kept = await self._pool.connect_kept((found, journal))
+        kept = await self._pool.connect_kept((found, tape))
         kept.on_full = on_full
         assert kept.response is not None
         return await _begun(kept.response, timeout_s)

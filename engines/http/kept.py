@@ -1,6 +1,6 @@
-"""A connection whose response outlives this process: its bytes go into a journal, and somebody else has both, too.
+"""A connection whose response outlives this process: its bytes go onto a tape, and somebody else has both, too.
 
-Somebody else: who keeps the socket's descriptor and the journal's for the next process. So to close a socket here ends
+Somebody else: who keeps the socket's descriptor and the tape's for the next process. So to close a socket here ends
 nothing, and an engine would go on for nobody: it is shut down.
 """
 
@@ -15,35 +15,35 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from engines.http.connection import Connection
-from engines.http.journal import Journal
 from engines.http.response import Response
+from engines.http.tape import Tape
 
-Keep = Callable[[socket.socket, int], Awaitable[Journal | None]]
-"""Puts a socket, to which so many bytes are going to be sent and none were yet, into keeping; the journal for what
+Keep = Callable[[socket.socket, int], Awaitable[Tape | None]]
+"""Puts a socket, to which so many bytes are going to be sent and none were yet, into keeping; the tape for what
 comes, None where it cannot."""
 
-# Bytes read at once where there is no journal (any more).
+# Bytes read at once where there is no tape (any more).
 _SCRATCH_BYTES = 64 * 1024
 # `tcpi_bytes_acked` in `struct tcp_info` (linux/tcp.h, since 4.1).
 _BYTES_ACKED = struct.Struct("120xQ")
 
 
 class KeptConnection(asyncio.BufferedProtocol):
-    """Reads a connection into a journal, and hands on what came.
+    """Reads a connection into a tape, and hands on what came.
 
     Args:
         connection: whose bytes these are.
-        journal: None until there is one, and again when it is full.
-        is_found: what the journal has belongs to a request that another process sent.
+        tape: None until there is one, and again when it is full.
+        is_found: what the tape has belongs to a request that another process sent.
 
     Attributes:
         response: of that request.
-        on_full: called once when the journal is full: the response cannot be read back any more.
+        on_full: called once when the tape is full: the response cannot be read back any more.
     """
 
-    def __init__(self, connection: Connection, journal: Journal | None = None, is_found: bool = False) -> None:
+    def __init__(self, connection: Connection, tape: Tape | None = None, is_found: bool = False) -> None:
         self.connection = connection
-        self.journal = journal
+        self.tape = tape
         self.response: Response | None = None
         self.on_full: Callable[[], None] | None = None
         self._is_found = is_found
@@ -52,24 +52,24 @@ class KeptConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.socket = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
         self.connection.connection_made(transport)
-        if self._is_found and self.journal is not None:
+        if self._is_found and self.tape is not None:
             self.response = self.connection.expect()
-            if so_far := self.journal.so_far():
+            if so_far := self.tape.so_far():
                 self.connection.data_received(so_far)
 
     def get_buffer(self, sizehint: int) -> Any:
-        if self.journal is not None:
-            if len(room := self.journal.room()):
+        if self.tape is not None:
+            if len(room := self.tape.room()):
                 return room
-            self.journal = None
+            self.tape = None
             if self.on_full is not None:
                 self.on_full()
         self._scratch = self._scratch or bytearray(_SCRATCH_BYTES)
         return self._scratch
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self.journal is not None:
-            self.connection.data_received(self.journal.taken(nbytes))
+        if self.tape is not None:
+            self.connection.data_received(self.tape.taken(nbytes))
         else:
             self.connection.data_received(bytes(self._scratch[:nbytes]))
 

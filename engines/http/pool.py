@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from engines.http.connection import Connection
 from engines.http.faults import EngineUnreachable, NoMoreConnections
-from engines.http.journal import Journal
 from engines.http.kept import KeptConnection
+from engines.http.tape import Tape
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Pool:
         await self._open(connection, lambda: connection, None)
         return connection
 
-    async def connect_kept(self, found: tuple[socket.socket, Journal] | None = None) -> KeptConnection:
+    async def connect_kept(self, found: tuple[socket.socket, Tape] | None = None) -> KeptConnection:
         """A new one for a single request whose response is to outlive this process; or one that did. Raises as above.
 
         Args:

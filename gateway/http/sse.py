@@ -66,6 +66,8 @@ class EventSplitter:
 def split_events(block: bytes) -> list[bytes]:
     """The events of a block of whole events, each with its blank line; b"".join gives the block back."""
     if b"\r" not in block:
+        if block.find(b"\n\n") == len(block) - 2:  # one event, as most blocks are
+            return [block]
         events = [event + b"\n\n" for event in block.split(b"\n\n")]
         events[-1] = events[-1][:-2]
     else:
@@ -76,5 +78,8 @@ def split_events(block: bytes) -> list[bytes]:
 
 def data_of(event: bytes) -> bytes:
     """The data of one event: its `data` lines joined by LF; b"" for a comment."""
+    is_one_line = event.startswith(b"data: ") and event.endswith(b"\n\n") and event.find(b"\n") == len(event) - 2
+    if is_one_line and b"\r" not in event:
+        return event[6:-2]
     lines = [line[5:] for line in _LINE_ENDS.split(event) if line.startswith(b"data:")]
     return b"\n".join(line[1:] if line.startswith(b" ") else line for line in lines)

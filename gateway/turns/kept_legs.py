@@ -1,7 +1,7 @@
 """Token legs whose responses outlive this process, so that nothing an engine made is made again.
 
-Somebody must keep descriptors for this (`gateway/descriptors.py`): of each leg its connection, and the journal into
-which the response is read. The journal's header says whose leg it is, and what had been made before it.
+Somebody must keep descriptors for this (`gateway/descriptors.py`): of each leg its connection, and the tape into
+which the response is read. The tape's header says whose leg it is, and what had been made before it.
 
 1. Both are in keeping before a byte of the request is sent. A request of which not all was sent made nothing.
 2. They stay there until the record has what the leg made: at the turn's end, or when the leg ended early.
@@ -21,8 +21,8 @@ import orjson
 from xxhash import xxh3_64_hexdigest
 
 from engines.http import Response
-from engines.http.journal import Journal, found_journal, new_journal
 from engines.http.kept import bytes_sent, shut_down
+from engines.http.tape import Tape, found_tape, new_tape
 from engines.token_ids import TokenIds
 from engines.tokens import TokenLeg, TokenRoutes
 from engines.upstream import Upstream
@@ -48,9 +48,9 @@ class KeptLeg:
         is_asked: its whole request was sent.
     """
 
-    def __init__(self, name: str, journal: Journal, connection: socket.socket, header: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, tape: Tape, connection: socket.socket, header: Mapping[str, Any]) -> None:
         self.name = name
-        self.journal = journal
+        self.tape = tape
         self.connection = connection
         self.turn: tuple[str, str] = (header["trajectory"], header["digest"])
         self.index: int = header["index"]
@@ -63,7 +63,7 @@ class KeptLeg:
         self.made: Made = ids, logprobs, [VersionSpan(*span) for span in spans]
         self.num_made = len(ids)
         sent = bytes_sent(connection) - header["sent_before"]
-        self.is_asked = bool(journal.so_far()) or sent >= header["length"]
+        self.is_asked = bool(tape.so_far()) or sent >= header["length"]
 
     def close(self) -> None:
         """Have its engine stop."""
@@ -145,7 +145,7 @@ class KeptLegs:
             return None
         self._names.setdefault(turn.turn_id, {})[choice.index] = leg.name
         response = await member.http.take_up(
-            leg.connection, leg.journal, self._turn_timeout_s, lambda: self._descriptors.drop(leg.name)
+            leg.connection, leg.tape, self._turn_timeout_s, lambda: self._descriptors.drop(leg.name)
         )
         is_there = leg.engine_id == member.engine_id
         return response, lambda: member.weight_version if is_there else leg.version
@@ -183,7 +183,7 @@ class KeptLegs:
         name = _PREFIX + leg.request_id
         names = self._names.setdefault(turn.turn_id, {})
 
-        async def keep(connection: socket.socket, num_bytes: int) -> Journal | None:
+        async def keep(connection: socket.socket, num_bytes: int) -> Tape | None:
             try:
                 sent_before = bytes_sent(connection)
                 header = _header(turn, choice, member) | {
@@ -191,7 +191,7 @@ class KeptLegs:
                     "length": num_bytes,
                     "sent_before": sent_before,
                 }
-                journal, descriptor = new_journal(orjson.dumps(header), self._limit_bytes)
+                tape, descriptor = new_tape(orjson.dumps(header), self._limit_bytes)
             except OSError:
                 return None
             try:
@@ -203,7 +203,7 @@ class KeptLegs:
             if choice.index in names:  # what it has made so far is in the new one's header
                 self._descriptors.drop(names[choice.index])
             names[choice.index] = name
-            return journal
+            return tape
 
         return await member.http.post_kept(
             asked.path, asked.body, asked.headers, self._turn_timeout_s, keep, lambda: self._descriptors.drop(name)
@@ -266,14 +266,14 @@ def _header(turn: Turn, choice: Choice, member: Member) -> dict[str, Any]:
 def found_leg(name: str, descriptors: list[int]) -> KeptLeg | None:
     """The leg of these descriptors, which are taken; None for what is none, or has no answer any more."""
     connections = [number for number in descriptors if stat.S_ISSOCK(os.fstat(number).st_mode)]
-    journals = [number for number in descriptors if number not in connections]
+    tapes = [number for number in descriptors if number not in connections]
     try:
-        if len(connections) != 1 or len(journals) != 1:
+        if len(connections) != 1 or len(tapes) != 1:
             return None
-        journal, header = found_journal(journals[0])
+        tape, header = found_tape(tapes[0])
         connection = socket.socket(fileno=os.dup(connections[0]))
         connection.setblocking(False)
-        return KeptLeg(name, journal, connection, orjson.loads(header))
+        return KeptLeg(name, tape, connection, orjson.loads(header))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     finally:

@@ -10,7 +10,6 @@ from engines.http import (
     FAULTS,
     AnswerTooLarge,
     BadResponse,
-    NoMoreConnections,
     Response,
     ResponseTimeout,
 )
@@ -29,7 +28,7 @@ from gateway.state.driver import Driver
 from gateway.tokens.turn_tokens import TokenBook
 from gateway.turns.kept_tokens import KeptTokens
 from gateway.turns.lending import Lending
-from gateway.turns.outcome import LegFailed, Outcome, Stopped, refused_leg
+from gateway.turns.outcome import LegFailed, Outcome, Stopped, failed_leg, refused_leg
 from gateway.turns.relay import Relay
 from gateway.turns.staleness import Staleness
 from gateway.turns.token_legs import TokenLegs, may_take_tokens
@@ -155,7 +154,7 @@ class Legs:
                 fault = error
             elif isinstance(error, ResponseTimeout | AnswerTooLarge):
                 self._abort(turn, member)
-            raise _failed(error) from None
+            raise failed_leg(error) from None
         except Stopped as stop:
             self._abort(turn, member)
             if turn.is_stale and stop.fault is Fault.ENGINE:
@@ -282,19 +281,6 @@ class Legs:
         task = asyncio.create_task(abort())
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
-
-
-def _failed(error: Exception) -> LegFailed:
-    """What it means that an engine did not answer: whose fault that is, and what its client hears."""
-    match error:
-        case NoMoreConnections():
-            return LegFailed(Fault.BUSY, api_error(503, f"The gateway is full: {error}.", "gateway_full"))
-        case ResponseTimeout():
-            return LegFailed(Fault.ENGINE, api_error(504, f"The engine is late: {error}.", "engine_late"))
-        case AnswerTooLarge():
-            return LegFailed(Fault.REQUEST, api_error(502, f"{error}.", "answer_too_large"))
-        case _:
-            return LegFailed(Fault.ENGINE, api_error(502, f"The engine failed: {error}.", "engine_failed"))
 
 
 def is_stream(response: Response) -> bool:

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from gateway.http.errors import ApiError
+from engines.http import AnswerTooLarge, NoMoreConnections, ResponseTimeout
+from gateway.http.errors import ApiError, api_error
 from scheduling.types import Fault
 
 
@@ -44,3 +45,16 @@ def refused_leg(error: ApiError) -> LegFailed:
     if error.status in (429, 503):
         return LegFailed(Fault.BUSY, error)
     return LegFailed(Fault.REQUEST if error.is_clients_fault else Fault.ENGINE, error)
+
+
+def failed_leg(error: Exception) -> LegFailed:
+    """What it means that an engine did not answer: whose fault that is, and what its client hears."""
+    match error:
+        case NoMoreConnections():
+            return LegFailed(Fault.BUSY, api_error(503, f"The gateway is full: {error}.", "gateway_full"))
+        case ResponseTimeout():
+            return LegFailed(Fault.ENGINE, api_error(504, f"The engine is late: {error}.", "engine_late"))
+        case AnswerTooLarge():
+            return LegFailed(Fault.REQUEST, api_error(502, f"{error}.", "answer_too_large"))
+        case _:
+            return LegFailed(Fault.ENGINE, api_error(502, f"The engine failed: {error}.", "engine_failed"))

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.http import ConnectionBroken, HttpClient
-from engines.http.journal import Journal, found_journal, new_journal
 from engines.http.kept import bytes_sent
+from engines.http.tape import Tape, found_tape, new_tape
 
 from .raw_server import Peer, Play, RawServer, raw_server
 
@@ -24,24 +24,24 @@ CHUNKS = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (BODY[:7], BOD
 ANSWER = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n" + CHUNKS + b"0\r\n\r\n"
 )
-# Asks, reads so many bytes into the journal, and is gone as if it had been killed: nothing is closed or shut down.
+# Asks, reads so many bytes into the tape, and is gone as if it had been killed: nothing is closed or shut down.
 ASKER = """
 import asyncio, os, socket, sys
 from engines.http import HttpClient
-from engines.http.journal import new_journal
+from engines.http.tape import new_tape
 url, keeper, num_bytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
 async def main():
-    journals = []
+    tapes = []
     async def keep(connection, length):
-        journal, descriptor = new_journal(b"mine", 2**20)
+        tape, descriptor = new_tape(b"mine", 2**20)
         with socket.socket(socket.AF_UNIX) as to:
             to.connect(keeper)
             socket.send_fds(to, [b"kept"], [connection.fileno(), descriptor])
-        journals.append(journal)
-        return journal
+        tapes.append(tape)
+        return tape
     asking = asyncio.create_task(HttpClient(url).post_kept("/x", b"ask", b"", 60, keep, lambda: None))
-    while not journals or len(journals[0].so_far()) < num_bytes:
+    while not tapes or len(tapes[0].so_far()) < num_bytes:
         await asyncio.sleep(0.001)
     os._exit(0)
 
@@ -49,28 +49,28 @@ asyncio.run(main())
 """
 
 
-def journal_with(data: bytes, limit_bytes: int, sizes: list[int]) -> tuple[Journal, int, int]:
+def tape_with(data: bytes, limit_bytes: int, sizes: list[int]) -> tuple[Tape, int, int]:
     """One into which data was read in pieces of about these sizes; its descriptor, and how much it took."""
-    journal, descriptor = new_journal(b"whose", limit_bytes)
+    tape, descriptor = new_tape(b"whose", limit_bytes)
     taken = 0
-    while taken < len(data) and (room := journal.room()):
+    while taken < len(data) and (room := tape.room()):
         num_bytes = min(len(room), len(data) - taken, sizes[taken % len(sizes)])
         room[:num_bytes] = data[taken : taken + num_bytes]
-        assert journal.taken(num_bytes) == data[taken : taken + num_bytes]
+        assert tape.taken(num_bytes) == data[taken : taken + num_bytes]
         taken += num_bytes
-    return journal, descriptor, taken
+    return tape, descriptor, taken
 
 
 @given(st.binary().map(lambda data: data.replace(b"\0", b"0")), st.lists(st.integers(1, 40_000), min_size=1))
-def test_a_journal_is_read_back_wherever_it_was_cut(data: bytes, sizes: list[int]) -> None:
+def test_a_tape_is_read_back_wherever_it_was_cut(data: bytes, sizes: list[int]) -> None:
     """All that was read into it, its header, and where to go on; also what was read and not yet noted."""
     data *= 300
-    journal, descriptor, taken = journal_with(data, 50_000, sizes)
+    tape, descriptor, taken = tape_with(data, 50_000, sizes)
     unnoted = data[:10]
-    room = journal.room()
+    room = tape.room()
     unnoted = unnoted[: len(room)]
     room[: len(unnoted)] = unnoted
-    found, header = found_journal(descriptor)
+    found, header = found_tape(descriptor)
     os.close(descriptor)
     assert taken == min(len(data), 50_000)
     assert header == b"whose"
@@ -79,16 +79,16 @@ def test_a_journal_is_read_back_wherever_it_was_cut(data: bytes, sizes: list[int
     assert len(rest) == min(50_000 - taken - len(unnoted), 4 * 4096)
     rest[:1] = b"x"[: len(rest)]
     found.taken(len(rest[:1]))
-    assert journal.so_far() == data[:taken], "the other one's own end is where it was"
+    assert tape.so_far() == data[:taken], "the other one's own end is where it was"
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 100])
-def test_what_is_no_journal_is_refused(content: bytes) -> None:
+def test_what_is_no_tape_is_refused(content: bytes) -> None:
     """As another program's memory may be."""
     descriptor = os.memfd_create("other")
     os.write(descriptor, content)
-    with pytest.raises(ValueError, match="no journal"):
-        found_journal(descriptor)
+    with pytest.raises(ValueError, match="no tape"):
+        found_tape(descriptor)
     os.close(descriptor)
 
 
@@ -123,13 +123,13 @@ async def test_the_next_process_reads_it_all(tmp_path: Path, num_bytes: int) -> 
     async with asked_and_gone(play, num_bytes, tmp_path) as (server, descriptors):
         is_gone.set()
         http = HttpClient(server.url)
-        journal, header = found_journal(descriptors[1])
+        tape, header = found_tape(descriptors[1])
         connection = socket.socket(fileno=descriptors[0])
         connection.setblocking(False)
-        response = await http.take_up(connection, journal, TIMEOUT_S, lambda: None)
+        response = await http.take_up(connection, tape, TIMEOUT_S, lambda: None)
         assert header == b"mine" and response.status == 200
         assert await response.body(2**20, TIMEOUT_S) == BODY
-        assert found_journal(descriptors[1])[0].so_far() == ANSWER, "and the one after it could, too"
+        assert found_tape(descriptors[1])[0].so_far() == ANSWER, "and the one after it could, too"
         http.close()
         await asyncio.wait_for(server.peers[0].over.wait(), TIMEOUT_S)
     os.close(descriptors[1])
@@ -145,10 +145,10 @@ async def test_a_server_that_died_meanwhile_broke_its_answer(tmp_path: Path) -> 
 
     async with asked_and_gone(play, 5000, tmp_path) as (server, descriptors):
         http = HttpClient(server.url)
-        journal, _ = found_journal(descriptors[1])
+        tape, _ = found_tape(descriptors[1])
         connection = socket.socket(fileno=descriptors[0])
         connection.setblocking(False)
-        response = await http.take_up(connection, journal, TIMEOUT_S, lambda: None)
+        response = await http.take_up(connection, tape, TIMEOUT_S, lambda: None)
         with pytest.raises(ConnectionBroken):
             while True:
                 heard += await response.piece(TIMEOUT_S)
@@ -167,10 +167,10 @@ async def test_closing_it_ends_it_whoever_else_has_its_socket() -> None:
 
     copies: list[int] = []
 
-    async def keep(connection: socket.socket, num_bytes: int) -> Journal:
-        journal, descriptor = new_journal(b"", 2**20)
+    async def keep(connection: socket.socket, num_bytes: int) -> Tape:
+        tape, descriptor = new_tape(b"", 2**20)
         copies.extend([os.dup(connection.fileno()), descriptor])
-        return journal
+        return tape
 
     async with raw_server(play) as server:
         http = HttpClient(server.url)
@@ -183,7 +183,7 @@ async def test_closing_it_ends_it_whoever_else_has_its_socket() -> None:
         os.close(descriptor)
 
 
-async def test_a_full_journal_is_given_up_and_the_answer_goes_on() -> None:
+async def test_a_full_tape_is_given_up_and_the_answer_goes_on() -> None:
     """Who keeps it is told once."""
     full: list[bool] = []
 
@@ -192,10 +192,10 @@ async def test_a_full_journal_is_given_up_and_the_answer_goes_on() -> None:
         await peer.send(ANSWER)
         await peer.until_left()
 
-    async def keep(connection: socket.socket, num_bytes: int) -> Journal:
-        journal, descriptor = new_journal(b"", 5000)
+    async def keep(connection: socket.socket, num_bytes: int) -> Tape:
+        tape, descriptor = new_tape(b"", 5000)
         os.close(descriptor)
-        return journal
+        return tape
 
     async with raw_server(play) as server:
         http = HttpClient(server.url)

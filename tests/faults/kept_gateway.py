@@ -55,12 +55,12 @@ class KeptGateway:
 
     @property
     def num_journals(self) -> int:
-        """How many legs' journals the keeper has."""
+        """How many legs' tapes the keeper has."""
         assert self._process is not None
         num = 0
         for link in Path(f"/proc/{self._process.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed while we look
-                num += "memfd:journal" in os.readlink(link)
+                num += "memfd:tape" in os.readlink(link)
         return num
 
     async def kill(self) -> None:

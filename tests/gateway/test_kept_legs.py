@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import orjson
 import pytest
 
-from engines.http.journal import new_journal
 from engines.http.kept import bytes_sent
+from engines.http.tape import new_tape
 from gateway.turns.kept_legs import found_leg
 
 REQUEST = b"x" * 1000
@@ -31,8 +31,8 @@ def kept(ours: socket.socket) -> list[int]:
         "leg": 1, "made": [[5, 6], [], [["v", 0, 2]]], "stream_form": "vllm", "length": len(REQUEST),
         "sent_before": bytes_sent(ours),
     }  # fmt: skip
-    _, journal = new_journal(orjson.dumps(header), 2**16)
-    return [os.dup(ours.fileno()), journal]
+    _, tape = new_tape(orjson.dumps(header), 2**16)
+    return [os.dup(ours.fileno()), tape]
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 999, 1000])
@@ -50,7 +50,7 @@ def test_a_leg_whose_request_was_not_sent_whole_has_no_answer(
 
 
 def test_what_is_no_leg_is_left(connections: tuple[socket.socket, socket.socket]) -> None:
-    """A socket alone, or with memory that is no journal, as another program's would be."""
+    """A socket alone, or with memory that is no tape, as another program's would be."""
     ours, _ = connections
     memory = os.memfd_create("other")
     os.write(memory, b"nonsense" * 10)

@@ -18,7 +18,7 @@ _ROOM_BYTES = 4 * _PAGE_BYTES
 _LENGTH = struct.Struct("<Q")
 
 
-class Journal:
+class Tape:
     """What was read of a response so far, behind a header that says whose it is.
 
     Args:
@@ -53,30 +53,30 @@ class Journal:
         return bytes(self._view[start : self._end])
 
 
-def new_journal(header: bytes, limit_bytes: int) -> tuple[Journal, int]:
+def new_tape(header: bytes, limit_bytes: int) -> tuple[Tape, int]:
     """An empty one for a response of so many bytes, and the descriptor of its memory. Raises OSError."""
-    descriptor = os.memfd_create("journal")
+    descriptor = os.memfd_create("tape")
     try:
         start = _LENGTH.size + len(header)
         os.ftruncate(descriptor, start + limit_bytes)
         os.pwrite(descriptor, _LENGTH.pack(len(header)) + header, 0)
-        return Journal(descriptor, start + limit_bytes, start, start), descriptor
+        return Tape(descriptor, start + limit_bytes, start, start), descriptor
     except OSError:
         os.close(descriptor)
         raise
 
 
-def found_journal(descriptor: int) -> tuple[Journal, bytes]:
-    """What another process had written, and its header. Raises OSError; ValueError for what is no journal."""
+def found_tape(descriptor: int) -> tuple[Tape, bytes]:
+    """What another process had written, and its header. Raises OSError; ValueError for what is no tape."""
     size = os.fstat(descriptor).st_size
     length = os.pread(descriptor, _LENGTH.size, 0)
     if len(length) < _LENGTH.size or (start := _LENGTH.size + _LENGTH.unpack(length)[0]) > size:
-        raise ValueError("no journal")
+        raise ValueError("no tape")
     header = os.pread(descriptor, start - _LENGTH.size, _LENGTH.size)
     # Memory that nothing was written to is a hole, which need not be looked through.
     filled = os.lseek(descriptor, start - 1, os.SEEK_HOLE) - start
     read = _pread_all(descriptor, filled, start).rstrip(b"\0")
-    return Journal(descriptor, size, start, start + len(read)), header
+    return Tape(descriptor, size, start, start + len(read)), header
 
 
 def _pread_all(descriptor: int, size: int, offset: int) -> bytes:
