@@ -76,6 +76,10 @@ def _rows(
         predictor = make()
         for _ in play(before, predictor, _ask(predictor), arrival):
             pass
+        if not is_single:
+            # As the next rollout begins with it: all that ended is counted, also what no report came after.
+            learned, predictor = predictor.dump(), make()
+            predictor.restore(learned)
         said += play(asked, predictor, _ask(predictor), arrival)
     by_step: Mapping[int, list[Said]] = {step: [one for one in said if one.step == step] for step in STEPS}
     return [

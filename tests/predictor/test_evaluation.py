@@ -170,6 +170,14 @@ def test_the_commands_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureF
     assert "| tabular |" in shown and "| *three siblings* |" in shown
 
 
+def test_what_a_rollout_of_single_turns_taught_is_known_in_the_next() -> None:
+    """Nothing is reported after the ends of such a rollout; that lengths follow prompts is known all the same."""
+    alike = [Trajectory(f"t{n}", f"g{n}", 100 + n, (Turn(0, 50 + 3 * n, 0.0),)) for n in range(300)]
+    [row] = [row for row in evaluate(folds(alike, 5), "together", ["tabular"]) if not row.is_single]
+    assert (row.step, row.score.num) == (0, 300)
+    assert row.score.pearson > 0.8 and row.score.kendall > 0.8
+
+
 def test_the_log_of_a_whole_rollout_is_learned_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As it is written, with the line at its head that says how the scheduler was made."""
     scenario, events, model = tmp_path / "small.toml", tmp_path / "events.jsonl", tmp_path / "model"
