@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from engines.token_ids import TokenIds, put_together
 from gateway.clock import Clock
 from gateway.state.ledger import Ledger
-from gateway.tokens.packed import KeptTurn, all_ids, chain, decoded, kept, rooted
+from gateway.tokens.packed import KeptTurn, all_ids, chain, decoded, kept, piece, rooted
 from gateway.tokens.turn_tokens import TurnTokens
 from store.port import Store, StoreError
 
@@ -49,6 +49,7 @@ class _Shelf:
     Args:
         added_at: when the last one was added, in seconds since the epoch.
         is_whole: all of them are in memory.
+        base: the root that was stored whole last, and whose prompt others need not store again.
     """
 
     added_at: float
@@ -56,6 +57,7 @@ class _Shelf:
     stored_bytes: int = 0
     memory_bytes: int = 0
     turns: dict[str, KeptTurn] = field(default_factory=dict)
+    base: str = ""
 
 
 class StoredTokens:
@@ -158,11 +160,14 @@ class StoredTokens:
         if parent and not prompt.begins_with(before):
             parent, before = None, _NOTHING
         turn = kept(tokens, parent.turn_id if parent else None, prompt, before)
+        data = turn.data if parent else piece(turn, shelf.turns.get(shelf.base))
+        if parent is None and data is turn.data:
+            shelf.base = turn.turn_id
         shelf.turns[tokens.turn_id] = turn
         shelf.added_at = now
-        shelf.stored_bytes += len(turn.data)
-        self._stored_bytes += len(turn.data)
-        self._store.put_piece(trajectory_id, PREFIX + tokens.turn_id, turn.data)
+        shelf.stored_bytes += len(data)
+        self._stored_bytes += len(data)
+        self._store.put_piece(trajectory_id, PREFIX + tokens.turn_id, data)
         self._use(trajectory_id, shelf, _memory_bytes(turn))
         self._bound()
 
@@ -190,7 +195,7 @@ class StoredTokens:
 
     async def _read(self, trajectory_id: str) -> dict[str, KeptTurn]:
         pieces = await self._store.get_pieces(trajectory_id, PREFIX)
-        return rooted(map(decoded, pieces.values()))
+        return rooted(decoded(pieces.values()))
 
     def _use(self, trajectory_id: str, shelf: _Shelf, more_bytes: int) -> None:
         self._in_memory.pop(trajectory_id, None)

@@ -22,8 +22,8 @@ _HEAD_LENGTH = 4
 """Bytes that say how long the head is, which is a JSON list of the fields of KeptTurn; the rest follows it."""
 _VERSIONS = 5
 """Where in the head the versions are."""
-_FIELDS_OF_INTEGERS = 10
-"""Of a head as it was when ids were kept as 32-bit integers."""
+_FIELDS = 11
+"""Of a head. It had one less when ids were kept as 32-bit integers; it has one more, the base, in a piece with one."""
 
 
 @value_class(frozen=True, slots=True)
@@ -59,24 +59,25 @@ class KeptTurn:
     @property
     def new_ids(self) -> TokenIds:
         """Of its prompt, beyond its parent's."""
-        start = self._text_start
+        start = self.text_start
         return TokenIds(self.data[start : start + self.new_bytes], self.num_new)
 
     @property
     def output_ids(self) -> TokenIds:
-        return TokenIds(self.data[self._text_start + self.new_bytes :], self.num_output)
+        return TokenIds(self.data[self.text_start + self.new_bytes :], self.num_output)
 
     @property
     def logprobs(self) -> NDArray[np.float32] | None:
         return np.frombuffer(self.data, np.float32, self.num_output, self.start) if self.has_logprobs else None
 
     @property
-    def _text_start(self) -> int:
+    def text_start(self) -> int:
+        """Where in `data` the ids begin."""
         return self.start + LOGPROB_BYTES * self.num_output * self.has_logprobs
 
 
 def kept(tokens: TurnTokens, parent: str | None, prompt: TokenIds, before: TokenIds) -> KeptTurn:
-    """A turn as it is kept; `decoded` makes the same of its bytes.
+    """A turn as it is kept; `decoded` makes the same of its `piece`.
 
     Args:
         parent: the kept turn that it continues.
@@ -102,19 +103,53 @@ def _encoded(
 ) -> KeptTurn:
     counts = num_before, len(new), len(output), logprobs is not None, len(new.text)
     head = orjson.dumps((*names, [(span.version, span.start, span.end) for span in versions], *counts))
-    head += b" " * (-len(head) % LOGPROB_BYTES)
+    head = _padded(head)
     data = b"".join((len(head).to_bytes(_HEAD_LENGTH), head, logprobs or b"", new.text, output.text))
     return KeptTurn(*names, versions, *counts, data, _HEAD_LENGTH + len(head))
 
 
-def decoded(data: bytes) -> KeptTurn:
-    """The turn that was kept as these bytes."""
-    start = _HEAD_LENGTH + int.from_bytes(data[:_HEAD_LENGTH])
-    head: list[Any] = orjson.loads(data[_HEAD_LENGTH:start])
-    head[_VERSIONS] = tuple(VersionSpan(*span) for span in head[_VERSIONS])
-    if len(head) == _FIELDS_OF_INTEGERS:
-        return _of_integers(head, data, start)
-    return KeptTurn(*[*head, data, start])
+def piece(turn: KeptTurn, base: KeptTurn | None) -> bytes:
+    """What to store of a turn: all of it, or without the beginning of its prompt where that is all of the base's.
+
+    So the choices of a turn, and questions asked again, store their prompt once.
+
+    Args:
+        base: of the same trajectory, stored whole, and a root as the turn is.
+    """
+    if base is None or not turn.new_ids.begins_with(base.new_ids):
+        return turn.data
+    head_end = _HEAD_LENGTH + int.from_bytes(turn.data[:_HEAD_LENGTH])
+    fields = orjson.loads(turn.data[_HEAD_LENGTH:head_end])
+    head = _padded(orjson.dumps((*fields, base.turn_id)))
+    text_start = turn.text_start
+    rest = turn.data[turn.start : text_start], turn.data[text_start + base.new_bytes :]
+    return b"".join((len(head).to_bytes(_HEAD_LENGTH), head, *rest))
+
+
+def decoded(pieces: Iterable[bytes]) -> list[KeptTurn]:
+    """The turns that all of a trajectory's pieces are, but those whose base is not there."""
+    turns: dict[str, KeptTurn] = {}
+    based: list[tuple[list[Any], bytes, int]] = []
+    for data in pieces:
+        start = _HEAD_LENGTH + int.from_bytes(data[:_HEAD_LENGTH])
+        head: list[Any] = orjson.loads(data[_HEAD_LENGTH:start])
+        head[_VERSIONS] = tuple(VersionSpan(*span) for span in head[_VERSIONS])
+        if len(head) > _FIELDS:
+            based.append((head, data, start))
+            continue
+        turn = _of_integers(head, data, start) if len(head) < _FIELDS else KeptTurn(*[*head, data, start])
+        turns[turn.turn_id] = turn
+    whole = [_with_base(*each, base) for each in based if (base := turns.get(each[0][-1])) is not None]
+    return [*turns.values(), *whole]
+
+
+def _with_base(head: list[Any], data: bytes, start: int, base: KeptTurn) -> KeptTurn:
+    *names, versions, num_before, num_new, num_output, has_logprobs, new_bytes, _ = head
+    text_start = start + LOGPROB_BYTES * num_output * has_logprobs
+    logprobs = data[start:text_start] if has_logprobs else None
+    text = base.new_ids.text + data[text_start:]
+    new, output = TokenIds(text[:new_bytes], num_new), TokenIds(text[new_bytes:], num_output)
+    return _encoded(tuple(names), versions, num_before, new, output, logprobs)
 
 
 def _of_integers(head: list[Any], data: bytes, start: int) -> KeptTurn:
@@ -123,6 +158,11 @@ def _of_integers(head: list[Any], data: bytes, start: int) -> KeptTurn:
     new, output = TokenIds.of(ids[:num_new]), TokenIds.of(ids[num_new:])
     logprobs = data[start + ID_BYTES * len(ids) :] if has_logprobs else None
     return _encoded(tuple(head[:_VERSIONS]), head[_VERSIONS], num_before, new, output, logprobs)
+
+
+def _padded(head: bytes) -> bytes:
+    """So that the numbers behind it lie as numbers should."""
+    return head + b" " * (-len(head) % LOGPROB_BYTES)
 
 
 def chain(turns: dict[str, KeptTurn], last: KeptTurn) -> list[KeptTurn]:

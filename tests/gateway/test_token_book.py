@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.clock import started_clock
 from gateway.state.ledger import Ledger
-from gateway.tokens.book import StoredTokens, TokenLimits, wants_tokens
+from gateway.tokens.book import PREFIX, StoredTokens, TokenLimits, wants_tokens
 from gateway.tokens.packed import decoded
 from gateway.tokens.partials import Partials
 from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
@@ -335,8 +335,50 @@ def test_what_was_kept_as_integers_is_the_same_turn() -> None:
     head = orjson.dumps(fields)
     head += b" " * (-len(head) % 4)
     data = len(head).to_bytes(4) + head + array("I", [4, 70_000, 6, 7]).tobytes() + logprobs.tobytes()
-    turn = decoded(data)
+    [turn] = decoded([data])
     assert (turn.num_tokens, list(turn.new_ids), list(turn.output_ids)) == (7, [4, 70_000], [6, 7])
     assert turn.logprobs is not None and turn.logprobs.tolist() == [-0.5, -0.25]
     assert (turn.turn_id, turn.parent, turn.versions) == ("u2", "u1", (VersionSpan("7", 0, 2),))
-    assert decoded(turn.data) == turn
+    assert decoded([turn.data]) == [turn]
+
+
+async def test_a_prompt_that_comes_again_is_stored_once(new_store: Callable[..., Store]) -> None:
+    """For each of a turn's choices, and for a question asked again; after a restart each turn has all of its own."""
+    prompt = list(range(100_000, 110_000))
+    site = await Site(new_store).start("again")
+    site.save("a")
+    first = tokens_of("u", prompt, [1, 2])
+    for turn in (first, tokens_of("u/1", prompt, [3]), tokens_of("v", [*prompt, 7], [4, 5])):
+        site.book.add(turn)
+    site.book.add(tokens_of("w", prompt[1:], [6]))  # another prompt is stored whole
+    num_bytes = site.book.view()["stored_bytes"]
+    assert 2 * 7 * len(prompt) - 10 < num_bytes < 2 * 7 * len(prompt) + 2_000
+    before = await site.book.turns("a")
+    assert [(list(turn.new_ids), list(turn.output_ids)) for turn in before.values()] == [
+        (prompt, [1, 2]),
+        (prompt, [3]),
+        ([*prompt, 7], [4, 5]),
+        (prompt[1:], [6]),
+    ]
+    assert {turn.turn_id: turn for turn in decoded(await pieces(site))} == before
+
+
+async def test_what_was_stored_without_its_beginning_is_dropped_where_that_is_lost(
+    new_store: Callable[..., Store],
+) -> None:
+    """And only that: what is not found any more is told as dropped."""
+    site = await Site(new_store).start("lost")
+    site.save("a")
+    for turn_id in ("u", "v"):
+        site.book.add(tokens_of(turn_id, list(range(50)), [1]))
+    based, whole = sorted(await pieces(site), key=len)
+    assert (decoded([based]), [turn.turn_id for turn in decoded([based, whole])]) == ([], ["u", "v"])
+
+
+def tokens_of(turn_id: str, prompt: list[int], output: list[int]) -> TurnTokens:
+    return TurnTokens("a", turn_id, prompt, output, [-0.5] * len(output), (), "stop", None, "h", 1_000.0)
+
+
+async def pieces(site: Site) -> list[bytes]:
+    assert await site.store.settle(60.0)
+    return list((await site.store.get_pieces("a", PREFIX)).values())
