@@ -40,7 +40,7 @@ from gateway.turns.running import RunningTurns
 from gateway.turns.staleness import Staleness
 from gateway.turns.turns import Turns
 from gateway.turns.weight_updates import Weights
-from gateway.workers.crew import Crew
+from gateway.workers.crew import Crew, LoanLimits
 from scheduling.policy import POLICIES
 from scheduling.scheduler import Scheduler
 from scheduling.types import Move, TrajectoryRecord
@@ -104,7 +104,12 @@ async def gateway(settings: Settings, descriptors: DescriptorStore | None = None
     )
     kept_tokens = KeptTokens(book, Partials(store), kept_legs, clock, settings.save_tokens_s, before)
     endings = Endings(clock, driver, ledger, conversations, repeats, arrivals, kept_tokens, kv, metrics, log)
-    crew = Crew(settings.byte_workers, settings.byte_worker_turns, driver.num_live)
+    crew = Crew(
+        settings.byte_workers,
+        settings.byte_worker_turns,
+        driver.num_live,
+        LoanLimits(settings.byte_worker_loan_bytes, settings.byte_worker_timeout_s),
+    )
     lending = Lending(crew, metrics)
     legs = Legs(settings, clock, driver, fleet, metrics, book, kept_tokens, staleness, kv, lending)
     running = RunningTurns(settings, clock, driver, store, repeats, staleness, arrivals, legs, endings, metrics)

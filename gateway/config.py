@@ -139,6 +139,12 @@ class Settings(BaseSettings):
     byte_worker_turns: int = Field(
         64, ge=0, description="Turns at once from which on streams go to them; fewer are no work for a core."
     )
+    byte_worker_loan_bytes: int = Field(
+        64 * 2**10, ge=1024, description="Of a stream that a worker keeps, some 250 events; then it is lent anew."
+    )
+    byte_worker_timeout_s: float = Field(
+        10.0, gt=0, description="A worker answers in milliseconds; one that does not is killed, with its streams."
+    )
 
     token_legs: Literal["auto", "off"] = Field(
         "off", description="Where engines have token routes, turns go on from their last token elsewhere."

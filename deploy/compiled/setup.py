@@ -20,7 +20,8 @@ COMPILED = {
     "gateway/kv": "contexts",
     "gateway/messages": "answers conversations identity streams transcripts",
     "gateway/state": "driver ledger",
-    "gateway/turns": "arrivals endings hot legs lending outcome progress relay repeats request_reader running turn turns",
+    "gateway/turns": "arrivals endings hot legs lending outcome progress relay repeats request_reader running turn "
+    "turns",
     "gateway/workers": "crew wire worker",
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.http.errors import error_body
@@ -104,6 +105,18 @@ class _BoundedProtocol(HttpToolsProtocol):
         else:  # pipelined: it is served when the answers before it are out
             self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, self.app))
+
+    def on_body(self, body: bytes) -> None:
+        exchange = self.cycle
+        if exchange.body or exchange.response_complete:
+            super().on_body(body)
+            return
+        # What comes first, and most often is all, stays the bytes that it is: uvicorn adds it to a bytearray, of which
+        # the reader then takes a copy. Of 1 MB that is 2 of 9 MB that were copied.
+        exchange.body = body  # type: ignore[assignment]
+        if len(body) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
+        exchange.message_event.set()
 
     def _scope_of(self, version: str) -> Any:
         """ASGI's description of the request whose head is here."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 from gateway.http.errors import Api
@@ -16,10 +17,19 @@ from gateway.workers.wire import Kind, Order, Report, order, read_reports
 
 # A worker passes on some 50,000 chunks a second; scheduling and whole answers take a core long before 5 are busy.
 _MOST_BY_ITSELF = 4
-# A worker answers within a round of its loop, some milliseconds; one that does not has stopped for good.
-_RECALL_TIMEOUT_S = 10.0
-# Of what a worker passed on of one stream; then the gateway takes it over, and lends the stream again.
-LIMIT_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class LoanLimits:
+    """Bounds of a loan.
+
+    Args:
+        max_bytes: passed on of a stream, which the worker keeps until it gives the stream back.
+        recall_timeout_s: until it gives back what it is asked for.
+    """
+
+    max_bytes: int
+    recall_timeout_s: float
 
 
 class Borrower(Protocol):
@@ -62,7 +72,8 @@ class Crew:
         num_live: how many there are now.
     """
 
-    def __init__(self, num_workers: int | None, above: int, num_live: Callable[[], int]) -> None:
+    def __init__(self, num_workers: int | None, above: int, num_live: Callable[[], int], limits: LoanLimits) -> None:
+        self._limits = limits
         self._num_workers = (
             min(len(os.sched_getaffinity(0)) - 1, _MOST_BY_ITSELF) if num_workers is None else num_workers
         )
@@ -81,7 +92,7 @@ class Crew:
         if not self._num_workers or self._num_live() < self._above or self._is_closed:
             return None
         if len(self._hands) < self._num_workers:
-            self._hands.append(_Hand(self._hands.remove))
+            self._hands.append(_Hand(self._limits, self._hands.remove))
         ready = [hand for hand in self._hands if hand.is_ready]
         return min(ready, key=lambda hand: len(hand.loans), default=None)
 
@@ -95,7 +106,8 @@ class Crew:
 class _Hand(asyncio.Protocol):
     """One worker, and all streams that it has."""
 
-    def __init__(self, on_lost: Callable[["_Hand"], None]) -> None:
+    def __init__(self, limits: LoanLimits, on_lost: Callable[["_Hand"], None]) -> None:
+        self._limits = limits
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
@@ -123,7 +135,7 @@ class _Hand(asyncio.Protocol):
         if self._unsent:
             return None
         try:
-            socket.send_fds(self._orders, [order(Order.LEND, number, api, LIMIT_BYTES)], [client, engine])
+            socket.send_fds(self._orders, [order(Order.LEND, number, api, self._limits.max_bytes)], [client, engine])
         except OSError:
             return None
         loan = self.loans[number] = Loan(self, number, of)
@@ -134,7 +146,7 @@ class _Hand(asyncio.Protocol):
         self._unsent.append(order(Order.RECALL, number))
         if len(self._unsent) == 1:
             self._order_on()
-        self._loop.call_later(_RECALL_TIMEOUT_S, self._see_to, number)
+        self._loop.call_later(self._limits.recall_timeout_s, self._see_to, number)
 
     def _see_to(self, number: int) -> None:
         if number in self.loans:

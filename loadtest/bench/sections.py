@@ -180,8 +180,8 @@ SECTIONS = (
         "Many slow streams",
         f"So many streams are open, each with a chunk every {SLOW_INTERVAL_MS} ms. Delay: from the backend's write to "
         "the client's read; those two share a core, so it must be read beside `direct`. Seen: chunks that came, of "
-        "those due in that time. First process: its part of the time for a chunk; byte workers are others. Busy: of the "
-        "server's core. Token legs with tools are left out: the backend itself would have to read 100,000 tokens a "
+        "those due in that time. First process: its part of the time for a chunk; byte workers are others. Busy: of "
+        "the server's core. Token legs with tools are left out: the backend itself would have to read 100,000 tokens a "
         "second.",
         _slow,
         tuple(

@@ -229,10 +229,9 @@ async def test_the_same_request_joins_a_stream_that_is_lent() -> None:
         assert len(here.engine.posts) == num_before + 1
 
 
-async def test_a_client_that_does_not_read_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_read_loses_nothing() -> None:
     """The worker gives the stream back; the gateway waits for the client, which then gets all of it."""
-    monkeypatch.setattr("gateway.workers.crew.LIMIT_BYTES", 1 << 40)
-    async with asyncio.timeout(110), site() as here:
+    async with asyncio.timeout(110), site(byte_worker_loan_bytes=1 << 40) as here:
         events = [CHAT_EVENT.replace(b'"x"', b'"%06d%b"' % (number, b"y" * 2_000)) for number in range(6_000)]
         here.stage.rest = (*map(chunk, events), chunk(END + DONE) + LAST)
         reader, writer = await here.open()
@@ -289,10 +288,9 @@ async def test_a_worker_that_dies_cuts_its_streams_and_is_replaced() -> None:
             writer.close()
 
 
-async def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_hangs_is_killed() -> None:
     """It does not give back what it is asked for: its client is gone, and so is the worker."""
-    monkeypatch.setattr("gateway.workers.crew._RECALL_TIMEOUT_S", 0.2)
-    async with asyncio.timeout(110), site() as here:
+    async with asyncio.timeout(110), site(byte_worker_timeout_s=0.2) as here:
         _, writer = await here.open()
         await here.until_lent()
         os.kill(pid := the_worker(), signal.SIGSTOP)
