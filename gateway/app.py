@@ -35,6 +35,7 @@ from gateway.turns.kept_legs import KeptLegs
 from gateway.turns.kept_tokens import KeptTokens
 from gateway.turns.legs import Legs
 from gateway.turns.lending import Lending
+from gateway.turns.reading import reading
 from gateway.turns.request_reader import RequestReader
 from gateway.turns.running import RunningTurns
 from gateway.turns.staleness import Staleness
@@ -68,6 +69,7 @@ async def gateway(settings: Settings, descriptors: DescriptorStore | None = None
     await store.open()
     memory = await restored(settings, store, clock)
     ledger, book, repeats, conversations = memory.ledger, memory.book, memory.repeats, memory.conversations
+    read = reading(settings.text_predictor, memory.predictor) if settings.text_predictor else None
     metrics = Metrics()
     log = TurnLog()
     access = Access(settings.api_keys, settings.admin_key)
@@ -78,11 +80,15 @@ async def gateway(settings: Settings, descriptors: DescriptorStore | None = None
 
     def finished(record: TrajectoryRecord) -> None:
         memory.finished(record)
+        if read is not None:
+            read.dropped(record.trajectory_id)
         kv.cancel(record.trajectory_id)
         contexts.forget(record.trajectory_id)
 
     def forgotten(trajectory_id: str) -> None:
         memory.forget(trajectory_id)
+        if read is not None:
+            read.dropped(trajectory_id)
         kv.cancel(trajectory_id)
         contexts.forget(trajectory_id)
 
@@ -97,13 +103,13 @@ async def gateway(settings: Settings, descriptors: DescriptorStore | None = None
     staleness = Staleness(settings, weight_record, ledger)
     weights = Weights(settings, clock, fleet, store, weight_record, staleness, driver.live_turns)
     reader = RequestReader(settings, fleet, ledger, conversations, book)
-    arrivals = Arrivals(fleet, ledger, memory.predictor)
+    arrivals = Arrivals(fleet, ledger, memory.predictor, read)
     before = {record.trajectory_id for record in memory.records}
     kept_legs = (
         KeptLegs(settings, descriptors, fleet, store.settle) if descriptors and settings.token_legs == "auto" else None
     )
     kept_tokens = KeptTokens(book, Partials(store), kept_legs, clock, settings.save_tokens_s, before)
-    endings = Endings(clock, driver, ledger, conversations, repeats, arrivals, kept_tokens, kv, metrics, log)
+    endings = Endings(clock, driver, ledger, conversations, repeats, arrivals, kept_tokens, kv, metrics, log, read)
     crew = Crew(
         settings.byte_workers,
         settings.byte_worker_turns,
@@ -116,7 +122,7 @@ async def gateway(settings: Settings, descriptors: DescriptorStore | None = None
     hot = HotTurns(running, endings, legs, store, clock, settings, metrics)
     turns = Turns(settings, clock, reader, repeats, kept_tokens, running, hot, endings, metrics)
     passthrough = Passthrough(settings, fleet)
-    metrics.watch(scheduler, fleet, ledger, store, crew)
+    metrics.watch(scheduler, fleet, ledger, store, crew, read.counts if read is not None else None)
     api = build_api(
         Health(settings, driver, fleet, store, metrics, book),
         Trajectories(clock, driver, ledger, memory.predictor),
@@ -147,6 +153,8 @@ async def gateway(settings: Settings, descriptors: DescriptorStore | None = None
         memory.save_predictor()
         driver.close()
         await crew.close()
+        if read is not None:
+            read.close()
         await weights.close()
         await kv.close()
         if kept_legs is not None:

@@ -105,6 +105,9 @@ class Settings(BaseSettings):
         "tabular", description='Of a trajectory\'s work; with `policy = "cmlfq"` it is `tree` unless told.'
     )
     predictor_model: str | None = Field(None, description="What it begins with: a file of `heddle predictor train`.")
+    text_predictor: str | None = Field(
+        None, description="What reads conversations while tools run: a file of `heddle predictor train --text`."
+    )
     store: str = Field("sqlite:heddle.sqlite3", description="`sqlite:PATH`, `redis://host:port/db` or `memory:`.")
     store_namespace: str = Field("heddle:", min_length=1, description="Redis keys begin with it; one for each fleet.")
     demand_interval_s: float = Field(

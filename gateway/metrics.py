@@ -13,6 +13,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.member import EngineState
 from gateway.state.ledger import Ledger
 from gateway.workers.crew import Crew
+from predictor.aside import AsideCounts
 from scheduling.scheduler import Scheduler
 from store.port import Store
 
@@ -77,9 +78,13 @@ class Metrics:
         self._kv_moved_tokens.counts[outcome,] += num_tokens
         self._kv_move_seconds.observe(seconds)
 
-    def watch(self, scheduler: Scheduler, fleet: Fleet, ledger: Ledger, store: Store, crew: Crew) -> None:
-        """Show the state of these too."""
+    def watch(
+        self, scheduler: Scheduler, fleet: Fleet, ledger: Ledger, store: Store, crew: Crew, read: AsideCounts | None
+    ) -> None:
+        """Show the state of these too; `read` is None where no text is read."""
         self.registry.register(_State(scheduler, fleet, ledger, store, crew))
+        if read is not None:
+            self.registry.register(_Readings(read))
 
     def page(self) -> bytes:
         """The page for Prometheus."""
@@ -165,6 +170,21 @@ class _State(Collector):
             claimed.add_metric(name, engine.kv_claimed if engine is not None else 0)
             used.add_metric(name, member.observation.kv_used_share if member.observation else 0.0)
         return [up, legs, claimed, used]
+
+
+class _Readings(Collector):
+    def __init__(self, counts: AsideCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """What came of the questions to the text predictor."""
+        family = CounterMetricFamily("heddle_text_predictions", "Conversations read in tool calls.", labels=["outcome"])
+        counts = self._counts
+        family.add_metric(["in_time"], counts.num_in_time)
+        family.add_metric(["late"], counts.num_late)
+        family.add_metric(["failed"], counts.num_failed)
+        family.add_metric(["refused"], counts.num_refused)
+        yield family
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

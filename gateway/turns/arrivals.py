@@ -10,6 +10,7 @@ from gateway.messages.identity import prompt_group
 from gateway.state.ledger import Entry, Ledger
 from gateway.turns.ask import Ask
 from gateway.turns.progress import begun
+from gateway.turns.reading import Reading
 from gateway.turns.turn import Turn
 from predictor.outcomes import outcomes
 from predictor.progress import Predictor
@@ -24,12 +25,14 @@ class Arrivals:
 
     Args:
         predictor: says how much work a trajectory has left.
+        reading: says it better, where it has read what is said in it; None where nobody does.
     """
 
-    def __init__(self, fleet: Fleet, ledger: Ledger, predictor: Predictor) -> None:
+    def __init__(self, fleet: Fleet, ledger: Ledger, predictor: Predictor, reading: Reading | None) -> None:
         self._fleet = fleet
         self._ledger = ledger
         self._predictor = predictor
+        self._reading = reading
         self._bytes_per_token = _BYTES_PER_TOKEN
 
     def arrival(self, turn: Turn) -> TurnArrived:
@@ -69,7 +72,9 @@ class Arrivals:
         is_read = made and self._predictor.reads_outcomes
         told = outcomes(ask.request.get("messages") or ask.request.get("input")) if is_read else ()
         progress = begun(ask.trajectory_id, ask.group_id, prompt_id, prompt_tokens, entry, told)
-        return self._predictor.predict(progress)
+        prediction = self._predictor.predict(progress)  # asked always, for it learns from those that run
+        read = self._reading.heard(ask.trajectory_id) if self._reading is not None else None
+        return read or prediction
 
     def _prompt_tokens(self, ask: Ask, entry: Entry | None) -> int:
         known = entry.record.context_tokens if entry is not None else 0

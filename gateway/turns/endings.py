@@ -19,6 +19,7 @@ from gateway.turnlog import TurnLog
 from gateway.turns.arrivals import Arrivals
 from gateway.turns.kept_tokens import KeptTokens
 from gateway.turns.outcome import Outcome
+from gateway.turns.reading import Reading
 from gateway.turns.repeats import Repeats
 from gateway.turns.turn import Turn
 from scheduling.types import Dispatch, TurnFinished
@@ -29,6 +30,7 @@ class Endings:
 
     Args:
         kv: knows what an engine's KV holds of a trajectory.
+        reading: reads conversations; None where nobody does.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Endings:
         kv: KvMoves,
         metrics: Metrics,
         log: TurnLog,
+        reading: Reading | None,
     ) -> None:
         self._clock = clock
         self._driver = driver
@@ -54,6 +57,7 @@ class Endings:
         self._kv = kv
         self._metrics = metrics
         self._log = log
+        self._reading = reading
 
     def finished(self, turn: Turn, dispatch: Dispatch | None, outcome: Outcome) -> None:
         """Note everywhere that a turn finished; when that is at the store, its client may know it too."""
@@ -73,6 +77,8 @@ class Endings:
             self._ledger.answered(turn.ask.trajectory_id, stored)
         self._driver.post(TurnFinished(now, turn.turn_id, turn.leg, prompt_tokens, output_tokens))
         self.close(turn, "finished", dispatch, None, now)
+        if self._reading is not None and (entry := self._ledger.get(turn.ask.trajectory_id)) is not None:
+            self._reading.turn_ended(turn, outcome, entry, prompt_tokens + output_tokens)
 
     def close(
         self, turn: Turn, outcome: str, dispatch: Dispatch | None, refused: Refused | None, ended_at: float

@@ -23,16 +23,20 @@ START_TIMEOUT_S = 120.0  # A busy machine takes ten times the usual 2 s, and mor
 class GatewayProcess:
     """`heddle serve` with these options, on a port that stays the same.
 
+    Args:
+        python: what runs it.
+
     Attributes:
         start_s: seconds from the last start until it answered.
         start_cpu_s: of its processor time until then, which others' work does not change.
     """
 
-    def __init__(self, *options: str, **environment: str) -> None:
+    def __init__(self, *options: str, python: str = sys.executable, **environment: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.start_s = self.start_cpu_s = 0.0
         self._options = options
+        self._python = python
         self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
 
@@ -40,7 +44,7 @@ class GatewayProcess:
         """Start it and return when it is healthy; its output is what it said if it ended instead."""
         began_at = time.perf_counter()
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
+            self._python,
             *("-m", "heddle", "serve", "--port", str(self.port), "--log-level", "warning", *self._options),
             env={**os.environ, **self._environment},
             stdout=asyncio.subprocess.PIPE,
@@ -75,9 +79,11 @@ class GatewayProcess:
 
 
 @asynccontextmanager
-async def gateway_process(*options: str, **environment: str) -> AsyncIterator[GatewayProcess]:
+async def gateway_process(
+    *options: str, python: str = sys.executable, **environment: str
+) -> AsyncIterator[GatewayProcess]:
     """A started one, killed when this is left."""
-    process = GatewayProcess(*options, **environment)
+    process = GatewayProcess(*options, python=python, **environment)
     await process.start()
     try:
         yield process

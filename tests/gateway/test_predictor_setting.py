@@ -12,6 +12,7 @@ from heddle.cli import main
 from predictor.named import predictor_named
 from predictor.progress import Progress
 from store.factory import open_store
+from tests.faults.gateway_process import refused_start
 from tests.support.gateway import running_gateway
 
 
@@ -80,3 +81,15 @@ async def test_the_tree_hears_what_tools_gave_back(tmp_path: Path) -> None:
     learned = await store.get_state("predictor")
     await store.close()
     assert learned is not None and b"bash:small:success" in learned
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_a_text_predictor_that_cannot_be_had_is_refused_at_the_start(is_there: bool, tmp_path: Path) -> None:
+    """In one line that says what is wrong: no torch, no such file, or no text predictor."""
+    path = tmp_path / "text.pt"
+    if is_there:
+        path.write_bytes(b"no model")
+    status, said = await refused_start(HEDDLE_TEXT_PREDICTOR=str(path), HEDDLE_STORE="memory:")
+    assert status == 2
+    last = said.strip().splitlines()[-1]
+    assert "text_predictor wants torch: pip install 'heddle[text]'" in last or str(path) in last

@@ -14,6 +14,7 @@ OTHERS = {
     "policy": "verl",
     "predictor": "siblings",
     "predictor_model": "model",
+    "text_predictor": "text.pt",
     "store": "memory:",
     "store_namespace": "other:",
     "event_log": "events.jsonl",

@@ -9,14 +9,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import httpx
 import pytest
 
 from engines.local_vllm import DEFAULT_VENV
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import SimulatedEngineSettings
 from predictor.choice import Judged, choose
 from predictor.prefix_tree import TreePredictor
 from predictor.progress import Progress
 from predictor.text import TextExample
+from tests.faults.gateway_process import gateway_process
 from tests.predictor.corpus import corpus
+from tests.support.gateway import eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 _CHECKOUT = Path(__file__).parents[2]
@@ -109,3 +114,47 @@ def test_the_command_keeps_a_model_only_where_it_pays(tmp_path: Path, has_signal
     assert done.returncode == (0 if has_signal else 1)
     assert out.exists() == has_signal
     assert ("not worth having" in done.stdout) != has_signal
+
+
+async def test_the_gateway_hears_it_at_the_next_turn(tmp_path: Path) -> None:
+    """Asked as a turn ends, whole or streamed; the turn that comes next has its prediction, and the first has not."""
+    trained(tmp_path, has_signal=True)
+    beside = os.pathsep.join([str(_CHECKOUT), *(path for path in sys.path if path.endswith("site-packages"))])
+    settings = {"HEDDLE_TEXT_PREDICTOR": str(tmp_path / "model.pt"), "HEDDLE_STORE": "memory:"}
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=50)) as engine,
+        gateway_process("--engine", engine, python=str(torch_python()), PYTHONPATH=beside, **settings) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=60) as client,
+    ):
+
+        async def is_ready() -> bool:
+            return (await client.get("/readyz")).status_code == 200
+
+        async def num_read(outcome: str) -> int:
+            page = (await client.get("/metrics")).text
+            return int(float(page.split(f'heddle_text_predictions_total{{outcome="{outcome}"}} ')[1].split()[0]))
+
+        await eventually(is_ready, 60)
+        messages = [{"role": "user", "content": "rewrite the whole module, please"}]
+        for number, is_stream in enumerate((False, True, False)):
+            body = {"model": "simulated", "messages": messages, "max_tokens": 20, "stream": is_stream}
+            headers = {"x-trajectory-id": "t-1"}
+            answer = await client.post("/v1/chat/completions", json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            messages += [
+                {"role": "assistant", "content": "I did."},
+                {"role": "user", "content": f"tests failed {number}"},
+            ]
+
+            async def is_answered() -> bool:
+                return (await client.get("/v1/trajectories/t-1")).json()["num_turns"] == number + 1  # noqa: B023
+
+            await eventually(is_answered, 60)
+            # Nothing tells when it was read: a tool takes longer.
+            while number == 0 and await num_read("in_time") == 0:
+                probe = dict(body, messages=messages[:1], max_tokens=1, stream=False)
+                await client.post("/v1/chat/completions", json=probe, headers={"x-trajectory-id": "probe"})
+        turns = (await client.get("/v1/trajectories/t-1")).json()["turns"]
+        assert await num_read("failed") == 0
+        assert await num_read("in_time") >= 2  # one thread reads them in order: when the probe's was heard, this one was there
+        assert turns[0]["predicted_tokens"] != turns[1]["predicted_tokens"]

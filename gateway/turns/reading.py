@@ -1,0 +1,88 @@
+"""What conversations say of the work that is left: read while their tools run, and heard when the next turn arrives."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from gateway.config import ConfigError
+from gateway.messages.streams import content_of_stream
+from gateway.state.ledger import Entry
+from gateway.turns.outcome import Outcome
+from gateway.turns.progress import begun
+from gateway.turns.turn import Turn
+from predictor.aside import Aside, AsideCounts
+from predictor.progress import Predictor
+from predictor.text import TextExample, TextPredictor, conversation_text
+from scheduling.types import Prediction
+
+Question = Callable[[], TextExample]
+"""Made where it is answered, for to read a conversation is work as well."""
+
+
+class Reading:
+    """A text predictor at work, in a thread of its own. No turn waits for it.
+
+    Args:
+        predict: total output, given a conversation; some milliseconds.
+        predictor: what the text predictor starts from, and what is heard where it is late.
+    """
+
+    def __init__(self, predict: Callable[[TextExample], Prediction], predictor: Predictor) -> None:
+        self._predictor = predictor
+        self._executor = ThreadPoolExecutor(1, "text-predictor")
+        self._aside: Aside[Question] = Aside(lambda question: predict(question()), self._executor)
+
+    @property
+    def counts(self) -> AsideCounts:
+        """What came of the questions so far."""
+        return self._aside.counts
+
+    def turn_ended(self, turn: Turn, outcome: Outcome, entry: Entry, context_tokens: int) -> None:
+        """A tool runs now, if the trajectory goes on: ask how much is left.
+
+        Args:
+            entry: of its trajectory, with this turn in it.
+        """
+        ask, record = turn.ask, entry.record
+        progress = begun(ask.trajectory_id, ask.group_id, "", context_tokens, entry)
+        base_tokens = self._predictor.predict(progress).total_tokens
+        pieces = [*(turn.outlet.kept or ()), outcome.end]
+        made, num_turns = record.output_tokens, record.num_turns
+
+        def question() -> TextExample:
+            answer = outcome.content() or content_of_stream(ask.api, pieces)
+            text = conversation_text([*_said(ask.request), answer])
+            return TextExample(text, ask.group_id, made, num_turns, base_tokens=base_tokens)
+
+        self._aside.begin(ask.trajectory_id, question)
+
+    def heard(self, trajectory_id: str) -> Prediction | None:
+        """The answer, as the next turn arrives; None where it is not there."""
+        return self._aside.take(trajectory_id)
+
+    def dropped(self, trajectory_id: str) -> None:
+        """The trajectory ended."""
+        self._aside.dropped(trajectory_id)
+
+    def close(self) -> None:
+        """No more questions."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def reading(path: str, predictor: Predictor) -> Reading:
+    """With the model in this file. Raises ConfigError."""
+    try:
+        return Reading(TextPredictor.load(Path(path)).predict, predictor)
+    except ImportError:
+        raise ConfigError("text_predictor wants torch: pip install 'heddle[text]'") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the text predictor {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _said(request: dict[str, Any]) -> list[Any]:
+    """The conversation of a request, in whatever API."""
+    said = request.get("messages") or request.get("input") or request.get("prompt")
+    return said if isinstance(said, list) else [said]
