@@ -84,7 +84,8 @@ class Metrics:
         """Show the state of these too; `read` is None where no text is read."""
         self.registry.register(_State(scheduler, fleet, ledger, store, crew))
         if read is not None:
-            self.registry.register(_Readings(read))
+            shown = _Counts("heddle_text_predictions", "Conversations read in tool calls.", ("outcome",))
+            self.registry.register(_Readings(shown, read))
 
     def page(self) -> bytes:
         """The page for Prometheus."""
@@ -173,18 +174,18 @@ class _State(Collector):
 
 
 class _Readings(Collector):
-    def __init__(self, counts: AsideCounts) -> None:
-        self._counts = counts
+    """What came of the questions to the text predictor, which counts them itself."""
+
+    def __init__(self, shown: _Counts, counts: AsideCounts) -> None:
+        self._shown, self._counts = shown, counts
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """What came of the questions to the text predictor."""
-        family = CounterMetricFamily("heddle_text_predictions", "Conversations read in tool calls.", labels=["outcome"])
+        """Its values now."""
         counts = self._counts
-        family.add_metric(["in_time"], counts.num_in_time)
-        family.add_metric(["late"], counts.num_late)
-        family.add_metric(["failed"], counts.num_failed)
-        family.add_metric(["refused"], counts.num_refused)
-        yield family
+        named = {"in_time": counts.num_in_time, "late": counts.num_late}
+        named |= {"failed": counts.num_failed, "refused": counts.num_refused}
+        self._shown.counts.update({(outcome,): number for outcome, number in named.items()})
+        return self._shown.collect()
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
