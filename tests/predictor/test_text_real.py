@@ -156,5 +156,6 @@ async def test_the_gateway_hears_it_at_the_next_turn(tmp_path: Path) -> None:
                 await client.post("/v1/chat/completions", json=probe, headers={"x-trajectory-id": "probe"})
         turns = (await client.get("/v1/trajectories/t-1")).json()["turns"]
         assert await num_read("failed") == 0
-        assert await num_read("in_time") >= 2  # one thread reads them in order: when the probe's was heard, this one was there
+        # One thread reads them in order: when the probe's was heard, the trajectory's was there.
+        assert await num_read("in_time") >= 2
         assert turns[0]["predicted_tokens"] != turns[1]["predicted_tokens"]
