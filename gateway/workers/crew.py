@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ class LoanLimits:
 
     Args:
         max_bytes: passed on of a stream, which the worker keeps until it gives the stream back.
-        recall_timeout_s: until it gives back what it is asked for.
+        recall_timeout_s: until it gives back what it is asked for; and between two tries to start one.
     """
 
     max_bytes: int
@@ -80,6 +81,7 @@ class Crew:
         self._above = above
         self._num_live = num_live
         self._hands: list[_Hand] = []
+        self._starts_at = 0.0
         self._is_closed = False
 
     @property
@@ -91,10 +93,16 @@ class Crew:
         """The worker that has the least to do; None where a stream stays here."""
         if not self._num_workers or self._num_live() < self._above or self._is_closed:
             return None
-        if len(self._hands) < self._num_workers:
-            self._hands.append(_Hand(self._limits, self._hands.remove))
+        if len(self._hands) < self._num_workers and time.monotonic() >= self._starts_at:
+            self._hands.append(_Hand(self._limits, self._lost))
         ready = [hand for hand in self._hands if hand.is_ready]
         return min(ready, key=lambda hand: len(hand.loans), default=None)
+
+    def _lost(self, hand: "_Hand") -> None:
+        self._hands.remove(hand)
+        if not hand.was_ready and not self._is_closed:
+            self._starts_at = time.monotonic() + self._limits.recall_timeout_s
+            LOGGER.error("byte worker did not start: streams stay in the gateway's own process")
 
     async def close(self) -> None:
         """End all workers. What they still have is lost."""
@@ -127,7 +135,7 @@ class _Hand(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._opening = self._loop.create_task(self._loop.create_connection(lambda: self, sock=reports))
         self.loans: dict[int, Loan] = {}
-        self.is_ready = False
+        self.is_ready = self.was_ready = False
 
     def lend(self, client: int, engine: int, api: Api, of: Borrower) -> Loan | None:
         """Have it pass on what comes from one socket to the other; None where it takes no more now."""
@@ -189,7 +197,7 @@ class _Hand(asyncio.Protocol):
         self._unread += data
         for report in read_reports(self._unread):
             if report.kind is Kind.READY:
-                self.is_ready = True
+                self.is_ready = self.was_ready = True
             elif report.kind is Kind.COUNT:
                 self.loans[report.loan].of.counted(report.num_events)
             else:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -122,7 +123,8 @@ async def site(num_workers: int | None = 1, **settings: Any) -> AsyncIterator[Si
     async with (
         raw_engine(stage.answer, keeps_open=True) as engine,
         running_gateway(
-            engine.url, byte_workers=num_workers, **{"byte_worker_turns": 0, "max_attempts": 1, **PATIENT, **settings}
+            engine.url,
+            **{"byte_workers": num_workers, "byte_worker_turns": 0, "max_attempts": 1, **PATIENT, **settings},
         ) as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=60) as watch,
     ):
@@ -311,6 +313,23 @@ async def test_a_shutdown_waits_for_streams_that_are_lent() -> None:
         assert masked(await reader.read()).endswith(DONE + ENDED)
         writer.close()
         assert not is_alive(pid)
+
+
+async def test_a_worker_that_does_not_start_is_not_tried_at_each_stream(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Streams go on without it, and the log says so once."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    async with asyncio.timeout(110), site(num_workers=None, byte_workers=1) as here:
+        here.stage.rest = (TWO, chunk(END + DONE) + LAST)
+        here.stage.may_go_on.set()
+        for number in range(5):
+            reader, writer = await here.open(f"t-{number}")
+            assert masked(await reader.read()).endswith(CHAT_EVENT * 3 + END + DONE + ENDED)
+            writer.close()
+            if number == 0:
+                await eventually(lambda: "byte worker did not start" in caplog.text, 60)
+        assert caplog.text.count("byte worker did not start") == 1
 
 
 async def test_few_turns_need_no_worker() -> None:
