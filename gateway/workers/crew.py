@@ -94,15 +94,21 @@ class Crew:
         if not self._num_workers or self._num_live() < self._above or self._is_closed:
             return None
         if len(self._hands) < self._num_workers and time.monotonic() >= self._starts_at:
-            self._hands.append(_Hand(self._limits, self._lost))
+            try:
+                self._hands.append(_Hand(self._limits, self._lost))
+            except OSError:  # no more processes, descriptors or memory
+                self._not_started()
         ready = [hand for hand in self._hands if hand.is_ready]
         return min(ready, key=lambda hand: len(hand.loans), default=None)
 
     def _lost(self, hand: "_Hand") -> None:
         self._hands.remove(hand)
         if not hand.was_ready and not self._is_closed:
-            self._starts_at = time.monotonic() + self._limits.recall_timeout_s
-            LOGGER.error("byte worker did not start: streams stay in the gateway's own process")
+            self._not_started()
+
+    def _not_started(self) -> None:
+        self._starts_at = time.monotonic() + self._limits.recall_timeout_s
+        LOGGER.error("byte worker did not start: streams stay in the gateway's own process")
 
     async def close(self) -> None:
         """End all workers. What they still have is lost."""
@@ -169,8 +175,9 @@ class _Hand(asyncio.Protocol):
         await self._loop.run_in_executor(None, self._process.wait)
 
     def _end(self) -> None:
-        """It ends when nobody has the other ends of its sockets any more; if it cannot, it is killed."""
+        """Without its sockets it ends by itself; one that cannot is killed."""
         self.is_ready = False
+        self._process.kill()
         if self._orders.fileno() >= 0:
             self._loop.remove_writer(self._orders)
             self._orders.close()
@@ -205,6 +212,7 @@ class _Hand(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
+        self._loop.run_in_executor(None, self._process.wait)  # who ended is waited for by its parent
         self._on_lost(self)
         loans = list(self.loans.values())
         self.loans.clear()

@@ -47,7 +47,7 @@ class Why(IntEnum):
     CLIENT = 2
     """The client takes no more for now, or has left."""
     FULL = 3
-    """As much was passed on as the worker may keep."""
+    """As much was passed on as the worker may keep, or it may have no more streams."""
     RECALLED = 4
 
 

@@ -84,7 +84,11 @@ class Worker:
             self._is_ending = True
             return
         kind, loan, api, limit_bytes = read_order(data)
-        if kind is Order.LEND:
+        if kind is Order.LEND and len(descriptors) < 2:  # this process may have no more of them
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self._say(report(Kind.BACK, loan, 0, Why.FULL))
+        elif kind is Order.LEND:
             client, engine = descriptors
             stream = self._streams[loan] = _Stream(self, loan, api, client, engine, limit_bytes)
             self._readers[engine] = stream.read

@@ -224,6 +224,16 @@ def test_a_stream_comes_back_when_it_is_recalled_and_when_it_is_long() -> None:
         assert 500 < len(back.passed) <= 500 + len(CHAT)
 
 
+def test_a_worker_without_room_gives_back_what_it_could_not_take() -> None:
+    """A stream whose descriptors did not arrive is the gateway's again; the worker goes on."""
+    with lent() as loan:
+        loan.orders.send(order(Order.LEND, 9, "chat", 1 << 20))
+        back = loan.back()
+        assert (back.loan, back.why, back.passed, back.unread) == (9, Why.FULL, b"", b"")
+        loan.engine.send(chunked(CHAT % b"x", []) + chunked(DONE, []))
+        assert loan.back().passed == CHAT % b"x"
+
+
 @pytest.mark.parametrize("data", [b"xyz\r\n", b"-5\r\nhello\r\n", b"5;\r\nhellooooo\r\n"])
 def test_what_is_no_http_goes_back_as_it_came(data: bytes) -> None:
     """The gateway finds the same fault in it."""
