@@ -58,7 +58,7 @@ class Exchange(RequestResponseCycle):
         """
         self.scope["extensions"] = {_EXTENSION: {"exchange": self}}
         self.message_event = asyncio.Event()
-        if self.body or not self.more_body or self.disconnected:
+        if cast(Any, self).body or not self.more_body or self.disconnected:
             self.message_event.set()
 
     def spawn(self, rest: Coroutine[Any, Any, None]) -> None:
@@ -71,9 +71,10 @@ class Exchange(RequestResponseCycle):
 
     def body_at_once(self, limit_bytes: int) -> bytes | None:
         """The body of the request, if it is here and no larger."""
-        if self.more_body or self.disconnected or len(self.body) > limit_bytes:
+        came = cast(Any, self).body  # bytes, if it is the first of it (protocol.py); by uvicorn's types it never is
+        if self.more_body or self.disconnected or len(came) > limit_bytes:
             return None
-        body, self.body = bytes(self.body), bytearray()
+        body, self.body = bytes(came), bytearray()
         self.flow.resume_reading()  # it was paused for a large body, and only who reads sees a client leave
         return body
 
