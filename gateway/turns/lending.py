@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from engines.http import ConnectionBroken, Response, ResponseTimeout
+from engines.http import Response, ResponseTimeout
 from gateway.metrics import Metrics
 from gateway.turns.relay import Relay
 from gateway.turns.turn import Turn
@@ -115,6 +115,5 @@ class Lent:
 
     def is_lost(self) -> None:
         self._metrics.lent_streams.counts["lost",] += 1
-        self._turn.outlet.cut()
         self._on_back()
-        self._response.break_off(ConnectionBroken("its byte worker died"))
+        self._turn.outlet.cut()  # which ends the turn as a client does that leaves: it is no fault of the engine's

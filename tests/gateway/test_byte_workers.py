@@ -282,6 +282,8 @@ async def test_a_worker_that_dies_cuts_its_streams_and_is_replaced() -> None:
         assert not (await reader.read()).endswith(LAST)
         writer.close()
         await eventually(lambda: here.engine.num_open == 0, 60)
+        assert await here.outcomes() == ["left"]
+        assert list((await here.metrics("heddle_engine_up")).values()) == [1], "it is no fault of the engine's"
         here.stage.rest = (TWO, chunk(END + DONE) + LAST)
         here.stage.may_go_on.set()
         while not await here.metrics("heddle_byte_worker_streams"):
