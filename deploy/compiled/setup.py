@@ -9,7 +9,6 @@ from setuptools import setup
 # - whose dataclasses are ever encoded (scheduling: types, limits, cost): orjson reads them by their memory, which in a
 #   compiled class is another, and the process dies;
 # - whose classes are asked for a class attribute (engines/vllm.py);
-# - gateway/workers/worker.py, which compiled gives streams back as if their engine had closed, and why is not known;
 # - with asynchronous generators, which mypyc has not, and gateway/kv/moves.py, which it cannot read.
 COMPILED = {
     "scheduling": "chooser dispatcher engine estimate idle order placement residency scheduler state",
@@ -23,7 +22,7 @@ COMPILED = {
     "gateway/state": "driver ledger",
     "gateway/turns": "arrivals endings hot legs lending outcome progress relay repeats request_reader running turn "
     "turns",
-    "gateway/workers": "crew wire",
+    "gateway/workers": "crew wire worker",
 }
 
 files = [f"{folder}/{name}.py" for folder, names in COMPILED.items() for name in names.split()]

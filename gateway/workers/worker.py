@@ -161,14 +161,15 @@ class _Stream:
     def read(self) -> None:
         """Pass on what came, or give the stream back. Raises nothing."""
         try:
-            data = _VIEW[: os.readv(self.engine, _BUFFERS)].tobytes()
+            num_bytes = os.readv(self.engine, _BUFFERS)  # in a line of its own: within the slice mypyc has it twice
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
+            num_bytes = 0
+        if not num_bytes:
             self._worker.give_back(self, Why.ENGINE)
             return
+        data = _VIEW[:num_bytes].tobytes()
         if self.unread:
             data = self.unread + data
         # What ends with a chunk and with an event is passed on; the rest waits, unseen by the parser.
