@@ -24,8 +24,8 @@ from scheduling.types import Fault
 from scheduling.values import value_class
 
 # An event costs as much for one token as for many. Who waits for the whole answer gets nothing from single ones, but
-# what is in an event that has not come is lost with its engine: one to three seconds' work.
-_WHOLE_EVENT_TOKENS = 64
+# what is in an event that has not come is lost with its engine: a second's work.
+_WHOLE_EVENT_TOKENS = 32
 # Who is told in parts, 0.1 s apart, gets one as soon: a sequence makes 20 to 100 tokens a second.
 _PART_EVENT_TOKENS = 4
 

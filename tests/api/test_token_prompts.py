@@ -206,6 +206,6 @@ async def test_requests_that_token_routes_cannot_serve_pass_through() -> None:
 async def test_an_engine_sends_as_many_tokens_at_once_as_nobody_waits_for() -> None:
     """Each by itself where its text is told at once, some for who is told in parts, many for a whole answer."""
     async with running_site(token_legs="auto") as site:
-        for fields, wanted in (({"stream": True}, None), ({"stream": True, "tools": [TOOL]}, 4), ({}, 64)):
+        for fields, wanted in (({"stream": True}, None), ({"stream": True, "tools": [TOOL]}, 4), ({}, 32)):
             assert (await site.chat(**fields)).status_code == 200
             assert generated(site)[-1]["sampling_params"].get("stream_interval") == wanted

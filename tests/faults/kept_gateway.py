@@ -54,7 +54,7 @@ class KeptGateway:
         return int(children[0]) if children else None
 
     @property
-    def num_journals(self) -> int:
+    def num_tapes(self) -> int:
         """How many legs' tapes the keeper has."""
         assert self._process is not None
         num = 0

@@ -130,7 +130,7 @@ async def test_what_is_too_long_to_be_kept_goes_on_from_what_was_written_down(
             ]
 
             async def are_too_long() -> bool:
-                return await made_by(client, engine) > 600 and gateway.num_journals == 0
+                return await made_by(client, engine) > 600 and gateway.num_tapes == 0
 
             await eventually(are_too_long, 120)
             made_before = await made_by(client, engine)
@@ -172,7 +172,7 @@ async def played(
                 await eventually(has_come, 120)
                 await gateway.kill()
             heard = await telling
-            await eventually(lambda: gateway.num_journals == 0, 120)
+            await eventually(lambda: gateway.num_tapes == 0, 120)
         made = await made_by(client, *engines)
     got = [said(one, body) for one, (_, body) in zip(heard, asked, strict=True)]
     assert not (found := differences(expected, got, asked)), "\n".join(one[:2000] for one in found[:3])
