@@ -261,16 +261,20 @@ async def test_a_stream_that_falls_silent_is_broken() -> None:
 
 
 async def test_a_long_stream_is_lent_again_and_again() -> None:
-    """A worker keeps so much of a stream and no more."""
+    """A worker keeps so much of a stream and no more. What a stalled client does not take comes back for that alone."""
     async with asyncio.timeout(110), site() as here:
         events = [CHAT_EVENT.replace(b'"x"', b'"%06d%b"' % (number, b"y" * 2_000)) for number in range(600)]
         here.stage.rest = (*map(chunk, events), chunk(END + DONE) + LAST)
-        reader, writer = await here.open()
-        await here.until_lent()
-        here.stage.may_go_on.set()
-        assert masked(await reader.read()).endswith(b"".join(events) + END + DONE + ENDED)
-        writer.close()
-        assert (await here.metrics("heddle_lent_streams_total"))['{until="full"}'] > 1
+        num_full, num_before = 0.0, 0.0
+        while num_full - num_before <= 1:
+            num_before = num_full
+            here.stage.may_go_on.clear()
+            reader, writer = await here.open()
+            await here.until_lent()
+            here.stage.may_go_on.set()
+            assert masked(await reader.read()).endswith(b"".join(events) + END + DONE + ENDED)
+            writer.close()
+            num_full = (await here.metrics("heddle_lent_streams_total")).get('{until="full"}', 0.0)
 
 
 async def test_a_worker_that_dies_cuts_its_streams_and_is_replaced() -> None:

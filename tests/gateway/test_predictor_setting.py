@@ -89,7 +89,7 @@ async def test_a_text_predictor_that_cannot_be_had_is_refused_at_the_start(is_th
     path = tmp_path / "text.pt"
     if is_there:
         path.write_bytes(b"no model")
-    status, said = await refused_start(HEDDLE_TEXT_PREDICTOR=str(path), HEDDLE_STORE="memory:")
+    status, said = await refused_start("--port", "0", HEDDLE_TEXT_PREDICTOR=str(path), HEDDLE_STORE="memory:")
     assert status == 2
     last = said.strip().splitlines()[-1]
     assert "text_predictor wants torch: pip install 'heddle[text]'" in last or str(path) in last
