@@ -25,6 +25,8 @@ App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 # Health and metrics are for load balancers and scrapers, which have no keys; the docs say nothing secret.
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/docs", "/openapi.json"})
 
+_ENDLESS_PATH = "/v1/events"
+
 
 class Front:
     """Checks who asks, and sends each request where it is served.
@@ -86,8 +88,11 @@ class Front:
             await self._refuse(client, api, refused)
             return
         request_id = os.urandom(16).hex()
+        # FastAPI's routes know no HEAD; of an answer to one the server leaves the body out.
+        method = "GET" if scope["method"] == "HEAD" and path != _ENDLESS_PATH else scope["method"]
+        shown = {**scope, "method": method, "path": path, "raw_path": path.encode()}
         try:
-            await self._api({**scope, "path": path, "raw_path": path.encode()}, receive, _with_id(send, request_id))
+            await self._api(shown, receive, _with_id(send, request_id))
         except Exception:  # its client has been told
             self._log.defect(request_id)
 

@@ -31,7 +31,7 @@ class Passthrough:
         """Answer one request. Raises Refused, or ClientLeft."""
         settings = self._settings
         body = await client.read(settings.max_body_bytes, settings.body_timeout_s)
-        request = parse_object(body)
+        request = parse_object(body, client.scope["headers"])
         model = request.get("model")
         if model is not None and not isinstance(model, str):
             raise bad_request("'model' must be the name of a model.", "model")

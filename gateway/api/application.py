@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from gateway import metrics as metrics_page
 from gateway.api.fleet import Engines, add_engines
@@ -16,7 +17,7 @@ from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine
 from gateway.fleet.member import EngineState
 from gateway.http.errors import api_error, error_body
-from gateway.http.refusals import Refused, bad_request, internal_error, not_found
+from gateway.http.refusals import Refused, bad_request, internal_error, invalid_json, method_not_allowed, not_found
 from gateway.metrics import Metrics
 from gateway.state.driver import Driver
 from gateway.tokens.book import StoredTokens
@@ -78,6 +79,7 @@ def build_api(health: Health, trajectories: Trajectories, engines: Engines, toke
         version="0.1.0",
         description="An OpenAI-compatible gateway for agentic RL rollouts.",
         redoc_url=None,
+        redirect_slashes=False,  # to where? The path has lost its identity, and a proxy may have another host
         default_response_class=_Json,
         responses=_ERRORS,
     )
@@ -155,17 +157,30 @@ async def _defect(_: Request, error: Exception) -> Response:
 
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    status = error.status_code
-    message = f"Unknown route: {request.method} {request.url.path[:200]}." if status == 404 else error.detail
-    refused = Refused(api_error(status, message, {404: "unknown_route", 405: "method_not_allowed"}.get(status)))
-    response = _refused_response(refused)
+    if error.status_code == 405:
+        allowed = {method for route in request.app.routes for method in _methods(route, request)}
+        if "GET" in allowed and request.method != "HEAD":  # only where that is not served it comes so far (front.py)
+            allowed.add("HEAD")
+        return _refused_response(method_not_allowed(request.method, request.url.path[:200], ", ".join(sorted(allowed))))
+    if error.status_code == 404:
+        return _refused_response(
+            not_found(f"Unknown route: {request.method} {request.url.path[:200]}.", "unknown_route")
+        )
+    response = _refused_response(Refused(api_error(error.status_code, error.detail)))
     response.headers.update(error.headers or {})
     return response
+
+
+def _methods(route: Any, request: Request) -> set[str]:
+    """What a route that has this request's path serves; nothing where it has another."""
+    return set() if route.matches(request.scope)[0] is Match.NONE else getattr(route, "methods", None) or set()
 
 
 async def _validation_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return _refused_response(invalid_json(f"{first['ctx']['error']}: char {first['loc'][-1]}"))
     where = ".".join(str(step) for step in first["loc"] if step not in ("body", "query", "path"))
     said = f"{first['msg'].removeprefix('Value error, ')}."
     return _refused_response(bad_request(f"{where}: {said}" if where else said, where or None))

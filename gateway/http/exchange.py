@@ -112,10 +112,14 @@ class Exchange(RequestResponseCycle):
         assert not self.response_started
         self.response_started = True
         self.waiting_for_100_continue = False
-        self._is_chunked = length is None
+        # HTTP/1.0 has no chunks: its connection's end, which `keep_alive` says, is the stream's.
+        self._is_chunked = length is None and self.scope["http_version"] != "1.0"
         self._has_body = self.scope["method"] != "HEAD"
-        framing = b"transfer-encoding: chunked" if length is None else b"content-length: %d" % length
-        lines = [*map(b": ".join, self.default_headers), *map(b": ".join, headers), framing]
+        lines = [*map(b": ".join, self.default_headers), *map(b": ".join, headers)]
+        if length is not None:
+            lines.append(b"content-length: %d" % length)
+        elif self._is_chunked:
+            lines.append(b"transfer-encoding: chunked")
         if _CLOSE in headers:
             self.keep_alive = False
         elif not self.keep_alive:

@@ -60,6 +60,17 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return Refused(api_error(400, message, code, param))
 
 
+def invalid_json(why: str) -> Refused:
+    """400: the body cannot be read."""
+    return bad_request(f"The request body is not valid JSON: {why}", code="invalid_json")
+
+
+def unsupported_encoding(encoding: str) -> Refused:
+    """415: the body is compressed."""
+    message = f"A request body with content-encoding {encoding[:50]!r} is not read: send it as it is."
+    return Refused(api_error(415, message, "unsupported_encoding"))
+
+
 def unauthorised(message: str) -> Refused:
     """401: no key, or a wrong one."""
     return Refused(api_error(401, message, "invalid_api_key"))

@@ -1,7 +1,7 @@
 """Reads what a client asks: which model, which trajectory, and how much it hurries. Nothing is awaited."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import orjson
@@ -10,7 +10,7 @@ from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.http.client import Headers
 from gateway.http.errors import Api
-from gateway.http.refusals import Refused, bad_request, no_engine, not_found
+from gateway.http.refusals import Refused, bad_request, invalid_json, no_engine, not_found, unsupported_encoding
 from gateway.messages.conversations import Conversations
 from gateway.messages.identity import NO_HINTS, Identity, IdentityError, identify, prompt_group
 from gateway.state.ledger import Ledger
@@ -45,7 +45,7 @@ class RequestReader:
             scope: its raw path may hold an identity.
             path: the API route, without it.
         """
-        request = parse_object(body)
+        request = parse_object(body, scope["headers"])
         stream = request.get("stream")
         if stream is not None and not isinstance(stream, bool):
             raise bad_request("'stream' must be true or false.", "stream")
@@ -96,12 +96,15 @@ class RequestReader:
         return entry.record.group_id if entry is not None else None
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    """A request body as a JSON object. Raises Refused (400)."""
+def parse_object(body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> dict[str, Any]:
+    """A request body as a JSON object. Raises Refused (400, 415)."""
     try:
         request = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise bad_request(f"The request body is not valid JSON: {error}", code="invalid_json") from None
+        for name, value in headers:
+            if name == b"content-encoding" and value.lower() != b"identity":
+                raise unsupported_encoding(value.decode("latin-1")) from None
+        raise invalid_json(str(error)) from None
     if not isinstance(request, dict):
         raise bad_request("The request body must be a JSON object.", code="invalid_json")
     return request
@@ -111,7 +114,7 @@ def named(scope: Mapping[str, Any], body: bytes) -> Headers:
     """The header that names the trajectory of a request refused early, as far as the request can be read."""
     request: dict[str, Any] = {}
     with contextlib.suppress(Refused):
-        request = parse_object(body)
+        request = parse_object(body, ())
     try:
         identity = identify(scope["raw_path"].decode("latin-1"), scope["headers"], request)
     except IdentityError:

@@ -1,5 +1,6 @@
 """How these tests ask a gateway, in the four APIs, and read what comes."""
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,3 +102,15 @@ def check_error(api: str, response: httpx.Response, status: int, code: str | Non
         assert set(body["error"]) == {"message", "type", "param", "code"}, body
         assert code is None or body["error"]["code"] == code
     assert body["error"]["message"]
+
+
+async def raw(url: str, data: bytes, timeout_s: float = 5.0) -> bytes:
+    """What comes back for these bytes until the gateway closes the connection."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(data)
+        async with asyncio.timeout(timeout_s):
+            return await reader.read()
+    finally:
+        writer.close()

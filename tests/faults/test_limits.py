@@ -11,24 +11,11 @@ import pytest
 from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from tests.faults.asking import APIS, PATHS, ask, body_of, check_error
-from tests.faults.raw_engine import raw_engine, whole, writes
+from tests.faults.asking import APIS, PATHS, ask, body_of, check_error, raw
 from tests.support.gateway import ADMIN, eventually, running_gateway
 
 ONE_SLOT = SimulatedEngineSettings(profile=replace(load_profile("qwen3-14b-h100-tp1"), slots=1))
 ANSWER = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]}'
-
-
-async def raw(url: str, data: bytes, timeout_s: float = 5.0) -> bytes:
-    """What comes back for these bytes until the gateway closes the connection."""
-    host, _, port = url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        writer.write(data)
-        async with asyncio.timeout(timeout_s):
-            return await reader.read()
-    finally:
-        writer.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -168,128 +155,6 @@ async def test_a_connection_is_kept_alive_and_pipelined_requests_are_answered_in
         statuses = [line for line in answer.split(b"\r\n") if b"HTTP/1.1 " in line]
         assert [line[-len(b"HTTP/1.1 200 OK") :] for line in statuses if b"400" not in line] == [b"HTTP/1.1 200 OK"] * 3
         assert [b"400" in line for line in statuses] == [False, True, False, False]
-
-
-BAD_BODIES: dict[str, bytes] = {
-    "nothing": b"",
-    "bad JSON": b'{"model": "simulated", ',
-    "a list": b"[]",
-    "a string": b'"hello"',
-    "not UTF-8": b'{"model": "\xff\xfe"}',
-    "a lone surrogate": b'{"model": "simulated", "user": "\\ud800"}',
-    "too deep": b'{"a":' * 2000 + b"1" + b"}" * 2000,
-    "no number at all": b'{"model": "simulated", "n": NaN}',
-    "a model that is a number": b'{"model": 5}',
-    "a model that is a list": b'{"model": ["simulated"]}',
-    "a stream that is a string": b'{"model": "simulated", "stream": "yes"}',
-    "an id that is a list": b'{"model": "simulated", "session_id": []}',
-    "an id with a line end": b'{"model": "simulated", "session_id": "a\\r\\nb"}',
-}
-BAD_FIELDS: list[dict[str, Any]] = [
-    {"messages": "hello"},
-    {"messages": [5]},
-    {"messages": [{"role": 5, "content": {"a": 1}}]},
-    {"messages": [None], "tools": "none"},
-    {"prompt": {"a": 1}, "input": {"a": 1}, "messages": {"a": 1}},
-    {"max_tokens": "many", "max_output_tokens": "many"},
-    {"max_tokens": -1, "max_output_tokens": -1},
-]
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        pytest.param(path, body, id=f"{path}-{name}")
-        for name, body in BAD_BODIES.items()
-        for path in (*PATHS.values(), "/v1/embeddings", "/v1/messages/count_tokens", "/tokenize")
-        if path in PATHS.values() or not name.startswith(("an id", "a stream"))
-    ],
-)
-async def test_a_body_that_is_no_request_gets_400(client: httpx.AsyncClient, path: str, body: bytes) -> None:
-    """In the form of its API, and nothing of it reaches an engine."""
-    async with raw_engine(writes(whole(ANSWER))) as engine, running_gateway(engine.url) as gateway:
-        response = await client.post(gateway.url + path, content=body)
-        check_error("messages" if path.startswith("/v1/messages") else "other", response, 400)
-        assert engine.posts == []
-
-
-@pytest.mark.parametrize("fields", BAD_FIELDS, ids=[str(number) for number in range(len(BAD_FIELDS))])
-@pytest.mark.parametrize("api", APIS)
-async def test_fields_of_the_wrong_type_are_the_engines_to_refuse(
-    client: httpx.AsyncClient, api: str, fields: dict[str, Any]
-) -> None:
-    """The gateway reads around them and passes the engine's 400 on in the form of the API; it never fails itself."""
-    async with serve_engine(SimulatedEngineSettings(speed_up=1000)) as engine, running_gateway(engine) as gateway:
-        response = await client.post(gateway.url + PATHS[api], json=body_of(api) | fields)
-        if response.status_code != 200:
-            check_error(api, response, 400)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"metadata": {"n": 1%s}}' % (b"0" * 30),
-        b'{"metadata": {"n": "\\ud800"}}',
-        b'{"group_id": "\\ud800"}',
-        b'{"id": "a "}',
-        b'{"id": ""}',
-        b'{"id": "x", "unknown": 1}',
-        b'{"expected_output_tokens": 1e400}',
-        b'{"metadata": %s1%s}' % (b'{"a":' * 2000, b"}" * 2000),
-        b"[" * 100_000,
-        b"\xff",
-        b"",
-    ],
-)
-async def test_a_declaration_that_cannot_be_kept_gets_400(client: httpx.AsyncClient, body: bytes) -> None:
-    """What JSON can say and a store cannot hold would break every later look at the trajectories."""
-    async with running_gateway() as gateway:
-        headers = {"content-type": "application/json"}
-        response = await client.post(gateway.url + "/v1/trajectories", content=body, headers=headers)
-        check_error("other", response, 400)
-        assert (await client.get(gateway.url + "/v1/trajectories")).json()["data"] == []
-
-
-async def test_an_unknown_model_gets_404(client: httpx.AsyncClient) -> None:
-    """In the form of its API."""
-    async with serve_engine(SimulatedEngineSettings()) as engine, running_gateway(engine) as gateway:
-        for api in APIS:
-            response = await client.post(gateway.url + PATHS[api], json=body_of(api, model="nope"))
-            check_error(api, response, 404, "model_not_found")
-        check_error("other", await client.get(gateway.url + "/v1/models/nope"), 404, "model_not_found")
-        refused = await client.post(gateway.url + "/v1/embeddings", json={"model": "nope", "input": "x"})
-        check_error("other", refused, 404, "model_not_found")
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["/", "/v1", "/v2/chat/completions", "/v1/chat", "/sleep", "/wake_up", "/collective_rpc", "/v1/load_lora_adapter",
-     "/pause", "/reset_prefix_cache", "/abort_requests", "/update_weights", "/flush_cache", "/generate",
-     "/v1/chat/completions/render", "/inference/v1/generate", "/v1/../sleep", "/v1/%2e%2e/sleep", "//sleep",
-     "/t/x/v1/../sleep", "/t/x/sleep", "/t/x/v1/nope", "/%ff", "/v1/trajectories/", "/simulate/faults"],
-)  # fmt: skip
-async def test_an_unknown_route_gets_404_and_reaches_no_engine(client: httpx.AsyncClient, path: str) -> None:
-    """An engine's control routes above all."""
-    async with raw_engine(writes(whole(ANSWER))) as engine, running_gateway(engine.url) as gateway:
-        for method in ("POST", "GET"):
-            data = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{{}}".encode()
-            answer = await raw(gateway.url, data)
-            assert answer[9:12] in (b"404", b"405"), answer
-            assert b'{"error":{"message":' in answer
-        assert engine.posts == []
-
-
-async def test_a_wrong_method_gets_405_with_the_right_one(client: httpx.AsyncClient) -> None:
-    """In the form of its API."""
-    async with running_gateway() as gateway:
-        for path in [*PATHS.values(), "/v1/embeddings", "/tokenize"]:
-            for method in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS"):
-                response = await client.request(method, gateway.url + path)
-                check_error("messages" if path == "/v1/messages" else "other", response, 405, "method_not_allowed")
-                assert response.headers["allow"] == "POST"
-        response = await client.put(gateway.url + "/v1/models")
-        check_error("other", response, 405, "method_not_allowed")
-        assert response.headers["allow"] == "GET"
 
 
 async def test_without_an_engine_a_turn_gets_503(client: httpx.AsyncClient) -> None:

@@ -88,6 +88,19 @@ async def test_a_connection_that_is_not_kept_is_closed_after_its_answer(gateway:
         writer.close()
 
 
+async def test_a_stream_to_a_client_of_http_1_0_has_no_chunks(gateway: Listening) -> None:
+    """It has never heard of them: the connection's end is the stream's (RFC 9112, 6.1)."""
+    body = orjson.dumps(body_of("chat", True))
+    async with asyncio.timeout(30):
+        reader, writer = await connected(gateway)
+        writer.write(HEAD.replace(b"1.1", b"1.0") + b"content-length: %d\r\n\r\n%s" % (len(body), body))
+        _, headers = await head_of(reader)
+        assert headers[b"connection"] == b"close" and b"transfer-encoding" not in headers
+        events = await reader.read()
+        assert events.startswith(b"data: {") and events.endswith(b"}\n\ndata: [DONE]\n\n")
+        writer.close()
+
+
 async def test_an_answer_to_head_has_no_body(gateway: Listening) -> None:
     """What comes behind it on the connection is the next answer."""
     async with asyncio.timeout(30):
