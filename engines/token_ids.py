@@ -114,9 +114,9 @@ def with_ids(call: Any) -> bytes:
     return orjson.dumps(call, default=_fragment)
 
 
-def with_prompt(call: dict[str, Any], name: str, ids: TokenIds) -> bytes:
-    """JSON of a call, and these ids as its last field: copied once, where `with_ids` copies them three times."""
-    return b'%b,"%b":[%b]}' % (orjson.dumps(call)[:-1], name.encode(), ids.text)
+def with_prompt(call: dict[str, Any], name: str, ids: TokenIds) -> tuple[bytes, ...]:
+    """JSON of a call, and these ids as its last field, in pieces: `with_ids` copies them three times."""
+    return b'%b,"%b":[' % (orjson.dumps(call)[:-1], name.encode()), ids.text, b"]}"
 
 
 def _fragment(value: object) -> orjson.Fragment:

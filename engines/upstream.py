@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from engines.http import Body
 from scheduling.values import value_class
 
 # What vLLM takes (0.33, entrypoints/generate/base/protocol.py); SGLang takes any length.
@@ -41,7 +42,7 @@ class Upstream:
 
     path: str
     headers: bytes
-    body: bytes
+    body: Body
 
 
 def with_fields(body: bytes, request: Mapping[str, Any], fields: Mapping[str, Any]) -> bytes:

@@ -178,10 +178,12 @@ class Settings(BaseSettings):
     keep_tokens: bool = Field(True, description="Of turns at token level, for splicing the next one and for trainers.")
     keep_logprobs: bool = Field(True, description="With kept tokens; engines compute them for every token then.")
     max_token_memory_bytes: int = Field(
-        512 * 2**20, ge=0, description="2,000 trajectories of 32K tokens at 8 bytes; more is read from the store."
+        512 * 2**20, ge=0, description="2,200 trajectories of 32K tokens at 7.3 bytes; more is read from the store."
     )
     max_stored_token_bytes: int = Field(
-        4 * 2**30, ge=0, description="Two rollouts of 6,400 trajectories of 40K tokens; then the oldest go."
+        4 * 2**30,
+        ge=0,
+        description="Two rollouts of 6,400 trajectories of 40K tokens at 7.3 bytes; then the oldest go.",
     )
     max_token_age_s: float = Field(14_400.0, gt=0, description="Since a trajectory's last turn; no trainer is so late.")
     kv_watermark: float = Field(0.9, gt=0, le=1, description="Share of KV up to which trajectories enter an engine.")

@@ -13,7 +13,7 @@ Python costs per request. From the ground up:
 Who can do without a coroutine sends with `post_now` and is called back (`Response.watch`).
 """
 
-from engines.http.client import HttpClient
+from engines.http.client import Body, HttpClient
 from engines.http.faults import (
     CONNECTION_FAULTS,
     FAULTS,
@@ -32,6 +32,7 @@ __all__ = [
     "FAULTS",
     "AnswerTooLarge",
     "BadResponse",
+    "Body",
     "ConnectionBroken",
     "EngineUnreachable",
     "HttpClient",

@@ -116,7 +116,7 @@ class HttpClient:
         return response.status, await response.body(limit_bytes, timeout_s)
 
     async def post(
-        self, target: str, body: bytes, timeout_s: float, limit_bytes: int = 16 * 1024 * 1024
+        self, target: str, body: Body, timeout_s: float, limit_bytes: int = 16 * 1024 * 1024
     ) -> tuple[int, bytes]:
         """Status and whole body of a POST."""
         response = await self.request("POST", target, body, timeout_s=timeout_s)

@@ -116,7 +116,7 @@ class StoredTokens:
         if self._shelves.get(trajectory_id) is shelf and not shelf.is_whole:
             shelf.turns = found | shelf.turns
             shelf.is_whole = True
-            self._use(trajectory_id, shelf, sum(map(_memory_bytes, shelf.turns.values())) - shelf.memory_bytes)
+            self._use(trajectory_id, shelf, _memory_bytes(shelf.turns.values()) - shelf.memory_bytes)
             self._bound()
 
     def continued(self, trajectory_id: str, history: str) -> TurnTokens | None:
@@ -159,16 +159,22 @@ class StoredTokens:
         before = all_ids(chain(shelf.turns, parent)) if parent else _NOTHING
         if parent and not prompt.begins_with(before):
             parent, before = None, _NOTHING
+        base = None if parent else shelf.turns.get(shelf.base)
+        if base and not prompt.begins_with(base.new_ids):
+            base = None
+        if base and prompt == base.new_ids:
+            prompt = base.new_ids  # one of them is enough in memory too
         turn = kept(tokens, parent.turn_id if parent else None, prompt, before)
-        data = turn.data if parent else piece(turn, shelf.turns.get(shelf.base))
-        if parent is None and data is turn.data:
+        if not parent and not base:
             shelf.base = turn.turn_id
+        data = piece(turn, base)
         shelf.turns[tokens.turn_id] = turn
         shelf.added_at = now
         shelf.stored_bytes += len(data)
         self._stored_bytes += len(data)
         self._store.put_piece(trajectory_id, PREFIX + tokens.turn_id, data)
-        self._use(trajectory_id, shelf, _memory_bytes(turn))
+        is_shared = base is not None and turn.new_ids is base.new_ids
+        self._use(trajectory_id, shelf, _memory_bytes((turn,)) - (len(prompt.text) if is_shared else 0))
         self._bound()
 
     def forget(self, trajectory_id: str) -> None:
@@ -191,7 +197,7 @@ class StoredTokens:
         """Put what is in memory into the store again, after the store lost something."""
         for trajectory_id in self._in_memory:
             for turn in self._shelves[trajectory_id].turns.values():
-                self._store.put_piece(trajectory_id, PREFIX + turn.turn_id, turn.data)
+                self._store.put_piece(trajectory_id, PREFIX + turn.turn_id, piece(turn, None))
 
     async def _read(self, trajectory_id: str) -> dict[str, KeptTurn]:
         pieces = await self._store.get_pieces(trajectory_id, PREFIX)
@@ -236,5 +242,10 @@ def choice_id(turn_id: str, index: int) -> str:
     return f"{turn_id}/{index}" if index else turn_id
 
 
-def _memory_bytes(turn: KeptTurn) -> int:
-    return len(turn.data) + TURN_BYTES
+def _memory_bytes(turns: Iterable[KeptTurn]) -> int:
+    """Of these; a prompt that several have is there once."""
+    prompts, own_bytes = {}, 0
+    for turn in turns:
+        prompts[id(turn.new_ids)] = len(turn.new_ids.text)
+        own_bytes += TURN_BYTES + len(turn.output_ids.text) + len(turn.floats or b"")
+    return own_bytes + sum(prompts.values())

@@ -32,9 +32,8 @@ class KeptTurn:
 
     Args:
         num_before: how many tokens of its prompt are those of its parent, prompt and output; 0 without a parent.
-        num_new: how many tokens of its prompt come after them.
-        new_bytes: how long their text is.
-        start: where in `data` the log-probabilities begin; the text of the new ids and that of the output's follow.
+        new_ids: of its prompt, those that come after them.
+        floats: the log-probabilities of its output as 32-bit floats; None where the engine gave none.
     """
 
     turn_id: str
@@ -44,36 +43,26 @@ class KeptTurn:
     ended_at: float
     versions: tuple[VersionSpan, ...]
     num_before: int
-    num_new: int
-    num_output: int
-    has_logprobs: bool
-    new_bytes: int
-    data: bytes
-    start: int
+    new_ids: TokenIds
+    output_ids: TokenIds
+    floats: bytes | None
+
+    @property
+    def num_new(self) -> int:
+        return len(self.new_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.output_ids)
 
     @property
     def num_tokens(self) -> int:
         """Of its whole prompt and its output."""
-        return self.num_before + self.num_new + self.num_output
-
-    @property
-    def new_ids(self) -> TokenIds:
-        """Of its prompt, beyond its parent's."""
-        start = self.text_start
-        return TokenIds(self.data[start : start + self.new_bytes], self.num_new)
-
-    @property
-    def output_ids(self) -> TokenIds:
-        return TokenIds(self.data[self.text_start + self.new_bytes :], self.num_output)
+        return self.num_before + len(self.new_ids) + len(self.output_ids)
 
     @property
     def logprobs(self) -> NDArray[np.float32] | None:
-        return np.frombuffer(self.data, np.float32, self.num_output, self.start) if self.has_logprobs else None
-
-    @property
-    def text_start(self) -> int:
-        """Where in `data` the ids begin."""
-        return self.start + LOGPROB_BYTES * self.num_output * self.has_logprobs
+        return None if self.floats is None else np.frombuffer(self.floats, np.float32)
 
 
 def kept(tokens: TurnTokens, parent: str | None, prompt: TokenIds, before: TokenIds) -> KeptTurn:
@@ -85,45 +74,52 @@ def kept(tokens: TurnTokens, parent: str | None, prompt: TokenIds, before: Token
         before: those that are its parent's, with which it begins.
     """
     output = TokenIds.of(tokens.output_ids)
-    logprobs = b"" if tokens.logprobs is None else _floats(tokens.logprobs)
-    assert tokens.logprobs is None or len(logprobs) == LOGPROB_BYTES * len(output), "one log-probability per token"
-    # Behind a comma, where something comes before it.
-    new = TokenIds(prompt.text[len(before.text) + bool(before.text) :], len(prompt) - len(before))
-    names = tokens.turn_id, parent, tokens.history, tokens.finish_reason, tokens.ended_at
-    return _encoded(names, tokens.versions, len(before), new, output, None if tokens.logprobs is None else logprobs)
-
-
-def _encoded(
-    names: tuple[str, str | None, str, str, float],
-    versions: tuple[VersionSpan, ...],
-    num_before: int,
-    new: TokenIds,
-    output: TokenIds,
-    logprobs: bytes | None,
-) -> KeptTurn:
-    counts = num_before, len(new), len(output), logprobs is not None, len(new.text)
-    head = orjson.dumps((*names, [(span.version, span.start, span.end) for span in versions], *counts))
-    head = _padded(head)
-    data = b"".join((len(head).to_bytes(_HEAD_LENGTH), head, logprobs or b"", new.text, output.text))
-    return KeptTurn(*names, versions, *counts, data, _HEAD_LENGTH + len(head))
+    floats = None if tokens.logprobs is None else _floats(tokens.logprobs)
+    assert floats is None or len(floats) == LOGPROB_BYTES * len(output), "one log-probability per token"
+    if before.text:  # behind the comma
+        prompt = TokenIds(prompt.text[len(before.text) + 1 :], len(prompt) - len(before))
+    return KeptTurn(
+        tokens.turn_id,
+        parent,
+        tokens.history,
+        tokens.finish_reason,
+        tokens.ended_at,
+        tokens.versions,
+        len(before),
+        prompt,
+        output,
+        floats,
+    )
 
 
 def piece(turn: KeptTurn, base: KeptTurn | None) -> bytes:
-    """What to store of a turn: all of it, or without the beginning of its prompt where that is all of the base's.
+    """What to store of a turn: all of it, or without the beginning of its prompt, which is all of the base's.
 
     So the choices of a turn, and questions asked again, store their prompt once.
 
     Args:
         base: of the same trajectory, stored whole, and a root as the turn is.
     """
-    if base is None or not turn.new_ids.begins_with(base.new_ids):
-        return turn.data
-    head_end = _HEAD_LENGTH + int.from_bytes(turn.data[:_HEAD_LENGTH])
-    fields = orjson.loads(turn.data[_HEAD_LENGTH:head_end])
-    head = _padded(orjson.dumps((*fields, base.turn_id)))
-    text_start = turn.text_start
-    rest = turn.data[turn.start : text_start], turn.data[text_start + base.new_bytes :]
-    return b"".join((len(head).to_bytes(_HEAD_LENGTH), head, *rest))
+    new, output, floats = turn.new_ids, turn.output_ids, turn.floats
+    head = orjson.dumps(
+        (
+            turn.turn_id,
+            turn.parent,
+            turn.history,
+            turn.finish_reason,
+            turn.ended_at,
+            [(span.version, span.start, span.end) for span in turn.versions],
+            turn.num_before,
+            len(new),
+            len(output),
+            floats is not None,
+            len(new.text),
+            *(() if base is None else (base.turn_id,)),
+        )
+    )
+    head += b" " * (-len(head) % LOGPROB_BYTES)  # so that the numbers behind it lie as numbers should
+    text = new.text if base is None else new.text[len(base.new_ids.text) :]
+    return b"".join((len(head).to_bytes(_HEAD_LENGTH), head, floats or b"", text, output.text))
 
 
 def decoded(pieces: Iterable[bytes]) -> list[KeptTurn]:
@@ -137,32 +133,31 @@ def decoded(pieces: Iterable[bytes]) -> list[KeptTurn]:
         if len(head) > _FIELDS:
             based.append((head, data, start))
             continue
-        turn = _of_integers(head, data, start) if len(head) < _FIELDS else KeptTurn(*[*head, data, start])
+        turn = _of_integers(head, data, start) if len(head) < _FIELDS else _of_digits(head, data, start, None)
         turns[turn.turn_id] = turn
-    whole = [_with_base(*each, base) for each in based if (base := turns.get(each[0][-1])) is not None]
+    whole = [_of_digits(*each, base) for each in based if (base := turns.get(each[0][-1])) is not None]
     return [*turns.values(), *whole]
 
 
-def _with_base(head: list[Any], data: bytes, start: int, base: KeptTurn) -> KeptTurn:
-    *names, versions, num_before, num_new, num_output, has_logprobs, new_bytes, _ = head
+def _of_digits(head: list[Any], data: bytes, start: int, base: KeptTurn | None) -> KeptTurn:
+    num_before, num_new, num_output, has_logprobs, new_bytes = head[_VERSIONS + 1 : _FIELDS]
     text_start = start + LOGPROB_BYTES * num_output * has_logprobs
-    logprobs = data[start:text_start] if has_logprobs else None
-    text = base.new_ids.text + data[text_start:]
-    new, output = TokenIds(text[:new_bytes], num_new), TokenIds(text[new_bytes:], num_output)
-    return _encoded(tuple(names), versions, num_before, new, output, logprobs)
+    floats = data[start:text_start] if has_logprobs else None
+    output_start = text_start + new_bytes - (len(base.new_ids.text) if base else 0)
+    new, output = data[text_start:output_start], TokenIds(data[output_start:], num_output)
+    if base is None:
+        new_ids = TokenIds(new, num_new)
+    else:
+        new_ids = TokenIds(base.new_ids.text + new, num_new) if new else base.new_ids
+    return KeptTurn(*[*head[: _VERSIONS + 1], num_before, new_ids, output, floats])
 
 
 def _of_integers(head: list[Any], data: bytes, start: int) -> KeptTurn:
-    *_, num_before, num_new, num_output, has_logprobs = head
+    num_before, num_new, num_output, has_logprobs = head[_VERSIONS + 1 :]
     ids = np.frombuffer(data, np.uint32, num_new + num_output, start).tolist()
     new, output = TokenIds.of(ids[:num_new]), TokenIds.of(ids[num_new:])
-    logprobs = data[start + ID_BYTES * len(ids) :] if has_logprobs else None
-    return _encoded(tuple(head[:_VERSIONS]), head[_VERSIONS], num_before, new, output, logprobs)
-
-
-def _padded(head: bytes) -> bytes:
-    """So that the numbers behind it lie as numbers should."""
-    return head + b" " * (-len(head) % LOGPROB_BYTES)
+    floats = data[start + ID_BYTES * len(ids) :] if has_logprobs else None
+    return KeptTurn(*[*head[: _VERSIONS + 1], num_before, new, output, floats])
 
 
 def chain(turns: dict[str, KeptTurn], last: KeptTurn) -> list[KeptTurn]:

@@ -63,7 +63,7 @@ def test_a_later_leg_asks_for_what_is_left_with_the_same_dice() -> None:
     """SGLang's dice depend on a token's place, so a seed is moved by the choice's number only, not by what was made."""
     made = rendered({**CHAT, "seed": 7, "min_tokens": 10, "temperature": 0.5, "cache_salt": "mine"})
     assert made is not None
-    call = orjson.loads(tokens().generate(made, leg(num_made=4, index=2, cache_salt="v3")).body)
+    call = orjson.loads(b"".join(tokens().generate(made, leg(num_made=4, index=2, cache_salt="v3")).body))
     sampling = call["sampling_params"]
     assert (sampling["max_new_tokens"], sampling["min_new_tokens"], sampling["sampling_seed"]) == (36, 6, 9)
     assert (call["rid"], call["priority"], call["cache_salt"], call["stream"]) == ("r.", 2, "mine.v3", True)
@@ -190,7 +190,7 @@ async def test_an_engine_says_why_it_has_no_token_routes() -> None:
 
 async def pieces_of(url: str, asked: Upstream, routes: SglangTokens, made: Rendered) -> list[Piece]:
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-        answer = await client.post(asked.path, content=asked.body)
+        answer = await client.post(asked.path, content=b"".join(asked.body))
     read = routes.reader(made, only_numbers=False)
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
     return [read(line.encode()) for line in lines]

@@ -23,7 +23,7 @@ def test_ids_are_the_same_in_each_form(ids: list[int], more: list[int]) -> None:
     assert list(both) == ids + more and len(both) == len(ids + more) and both[-3:] == (ids + more)[-3:]
     assert both == TokenIds.of(ids + more) and both.numbers.tolist() == ids + more
     assert orjson.loads(with_ids({"a": [both]})) == {"a": [ids + more]}
-    assert orjson.loads(with_prompt({"a": 1}, "b", both)) == {"a": 1, "b": ids + more}
+    assert orjson.loads(b"".join(with_prompt({"a": 1}, "b", both))) == {"a": 1, "b": ids + more}
 
 
 @given(IDS, st.dictionaries(WORDS, st.one_of(WORDS, IDS)), st.booleans())

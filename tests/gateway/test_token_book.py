@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from gateway.clock import started_clock
 from gateway.state.ledger import Ledger
-from gateway.tokens.book import PREFIX, StoredTokens, TokenLimits, wants_tokens
-from gateway.tokens.packed import decoded
+from gateway.tokens.book import PREFIX, TURN_BYTES, StoredTokens, TokenLimits, wants_tokens
+from gateway.tokens.packed import decoded, piece
 from gateway.tokens.partials import Partials
 from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
 from scheduling.types import TrajectoryRecord, TrajectoryState
@@ -339,11 +339,12 @@ def test_what_was_kept_as_integers_is_the_same_turn() -> None:
     assert (turn.num_tokens, list(turn.new_ids), list(turn.output_ids)) == (7, [4, 70_000], [6, 7])
     assert turn.logprobs is not None and turn.logprobs.tolist() == [-0.5, -0.25]
     assert (turn.turn_id, turn.parent, turn.versions) == ("u2", "u1", (VersionSpan("7", 0, 2),))
-    assert decoded([turn.data]) == [turn]
+    assert decoded([piece(turn, None)]) == [turn]
 
 
 async def test_a_prompt_that_comes_again_is_stored_once(new_store: Callable[..., Store]) -> None:
-    """For each of a turn's choices, and for a question asked again; after a restart each turn has all of its own."""
+    """For each of a turn's choices, and for a question asked again; after a restart each turn has all of its own. In
+    memory there is one of it, too, as long as it is the very same."""
     prompt = list(range(100_000, 110_000))
     site = await Site(new_store).start("again")
     site.save("a")
@@ -353,6 +354,8 @@ async def test_a_prompt_that_comes_again_is_stored_once(new_store: Callable[...,
     site.book.add(tokens_of("w", prompt[1:], [6]))  # another prompt is stored whole
     num_bytes = site.book.view()["stored_bytes"]
     assert 2 * 7 * len(prompt) - 10 < num_bytes < 2 * 7 * len(prompt) + 2_000
+    num_bytes = site.book.view()["memory_bytes"]
+    assert 3 * 7 * len(prompt) - 10 < num_bytes < 3 * 7 * len(prompt) + 4 * TURN_BYTES + 2_000
     before = await site.book.turns("a")
     assert [(list(turn.new_ids), list(turn.output_ids)) for turn in before.values()] == [
         (prompt, [1, 2]),
