@@ -65,6 +65,15 @@ class KeptLeg:
         sent = bytes_sent(connection) - header["sent_before"]
         self.is_asked = bool(tape.so_far()) or sent >= header["length"]
 
+    def is_open(self) -> bool:
+        """Whether its engine has not closed the connection, as one that is gone has."""
+        try:
+            return bool(self.connection.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
     def close(self) -> None:
         """Have its engine stop."""
         shut_down(self.connection)
@@ -111,12 +120,16 @@ class KeptLegs:
 
     def placed(self, turn: Turn, dispatch: Dispatch) -> Dispatch:
         """Have a turn's first leg go on where what was kept of it runs, wherever the scheduler has room for it: its
-        engine has it anyway."""
+        engine has it anyway, also one that cannot be seen to be ready yet."""
         engine_id = self._engines.pop(turn.turn_id, None)
         if engine_id is None:
             return dispatch
-        ready = (member.engine_id for member in self._fleet.members() if member.state is EngineState.READY)
-        return replace(dispatch, engine_id=engine_id) if engine_id in ready else dispatch
+        is_running = any(leg.is_open() for leg in self._claimed[turn.turn_id].values())
+        for member in self._fleet.members():
+            is_known = member.dialect is not None and member.dialect.tokens is not None
+            if member.engine_id == engine_id and (member.state is EngineState.READY or (is_known and is_running)):
+                return replace(dispatch, engine_id=engine_id)
+        return dispatch
 
     def made_before(self, turn: Turn, index: int, routes: TokenRoutes, prompt: TokenIds) -> Made | None:
         """What a choice had before the leg that was kept; None if there is none of this prompt that can be read."""

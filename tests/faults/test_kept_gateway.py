@@ -3,8 +3,9 @@
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from engines.simulated.server import serve_engine
+from engines.simulated.settings import Fault
 from tests.faults.asking import PATHS, Heard, ask
 from tests.faults.kept_gateway import KeptGateway, kept_gateway
 from tests.faults.token_jobs import PAIRS, body_of, differences, engine_of, fleet_of, jobs, told_of
@@ -190,9 +192,14 @@ async def one_turn(
     *engines: str,
     max_tokens: int = 400,
     begun_tokens: int = 100,
+    faults: Sequence[Fault] = (),
     **environment: str,
 ) -> AsyncIterator[tuple[KeptGateway, dict[str, Any]]]:
-    """A gateway that was killed while its only turn, of so many tokens, ran; and the turn's request."""
+    """A gateway that was killed while its only turn, of so many tokens, ran; and the turn's request.
+
+    Args:
+        faults: of the engines, from the kill on.
+    """
     body = body_of(1, "plain", "chat", stream=False) | {"max_tokens": max_tokens}
     options = [option for engine in engines for option in ("--engine", engine)]
     environment |= {"HEDDLE_TOKEN_LEGS": "auto", "HEDDLE_SAVE_TOKENS_S": "1000", "HEDDLE_ADMIN_KEY": ADMIN_KEY}
@@ -203,6 +210,9 @@ async def one_turn(
             return await made_by(client, *engines) > begun_tokens
 
         await eventually(has_begun, 120)
+        for engine in engines:
+            put = await client.post(engine + "/simulate/faults", json={"faults": [asdict(fault) for fault in faults]})
+            assert put.status_code == 200, put.text
         await gateway.kill()
         with pytest.raises(httpx.TransportError):
             await asked
@@ -261,6 +271,29 @@ async def test_an_engine_that_dies_before_the_next_gateway_comes_loses_no_turn(
             assert tokens_of(heard, stream=False) == 400
             assert await made_by(client, second) <= 400 - 64, "an event has 32 tokens"
             assert told_of(heard, body) == (await said_undisturbed([("chat", body)], "vllm"))[0]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_an_engine_that_is_not_ready_again_goes_on_with_what_it_was_asked(
+    client: httpx.AsyncClient, tmp_path: Path, kind: str
+) -> None:
+    """It makes tokens, and cannot say how it is: whichever kind of engine the turn is sent to, none are made twice."""
+    unseen = {"HEDDLE_OBSERVE_INTERVAL_S": "1000", "HEDDLE_FAULTS_TO_OPEN": "1"}
+    async with (
+        fleet_of(SLOW, engine_of(kind, speed_up=20)) as [first, second],
+        one_turn(client, tmp_path, first, faults=[Fault("refuse", path="/metrics")], **unseen) as (gateway, body),
+    ):
+        added = await client.post(gateway.url + "/v1/engines", json={"url": second}, headers=ADMIN)
+        assert added.status_code == 201, added.text
+
+        async def is_ready() -> bool:
+            return (await client.get(gateway.url + "/readyz")).status_code == 200
+
+        await eventually(is_ready, 120)
+        heard = await told_at_last(client, gateway, "alone", ("chat", body))
+        assert (await client.request("DELETE", first + "/simulate/faults")).status_code == 200
+        assert await made_by(client, first, second) == tokens_of(heard, stream=False) == 400
+        assert told_of(heard, body) == (await said_undisturbed([("chat", body)], "vllm"))[0]
 
 
 async def test_who_connects_between_two_gateways_waits(client: httpx.AsyncClient, tmp_path: Path) -> None:
