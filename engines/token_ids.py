@@ -17,7 +17,11 @@ from numpy.typing import NDArray
 
 ID_BYTES = 4
 """Of an id as an integer."""
-_COMMA, _NINE = ord(","), ord("9")
+_COMMA, _NINE, _NO_DIGITS = ord(","), ord("9"), (b"-", b".", b"/")
+"""From the comma to the nine, and what is there besides the digits. They are found: `in` tries them as integers first,
+which takes seven times as long (2,000 instructions)."""
+# What the methods of an array call, by three functions more.
+_least, _most, _any = np.minimum.reduce, np.maximum.reduce, np.logical_or.reduce
 # Of an id and its comma: the largest vocabularies have some 260,000 tokens.
 _LETTERS = 7
 
@@ -148,12 +152,11 @@ def _num_ids(text: bytes) -> int | None:
     if not text:
         return 0
     letters = np.frombuffer(text, np.uint8)
-    # From the comma to the nine there are a sign, a point and a slash besides the digits. To look so takes a quarter of
-    # the time that it takes to see of each letter whether it is a digit.
-    if letters.min() < _COMMA or letters.max() > _NINE or b"-" in text or b"." in text or b"/" in text:
+    # To look so takes a quarter of the time that it takes to see of each letter whether it is a digit.
+    if _least(letters) < _COMMA or _most(letters) > _NINE or max(map(text.find, _NO_DIGITS)) >= 0:
         return None
     is_comma = letters == _COMMA
-    if is_comma[0] or is_comma[-1] or (is_comma[1:] & is_comma[:-1]).any():
+    if text[0] == _COMMA or text[-1] == _COMMA or _any(is_comma[1:] & is_comma[:-1]):
         return None
     return int(np.count_nonzero(is_comma)) + 1
 

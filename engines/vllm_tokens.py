@@ -27,7 +27,7 @@ _FURTHER = {"messages": "/v1/messages/render", "responses": "/v1/responses/rende
 # Where the entries of log-probabilities stand in an event, and the number that each of them and of its rivals has.
 _LOGPROBS, _AFTER_LOGPROBS = b'"logprobs":{"content":[', b"]}}]}"
 _NUMBER = b'"logprob":'
-_NUMBERS = re.compile(rb'"logprob":(-?\d[-+.\deE]*)').findall
+_NUMBERS = re.compile(rb'"logprob":([^,]*)').findall
 _LIMITS = {
     "messages": "messages with thinking disabled pass through",
     "responses": "responses of models that think pass through",
@@ -245,16 +245,21 @@ def cut_logprobs(data: bytes) -> tuple[bytes, list[float] | None]:
     """An event without its entries of log-probabilities, and the numbers in these; all of it, and None, where they are
     not what it ends with. Within a string their quotes would be escaped.
 
-    Cost: 0.3 us an entry, half of what it takes to split the event at them.
+    Cost: 0.3 us an entry, 2,200 instructions; to split the event at them, and to make a float of each, takes twice as
+    long.
     """
     start = data.find(_LOGPROBS) + len(_LOGPROBS)
     if start < len(_LOGPROBS) or not data.endswith(_AFTER_LOGPROBS):
         return data, None
-    numbers = _NUMBERS(data, start)
+    found = b",".join(_NUMBERS(data, start))
     # Where a field follows them, it has what looks like the end of the event.
-    if not numbers or data.find(b']},"', data.rfind(_NUMBER)) >= 0:
+    if not found or found.find(b"null") >= 0 or data.find(b']},"', data.rfind(_NUMBER)) >= 0:
         return data, None
-    return data[:start] + _AFTER_LOGPROBS, [*map(float, numbers)]
+    try:
+        numbers: list[float] = orjson.loads(b"[%b]" % found)
+    except ValueError:  # something else than further fields follows one
+        return data, None
+    return data[:start] + _AFTER_LOGPROBS, numbers
 
 
 def _whole_piece(data: bytes) -> Piece:

@@ -32,7 +32,7 @@ class Frame:
         kind = ("chat.completion.chunk" if ask.wants_stream else "chat.completion") if is_chat else "text_completion"
         answer_id = f"chatcmpl-{turn_id}" if is_chat else f"cmpl-{turn_id}"
         self._head = {"id": answer_id, "object": kind, "created": int(created_at), "model": ask.model}
-        self._start = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":['
+        self._start = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[' if ask.wants_stream else b""
         self._said = b'"delta":{"content":' if is_chat else b'"text":', b"}" if is_chat else b""
         self._wants_usage = ask.wants_usage
 

@@ -47,7 +47,7 @@ class TextVoice:
         self._index = index
         self._has_begun = not self._is_chat
         self._text_offset = 0
-        self._before, self._after = frame.around_text(index)
+        self._before, self._after = frame.around_text(index) if ask.wants_stream else (b"", b"")
 
     def say(
         self, text: str, logprobs: Sequence[dict[str, Any]], reason: str | None = None, stop: str | int | None = None
