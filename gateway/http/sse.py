@@ -65,7 +65,7 @@ class EventSplitter:
 
 def split_events(block: bytes) -> list[bytes]:
     """The events of a block of whole events, each with its blank line; b"".join gives the block back."""
-    if b"\r" not in block:
+    if block.find(b"\r") < 0:
         if block.find(b"\n\n") == len(block) - 2:  # one event, as most blocks are
             return [block]
         events = [event + b"\n\n" for event in block.split(b"\n\n")]
@@ -79,7 +79,7 @@ def split_events(block: bytes) -> list[bytes]:
 def data_of(event: bytes) -> bytes:
     """The data of one event: its `data` lines joined by LF; b"" for a comment."""
     is_one_line = event.startswith(b"data: ") and event.endswith(b"\n\n") and event.find(b"\n") == len(event) - 2
-    if is_one_line and b"\r" not in event:
+    if is_one_line and event.find(b"\r") < 0:
         return event[6:-2]
     lines = [line[5:] for line in _LINE_ENDS.split(event) if line.startswith(b"data:")]
     return b"\n".join(line[1:] if line.startswith(b" ") else line for line in lines)

@@ -240,10 +240,10 @@ def plain_events(api: Api) -> Callable[[bytes], int]:
 
 
 def _is_plain(event: bytes) -> bool:
-    # What _OPENAI_MARKS looks for; a regular expression stops at every quote, and these searches do not.
-    return not (
-        b'"finish_reason":"' in event or b'"error"' in event or b'"usage"' in event or b'"finish_reason": "' in event
-    )
+    # What _OPENAI_MARKS looks for; a regular expression stops at every quote, and these searches do not. Four times
+    # `in` takes four times as long, for that takes its left side for a number first.
+    find = event.find
+    return find(b'"finish_reason":"') + find(b'"error"') + find(b'"usage"') + find(b'"finish_reason": "') == -4
 
 
 def content_of_stream(api: Api, blocks: Iterable[bytes]) -> dict[str, Any] | str | None:

@@ -285,7 +285,7 @@ class Legs:
 
 def is_stream(response: Response) -> bool:
     """Whether the body of an answer is events."""
-    return b"event-stream" in response.headers.get(b"content-type", b"")
+    return response.headers.get(b"content-type", b"").find(b"event-stream") >= 0
 
 
 def _request_id(turn: Turn) -> str:
