@@ -4,6 +4,7 @@ FastAPI costs 140 us a request and about as much again per 64-chunk stream; a tu
 declared there all the same, for its documentation, and answer alike if they are reached through it.
 """
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -15,7 +16,14 @@ from gateway.http.client import Client, ClientLeft, Receive, Send
 from gateway.http.errors import Api
 from gateway.http.exchange import Exchange, client_of
 from gateway.http.outlet import Outlet
-from gateway.http.refusals import Refused, bad_request, headers_too_large, internal_error, method_not_allowed
+from gateway.http.refusals import (
+    Refused,
+    bad_request,
+    headers_too_large,
+    internal_error,
+    method_not_allowed,
+    shutting_down,
+)
 from gateway.messages.identity import IdentityError, strip_identity_path
 from gateway.passthrough import PASSTHROUGH_ROUTES, Passthrough
 from gateway.turnlog import TurnLog
@@ -59,34 +67,44 @@ class Front:
         if scope["type"] != "http":
             await self._api(scope, receive, send)
             return
-        path = scope["path"]
         client = client_of(scope, receive, send)
-        api: Api = "other"
-        request_id = ""
+        path = scope["path"]
         try:
             if path.startswith(("/t/", "/sessions/")):
                 path = unquote(strip_identity_path(scope["raw_path"].decode("latin-1"))[1])
-            api = TURN_ROUTES.get(path) or PASSTHROUGH_ROUTES.get(path) or "other"
-            if self._is_head_too_large(scope):
-                raise headers_too_large(self._settings.max_header_bytes)
-            key = "" if path in OPEN_PATHS else self._access.client(scope["headers"])
-            if path in TURN_ROUTES or path in PASSTHROUGH_ROUTES:
-                if scope["method"] != "POST":
-                    raise method_not_allowed(scope["method"], path, "POST")
-                if path in TURN_ROUTES:
-                    await self._turns.serve(client, path, key)
-                else:
-                    await self._pass(client, path, api)
-                return
-            receive = await self._read(client, receive)
-        except ClientLeft:
-            return
         except IdentityError as error:
-            await self._refuse(client, api, bad_request(str(error), code="bad_identity"))
+            await self._refuse(client, "other", bad_request(str(error), code="bad_identity"))
+            return
+        api = TURN_ROUTES.get(path) or PASSTHROUGH_ROUTES.get(path) or "other"
+        try:
+            await self._serve(scope, client, path, api, receive, send)
+        except ClientLeft:
             return
         except Refused as refused:
             await self._refuse(client, api, refused)
+        except (
+            asyncio.CancelledError
+        ):  # uvicorn's, at the end of a shutdown's patience; turns that run tell it themselves
+            if not isinstance(client, Exchange) or client.response_started:
+                raise
+            await self._refuse(client, api, shutting_down())
+
+    async def _serve(
+        self, scope: dict[str, Any], client: Client, path: str, api: Api, receive: Receive, send: Send
+    ) -> None:
+        """Answer one request. Raises Refused, or ClientLeft."""
+        if self._is_head_too_large(scope):
+            raise headers_too_large(self._settings.max_header_bytes)
+        key = "" if path in OPEN_PATHS else self._access.client(scope["headers"])
+        if path in TURN_ROUTES or path in PASSTHROUGH_ROUTES:
+            if scope["method"] != "POST":
+                raise method_not_allowed(scope["method"], path, "POST")
+            if path in TURN_ROUTES:
+                await self._turns.serve(client, path, key)
+            else:
+                await self._pass(client, path, api)
             return
+        receive = await self._read(client, receive)
         request_id = os.urandom(16).hex()
         # FastAPI's routes know no HEAD; of an answer to one the server leaves the body out.
         method = "GET" if scope["method"] == "HEAD" and path != _ENDLESS_PATH else scope["method"]

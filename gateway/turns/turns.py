@@ -153,7 +153,12 @@ class Turns:
         follow = asyncio.create_task(turn.outlet.follow(client))
         client.when_left(follow.cancel)
         try:
-            await asyncio.wait((follow,))
+            try:
+                await asyncio.wait((follow,))
+            except (
+                asyncio.CancelledError
+            ):  # uvicorn's, at the end of a shutdown's patience: the turn ends, and tells both
+                await asyncio.wait((follow,))
             if not follow.cancelled():
                 follow.result()
         finally:

@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -9,8 +11,9 @@ import pytest
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from tests.faults.asking import ask, body_of
-from tests.faults.gateway_process import gateway_process, refused_start
+from tests.faults.asking import ask, body_of, check_error
+from tests.faults.gateway_process import GatewayProcess, gateway_process, refused_start
+from tests.faults.raw_engine import hangs, raw_engine
 from tests.support.gateway import eventually, running_gateway
 
 
@@ -118,6 +121,86 @@ async def test_a_turn_that_outlasts_the_shutdown_is_told_to_come_back(
             await gateway.start()
             trajectory = (await client.get(f"{gateway.url}/v1/trajectories/long")).json()
             assert [turn["outcome"] for turn in trajectory["turns"]] == ["stopped"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_joined_a_turn_that_outlasts_the_shutdown_is_told_so_too(
+    client: httpx.AsyncClient, stream: bool
+) -> None:
+    """It hears what the first one hears: it got nothing at all."""
+    async with serve_engine(SimulatedEngineSettings(speed_up=1)) as engine:
+        options = ("--store", "memory:", "--engine", engine)
+        async with gateway_process(*options, HEDDLE_SHUTDOWN_TIMEOUT_S="1") as gateway:
+            body, who = body_of("chat", stream, 4000), {"x-trajectory-id": "long"}
+            first = asyncio.create_task(ask(client, gateway.url, "chat", body, who))
+            await eventually(lambda: num_legs(client, gateway.url, 1))
+            second = asyncio.create_task(ask(client, gateway.url, "chat", body, who))
+            await eventually(lambda: has_joined(client, gateway.url))
+            assert await gateway.terminate() == 0
+            for heard in (await first, await second):
+                assert heard.status == (200 if stream else 503)
+                assert heard.error("chat")["code"] == "shutting_down"
+            output = await gateway.output()
+            assert "Traceback" not in output, output
+
+
+async def test_a_request_without_a_trajectory_that_outlasts_the_shutdown_is_told_to_come_back(
+    client: httpx.AsyncClient,
+) -> None:
+    """503, and no traceback: it was a plain 500."""
+    async with raw_engine(hangs) as engine, stopping_gateway(engine.url) as gateway:
+        asked = {"model": "simulated", "input": "x"}
+        answer = asyncio.create_task(client.post(gateway.url + "/v1/embeddings", json=asked, timeout=60))
+        await eventually(lambda: engine.num_open == 1)
+        assert await gateway.terminate() == 0
+        check_error("other", await answer, 503, "shutting_down")
+
+
+async def test_a_drain_that_outlasts_the_shutdown_is_told_to_come_back(client: httpx.AsyncClient) -> None:
+    """As a turn is; and the turn that it waits for."""
+    async with raw_engine(hangs) as engine, stopping_gateway(engine.url) as gateway:
+        turn = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat")))
+        await eventually(lambda: engine.num_open == 1)
+        engine_id, key = engine.url.removeprefix("http://"), {"authorization": "Bearer k"}
+        drain = f"{gateway.url}/v1/engines/{engine_id}/drain?timeout_s=600"
+        answer = asyncio.create_task(client.post(drain, headers=key, timeout=60))
+
+        async def is_draining() -> bool:
+            (shown,) = (await client.get(gateway.url + "/v1/engines")).json()["data"]
+            return bool(shown["is_cordoned"])
+
+        await eventually(is_draining)
+        assert await gateway.terminate() == 0
+        check_error("other", await answer, 503, "shutting_down")
+        assert (await turn).error("chat")["code"] == "shutting_down"
+
+
+async def test_a_body_that_is_still_coming_at_the_end_of_a_shutdown_is_told_to_come_back() -> None:
+    """It is read until then, and refused in the form of its API."""
+    async with stopping_gateway("http://127.0.0.1:9") as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\nexpect: 100-continue\r\n\r\n")
+        async with asyncio.timeout(60):
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(b'{"model"')
+            assert await gateway.terminate() == 0
+            answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 503 ") and b'{"type":"error","error":{"type":' in answer
+        writer.close()
+
+
+@asynccontextmanager
+async def stopping_gateway(engine: str) -> AsyncIterator[GatewayProcess]:
+    """A gateway whose shutdown is short; it has said nothing when this is left."""
+    options = ("--store", "memory:", "--engine", engine, "--log-level", "error")
+    async with gateway_process(*options, HEDDLE_SHUTDOWN_TIMEOUT_S="1", HEDDLE_ADMIN_KEY="k") as gateway:
+        yield gateway
+        output = await gateway.output()
+        assert "Traceback" not in output, output
+
+
+async def has_joined(client: httpx.AsyncClient, url: str) -> bool:
+    return "heddle_joined_turns_total 1.0" in (await client.get(url + "/metrics")).text
 
 
 async def num_legs(client: httpx.AsyncClient, url: str, num: int) -> bool:
