@@ -162,7 +162,7 @@ class StoredTokens:
         base = None if parent else shelf.turns.get(shelf.base)
         if base and not prompt.begins_with(base.new_ids):
             base = None
-        if base and prompt == base.new_ids:
+        if base and len(prompt.text) == len(base.new_ids.text):
             prompt = base.new_ids  # one of them is enough in memory too
         turn = kept(tokens, parent.turn_id if parent else None, prompt, before)
         if not parent and not base:

@@ -126,6 +126,6 @@ def _data_of_each(block: bytes) -> list[bytes]:
     if block.startswith(_DATA) and block.endswith(_END):
         lines = block[len(_DATA) : -len(_END)].split(_END + _DATA)
         # Engines write an event as one line; whatever else the standard allows is read the slow way.
-        if block.count(b"\n") == len(_END) * len(lines) and block.find(b"\r") < 0:
+        if block.find(b"\r") < 0 and max([line.find(b"\n") for line in lines]) < 0:
             return lines
     return [data_of(event) for event in split_events(block)]
