@@ -44,9 +44,11 @@ class Passthrough:
         outlet.whole(200, answer)
 
     async def _ask(self, path: str, body: bytes, model: str | None) -> tuple[int, bytes]:
+        """Status and body of the first engine's answer that is none of a failure, else of the last. Raises Refused."""
         members = sorted(self._fleet.serving(model), key=lambda member: member.num_legs)
         if not members:
             raise no_engine()
+        answered: tuple[int, bytes] | None = None
         fault: Exception | None = None
         for member in members[: self._settings.max_attempts]:
             self._fleet.leg_began(member)
@@ -55,9 +57,13 @@ class Passthrough:
                 response = await member.http.request("POST", path, body, timeout_s=self._settings.silence_timeout_s)
                 answer = await response.body(self._settings.max_answer_bytes, self._settings.silence_timeout_s)
                 has_answered = True
-                return response.status, answer
+                answered = response.status, answer
+                if response.status < 500 and response.status != 429:
+                    break
             except FAULTS as error:
                 fault = error
             finally:
                 self._fleet.leg_ended(member, fault, has_answered)
-        raise Refused(api_error(502, f"The engine failed: {fault}.", "engine_failed"), retry_after_s=1.0)
+        if answered is None:
+            raise Refused(api_error(502, f"The engine failed: {fault}.", "engine_failed"), retry_after_s=1.0)
+        return answered

@@ -28,7 +28,7 @@ from gateway.state.driver import Driver
 from gateway.tokens.turn_tokens import TokenBook
 from gateway.turns.kept_tokens import KeptTokens
 from gateway.turns.lending import Lending
-from gateway.turns.outcome import LegFailed, Outcome, Stopped, failed_leg, refused_leg
+from gateway.turns.outcome import LegFailed, Outcome, Stopped, failed_leg, pause_asked_for, refused_leg
 from gateway.turns.relay import Relay
 from gateway.turns.staleness import Staleness
 from gateway.turns.token_legs import TokenLegs, may_take_tokens
@@ -212,7 +212,11 @@ class Legs:
         if turn.ask.wants_stream and response.status == 200:
             return await self._relay(turn, response, relay)
         body = await response.body(self._settings.max_answer_bytes, self._settings.silence_timeout_s)
-        return self.whole(turn, response.status, body)
+        try:
+            return self.whole(turn, response.status, body)
+        except LegFailed as failure:
+            failure.retry_after_s = pause_asked_for(response.headers)
+            raise
 
     def whole(self, turn: Turn, status: int, body: bytes) -> Outcome:
         """What a whole answer means. Raises LegFailed; nothing has changed then."""

@@ -7,6 +7,9 @@ from engines.http import AnswerTooLarge, NoMoreConnections, ResponseTimeout
 from gateway.http.errors import ApiError, api_error
 from scheduling.types import Fault
 
+# An engine that asks for more is tried again all the same: what stands before it may say anything.
+_LONGEST_PAUSE_S = 60.0
+
 
 class Outcome:
     """A finished leg, whose answer's end is still to be sent.
@@ -23,12 +26,17 @@ class Outcome:
 
 
 class LegFailed(Exception):
-    """A leg ended without its turn being finished; `error` is for the client, unless it can start over."""
+    """A leg ended without its turn being finished; `error` is for the client, unless it can start over.
+
+    Attributes:
+        retry_after_s: how long a busy engine asks to be left alone; None if it does not.
+    """
 
     def __init__(self, fault: Fault, error: ApiError) -> None:
         super().__init__(error.message)
         self.fault = fault
         self.error = error
+        self.retry_after_s: float | None = None
 
 
 class Stopped(Exception):
@@ -45,6 +53,12 @@ def refused_leg(error: ApiError) -> LegFailed:
     if error.status in (429, 503):
         return LegFailed(Fault.BUSY, error)
     return LegFailed(Fault.REQUEST if error.is_clients_fault else Fault.ENGINE, error)
+
+
+def pause_asked_for(headers: dict[bytes, bytes]) -> float | None:
+    """How long an engine asks to be left alone, in seconds; dates (RFC 9110, 10.2.3) are not read."""
+    value = headers.get(b"retry-after", b"")
+    return min(float(value), _LONGEST_PAUSE_S) if value.isdigit() else None
 
 
 def failed_leg(error: Exception) -> LegFailed:

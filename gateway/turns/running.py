@@ -151,7 +151,8 @@ class RunningTurns:
         except LegFailed as failure:
             can_retry = turn.can_go_on
             turn.leg_failed(failure.error)
-            self._driver.post(TurnFailed(self._clock(), turn.turn_id, turn.leg, failure.fault, can_retry))
+            now, pause_s = self._clock(), failure.retry_after_s
+            self._driver.post(TurnFailed(now, turn.turn_id, turn.leg, failure.fault, can_retry, pause_s))
             if not can_retry or failure.fault is Fault.REQUEST:
                 raise Refused(failure.error) from None
             self._metrics.retried_legs.labels(failure.fault.value).inc()

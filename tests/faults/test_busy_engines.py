@@ -1,0 +1,52 @@
+"""Engines that refuse work for now: they are left alone, and others are asked."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from tests.faults.asking import ask, body_of
+from tests.faults.raw_engine import raw_engine, whole, writes
+from tests.support.gateway import running_gateway
+
+ANSWER = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]}'
+
+
+@pytest.mark.parametrize("status", [b"503 Service Unavailable", b"429 Too Many Requests"])
+async def test_a_busy_engine_is_left_alone_for_as_long_as_it_asks(client: httpx.AsyncClient, status: bytes) -> None:
+    """By `Retry-After`: where it says nothing it is asked again after a second, or `retry_pause_s`."""
+    asked_at = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked_at.append(asyncio.get_running_loop().time())
+        busy = b"HTTP/1.1 %s\r\nretry-after: 3\r\ncontent-length: 0\r\n\r\n" % status
+        writer.write(busy if len(asked_at) == 1 else whole(ANSWER))
+        await writer.drain()
+
+    async with raw_engine(answer) as engine, running_gateway(engine.url, retry_pause_s=0) as gateway:
+        assert (await ask(client, gateway.url, "chat", body_of("chat"))).is_finished("chat")
+    assert len(asked_at) == 2 and asked_at[1] - asked_at[0] > 2.9
+
+
+@pytest.mark.parametrize(
+    "failure", [b"503 Service Unavailable", b"429 Too Many Requests", b"500 Internal Server Error"]
+)
+async def test_a_request_without_a_trajectory_that_an_engine_refuses_is_served_by_another(
+    client: httpx.AsyncClient, failure: bytes
+) -> None:
+    """Its status is not the fleet's; where all refuse, the client hears it. A wrong request goes to one engine only."""
+    async with (
+        raw_engine(writes(whole(b"{}", failure))) as bad,
+        raw_engine(writes(whole(b'{"data":[]}'))) as good,
+        running_gateway(bad.url, good.url) as gateway,
+    ):
+        heard = await client.post(gateway.url + "/v1/embeddings", json={"model": "simulated", "input": "x"})
+        assert (heard.status_code, heard.content) == (200, b'{"data":[]}')
+        assert (len(bad.posts), len(good.posts)) == (1, 1)
+        good.answer = writes(whole(b"{}", failure))
+        heard = await client.post(gateway.url + "/v1/embeddings", json={"model": "simulated", "input": "x"})
+        assert heard.status_code == int(failure[:3])
+        bad.answer = writes(whole(b"{}", b"400 Bad Request"))
+        heard = await client.post(gateway.url + "/v1/embeddings", json={"model": "simulated", "input": "x"})
+        assert heard.status_code == 400
+        assert (len(bad.posts), len(good.posts)) == (3, 2)
