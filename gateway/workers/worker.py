@@ -13,6 +13,7 @@ from collections.abc import Callable
 import httptools
 
 from gateway.http.errors import Api
+from gateway.messages.alike import Alike
 from gateway.messages.streams import plain_events
 from gateway.workers.wire import ORDER_BYTES, Kind, Order, Why, read_order, report
 
@@ -127,6 +128,7 @@ class _Stream:
     """One that was lent."""
 
     __slots__ = (
+        "_alike",
         "_count_plain",
         "_feed",
         "_limit_bytes",
@@ -145,6 +147,7 @@ class _Stream:
     def __init__(self, worker: Worker, loan: int, api: Api, client: int, engine: int, limit_bytes: int) -> None:
         self._worker = worker
         self._limit_bytes = limit_bytes
+        self._alike = Alike()
         self._count_plain = plain_events(api)
         self._pieces: list[bytes] = []
         self._num_bytes = 0
@@ -177,7 +180,7 @@ class _Stream:
         if end >= len(_EVENT_END):
             block = self._body(data[:end])
             # The body ends as the chunk does before its last two bytes: so these are the end of the chunk.
-            num_events = self._count_plain(block)
+            num_events = 1 if self._alike.holds(block) else self._count(block)
             if not num_events:
                 self.unread = data
                 self._worker.give_back(self, Why.TOLD)
@@ -198,6 +201,13 @@ class _Stream:
         block = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
         return block
+
+    def _count(self, block: bytes) -> int:
+        """Its events, if they say nothing but text; else 0."""
+        num_events = self._count_plain(block)
+        if num_events == 1:
+            self._alike.learn(block)
+        return num_events
 
     def _pass(self, data: bytes, block: bytes, num_events: int) -> None:
         self.passed.append(block)
