@@ -94,7 +94,9 @@ class Outlet:
     def go_on(self, data: bytes, more: bool) -> bool:
         """Send more of an answer that has begun; gives `is_full`."""
         self._has_ended = not more
-        self._keep(data)
+        self.num_bytes += len(data)
+        if self.kept is not None:
+            self._keep(self.kept, data)
         return self._client is not None and self._client.write(data, more)
 
     def lend(self) -> int | None:
@@ -112,8 +114,9 @@ class Outlet:
             unsent: in chunks, the last of this that is still to be sent.
         """
         self.recall = None
-        if passed:
-            self._keep(passed)
+        self.num_bytes += len(passed)
+        if passed and self.kept is not None:
+            self._keep(self.kept, passed)
         if isinstance(self._client, Exchange):
             self._client.take_back(unsent)
 
@@ -167,15 +170,13 @@ class Outlet:
         finally:
             self._num_following -= 1
 
-    def _keep(self, data: bytes) -> None:
-        self.num_bytes += len(data)
-        if self.kept is not None:
-            if self.num_bytes > self._max_kept_bytes and not self._num_following:
-                self.kept = None
-            else:
-                self.kept.append(data)
-                if self._followers:
-                    self._tell_followers()
+    def _keep(self, kept: list[bytes], data: bytes) -> None:
+        if self.num_bytes > self._max_kept_bytes and not self._num_following:
+            self.kept = None
+        else:
+            kept.append(data)
+            if self._followers:
+                self._tell_followers()
 
     def _start(self, status: int, headers: Headers, length: int | None) -> None:
         self._head = (status, [*headers, *self.headers, *self._about], length)

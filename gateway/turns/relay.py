@@ -42,9 +42,10 @@ class Relay:
             nor when the client has to be waited for, nor at the end, nor when somebody else might pass on the rest.
         Raises: EventTooLarge.
         """
-        reader = self.reader
-        if self._is_at_start and reader.passes(piece):
-            block = piece
+        reader, turn = self.reader, self._turn
+        outlet = turn.outlet
+        if self._is_at_start and outlet.has_begun and reader.passes(piece):
+            is_full = outlet.go_on(piece, True)
         else:
             block = self._splitter.feed(piece)
             self._is_at_start = self._splitter.is_at_start
@@ -56,18 +57,14 @@ class Relay:
                 return False
             if not reader.num_chunks:
                 return True  # comments that keep a waiting stream open: nothing of an answer, so it can start over
-        turn = self._turn
-        outlet = turn.outlet
-        if turn.first_byte_at is None:
-            self._note_first_byte(turn)
-        if block:
-            is_full = outlet.go_on(block, True) if outlet.has_begun else outlet.stream(block)
-        else:
-            is_full = outlet.is_full
-        outlet.num_events = reader.num_chunks
-        self.came(reader.num_chunks)
-        if reader.num_chunks >= self._offer_at:
-            self._offer_at = reader.num_chunks + _PROGRESS_CHUNKS
+            if turn.first_byte_at is None:
+                self._note_first_byte(turn)
+            is_full = outlet.stream(block) if block else outlet.is_full
+        num_chunks = outlet.num_events = turn.num_chunks = reader.num_chunks
+        if num_chunks >= self._report_at:
+            self.came(num_chunks)
+        if num_chunks >= self._offer_at:
+            self._offer_at = num_chunks + _PROGRESS_CHUNKS
             return False
         return not is_full
 

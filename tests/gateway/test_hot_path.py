@@ -77,6 +77,7 @@ CASES = (
     Case("stream", (STREAM_HEAD + STREAM,), is_stream=True),
     Case("stream, byte by byte", (STREAM_HEAD, *(STREAM[n : n + 1] for n in range(len(STREAM)))), is_stream=True),
     Case("stream without usage", (STREAM_HEAD, STREAM.replace(chunk(USAGE_EVENT), b"")), is_stream=True),
+    Case("stream that begins with an end", (STREAM_HEAD, chunk(END), STREAM), is_stream=True),
     Case("stream that is none", (whole(CHAT),), is_stream=True, is_hot=False),
     Case("stream refused", (whole(ERROR, b"400 Bad Request"),), is_stream=True, is_hot=False),
     Case("stream without its end", (STREAM_HEAD, chunk(CHAT_EVENT) + b"0\r\n\r\n"), is_stream=True, is_hot=False),
