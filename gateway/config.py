@@ -173,7 +173,7 @@ class Settings(BaseSettings):
     )
     trajectory_ttl_s: float = Field(3_600.0, gt=0, description="Idle that long, a trajectory is over.")
     retention_s: float = Field(3_600.0, gt=0, description="An ended trajectory can be looked at that long.")
-    max_trajectories: int = Field(200_000, ge=1, description="About 2 KB each in memory.")
+    max_trajectories: int = Field(200_000, ge=1, description="Some 8 KB each in memory, and 1 KB a turn.")
     max_turns_kept: int = Field(1_000, ge=1, description="History of one trajectory; the newest are kept.")
     keep_tokens: bool = Field(True, description="Of turns at token level, for splicing the next one and for trainers.")
     keep_logprobs: bool = Field(True, description="With kept tokens; engines compute them for every token then.")

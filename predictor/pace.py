@@ -175,17 +175,16 @@ class Looks:
         for index, came in enumerate(self._reached):
             guess = left + slope**2 * (variance + (index - mean_bin) ** 2)
             scales.append(1.0 / (5.0 * (left + guess * _LINE_WEIGHT / (came + _LINE_WEIGHT)) + 1e-9))
-        share = 0.5 * weight / sum(self._ended)
+        heights, share = [], 0.5
+        for came, ended, scale in zip(self._reached, self._ended, scales, strict=True):
+            # Where few ended, as of those that are a bin shorter: whoever is longer comes at least as far.
+            share = (came + 0.5 * share) / (ended + 0.5)
+            heights.append(share * math.sqrt(scale))
         self._law = _Law(
             direction,
             np.array([sum(map(float.__mul__, direction, mean)) for mean in self._means]),
             np.array(scales),
-            np.array(
-                [
-                    (came + share) / (ended + 0.5) * math.sqrt(scale)
-                    for came, ended, scale in zip(self._reached, self._ended, scales, strict=True)
-                ]
-            ),
+            np.array(heights),
         )
 
 

@@ -52,6 +52,7 @@ class Exchange:
         self._send = send
         self._watch: asyncio.Future[Message] | None = None
         self.has_started = False
+        self.further_headers: list[tuple[bytes, bytes]] = []  # of an answer that is whole
         # Set by faults: what comes instead of the chunk of this number.
         self.break_at_chunk: int | None = None
         self.break_with: Literal["close", "reset", "nonsense"] = "close"
@@ -97,7 +98,7 @@ class Exchange:
 
     async def respond(self, body: bytes, status: int = 200, content_type: tuple[bytes, bytes] = _JSON) -> None:
         """A whole answer."""
-        headers = [content_type, (b"content-length", str(len(body)).encode())]
+        headers = [content_type, (b"content-length", str(len(body)).encode()), *self.further_headers]
         self.has_started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         if self.break_at_chunk is not None and self.break_with == "nonsense":

@@ -66,6 +66,8 @@ def _fault(given: Any) -> Fault:
 async def _happen(fault: Fault, exchange: Exchange) -> None:
     match fault.kind:
         case "refuse":
+            if fault.retry_after_s is not None:
+                exchange.further_headers.append((b"retry-after", b"%d" % fault.retry_after_s))
             raise ApiError(503, "The engine refuses (simulated fault).", "Service Unavailable")
         case "error":
             raise ApiError(500, "The engine failed (simulated fault).", "InternalServerError")

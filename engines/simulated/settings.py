@@ -23,6 +23,7 @@ class Fault:
         probability: of each request to meet it.
         count: how many requests meet it before it is over. None: no limit.
         path: it meets requests whose path begins with this.
+        retry_after_s: for `refuse`, how long it asks to be left alone.
     """
 
     kind: FaultKind
@@ -31,6 +32,7 @@ class Fault:
     probability: float = 1.0
     count: int | None = None
     path: str = "/v1"
+    retry_after_s: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from gateway.http.sse import EventTooLarge
 from gateway.turns.chain import Said
 from gateway.turns.choice import Choice
 from gateway.turns.kept_legs import KeptLegs
-from gateway.turns.outcome import LegFailed, refused_leg
+from gateway.turns.outcome import LegFailed, refused_by, refused_leg
 from gateway.turns.token_relay import TokenRelay
 from gateway.turns.turn import Turn
 from gateway.turns.voices import ParsedVoice
@@ -116,10 +116,10 @@ class ChoiceLeg:
         response = await self._asked()
         try:
             if response.status != 200:
-                error = engine_error(response.status, await response.body(2**20, self._timeout_s))
-                if error.is_clients_fault and not turn.num_chunks and not turn.outlet.has_begun:
+                failure = refused_by(response, await response.body(2**20, self._timeout_s))
+                if failure.error.is_clients_fault and not turn.num_chunks and not turn.outlet.has_begun:
                     raise RefusedTokens
-                raise refused_leg(error)
+                raise failure
             await self._read(response, lambda: self._place.member.weight_version)
             response.release()
         finally:

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from engines.http import AnswerTooLarge, NoMoreConnections, ResponseTimeout
-from gateway.http.errors import ApiError, api_error
+from engines.http import AnswerTooLarge, NoMoreConnections, Response, ResponseTimeout
+from gateway.http.errors import ApiError, api_error, engine_error
 from scheduling.types import Fault
 
 # An engine that asks for more is tried again all the same: what stands before it may say anything.
@@ -53,6 +53,13 @@ def refused_leg(error: ApiError) -> LegFailed:
     if error.status in (429, 503):
         return LegFailed(Fault.BUSY, error)
     return LegFailed(Fault.REQUEST if error.is_clients_fault else Fault.ENGINE, error)
+
+
+def refused_by(response: Response, body: bytes) -> LegFailed:
+    """The same of an engine's answer that is none."""
+    failure = refused_leg(engine_error(response.status, body))
+    failure.retry_after_s = pause_asked_for(response.headers)
+    return failure
 
 
 def pause_asked_for(headers: dict[bytes, bytes]) -> float | None:

@@ -16,7 +16,7 @@ from engines.tokens import Rendered, TokenRoutes, has_tools
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.member import Member
-from gateway.http.errors import api_error, engine_error
+from gateway.http.errors import api_error
 from gateway.messages.answers import Usage
 from gateway.messages.transcripts import History
 from gateway.tokens.turn_tokens import TokenBook
@@ -26,7 +26,7 @@ from gateway.turns.choice import Choice
 from gateway.turns.choice_leg import ChoiceLeg, Place, RefusedTokens, run_all
 from gateway.turns.frames import frame_of
 from gateway.turns.kept_tokens import KeptTokens
-from gateway.turns.outcome import LegFailed, Outcome, refused_leg
+from gateway.turns.outcome import LegFailed, Outcome, refused_by
 from gateway.turns.splice import spliced
 from gateway.turns.turn import Turn
 from gateway.turns.voices import ParsedVoice, TextVoice
@@ -56,6 +56,7 @@ _BEYOND_TOKENS = frozenset(
 # The APIs whose requests have these fields; in the others they mean nothing.
 _OF_CHAT = ("chat", "completions")
 _PROGRESS_TOKENS = 64
+_MAX_RENDERED_BYTES = 16 * 2**20  # two million tokens
 # Each is a request of its own at the engine: more than its slots gain nothing by it.
 _MAX_CHOICES = 128
 
@@ -194,11 +195,13 @@ class TokenLegs:
             return None
         asked, body = routes.render(ask.path, ask.request, ask.body), b""
         if asked is not None:
-            status, body = await member.http.post(asked.path, asked.body, self._settings.silence_timeout_s)
-            if status != 200:
-                if 400 <= status < 500 and status != 429:
+            timeout_s = self._settings.silence_timeout_s
+            response = await member.http.request("POST", asked.path, asked.body, timeout_s=timeout_s)
+            body = await response.body(_MAX_RENDERED_BYTES, timeout_s)
+            if response.status != 200:
+                if 400 <= response.status < 500 and response.status != 429:
                     return None  # The engine's own route says it in its own words.
-                raise refused_leg(engine_error(status, body))
+                raise refused_by(response, body)
         rendered = routes.rendered(ask.path, ask.request, body)
         return None if rendered is None or (rendered.needs_parser and not _can_be_parsed(ask, rendered)) else rendered
 

@@ -26,11 +26,12 @@ class LoanLimits:
 
     Args:
         max_bytes: passed on of a stream, which the worker keeps until it gives the stream back.
-        recall_timeout_s: until it gives back what it is asked for; and between two tries to start one.
+        answer_timeout_s: a worker that says nothing for so long, though asked, is killed; also between two tries to
+            start one.
     """
 
     max_bytes: int
-    recall_timeout_s: float
+    answer_timeout_s: float
 
 
 class Borrower(Protocol):
@@ -107,7 +108,7 @@ class Crew:
             self._not_started()
 
     def _not_started(self) -> None:
-        self._starts_at = time.monotonic() + self._limits.recall_timeout_s
+        self._starts_at = time.monotonic() + self._limits.answer_timeout_s
         LOGGER.error("byte worker did not start: streams stay in the gateway's own process")
 
     async def close(self) -> None:
@@ -140,6 +141,8 @@ class _Hand(asyncio.Protocol):
         self._unsent: deque[bytes] = deque()
         self._transport: asyncio.Transport | None = None
         self._opening = self._loop.create_task(self._loop.create_connection(lambda: self, sock=reports))
+        self._num_unheard = 0
+        self._timer: asyncio.TimerHandle | None = None
         self.loans: dict[int, Loan] = {}
         self.is_ready = self.was_ready = False
 
@@ -157,14 +160,24 @@ class _Hand(asyncio.Protocol):
 
     def recall(self, number: int) -> None:
         """Have it give back this stream, or end it."""
-        self._unsent.append(order(Order.RECALL, number))
+        self._order(order(Order.RECALL, number))
+
+    def _order(self, packet: bytes) -> None:
+        self._unsent.append(packet)
         if len(self._unsent) == 1:
             self._order_on()
-        self._loop.call_later(self._limits.recall_timeout_s, self._see_to, number)
 
-    def _see_to(self, number: int) -> None:
-        if number in self.loans:
+    def _look(self) -> None:
+        """Ask it whether it is there: one that was asked twice, and has said nothing since, is not.
+
+        Twice, for if it was this process that stood still, what the worker said meanwhile is read before the next look.
+        """
+        if self._num_unheard == 2:
             self._process.kill()
+            return
+        self._num_unheard += 1
+        self._order(order(Order.ASK, 0))
+        self._timer = self._loop.call_later(self._limits.answer_timeout_s / 2, self._look)
 
     async def close(self) -> None:
         """End it."""
@@ -178,6 +191,8 @@ class _Hand(asyncio.Protocol):
         """Without its sockets it ends by itself; one that cannot is killed."""
         self.is_ready = False
         self._process.kill()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._orders.fileno() >= 0:
             self._loop.remove_writer(self._orders)
             self._orders.close()
@@ -201,10 +216,13 @@ class _Hand(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        self._num_unheard = 0
         self._unread += data
         for report in read_reports(self._unread):
             if report.kind is Kind.READY:
                 self.is_ready = self.was_ready = True
+                if self._timer is None:
+                    self._look()
             elif report.kind is Kind.COUNT:
                 self.loans[report.loan].of.counted(report.num_events)
             else:

@@ -27,12 +27,15 @@ class Order(IntEnum):
     """Take the stream whose client's and engine's sockets come with this."""
     RECALL = 2
     """Give it back; nothing if it is on its way already."""
+    ASK = 3
+    """Say that you are there."""
 
 
 class Kind(IntEnum):
     """What a report is."""
 
     READY = 1
+    """It is there, and takes orders."""
     COUNT = 2
     BACK = 3
 

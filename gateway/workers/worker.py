@@ -85,7 +85,9 @@ class Worker:
             self._is_ending = True
             return
         kind, loan, api, limit_bytes = read_order(data)
-        if kind is Order.LEND and len(descriptors) < 2:  # this process may have no more of them
+        if kind is Order.ASK:
+            self._say(report(Kind.READY, 0, 0))
+        elif kind is Order.LEND and len(descriptors) < 2:  # this process may have no more of them
             for descriptor in descriptors:
                 os.close(descriptor)
             self._say(report(Kind.BACK, loan, 0, Why.FULL))

@@ -5,6 +5,8 @@ import asyncio
 import httpx
 import pytest
 
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import Fault, SimulatedEngineSettings
 from tests.faults.asking import ask, body_of
 from tests.faults.raw_engine import raw_engine, whole, writes
 from tests.support.gateway import running_gateway
@@ -26,6 +28,20 @@ async def test_a_busy_engine_is_left_alone_for_as_long_as_it_asks(client: httpx.
     async with raw_engine(answer) as engine, running_gateway(engine.url, retry_pause_s=0) as gateway:
         assert (await ask(client, gateway.url, "chat", body_of("chat"))).is_finished("chat")
     assert len(asked_at) == 2 and asked_at[1] - asked_at[0] > 2.9
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/render", "/inference/v1/generate"])
+async def test_a_busy_engine_is_left_alone_at_token_level_too(client: httpx.AsyncClient, path: str) -> None:
+    """Whichever of its routes says so."""
+    busy = Fault("refuse", path=path, count=1, retry_after_s=3)
+    engine_settings = SimulatedEngineSettings(dialect="vllm", speed_up=200, faults=(busy,))
+    async with (
+        serve_engine(engine_settings) as engine,
+        running_gateway(engine, retry_pause_s=0, token_legs="auto") as gateway,
+    ):
+        began_at = asyncio.get_running_loop().time()
+        assert (await ask(client, gateway.url, "chat", body_of("chat"))).is_finished("chat")
+        assert asyncio.get_running_loop().time() - began_at > 2.9
 
 
 @pytest.mark.parametrize(

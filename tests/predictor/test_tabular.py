@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from predictor.lattice import CENTRES, EDGES, NUM_BINS, bin_of
 from predictor.lengths import Lengths
+from predictor.pace import Looks
 from predictor.progress import Progress
 from predictor.replay import Said, play
 from predictor.scoring import score
@@ -131,6 +132,20 @@ def test_a_pace_that_goes_with_length_is_learned() -> None:
         return mean(predictor, Progress(f"x{turn}", "x", output_tokens=turn, last_output_tokens=turn, num_turns=1))
 
     assert after(2_000) > 2.5 * after(300) and after(2_000) == pytest.approx(20_000, rel=0.5)
+
+
+def test_a_late_stage_speaks_for_lengths_that_nobody_has_ended_at_yet() -> None:
+    """Only the longest tenth of those that ended came so far. Whoever is longer than all of them comes so far too: that
+    it did says no more for the longest seen than for a length that was not seen yet."""
+    dice = random.Random(5)
+    looks = Looks(Lengths(2_000, 1.2, 2.0, 4_000), 1, 4_000)
+    for _ in range(1_000):
+        in_bin = round(dice.triangular(18, 50, 36))
+        looks.learn([dice.gauss(6.0, 0.5)] if in_bin >= 45 else None, in_bin)
+    likelihood = looks.likelihood([6.0])
+    assert likelihood is not None
+    assert likelihood[30] < 0.1 * likelihood[47]
+    assert likelihood[60] > 0.5 * likelihood[47]
 
 
 def test_trajectories_that_run_count_before_any_has_ended() -> None:
