@@ -68,3 +68,20 @@ def test_a_kept_engine_is_free_again_when_nobody_waits_for_it(end: str) -> None:
         fleet.finish("fills", prompt=50)
         assert fleet.close("fills") == []
         assert fleet.sent(fleet.engine("C", slots=8, kv=100)) == [("large", "C"), ("small", "B")]
+
+
+def test_an_engine_that_is_lost_while_it_gathers_room_for_one_that_lived_there_is_not_filled() -> None:
+    """Such a turn leaves its queue as its engine is lost, when others may use the room that was kept: there is none."""
+    fleet = crowded()
+    fleet.progress("b", 1, output=20)
+    fleet.finish("a", prompt=40)
+    fleet.tick(later_s=100.0)
+    assert fleet.sent(fleet.arrive("entrant", prompt=50)) == [("entrant", "A")]  # a's context gave way
+    assert fleet.arrive("a-2", "a", prompt=80, predicted=9_000) == []
+    kept = fleet.scheduler.engines["A"].reserved_for
+    assert kept is not None and kept.turn_id == "a-2"
+    fleet.lose("A")
+    fleet.fail("entrant")
+    fleet.lose("B")
+    fleet.finish("b", prompt=40)  # said of an engine that is no more
+    assert fleet.sent(fleet.engine("C", slots=8, kv=200)) == [("a-2", "C"), ("entrant", "C")]
