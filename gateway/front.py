@@ -82,9 +82,8 @@ class Front:
             return
         except Refused as refused:
             await self._refuse(client, api, refused)
-        except (
-            asyncio.CancelledError
-        ):  # uvicorn's, at the end of a shutdown's patience; turns that run tell it themselves
+        except asyncio.CancelledError:
+            # Uvicorn's, at the end of a shutdown's patience; turns that run tell it themselves.
             if not isinstance(client, Exchange) or client.response_started:
                 raise
             await self._refuse(client, api, shutting_down())

@@ -155,9 +155,8 @@ class Turns:
         try:
             try:
                 await asyncio.wait((follow,))
-            except (
-                asyncio.CancelledError
-            ):  # uvicorn's, at the end of a shutdown's patience: the turn ends, and tells both
+            except asyncio.CancelledError:
+                # Uvicorn's, at the end of a shutdown's patience: the turn ends, and tells both.
                 await asyncio.wait((follow,))
             if not follow.cancelled():
                 follow.result()
