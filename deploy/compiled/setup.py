@@ -18,7 +18,7 @@ COMPILED = {
     "gateway": "front metrics turnlog",
     "gateway/http": "access exchange outlet protocol sse",
     "gateway/kv": "contexts",
-    "gateway/messages": "answers conversations identity streams transcripts",
+    "gateway/messages": "alike answers conversations identity streams transcripts",
     "gateway/state": "driver ledger",
     "gateway/turns": "arrivals endings hot legs lending outcome progress relay repeats request_reader running turn "
     "turns",
