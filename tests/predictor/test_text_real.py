@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,14 +30,14 @@ _CHECKOUT = Path(__file__).parents[2]
 def with_tabular(examples: list[TextExample]) -> list[TextExample]:
     """Each example beside what the prefix tree says, which learns from the trajectories before it."""
     tree = TreePredictor()
-    told = []
+    examples_told = []
     for number, example in enumerate(examples):
         name = f"{number // 2}"
         progress = Progress(name, example.group_id, output_tokens=example.output_tokens, num_turns=example.num_turns)
-        told.append(replace(example, base_tokens=tree.predict(progress).total_tokens))
+        examples_told.append(replace(example, base_tokens=tree.predict(progress).total_tokens))
         if number % 2:
             tree.ended(replace(progress, output_tokens=example.total_tokens))
-    return told
+    return examples_told
 
 
 def write(path: Path, examples: list[TextExample]) -> Path:
@@ -52,16 +52,32 @@ def torch_python() -> Path:
     return python.absolute()
 
 
-def trained(tmp_path: Path, has_signal: bool) -> tuple[list[TextExample], dict[str, Any]]:
+@dataclass(frozen=True)
+class Trained:
+    """A model, what it was asked, and what came of that."""
+
+    model: Path
+    questions: list[TextExample]
+    came: dict[str, Any]
+
+
+def trained(tmp_path: Path, has_signal: bool) -> Trained:
     """1,600 examples of 400 groups to learn from, 800 of 200 others to be judged by."""
     examples = with_tabular(corpus(600, has_signal, seed=4))
     files = write(tmp_path / "train.jsonl", examples[:1600]), write(tmp_path / "test.jsonl", examples[1600:])
-    command = (torch_python(), "-m", "tests.predictor.text_worker", *files, tmp_path / "model.pt")
+    model = tmp_path / "model.pt"
+    command = (torch_python(), "-m", "tests.predictor.text_worker", *files, model)
     done = subprocess.run(
         [str(part) for part in command], cwd=_CHECKOUT, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return examples[1600:], json.loads(done.stdout.splitlines()[-1])
+    return Trained(model, examples[1600:], json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Where the text tells it."""
+    return trained(tmp_path_factory.mktemp("told"), has_signal=True)
 
 
 def judged(questions: list[TextExample], said: list[list[float]]) -> list[Judged]:
@@ -71,9 +87,9 @@ def judged(questions: list[TextExample], said: list[list[float]]) -> list[Judged
     ]
 
 
-def test_where_the_text_tells_it_is_learned_and_chosen(tmp_path: Path) -> None:
+def test_where_the_text_tells_it_is_learned_and_chosen(told: Trained) -> None:
     """In a minute on a CPU; its order beats the prefix tree's, and its 90th percentile keeps its word."""
-    questions, came = trained(tmp_path, has_signal=True)
+    questions, came = told.questions, told.came
     choice = choose(judged(questions, came["said"]))
     below = fmean(q.total_tokens <= p90 for q, (_, p90) in zip(questions, came["said"], strict=True))
     print(came["report"], choice, f"under p90: {below:.2f}", f"{came['one_s'] * 1e3:.1f} ms a prediction")
@@ -86,9 +102,9 @@ def test_where_the_text_tells_it_is_learned_and_chosen(tmp_path: Path) -> None:
 
 def test_where_the_text_tells_nothing_it_is_not_chosen(tmp_path: Path) -> None:
     """Trained on noise it is no better than the prefix tree that it starts from, and the evaluation says so."""
-    questions, came = trained(tmp_path, has_signal=False)
-    choice = choose(judged(questions, came["said"]))
-    print(came["report"], choice)
+    noise = trained(tmp_path, has_signal=False)
+    choice = choose(judged(noise.questions, noise.came["said"]))
+    print(noise.came["report"], choice)
     assert not choice.takes_challenger
     assert choice.gain > -0.1
 
@@ -116,11 +132,10 @@ def test_the_command_keeps_a_model_only_where_it_pays(tmp_path: Path, has_signal
     assert ("not worth having" in done.stdout) != has_signal
 
 
-async def test_the_gateway_hears_it_at_the_next_turn(tmp_path: Path) -> None:
+async def test_the_gateway_hears_it_at_the_next_turn(told: Trained) -> None:
     """Asked as a turn ends, whole or streamed; the turn that comes next has its prediction, and the first has not."""
-    trained(tmp_path, has_signal=True)
     beside = os.pathsep.join([str(_CHECKOUT), *(path for path in sys.path if path.endswith("site-packages"))])
-    settings = {"HEDDLE_TEXT_PREDICTOR": str(tmp_path / "model.pt"), "HEDDLE_STORE": "memory:"}
+    settings = {"HEDDLE_TEXT_PREDICTOR": str(told.model), "HEDDLE_STORE": "memory:"}
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=50)) as engine,
         gateway_process("--engine", engine, python=str(torch_python()), PYTHONPATH=beside, **settings) as gateway,
