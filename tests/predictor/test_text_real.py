@@ -1,4 +1,4 @@
-"""The text predictor, trained and asked where torch is: the environment that `make real` installs."""
+"""The text predictor, trained and asked where torch is: the environment that `make real` and `make text` install."""
 
 import json
 import os
@@ -100,6 +100,7 @@ def test_where_the_text_tells_it_is_learned_and_chosen(told: Trained) -> None:
     assert "is no text predictor" in came["refusal"]
 
 
+@pytest.mark.text
 def test_where_the_text_tells_nothing_it_is_not_chosen(tmp_path: Path) -> None:
     """Trained on noise it is no better than the prefix tree that it starts from, and the evaluation says so."""
     noise = trained(tmp_path, has_signal=False)
@@ -109,6 +110,7 @@ def test_where_the_text_tells_nothing_it_is_not_chosen(tmp_path: Path) -> None:
     assert choice.gain > -0.1
 
 
+@pytest.mark.text
 @pytest.mark.parametrize("has_signal", [True, False])
 def test_the_command_keeps_a_model_only_where_it_pays(tmp_path: Path, has_signal: bool) -> None:
     """Trained and judged in one go, on other groups; where the text tells nothing no model is left behind."""
