@@ -250,6 +250,17 @@ async def test_another_question_does_not_get_what_was_kept(client: httpx.AsyncCl
         assert await made_by(client, engine) == 137
 
 
+async def add_engine(client: httpx.AsyncClient, gateway: KeptGateway, url: str) -> None:
+    """Have a gateway that has no engine which is ready serve by this one."""
+    added = await client.post(gateway.url + "/v1/engines", json={"url": url}, headers=ADMIN)
+    assert added.status_code == 201, added.text
+
+    async def is_ready() -> bool:
+        return (await client.get(gateway.url + "/readyz")).status_code == 200
+
+    await eventually(is_ready, 120)
+
+
 async def test_an_engine_that_dies_before_the_next_gateway_comes_loses_no_turn(
     client: httpx.AsyncClient, tmp_path: Path
 ) -> None:
@@ -260,13 +271,7 @@ async def test_an_engine_that_dies_before_the_next_gateway_comes_loses_no_turn(
             await stack.aclose()
             refused = await client.post(gateway.url + PATHS["chat"], json=body, headers=ALONE, timeout=120)
             assert refused.status_code == 503, "what was kept waits for the next try"
-            added = await client.post(gateway.url + "/v1/engines", json={"url": second}, headers=ADMIN)
-            assert added.status_code == 201, added.text
-
-            async def is_ready() -> bool:
-                return (await client.get(gateway.url + "/readyz")).status_code == 200
-
-            await eventually(is_ready, 120)
+            await add_engine(client, gateway, second)
             heard = await told_at_last(client, gateway, "alone", ("chat", body))
             assert tokens_of(heard, stream=False) == 400
             assert await made_by(client, second) <= 400 - 64, "an event has 32 tokens"
@@ -291,13 +296,7 @@ async def test_an_engine_that_is_not_ready_again_goes_on_with_what_it_was_asked(
             **unseen,
         ) as (gateway, body),
     ):
-        added = await client.post(gateway.url + "/v1/engines", json={"url": second}, headers=ADMIN)
-        assert added.status_code == 201, added.text
-
-        async def is_ready() -> bool:
-            return (await client.get(gateway.url + "/readyz")).status_code == 200
-
-        await eventually(is_ready, 120)
+        await add_engine(client, gateway, second)
         heard = await told_at_last(client, gateway, "alone", ("chat", body))
         assert (await client.request("DELETE", first + "/simulate/faults")).status_code == 200
         assert await made_by(client, first, second) == tokens_of(heard, stream=False) == 200
