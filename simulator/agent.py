@@ -90,7 +90,8 @@ class Agent:
         prompt = self.trajectory.group_id
         if num_tokens <= shared:
             return ((prompt, num_tokens),)
-        return ((prompt, shared), (self.trajectory.trajectory_id, num_tokens - shared))
+        # Not the id alone: a trajectory may have the name of a group, its own above all.
+        return ((prompt, shared), ((prompt, self.trajectory.trajectory_id), num_tokens - shared))
 
     def take_prompt(self, at: float) -> None:
         """Ask for the next turn: what its tool gave back, or at first the prompt, joins the context."""

@@ -75,6 +75,18 @@ def test_time_is_queueing_plus_engine_plus_tools(policy: str) -> None:
     assert outcome.output_tokens == workload.output_tokens
 
 
+@pytest.mark.parametrize(("own", "sibling"), [("a", "b"), ("a", None)])
+def test_a_trajectory_may_have_the_name_of_its_group(own: str, sibling: str | None) -> None:
+    """As one without a group has, and the KV of its turns is not taken for its prompt's: names change nothing."""
+    turns = (Turn(0, 400, 1.0), Turn(900, 400, 1.0), Turn(900, 400, 0.0))
+    names = [own] if sibling is None else [own, sibling]
+    same = Workload("same", tuple(Trajectory(name, own, 5_000, turns) for name in names))
+    apart = Workload("apart", tuple(Trajectory(name, "group", 5_000, turns) for name in names))
+    outcome = play(same, [TP4])
+    assert outcome.prefix_hit_share == play(apart, [TP4]).prefix_hit_share
+    assert outcome.makespan_s == play(apart, [TP4]).makespan_s
+
+
 def test_full_slots_make_waves() -> None:
     """Twice as many like trajectories as slots take twice as long, and half of them wait for one wave."""
     shape = replace(TP4, slots=4, decode_per_kv_ktoken_ms=0.0)

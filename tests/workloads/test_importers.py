@@ -73,6 +73,46 @@ def test_mooncake_rows_with_sessions_and_delays_are_taken_at_their_word(tmp_path
     assert shapes(import_trace(path)) == [(500, (Turn(0, 20, 2.5), Turn(80, 30, 0.0)))]
 
 
+@pytest.mark.parametrize("with_blocks", [True, False])
+def test_mooncake_rows_of_a_session_may_be_what_joined_its_prompt(tmp_path: Path, with_blocks: bool) -> None:
+    """Rows that share nothing with the row before, or are as often shorter as longer, are no whole prompts."""
+    blocks = [[1, 2, 3], [4, 5], [6], [7, 8, 9], [10, 11, 12]] if with_blocks else [[]] * 5
+    lengths = [(900, 20), (300, 30), (40, 10), (700, 5), (650, 60)]
+    path = lines(
+        tmp_path / "t.jsonl",
+        *(
+            mooncake(0, prompt, output, *hash_ids, session_id="s", delay=1_000)
+            for (prompt, output), hash_ids in zip(lengths, blocks, strict=True)
+        ),
+    )
+    turns = (Turn(0, 20, 1.0), Turn(300, 30, 1.0), Turn(40, 10, 1.0), Turn(700, 5, 1.0), Turn(650, 60, 0.0))
+    assert shapes(import_trace(path)) == [(900, turns)]
+
+
+def test_mooncake_rows_of_a_session_are_whole_prompts_where_nearly_all_go_on(tmp_path: Path) -> None:
+    """One context that was cut down among many that grow makes a strand of its own, and no prompt longer."""
+    path = lines(
+        tmp_path / "t.jsonl",
+        *(mooncake(at, 500 + 100 * at, 10, session_id="s") for at in range(9)),
+        mooncake(9, 200, 10, session_id="s"),
+        mooncake(10, 300, 10, session_id="s"),
+    )
+    assert [(t.context_tokens, t.total_tokens) for t in import_trace(path).trajectories] == [(500, 1_310), (200, 310)]
+
+
+def test_mooncake_sessions_may_name_or_number_their_group(tmp_path: Path) -> None:
+    """A generator's first row of a session says whose prompt it shares; a session that says nothing is alone."""
+    path = lines(
+        tmp_path / "t.jsonl",
+        mooncake(0, 500, 20, session_id="a", group_id=46),
+        mooncake(0, 600, 20, session_id="a"),
+        mooncake(0, 500, 20, session_id="b", group_id=46),
+        mooncake(0, 500, 20, session_id="c", group_id="x"),
+        mooncake(0, 500, 20, session_id="d"),
+    )
+    assert [t.group_id for t in import_trace(path).trajectories] == ["46", "46", "x", "d"]
+
+
 def dynamo(name: str, prompt: int, output: int, **more: Any) -> dict[str, Any]:
     return {"request_id": name, "input_length": prompt, "max_output_tokens": output} | more
 

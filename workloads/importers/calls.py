@@ -7,7 +7,7 @@ whose prompt and answer it repeats. A trajectory here only grows, so a context t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -52,12 +52,19 @@ def blocks_of(content: Sequence[int] | str, size: int) -> tuple[int, ...]:
     return tuple(blocks)
 
 
-def workload_of_sessions(name: str, sessions: Iterable[tuple[str, Sequence[Call]]]) -> Workload:
-    """The strands of each session, as one group: `session-0`, `session-1` and so on."""
+def workload_of_sessions(
+    name: str, sessions: Iterable[tuple[str, Sequence[Call]]], groups: Mapping[str, str] | None = None
+) -> Workload:
+    """The strands of each session, `session-0`, `session-1` and so on.
+
+    Args:
+        groups: The group of a session; one that is not in it is a group of its own.
+    """
+    group_of = groups or {}
     return Workload(
         name,
         tuple(
-            _trajectory(f"{session_id}-{number}", session_id, strand)
+            _trajectory(f"{session_id}-{number}", group_of.get(session_id, session_id), strand)
             for session_id, calls in sessions
             for number, strand in enumerate(_strands_of_session(calls))
         ),

@@ -4,16 +4,24 @@
 
 Milliseconds; one hash id for each 512 tokens of the prompt, equal where the prompt is equal up to there. A trace with
 `session_id` and `delay`, as load generators extend the form, is read by session; else calls are joined by content.
-Source: Mooncake (FAST 2025), its published traces; AIPerf, trace replay.
+A row of a session is its whole prompt, or only what joined it since the answer before: generators write both, and no
+field says which. Where more than a quarter of the later rows do not go on from the row before, all are taken for what
+joined. `group_id` groups sessions.
+Source: Mooncake (FAST 2025), its published traces; AIPerf, trace replay; Dynamo, `TraceFileFormat`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from workloads.importers.calls import Call, whole_blocks, workload_by_prefix, workload_of_sessions
 from workloads.importers.records import Record, read_records
 from workloads.trajectories import Workload
+
+_LEAST_SHARE_THAT_GOES_ON = 0.75
 
 
 def read_mooncake(path: Path) -> Workload:
@@ -24,18 +32,50 @@ def read_mooncake(path: Path) -> Workload:
         OSError: If the file cannot be read.
     """
     sessions: dict[str, list[Call]] = {}
+    groups: dict[str, str] = {}
     calls: list[Call] = []
     for record in read_records(path):
         if record.has("session_id"):
-            sessions.setdefault(record.text("session_id"), []).append(_call(record))
+            session_id = record.text("session_id")
+            sessions.setdefault(session_id, []).append(_call(record))
+            if record.has("group_id"):
+                groups[session_id] = record.name("group_id")
         else:
             calls.append(_call(record))
     # Not every trace is sorted; sorting is stable, so calls of one instant keep their order.
     calls.sort(key=lambda call: call.started_at_s or 0.0)
     name = path.name.split(".")[0]
     by_prefix = workload_by_prefix(name, calls)
-    by_session = workload_of_sessions(name, sessions.items())
+    if _are_additions(sessions.values()):
+        sessions = {session_id: _whole_prompts(additions) for session_id, additions in sessions.items()}
+    by_session = workload_of_sessions(name, sessions.items(), groups)
     return Workload(name, by_session.trajectories + by_prefix.trajectories)
+
+
+def _are_additions(sessions: Iterable[Sequence[Call]]) -> bool:
+    """Whether too many rows do not go on from the row before to be whole prompts.
+
+    Prompts that only grow go on in nearly all rows; a context that was cut down keeps its beginning at least. Lengths
+    of additions are as often smaller than the one before as larger.
+    """
+    goes_on = [_goes_on(last, call) for calls in sessions for last, call in pairwise(calls)]
+    return sum(goes_on) < _LEAST_SHARE_THAT_GOES_ON * len(goes_on)
+
+
+def _goes_on(last: Call, call: Call) -> bool:
+    if last.blocks and call.blocks:
+        return last.blocks[0] == call.blocks[0]
+    return call.prompt_tokens >= last.prompt_tokens
+
+
+def _whole_prompts(additions: Sequence[Call]) -> list[Call]:
+    """Each row's prompt with everything before it. Blocks of later rows say nothing of what is before them."""
+    calls = [additions[0]]
+    for addition in additions[1:]:
+        last = calls[-1]
+        prompt_tokens = last.prompt_tokens + last.output_tokens + addition.prompt_tokens
+        calls.append(replace(addition, prompt_tokens=prompt_tokens, blocks=()))
+    return calls
 
 
 def _call(record: Record) -> Call:

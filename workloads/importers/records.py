@@ -94,6 +94,11 @@ class Record:
             raise self.error(name, "a text is wanted")
         return value
 
+    def name(self, field: str) -> str:
+        """A text, or a whole number as one: some number what others name."""
+        value = self.fields.get(field)
+        return str(value) if type(value) is int else self.text(field)
+
     def counts(self, name: str) -> tuple[int, ...]:
         """A list of whole numbers; empty where the field is missing."""
         values = self.fields[name] if self.has(name) else []
