@@ -19,9 +19,7 @@ The scheduler says what happened; the dispatcher uses the room that it left. Rul
     if it is more urgent by the margin; one at a time on an engine.
 """
 
-from collections.abc import Iterable, Mapping
-from heapq import merge
-from operator import attrgetter
+from collections.abc import Mapping
 
 from scheduling.chooser import Chooser
 from scheduling.engine import Engine
@@ -29,21 +27,21 @@ from scheduling.evacuation import new_homes
 from scheduling.limits import Limits
 from scheduling.policy import Policy
 from scheduling.preemption import victim_for
+from scheduling.queues import Queues
 from scheduling.residency import Residency
-from scheduling.state import RUNNING, WAITING, Queue, Trajectory, Turn
+from scheduling.state import RUNNING, WAITING, Trajectory, Turn
 from scheduling.types import ACTIVE, Action, Dispatch, Move, Preempt, Save
 
 # A client's hint outranks every prediction at the engine too: one step of it is more than any trajectory's output.
 HINT_TOKENS = 10_000_000
 
-_key = attrgetter("key")
-
 
 class Dispatcher:
-    """Owns the queues of one fleet.
+    """Lets the turns of one fleet run.
 
     Args:
         engines, trajectories: the scheduler's, which adds and removes them.
+        queues: where turns are; nobody else moves them.
         at: now; the scheduler sets it at every event.
         can_preempt: the driver performs Preempt.
     """
@@ -54,12 +52,11 @@ class Dispatcher:
         limits: Limits,
         engines: Mapping[str, Engine],
         trajectories: Mapping[str, Trajectory],
+        queues: Queues,
         at: float,
         can_preempt: bool,
     ) -> None:
         self.at = at
-        self.num_waiting = 0
-        self.homeless: dict[str, Queue] = {}
         self._policy = policy
         self._residency = policy.residency
         self._looks_every_s = policy.residency.every_s if policy.residency else 0.0
@@ -67,6 +64,7 @@ class Dispatcher:
         self._limits = limits
         self._engines = engines
         self._trajectories = trajectories
+        self._queues = queues
         self._chooser = Chooser(policy, engines)
         self._to_place: set[str] = set()
         self._to_fill: set[str] = set()
@@ -78,7 +76,7 @@ class Dispatcher:
 
     def admit(self, turn: Turn, actions: list[Action]) -> None:
         """Let a turn wait, or go at once."""
-        self.num_waiting += 1
+        self._queues.num_waiting += 1
         self.note(turn.trajectory)
         home = self._home(turn.trajectory)
         if home is not None:
@@ -101,12 +99,9 @@ class Dispatcher:
 
     def withdraw(self, turn: Turn) -> None:
         """Take a turn away from where it waits or runs."""
-        if turn.state is RUNNING:
-            turn.runs_on().stop(turn)
-            turn.engine = None
-        else:
-            self._leave_queue(turn)
-            self.num_waiting -= 1
+        awaited = self._queues.withdraw(turn)
+        if awaited is not None:
+            self._to_fill.add(awaited.spec.engine_id)
 
     def rest(self, trajectory: Trajectory) -> None:
         """Keep the claim of a trajectory without a live turn if it is in a tool call; else give it up."""
@@ -152,12 +147,12 @@ class Dispatcher:
 
     def revisit(self, actions: list[Action]) -> None:
         """Try every queue and every engine, for time has passed: leases and pauses end, patience runs out."""
-        self.homeless = {model: queue for model, queue in self.homeless.items() if queue}
+        self._queues.drop_empty()
         if self._residency is not None and self._looks_every_s and self.at >= self._look_again_at:
             self._look_again_at = self.at + self._looks_every_s
             for engine in self._engines.values():
                 self._thin_out(engine, self._residency)
-        for model in list(self.homeless):
+        for model in list(self._queues.homeless):
             self.place_homeless(model, actions)
         for engine in self._engines.values():
             self.fill(engine, actions)
@@ -172,15 +167,15 @@ class Dispatcher:
     def route_anew(self, engine: Engine, actions: list[Action]) -> None:
         """Route what waits for an engine that may not serve it any more, and what waits elsewhere and lives here."""
         self._chooser.look_anew()
-        engine.reserve(None)
+        self._queues.reserve(engine, None)
         waiting = [turn for turn in engine.returning if not engine.serves(turn.model)]
         if self._policy.is_sticky:
-            for queue in self.homeless.values():
+            for queue in self._queues.homeless.values():
                 waiting += [turn for turn in queue if turn.trajectory.home == engine.spec.engine_id]
         waiting.sort(key=lambda turn: turn.key)
         for turn in waiting:
             self._leave_queue(turn)
-            self.homeless.setdefault(turn.model, Queue()).push(turn)
+            self._queues.wait_homeless(turn)
         for turn in waiting:
             if turn.state is WAITING:
                 self._leave_queue(turn)
@@ -196,7 +191,7 @@ class Dispatcher:
             if engines:
                 self._wait_at(turn, self._chooser.engine_to_enter(turn, engines, self.at), actions)
                 return
-        self.homeless.setdefault(turn.model, Queue()).push(turn)
+        self._queues.wait_homeless(turn)
         self._place(turn, self._chooser.engines_for(turn.model), actions)
 
     def _resident_home(self, turn: Turn) -> Engine | None:
@@ -219,11 +214,14 @@ class Dispatcher:
         is_new_home = self._settle_at(trajectory, engine, actions)
         claimed = engine.claims.get(trajectory.trajectory_id, 0)
         engine.claim(trajectory, claimed if claimed > turn.claim_tokens else turn.claim_tokens)
-        if self.num_waiting == 1 and engine.kv_claimed <= engine.spec.kv_capacity_tokens and self._has_room(engine):
+        if (
+            self._queues.num_waiting == 1
+            and engine.kv_claimed <= engine.spec.kv_capacity_tokens
+            and self._has_room(engine)
+        ):
             self._dispatch(turn, engine, "home", actions)  # no other turn waits anywhere, nobody must make room
             return
-        turn.engine = engine
-        engine.hold(turn)
+        self._queues.wait_at(turn, engine)
         if is_new_home:
             self._call_home(trajectory, actions)
         self.relieve(engine)
@@ -243,24 +241,25 @@ class Dispatcher:
         """Give turns without a home, in their order, to engines that have room for them."""
         self._to_place.discard(model)
         engines = self._chooser.engines_for(model)
-        for turn in list(self.homeless.get(model, ())):
-            if turn.engine is not None or turn.state is not WAITING:
+        queue = self._queues.homeless.get(model)
+        for turn in list(queue or ()):
+            if turn.queue is not queue:
                 continue  # it went with another one of its trajectory
             if not self._place(turn, engines, actions) and not any(map(self._is_open, engines)):
                 return
 
     def _place(self, turn: Turn, engines: list[Engine], actions: list[Action]) -> bool:
         """Give a turn without a home to an engine that has room for it, or let one gather room."""
-        is_held_back = self._is_one_queue and self.homeless[turn.model].head() is not turn
+        is_held_back = self._is_one_queue and self._queues.homeless[turn.model].head() is not turn
         candidates = [] if is_held_back else [engine for engine in engines if self._may_enter(engine, turn)]
         if candidates:
             why = f"retried, leg {turn.leg + 1}" if turn.leg else "entered"
             self._dispatch(turn, self._chooser.engine_to_enter(turn, candidates, self.at), why, actions)
             return True
-        if turn.awaits is None and not self._is_one_queue:
+        if not self._is_one_queue and self._queues.awaited_by.get(turn) is None:
             lacking = [engine for engine in engines if self._is_open(engine) and self._may_serve(engine, turn)]
             if lacking:
-                max(lacking, key=_free_tokens).reserve(turn)
+                self._queues.reserve(max(lacking, key=_free_tokens), turn)
         self._make_slot(turn, engines, actions)
         return False
 
@@ -275,7 +274,10 @@ class Dispatcher:
 
     def _may_enter(self, engine: Engine, turn: Turn) -> bool:
         """Whether a turn may go to an engine now, without passing one that this engine gathers room for."""
-        if not self._fits(engine, turn) or not self._may_serve(engine, turn):
+        # Not `_fits`: of all that is asked of an engine this is asked most, and mostly it has no slot.
+        if not self._has_room(engine) or self._claims_giving_way(engine, turn) is None:
+            return False
+        if not self._may_serve(engine, turn):
             return False
         first = engine.reserved_for
         return first is None or first.key >= turn.key or not self._may_serve(engine, first)
@@ -284,7 +286,7 @@ class Dispatcher:
 
     def fill(self, engine: Engine, actions: list[Action]) -> None:
         """Dispatch waiting turns to an engine, first key first, while it has room."""
-        while self.num_waiting and engine.accepting and self._has_room(engine):
+        while self._queues.num_waiting and engine.accepting and self._has_room(engine):
             entrant, returning = self._next_entrant(engine), engine.returning.head()
             if entrant is not None and (returning is None or entrant.key < returning.key):
                 self._dispatch(entrant, engine, "entered", actions)
@@ -309,22 +311,19 @@ class Dispatcher:
     def _next_entrant(self, engine: Engine) -> Turn | None:
         """The first turn that may enter an engine and fits there, past those for which others gather room."""
         residency = self._residency
-        for turn in self._homeless_for(engine):
+        for turn in self._queues.homeless_for(engine):
             if not self._may_serve(engine, turn):
                 continue
             if residency is None or residency.enter(engine, turn, self.at, self._limits) is not None:
                 return turn
             if self._is_one_queue:
                 return None
-            if turn.awaits is None:
-                engine.reserve(turn)
-            if turn.awaits is engine:
+            awaited = self._queues.awaited_by.get(turn)
+            if awaited is None:
+                self._queues.reserve(engine, turn)
+            if awaited is None or awaited is engine:
                 return None
         return None
-
-    def _homeless_for(self, engine: Engine) -> Iterable[Turn]:
-        queues = [queue for model in engine.spec.models if (queue := self.homeless.get(model))]
-        return queues[0] if len(queues) == 1 else merge(*queues, key=_key)
 
     def _has_room(self, engine: Engine) -> bool:
         return not self._policy.holds_turns or len(engine.running) < engine.spec.slots
@@ -346,7 +345,7 @@ class Dispatcher:
             engine.release(trajectory_id)
             for turn in self._trajectories[trajectory_id].turns.values():
                 self._leave_queue(turn)
-                self.homeless.setdefault(turn.model, Queue()).push(turn)
+                self._queues.wait_homeless(turn)
                 self._to_place.add(turn.model)
 
     def _claims_giving_way(self, engine: Engine, turn: Turn) -> list[str] | None:
@@ -365,8 +364,7 @@ class Dispatcher:
         turn.become(RUNNING)
         turn.leg += 1
         turn.began_at, turn.is_pausing = self.at, False
-        turn.engine = engine
-        engine.run(turn)
+        self._queues.run(turn, engine)
         old_home = self._home(trajectory) if enters else None
         is_new_home = self._settle_at(trajectory, engine, actions)
         if engine.claims.get(trajectory.trajectory_id, -1) < turn.claim_tokens:
@@ -399,14 +397,9 @@ class Dispatcher:
                 self._route(turn, actions)
 
     def _leave_queue(self, turn: Turn) -> None:
-        if turn.engine is not None:
-            turn.engine.let_go(turn)
-        elif turn.queue is not None:
-            turn.queue.remove(turn)
-        turn.engine = None
-        if turn.awaits is not None:
-            self._to_fill.add(turn.awaits.spec.engine_id)
-            turn.awaits.reserve(None)
+        awaited = self._queues.leave(turn)
+        if awaited is not None:
+            self._to_fill.add(awaited.spec.engine_id)
 
     def _home(self, trajectory: Trajectory) -> Engine | None:
         return self._engines.get(trajectory.home or "")

@@ -107,14 +107,6 @@ class Engine:
         self.returning.remove(turn)
         self._facts.num_turns -= 1
 
-    def reserve(self, turn: Turn | None) -> None:
-        """Gather room for a turn, which no other engine does; for None no more."""
-        if self.reserved_for is not None:
-            self.reserved_for.awaits = None
-        self.reserved_for = turn
-        if turn is not None:
-            turn.awaits = self
-
     def claim(self, trajectory: Trajectory, tokens: int) -> None:
         """Count `tokens` of KV, and the work to come, for a trajectory that lives here."""
         trajectory_id = trajectory.trajectory_id

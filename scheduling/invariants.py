@@ -5,7 +5,8 @@ from math import isclose
 
 from scheduling.engine import Engine
 from scheduling.policy import Policy
-from scheduling.state import Queue, Trajectory, Turn, TurnState
+from scheduling.queues import Queues
+from scheduling.state import Trajectory, Turn, TurnState
 
 
 def check(
@@ -13,7 +14,7 @@ def check(
     engines: Mapping[str, Engine],
     trajectories: Mapping[str, Trajectory],
     turns: Mapping[str, Turn],
-    homeless: Mapping[str, Queue],
+    queues: Queues,
 ) -> None:
     """Assert that all that is remembered agrees with itself."""
     for turn in turns.values():
@@ -21,20 +22,21 @@ def check(
         assert trajectories[turn.trajectory.trajectory_id] is turn.trajectory
         assert (turn.state is TurnState.WAITING) == (turn.queue is not None)
     assert {turn for trajectory in trajectories.values() for turn in trajectory.turns} == set(turns)
-    queues = list(homeless.values())
     for turn in turns.values():
-        assert turn.awaits is None or (turn.awaits.reserved_for is turn and turn.engine is None)
+        awaited = queues.awaited_by.get(turn)
+        assert awaited is None or (awaited.reserved_for is turn and turn not in queues.engine_of)
+    lists = list(queues.homeless.values())
     for engine in engines.values():
-        assert engine.reserved_for is None or engine.reserved_for.awaits is engine
+        assert engine.reserved_for is None or queues.awaited_by[engine.reserved_for] is engine
         assert engine.reserved_for is None or engine.reserved_for.turn_id in turns
-        queues.append(engine.returning)
-        _check_engine(policy, engine, trajectories)
-    for queue in queues:
+        lists.append(engine.returning)
+        _check_engine(policy, engine, trajectories, queues)
+    for queue in lists:
         assert [turn.key for turn in queue] == sorted(turn.key for turn in queue)
         assert all(turn.queue is queue for turn in queue)
-    queued = sorted(turn.turn_id for queue in queues for turn in queue)
+    queued = sorted(turn.turn_id for queue in lists for turn in queue)
     assert queued == sorted(turn.turn_id for turn in turns.values() if turn.state is TurnState.WAITING)
-    for turn in (turn for queue in homeless.values() for turn in queue):
+    for turn in (turn for queue in queues.homeless.values() for turn in queue):
         home = engines.get(turn.trajectory.home or "")
         is_resident = home is not None and turn.trajectory.trajectory_id in home.claims
         assert home is None or not is_resident or not policy.is_sticky or turn.avoided or not home.serves(turn.model)
@@ -43,7 +45,7 @@ def check(
             assert not (is_empty and engine.serves(turn.model)) or turn.avoided, "a turn waits beside an empty engine"
 
 
-def _check_engine(policy: Policy, engine: Engine, trajectories: Mapping[str, Trajectory]) -> None:
+def _check_engine(policy: Policy, engine: Engine, trajectories: Mapping[str, Trajectory], queues: Queues) -> None:
     assert not engine.returning or not engine.accepting or not engine.has_slot, "a resident waits beside a free slot"
     assert engine.kv_claimed == sum(engine.claims.values())
     longest = max(engine.claims.values(), default=0)
@@ -60,9 +62,9 @@ def _check_engine(policy: Policy, engine: Engine, trajectories: Mapping[str, Tra
         assert bool(trajectory.turns) != (trajectory_id in engine.in_tool)
     assert set(engine.in_tool) <= set(engine.claims)
     for turn in engine.running.values():
-        assert turn.state is TurnState.RUNNING and turn.engine is engine
+        assert turn.state is TurnState.RUNNING and queues.engine_of[turn] is engine
         is_home = turn.trajectory.home == engine.spec.engine_id
         assert (turn.trajectory.trajectory_id in engine.claims) == is_home
     for turn in engine.returning:
         assert policy.holds_turns and engine.serves(turn.model)
-        assert turn.engine is engine and turn.trajectory.home == engine.spec.engine_id
+        assert queues.engine_of[turn] is engine and turn.trajectory.home == engine.spec.engine_id

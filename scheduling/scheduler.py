@@ -21,6 +21,7 @@ from scheduling.idle import IdleTrajectories
 from scheduling.limits import Limits
 from scheduling.order import TurnFacts
 from scheduling.policy import Policy
+from scheduling.queues import Queues
 from scheduling.state import ENDED, RUNNING, WAITING, Trajectory, Turn
 from scheduling.types import (
     ABORTED,
@@ -76,7 +77,8 @@ class Scheduler:
         self.limits = limits
         self.engines: dict[str, Engine] = {}
         self.trajectories: dict[str, Trajectory] = {}
-        self._dispatcher = Dispatcher(policy, limits, self.engines, self.trajectories, at, can_preempt)
+        self._queues = Queues()
+        self._dispatcher = Dispatcher(policy, limits, self.engines, self.trajectories, self._queues, at, can_preempt)
         self._at = at
         self._turns: dict[str, Turn] = {}
         self._idle = IdleTrajectories()
@@ -124,11 +126,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Turns in the queues."""
-        return self._dispatcher.num_waiting
+        return self._queues.num_waiting
 
     def next_wakeup(self) -> float | None:
         """When a Tick is wanted; None while there is nothing to wait for."""
-        if self.num_waiting or self._dispatcher.looks_regularly:
+        if self._queues.num_waiting or self._dispatcher.looks_regularly:
             return self._next_tick_at
         due_at = self._idle.next_due_at(self.limits)
         return None if due_at is None else max(due_at, self._next_tick_at)
@@ -137,7 +139,7 @@ class Scheduler:
         """Assert the invariants; for tests."""
         waiting = [turn for turn in self._turns.values() if turn.state is WAITING]
         assert len(waiting) == self.num_waiting
-        invariants.check(self.policy, self.engines, self.trajectories, self._turns, self._dispatcher.homeless)
+        invariants.check(self.policy, self.engines, self.trajectories, self._turns, self._queues)
 
     # --- turns ----------------------------------------------------------------------------------------------
 
@@ -155,7 +157,7 @@ class Scheduler:
         if not trajectory.num_turns and not trajectory.turns:
             trajectory.note_first_prompt(event.prompt_tokens, trajectory.group_id or event.group_id)
         turn = self._turn_of(event, trajectory)
-        if self._dispatcher.num_waiting >= self.limits.max_waiting_turns and not self._dispatcher.has_room_for(turn):
+        if self._queues.num_waiting >= self.limits.max_waiting_turns and not self._dispatcher.has_room_for(turn):
             actions.append(Reject(event.turn_id, Refusal.QUEUE_FULL, REFUSED_RETRY_S))
             return
         if is_new:
@@ -177,7 +179,7 @@ class Scheduler:
         turn = self._running_turn(event.turn_id, event.leg)
         if turn is None:
             return
-        engine = turn.runs_on()
+        engine = self._queues.engine_of[turn]
         context = turn.facts.prompt_tokens + event.output_tokens
         claimed = engine.claims.get(turn.trajectory.trajectory_id)
         if claimed is not None and context > claimed:
@@ -188,7 +190,7 @@ class Scheduler:
         turn = self._running_turn(event.turn_id, event.leg)
         if turn is None:
             return
-        engine, trajectory = turn.runs_on(), turn.trajectory
+        engine, trajectory = self._queues.engine_of[turn], turn.trajectory
         trajectory.context_tokens = event.prompt_tokens + event.output_tokens
         trajectory.output_tokens += event.output_tokens
         trajectory.num_turns += 1
@@ -206,14 +208,14 @@ class Scheduler:
             return
         if turn.state is WAITING and event.fault is not Fault.CLIENT_LEFT:
             return  # it waits because that leg failed: this was said before
-        engine = turn.engine
+        engine = self._queues.engine_of.get(turn)
         wants_retry = event.can_retry and event.fault in (Fault.ENGINE, Fault.BUSY)
         is_aborted = turn.trajectory.state is ABORTED
         is_busy = event.fault is Fault.BUSY
         turn.num_faults += not is_busy
         if wants_retry and not is_aborted and turn.num_faults < self.limits.max_attempts:
             pause_s = max(event.retry_after_s or self.limits.retry_pause_s, TICK_S if is_busy else 0.0)
-            turn.avoided[turn.runs_on().spec.engine_id] = self._at + pause_s
+            turn.avoided[self._queues.engine_of[turn].spec.engine_id] = self._at + pause_s
             # A busy engine did nothing for the turn: it has been waiting all the time, and not for ever.
             self._wait_again(turn, turn.queued_at if is_busy else self._at, actions)
         else:
@@ -229,7 +231,7 @@ class Scheduler:
         turn = self._running_turn(event.turn_id, event.leg)
         if turn is None:
             return
-        engine, trajectory = turn.runs_on(), turn.trajectory
+        engine, trajectory = self._queues.engine_of[turn], turn.trajectory
         turn.claim_tokens += event.output_tokens - turn.kept_tokens
         turn.kept_tokens = event.output_tokens
         if trajectory.state is ABORTED:

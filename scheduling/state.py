@@ -6,13 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import log2
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from scheduling.order import TurnFacts
 from scheduling.types import ACTIVE, Prediction, TrajectoryRecord, TrajectoryState
-
-if TYPE_CHECKING:
-    from scheduling.engine import Engine
 
 Key = tuple[int, float, int]
 """The client's own priority, the policy's order, and the number of the turn: lower is earlier."""
@@ -48,13 +44,11 @@ class Turn:
 
     Args:
         key: waiting turns are served in the order of their keys; no two are equal.
-        engine: where it runs, or whose queue it waits in.
         queue: where it waits.
         queued_at: since when it waits, or waited last.
         avoided: engines that failed it, each with the instant from which it may be tried again.
         kept_tokens: output of its earlier legs, which its next leg goes on from.
         claim_tokens: the KV that it will hold: its prompt, what it has made, and the answer that is expected of it.
-        awaits: the engine that lets nobody else enter until this turn fits.
         num_faults: legs that engines failed.
         began_at: when its running leg began.
         is_pausing: its running leg was asked to stop.
@@ -68,12 +62,10 @@ class Turn:
     queued_at: float
     state: TurnState = WAITING
     leg: int = 0
-    engine: "Engine | None" = None
     queue: "Queue | None" = None
     avoided: dict[str, float] = field(default_factory=dict)
     kept_tokens: int = 0
     claim_tokens: int = 0
-    awaits: "Engine | None" = None
     num_faults: int = 0
     began_at: float = 0.0
     is_pausing: bool = False
@@ -82,11 +74,6 @@ class Turn:
     def context_tokens(self) -> int:
         """What its next leg begins with: its prompt, and what it has made."""
         return self.facts.prompt_tokens + self.kept_tokens
-
-    def runs_on(self) -> "Engine":
-        """The engine of a running turn."""
-        assert self.engine is not None and self.state is RUNNING
-        return self.engine
 
     def become(self, state: TurnState) -> None:
         """Change state, as the transition table allows."""

@@ -55,7 +55,7 @@ def test_a_queue_that_nobody_waits_in_is_dropped() -> None:
         fleet.arrive(f"t{number}", model=f"no-such-model-{number}")
     fleet.tick(1.0)
     fleet.tick(1.0)
-    assert fleet.scheduler._dispatcher.homeless == {}
+    assert fleet.scheduler._queues.homeless == {}
 
 
 def test_after_its_pause_a_turn_goes_where_its_policy_says() -> None:
