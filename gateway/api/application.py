@@ -148,7 +148,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _unknown_engine(_: Request, error: Exception) -> Response:
-    return _refused_response(not_found(f"{error}."))
+    return _refused_response(not_found(f"{error}; GET /v1/engines lists them."))
 
 
 async def _defect(_: Request, error: Exception) -> Response:

@@ -127,12 +127,26 @@ def add_engines(app: FastAPI, engines: Engines) -> None:
         engines.access.admin(request.scope["headers"])
 
     admin = [Depends(need_admin)]
+    _add_views(app, engines)
+    _add_members(app, engines, admin)
+    _add_cordons(app, engines, admin)
+    _add_departures(app, engines, admin)
+    _add_events(app, engines)
 
+
+def _add_views(app: FastAPI, engines: Engines) -> None:
     @app.get("/v1/engines", tags=["fleet"])
     async def all_engines() -> dict[str, Any]:
         """The fleet: state, load and KV of each engine."""
         return {"object": "list", "data": [engines.view(member) for member in engines.fleet.members()]}
 
+    @app.get("/v1/engines/{engine_id}", tags=["fleet"])
+    async def one_engine(engine_id: str) -> dict[str, Any]:
+        """One engine."""
+        return engines.view(engines.fleet.get(engine_id))
+
+
+def _add_members(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
     @app.post("/v1/engines", tags=["fleet"], status_code=201, dependencies=admin)
     async def add(engine: NewEngine) -> dict[str, Any]:
         """Take an engine into the fleet. Needs the admin key."""
@@ -153,6 +167,8 @@ def add_engines(app: FastAPI, engines: Engines) -> None:
         await engines.fleet.remove(engine_id)
         return {"id": engine_id, "removed": True}
 
+
+def _add_cordons(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
     @app.post("/v1/engines/{engine_id}/cordon", tags=["fleet"], dependencies=admin)
     async def cordon(engine_id: str) -> dict[str, Any]:
         """Give an engine no more turns. Needs the admin key."""
@@ -163,6 +179,8 @@ def add_engines(app: FastAPI, engines: Engines) -> None:
         """Give an engine turns again. Needs the admin key."""
         return engines.view(engines.fleet.cordon(engine_id, False))
 
+
+def _add_departures(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
     @app.post("/v1/engines/{engine_id}/drain", tags=["fleet"], dependencies=admin)
     async def drain(engine_id: str, timeout_s: Annotated[float, Query(ge=0, le=86_400)] = 600.0) -> dict[str, Any]:
         """Cordon an engine and wait until none of its turns runs; those that can go on elsewhere now, and the KV of who
@@ -181,6 +199,8 @@ def add_engines(app: FastAPI, engines: Engines) -> None:
         num_left = await engines.moved_away(engine_id, timeout_s)
         return {**engines.view(engines.fleet.get(engine_id)), "is_evacuated": not num_left}
 
+
+def _add_events(app: FastAPI, engines: Engines) -> None:
     @app.get("/v1/events", tags=["fleet"], response_class=StreamingResponse)
     async def events() -> StreamingResponse:
         """Everything the scheduler hears and decides, as it happens (SSE)."""

@@ -121,7 +121,7 @@ class Fleet:
         for member in self._members:
             if member.engine_id == engine_id:
                 return member
-        raise UnknownEngine(f"no engine {engine_id!r}")
+        raise UnknownEngine(f"No engine {engine_id[:256]!r}")
 
     def kv_tier(self, engine_id: str) -> str:
         """The KV tier that an engine shares; "" for none, and for one that left."""

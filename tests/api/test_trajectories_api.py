@@ -196,6 +196,20 @@ async def test_engines_show_their_state_and_load(site: Site) -> None:
     await turn
 
 
+async def test_one_engine_is_shown_as_the_list_shows_it(site: Site) -> None:
+    """By its id; one that is not there is named in the answer, and no more of a long id than is needed."""
+    (listed,) = (await site.client.get("/v1/engines")).json()["data"]
+    shown = await site.client.get(f"/v1/engines/{listed['id']}")
+    assert shown.status_code == 200 and set(shown.json()) == set(listed)
+    assert {name: shown.json()[name] for name in ("id", "url", "state")} == {
+        name: listed[name] for name in ("id", "url", "state")
+    }
+    for unknown in ("127.0.0.1:1", "x" * 300):
+        missed = await site.client.get(f"/v1/engines/{unknown}")
+        assert missed.status_code == 404
+        assert missed.json()["error"]["message"] == f"No engine '{unknown[:256]}'; GET /v1/engines lists them."
+
+
 async def test_a_cordoned_engine_gets_no_new_turns(site: Site) -> None:
     """Its turns wait until it is uncordoned; the admin key is needed for both."""
     (engine,) = (await site.client.get("/v1/engines")).json()["data"]
