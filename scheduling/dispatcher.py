@@ -1,26 +1,21 @@
 """Where a waiting turn waits or goes, and what an engine runs next.
 
-The scheduler says what happened; the dispatcher uses the room that it left. Rules:
+The scheduler says what happened; the dispatcher uses the room that it left. Who may enter an engine is said by
+admission.py, with rules 11 to 14. Rules:
 
 6. A waiting turn waits in one queue: its home's while its trajectory is resident there, else its model's. Its
    trajectory's new home calls it there.
-7. An engine gets at most `slots` turns, if the policy holds turns.
-8. A trajectory that is not resident on an engine enters only while the KV claims there, those of trajectories in a tool
-   call included, stay under the watermark with it; or when nothing is claimed at all, so that nothing waits for ever.
-9. The longest idle claims in a tool call give way to an entrant: after their lease, or at once when it has waited for
-   `entry_patience_s`.
-10. When contexts have grown beyond an engine's KV, the least urgent residents that do not run give their claims up, and
-    enter anew, there or elsewhere. An engine that is left to evict by itself evicts everybody in turn (thrash).
-11. A turn that fits nowhere has one engine reserved, so that it is not passed for ever: there only residents and more
-    urgent turns pass it. Those behind it may enter the others; it takes the first engine on which it fits.
-12. A trajectory is saved before a turn of it is dispatched to a new home.
-13. Who lives in a tool call on an engine that will be gone moves to one where it fits, those with most work left first.
-14. Where policy and driver allow it, a waiting turn that lacks only a slot takes that of the least urgent running one,
+7. When contexts have grown beyond an engine's KV, the least urgent residents that do not run give their claims up, and
+   enter anew, there or elsewhere. An engine that is left to evict by itself evicts everybody in turn (thrash).
+8. A trajectory is saved before a turn of it is dispatched to a new home.
+9. Who lives in a tool call on an engine that will be gone moves to one where it fits, those with most work left first.
+10. Where policy and driver allow it, a waiting turn that lacks only a slot takes that of the least urgent running one,
     if it is more urgent by the margin; one at a time on an engine.
 """
 
 from collections.abc import Mapping
 
+from scheduling.admission import Admission
 from scheduling.chooser import Chooser
 from scheduling.engine import Engine
 from scheduling.evacuation import new_homes
@@ -42,6 +37,7 @@ class Dispatcher:
     Args:
         engines, trajectories: the scheduler's, which adds and removes them.
         queues: where turns are; nobody else moves them.
+        admission: who may enter; its `at` is the dispatcher's.
         at: now; the scheduler sets it at every event.
         can_preempt: the driver performs Preempt.
     """
@@ -53,6 +49,7 @@ class Dispatcher:
         engines: Mapping[str, Engine],
         trajectories: Mapping[str, Trajectory],
         queues: Queues,
+        admission: Admission,
         at: float,
         can_preempt: bool,
     ) -> None:
@@ -65,6 +62,7 @@ class Dispatcher:
         self._engines = engines
         self._trajectories = trajectories
         self._queues = queues
+        self._admission = admission
         self._chooser = Chooser(policy, engines)
         self._to_place: set[str] = set()
         self._to_fill: set[str] = set()
@@ -86,11 +84,11 @@ class Dispatcher:
     def has_room_for(self, turn: Turn) -> bool:
         """Whether a turn that is not admitted yet would go at once."""
         home = self._resident_home(turn)
-        if home is not None and self._may_serve(home, turn):
-            return self._has_room(home)
+        if home is not None and self._admission.may_serve(home, turn):
+            return self._admission.has_room(home)
         if self._policy.assigns:
             return False
-        return any(self._may_enter(engine, turn) for engine in self._engines.values())
+        return any(self._admission.may_enter(engine, turn) for engine in self._engines.values())
 
     def note(self, trajectory: Trajectory) -> None:
         """What is left of a trajectory has changed, or it has ended."""
@@ -183,11 +181,11 @@ class Dispatcher:
 
     def _route(self, turn: Turn, actions: list[Action]) -> None:
         home = self._resident_home(turn)
-        if home is not None and self._may_serve(home, turn):
+        if home is not None and self._admission.may_serve(home, turn):
             self._route_home(turn, home, actions)
             return
         if home is None and self._policy.assigns:
-            engines = [engine for engine in self._engines.values() if self._may_serve(engine, turn)]
+            engines = [engine for engine in self._engines.values() if self._admission.may_serve(engine, turn)]
             if engines:
                 self._wait_at(turn, self._chooser.engine_to_enter(turn, engines, self.at), actions)
                 return
@@ -217,7 +215,7 @@ class Dispatcher:
         if (
             self._queues.num_waiting == 1
             and engine.kv_claimed <= engine.spec.kv_capacity_tokens
-            and self._has_room(engine)
+            and self._admission.has_room(engine)
         ):
             self._dispatch(turn, engine, "home", actions)  # no other turn waits anywhere, nobody must make room
             return
@@ -232,9 +230,9 @@ class Dispatcher:
         is_in_tool_gap = len(turn.trajectory.turns) == 1 and not turn.kept_tokens
         if policy.move is None or not is_in_tool_gap:
             return None
-        if not policy.moves_from_free_homes and self._fits(home, turn):
+        if not policy.moves_from_free_homes and self._admission.fits(home, turn):
             return None
-        may_go = self._may_serve if policy.assigns else self._may_enter
+        may_go = self._admission.may_serve if policy.assigns else self._admission.may_enter
         return self._chooser.better_home(turn, home, lambda engine: may_go(engine, turn), self.at)
 
     def place_homeless(self, model: str, actions: list[Action]) -> None:
@@ -245,48 +243,33 @@ class Dispatcher:
         for turn in list(queue or ()):
             if turn.queue is not queue:
                 continue  # it went with another one of its trajectory
-            if not self._place(turn, engines, actions) and not any(map(self._is_open, engines)):
+            if not self._place(turn, engines, actions) and not any(map(self._admission.is_open, engines)):
                 return
 
     def _place(self, turn: Turn, engines: list[Engine], actions: list[Action]) -> bool:
         """Give a turn without a home to an engine that has room for it, or let one gather room."""
         is_held_back = self._is_one_queue and self._queues.homeless[turn.model].head() is not turn
-        candidates = [] if is_held_back else [engine for engine in engines if self._may_enter(engine, turn)]
+        candidates = [] if is_held_back else [engine for engine in engines if self._admission.may_enter(engine, turn)]
         if candidates:
             why = f"retried, leg {turn.leg + 1}" if turn.leg else "entered"
             self._dispatch(turn, self._chooser.engine_to_enter(turn, candidates, self.at), why, actions)
             return True
         if not self._is_one_queue and self._queues.awaited_by.get(turn) is None:
-            lacking = [engine for engine in engines if self._is_open(engine) and self._may_serve(engine, turn)]
+            lacking = [
+                engine
+                for engine in engines
+                if self._admission.is_open(engine) and self._admission.may_serve(engine, turn)
+            ]
             if lacking:
                 self._queues.reserve(max(lacking, key=_free_tokens), turn)
         self._make_slot(turn, engines, actions)
         return False
 
-    def _is_open(self, engine: Engine) -> bool:
-        """Whether an engine has room for a turn and gathers none for another one."""
-        return engine.reserved_for is None and engine.accepting and self._has_room(engine)
-
-    def _may_serve(self, engine: Engine, turn: Turn) -> bool:
-        if turn.avoided and turn.avoided.get(engine.spec.engine_id, self.at) > self.at:
-            return False
-        return engine.accepting and turn.model in engine.spec.models
-
-    def _may_enter(self, engine: Engine, turn: Turn) -> bool:
-        """Whether a turn may go to an engine now, without passing one that this engine gathers room for."""
-        # Not `_fits`: of all that is asked of an engine this is asked most, and mostly it has no slot.
-        if not self._has_room(engine) or self._claims_giving_way(engine, turn) is None:
-            return False
-        if not self._may_serve(engine, turn):
-            return False
-        first = engine.reserved_for
-        return first is None or first.key >= turn.key or not self._may_serve(engine, first)
-
     # --- filling: what an engine runs next ------------------------------------------------------------------
 
     def fill(self, engine: Engine, actions: list[Action]) -> None:
         """Dispatch waiting turns to an engine, first key first, while it has room."""
-        while self._queues.num_waiting and engine.accepting and self._has_room(engine):
+        while self._queues.num_waiting and engine.accepting and self._admission.has_room(engine):
             entrant, returning = self._next_entrant(engine), engine.returning.head()
             if entrant is not None and (returning is None or entrant.key < returning.key):
                 self._dispatch(entrant, engine, "entered", actions)
@@ -301,8 +284,8 @@ class Dispatcher:
         """Preempt the least urgent turn that runs where a much more urgent one lacks only a slot."""
         if not self._preempts:
             return
-        full = [engine for engine in engines if not engine.has_slot and self._may_serve(engine, turn)]
-        enterable = [engine for engine in full if self._claims_giving_way(engine, turn) is not None]
+        full = [engine for engine in engines if not engine.has_slot and self._admission.may_serve(engine, turn)]
+        enterable = [engine for engine in full if self._admission.claims_giving_way(engine, turn) is not None]
         victim = victim_for(turn, enterable, self.at, self._limits)
         if victim is not None:
             victim.is_pausing = True
@@ -312,7 +295,7 @@ class Dispatcher:
         """The first turn that may enter an engine and fits there, past those for which others gather room."""
         residency = self._residency
         for turn in self._queues.homeless_for(engine):
-            if not self._may_serve(engine, turn):
+            if not self._admission.may_serve(engine, turn):
                 continue
             if residency is None or residency.enter(engine, turn, self.at, self._limits) is not None:
                 return turn
@@ -324,13 +307,6 @@ class Dispatcher:
             if awaited is None or awaited is engine:
                 return None
         return None
-
-    def _has_room(self, engine: Engine) -> bool:
-        return not self._policy.holds_turns or len(engine.running) < engine.spec.slots
-
-    def _fits(self, engine: Engine, turn: Turn) -> bool:
-        """Whether a turn may run on an engine now, if the idle claims that must give way do so."""
-        return self._has_room(engine) and self._claims_giving_way(engine, turn) is not None
 
     def relieve(self, engine: Engine) -> None:
         """Make residents give up their claims while these are more than the engine's KV can hold.
@@ -348,16 +324,13 @@ class Dispatcher:
                 self._queues.wait_homeless(turn)
                 self._to_place.add(turn.model)
 
-    def _claims_giving_way(self, engine: Engine, turn: Turn) -> list[str] | None:
-        return [] if self._residency is None else self._residency.enter(engine, turn, self.at, self._limits)
-
     # --- dispatching ----------------------------------------------------------------------------------------
 
     def _dispatch(self, turn: Turn, engine: Engine, why: str, actions: list[Action]) -> None:
         trajectory = turn.trajectory
         enters = trajectory.trajectory_id not in engine.claims
-        giving_way = self._claims_giving_way(engine, turn) if enters else ()
-        assert giving_way is not None and self._has_room(engine) and self._may_serve(engine, turn)
+        giving_way = self._admission.claims_giving_way(engine, turn) if enters else ()
+        assert giving_way is not None and self._admission.has_room(engine) and self._admission.may_serve(engine, turn)
         for trajectory_id in giving_way:
             engine.release(trajectory_id)
         self.withdraw(turn)

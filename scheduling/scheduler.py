@@ -8,18 +8,19 @@
 4. A trajectory is saved when a turn of it is finished.
 5. An aborted trajectory stays aborted.
 
-The dispatcher decides where a waiting turn waits or goes; its rules, 6 to 12, are at the head of dispatcher.py.
+The dispatcher decides where a waiting turn waits or goes; its rules, 6 to 10, are at the head of dispatcher.py.
 """
 
 from collections.abc import Iterable
 from typing import assert_never
 
 from scheduling import invariants
+from scheduling.admission import Admission
+from scheduling.arrival import trajectory_of, turn_of
 from scheduling.dispatcher import Dispatcher
 from scheduling.engine import Engine
 from scheduling.idle import IdleTrajectories
 from scheduling.limits import Limits
-from scheduling.order import TurnFacts
 from scheduling.policy import Policy
 from scheduling.queues import Queues
 from scheduling.state import ENDED, RUNNING, WAITING, Trajectory, Turn
@@ -78,7 +79,10 @@ class Scheduler:
         self.engines: dict[str, Engine] = {}
         self.trajectories: dict[str, Trajectory] = {}
         self._queues = Queues()
-        self._dispatcher = Dispatcher(policy, limits, self.engines, self.trajectories, self._queues, at, can_preempt)
+        self._admission = Admission(policy, limits, at)
+        self._dispatcher = Dispatcher(
+            policy, limits, self.engines, self.trajectories, self._queues, self._admission, at, can_preempt
+        )
         self._at = at
         self._turns: dict[str, Turn] = {}
         self._idle = IdleTrajectories()
@@ -93,7 +97,7 @@ class Scheduler:
     def handle(self, event: Event) -> list[Action]:
         """Take in what happened and say what to do, in order."""
         if event.at > self._at:
-            self._at = self._dispatcher.at = event.at
+            self._at = self._dispatcher.at = self._admission.at = event.at
         actions: list[Action] = []
         match event:
             case TurnArrived():
@@ -153,10 +157,10 @@ class Scheduler:
             return
         is_new = trajectory is None
         if trajectory is None:
-            trajectory = self._trajectory_of(event)
+            trajectory = trajectory_of(event, self._num_trajectories, self._at)
         if not trajectory.num_turns and not trajectory.turns:
             trajectory.note_first_prompt(event.prompt_tokens, trajectory.group_id or event.group_id)
-        turn = self._turn_of(event, trajectory)
+        turn = turn_of(event, trajectory, self._num_turns, self._at, self.policy.order, self.limits)
         if self._queues.num_waiting >= self.limits.max_waiting_turns and not self._dispatcher.has_room_for(turn):
             actions.append(Reject(event.turn_id, Refusal.QUEUE_FULL, REFUSED_RETRY_S))
             return
@@ -251,7 +255,7 @@ class Scheduler:
 
     def _trajectory_declared(self, event: TrajectoryDeclared, actions: list[Action]) -> None:
         if event.trajectory_id not in self.trajectories:
-            self._begin(self._trajectory_of(event), actions)
+            self._begin(trajectory_of(event, self._num_trajectories, self._at), actions)
 
     def _trajectory_closed(self, event: TrajectoryClosed, actions: list[Action]) -> None:
         trajectory = self.trajectories.get(event.trajectory_id)
@@ -345,40 +349,6 @@ class Scheduler:
     def _running_turn(self, turn_id: str, leg: int) -> Turn | None:
         turn = self._turns.get(turn_id)
         return turn if turn is not None and turn.leg == leg and turn.state is RUNNING else None
-
-    def _turn_of(self, event: TurnArrived, trajectory: Trajectory) -> Turn:
-        """The turn that a client asks for; it is in no queue yet."""
-        facts = TurnFacts(
-            self._num_turns,
-            trajectory.ordinal,
-            self._at,
-            event.prompt_tokens,
-            trajectory.output_tokens,
-            event.prediction,
-            trajectory.group_id or event.group_id,
-            trajectory.num_turns,
-            trajectory.context_tokens,
-            trajectory.home,
-        )
-        key = (event.priority, self.policy.order(facts, self.limits), self._num_turns)
-        turn = Turn(event.turn_id, trajectory, event.model, facts, key, self._at)
-        turn.claim_tokens = event.prompt_tokens
-        if self.limits.answer_tokens:
-            made_tokens = trajectory.output_tokens + self.limits.answer_tokens
-            turn.claim_tokens += made_tokens // (trajectory.num_turns + 1)
-        return turn
-
-    def _trajectory_of(self, event: TurnArrived | TrajectoryDeclared) -> Trajectory:
-        """A trajectory that nobody knew; it is not remembered yet."""
-        return Trajectory(
-            trajectory_id=event.trajectory_id,
-            ordinal=self._num_trajectories,
-            group_id=event.group_id,
-            rollout_id=event.rollout_id,
-            created_at=self._at,
-            last_at=self._at,
-            prediction=event.prediction,
-        )
 
     def _begin(self, trajectory: Trajectory, actions: list[Action]) -> None:
         self._make_room(1, actions)

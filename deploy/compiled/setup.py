@@ -11,7 +11,8 @@ from setuptools import setup
 # - whose classes are asked for a class attribute (engines/vllm.py);
 # - with asynchronous generators, which mypyc has not, and gateway/kv/moves.py, which it cannot read.
 COMPILED = {
-    "scheduling": "chooser dispatcher engine estimate idle order placement queues residency scheduler state",
+    "scheduling": "admission arrival chooser dispatcher engine estimate idle order placement queues residency "
+    "scheduler state",
     "predictor": "forecast groups lattice lengths pace tabular",
     "store": "embedded",
     "engines/http": "client connection pool response",
