@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 from pathlib import Path
 from typing import get_args
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from rich.console import Console
 
 from heddle.arguments import count, out_file, positive, share, whole
 from loadtest.agent import Identity
-from loadtest.clients import RequestFailed
+from loadtest.clients import INITIAL_BACKOFF_S, MAX_BACKOFF_S, RequestFailed
 from loadtest.display import RolloutProgress, print_results
 from loadtest.replayer import ReplaySettings, replay
 from workloads.laws import draw, law_named
@@ -28,6 +31,9 @@ examples:
 
 Exits with 1 if a turn failed and 2 if the arguments or the server's address are wrong.
 """
+
+# A look before the first request; a server that takes longer is heard of by the requests.
+_LOOK_TIMEOUT_S = 3.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +65,8 @@ async def run(args: argparse.Namespace) -> int:
     try:
         workload = _workload(args)
         settings = _settings(args)
+        if settings.max_retries and (reason := await _unreachable(settings.base_url)):
+            print(_patience(settings, reason), file=sys.stderr)
         with RolloutProgress(workload, workload.name, console) as progress:
             result = await replay(workload, settings, name=workload.name, on_turn=progress.on_turn)
         if args.json:
@@ -118,6 +126,34 @@ def _settings(args: argparse.Namespace) -> ReplaySettings:
         finish=args.finish,
         client=args.client,
         rollout_id=args.rollout_id,
+    )
+
+
+async def _unreachable(base_url: str) -> str | None:
+    """Why no connection can be made to a server; None where one can, or where a proxy makes it."""
+    address = urlsplit(base_url)
+    host = address.hostname or ""
+    if address.scheme in getproxies() and not proxy_bypass(host):
+        return None
+    try:
+        async with asyncio.timeout(_LOOK_TIMEOUT_S):
+            port = address.port or (443 if address.scheme == "https" else 80)
+            _, writer = await asyncio.open_connection(host, port)
+    except TimeoutError:
+        return f"no answer within {_LOOK_TIMEOUT_S:.0f} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    writer.close()
+    return None
+
+
+def _patience(settings: ReplaySettings, reason: str) -> str:
+    """What a user should know while nothing seems to happen: clients bridge a restart without a word."""
+    num = settings.max_retries
+    most_s = sum(min(MAX_BACKOFF_S, INITIAL_BACKOFF_S * 2.0**retry) for retry in range(num))
+    return (
+        f"heddle replay: cannot connect to {settings.base_url}: {reason}; "
+        f"trying again until {num} retries are used up, {most_s:,.0f} s at most"
     )
 
 

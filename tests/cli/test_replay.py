@@ -60,6 +60,15 @@ async def test_a_trace_is_cut_and_fitted_as_asked(tmp_path: Path) -> None:
         assert chars / 4 + body["max_tokens"] <= 600
 
 
+async def test_a_dead_address_is_named_before_it_is_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """With what happens next, for clients ask again in silence; then the end, with the reason."""
+    assert await run(parse("--base-url", "http://127.0.0.1:9/v1", *SMALL, "--max-retries", "1")) == 2
+    said = capsys.readouterr().err
+    told = "heddle replay: cannot connect to http://127.0.0.1:9/v1: "
+    assert told in said and "until 1 retries are used up" in said
+    assert said.index(told) < said.index("no answer")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
