@@ -135,15 +135,15 @@ class ChoiceLeg:
     def _leg(self) -> TokenLeg:
         turn, chain, place, index = self._turn, self._chain, self._place, self._choice.index
         return TokenLeg(
-            request_id=f"{place.request_id}.{index}" if index else place.request_id,
-            trajectory_id=turn.ask.trajectory_id,
-            priority=place.priority,
-            prompt_ids=chain.prompt_ids + chain.output_ids,
-            num_made=len(chain.output_ids),
-            cache_salt=place.member.cache_salt,
-            event_tokens=self._event_tokens(),
-            wants_logprobs=place.settings.keep_logprobs and turn.ask.keeps_tokens,
-            index=index,
+            f"{place.request_id}.{index}" if index else place.request_id,
+            turn.ask.trajectory_id,
+            place.priority,
+            chain.prompt_ids + chain.output_ids,
+            len(chain.output_ids),
+            place.member.cache_salt,
+            self._event_tokens(),
+            place.settings.keep_logprobs and turn.ask.keeps_tokens,
+            index,
         )
 
     def _event_tokens(self) -> int:

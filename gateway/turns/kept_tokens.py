@@ -103,16 +103,16 @@ class KeptTokens:
         ask, chain, content = turn.ask, choice.chain, choice.content()
         self._book.add(
             TurnTokens(
-                trajectory_id=ask.trajectory_id,
-                turn_id=choice_id(turn.turn_id, choice.index),
-                prompt_ids=chain.prompt_ids,
-                output_ids=chain.output_ids,
-                logprobs=chain.chosen_logprobs,
-                versions=tuple(chain.versions),
-                finish_reason=chain.finish_reason or "",
-                parent=chain.parent,
-                history=choice.history.digest(content) if choice.history else "",
-                ended_at=self._clock(),
+                ask.trajectory_id,
+                choice_id(turn.turn_id, choice.index),
+                chain.prompt_ids,
+                chain.output_ids,
+                chain.chosen_logprobs,
+                tuple(chain.versions),
+                chain.finish_reason or "",
+                chain.parent,
+                choice.history.digest(content) if choice.history else "",
+                self._clock(),
             )
         )
 

@@ -12,7 +12,7 @@ from gateway.turns.chain import Said
 from gateway.turns.choice import Choice
 from gateway.turns.voices import ParsedVoice, TextVoice
 
-_DATA, _END = b"data: ", b"\n\n"
+_DATA, _BETWEEN = b"data: ", b"\n\ndata: "
 
 
 class TokenRelay:
@@ -123,9 +123,12 @@ class TokenRelay:
 
 def _data_of_each(block: bytes) -> list[bytes]:
     """What the events of a block say."""
-    if block.startswith(_DATA) and block.endswith(_END):
-        lines = block[len(_DATA) : -len(_END)].split(_END + _DATA)
-        # Engines write an event as one line; whatever else the standard allows is read the slow way.
-        if block.find(b"\r") < 0 and max([line.find(b"\n") for line in lines]) < 0:
-            return lines
-    return [data_of(event) for event in split_events(block)]
+    lines, start, end = [], len(_DATA), -1
+    # Engines write an event as one line; whatever else the standard allows is read the slow way.
+    is_plain = block.startswith(_DATA) and block.find(b"\r") < 0
+    while is_plain:
+        end = block.find(b"\n", start)
+        lines.append(block[start:end])
+        start = end + len(_BETWEEN)
+        is_plain = block[end:start] == _BETWEEN
+    return lines if block[end:] == b"\n\n" else [data_of(event) for event in split_events(block)]

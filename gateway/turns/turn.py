@@ -225,8 +225,7 @@ class Turn:
     @property
     def versions_made(self) -> list[str]:
         """The weights that made its tokens, as far as it is served at token level."""
-        spans = (span for choice in self.choices for span in choice.chain.versions)
-        return list(dict.fromkeys(span.version for span in spans))
+        return list(dict.fromkeys([span.version for choice in self.choices for span in choice.chain.versions]))
 
     def row(
         self, outcome: str, ended_at: float, engine_id: str | None, why: str, error: Refused | None
