@@ -4,9 +4,10 @@ A log is what the gateway's event log and `heddle simulate --log` write: a JSON 
 "event", "type", ...fields}`, followed by a line of kind `action` for each action. A first line `{"kind": "start",
 "policy", "limits", "can_preempt", "records"}` says how the scheduler was made, and another one that a new process made
 another; where there is none, the log must begin with an empty scheduler, and the caller says which policy it had. Lines
-of other kinds are passed over.
+of other kinds are passed over. It may be gzipped.
 """
 
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from scheduling.scheduler import Scheduler
 from scheduling.types import Action, Event, TrajectoryRecord
 from simulator.runs import policy_named
 from simulator.tables import from_table
+from workloads.traces import open_bytes
 
 _EVENTS = {kind.__name__: kind for kind in get_args(Event)}
 
@@ -77,17 +79,17 @@ def replay(path: Path, policy_name: str | None = None) -> Replayed:
         policy_name: what the log had, if it does not say so itself; None: the default policy.
 
     Raises:
-        ValueError: a line is malformed, there is no event, or no such policy.
+        ValueError: a line is malformed, the file is damaged, there is no event, or no such policy.
         OSError: the file cannot be read.
     """
-    with path.open("rb") as lines:
-        replayed = _replay(_parsed(lines, path), policy_name)
+    with open_bytes(path) as lines:
+        replayed = _replay(_parsed(lines, path), path, policy_name)
     if not replayed.num_events:
         raise ValueError(f"{path}: no event in it")
     return replayed
 
 
-def _replay(lines: Iterator[tuple[int, bytes, dict[str, Any]]], policy_name: str | None) -> Replayed:
+def _replay(lines: Iterator[tuple[int, bytes, dict[str, Any]]], path: Path, policy_name: str | None) -> Replayed:
     scheduler: Scheduler | None = None
     due: list[bytes] = []
     event_line = b""
@@ -95,11 +97,11 @@ def _replay(lines: Iterator[tuple[int, bytes, dict[str, Any]]], policy_name: str
     for number, line, said in lines:
         match said.get("kind"):
             case "start":
-                scheduler = _started(said)
+                scheduler = _started(said, f"{path}, line {number}: ")
             case "event":
                 if due:
                     return Replayed(num_events, num_actions, Difference(number, event_line, None, due[0]))
-                event = _event(said, number)
+                event = _event(said, f"{path}, line {number}: ")
                 if scheduler is None:
                     scheduler = Scheduler(policy_named(policy_name or "heddle"), Limits(), at=event.at)
                 event_line, num_events = line, num_events + 1
@@ -117,28 +119,34 @@ def _replay(lines: Iterator[tuple[int, bytes, dict[str, Any]]], policy_name: str
 
 def _parsed(lines: Iterable[bytes], path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     for number, line in enumerate(lines, start=1):
+        content = line.removeprefix(BOM_UTF8) if number == 1 else line
         try:
-            said = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
+            said = orjson.loads(content)
+            if not isinstance(said, dict):
+                raise ValueError("not a JSON object")
+        except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
-        if not isinstance(said, dict):
-            raise ValueError(f"{path}, line {number}: not a JSON object")
-        yield number, line, said
+        # Line ends are not what was said: they are as this project writes them.
+        yield number, content.rstrip(b"\r\n") + b"\n", said
 
 
-def _started(said: dict[str, Any]) -> Scheduler:
+def _started(said: dict[str, Any], where: str) -> Scheduler:
     missing = [name for name in ("at", "policy", "can_preempt") if name not in said]
     if missing:
-        raise ValueError(f"the line of kind start lacks {missing[0]!r}")
-    records = [from_table(TrajectoryRecord, record, "records.") for record in said.get("records", ())]
-    limits = from_table(Limits, said.get("limits", {}), "limits.")
-    return Scheduler(policy_named(said["policy"]), limits, records, said["at"], can_preempt=said["can_preempt"])
+        raise ValueError(f"{where}the line of kind start lacks {missing[0]!r}")
+    records = [from_table(TrajectoryRecord, record, f"{where}records.") for record in said.get("records", ())]
+    limits = from_table(Limits, said.get("limits", {}), f"{where}limits.")
+    try:
+        policy = policy_named(said["policy"])
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from error
+    return Scheduler(policy, limits, records, said["at"], can_preempt=said["can_preempt"])
 
 
-def _event(said: dict[str, Any], number: int) -> Event:
+def _event(said: dict[str, Any], where: str) -> Event:
     kind = _EVENTS.get(said.get("type", ""))
     if kind is None:
-        raise ValueError(f"line {number}: no event is called {said.get('type')!r}")
+        raise ValueError(f"{where}no event is called {said.get('type')!r}")
     fields = {name: value for name, value in said.items() if name not in ("kind", "type")}
-    event: Event = from_table(kind, fields, f"line {number}: ")
+    event: Event = from_table(kind, fields, where)
     return event

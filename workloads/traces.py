@@ -12,12 +12,13 @@ from a line to a `Trajectory`, and nothing else.
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO, cast
 
 from workloads.trajectories import Trajectory, Turn, Workload
 
@@ -104,15 +105,28 @@ def open_text(path: Path) -> Iterator[TextIO]:
         TraceError: While it is read, if it is not text or is damaged.
         OSError: If the file cannot be read.
     """
+    with open_bytes(path) as content:
+        try:
+            # Some editors begin a file with a byte order mark, which JSON forbids.
+            yield io.TextIOWrapper(content, encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise TraceError(f"{path}: not text in UTF-8") from error
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[IO[bytes]]:
+    """What is in a file, gzipped or not, whatever its name says.
+
+    Raises:
+        TraceError: While it is read, if it is damaged.
+        OSError: If the file cannot be read.
+    """
     with path.open("rb") as file:
         is_gzipped = file.read(2) == _GZIP_MAGIC
     opener = gzip.open if is_gzipped else open
     try:
-        # Some editors begin a file with a byte order mark, which JSON forbids.
-        with opener(path, "rt", encoding="utf-8-sig") as lines:
-            yield lines
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{path}: not text in UTF-8") from error
+        with opener(path, "rb") as content:
+            yield cast(IO[bytes], content)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(f"{path}: a damaged gzip file, perhaps not all of it: {error}") from error
 

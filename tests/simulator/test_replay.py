@@ -1,5 +1,7 @@
 """A log played again gives the same actions, and where it does not, the line is named."""
 
+import gzip
+from collections.abc import Callable
 from pathlib import Path
 
 import orjson
@@ -84,15 +86,51 @@ def test_a_log_of_the_gateway_is_replayed_without_a_start(tmp_path: Path) -> Non
     assert replay(tmp_path / "gateway.jsonl").difference is None
 
 
+@pytest.mark.parametrize(
+    "otherwise",
+    [
+        gzip.compress,
+        lambda content: content.replace(b"\n", b"\r\n"),
+        lambda content: b"\xef\xbb\xbf" + content,
+        lambda content: content[:-1],
+    ],
+    ids=["gzip", "crlf", "bom", "no-end"],
+)
+def test_a_log_is_the_same_however_it_was_stored(otherwise: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    """Compressed, or with what editors make of line ends: what it says is what counts, and no byte of that is passed
+    over."""
+    path = written(tmp_path / "events.jsonl", "slime")
+    content = path.read_bytes()
+    expected = replay(path)
+    path.write_bytes(otherwise(content))
+    assert replay(path) == expected
+
+    place = content.rindex(b'"Dispatch"')
+    path.write_bytes(otherwise(content[:place] + b'"Dispatched"' + content[place + len(b'"Dispatch"') :]))
+    assert replay(path).difference is not None
+
+
+def test_a_damaged_log_is_refused(tmp_path: Path) -> None:
+    """Half a gzip file, as from a process that was killed, is no log."""
+    path = tmp_path / "events.jsonl.gz"
+    path.write_bytes(gzip.compress(written(tmp_path / "events.jsonl", "slime").read_bytes())[:-20])
+    with pytest.raises(ValueError, match=r"events\.jsonl\.gz: a damaged gzip file"):
+        replay(path)
+
+
 def test_a_broken_log_is_refused_with_its_line(tmp_path: Path) -> None:
     """Whatever is wrong, the message says where."""
     path = tmp_path / "events.jsonl"
     for content, message in (
-        (b"{", "line 1"),
-        (b"[]\n", "line 1: not a JSON object"),
-        (b'{"at":0.0,"kind":"event","type":"Dance"}\n', "no event is called 'Dance'"),
-        (b'{"at":0.0,"kind":"event","type":"EngineLost"}\n', "line 1: engine_id: missing"),
-        (b'{"at":0.0,"kind":"start","policy":"none","can_preempt":false}\n', "no policy 'none'"),
+        (b"{", "events.jsonl, line 1"),
+        (b"[]\n", "events.jsonl, line 1: not a JSON object"),
+        (b'{"at":0.0,"kind":"event","type":"Dance"}\n', "events.jsonl, line 1: no event is called 'Dance'"),
+        (b'{"at":0.0,"kind":"event","type":"EngineLost"}\n', "events.jsonl, line 1: engine_id: missing"),
+        (
+            b'{"at":0.0,"kind":"start","policy":"none","can_preempt":false}\n',
+            "events.jsonl, line 1: .*no policy 'none'",
+        ),
+        (b'{"at":0.0,"kind":"start"}\n', "events.jsonl, line 1: the line of kind start lacks 'policy'"),
     ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=message):

@@ -130,6 +130,25 @@ def test_dynamo_turns_of_a_session_follow_each_other_after_their_delay(tmp_path:
     assert [t.group_id for t in workload.trajectories] == ["a", "b"]
 
 
+def test_dynamo_turns_come_after_what_they_wait_for_wherever_they_stand(tmp_path: Path) -> None:
+    """A file need not be sorted: the turns of a chain in any order are one trajectory."""
+    turns = [
+        dynamo(f"r{n}", 100 + 50 * n, 10, wait_for=[f"r{n - 1}"] if n else [], delay=100.0 * n) for n in range(2_000)
+    ]
+    assert import_trace(lines(tmp_path / "t.jsonl", *turns[::-1])).trajectories == (
+        import_trace(lines(tmp_path / "u.jsonl", *turns)).trajectories[0],
+    )
+
+
+def test_dynamo_turns_that_wait_for_each_other_are_refused(tmp_path: Path) -> None:
+    """None of them could begin; the message names a line."""
+    path = lines(
+        tmp_path / "t.jsonl", dynamo("a", 9, 1), dynamo("b", 9, 1, wait_for=["c"]), dynamo("c", 9, 1, wait_for=["b"])
+    )
+    with pytest.raises(TraceError, match=r"line [23], wait_for: '[bc]' waits for itself in the end"):
+        import_trace(path)
+
+
 def test_dynamo_rows_of_both_later_forms_say_the_same(tmp_path: Path) -> None:
     """`wait_for` with `delay` and `tool_wait_ms`, and `dependencies` under a header, without a session."""
     older = lines(
@@ -420,6 +439,12 @@ def test_forms_are_told_apart_by_their_first_line_that_says_it(tmp_path: Path, f
     assert format_name in READERS
     assert detect_format(lines(tmp_path / "f", first)) == format_name
     assert detect_format(lines(tmp_path / "f", "Loading weights...", first)) == format_name
+
+
+def test_a_file_with_nothing_in_it_says_so(tmp_path: Path) -> None:
+    """Not that it has no known form."""
+    with pytest.raises(TraceError, match="nothing is in it"):
+        detect_format(lines(tmp_path / "t.jsonl", "", " "))
 
 
 def test_what_is_no_trace_is_refused_with_the_forms_there_are(tmp_path: Path) -> None:

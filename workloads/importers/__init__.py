@@ -66,6 +66,8 @@ def detect_format(path: Path) -> str:
             raise TraceError(f"{path}: this is Heddle's own form already: use it as it is")
         if name is not None:
             return name
+    if not head:
+        raise TraceError(f"{path}: nothing is in it")
     if '"requests"' in "".join(head):
         return "kv-cache-tester"
     raise TraceError(f"{path}: not one of {', '.join(READERS)}; name the form if it is")

@@ -11,6 +11,9 @@ answer) is lost: trajectories of a workload do not wait for each other. So are p
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 from pathlib import Path
 
 from workloads.importers.calls import Call, whole_blocks, workload_of_sessions
@@ -27,23 +30,42 @@ def read_dynamo(path: Path) -> Workload:
         OSError: If the file cannot be read.
     """
     records = [record for record in read_records(path) if not record.has("schema")]
-    known: set[str] = set()
-    for record in records:
-        request_id = record.text("request_id")
-        if request_id in known:
-            raise TraceError(f"{record.where}, request_id: {request_id!r} was already there")
-        known.add(request_id)
     session_of: dict[str, str] = {}
     sessions: dict[str, list[Call]] = {}
-    for record in records:
-        waits_for = _waits_for(record)
-        for other in waits_for:
-            if other not in known:
-                raise TraceError(f"{record.where}, wait_for: {other!r} is no turn of this trace")
-        session_id = _session_id(record, waits_for, session_of)
+    for record in _in_order(records):
+        session_id = _session_id(record, _waits_for(record), session_of)
         session_of[record.text("request_id")] = session_id
         sessions.setdefault(session_id, []).append(_call(record))
     return workload_of_sessions(path.name.split(".")[0], sessions.items())
+
+
+def _in_order(records: Sequence[Record]) -> Iterator[Record]:
+    """As in the file, but each turn after those that it waits for."""
+    index_of: dict[str, int] = {}
+    for index, record in enumerate(records):
+        request_id = record.text("request_id")
+        if index_of.setdefault(request_id, index) != index:
+            raise TraceError(f"{record.where}, request_id: {request_id!r} was already there")
+    turns: TopologicalSorter[int] = TopologicalSorter()
+    for index, record in enumerate(records):
+        for other in (waits_for := _waits_for(record)):
+            if other not in index_of:
+                raise TraceError(f"{record.where}, wait_for: {other!r} is no turn of this trace")
+        turns.add(index, *(index_of[other] for other in waits_for))
+    try:
+        turns.prepare()
+    except CycleError as error:
+        record = records[error.args[1][0]]
+        raise TraceError(
+            f"{record.where}, wait_for: {record.text('request_id')!r} waits for itself in the end"
+        ) from error
+    ready = sorted(turns.get_ready())
+    while ready:
+        index = heappop(ready)
+        yield records[index]
+        turns.done(index)
+        for freed in turns.get_ready():
+            heappush(ready, freed)
 
 
 def _waits_for(record: Record) -> tuple[str, ...]:
