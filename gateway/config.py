@@ -39,7 +39,7 @@ class EngineSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str = Field(description="Base URL; `vllm+http://` and `sglang+http://` say the kind, else it is probed.")
-    kind: str | None = Field(None, pattern="^(vllm|sglang)$")
+    kind: Literal["vllm", "sglang"] | None = None
     slots: int | None = Field(None, ge=1, le=65_536, description="Turns at once; asked of the engine when absent.")
     kv_capacity_tokens: int | None = Field(None, ge=1, description="Asked of the engine when absent.")
     tp: int = Field(1, ge=1, le=1024)

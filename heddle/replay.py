@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 from pathlib import Path
 from typing import get_args
@@ -153,7 +154,7 @@ def _patience(settings: ReplaySettings, reason: str) -> str:
     most_s = sum(min(MAX_BACKOFF_S, INITIAL_BACKOFF_S * 2.0**retry) for retry in range(num))
     return (
         f"heddle replay: cannot connect to {settings.base_url}: {reason}; "
-        f"trying again until {num} retries are used up, {most_s:,.0f} s at most"
+        f"trying again until {num} retries are used up, {math.ceil(most_s):,} s at most"
     )
 
 

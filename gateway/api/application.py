@@ -176,11 +176,13 @@ def _methods(route: Any, request: Request) -> set[str]:
     return set() if route.matches(request.scope)[0] is Match.NONE else getattr(route, "methods", None) or set()
 
 
-async def _validation_error(_: Request, error: Exception) -> Response:
+async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return _refused_response(invalid_json(f"{first['ctx']['error']}: char {first['loc'][-1]}"))
+    if first["loc"] == ("body",) and "json" not in request.headers.get("content-type", ""):
+        return _refused_response(bad_request("JSON is wanted, sent with 'content-type: application/json'."))
     where = ".".join(str(step) for step in first["loc"] if step not in ("body", "query", "path"))
     said = f"{first['msg'].removeprefix('Value error, ')}."
     return _refused_response(bad_request(f"{where}: {said}" if where else said, where or None))

@@ -259,6 +259,21 @@ async def test_an_engine_can_be_added_and_removed(site: Site, dialect: Any) -> N
         assert (await site.trajectory("a"))["turns"][0]["legs"] == 2
 
 
+async def test_json_that_is_not_said_to_be_json_is_told_so(site: Site) -> None:
+    """As `curl -d` sends it where the header is forgotten; the answer names the header."""
+    for path in ("/v1/engines", "/v1/trajectories"):
+        answer = await site.client.post(path, content=b'{"id": "a"}', headers={**ADMIN, "content-type": "text/plain"})
+        assert answer.status_code == 400
+        assert "'content-type: application/json'" in answer.json()["error"]["message"]
+
+
+async def test_an_engine_of_another_kind_is_told_which_there_are(site: Site) -> None:
+    """In words, not in a pattern."""
+    answer = await site.client.post("/v1/engines", json={"url": "http://127.0.0.1:1", "kind": "tgi"}, headers=ADMIN)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "kind")
+    assert answer.json()["error"]["message"] == "Input should be 'vllm' or 'sglang'"
+
+
 @pytest.mark.parametrize("url", ["", "nonsense", "ftp://host", "http://user@host", "http://host?q=1", "http://host:x"])
 async def test_a_bad_engine_url_is_refused(site: Site, url: str) -> None:
     """400, and the fleet is as it was."""
