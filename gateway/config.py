@@ -3,6 +3,7 @@ order. Each field has its unit in its name and the reason of its default beside 
 """
 
 import os
+import re
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -91,6 +92,12 @@ def _known_predictor(name: str) -> str:
     return name
 
 
+def _origin(text: str) -> str:
+    if not re.fullmatch(r"\*|https?://[^/\s]+", text):
+        raise ValueError(f"{text!r} is no origin such as https://dashboard.example:3000")
+    return text
+
+
 class Settings(BaseSettings):
     """Everything one can set of the gateway process."""
 
@@ -120,6 +127,9 @@ class Settings(BaseSettings):
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field((), description="Client keys; none leaves it open.")
     admin_key: SecretStr | None = Field(None, description="For what changes the fleet; without it, that is refused.")
+    cors_origins: Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], NoDecode] = Field(
+        (), description="Whose pages may ask from a browser, `*` for all; none, for agents are no browsers."
+    )
 
     max_body_bytes: int = Field(
         64 * 2**20, ge=1024, description="A 1M-token context is about 5 MB of JSON; images more."
@@ -251,9 +261,9 @@ class Settings(BaseSettings):
             raise ValueError(f"{twice} is there twice")
         return engines
 
-    @field_validator("api_keys", mode="before")
+    @field_validator("api_keys", "cors_origins", mode="before")
     @classmethod
-    def _parse_keys(cls, value: Any) -> Any:
+    def _parse_list(cls, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
     @classmethod

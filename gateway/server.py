@@ -18,6 +18,7 @@ import uvloop
 from engines.listener import bound
 from gateway.app import gateway
 from gateway.config import ConfigError, Settings
+from gateway.cross_origin import CrossOrigin
 from gateway.descriptors import DescriptorStore, descriptor_store
 from gateway.http.protocol import bounded_protocol
 from gateway.turnlog import LOGGER
@@ -60,8 +61,9 @@ async def serving(settings: Settings, descriptors: DescriptorStore | None = None
         descriptors.keep_now(_LISTENER, listener.fileno())
     async with gateway(settings, descriptors) as front:
         host, port = listener.getsockname()[:2]
-        app: Any = front
-        protocol: Any = bounded_protocol(2 * settings.max_header_bytes, settings.body_timeout_s, front.take)
+        served = CrossOrigin(front, settings.cors_origins) if settings.cors_origins else front
+        app: Any = served
+        protocol: Any = bounded_protocol(2 * settings.max_header_bytes, settings.body_timeout_s, served.take)
         config = uvicorn.Config(
             app,
             loop="none",

@@ -21,6 +21,7 @@ OTHERS = {
     "log_level": "debug",
     "api_keys": ["one", "two"],
     "admin_key": "three",
+    "cors_origins": ["https://a.example", "http://b.example:3000"],
     "token_legs": "auto",
     "stale": "restart",
     "max_staleness": 3,
