@@ -110,7 +110,20 @@ def open_text(path: Path) -> Iterator[TextIO]:
             # Some editors begin a file with a byte order mark, which JSON forbids.
             yield io.TextIOWrapper(content, encoding="utf-8-sig")
         except UnicodeDecodeError as error:
-            raise TraceError(f"{path}: not text in UTF-8") from error
+            raise TraceError(f"{path}, line {_line_that_is_no_text(path)}: not text in UTF-8") from error
+
+
+def _line_that_is_no_text(path: Path) -> int:
+    with open_bytes(path) as lines:
+        return next((number for number, line in enumerate(lines, start=1) if not _is_text(line)), 1)
+
+
+def _is_text(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 @contextmanager

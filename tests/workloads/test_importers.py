@@ -369,6 +369,12 @@ def without(record: dict[str, Any], field: str) -> dict[str, Any]:
             "line 2, delay_after_dependencies_ms: a number",
         ),
         ("kv-cache-tester", conversation(id="ok", requests=[]), "line 2, id: 'ok' was already there"),
+        ("sglang-log", sglang_json("r", 2, 1.0, 10, 5, text=5), "line 2, obj, text: a text is wanted, not 5"),
+        (
+            "sglang-log",
+            sglang_json("r", 2, 1.0, 10, 5, input_ids=[[1]] * 20),
+            "line 2, obj, input_ids: a list of whole",
+        ),
         ("kv-cache-tester", conversation(requests=[{"t": 0, "in": 5}]), r"line 2, requests\[0\], out: a whole number"),
         ("kv-cache-tester", conversation(requests=3), "line 2, requests: a list is wanted, not 3"),
         ("sglang-log", without(sglang_json("r", 1, 1.0, 2, 3), "timestamp"), "line 2, timestamp: a text is wanted"),
@@ -439,6 +445,28 @@ def test_forms_are_told_apart_by_their_first_line_that_says_it(tmp_path: Path, f
     assert format_name in READERS
     assert detect_format(lines(tmp_path / "f", first)) == format_name
     assert detect_format(lines(tmp_path / "f", "Loading weights...", first)) == format_name
+
+
+@pytest.mark.parametrize("day", ["02-30", "13-01"])
+def test_a_line_with_no_time_is_named_while_the_form_is_found_out(tmp_path: Path, day: str) -> None:
+    """A garbled line is refused as it is once the form is known."""
+    path = lines(tmp_path / "t.log", "started", vllm_text(0, VLLM_MESSAGES[0][1]).replace("11-21", day))
+    with pytest.raises(TraceError, match=r"t\.log, line 2: "):
+        detect_format(path)
+
+
+def test_a_line_that_is_no_text_is_named(tmp_path: Path) -> None:
+    """Of a log of some gigabytes nobody looks for it."""
+    (tmp_path / "t.log").write_bytes(b"one\ntwo\nthr\xe9\n")
+    with pytest.raises(TraceError, match=r"t\.log, line 3: not text in UTF-8"):
+        detect_format(tmp_path / "t.log")
+
+
+def test_sglang_sessions_may_have_numbers(tmp_path: Path) -> None:
+    """A client may number its sessions; the group has that for a name."""
+    calls = [sglang_json(f"r{n}", 10 * n, 1.0, 10 * n, 5, session_params={"id": 7}) for n in (1, 2)]
+    (trajectory,) = import_trace(lines(tmp_path / "t.log", *calls)).trajectories
+    assert (trajectory.group_id, len(trajectory.turns)) == ("7", 2)
 
 
 def test_a_file_with_nothing_in_it_says_so(tmp_path: Path) -> None:

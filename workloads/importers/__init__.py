@@ -10,7 +10,7 @@ from workloads.importers.dynamo import read_dynamo
 from workloads.importers.kv_cache_tester import read_kv_cache_tester
 from workloads.importers.mooncake import read_mooncake
 from workloads.importers.native import check_writable
-from workloads.importers.records import read_lines
+from workloads.importers.records import read_at, read_lines
 from workloads.importers.sglang_log import is_sglang_line, read_sglang_log
 from workloads.importers.vllm_log import is_vllm_line, read_vllm_log
 from workloads.traces import TraceError, parse_json
@@ -56,12 +56,13 @@ def detect_format(path: Path) -> str:
     if path.is_dir():
         return "kv-cache-tester"
     head = []
-    for number, (_, line) in enumerate(read_lines(path)):
+    for number, (where, line) in enumerate(read_lines(path)):
         if number == _LINES_LOOKED_AT:
             break
         head.append(line)
         # The order matters: a line of vLLM's JSON log is a JSON object too.
-        name = "vllm-log" if is_vllm_line(line) else "sglang-log" if is_sglang_line(line) else _form_of_object(line)
+        with read_at(where):
+            name = "vllm-log" if is_vllm_line(line) else "sglang-log" if is_sglang_line(line) else _form_of_object(line)
         if name == _OWN_FORM:
             raise TraceError(f"{path}: this is Heddle's own form already: use it as it is")
         if name is not None:

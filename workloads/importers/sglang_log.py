@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from workloads.importers.calls import Call, blocks_of, workload_by_prefix, workload_of_sessions
 from workloads.importers.records import Record, read_at, read_lines
@@ -84,10 +84,24 @@ def _from_json(record: Record) -> tuple[str | None, Call] | None:
         ended_at_s = datetime.fromisoformat(timestamp).timestamp()
     except ValueError as error:
         raise record.error("timestamp", "a time in ISO 8601 is wanted") from error
-    content = asked.fields.get("input_ids") or asked.fields.get("text") or ""
     session = asked.fields.get("session_params")
-    session_id = session.get("id") if isinstance(session, dict) else None
-    return session_id, _call(meta, [] if _is_cut(content) else content, ended_at_s)
+    has_session = isinstance(session, dict) and session.get("id") is not None
+    session_id = Record(session, f"{asked.where}, session_params").name("id") if has_session else None
+    return session_id, _call(meta, _content(asked), ended_at_s)
+
+
+def _content(asked: Record) -> Sequence[int] | str:
+    """Token ids or text; nothing where it was cut."""
+    ids = asked.fields.get("input_ids")
+    if ids:
+        return () if isinstance(ids, list) and "..." in ids else asked.counts("input_ids")
+    if not asked.has("text"):
+        return ""
+    text = asked.fields["text"]
+    if not isinstance(text, str):
+        raise asked.error("text", "a text is wanted")
+    is_cut = len(text) == 2 * _CUT_LENGTH + 3 and text[_CUT_LENGTH:-_CUT_LENGTH] == "..."
+    return "" if is_cut else text
 
 
 def _from_text(line: str, where: str) -> tuple[str | None, Call] | None:
@@ -112,12 +126,6 @@ def _from_text(line: str, where: str) -> tuple[str | None, Call] | None:
     return None if session is None else _unquoted(session[1], where), _call(meta, content, ended_at_s)
 
 
-def _is_cut(content: list[Any] | str) -> bool:
-    if isinstance(content, list):
-        return "..." in content
-    return len(content) == 2 * _CUT_LENGTH + 3 and content[_CUT_LENGTH:-_CUT_LENGTH] == "..."
-
-
 def _is_health_check(rid: str) -> bool:
     return "HEALTH_CHECK" in rid
 
@@ -129,7 +137,7 @@ def _unquoted(literal: str, where: str) -> str:
         raise TraceError(f"{where}: not a quoted text: {literal[:60]}") from error
 
 
-def _call(meta: Record, content: list[int] | str, ended_at_s: float | None) -> Call:
+def _call(meta: Record, content: Sequence[int] | str, ended_at_s: float | None) -> Call:
     latency_s = meta.number("e2e_latency") if meta.has("e2e_latency") else None
     started_at_s = None if ended_at_s is None or latency_s is None else ended_at_s - latency_s
     return Call(
