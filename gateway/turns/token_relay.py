@@ -66,9 +66,9 @@ class TokenRelay:
         block = self._splitter.feed(piece)
         if not block:
             return True
-        was_first, version = not self.has_begun, self._version()
+        was_first, is_full, version = not self.has_begun, False, self._version()
         try:
-            for data in _data_of_each(block):
+            for data in data_of_each(block):
                 if data.startswith(b"[DONE]"):
                     self.is_over = True
                 elif data:
@@ -81,10 +81,9 @@ class TokenRelay:
                 self._note()
             if told:
                 assert self._outlet is not None
-                self._outlet.stream(told)
+                is_full = self._outlet.stream(told)
         if self._parsed is not None and not self._is_due:
             self._is_due = self._parsed.is_due(self._now())
-        is_full = self._outlet is not None and self._outlet.is_full
         is_first = was_first and self.has_begun
         return not (is_first or self._is_due or self.is_over or is_full)
 
@@ -121,14 +120,16 @@ class TokenRelay:
         self._is_due = False
 
 
-def _data_of_each(block: bytes) -> list[bytes]:
+def data_of_each(block: bytes) -> list[bytes]:
     """What the events of a block say."""
-    lines, start, end = [], len(_DATA), -1
     # Engines write an event as one line; whatever else the standard allows is read the slow way.
-    is_plain = block.startswith(_DATA) and block.find(b"\r") < 0
-    while is_plain:
-        end = block.find(b"\n", start)
-        lines.append(block[start:end])
-        start = end + len(_BETWEEN)
-        is_plain = block[end:start] == _BETWEEN
-    return lines if block[end:] == b"\n\n" else [data_of(event) for event in split_events(block)]
+    if block.startswith(_DATA) and block.find(b"\r") < 0:
+        end = block.find(b"\n")
+        lines = [block[len(_DATA) : end]]
+        while end < len(block) - 2 and block[end : end + len(_BETWEEN)] == _BETWEEN:
+            start = end + len(_BETWEEN)
+            end = block.find(b"\n", start)
+            lines.append(block[start:end])
+        if block[end:] == b"\n\n":
+            return lines
+    return [data_of(event) for event in split_events(block)]
