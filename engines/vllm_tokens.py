@@ -5,7 +5,6 @@ route, stop strings held back and cut off. Where one is, the ids go to derender,
 new tokens after a replay of all before them.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from engines.http import HttpClient
 from engines.token_ids import TokenIds, cut_ids, with_ids, with_prompt
 from engines.tokens import Asking, Delta, Event, Piece, Rendered, TokenLeg, Whole, has_tools, parsed
 from engines.upstream import Upstream
+from engines.vllm_events import numbers_of
 from engines.vllm_messages import chat_of_chat, chat_of_messages
 from engines.vllm_responses import chat_of_response
 
@@ -24,13 +24,6 @@ _RENDER = "/v1/completions/render"
 _DERENDER = "/v1/completions/derender"
 # Those of other APIs came later than the first two.
 _FURTHER = {"messages": "/v1/messages/render", "responses": "/v1/responses/render"}
-# Where the entries of log-probabilities stand in an event, and the number that each of them and of its rivals has.
-_LOGPROBS, _AFTER_LOGPROBS = b'"logprobs":{"content":[', b"]}}]}"
-_NUMBER = b'"logprob":'
-# By the end of the name alone, for quotes are what an event has most of.
-# Of an event of some five tokens, from which on it costs less to cut the numbers out than to read all.
-_FEW_BYTES = 640
-_NUMBERS = re.compile(rb'gprob":([^,]*)').findall
 _LIMITS = {
     "messages": "messages with thinking disabled pass through",
     "responses": "responses of models that think pass through",
@@ -231,57 +224,41 @@ def _response(request_id: str, choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _piece_of_numbers(data: bytes) -> Piece:
-    """With the log-probabilities' numbers alone: to make objects of all that an event of many tokens says of them takes
-    twice as long as all else of it; of one of few tokens, to cut them out."""
-    text, numbers = (data, None) if len(data) < _FEW_BYTES else cut_logprobs(data)
-    event = parsed(text)
-    if numbers is None:
-        return _piece(event, None, only_numbers=True)
-    num_tokens = len(event["choices"][0]["token_ids"])
-    if len(numbers) == 2 * num_tokens:  # the first rival of each is the token itself: no others were asked for
-        numbers = numbers[::2]
-    return _piece(event, numbers) if len(numbers) == num_tokens else _whole_piece(data)
-
-
-def cut_logprobs(data: bytes) -> tuple[bytes, list[float] | None]:
-    """An event without its entries of log-probabilities, and the numbers in these; all of it, and None, where they are
-    not what it ends with. Within a string their quotes would be escaped.
-
-    Cost: 0.3 us an entry, 2,200 instructions; to split the event at them, and to make a float of each, takes twice as
-    long.
-    """
-    start = data.find(_LOGPROBS) + len(_LOGPROBS)
-    if start < len(_LOGPROBS) or not data.endswith(_AFTER_LOGPROBS):
-        return data, None
-    found = b",".join(_NUMBERS(data, start))
-    # Where a field follows them, it has what looks like the end of the event.
-    if not found or found.find(b"null") >= 0 or data.find(b']},"', data.rfind(_NUMBER)) >= 0:
-        return data, None
+    """With the log-probabilities' numbers alone: to make objects of all that an event says of them takes as long as all
+    else of it, or twice."""
     try:
-        numbers: list[float] = orjson.loads(b"[%b]" % found)
-    except ValueError:  # something else than further fields follows one
-        return data, None
-    return data[:start] + _AFTER_LOGPROBS, numbers
+        event = numbers_of(data)
+    except ValueError:
+        return _whole_piece(data)  # whatever else it is
+    if event.error or not event.choices:
+        return _whole_piece(data)
+    choice = event.choices[0]
+    entries, versions = choice.logprobs and choice.logprobs.content, choice.weight_versions
+    return Piece(
+        choice.token_ids or [],
+        choice.text or "",
+        [entry.logprob for entry in entries] if entries else None,
+        choice.finish_reason,
+        choice.stop_reason,
+        tuple([(span.version, span.start, span.end) for span in versions]) if versions else (),
+    )
 
 
 def _whole_piece(data: bytes) -> Piece:
-    return _piece(parsed(data), None)
+    return _piece(parsed(data))
 
 
-def _piece(event: Event, numbers: list[float] | None, only_numbers: bool = False) -> Piece:
+def _piece(event: Event) -> Piece:
     choices = event["choices"]
     if not choices:
         details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
         return Piece([], cached_tokens=details.get("cached_tokens"))
     choice = choices[0]
     logprobs, versions = choice.get("logprobs"), choice.get("weight_versions")
-    if logprobs and not numbers:
-        entries = logprobs["content"]
-        numbers = [entry["logprob"] for entry in entries] if only_numbers else entries
     return Piece(
         choice["token_ids"] or [],
         choice.get("text") or "",
-        numbers,
+        logprobs["content"] if logprobs else None,
         choice["finish_reason"],
         choice.get("stop_reason"),
         tuple((span["version"], span["start"], span["end"]) for span in versions) if versions else (),

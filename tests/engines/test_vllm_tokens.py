@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.token_ids import TokenIds
-from engines.tokens import Delta, Piece, Rendered, Whole
+from engines.tokens import Delta, ErrorEvent, Piece, Rendered, Whole
 from engines.upstream import Upstream
 from engines.vllm_messages import chat_of_chat, chat_of_messages
-from engines.vllm_tokens import VllmTokens, cut_logprobs
+from engines.vllm_tokens import VllmTokens
 
 RENDERED = Rendered("vllm", TokenIds.of([1]), {}, 100, 0, (), False, False, False, {})
 TOOL = {"name": "run", "description": "Runs.", "input_schema": {"properties": {}}}
@@ -58,15 +58,27 @@ def test_numbers_alone_are_those_of_the_entries(
     assert (numbers.ids, numbers.text, numbers.finish_reason) == (whole.ids, whole.text, whole.finish_reason)
 
 
-def test_the_entries_of_a_real_event_are_not_read() -> None:
-    """As vLLM orders an event's fields: entries last."""
+def test_the_rivals_of_a_real_event_are_not_read() -> None:
+    """Of two tokens, each of which is its own first rival: vLLM 0.32 tells one where none is asked for."""
     own = {"token": " a", "logprob": -0.5, "bytes": [32, 97]}
     choice = {"index": 0, "token_ids": [5, 6], "text": " a a", "finish_reason": None}
     content = [own | {"top_logprobs": [own]}, own | {"logprob": -1.5, "top_logprobs": [own | {"logprob": -1.5}]}]
     data = orjson.dumps({"request_id": "r", "choices": [choice | {"logprobs": {"content": content}}]})
-    text, numbers = cut_logprobs(data)
-    assert b"top_logprobs" not in text and numbers == [-0.5, -0.5, -1.5, -1.5]
     assert read(data, True).logprobs == [-0.5, -1.5]
+
+
+@pytest.mark.parametrize("choice", [None, {}, {"token_ids": [1]}, {"token_ids": [1], "finish_reason": None}])
+@pytest.mark.parametrize("error", [None, {"message": "no", "code": 500}])
+def test_an_event_is_the_same_to_either_reader(choice: dict[str, Any] | None, error: dict[str, Any] | None) -> None:
+    """Whatever is missing of it, and whatever it says went wrong."""
+    event = {"error": error} if choice is None else {"choices": [choice], "error": error}
+    told: list[Any] = []
+    for only_numbers in (False, True):
+        try:
+            told.append(read(orjson.dumps(event), only_numbers))
+        except (ErrorEvent, KeyError) as fault:
+            told.append((type(fault), fault.args))
+    assert told[0] == told[1]
 
 
 class Parser:

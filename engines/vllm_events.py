@@ -1,0 +1,49 @@
+"""vLLM's token events as far as they are wanted: of what stands beside a log-probability no object is made.
+
+The fields have the names and the types of its own (vLLM 0.32, entrypoints/scale_out/token_in_token_out/protocol.py).
+"""
+
+from msgspec import Struct
+from msgspec.json import Decoder
+
+
+class Entry(Struct, gc=False):
+    """One token's."""
+
+    logprob: float
+
+
+class Logprobs(Struct, gc=False):
+    """Of an event's tokens."""
+
+    content: list[Entry] | None
+
+
+class Span(Struct, gc=False):
+    """The version of the weights that made the tokens at [start, end)."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Choice(Struct, gc=False):
+    """The tokens that are new."""
+
+    token_ids: list[int] | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    text: str | None = None
+    logprobs: Logprobs | None = None
+    weight_versions: list[Span] | None = None
+
+
+class TokenEvent(Struct, gc=False):
+    """One event of a stream."""
+
+    choices: list[Choice]
+    error: object = None
+
+
+numbers_of = Decoder(TokenEvent).decode
+"""Reads an event's data. Raises ValueError for what is none."""
