@@ -153,7 +153,8 @@ def parse_line(line: str) -> Trajectory:
     record = parse_json(line)
     _expect(isinstance(record, dict), "not a JSON object")
     turns = record.get("turns")
-    _expect(isinstance(turns, list) and len(turns) > 0, "turns: a list of at least one turn is wanted")
+    hint = "" if "trajectory_id" in record else "; `heddle import` reads other programs' traces"
+    _expect(isinstance(turns, list) and len(turns) > 0, f"turns: a list of at least one turn is wanted{hint}")
     return Trajectory(
         trajectory_id=_text(record, "trajectory_id"),
         group_id=_text(record, "group_id" if record.get("group_id") is not None else "trajectory_id"),

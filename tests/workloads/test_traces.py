@@ -167,3 +167,18 @@ def test_a_trajectory_without_a_group_is_a_group_of_its_own(tmp_path: Path) -> N
     alone = {name: value for name, value in record("a-0").items() if name != "group_id"}
     workload = load_trace(write(tmp_path / "t.jsonl", alone, record("a-1") | {"group_id": None}))
     assert [trajectory.group_id for trajectory in workload.trajectories] == ["a-0", "a-1"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"timestamp": 0, "input_length": 10, "output_length": 5, "hash_ids": [1]}',
+        '{"id": "c", "block_size": 64, "requests": []}',
+        '{"request_id": "r", "input_length": 10, "max_output_tokens": 5}',
+    ],
+)
+def test_a_trace_of_another_program_is_refused_with_what_makes_it_one(tmp_path: Path, line: str) -> None:
+    """Who has one need not find out that there are importers."""
+    (tmp_path / "t.jsonl").write_text(line + "\n")
+    with pytest.raises(TraceError, match=r"line 1: turns: .* wanted; `heddle import` reads other programs' traces"):
+        load_trace(tmp_path / "t.jsonl")
