@@ -60,10 +60,7 @@ async def gateway(settings: Settings, descriptors: DescriptorStore | None = None
         StoreError: the store cannot be used, or is away for too long. Serving without it would lose its trajectories.
     """
     clock = started_clock()
-    try:
-        event_log = EventLog(settings.event_log, settings.event_log_max_bytes)
-    except OSError as error:
-        raise ConfigError(f"cannot write the event log {settings.event_log}: {error.strerror}") from None
+    event_log = _event_log(settings)
     store_settings = StoreSettings(max_turns_kept=settings.max_turns_kept, namespace=settings.store_namespace)
     store = open_store(settings.store, store_settings)
     await store.open()
@@ -74,23 +71,23 @@ async def gateway(settings: Settings, descriptors: DescriptorStore | None = None
     log = TurnLog()
     access = Access(settings.api_keys, settings.admin_key)
     began_at, limits = clock(), settings.limits()
-    can_preempt = settings.token_legs == "auto"
-    scheduler = Scheduler(POLICIES[settings.policy], limits, memory.records, began_at, can_preempt=can_preempt)
-    event_log.begin(began_at, settings.policy, limits, memory.records, can_preempt)
+    by_tokens = settings.token_legs == "auto"
+    scheduler = Scheduler(POLICIES[settings.policy], limits, memory.records, began_at, can_preempt=by_tokens)
+    event_log.begin(began_at, settings.policy, limits, memory.records, by_tokens)
 
-    def finished(record: TrajectoryRecord) -> None:
-        memory.finished(record)
-        if read is not None:
-            read.dropped(record.trajectory_id)
-        kv.cancel(record.trajectory_id)
-        contexts.forget(record.trajectory_id)
-
-    def forgotten(trajectory_id: str) -> None:
-        memory.forget(trajectory_id)
+    def left(trajectory_id: str) -> None:
         if read is not None:
             read.dropped(trajectory_id)
         kv.cancel(trajectory_id)
         contexts.forget(trajectory_id)
+
+    def finished(record: TrajectoryRecord) -> None:
+        memory.finished(record)
+        left(record.trajectory_id)
+
+    def forgotten(trajectory_id: str) -> None:
+        memory.forget(trajectory_id)
+        left(trajectory_id)
 
     def moved(move: Move) -> None:
         kv.begin(move)
@@ -105,9 +102,7 @@ async def gateway(settings: Settings, descriptors: DescriptorStore | None = None
     reader = RequestReader(settings, fleet, ledger, conversations, book)
     arrivals = Arrivals(fleet, ledger, memory.predictor, read)
     before = {record.trajectory_id for record in memory.records}
-    kept_legs = (
-        KeptLegs(settings, descriptors, fleet, store.settle) if descriptors and settings.token_legs == "auto" else None
-    )
+    kept_legs = KeptLegs(settings, descriptors, fleet, store.settle) if descriptors and by_tokens else None
     kept_tokens = KeptTokens(book, Partials(store), kept_legs, clock, settings.save_tokens_s, before)
     endings = Endings(clock, driver, ledger, conversations, repeats, arrivals, kept_tokens, kv, metrics, log, read)
     crew = Crew(
@@ -126,7 +121,7 @@ async def gateway(settings: Settings, descriptors: DescriptorStore | None = None
     api = build_api(
         Health(settings, driver, fleet, store, metrics, book),
         Trajectories(clock, driver, ledger, memory.predictor),
-        Engines(fleet, driver, event_log, kv, access, settings.heartbeat_s, settings.token_legs == "auto"),
+        Engines(fleet, driver, event_log, kv, access, settings.heartbeat_s, by_tokens),
         Tokens(ledger, book),
     )
     add_weights(api, weights, access)
@@ -162,3 +157,11 @@ async def gateway(settings: Settings, descriptors: DescriptorStore | None = None
         await fleet.stop()
         await store.close()
         event_log.close()
+
+
+def _event_log(settings: Settings) -> EventLog:
+    """Raises ConfigError."""
+    try:
+        return EventLog(settings.event_log, settings.event_log_max_bytes)
+    except OSError as error:
+        raise ConfigError(f"cannot write the event log {settings.event_log}: {error.strerror}") from None
