@@ -7,8 +7,9 @@ that siblings share count once.
 
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
-from scheduling.estimate import Work, estimate_finish_s
+from scheduling.estimate import Work, estimate_finish_s, vague_tokens
 from scheduling.placement import UNMEASURED, EngineFacts
 from scheduling.prompts import Prompts
 from scheduling.state import Queue, Trajectory, Turn
@@ -17,6 +18,8 @@ from scheduling.types import EngineLoad, EngineSpec
 # The longest remaining output of an engine is looked up anew this often after a trajectory left it; a scan of its
 # residents at every event would cost more than the precision is worth.
 LONGEST_MAX_AGE_S = 1.0
+
+_P90 = itemgetter(2)  # of a share
 
 # Prompts that are remembered of an engine. A cache holds fewer: 1,000 of 500 tokens and what follows them.
 MAX_PROMPTS = 1_000
@@ -141,7 +144,8 @@ class Engine:
     def facts(self, at: float) -> EngineFacts:
         """What a placement sees of this engine."""
         if self.longest_is_stale and at - self.longest_at >= LONGEST_MAX_AGE_S:
-            self.work.longest_tokens = self._longest_but(None)
+            mean, _, longest = max(self.shares.values(), key=_P90, default=(0.0, 0.0, 0.0))
+            self.work.longest_tokens, self.work.vague_tokens = longest, vague_tokens(mean, longest)
             self.longest_is_stale, self.longest_at = False, at
             self._facts.estimate_finish()
         return self._facts
@@ -156,7 +160,7 @@ class Engine:
             self.work.token_context_products - remaining * context,
         )
 
-    def _longest_but(self, trajectory_id: str | None) -> float:
+    def _longest_but(self, trajectory_id: str) -> float:
         return max([share[2] for name, share in self.shares.items() if name != trajectory_id], default=0.0)
 
     def _describe(self) -> None:

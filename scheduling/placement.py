@@ -5,7 +5,7 @@ Engines are compared by the additive cost of estimate.py.
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, hypot
 from typing import Protocol
 
 from scheduling.cost import EngineProfile
@@ -30,7 +30,8 @@ UNMEASURED = EngineProfile(
     source="Qwen3-14B, H100 SXM, TP 1: aiconfigurator kernel tables",
 )
 
-# Engines within this share of the latest finish are all taken to set the makespan, the latest most (a soft maximum).
+# Engines within this share of the latest finish are all taken to set the makespan, the latest most (a soft maximum);
+# more of them where the latest is so by a guess.
 NEAR_LATEST_SHARE = 0.1
 # A move must lower that maximum by as much as if the latest engine ended so many of those shares sooner: 0.5 % of the
 # makespan. Between 0.02 and 0.1 only the number of moves changes.
@@ -118,6 +119,10 @@ def lower_the_latest(
 
     What is lowered is the sum of exp(finish / temperature) over the engines. It falls when the latest engine gives work
     to any earlier one, and also when one of many late engines does, where the maximum itself would not change.
+
+    The temperature is what sets engines apart for sure: a share of the latest finish and, beside it, the time of what
+    is but a guess of the latest's longest trajectory. In a first rollout, of which nothing is known, a few predictions
+    stand out by chance, and moves that believe them cost their prefills and gain nothing.
     """
     assert home.without is not None
     if len(fleet) < 2:
@@ -125,11 +130,12 @@ def lower_the_latest(
     remaining, context, p90 = turn.share()
     without = home.without()
     home_s = estimate_finish_s(home.profile, without, remaining, context, p90)
-    latest_s = home_s
+    latest, latest_s = home, home_s
     for engine in fleet:
         if engine.finish_s > latest_s:
-            latest_s = engine.finish_s
-    temperature = NEAR_LATEST_SHARE * latest_s
+            latest, latest_s = engine, engine.finish_s
+    guessed_s = latest.profile.decode_base_ms * latest.work.vague_tokens / 1000
+    temperature = hypot(NEAR_LATEST_SHARE * latest_s, guessed_s)
     if home_s < latest_s - 3 * temperature:
         return None  # its weight is under 5 %: nothing that it gives away can gain enough
 

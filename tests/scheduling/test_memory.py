@@ -2,8 +2,8 @@
 
 from scheduling.estimate import Work
 from scheduling.limits import Limits
-from scheduling.types import Fault, Tick
-from tests.scheduling.fleet import Fleet
+from scheduling.types import Fault, Prediction, Tick, TurnArrived
+from tests.scheduling.fleet import MODEL, Fleet
 
 
 def test_an_engine_without_residents_has_no_work() -> None:
@@ -28,6 +28,21 @@ def test_the_longest_of_an_engine_is_found_anew_within_a_second() -> None:
     fleet.close("long")
     assert fleet.scheduler.engines["A"].facts(0.5).work.longest_tokens == 9_000
     assert fleet.scheduler.engines["A"].facts(1.0).work.longest_tokens == 400
+
+
+def test_what_is_a_guess_is_that_of_the_longest() -> None:
+    """When the vague one has left, the next longest is as sure as its own prediction."""
+    fleet = Fleet()
+    fleet.engine("A", slots=3)
+    for name, prediction in [("vague", Prediction(4_000, 10_000)), ("sure", Prediction(5_000, 6_000))]:
+        fleet.handle(TurnArrived(0.0, name, name, MODEL, 100, prediction))
+    assert fleet.scheduler.engines["A"].work.vague_tokens == 10_000
+    fleet.finish("vague", output=10)
+    fleet.close("vague")
+    assert fleet.scheduler.engines["A"].facts(1.0).work.vague_tokens == 0
+    fleet.finish("sure", output=10)
+    fleet.handle(TurnArrived(2.0, "again", "sure", MODEL, 100, Prediction(4_000, 10_000)))
+    assert fleet.scheduler.engines["A"].facts(3.0).work.vague_tokens == 9_990
 
 
 def test_a_placement_sees_an_engine_as_it_is() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduling.cost import EngineProfile
-from scheduling.estimate import Work, estimate_finish_s
+from scheduling.estimate import TELLING_RATIO, VAGUE_RATIO, Work, estimate_finish_s, vague_tokens
 from scheduling.order import TurnFacts
 from scheduling.placement import (
     LARGEST_BURDEN,
@@ -177,6 +177,25 @@ def test_an_engine_that_is_far_from_the_latest_keeps_its_own() -> None:
     later = facts("Z", work_of([(500_000, 1_000)]))
     idle = facts("B")
     assert lower_the_latest(turn, home, [idle], [home, idle, later]) is None
+
+
+@pytest.mark.parametrize(("mean", "moves"), [(20_000, True), (12_000, True), (9_000, False)])
+def test_a_guess_moves_nobody(mean: float, moves: bool) -> None:
+    """The same finishes, of a longest trajectory that is known, foretold within a factor, or may as well be another."""
+    turn = turn_of(2_000.0)
+    rest = Work().plus(mean, 1_000, 20_000.0).plus(10_000, 1_000)
+    home = lived_in(facts("A", rest, slots=1), turn)
+    idle = facts("B", work_of([(15_000, 1_000)]), slots=1)
+    assert (lower_the_latest(turn, home, [idle], [home, idle]) is idle) == moves
+
+
+@given(tokens, st.floats(0.5, 10), st.floats(1, 3))
+def test_the_further_off_the_90th_percentile_the_more_is_a_guess(mean: float, ratio: float, further: float) -> None:
+    """Of a sure prediction nothing, of a vague one all, and never more."""
+    p90, later = mean * ratio, mean * ratio * further
+    assert 0 <= vague_tokens(mean, p90) <= vague_tokens(mean, later) <= later
+    assert vague_tokens(mean, p90) == 0 or ratio > TELLING_RATIO
+    assert vague_tokens(mean, p90) == p90 or ratio < VAGUE_RATIO
 
 
 def test_what_gains_almost_nothing_stays() -> None:

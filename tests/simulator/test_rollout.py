@@ -1,5 +1,6 @@
 """A rollout in virtual time: what it counts, what goes wrong in it, and that it is the same every time."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,9 @@ from hypothesis import strategies as st
 
 from engines.profiles import load_profile
 from engines.simulated.features import Features, HostTier, Speculation
+from predictor.progress import Predictor
 from predictor.siblings import SiblingPredictor
+from predictor.tabular import TabularPredictor
 from scheduling.cost import EngineProfile
 from scheduling.estimate import Remaining
 from scheduling.limits import Limits
@@ -32,13 +35,14 @@ def play(
     conditions: Conditions | None = None,
     limits: Limits = PATIENT,
     seed: int = 0,
+    predictor: Predictor | None = None,
 ) -> Outcome:
     return Rollout(
         workload,
         fleet,
         POLICIES[policy],
         limits,
-        SiblingPredictor(),
+        predictor or SiblingPredictor(),
         conditions=conditions or Conditions(),
         seed=seed,
     ).run()
@@ -85,6 +89,26 @@ def test_a_trajectory_may_have_the_name_of_its_group(own: str, sibling: str | No
     outcome = play(same, [TP4])
     assert outcome.prefix_hit_share == play(apart, [TP4]).prefix_hit_share
     assert outcome.makespan_s == play(apart, [TP4]).makespan_s
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_agents_of_which_nothing_is_known_stay_where_they_are(seed: int) -> None:
+    """All are alike, but a first rollout's predictions are not, by chance: moves that believe them pay their prefills
+    for nothing. It took 21 % longer than pinning each agent to an engine, with 500 moves."""
+    dice = random.Random(seed)
+    workload = Workload(
+        "alike",
+        tuple(
+            Trajectory(
+                f"t{n}", f"g{n // 4}", 1_000, tuple(Turn(60 if k else 0, dice.randint(30, 90), 0.0) for k in range(100))
+            )
+            for n in range(48)
+        ),
+    )
+    fleet = [load_profile("qwen3-14b-h100-tp1")] * 8
+    heddle, pinned = (play(workload, fleet, policy, predictor=TabularPredictor()) for policy in ("heddle", "verl"))
+    assert heddle.makespan_s < 1.01 * pinned.makespan_s
+    assert sum(trajectory.num_moves for trajectory in heddle.trajectories) < 10
 
 
 def test_full_slots_make_waves() -> None:
