@@ -46,12 +46,12 @@ def kept(folder: Path, *starts: str, options: tuple[str, ...] = ()) -> Iterator[
     """The command under a keeper, doing this at its first, second, ... start."""
     (folder / "script").write_text("---\n".join(starts))
     command = (sys.executable, "-c", COMMAND, str(folder / "said"), str(folder / "script"))
-    keeper = subprocess.Popen([sys.executable, "-m", "heddle", "keep", *options, "--", *command])
-    try:
-        yield keeper
-    finally:
-        keeper.kill()
-        keeper.wait()
+    keep = (sys.executable, "-m", "heddle", "keep", *options, "--", *command)
+    with subprocess.Popen(keep, stderr=subprocess.PIPE) as keeper:
+        try:
+            yield keeper
+        finally:
+            keeper.kill()
 
 
 def said(folder: Path) -> list[str]:
@@ -101,12 +101,11 @@ def test_a_signal_goes_to_the_command_whose_status_is_the_keepers(tmp_path: Path
 
 
 def test_a_signal_between_two_starts_ends_it(tmp_path: Path) -> None:
-    """There is no command then to tell."""
+    """There is no command then to tell: the keeper has said that it ended."""
     options = ("--longest-pause-s", "600", "--first-pause-s", "600")
-    ready = tmp_path / "ready"
-    os.mkfifo(ready)
-    with kept(tmp_path, f"open({str(ready)!r}, 'w').close()\nsys.exit(1)\n", WAIT, options=options) as keeper:
-        ready.read_text()
+    with kept(tmp_path, "sys.exit(1)\n", WAIT, options=options) as keeper:
+        assert keeper.stderr is not None
+        assert any(b'"message": "ended"' in line for line in keeper.stderr)
         keeper.send_signal(signal.SIGTERM)
         assert keeper.wait(60) == 128 + signal.SIGTERM
 
