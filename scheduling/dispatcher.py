@@ -342,7 +342,7 @@ class Dispatcher:
         is_new_home = self._settle_at(trajectory, engine, actions)
         if engine.claims.get(trajectory.trajectory_id, -1) < turn.claim_tokens:
             engine.claim(trajectory, turn.claim_tokens)
-        if not trajectory.num_turns:
+        if trajectory.group_id and not trajectory.num_turns:
             engine.remember_prompt(trajectory.group_id)
         priority = turn.key[0] * HINT_TOKENS + int(turn.key[1])
         actions.append(Dispatch(turn.turn_id, turn.leg, engine.spec.engine_id, priority, why))

@@ -35,6 +35,7 @@ class Engine:
         claims: each resident's KV tokens; `kv_claimed` is their sum.
         shares: each resident's remaining output, mean context and 90th percentile of remaining output, as last summed
             in `work`.
+        prefills: of residents that came since, the tokens that it must prefill first; `uncached_tokens` is their sum.
         prompts: groups whose first turn came here, the latest last: their prompt may be in its cache.
         held_prompts: those of its residents.
         reserved_for: a waiting turn for which it gathers room: others enter only if they are more urgent.
@@ -49,6 +50,8 @@ class Engine:
     claims: dict[str, int] = field(default_factory=dict)
     kv_claimed: int = 0
     shares: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    prefills: dict[str, int] = field(default_factory=dict)
+    uncached_tokens: int = 0
     prompts: dict[str, None] = field(default_factory=dict)
     held_prompts: Prompts = field(default_factory=Prompts)
     work: Work = field(default_factory=Work)
@@ -117,6 +120,7 @@ class Engine:
         if trajectory_id in self.claims:
             self._discount(trajectory_id)
         else:
+            self._await_prefill(trajectory, tokens)
             self.held_prompts.add(trajectory)
         if tokens < trajectory.first_prompt_tokens:
             self.held_prompts.fit(trajectory_id, tokens)
@@ -170,8 +174,17 @@ class Engine:
         facts.tp = spec.tp
         facts.estimate_finish()
 
+    def _await_prefill(self, trajectory: Trajectory, tokens: int) -> None:
+        """Count what one that comes must have prefilled, until it has grown or its turn ended."""
+        uncached = tokens - self.held_prompts.found_by(trajectory)
+        if uncached > 0:
+            self.prefills[trajectory.trajectory_id] = uncached
+            self.uncached_tokens += uncached
+
     def _discount(self, trajectory_id: str) -> None:
         self.kv_claimed -= self.claims.pop(trajectory_id)
+        if trajectory_id in self.prefills:
+            self.uncached_tokens -= self.prefills.pop(trajectory_id)
         remaining, context, p90 = self.shares.pop(trajectory_id)
         if p90 >= self.work.longest_tokens:
             self.longest_is_stale = True
@@ -183,4 +196,5 @@ class Engine:
     def _note_claims(self) -> None:
         facts = self._facts
         facts.kv_claimed, facts.num_trajectories = self.kv_claimed, len(self.claims)
+        facts.uncached_tokens = self.uncached_tokens
         facts.finish_s = estimate_finish_s(facts.profile, self.work)

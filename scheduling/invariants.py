@@ -55,6 +55,8 @@ def _check_engine(policy: Policy, engine: Engine, trajectories: Mapping[str, Tra
     )
     assert engine.work.longest_tokens >= max((share[2] for share in engine.shares.values()), default=0.0)
     assert set(engine.shares) == set(engine.claims)
+    assert set(engine.prefills) <= set(engine.claims)
+    assert engine.uncached_tokens == sum(engine.prefills.values())
     assert list(engine.in_tool.values()) == sorted(engine.in_tool.values())
     for trajectory_id in engine.claims:
         trajectory = trajectories[trajectory_id]

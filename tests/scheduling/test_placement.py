@@ -18,6 +18,7 @@ from scheduling.placement import (
     EngineFacts,
     least_estimated_finish,
     lower_the_latest,
+    prompt_worth_s,
 )
 from scheduling.types import Prediction
 
@@ -107,6 +108,38 @@ def test_a_new_trajectory_goes_where_it_ends_soonest(turn: TurnFacts, fleet: lis
 def test_of_equal_engines_the_one_with_fewer_turns_is_chosen() -> None:
     """Estimates do not see queues."""
     busy, free = replace(facts("A"), num_turns=3), replace(facts("B"), num_turns=2)
+    assert least_estimated_finish(turn_of(100.0), [busy, free]) is free
+
+
+@pytest.mark.parametrize(("later", "goes_to"), [(0.9, "holds"), (1.1, "other")])
+def test_a_siblings_prompt_is_worth_being_later(later: float, goes_to: str) -> None:
+    """As long as it is not too much later; without a group, or when it has been somewhere else, not at all."""
+    other, turn = facts("other"), replace(turn_of(100.0, prompt=20_000), group_id="g")
+    holds = replace(facts("holds"), prompts={"g"})
+    holds.work.tool_s = later * prompt_worth_s(turn, holds)
+    holds.estimate_finish()
+    assert least_estimated_finish(turn, [holds, other]).engine_id == goes_to
+    for stranger in (replace(turn, group_id="h"), replace(turn, num_turns=1)):
+        assert least_estimated_finish(stranger, [holds, other]) is other
+
+
+@given(st.integers(1, 100_000), st.floats(1, 40_000), st.floats(1.01, 4))
+def test_a_longer_prompt_is_worth_more_and_a_longer_answer_makes_it_worth_less(
+    prompt: int, answer: float, times: float
+) -> None:
+    """Siblings are alike: what they answer makes an engine late that all live on."""
+    engine = replace(facts(), prompts={"g"})
+
+    def worth_s(prompt: float, answer: float) -> float:
+        return prompt_worth_s(replace(turn_of(answer, prompt=int(prompt)), group_id="g"), engine)
+
+    assert worth_s(prompt, answer * times) < worth_s(prompt, answer)
+    assert worth_s(2 * prompt, answer) > worth_s(prompt, answer)
+
+
+def test_prefills_that_wait_make_an_engine_later() -> None:
+    """Two engines with as much to decode: one has contexts to prefill first."""
+    busy, free = replace(facts("A"), uncached_tokens=10_000), replace(facts("B"), num_turns=3)
     assert least_estimated_finish(turn_of(100.0), [busy, free]) is free
 
 

@@ -433,6 +433,23 @@ def test_contexts_that_outgrow_an_engine_count_their_prompt_once() -> None:
     assert len(fleet.claims("A")) == 3 and fleet.scheduler.engines["A"].kv_held == 96
 
 
+def test_a_prefill_waits_until_its_turn_has_grown_or_ended() -> None:
+    """What a sibling's prompt brought is not prefilled again."""
+    fleet = siblings()
+    engine = fleet.scheduler.engines["A"]
+    fleet.arrive("s0", prompt=40, group="g")
+    assert engine.uncached_tokens == 40
+    fleet.arrive("s1", prompt=41, group="g")
+    fleet.arrive("other", prompt=10, group="h")
+    assert engine.uncached_tokens == 40 + 1 + 10
+    fleet.progress("s0", 1, 6)
+    assert engine.uncached_tokens == 1 + 10
+    fleet.finish("s1", prompt=41, output=5)
+    assert engine.uncached_tokens == 10
+    fleet.finish("other", prompt=10, output=5)
+    assert engine.uncached_tokens == 0
+
+
 def test_an_agent_that_cut_its_context_down_shares_no_prompt() -> None:
     """Half of it is gone: that is another context. A little less is an estimate that was too long, for all of them."""
     fleet = siblings(40, 40)
