@@ -163,9 +163,11 @@ class Scenario:
             ValueError: there is no such profile.
         """
         if self.fleet.engines:
-            names = [f"{engines.count} x {engines.profile}" for engines in self.fleet.engines]
-            profiles = [load_profile(e.profile) for e in self.fleet.engines for _ in range(e.count)]
-            return [self._fleet(" + ".join(names), profiles)]
+            kinds = [(engines, load_profile(engines.profile)) for engines in self.fleet.engines]
+            stems = {engines.profile.removesuffix(f"-tp{profile.tp}") for engines, profile in kinds}
+            # Unlike in nothing but their TP degree: that is the shortest name, and tables have many columns.
+            names = [f"{e.count} x {f'TP{profile.tp}' if len(stems) == 1 else e.profile}" for e, profile in kinds]
+            return [self._fleet(" + ".join(names), [profile for e, profile in kinds for _ in range(e.count)])]
         assert self.fleet.gpus is not None
         counts = {tp: self.fleet.gpus // tp for tp in self.fleet.tp}
         return [

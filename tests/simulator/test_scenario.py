@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from engines.profiles import load_profile
 from predictor.progress import Progress
 from scheduling.policy import POLICIES
 from simulator.runs import bounds_of, experienced, play, predictor_named
@@ -30,7 +31,8 @@ def test_every_scenario_that_ships_can_be_played(path: Path) -> None:
     predictor_named(scenario.predictor, (), 0)
     smallest = min(profile.kv_capacity_tokens for fleet in scenario.fleets() for profile in fleet.profiles)
     assert smallest > 100_000
-    assert all(fleet.gpus == scenario.fleet.gpus for fleet in scenario.fleets())
+    listed = sum(load_profile(engines.profile).tp * engines.count for engines in scenario.fleet.engines)
+    assert all(fleet.gpus == (scenario.fleet.gpus or listed) for fleet in scenario.fleets())
 
 
 def test_slots_are_counted_per_gpu(tmp_path: Path) -> None:
@@ -42,11 +44,13 @@ def test_slots_are_counted_per_gpu(tmp_path: Path) -> None:
 
 
 def test_a_fleet_may_be_listed(tmp_path: Path) -> None:
-    """Unlike engines side by side."""
+    """Unlike engines side by side; where only their TP degree is unlike, a short name says so."""
     text = '[[fleet.engines]]\nprofile = "toy-cpu-tp2"\n[[fleet.engines]]\nprofile = "toy-cpu-tp1"\ncount = 3\n'
     [fleet] = read(tmp_path, text).fleets()
     assert [profile.tp for profile in fleet.profiles] == [2, 1, 1, 1]
-    assert fleet.gpus == 5
+    assert fleet.gpus == 5 and fleet.name == "1 x TP2 + 3 x TP1"
+    [fleet] = read(tmp_path, text.replace("toy-cpu-tp1", "qwen3-8b-h100-tp1")).fleets()
+    assert fleet.name == "1 x toy-cpu-tp2 + 3 x qwen3-8b-h100-tp1"
 
 
 @pytest.mark.parametrize(
