@@ -12,7 +12,7 @@ partition.py and scaling.py rest on that. Heddle's own cost, T * F(size) * longe
 of the work, and loses 10 to 15 % to this one.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from scheduling.cost import EngineProfile
 
@@ -73,19 +73,6 @@ class Work:
     prefill_tokens: float = 0.0
     tool_s: float = 0.0
     vague_tokens: float = 0.0
-
-    def plus(
-        self,
-        remaining_tokens: float,
-        context_tokens: float,
-        p90_tokens: float = 0.0,
-        prefill_tokens: float = 0.0,
-        tool_s: float = 0.0,
-    ) -> "Work":
-        """This work and one more trajectory, with the 90th percentile of its remaining output where that is known."""
-        more = replace(self, prefill_tokens=self.prefill_tokens + prefill_tokens, tool_s=max(self.tool_s, tool_s))
-        more.add(remaining_tokens, context_tokens, p90_tokens)
-        return more
 
     def add(self, remaining_tokens: float, context_tokens: float, p90_tokens: float = 0.0) -> None:
         """One more trajectory."""

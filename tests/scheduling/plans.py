@@ -36,22 +36,26 @@ profiles = st.builds(
 engines = st.builds(LoadedEngine, profiles, works, speculations)
 
 
-def work_of(trajectories: Sequence[Remaining]) -> Work:
-    work = Work()
+def plus(work: Work, remaining_tokens: float, context_tokens: float, p90_tokens: float = 0.0) -> Work:
+    """A work and one more trajectory."""
+    more = replace(work)
+    more.add(remaining_tokens, context_tokens, p90_tokens)
+    return more
+
+
+def work_of(trajectories: Sequence[Remaining], before: Work | None = None) -> Work:
+    """What trajectories add to the work that there was, prefills and tools included."""
+    work = before or Work()
     for one in trajectories:
-        work = work.plus(
-            one.output_tokens, one.mean_context_tokens, prefill_tokens=one.prefill_tokens, tool_s=one.tool_s
-        )
+        work = plus(work, one.output_tokens, one.mean_context_tokens)
+        work.prefill_tokens += one.prefill_tokens
+        work.tool_s = max(work.tool_s, one.tool_s)
     return work
 
 
 def finish_of(engine: LoadedEngine, trajectories: Sequence[Remaining]) -> float:
     """The estimate told one trajectory at a time, with speculation as its docstring has it."""
-    work = engine.work
-    for one in trajectories:
-        work = work.plus(
-            one.output_tokens, one.mean_context_tokens, prefill_tokens=one.prefill_tokens, tool_s=one.tool_s
-        )
+    work = work_of(trajectories, engine.work)
     if engine.speculation and engine.work.total_tokens == 0:
         lengths = sorted((one.output_tokens for one in trajectories), reverse=True) + [0.0] * 4
         few = lengths[engine.speculation.max_batch]

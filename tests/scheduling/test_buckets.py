@@ -9,6 +9,7 @@ from scheduling.placement import UNMEASURED, EngineFacts
 from scheduling.policy import CMLFQ
 from scheduling.types import EngineReported, EngineSpec, Prediction, TurnArrived
 from tests.scheduling.fleet import MODEL, Fleet
+from tests.scheduling.plans import plus
 
 TEN_SLOTS = replace(UNMEASURED, slots=10, kv_capacity_tokens=0)
 
@@ -84,7 +85,7 @@ def test_the_default_signature_serves_a_whole_fleet() -> None:
 def test_the_mixture_places_by_estimate_above_the_floor() -> None:
     """Not in a bucket that is surely too small, though it would end sooner there; in any if none is left."""
     busy = Work(50_000, 50_000, 0)
-    fleet = [engine(1), engine(4, work=busy), engine(8, work=busy.plus(9_000, 0))]
+    fleet = [engine(1), engine(4, work=busy), engine(8, work=plus(busy, 9_000, 0))]
     assert least_finish_above_floor(turn(20_000, 25_000), fleet) is fleet[1]
     assert least_finish_above_floor(turn(20_000, 50_000), fleet) is fleet[0]
     assert least_finish_above_floor(turn(20_000, 25_000), fleet[:1]) is fleet[0]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from scheduling.cost import EngineProfile
 from scheduling.estimate import Remaining, Work, estimate_finish_s
-from tests.scheduling.plans import PROFILES, profiles, remainings, work_of
+from tests.scheduling.plans import PROFILES, plus, profiles, remainings, work_of
 
 TP1 = PROFILES[1]
 
@@ -31,7 +31,7 @@ def test_the_estimate_is_the_longest_or_the_waves(
     profile = replace(TP1, slots=slots, kv_capacity_tokens=kv)
     work = Work()
     for tokens, context in parts:
-        work = work.plus(tokens, context)
+        work = plus(work, tokens, context)
     expected_ms = (
         profile.decode_base_ms * steps
         + profile.decode_per_sequence_ms * sum(tokens for tokens, _ in parts)

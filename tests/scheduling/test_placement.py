@@ -21,6 +21,7 @@ from scheduling.placement import (
     prompt_worth_s,
 )
 from scheduling.types import Prediction
+from tests.scheduling.plans import plus
 
 tokens = st.floats(1, 100_000)
 contexts = st.floats(0, 200_000)
@@ -30,7 +31,7 @@ trajectories = st.tuples(tokens, contexts)
 def work_of(parts: list[tuple[float, float]]) -> Work:
     work = Work()
     for remaining, context in parts:
-        work = work.plus(remaining, context)
+        work = plus(work, remaining, context)
     return work
 
 
@@ -64,13 +65,15 @@ turns = st.builds(turn_of, tokens, st.integers(0, 50_000), st.integers(1, 100_00
 
 def lived_in(home: EngineFacts, turn: TurnFacts) -> EngineFacts:
     """The home with this trajectory among its own."""
-    return replace(home, work=home.work.plus(*turn.share()), without=lambda: home.work)
+    return replace(home, work=plus(home.work, *turn.share()), without=lambda: home.work)
 
 
 @given(engines, trajectories)
 def test_more_work_never_takes_less_time(engine: EngineFacts, added: tuple[float, float]) -> None:
     """However short its context, one more trajectory does not make an engine look sooner done."""
-    assert estimate_finish_s(engine.profile, engine.work.plus(*added)) >= estimate_finish_s(engine.profile, engine.work)
+    assert estimate_finish_s(engine.profile, plus(engine.work, *added)) >= estimate_finish_s(
+        engine.profile, engine.work
+    )
 
 
 @given(engines, trajectories, st.floats(1, 3), st.floats(1, 3))
@@ -78,7 +81,7 @@ def test_longer_work_never_takes_less_time(
     engine: EngineFacts, added: tuple[float, float], longer: float, wider: float
 ) -> None:
     """More output to come or a larger context of one trajectory costs no less."""
-    small, large = engine.work.plus(*added), engine.work.plus(added[0] * longer, added[1] * wider)
+    small, large = plus(engine.work, *added), plus(engine.work, added[0] * longer, added[1] * wider)
     assert estimate_finish_s(engine.profile, large) >= estimate_finish_s(engine.profile, small)
 
 
@@ -88,7 +91,7 @@ def test_work_without_one_is_what_it_was_but_for_the_longest(
 ) -> None:
     """Sums are exact to rounding; the longest is only ever too large."""
     before = work_of(parts)
-    after = before.plus(*one)
+    after = plus(before, *one)
     after.remove(*one)
     assert after.total_tokens == pytest.approx(before.total_tokens, abs=1e-3)
     assert after.token_context_products == pytest.approx(before.token_context_products, abs=1e-1)
@@ -100,7 +103,7 @@ def test_a_new_trajectory_goes_where_it_ends_soonest(turn: TurnFacts, fleet: lis
     """No other engine would be done sooner with it."""
 
     def finish(engine: EngineFacts) -> float:
-        return estimate_finish_s(engine.profile, engine.work.plus(*turn.share()))
+        return estimate_finish_s(engine.profile, plus(engine.work, *turn.share()))
 
     assert finish(least_estimated_finish(turn, fleet)) == min(map(finish, fleet))
 
@@ -157,7 +160,7 @@ def test_a_move_lowers_the_soft_maximum_of_the_fleet(
     before = {engine.engine_id: estimate_finish_s(engine.profile, engine.work) for engine in fleet}
     after = before | {
         home.engine_id: estimate_finish_s(home.profile, home.work),
-        target.engine_id: estimate_finish_s(target.profile, target.work.plus(*turn.share()))
+        target.engine_id: estimate_finish_s(target.profile, plus(target.work, *turn.share()))
         + target.profile.prefill_s(turn.prompt_tokens),
     }
     latest_s = max(before.values())
@@ -190,7 +193,7 @@ def test_a_crowd_leaves_for_an_idle_engine_one_by_one() -> None:
         rest.remove(*turn.share()[:2])
         home, idle = lived_in(facts("A", rest, 800, 4_000_000), turn), facts("B", there, 800, 4_000_000)
         if lower_the_latest(turn, home, [idle], [home, idle]) is idle:
-            here, there = rest, there.plus(*turn.share())
+            here, there = rest, plus(there, *turn.share())
     late, early = facts("A", here, 800, 4_000_000).finish_s, facts("B", there, 800, 4_000_000).finish_s
     assert 0.6 * late < early < late
 
@@ -216,7 +219,7 @@ def test_an_engine_that_is_far_from_the_latest_keeps_its_own() -> None:
 def test_a_guess_moves_nobody(mean: float, moves: bool) -> None:
     """The same finishes, of a longest trajectory that is known, foretold within a factor, or may as well be another."""
     turn = turn_of(2_000.0)
-    rest = Work().plus(mean, 1_000, 20_000.0).plus(10_000, 1_000)
+    rest = plus(plus(Work(), mean, 1_000, 20_000.0), 10_000, 1_000)
     home = lived_in(facts("A", rest, slots=1), turn)
     idle = facts("B", work_of([(15_000, 1_000)]), slots=1)
     assert (lower_the_latest(turn, home, [idle], [home, idle]) is idle) == moves
