@@ -105,9 +105,7 @@ def _train(parsed: argparse.Namespace) -> int:
     predictor = predictor_named(parsed.predictor)
     num = sum(learn_trajectories(predictor, load_trace(path).trajectories) for path in parsed.trace)
     num += sum(learn_trajectories(predictor, _drawn(parsed, law, parsed.seed)) for law in parsed.law)
-    for path in parsed.events:
-        with path.open("rb") as lines:
-            num += learn_events(predictor, lines)
+    num += sum(learn_events(predictor, path) for path in parsed.events)
     if not num:
         raise ValueError("no trajectory ended in what was given")
     parsed.out.write_bytes(predictor.dump())

@@ -3,14 +3,14 @@
 The model is what the predictor would have learned had it served them, so that there is one way to learn.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
-
-import orjson
 
 from predictor.progress import Predictor, Progress
 from predictor.replay import play
+from workloads.traces import json_lines
 from workloads.trajectories import Trajectory
 
 
@@ -23,18 +23,19 @@ def learn_trajectories(predictor: Predictor, trajectories: Sequence[Trajectory])
     return len(trajectories)
 
 
-def learn_events(predictor: Predictor, lines: Iterable[bytes]) -> int:
-    """Let the predictor live through an event log of the gateway; how many trajectories ended in it.
+def learn_events(predictor: Predictor, path: Path) -> int:
+    """Let the predictor live through an event log of the gateway, gzipped or not; how many trajectories ended in it.
 
     Raises:
-        ValueError: a line is not one of an event log; the message says which.
+        ValueError: a line is not one of an event log, or the file is damaged; the message names file and line.
+        OSError: it cannot be read.
     """
     log = _Log(predictor)
-    for number, line in enumerate(lines, start=1):
+    for number, _, said in json_lines(path):
         try:
-            log.take(orjson.loads(line))
+            log.take(said)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"line {number}: not of an event log ({error!r})") from None
+            raise ValueError(f"{path}, line {number}: not of an event log ({error!r})") from None
     return log.num_ended
 
 

@@ -7,8 +7,7 @@ another; where there is none, the log must begin with an empty scheduler, and th
 of other kinds are passed over. It may be gzipped.
 """
 
-from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +22,7 @@ from scheduling.scheduler import Scheduler
 from scheduling.types import Action, Event, TrajectoryRecord
 from simulator.runs import policy_named
 from simulator.tables import from_table
-from workloads.traces import open_bytes
+from workloads.traces import json_lines
 
 _EVENTS = {kind.__name__: kind for kind in get_args(Event)}
 
@@ -82,8 +81,7 @@ def replay(path: Path, policy_name: str | None = None) -> Replayed:
         ValueError: a line is malformed, the file is damaged, there is no event, or no such policy.
         OSError: the file cannot be read.
     """
-    with open_bytes(path) as lines:
-        replayed = _replay(_parsed(lines, path), path, policy_name)
+    replayed = _replay(json_lines(path), path, policy_name)
     if not replayed.num_events:
         raise ValueError(f"{path}: no event in it")
     return replayed
@@ -115,19 +113,6 @@ def _replay(lines: Iterator[tuple[int, bytes, dict[str, Any]]], path: Path, poli
                 due.pop(0)
     difference = Difference(number + 1, event_line, None, due[0]) if due else None
     return Replayed(num_events, num_actions, difference)
-
-
-def _parsed(lines: Iterable[bytes], path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    for number, line in enumerate(lines, start=1):
-        content = line.removeprefix(BOM_UTF8) if number == 1 else line
-        try:
-            said = orjson.loads(content)
-            if not isinstance(said, dict):
-                raise ValueError("not a JSON object")
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-        # Line ends are not what was said: they are as this project writes them.
-        yield number, content.rstrip(b"\r\n") + b"\n", said
 
 
 def _started(said: dict[str, Any], where: str) -> Scheduler:

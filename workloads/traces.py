@@ -15,10 +15,13 @@ import gzip
 import io
 import json
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TextIO, cast
+
+import orjson
 
 from workloads.trajectories import Trajectory, Turn, Workload
 
@@ -142,6 +145,26 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
             yield cast(IO[bytes], content)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(f"{path}: a damaged gzip file, perhaps not all of it: {error}") from error
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    """The lines of a file of JSON objects: number, bytes with this project's line end, and what they say.
+
+    Raises:
+        ValueError: While it is read, if a line is no JSON object; the message names file and line.
+        TraceError: While it is read, if the file is damaged.
+        OSError: If it cannot be read.
+    """
+    with open_bytes(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            content = line.removeprefix(BOM_UTF8) if number == 1 else line
+            try:
+                said = orjson.loads(content)
+                if not isinstance(said, dict):
+                    raise ValueError("not a JSON object")
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+            yield number, content.rstrip(b"\r\n") + b"\n", said
 
 
 def parse_line(line: str) -> Trajectory:

@@ -1,5 +1,6 @@
 """How predictors are compared: figures against their definitions, time kept honest, no group on both sides."""
 
+import gzip
 import itertools
 import json
 import math
@@ -123,7 +124,8 @@ def test_an_unknown_name_is_told_what_there_is() -> None:
         predictor_named("no-such")
 
 
-def test_what_is_learned_from_an_event_log_is_what_serving_would_have_taught() -> None:
+@pytest.mark.parametrize("is_gzipped", [False, True])
+def test_what_is_learned_from_an_event_log_is_what_serving_would_have_taught(is_gzipped: bool, tmp_path: Path) -> None:
     """A log of the same trajectories makes the same model as the trajectories themselves."""
     served, read = TabularPredictor(), TabularPredictor()
     lines: list[bytes] = []
@@ -135,7 +137,9 @@ def test_what_is_learned_from_an_event_log_is_what_serving_would_have_taught() -
     lines += logged("aborted", 50, "aborted")
     served.predict(Progress("aborted", "g", "", 100, 100))
     served.dropped("aborted")
-    assert learn_events(read, lines) == 3
+    log = b"\n".join(lines)
+    (tmp_path / "events").write_bytes(gzip.compress(log) if is_gzipped else log)
+    assert learn_events(read, tmp_path / "events") == 3
     assert read.dump() == served.dump()
 
 
@@ -151,10 +155,12 @@ def logged(trajectory_id: str, total: int, state: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize("line", [b"nonsense", b"[]", b'{"type": "TurnArrived"}', b"{}"])
-def test_a_line_of_another_file_is_named(line: bytes) -> None:
-    """The message says which line."""
-    with pytest.raises(ValueError, match="line 2"):
-        learn_events(TabularPredictor(), [*logged("t", 10, "finished")[:1], line])
+def test_a_line_of_another_file_is_named(line: bytes, tmp_path: Path) -> None:
+    """The message says which line, and of which file, for many may be given."""
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"\n".join([*logged("t", 10, "finished")[:1], line]))
+    with pytest.raises(ValueError, match=r"events\.jsonl, line 2: "):
+        learn_events(TabularPredictor(), path)
 
 
 def test_the_commands_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
