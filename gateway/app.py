@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from gateway.api.application import Health, build_api
 from gateway.api.fleet import Engines
@@ -45,12 +45,14 @@ from gateway.workers.crew import Crew, LoanLimits
 from scheduling.policy import POLICIES
 from scheduling.scheduler import Scheduler
 from scheduling.types import Move, TrajectoryRecord
-from store import DEMAND, StoreSettings, open_store, open_stream
+from store import DEMAND, Store, StoreSettings, Stream, open_store, open_stream
 
 
 @asynccontextmanager
 async def gateway(settings: Settings, descriptors: DescriptorStore | None = None) -> AsyncIterator[Front]:
     """The ASGI application of a gateway that is running: restored, and watching its engines.
+
+    What it opened is closed, where its start fails, too.
 
     Args:
         descriptors: what outlives this process; None where nobody keeps it.
@@ -59,11 +61,27 @@ async def gateway(settings: Settings, descriptors: DescriptorStore | None = None
         ConfigError: the event log cannot be written, or the predictor's model not read.
         StoreError: the store cannot be used, or is away for too long. Serving without it would lose its trajectories.
     """
+    async with AsyncExitStack() as opened:
+        event_log = _event_log(settings)
+        opened.callback(event_log.close)
+        store_settings = StoreSettings(max_turns_kept=settings.max_turns_kept, namespace=settings.store_namespace)
+        store = open_store(settings.store, store_settings)
+        await store.open()
+        opened.push_async_callback(store.close)
+        stream = open_stream(settings.store, DEMAND, store_settings)
+        yield await opened.enter_async_context(_serving(settings, descriptors, event_log, store, stream))
+
+
+@asynccontextmanager
+async def _serving(
+    settings: Settings,
+    descriptors: DescriptorStore | None,
+    event_log: EventLog,
+    store: Store,
+    stream: Stream | None,
+) -> AsyncIterator[Front]:
+    """All parts of the gateway, on a log and a store that are open; `stream` is where to say what the rollouts need."""
     clock = started_clock()
-    event_log = _event_log(settings)
-    store_settings = StoreSettings(max_turns_kept=settings.max_turns_kept, namespace=settings.store_namespace)
-    store = open_store(settings.store, store_settings)
-    await store.open()
     memory = await restored(settings, store, clock)
     ledger, book, repeats, conversations = memory.ledger, memory.book, memory.repeats, memory.conversations
     read = reading(settings.text_predictor, memory.predictor) if settings.text_predictor else None
@@ -137,7 +155,7 @@ async def gateway(settings: Settings, descriptors: DescriptorStore | None = None
     store.on_loss(rewrite)
     await fleet.start()
     tasks = [asyncio.create_task(memory.keep_predictor())]
-    if stream := open_stream(settings.store, DEMAND, store_settings):
+    if stream is not None:
         tasks.append(asyncio.create_task(say_demand(demand, stream, store.health, settings.demand_interval_s)))
     try:
         yield Front(settings, access, turns, passthrough, api, log, event_log.end_watches)
@@ -155,8 +173,6 @@ async def gateway(settings: Settings, descriptors: DescriptorStore | None = None
         if kept_legs is not None:
             await kept_legs.close()
         await fleet.stop()
-        await store.close()
-        event_log.close()
 
 
 def _event_log(settings: Settings) -> EventLog:

@@ -34,9 +34,12 @@ async def test_a_model_that_cannot_be_used_stops_the_start(content: bytes | None
     model = tmp_path / "model.json"
     if content is not None:
         model.write_bytes(content)
-    with pytest.raises(ConfigError, match=told):
-        async with running_gateway(predictor_model=str(model)):
+    store = f"sqlite:{tmp_path}/store.db"
+    with pytest.raises(ConfigError, match=told) as refused:
+        async with running_gateway(predictor_model=str(model), store=store):
             pass
+    async with running_gateway(store=store):  # which the first has let go, though its fault is still at hand
+        assert refused.tb is not None
 
 
 def test_an_unknown_predictor_stops_the_start() -> None:
