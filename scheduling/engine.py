@@ -59,6 +59,7 @@ class Engine:
     longest_is_stale: bool = False
     longest_at: float = 0.0
     _facts: EngineFacts = field(init=False)
+    _refill_s: float | None = None
 
     def __post_init__(self) -> None:
         self._facts = EngineFacts(self.spec.engine_id, UNMEASURED, num_turns=0, work=self.work, prompts=self.prompts)
@@ -71,7 +72,10 @@ class Engine:
     @property
     def refill_s(self) -> float:
         """Prefilling as many contexts as run now, each as long as those of its residents, of which there are some."""
-        return max(len(self.running), 1) * self._facts.profile.prefill_s(self.kv_claimed / len(self.claims))
+        if self._refill_s is None:  # asked for each turn that waits, and the same until something changes here
+            context_tokens = self.kv_claimed / len(self.claims)
+            self._refill_s = max(len(self.running), 1) * self._facts.profile.prefill_s(context_tokens)
+        return self._refill_s
 
     @property
     def kv_held(self) -> int:
@@ -97,11 +101,13 @@ class Engine:
         """A leg of a turn begins here."""
         self.running[turn.turn_id] = turn
         self._facts.num_turns += 1
+        self._refill_s = None
 
     def stop(self, turn: Turn) -> None:
         """A leg of a turn ended here."""
         del self.running[turn.turn_id]
         self._facts.num_turns -= 1
+        self._refill_s = None
 
     def hold(self, turn: Turn) -> None:
         """A turn of a resident waits here."""
@@ -169,6 +175,7 @@ class Engine:
 
     def _describe(self) -> None:
         facts, spec = self._facts, self.spec
+        self._refill_s = None
         timing = spec.profile or UNMEASURED
         facts.profile = replace(timing, slots=spec.slots, kv_capacity_tokens=spec.kv_capacity_tokens)
         facts.tp = spec.tp
@@ -194,7 +201,7 @@ class Engine:
             self.work.clear()
 
     def _note_claims(self) -> None:
-        facts = self._facts
+        facts, self._refill_s = self._facts, None
         facts.kv_claimed, facts.num_trajectories = self.kv_claimed, len(self.claims)
         facts.uncached_tokens = self.uncached_tokens
         facts.finish_s = estimate_finish_s(facts.profile, self.work)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from math import isclose
 
 from scheduling.engine import Engine
+from scheduling.placement import UNMEASURED
 from scheduling.policy import Policy
 from scheduling.queues import Queues
 from scheduling.state import Trajectory, Turn, TurnState
@@ -57,6 +58,9 @@ def _check_engine(policy: Policy, engine: Engine, trajectories: Mapping[str, Tra
     assert set(engine.shares) == set(engine.claims)
     assert set(engine.prefills) <= set(engine.claims)
     assert engine.uncached_tokens == sum(engine.prefills.values())
+    if engine.claims:
+        profile, context_tokens = engine.spec.profile or UNMEASURED, engine.kv_claimed / len(engine.claims)
+        assert engine.refill_s == max(len(engine.running), 1) * profile.prefill_s(context_tokens)
     assert list(engine.in_tool.values()) == sorted(engine.in_tool.values())
     for trajectory_id in engine.claims:
         trajectory = trajectories[trajectory_id]

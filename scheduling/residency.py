@@ -54,6 +54,8 @@ def claims_giving_way(engine: Engine, turn: Turn, at: float, limits: Limits) -> 
         excess_tokens -= engine.held_prompts.found_by(turn.trajectory)
     if excess_tokens <= 0:
         return []
+    if not engine.in_tool:
+        return None
     is_impatient = at - turn.queued_at >= limits.entry_patience_s
     lease_s = engine.refill_s if limits.in_tool_lease_s is None else limits.in_tool_lease_s
     giving_way: list[str] = []
