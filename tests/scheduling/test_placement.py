@@ -12,6 +12,7 @@ from scheduling.estimate import TELLING_RATIO, VAGUE_RATIO, Work, estimate_finis
 from scheduling.order import TurnFacts
 from scheduling.placement import (
     LARGEST_BURDEN,
+    LARGEST_LATENESS,
     LEAST_GAIN,
     NEAR_LATEST_SHARE,
     UNMEASURED,
@@ -114,13 +115,19 @@ def test_of_equal_engines_the_one_with_fewer_turns_is_chosen() -> None:
     assert least_estimated_finish(turn_of(100.0), [busy, free]) is free
 
 
+@pytest.mark.parametrize("is_limit", [False, True])
 @pytest.mark.parametrize(("later", "goes_to"), [(0.9, "holds"), (1.1, "other")])
-def test_a_siblings_prompt_is_worth_being_later(later: float, goes_to: str) -> None:
-    """As long as it is not too much later; without a group, or when it has been somewhere else, not at all."""
+def test_a_siblings_prompt_is_worth_being_later(later: float, goes_to: str, is_limit: bool) -> None:
+    """As long as it is not too much later, for what it saves and for what the other one takes; without a group, or when
+    the trajectory has been somewhere else, not at all."""
     other, turn = facts("other"), replace(turn_of(100.0, prompt=20_000), group_id="g")
     holds = replace(facts("holds"), prompts={"g"})
-    holds.work.tool_s = later * prompt_worth_s(turn, holds)
-    holds.estimate_finish()
+    if not is_limit:
+        holds.work.tool_s = other.work.tool_s = 1e4
+    alone_s = estimate_finish_s(other.profile, plus(other.work, *turn.share()))
+    worth_s, most_s = prompt_worth_s(turn, holds), LARGEST_LATENESS * alone_s
+    assert (most_s < worth_s) == is_limit
+    holds.work.tool_s += later * min(worth_s, most_s)
     assert least_estimated_finish(turn, [holds, other]).engine_id == goes_to
     for stranger in (replace(turn, group_id="h"), replace(turn, num_turns=1)):
         assert least_estimated_finish(stranger, [holds, other]) is other
