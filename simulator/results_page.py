@@ -29,7 +29,7 @@ def write_page(rows: Mapping[Job, Row], cases: Sequence[Case], folder: Path, pat
     plots = draw_plots(results, cases, folder, path.parent / "plots")
     sections = [
         _against_baselines(results, cases),
-        *(f"![{title}](plots/{name})\n" for name, title in plots),
+        "\n".join(f"![{title}](plots/{name})\n" for name, title in plots),
         _all_policies(results, cases),
         _variants(results, cases),
         _ablations(results, cases),
