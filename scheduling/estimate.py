@@ -94,11 +94,12 @@ class Work:
 
 def vague_tokens(mean_tokens: float, p90_tokens: float) -> float:
     """How many of the tokens that a prediction's 90th percentile says are a guess; none where the mean is 0."""
-    told = mean_tokens * TELLING_RATIO
+    told, vague = mean_tokens * TELLING_RATIO, mean_tokens * VAGUE_RATIO
     if p90_tokens <= told or not mean_tokens:
         return 0.0
-    share = (p90_tokens - told) / (mean_tokens * (VAGUE_RATIO - TELLING_RATIO))
-    return p90_tokens * share if share < 1.0 else p90_tokens
+    if p90_tokens >= vague:
+        return p90_tokens
+    return p90_tokens * ((p90_tokens - told) / (vague - told))
 
 
 def estimate_finish_s(

@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import exp
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scheduling.cost import EngineProfile
@@ -233,6 +233,7 @@ def test_a_guess_moves_nobody(mean: float, moves: bool) -> None:
 
 
 @given(tokens, st.floats(0.5, 10), st.floats(1, 3))
+@example(17.0, VAGUE_RATIO, 1.0)
 def test_the_further_off_the_90th_percentile_the_more_is_a_guess(mean: float, ratio: float, further: float) -> None:
     """Of a sure prediction nothing, of a vague one all, and never more."""
     p90, later = mean * ratio, mean * ratio * further
