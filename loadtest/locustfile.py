@@ -48,6 +48,8 @@ class Board:
     def __init__(self, options: Any, environment: Any, rollout_size: int | None = None, num_rollouts: int = 1) -> None:
         self.writer = Writer()
         self.num_rollouts_ended = 0
+        # Agents that have been answered which models there are, or refused.
+        self.num_agents = 0
         self._options = options
         self._environment = environment
         self._rollout_size = rollout_size
@@ -124,7 +126,10 @@ class Agent(FastHttpUser):
     def on_start(self) -> None:
         self.board: Board = self.environment.board
         self.options: Any = self.environment.parsed_options
-        self.model = self.options.model or self._first_model()
+        try:
+            self.model = self.options.model or self._first_model()
+        finally:
+            self.board.num_agents += 1
 
     @task
     def play_trajectory(self) -> None:

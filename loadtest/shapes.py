@@ -4,8 +4,8 @@
     locust -f loadtest/shapes.py --headless --host http://127.0.0.1:8080 --shape ramp --agents 64 --ramp-s 60
 
 A rollout is a burst: all agents begin at once, each plays one trajectory, and the next rollout begins when the last of
-them has ended; its makespan is reported as `AGENT rollout`. A ramp adds agents evenly, and each plays one trajectory
-after the other.
+them has ended; its makespan is reported as `AGENT rollout`. A ramp adds agents evenly, each plays one trajectory after
+the other, and the run ends a little after all of them were there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from loadtest.locustfile import Board, CodingAgent, MathAgent, SearchAgent, even
 
 __all__ = ["AgentShape", "CodingAgent", "MathAgent", "SearchAgent"]
 
-# How long a ramp stays at its top, as a share of the ramp.
+# How long a ramp stays at its top, with all agents there, as a share of the ramp.
 TOP_SHARE = 0.25
 
 
@@ -49,12 +49,21 @@ events.init.add_listener(set_up)
 class AgentShape(LoadTestShape):
     """The shape that `--shape` names."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        # Seconds into the run when all agents of a ramp were first seen at work.
+        self._top_s: float | None = None
+
     def tick(self) -> tuple[int, float] | None:
         runner: Any = self.runner
         environment, options = runner.environment, runner.environment.parsed_options
-        if options.shape == "ramp":
-            return ramp(time.perf_counter() - self.start_time, options.agents, options.ramp_s)
-        return rollout(environment.board.num_rollouts_ended, options.agents, options.rollouts)
+        board: Board = environment.board
+        if options.shape == "rollout":
+            return rollout(board.num_rollouts_ended, options.agents, options.rollouts)
+        run_s = time.perf_counter() - self.start_time
+        if self._top_s is None and board.num_agents >= options.agents:
+            self._top_s = run_s
+        return ramp(run_s, self._top_s, options.agents, options.ramp_s)
 
 
 def rollout(num_ended: int, num_agents: int, num_rollouts: int) -> tuple[int, float] | None:
@@ -62,9 +71,9 @@ def rollout(num_ended: int, num_agents: int, num_rollouts: int) -> tuple[int, fl
     return None if num_ended >= num_rollouts else (num_agents, float(num_agents))
 
 
-def ramp(run_s: float, num_agents: int, ramp_s: float) -> tuple[int, float] | None:
-    """Agents in proportion to the time, all of them at `ramp_s`, and an end a little later."""
-    if run_s > ramp_s * (1 + TOP_SHARE):
+def ramp(run_s: float, top_s: float | None, num_agents: int, ramp_s: float) -> tuple[int, float] | None:
+    """Agents in proportion to the time, all of them at `ramp_s`, and an end a little after all were there (`top_s`)."""
+    if top_s is not None and run_s > max(top_s, ramp_s) + ramp_s * TOP_SHARE:
         return None
     wanted = min(num_agents, max(1, math.ceil(num_agents * run_s / ramp_s)))
     return wanted, float(num_agents)

@@ -82,9 +82,10 @@ async def test_rollouts_follow_each_other_and_are_complete(tmp_path: Path) -> No
     assert rollouts == sorted(rollouts)
 
 
-async def test_a_ramp_ends_by_itself(tmp_path: Path) -> None:
-    """Agents are added until all are there, and the run ends soon after."""
-    with serve(ToyChat()) as url:
+@pytest.mark.parametrize("faults", [Faults(), Faults(models_after_s=2.5)])
+async def test_a_ramp_ends_by_itself(tmp_path: Path, faults: Faults) -> None:
+    """Agents are added until all are there, however long that takes them, and the run ends soon after."""
+    with serve(ToyChat(faults=faults)) as url:
         code, rows, output = await locust(
             "shapes.py", url, tmp_path, "--shape", "ramp", "--agents", "3", "--ramp-s", "2", "--law", "math"
         )

@@ -7,6 +7,7 @@ Run by itself for measurements: `python tests/support/toy_chat.py --port 9000`.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import socket
 import threading
@@ -22,12 +23,17 @@ TEMPLATE_TOKENS = 7
 
 @dataclass
 class Faults:
-    """What goes wrong, how many times. `short_by`: answers lack so many tokens. `nonsense`: JSON, but no answer."""
+    """What goes wrong, how many times.
+
+    `short_by`: answers lack so many tokens. `nonsense`: JSON, but no answer. `models_after_s`: so long it takes to list
+    the models.
+    """
 
     num_unavailable: int = 0
     num_broken_streams: int = 0
     short_by: int = 0
     nonsense: bool = False
+    models_after_s: float = 0.0
 
 
 @dataclass
@@ -54,7 +60,7 @@ class ToyChat:
                 await self._start(send, 204, "text/plain")
                 await send({"type": "http.response.body", "body": b""})
                 return
-            await self._json(send, *self._other(path))
+            await self._json(send, *await self._other(path))
             return
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         request = json.loads(body)
@@ -68,8 +74,9 @@ class ToyChat:
             return
         await self._chat(send, request)
 
-    def _other(self, path: str) -> tuple[int, dict[str, Any]]:
+    async def _other(self, path: str) -> tuple[int, dict[str, Any]]:
         if path == "/v1/models":
+            await asyncio.sleep(self.faults.models_after_s)
             return 200, {"object": "list", "data": [{"id": "toy", "object": "model"}]}
         if path.startswith("/v1/trajectories/") and self.knows_trajectories:
             num_turns = len(self.seen)
