@@ -49,10 +49,8 @@ events.init.add_listener(set_up)
 class AgentShape(LoadTestShape):
     """The shape that `--shape` names."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        # Seconds into the run when all agents of a ramp were first seen at work.
-        self._top_s: float | None = None
+    # Seconds into the run when all agents of a ramp were first seen at work.
+    _top_s: float | None = None
 
     def tick(self) -> tuple[int, float] | None:
         runner: Any = self.runner
