@@ -102,7 +102,8 @@ def _prefill_s(turns: _Turns, profile: EngineProfile) -> Floats:
 
 def _critical_path_s(turns: _Turns, profiles: Sequence[EngineProfile], speculation: Speculation | None) -> float:
     """The longest trajectory alone, each turn on the engine that is best for it."""
-    faster = speculation.speed_up if speculation else 1.0
+    # Who is slowed by speculation is not where the batch is too large for it.
+    faster = max(speculation.speed_up, 1.0) if speculation else 1.0
     alone = []
     for profile in profiles:
         per_token_ms = profile.decode_base_ms + profile.decode_per_sequence_ms

@@ -48,7 +48,7 @@ def test_a_lone_trajectory_takes_hardly_longer_than_its_bound() -> None:
     policy=st.sampled_from(["heddle", "slime", "verl", "heddle-paper"]),
     fleet=st.lists(st.sampled_from([TP1, TP4]), min_size=1, max_size=4),
     slots=st.sampled_from([4, 100]),
-    speculation=st.sampled_from([None, Speculation(), Speculation(2.0, 32)]),
+    speculation=st.sampled_from([None, Speculation(), Speculation(2.0, 32), Speculation(0.7, 4)]),
     oracle=st.booleans(),
 )
 def test_no_run_beats_the_bound(
@@ -70,6 +70,15 @@ def test_no_run_beats_the_bound(
     family = [replace(profile, slots=slots * profile.tp) for profile in (TP1, TP4)]
     gpus = sum(profile.tp for profile in fleet)
     assert best_fleet_bound_s(workload.trajectories, family, gpus, speculation) <= bound_s * (1 + 1e-9)
+
+
+def test_speculation_that_slows_small_batches_is_escaped_in_large_ones() -> None:
+    """Drafts that are mostly refused cost time; who has the most company is not slowed, and the bound knows it."""
+    slow = Speculation(speed_up=0.5, max_batch=1)
+    trajectories = tuple(Trajectory(f"t{n}", "g", 16, (Turn(0, 1_000, 0.0),)) for n in range(2))
+    bound_s = fleet_bound_s(trajectories, [TP1], slow)
+    taken_s = makespan_s(Workload("two", trajectories), [TP1], "heddle", Conditions(Features(slow)))
+    assert bound_s <= taken_s
 
 
 def test_like_engines_share_the_work_evenly() -> None:
