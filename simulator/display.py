@@ -57,7 +57,9 @@ class RunProgress:
         """A run is over. One line stays of it, so that long scenarios give answers all along, in a file too."""
         self._progress.advance(self._all)
         self._console.print(
-            f"{title}: {_seconds(run.outcome.makespan_s)} s, {run.regret:.2f} times the bound", highlight=False
+            f"{title}: {_seconds(run.outcome.makespan_s)} s, {run.regret:.2f} times the bound{_lost(run)}",
+            soft_wrap=True,
+            highlight=False,
         )
 
 
@@ -93,7 +95,7 @@ def print_runs(runs: Sequence[Run], policies: Sequence[str], console: Console) -
             table.add_row(policy, fleet, *(cells[name] for name in some))
         console.print(table)
     console.print("* its best fleet. ratio: first policy's best makespan / this one. regret: makespan / bound.")
-    console.print(f"No policy beats {_bounds(runs)}.", soft_wrap=True)
+    console.print(f"No policy ends all trajectories before {_bounds(runs)}.", soft_wrap=True)
 
 
 def _cells(line: Sequence[Run], base_s: float) -> dict[str, str]:
@@ -126,6 +128,13 @@ def _best_line(lines: dict[tuple[str, str], list[Run]], policy: str) -> tuple[st
 
 def _makespan_s(line: Sequence[Run]) -> float:
     return fmean(run.outcome.makespan_s for run in line)
+
+
+def _lost(run: Run) -> str:
+    """What the makespan leaves out: the bound is for all trajectories."""
+    num = len(run.outcome.trajectories)
+    num_lost = num - run.outcome.num_finished
+    return f"; {num_lost:,} of {num:,} trajectories lost" if num_lost else ""
 
 
 def _seconds(seconds: float) -> str:

@@ -139,6 +139,10 @@ class Outcome:
         return sum(engine.num_preemptions for engine in self.engines)
 
     @property
+    def num_finished(self) -> int:
+        return sum(trajectory.ending is Ending.FINISHED for trajectory in self.trajectories)
+
+    @property
     def num_moves(self) -> int:
         return sum(trajectory.num_moves for trajectory in self.trajectories)
 
@@ -169,7 +173,7 @@ class Outcome:
             "tokens_per_s": self.tokens_per_s,
             "output_tokens": self.output_tokens,
             "num_trajectories": len(trajectories),
-            "num_finished": sum(trajectory.ending is Ending.FINISHED for trajectory in trajectories),
+            "num_finished": self.num_finished,
             "mean_trajectory_s": fmean(trajectory.ended_at for trajectory in trajectories),
             "p95_trajectory_s": self.ended_share_at(0.95),
             "p99_trajectory_s": self.ended_share_at(0.99),

@@ -86,6 +86,8 @@ def play(
 def bounds_of(scenario: Scenario, fleet: Fleet, workload: Workload) -> Bounds:
     """Makespans that no policy beats on this workload."""
     speculation = scenario.features.speculation
+    if scenario.faults.tool_timeout_share:  # a call that hangs is over then, however long it would have taken
+        workload = workload.with_max_tool_s(scenario.faults.tool_timeout_s)
     trajectories = workload.trajectories
     best_s = best_fleet_bound_s(trajectories, fleet.family, fleet.gpus, speculation)
     if scenario.reshape is not None:  # a fleet that changes is bound by the best only

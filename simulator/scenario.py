@@ -21,7 +21,7 @@ tp = [1, 2, 4, 8]                           # one fleet for each; or [[fleet.eng
 
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -38,6 +38,9 @@ from workloads.trajectories import Workload
 
 # Seeds of earlier rollouts; nobody asks for one of these.
 _OTHER_SEEDS = 1_000_000
+# A trainer waits for its rollout as long as it takes. A gateway's limits would end trajectories of those policies alone
+# that keep turns in its queue: what is in an engine's queue waits without one.
+_PATIENCE: Mapping[str, int] = {"queue_timeout_s": 10**9, "max_waiting_turns": 10**9}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,7 @@ class Scenario:
     earlier: int = 0
     epochs: int = 1
     workload: WorkloadSettings = field(default_factory=WorkloadSettings)
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits = field(default_factory=lambda: Limits(**_PATIENCE))
     features: Features = field(default_factory=Features)
     transfer: Transfer | None = None
     faults: Faults = field(default_factory=Faults)
@@ -239,6 +242,8 @@ def load_scenario(path: Path) -> Scenario:
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
+        if isinstance(limits := table.get("limits"), dict):
+            table["limits"] = {**_PATIENCE, **limits}
         return from_table(Scenario, {"name": path.stem, **table})
     except ValueError as error:  # TOML that does not parse is one, too
         raise ValueError(f"{path}: {error}") from error

@@ -35,7 +35,9 @@ def test_a_scenario_is_played_on_every_fleet_with_every_seed(
     out = tmp_path / "runs.json"
     assert main(["simulate", scenario, "--seed", "1", "--seed", "2", "--json", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert all(word in printed for word in ("heddle", "verl", "2 x TP2", "1 x TP4", "No policy beats", "prefix hits"))
+    assert all(
+        word in printed for word in ("heddle", "verl", "2 x TP2", "1 x TP4", "No policy ends all", "prefix hits")
+    )
     written = json.loads(out.read_bytes())
     assert (written["format"], written["scenario"], written["trace"]) == (1, "small", None)
     assert {(run["policy"], run["fleet"], run["seed"]) for run in written["runs"]} == {
@@ -141,6 +143,42 @@ def test_only_the_fleets_that_are_too_small_are_left_out(tmp_path: Path, capsys:
     assert {run["fleet"] for run in json.loads(out.read_bytes())["runs"]} == {"1 x TP4"}
     printed = " ".join(capsys.readouterr().out.split())
     assert "4 x TP1 is left out: 1 of 2 trajectories" in printed and "holds 247,000" in printed
+
+
+def crowd_on_one_engine(tmp_path: Path, more: str) -> list[str]:
+    """What plays 60 trajectories, alike, one after the other: the last of them wait for almost two hours."""
+    fleet, trace = tmp_path / "fleet.toml", tmp_path / "agents.jsonl"
+    fleet.write_text(f'[fleet]\nprofile = "qwen3-14b-h100"\ngpus = 1\ntp = [1]\nslots_per_gpu = 1\n{more}')
+    turn = {"new_tokens": 0, "output_tokens": 10_000, "tool_s": 0}
+    trace.write_text(
+        "\n".join(
+            json.dumps({"trajectory_id": f"t{number}", "context_tokens": 9, "turns": [turn]}) for number in range(60)
+        )
+    )
+    return ["simulate", "--trace", str(trace), "--fleet", str(fleet), "--json", str(tmp_path / "runs.json")]
+
+
+def test_no_trajectory_of_a_trace_is_lost_because_it_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever brings a fleet brings no limits, and nobody's trajectories may end for want of patience."""
+    assert main(crowd_on_one_engine(tmp_path, "")) == 0
+    runs = json.loads((tmp_path / "runs.json").read_bytes())["runs"]
+    assert {run["num_finished"] for run in runs} == {60} and min(run["makespan_s"] for run in runs) > 6_600
+    assert "lost" not in capsys.readouterr().out.split("makespan")[0]
+
+
+def test_a_run_that_lost_trajectories_says_so_beside_its_makespan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may take less than the bound, which is for all of them."""
+    assert main(crowd_on_one_engine(tmp_path, "[limits]\nqueue_timeout_s = 600")) == 0
+    runs = {run["policy"]: run for run in json.loads((tmp_path / "runs.json").read_bytes())["runs"]}
+    num_lost = 60 - runs["heddle"]["num_finished"]
+    assert num_lost > 0 == 60 - runs["verl"]["num_finished"]
+    printed = capsys.readouterr().out
+    line_of = {line.partition(",")[0]: line for line in printed.splitlines() if "seed 1: " in line}
+    assert line_of["heddle"].endswith(f"times the bound; {num_lost} of 60 trajectories lost")
+    assert line_of["verl"].endswith("times the bound")
+    assert "No policy ends all trajectories before " in " ".join(printed.split())
 
 
 def test_each_run_is_told_when_it_ends(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:

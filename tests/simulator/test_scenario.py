@@ -53,10 +53,19 @@ def test_a_fleet_may_be_listed(tmp_path: Path) -> None:
     assert fleet.name == "1 x toy-cpu-tp2 + 3 x qwen3-8b-h100-tp1"
 
 
+def test_turns_wait_as_long_as_it_takes_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    """A gateway's patience would end trajectories of those policies alone that keep turns in its queue."""
+    assert read(tmp_path, FLEET).limits.queue_timeout_s >= 1e9
+    other = read(tmp_path, FLEET + "[limits]\nkv_watermark = 0.5").limits
+    assert other.kv_watermark == 0.5 and other.queue_timeout_s >= 1e9 and other.max_waiting_turns >= 10**9
+    assert read(tmp_path, FLEET + "[limits]\nqueue_timeout_s = 60").limits.queue_timeout_s == 60
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "fleet: missing"),
+        ("limits = 3\n" + FLEET, "limits: a table is wanted, not 3"),
         ("fleet = 3", "fleet: a table is wanted, not 3"),
         ("[fleet", "mine.toml"),
         ("[fleet]\ngpus = 8", "fleet: either engines, or gpus, profile and tp"),
@@ -82,6 +91,15 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(text: str, message: str, 
         read(tmp_path, text)
     assert message in str(caught.value) and "mine.toml" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tool_that_is_given_up_early_is_no_part_of_the_bound(tmp_path: Path) -> None:
+    """A time-out may be shorter than the call that hangs would have been."""
+    asked = '[workload]\nlaw = "coding"\ntool_scale = 1000.0\ntrajectories = 4\n'
+    scenario = read(tmp_path, asked + FLEET + "[faults]\ntool_timeout_share = 1.0\ntool_timeout_s = 0.5")
+    fleet, workloads = scenario.fleets()[0], scenario.workloads(1)
+    run = play(scenario, "verl", fleet, "tabular", 1, workloads, bounds_of(scenario, fleet, workloads[-1]))
+    assert run.regret >= 1
 
 
 def test_later_epochs_teach_the_predictor(tmp_path: Path) -> None:
