@@ -78,7 +78,7 @@ def _beginning(trajectory: Trajectory) -> Progress:
         trajectory.trajectory_id,
         trajectory.group_id,
         prompt_tokens=trajectory.context_tokens,
-        context_tokens=trajectory.context_tokens + trajectory.turns[0].new_tokens,
+        context_tokens=trajectory.context_tokens,
     )
 
 

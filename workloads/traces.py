@@ -3,10 +3,10 @@
     {"trajectory_id": "a-0", "group_id": "a", "context_tokens": 900,
      "turns": [{"new_tokens": 0, "output_tokens": 154, "tool_s": 3.0}, ...]}
 
-Other fields are ignored. A trajectory without `group_id` is a group of its own. A recorded call that wrote nothing
-counts as one token: an engine cannot write fewer. Recorded agents are mostly larger than the engine at hand, so a
-trace can be cut and scaled; each step uses the same factors for every trajectory. Another format needs a function
-from a line to a `Trajectory`, and nothing else.
+Other fields are ignored. A trajectory without `group_id` is a group of its own. What joins before the first turn is
+part of the first prompt. A recorded call that wrote nothing counts as one token: an engine cannot write fewer. Recorded
+agents are mostly larger than the engine at hand, so a trace can be cut and scaled; each step uses the same factors for
+every trajectory. Another format needs a function from a line to a `Trajectory`, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
@@ -178,11 +179,12 @@ def parse_line(line: str) -> Trajectory:
     turns = record.get("turns")
     hint = "" if "trajectory_id" in record else "; `heddle import` reads other programs' traces"
     _expect(isinstance(turns, list) and len(turns) > 0, f"turns: a list of at least one turn is wanted{hint}")
+    first, *others = (_turn(turn, f"turns[{index}].") for index, turn in enumerate(turns))
     return Trajectory(
         trajectory_id=_text(record, "trajectory_id"),
         group_id=_text(record, "group_id" if record.get("group_id") is not None else "trajectory_id"),
-        context_tokens=max(1, _count(record, "context_tokens")),
-        turns=tuple(_turn(turn, f"turns[{index}].") for index, turn in enumerate(turns)),
+        context_tokens=max(1, _count(record, "context_tokens") + first.new_tokens),
+        turns=(replace(first, new_tokens=0), *others),
     )
 
 

@@ -48,6 +48,17 @@ def test_a_call_that_wrote_nothing_counts_as_one_token(tmp_path: Path) -> None:
     assert [turn.output_tokens for turn in trajectory.turns] == [1, 1]
 
 
+def test_what_joins_before_the_first_turn_is_part_of_the_first_prompt(tmp_path: Path) -> None:
+    """Some count a trajectory's own question there, or all of its prompt: everybody here is told one prompt."""
+    turns = [{"new_tokens": 40, "output_tokens": 7, "tool_s": 0}, {"new_tokens": 5, "output_tokens": 7, "tool_s": 0}]
+    path = write(
+        tmp_path / "t.jsonl", record("a") | {"turns": turns}, record("b") | {"context_tokens": 0, "turns": turns}
+    )
+    first, second = load_trace(path).trajectories
+    assert (first.context_tokens, second.context_tokens) == (1_040, 40)
+    assert [turn.new_tokens for turn in first.turns] == [turn.new_tokens for turn in second.turns] == [0, 5]
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
