@@ -100,6 +100,43 @@ def test_mooncake_rows_of_a_session_are_whole_prompts_where_nearly_all_go_on(tmp
     assert [(t.context_tokens, t.total_tokens) for t in import_trace(path).trajectories] == [(500, 1_310), (200, 310)]
 
 
+def test_mooncake_rows_of_a_session_need_not_be_sorted(tmp_path: Path) -> None:
+    """Where every row has its time; a row that says only how long it waits stands where it is."""
+    rows = [mooncake(at_ms, 100 + at_ms // 10, 20, session_id="s") for at_ms in (9_000, 0, 4_000)]
+    [trajectory] = import_trace(lines(tmp_path / "t.jsonl", *rows)).trajectories
+    assert (trajectory.context_tokens, [turn.new_tokens for turn in trajectory.turns]) == (100, [0, 380, 480])
+    later = [without(row, "timestamp") | {"delay": 500.0} for row in rows[1:]]
+    [trajectory] = import_trace(lines(tmp_path / "t.jsonl", rows[0], *later), "mooncake").trajectories
+    assert trajectory.context_tokens == 1_000
+
+
+def test_thousands_of_requests_with_one_prompt_are_no_quadratic_work(tmp_path: Path) -> None:
+    """A load generator sends the same prompt again and again; none continues another, and each is looked at once."""
+    looked_at = 0
+
+    class Prompt(int):
+        def __add__(self, other: int) -> int:
+            nonlocal looked_at
+            looked_at += 1
+            return int(self) + other
+
+    calls = [Call(Prompt(1_100), 20, (1, 2), started_at_s=float(number)) for number in range(1_000)]
+    workload = workload_by_prefix("load", calls)
+    assert (len(workload.trajectories), len(workload.groups)) == (1_000, 1)
+    assert looked_at <= 3 * len(calls)
+
+
+def test_numbers_may_name_what_texts_name_and_lengths_may_have_a_point(tmp_path: Path) -> None:
+    """Some number their requests, sessions and conversations; a table with gaps makes its whole numbers 52.0."""
+    row = {"request_id": 1, "session_id": 7, "input_length": 100.0, "max_output_tokens": 5}
+    path = lines(tmp_path / "t.jsonl", row, row | {"request_id": 2, "input_length": 200, "wait_for": [1]})
+    [trajectory] = import_trace(path).trajectories
+    assert (trajectory.trajectory_id, trajectory.context_tokens, len(trajectory.turns)) == ("7-0", 100, 2)
+    [trajectory] = import_trace(lines(tmp_path / "t.jsonl", mooncake(0, 9, 5, session_id=7))).trajectories
+    assert trajectory.group_id == "7"
+    assert len(import_trace(lines(tmp_path / "t.jsonl", conversation(id=3))).groups) == 1
+
+
 def test_mooncake_sessions_may_name_or_number_their_group(tmp_path: Path) -> None:
     """A generator's first row of a session says whose prompt it shares; a session that says nothing is alone."""
     path = lines(
@@ -228,6 +265,10 @@ def test_a_folder_and_lines_of_conversations_are_read_alike(tmp_path: Path) -> N
     one = lines(tmp_path / "all.jsonl", conversation(id="c1"), conversation(id="c2"))
     assert import_trace(folder).trajectories == import_trace(one).trajectories
     assert len(import_trace(folder).groups) == 2
+    (folder / "c3.json.gz").write_bytes(gzip.compress(json.dumps(conversation(id="c3")).encode()))
+    lines(folder / "more.jsonl", conversation(id="c4"), conversation(id="c5"))
+    (folder / "LICENSE").write_text("no conversation")
+    assert set(import_trace(folder).groups) == {"c1", "c2", "c3", "c4", "c5"}
 
 
 PROMPT = list(range(100, 164))

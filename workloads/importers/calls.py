@@ -7,8 +7,9 @@ whose prompt and answer it repeats. A trajectory here only grows, so a context t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from workloads.trajectories import Trajectory, Turn, Workload
@@ -111,10 +112,25 @@ def _kept_share(last: Call, call: Call) -> float:
     return kept / len(last.blocks)
 
 
+@dataclass(slots=True)
+class _Open:
+    """Strands that a call may continue, as their last prompts end with the same block.
+
+    Args:
+        least_tokens: A shorter prompt continues none of them. Thousands of requests may have one prompt.
+    """
+
+    strands: list[list[Call]] = field(default_factory=list)
+    least_tokens: float = math.inf
+
+    def add(self, strand: list[Call]) -> None:
+        self.strands.append(strand)
+        self.least_tokens = min(self.least_tokens, _tokens_after(strand[-1]))
+
+
 def _strands_by_prefix(calls: Iterable[Call]) -> list[list[Call]]:
     strands: list[list[Call]] = []
-    # By the last block of its last prompt: the strands that a call may continue.
-    open_strands: dict[tuple[int, int], list[list[Call]]] = {}
+    open_strands: dict[tuple[int, int], _Open] = {}
     for call in calls:
         strand = _take_continued(call, open_strands)
         if strand is None:
@@ -122,22 +138,28 @@ def _strands_by_prefix(calls: Iterable[Call]) -> list[list[Call]]:
             strands.append(strand)
         strand.append(call)
         if call.blocks:
-            open_strands.setdefault((len(call.blocks), call.blocks[-1]), []).append(strand)
+            open_strands.setdefault((len(call.blocks), call.blocks[-1]), _Open()).add(strand)
     return strands
 
 
-def _take_continued(call: Call, open_strands: dict[tuple[int, int], list[list[Call]]]) -> list[Call] | None:
+def _take_continued(call: Call, open_strands: Mapping[tuple[int, int], _Open]) -> list[Call] | None:
     for depth in range(len(call.blocks), 0, -1):
-        candidates = open_strands.get((depth, call.blocks[depth - 1]), [])
-        for strand in candidates:
+        candidates = open_strands.get((depth, call.blocks[depth - 1]))
+        if candidates is None or call.prompt_tokens < candidates.least_tokens:
+            continue
+        for strand in candidates.strands:
             if _can_follow(strand[-1], call):
-                candidates.remove(strand)
+                candidates.strands.remove(strand)
                 return strand
     return None
 
 
+def _tokens_after(call: Call) -> int:
+    return call.prompt_tokens + call.output_tokens
+
+
 def _can_follow(last: Call, call: Call) -> bool:
-    if call.prompt_tokens < last.prompt_tokens + last.output_tokens:
+    if call.prompt_tokens < _tokens_after(last):
         return False
     return last.ended_at_s is None or call.started_at_s is None or call.started_at_s >= last.ended_at_s
 

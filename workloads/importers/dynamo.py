@@ -34,7 +34,7 @@ def read_dynamo(path: Path) -> Workload:
     sessions: dict[str, list[Call]] = {}
     for record in _in_order(records):
         session_id = _session_id(record, _waits_for(record), session_of)
-        session_of[record.text("request_id")] = session_id
+        session_of[record.name("request_id")] = session_id
         sessions.setdefault(session_id, []).append(_call(record))
     return workload_of_sessions(path.name.split(".")[0], sessions.items())
 
@@ -43,7 +43,7 @@ def _in_order(records: Sequence[Record]) -> Iterator[Record]:
     """As in the file, but each turn after those that it waits for."""
     index_of: dict[str, int] = {}
     for index, record in enumerate(records):
-        request_id = record.text("request_id")
+        request_id = record.name("request_id")
         if index_of.setdefault(request_id, index) != index:
             raise TraceError(f"{record.where}, request_id: {request_id!r} was already there")
     turns: TopologicalSorter[int] = TopologicalSorter()
@@ -69,14 +69,14 @@ def _in_order(records: Sequence[Record]) -> Iterator[Record]:
 
 
 def _waits_for(record: Record) -> tuple[str, ...]:
-    return record.texts("wait_for") + tuple(other.text("request_id") for other in record.records("dependencies"))
+    return record.names("wait_for") + tuple(other.name("request_id") for other in record.records("dependencies"))
 
 
 def _session_id(record: Record, waits_for: tuple[str, ...], session_of: dict[str, str]) -> str:
     if record.has("session_id"):
-        return record.text("session_id")
+        return record.name("session_id")
     known = (session_of[other] for other in waits_for if other in session_of)
-    return next(known, record.text("request_id"))
+    return next(known, record.name("request_id"))
 
 
 def _call(record: Record) -> Call:

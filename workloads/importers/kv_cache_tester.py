@@ -20,9 +20,12 @@ from workloads.importers.records import Record, read_lines
 from workloads.traces import TraceError, parse_json
 from workloads.trajectories import Trajectory, Workload
 
+# Of the files in a folder that are read.
+_ENDINGS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+
 
 def read_kv_cache_tester(path: Path) -> Workload:
-    """The workload of one conversation, of JSON lines of conversations, or of a folder of `*.json` files.
+    """The workload of one conversation, of JSON lines of conversations, or of a folder of such files, gzipped or not.
 
     Raises:
         TraceError: If a file is malformed or an id comes twice; the message names the request and the field.
@@ -31,7 +34,7 @@ def read_kv_cache_tester(path: Path) -> Workload:
     trajectories: list[Trajectory] = []
     seen: set[str] = set()
     for conversation in _conversations(path):
-        group_id = conversation.text("id")
+        group_id = conversation.name("id")
         if group_id in seen:
             raise TraceError(f"{conversation.where}, id: {group_id!r} was already there")
         seen.add(group_id)
@@ -45,12 +48,16 @@ def read_kv_cache_tester(path: Path) -> Workload:
 
 def _conversations(path: Path) -> Iterator[Record]:
     """One from each file that is a JSON document, one from each line of the others."""
-    for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+    for file in _files(path):
         lines = list(read_lines(file))
         if lines and _is_document(lines[0][1]):
             yield from (Record.parse(line, where) for where, line in lines)
         else:
             yield Record.parse("".join(line for _, line in lines), str(file))
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(file for file in path.iterdir() if file.name.endswith(_ENDINGS)) if path.is_dir() else [path]
 
 
 def _is_document(text: str) -> bool:

@@ -36,14 +36,17 @@ def read_mooncake(path: Path) -> Workload:
     calls: list[Call] = []
     for record in read_records(path):
         if record.has("session_id"):
-            session_id = record.text("session_id")
+            session_id = record.name("session_id")
             sessions.setdefault(session_id, []).append(_call(record))
             if record.has("group_id"):
                 groups[session_id] = record.name("group_id")
         else:
             calls.append(_call(record))
-    # Not every trace is sorted; sorting is stable, so calls of one instant keep their order.
-    calls.sort(key=lambda call: call.started_at_s or 0.0)
+    # Not every trace is sorted; sorting is stable, so calls of one instant keep their order. Rows that say how long
+    # they wait for the row before need no time, and stand in their order.
+    for one in (calls, *sessions.values()):
+        if all(call.started_at_s is not None for call in one):
+            one.sort(key=lambda call: call.started_at_s or 0.0)
     name = path.name.split(".")[0]
     by_prefix = workload_by_prefix(name, calls)
     if _are_additions(sessions.values()):

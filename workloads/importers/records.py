@@ -77,6 +77,9 @@ class Record:
 
     def count(self, name: str) -> int:
         value = self.fields.get(name)
+        # A table with gaps makes its whole numbers 52.0.
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
         # JSON's true is an int to Python.
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise self.error(name, "a whole number from 0 is wanted")
@@ -106,12 +109,12 @@ class Record:
             raise self.error(name, "a list of whole numbers is wanted")
         return tuple(values)
 
-    def texts(self, name: str) -> tuple[str, ...]:
-        """A list of texts; empty where the field is missing."""
+    def names(self, name: str) -> tuple[str, ...]:
+        """A list of texts, or of whole numbers as texts; empty where the field is missing."""
         values = self.fields[name] if self.has(name) else []
-        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        if not isinstance(values, list) or not all(isinstance(value, str) or type(value) is int for value in values):
             raise self.error(name, "a list of texts is wanted")
-        return tuple(values)
+        return tuple(map(str, values))
 
     def records(self, name: str) -> list[Record]:
         """A list of objects; empty where the field is missing."""
