@@ -9,6 +9,8 @@
     urgent turns pass it. Those behind it may enter the others; it takes the first engine on which it fits.
 """
 
+from math import inf
+
 from scheduling.engine import Engine
 from scheduling.limits import Limits
 from scheduling.policy import Policy
@@ -44,13 +46,13 @@ class Admission:
 
     def may_enter(self, engine: Engine, turn: Turn) -> bool:
         """Whether a turn may go to an engine now, without passing one that this engine gathers room for."""
-        # Not `fits`: nothing else is asked of so many engines, and mostly they have no slot.
-        if not self.has_room(engine) or self.claims_giving_way(engine, turn) is None:
-            return False
-        if not self.may_serve(engine, turn):
+        # Nothing else is asked of so many engines: mostly they have no slot, or gather room, and their claims are many.
+        if not self.has_room(engine):
             return False
         first = engine.reserved_for
-        return first is None or first.key >= turn.key or not self.may_serve(engine, first)
+        if first is not None and first.key < turn.key and self.may_serve(engine, first):
+            return False
+        return self.may_serve(engine, turn) and self.claims_giving_way(engine, turn) is not None
 
     def fits(self, engine: Engine, turn: Turn) -> bool:
         """Whether a turn may run on an engine now, if the idle claims that must give way do so."""
@@ -59,3 +61,16 @@ class Admission:
     def claims_giving_way(self, engine: Engine, turn: Turn) -> list[str] | None:
         """Who must lose their claims at an engine so that a turn may run there; None when it may not."""
         return [] if self._residency is None else self._residency.enter(engine, turn, self.at, self._limits)
+
+    def most_tokens(self, engine: Engine) -> float:
+        """What a turn that waits may claim at an engine, for `claims_too_much`."""
+        return inf if self._residency is None else self._residency.most(engine, self.at, self._limits)
+
+    def claims_too_much(self, engine: Engine, turn: Turn, most_tokens: float) -> bool:
+        """Whether a turn may not run on an engine, as far as a glance tells: nothing more is asked of so many turns."""
+        trajectory = turn.trajectory
+        return (
+            turn.claim_tokens - trajectory.first_prompt_tokens > most_tokens
+            and self.at - turn.queued_at < self._limits.entry_patience_s
+            and trajectory.trajectory_id not in engine.claims
+        )

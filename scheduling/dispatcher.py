@@ -293,11 +293,13 @@ class Dispatcher:
 
     def _next_entrant(self, engine: Engine) -> Turn | None:
         """The first turn that may enter an engine and fits there, past those for which others gather room."""
-        residency = self._residency
+        admission = self._admission
+        most_tokens = admission.most_tokens(engine)
         for turn in self._queues.homeless_for(engine):
-            if not self._admission.may_serve(engine, turn):
+            if turn.avoided and not admission.may_serve(engine, turn):
                 continue
-            if residency is None or residency.enter(engine, turn, self.at, self._limits) is not None:
+            is_too_much = admission.claims_too_much(engine, turn, most_tokens)
+            if not is_too_much and admission.claims_giving_way(engine, turn) is not None:
                 return turn
             if self._is_one_queue:
                 return None

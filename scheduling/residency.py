@@ -6,7 +6,7 @@ engines evict and prefill every context again and again.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import exp2
+from math import exp2, inf
 
 from scheduling.engine import Engine
 from scheduling.limits import Limits
@@ -22,17 +22,29 @@ Leave = Callable[[Engine, Mapping[str, Trajectory], float], list[str]]
 """Which residents, of those that do not run, must give up their claims."""
 
 
+Most = Callable[[Engine, float, Limits], float]
+"""A bound that many turns can be held against at once: whose claim is larger by more than the prompt that it may find
+there does not enter, if it is patient and not resident already."""
+
+
+def any_claim(engine: Engine, at: float, limits: Limits) -> float:
+    """No bound."""
+    return inf
+
+
 @dataclass(frozen=True, slots=True)
 class Residency:
     """Which trajectories may have their KV on an engine.
 
     Args:
+        most: what no entrant may claim more than, as far as it can be told without the turn.
         every_s: how often `leave` is asked; 0 whenever a context has grown.
         is_one_queue: a turn that fits nowhere holds back all behind it; else one engine is reserved for it.
     """
 
     enter: Enter
     leave: Leave
+    most: Most = any_claim
     every_s: float = 0.0
     is_one_queue: bool = False
 
@@ -57,7 +69,7 @@ def claims_giving_way(engine: Engine, turn: Turn, at: float, limits: Limits) -> 
     if not engine.in_tool:
         return None
     is_impatient = at - turn.queued_at >= limits.entry_patience_s
-    lease_s = engine.refill_s if limits.in_tool_lease_s is None else limits.in_tool_lease_s
+    lease_s = _lease_s(engine, limits)
     giving_way: list[str] = []
     for trajectory_id, since in engine.in_tool.items():
         if not is_impatient and at - since < lease_s:
@@ -67,6 +79,25 @@ def claims_giving_way(engine: Engine, turn: Turn, at: float, limits: Limits) -> 
         if excess_tokens <= 0 or len(giving_way) == len(engine.claims):
             return giving_way
     return None
+
+
+def free_and_idle_tokens(engine: Engine, at: float, limits: Limits) -> float:
+    """What is left under the watermark, and what idle claims past their lease come to; no bound where these are all.
+
+    `claims_giving_way` looks at each turn for itself, which takes most of the scheduler's time where many wait.
+    """
+    capacity_tokens = engine.spec.kv_capacity_tokens * limits.kv_watermark
+    if not capacity_tokens or not engine.claims:
+        return inf
+    tokens = capacity_tokens - engine.kv_held
+    lease_s = _lease_s(engine, limits)
+    num_idle = 0
+    for trajectory_id, since in engine.in_tool.items():
+        if at - since < lease_s:
+            return tokens
+        tokens += engine.claims[trajectory_id]
+        num_idle += 1
+    return tokens if num_idle < len(engine.claims) else inf
 
 
 def claims_beyond_capacity(engine: Engine, trajectories: Mapping[str, Trajectory], at: float) -> list[str]:
@@ -114,8 +145,13 @@ def programs_to_pause(engine: Engine, trajectories: Mapping[str, Trajectory], at
     return _until_freed(engine, idle, excess_tokens)
 
 
-HELD = Residency(claims_giving_way, claims_beyond_capacity)
-PAUSED = Residency(room_for_a_program, programs_to_pause, PAUSE_EVERY_S, is_one_queue=True)
+HELD = Residency(claims_giving_way, claims_beyond_capacity, free_and_idle_tokens)
+PAUSED = Residency(room_for_a_program, programs_to_pause, every_s=PAUSE_EVERY_S, is_one_queue=True)
+
+
+def _lease_s(engine: Engine, limits: Limits) -> float:
+    """How long a claim in a tool call is safe from patient entrants."""
+    return engine.refill_s if limits.in_tool_lease_s is None else limits.in_tool_lease_s
 
 
 def _fading_tokens(engine: Engine, at: float) -> float:
@@ -135,4 +171,5 @@ def _until_freed(engine: Engine, trajectory_ids: Iterable[str], excess_tokens: f
 
 
 def _runs(trajectory: Trajectory) -> bool:
-    return any(turn.state is TurnState.RUNNING for turn in trajectory.turns.values())
+    turns = trajectory.turns
+    return bool(turns) and any(turn.state is TurnState.RUNNING for turn in turns.values())

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from scheduling.admission import Admission
 from scheduling.engine import Engine
 from scheduling.limits import Limits
 from scheduling.policy import HEDDLE, POLICIES, Policy
@@ -319,6 +320,18 @@ class AnyOrder(RuleBasedStateMachine):
             for turn in self.waiting_elsewhere(engine):
                 fits = claims_giving_way(engine, turn, self.at, LIMITS) is not None
                 assert not fits or (promised is not None and promised < turn.key)
+
+    @invariant()
+    def a_glance_turns_nobody_away_who_may_enter(self) -> None:
+        """What is said of many turns at once is never stricter than what is said of each."""
+        admission = Admission(self.policy, LIMITS, self.at)
+        known = self.scheduler.trajectories.values()
+        turns = [turn for trajectory in known for turn in trajectory.turns.values() if turn.turn_id in self.waiting]
+        for engine in self.scheduler.engines.values():
+            most_tokens = admission.most_tokens(engine)
+            for turn in turns:
+                if admission.claims_too_much(engine, turn, most_tokens):
+                    assert admission.claims_giving_way(engine, turn) is None
 
     def waiting_elsewhere(self, engine: Engine) -> list[Turn]:
         """Turns of those who are not resident anywhere, if this engine could take one of them now."""

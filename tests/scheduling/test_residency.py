@@ -3,15 +3,18 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from scheduling.admission import Admission
+from scheduling.arrival import trajectory_of, turn_of
+from scheduling.engine import Engine
 from scheduling.limits import Limits
 from scheduling.placement import UNMEASURED
 from scheduling.policy import HEDDLE, VERL, Policy
 from scheduling.prompts import Prompts
-from scheduling.state import Trajectory
-from scheduling.types import Dispatch, Fault, Prediction
+from scheduling.state import Trajectory, Turn
+from scheduling.types import Dispatch, EngineLoad, EngineSpec, Fault, Prediction, TurnArrived
 from tests.scheduling.fleet import Fleet, record
 
 
@@ -496,3 +499,34 @@ def test_siblings_claim_their_prompt_once_and_free_it_with_the_last(data: st.Dat
         prompts.remove(name)
         assert before - prompts.shared_tokens == left
     assert prompts.shared_tokens == 0
+
+
+@settings(max_examples=500)
+@given(st.data())
+def test_a_glance_at_an_engine_turns_nobody_away_who_may_enter(data: st.DataObject) -> None:
+    """Whoever lives there, shares a prompt, and is in a tool call: a bound for all entrants against a look at each."""
+    at, limits = 100.0, Limits(answer_tokens=0, in_tool_lease_s=60, entry_patience_s=90)
+    engine = Engine(
+        EngineSpec("A", frozenset({"model"}), 8, data.draw(st.sampled_from([100, 130, 0]))), EngineLoad(), True
+    )
+    admission = Admission(HEDDLE, limits, at)
+    prompts, groups = st.sampled_from([30, 40, 41, 95]), st.sampled_from(["", "g"])
+    sinces = sorted(data.draw(st.lists(st.sampled_from([0.0, 41.0]), max_size=4)))
+    for number in range(len(sinces) + data.draw(st.integers(0, 2))):
+        resident = waiting(f"r{number}", data.draw(prompts), data.draw(groups), 0.0, limits).trajectory
+        engine.claim(resident, data.draw(st.integers(10, 60)))
+        if number < len(sinces):
+            engine.in_tool[resident.trajectory_id] = sinces[number]
+    turn = waiting(data.draw(st.sampled_from(["e", "f", "r0"])), data.draw(prompts), data.draw(groups), 5.0, limits)
+    turn.queued_at = data.draw(st.sampled_from([10.0, 11.0]))
+    may_enter = admission.claims_giving_way(engine, turn) is not None
+    event(f"may enter: {may_enter}")
+    assert not (may_enter and admission.claims_too_much(engine, turn, admission.most_tokens(engine)))
+
+
+def waiting(name: str, prompt: int, group: str, at: float, limits: Limits) -> Turn:
+    """The first turn of a trajectory, which nobody has placed yet."""
+    arrived = TurnArrived(at, name, name, "model", prompt, Prediction(1_000.0, 1_000.0), group_id=group)
+    trajectory = trajectory_of(arrived, 0, at)
+    trajectory.note_first_prompt(prompt, group)
+    return turn_of(arrived, trajectory, 0, at, HEDDLE.order, limits)
