@@ -17,6 +17,8 @@ from scheduling.types import Prediction
 
 _NORMAL = NormalDist()
 _P90 = _NORMAL.inv_cdf(0.9)
+_SQRT_2 = math.sqrt(2)
+_LEAST = 1e-300  # 37 deviations up: a total that nobody predicted, and then what was made says more
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,13 @@ def _above(mean: float, spread: float, floor: int) -> Prediction:
     if floor <= 0:
         return Prediction(math.exp(mean + spread**2 / 2), math.exp(mean + _P90 * spread))
     cut = (math.log(floor) - mean) / spread
-    tail = max(1 - _NORMAL.cdf(cut), 1e-9)
-    expected = math.exp(mean + spread**2 / 2) * max(1 - _NORMAL.cdf(cut - spread), 1e-9) / tail
-    p90 = math.exp(mean + spread * _NORMAL.inv_cdf(min(1 - 0.1 * tail, 1 - 1e-12)))
+    tail = max(_beyond(cut), _LEAST)
+    expected = math.exp(mean + spread**2 / 2) * _beyond(cut - spread) / tail
+    p90 = math.exp(mean - spread * _NORMAL.inv_cdf(0.1 * tail))
     expected = max(expected, floor + 1.0)
     return Prediction(expected, max(p90, expected))
+
+
+def _beyond(z: float) -> float:
+    """The probability of a normal above `z`; one minus the distribution has no digits left from 6 on."""
+    return math.erfc(z / _SQRT_2) / 2

@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from predictor.progress import Progress
@@ -60,6 +60,7 @@ def test_it_follows_drift() -> None:
 
 
 @given(st.integers(0, 100_000), st.integers(0, 100_000), st.lists(st.integers(1, 100_000), max_size=5))
+@example(63_896, 1, [295, 633, 633, 29_736])
 def test_more_done_never_means_less_in_all(done: int, more: int, siblings: list[int]) -> None:
     """The total is above what was made, grows with it, and its 90th percentile is not below its mean."""
     predictor = SiblingPredictor()
