@@ -15,9 +15,13 @@ __all__ = ["redis_server"]
 _databases = itertools.cycle(range(16))
 
 
+# Servers close a connection that was idle for 5 s, and so would httpx: on a busy machine a request meets that end.
+_REUSED_FOR = httpx.Limits(keepalive_expiry=1.0)
+
+
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(timeout=120) as client:
+    async with httpx.AsyncClient(timeout=120, limits=_REUSED_FOR) as client:
         yield client
 
 
