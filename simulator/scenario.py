@@ -38,6 +38,8 @@ from workloads.trajectories import Workload
 
 # Seeds of earlier rollouts; nobody asks for one of these.
 _OTHER_SEEDS = 1_000_000
+# More is a slip, not a workload.
+_MAX_SCALE = 1e6
 # A trainer waits for its rollout as long as it takes. A gateway's limits would end trajectories of those policies alone
 # that keep turns in its queue: what is in an engine's queue waits without one.
 _PATIENCE: Mapping[str, int] = {"queue_timeout_s": 10**9, "max_waiting_turns": 10**9}
@@ -68,8 +70,8 @@ class WorkloadSettings:
         assert self.law is None or self.trace is None, "a law or a trace, not both"
         assert self.trajectories is None or self.trajectories > 0, "trajectories: at least 1"
         assert self.law is None or self.trajectories, "a law needs a number of trajectories"
-        assert 0 < self.scale < math.inf, "scale: above 0"
-        assert self.tool_scale is None or 0 <= self.tool_scale < math.inf, "tool_scale: from 0"
+        assert 0 < self.scale <= _MAX_SCALE, "scale: above 0, a million at most"
+        assert self.tool_scale is None or 0 <= self.tool_scale <= _MAX_SCALE, "tool_scale: from 0, a million at most"
         assert self.max_tool_s is None or self.max_tool_s >= 0, "max_tool_s: from 0"
         for least in (self.max_context_tokens, self.max_turns):
             assert least is None or least > 0, "max_context_tokens and max_turns: at least 1"
@@ -151,7 +153,8 @@ class Scenario:
         assert self.earlier >= 0, "earlier: at least 0"
         assert 0 < self.limits.kv_watermark <= 1, "limits.kv_watermark: a share above 0, 1 at most"
         for limit, value in asdict(self.limits).items():
-            assert value is None or value >= 0, f"limits.{limit}: at least 0"
+            # JSON has no infinity, and the log of a run says its limits.
+            assert value is None or 0 <= value < math.inf, f"limits.{limit}: from 0, and finite"
         has_one_rollout = self.epochs == 1 and not self.earlier
         assert has_one_rollout or self.workload.law is not None, "epochs need a law, as does earlier"
 
@@ -163,7 +166,7 @@ class Scenario:
         """The fleets that each policy is tried on.
 
         Raises:
-            ValueError: there is no such profile.
+            ValueError: there is no such profile, or a fleet is to be cut anew that cannot be.
         """
         if self.fleet.engines:
             kinds = [(engines, load_profile(engines.profile)) for engines in self.fleet.engines]
@@ -230,6 +233,8 @@ class Scenario:
         slots = self.fleet.slots_per_gpu
         if slots is not None:
             profiles = [replace(profile, slots=slots * profile.tp) for profile in profiles]
+        if self.reshape is not None:
+            _check_that_it_can_be_cut_anew(profiles, self.reshape.gpus_per_node)
         return Fleet(name, tuple(profiles), _family(profiles, slots))
 
 
@@ -247,6 +252,16 @@ def load_scenario(path: Path) -> Scenario:
         return from_table(Scenario, {"name": path.stem, **table})
     except ValueError as error:  # TOML that does not parse is one, too
         raise ValueError(f"{path}: {error}") from error
+
+
+def _check_that_it_can_be_cut_anew(profiles: Sequence[EngineProfile], gpus_per_node: int) -> None:
+    largest = max(profiles, key=lambda profile: profile.tp)
+    if largest.tp > gpus_per_node:
+        gpus = f"{gpus_per_node} GPU{'s' if gpus_per_node > 1 else ''}"
+        raise ValueError(f"reshape: {largest.name} does not fit a node of {gpus} (gpus_per_node)")
+    stems = dict.fromkeys(profile.name.rpartition("-tp")[0] for profile in profiles)
+    if len(stems) > 1:
+        raise ValueError(f"reshape: engines of one model and GPU are wanted, not of {' and '.join(stems)}")
 
 
 def _family(profiles: list[EngineProfile], slots_per_gpu: int | None) -> tuple[EngineProfile, ...]:

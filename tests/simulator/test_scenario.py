@@ -83,6 +83,9 @@ def test_turns_wait_as_long_as_it_takes_unless_the_file_says_otherwise(tmp_path:
         ),
         (FLEET + "[features.host_tier]\n", "features.host_tier.capacity_tokens: missing"),
         ("seeds = []\n" + FLEET, "policies and seeds: at least one of each"),
+        (FLEET + "[limits]\nqueue_timeout_s = inf", "limits.queue_timeout_s: from 0, and finite"),
+        (FLEET + "[workload]\nscale = 1e308", "workload: scale: above 0, a million at most"),
+        (FLEET + "[workload]\ntool_scale = 1e308", "workload: tool_scale: from 0, a million at most"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_in_one_line(text: str, message: str, tmp_path: Path) -> None:
@@ -91,6 +94,22 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(text: str, message: str, 
         read(tmp_path, text)
     assert message in str(caught.value) and "mine.toml" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "message"),
+    [
+        (FLEET + "[reshape]\ngpus_per_node = 1", "reshape: toy-cpu-tp2 does not fit a node of 1 GPU"),
+        (
+            '[[fleet.engines]]\nprofile = "toy-cpu-tp1"\n[[fleet.engines]]\nprofile = "qwen3-8b-h100-tp2"\n[reshape]',
+            "reshape: engines of one model and GPU are wanted, not of toy-cpu and qwen3-8b-h100",
+        ),
+    ],
+)
+def test_a_fleet_that_cannot_be_cut_anew_is_refused(fleet: str, message: str, tmp_path: Path) -> None:
+    """Before anything is played: an engine must fit its node, and become any other."""
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, fleet).fleets()
 
 
 def test_a_tool_that_is_given_up_early_is_no_part_of_the_bound(tmp_path: Path) -> None:
