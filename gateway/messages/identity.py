@@ -6,6 +6,7 @@ blank values do not match; a malformed id is the client's mistake (`IdentityErro
 silently another trajectory; a malformed hint is ignored, because a hint is never a reason to refuse.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -22,6 +23,7 @@ MAX_ID_LENGTH = 256
 
 # Engines take priorities as 32-bit integers; what does not fit is no priority.
 _MAX_INT = 2**31 - 1
+_INTEGER = re.compile(rb"\s*-?[0-9]{1,10}\s*")
 
 _PATH_PREFIXES = ("/t/", "/sessions/")
 _HEADER_FORMS = (
@@ -274,8 +276,7 @@ def _id_or_none(value: object) -> str | None:
 def _first(*values: object) -> int | None:
     for value in values:
         if isinstance(value, bytes):
-            digits = value.strip()
-            value = int(digits) if len(digits) < 12 and digits.lstrip(b"-").isdigit() else None
+            value = int(value) if _INTEGER.fullmatch(value) else None
         if isinstance(value, float) and isfinite(value) and value.is_integer():
             value = int(value)
         if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_INT:

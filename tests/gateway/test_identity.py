@@ -240,7 +240,8 @@ def test_a_hint_of_the_wrong_type_is_ignored(bad: object) -> None:
     hints = identity(body={"nvext": {"agent_hints": {"priority": bad, "osl": bad, "strict_priority": bad}}}).hints
     assert hints == Hints()
     assert identity(body={"nvext": bad}).hints == Hints()
-    assert identity(headers={"x-dynamo-request-priority": "urgent"}).hints == Hints()
+    for said in ("urgent", "--5", "5-", "-", "1_0", "9" * 30):
+        assert identity(headers={"x-dynamo-request-priority": said}).hints == Hints()
 
 
 def test_a_parent_may_be_named_without_claude_code() -> None:
