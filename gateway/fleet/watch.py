@@ -82,6 +82,10 @@ class Watch:
         self._check_progress(member, observation)
         started_at = observation.started_at
         is_new_process = started_at != member.started_at or (started_at is None and member.state is EngineState.LOST)
+        if is_new_process and member.state is EngineState.READY:  # what is known here is of the one before
+            self._circuits.open(member, ObservationError("another process answers"))
+            await self._look(member)
+            return
         was_seen = member.observation is not None or member.started_at is not None
         if was_seen and is_new_process:
             self._circuits.open(member, ObservationError("another process answers"))

@@ -182,6 +182,21 @@ async def test_a_refused_connection_opens_the_circuit_and_an_engine_that_is_back
     assert server.posts == []
 
 
+async def test_an_engine_relaunched_between_two_looks_is_asked_anew_what_it_is(client: httpx.AsyncClient) -> None:
+    """Nobody saw that nothing listened; the process of today may serve another model than the one before."""
+    async with (
+        raw_engine(writes(whole(FINISHED + b"}"))) as engine,
+        running_gateway(engine.url, observe_interval_s=0.05) as gateway,
+    ):
+        address = engine.url.removeprefix("http://")
+        assert await engine_states(client, gateway.url) == {address: "ready"}
+        engine.models, engine.started_at = engine.models.replace(b"simulated", b"another"), 2000.0
+        await eventually(lambda: has_states(client, gateway.url, {f"{address}~2": "ready"}))
+        assert (await ask(client, gateway.url, "chat", body_of("chat", model="another"))).is_finished("chat")
+        unknown = await ask(client, gateway.url, "chat", body_of("chat"))
+        assert unknown.error("chat")["code"] == "model_not_found"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engine_that_hangs_with_its_metrics_loses_its_turns_to_another(
     client: httpx.AsyncClient, stream: bool
