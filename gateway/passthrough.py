@@ -65,5 +65,6 @@ class Passthrough:
             finally:
                 self._fleet.leg_ended(member, fault, has_answered)
         if answered is None:
-            raise Refused(api_error(502, f"The engine failed: {fault}.", "engine_failed"), retry_after_s=1.0)
+            failed = api_error(502, f"The engine failed: {fault}.", "engine_failed")
+            raise Refused(failed, retry_after_s=1.0, should_retry=True)
         return answered

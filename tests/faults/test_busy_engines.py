@@ -7,8 +7,8 @@ import pytest
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault, SimulatedEngineSettings
-from tests.faults.asking import ask, body_of
-from tests.faults.raw_engine import raw_engine, whole, writes
+from tests.faults.asking import ask, body_of, check_error
+from tests.faults.raw_engine import raw_engine, resets, whole, writes
 from tests.support.gateway import running_gateway
 
 ANSWER = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]}'
@@ -62,7 +62,11 @@ async def test_a_request_without_a_trajectory_that_an_engine_refuses_is_served_b
         good.answer = writes(whole(b"{}", failure))
         heard = await client.post(gateway.url + "/v1/embeddings", json={"model": "simulated", "input": "x"})
         assert heard.status_code == int(failure[:3])
+        bad.answer = good.answer = resets
+        heard = await client.post(gateway.url + "/v1/embeddings", json={"model": "simulated", "input": "x"})
+        check_error("other", heard, 502, "engine_failed")
+        assert (heard.headers["retry-after"], heard.headers["x-should-retry"]) == ("1", "true")
         bad.answer = writes(whole(b"{}", b"400 Bad Request"))
         heard = await client.post(gateway.url + "/v1/embeddings", json={"model": "simulated", "input": "x"})
         assert heard.status_code == 400
-        assert (len(bad.posts), len(good.posts)) == (3, 2)
+        assert (len(bad.posts), len(good.posts)) == (4, 3)
