@@ -13,6 +13,10 @@ from scheduling.values import value_class
 _MAX_SALT_LENGTH = 128
 
 
+class TooDeep(ValueError):
+    """A request cannot be written anew: JSON is read to a greater depth than it is written. The client's mistake."""
+
+
 @value_class(frozen=True, slots=True)
 class Leg:
     """What the gateway tells an engine about one leg.
@@ -48,12 +52,15 @@ class Upstream:
 def with_fields(body: bytes, request: Mapping[str, Any], fields: Mapping[str, Any]) -> bytes:
     """The body with `fields` set: spliced in before its first member, so that the rest stays as it came.
 
-    A field that the client set too is replaced, at the price of encoding the whole body anew.
+    A field that the client set too is replaced, at the price of encoding the whole body anew. Raises TooDeep.
     """
     if not fields:
         return body
     if any(name in request for name in fields) or not request:
-        return orjson.dumps({**request, **fields})
+        try:
+            return orjson.dumps({**request, **fields})
+        except orjson.JSONEncodeError:
+            raise TooDeep("The request is nested too deeply.") from None
     brace = body.index(b"{")
     return b"{" + orjson.dumps(fields)[1:-1] + b"," + body[brace + 1 :]
 

@@ -22,7 +22,7 @@ from gateway.turns.outcome import Outcome
 from gateway.turns.reading import Reading
 from gateway.turns.repeats import Repeats
 from gateway.turns.turn import Turn
-from scheduling.types import Dispatch, TurnFinished
+from scheduling.types import Dispatch, Fault, TurnFailed, TurnFinished
 
 
 class Endings:
@@ -80,6 +80,12 @@ class Endings:
         if self._reading is not None and (entry := self._ledger.get(turn.ask.trajectory_id)) is not None:
             self._reading.turn_ended(turn, outcome, entry, prompt_tokens + output_tokens)
 
+    def broken(self, turn: Turn, dispatch: Dispatch | None) -> None:
+        """A defect ended a turn, whose exception is being handled: its slot is free all the same."""
+        now = self._clock()
+        self._driver.post(TurnFailed(now, turn.turn_id, turn.leg, Fault.REQUEST, can_retry=False))
+        self.close(turn, "failed", dispatch, internal_error(), now)
+
     def close(
         self, turn: Turn, outcome: str, dispatch: Dispatch | None, refused: Refused | None, ended_at: float
     ) -> None:
@@ -112,12 +118,11 @@ class Endings:
 
     def tell(self, error: Exception, outlet: Outlet, request_id: str) -> None:
         """Answer with an error, which is being handled."""
-        if isinstance(error, Refused):
-            self._metrics.refused.labels(str(error.error.status)).inc()
-            outlet.refuse(error)
-        else:
+        if not isinstance(error, Refused):
             self._log.defect(request_id)
-            outlet.refuse(internal_error())
+            error = internal_error()
+        self._metrics.refused.labels(str(error.error.status)).inc()
+        outlet.refuse(error)
 
     async def serving(self, rest: Coroutine[Any, Any, None], client: Client, outlet: Outlet, request_id: str) -> None:
         """Await the rest of what serves a request, and tell its client if that fails."""

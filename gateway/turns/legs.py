@@ -13,7 +13,7 @@ from engines.http import (
     Response,
     ResponseTimeout,
 )
-from engines.upstream import Leg, Upstream
+from engines.upstream import Leg, TooDeep, Upstream
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine
@@ -155,6 +155,8 @@ class Legs:
             elif isinstance(error, ResponseTimeout | AnswerTooLarge):
                 self._abort(turn, member)
             raise failed_leg(error) from None
+        except TooDeep as error:
+            raise LegFailed(Fault.REQUEST, api_error(400, str(error))) from None
         except Stopped as stop:
             self._abort(turn, member)
             if turn.is_stale and stop.fault is Fault.ENGINE:

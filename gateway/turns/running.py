@@ -5,6 +5,7 @@ while nothing of an answer is out.
 """
 
 import asyncio
+from contextlib import suppress
 
 from gateway.clock import Clock
 from gateway.config import Settings
@@ -86,6 +87,7 @@ class RunningTurns:
         try:
             self._driver.post(self._arrivals.arrival(turn))
         except BaseException:
+            self._endings.broken(turn, None)
             self.over(turn, client)
             raise
 
@@ -127,7 +129,6 @@ class RunningTurns:
                 first, begun = begun, None
                 outcome = await self._run_leg(turn, dispatch, first)
             self._endings.finished(turn, dispatch, outcome)
-            await self._settle(turn, outcome)
         except Refused as refused:
             self._endings.close(turn, "refused" if turn.leg == 0 else "failed", dispatch, refused, self._clock())
             raise
@@ -143,6 +144,10 @@ class RunningTurns:
             if fault is Fault.CLIENT_LEFT:
                 raise ClientLeft from None
             raise refused_turn(Refusal.TRAJECTORY_ABORTED, None) from None
+        except Exception:
+            self._endings.broken(turn, dispatch)
+            raise
+        await self._settle(turn, outcome)
 
     async def _run_leg(self, turn: Turn, dispatch: Dispatch, begun: Begun | None) -> Outcome | None:
         """How a leg finished; None where another one is to follow it, of which the scheduler knows."""
@@ -163,5 +168,6 @@ class RunningTurns:
         return None
 
     async def _settle(self, turn: Turn, outcome: Outcome) -> None:
-        await self._store.settle(self._settings.settle_timeout_s)
+        with suppress(asyncio.CancelledError):  # uvicorn's, at the end of a shutdown's patience: its answer is here
+            await self._store.settle(self._settings.settle_timeout_s)
         self._endings.send(turn, outcome)

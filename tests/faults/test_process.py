@@ -7,14 +7,18 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from tests.faults.asking import ask, body_of, check_error
 from tests.faults.gateway_process import GatewayProcess, gateway_process, refused_start
-from tests.faults.raw_engine import hangs, raw_engine
+from tests.faults.raw_engine import hangs, raw_engine, whole, writes
 from tests.support.gateway import eventually, running_gateway
+from tests.support.redis_server import RedisServer
+
+ANSWER = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]}'
 
 
 async def test_a_second_gateway_on_the_same_file_is_refused_with_one_line(tmp_path: Any) -> None:
@@ -187,6 +191,40 @@ async def test_a_body_that_is_still_coming_at_the_end_of_a_shutdown_is_told_to_c
             answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 503 ") and b'{"type":"error","error":{"type":' in answer
         writer.close()
+
+
+@pytest.mark.parametrize("is_together", [True, False], ids=["hot", "cold"])
+async def test_a_turn_that_finished_is_answered_though_the_store_outlasts_the_shutdown(
+    client: httpx.AsyncClient, redis_server: RedisServer, is_together: bool
+) -> None:
+    """Its history says once that it finished, and its client gets no error for what the engine has made."""
+    settings = {"HEDDLE_SETTLE_TIMEOUT_S": "60", "HEDDLE_SHUTDOWN_TIMEOUT_S": "0"}
+    async with (
+        raw_engine(writes(whole(ANSWER))) as engine,
+        gateway_process(
+            "--store", redis_server.url(), "--engine", engine.url, "--log-level", "info", **settings
+        ) as gateway,
+    ):
+        with redis_server.paused():
+            body = orjson.dumps(body_of("chat"))
+            reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+            head = b"POST /t/late/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+            writer.writelines([head + body] if is_together else [head])
+            if not is_together:
+                await client.get(gateway.url + "/healthz")
+                writer.write(body)
+
+            async def has_finished() -> bool:
+                shown = await client.get(gateway.url + "/v1/trajectories/late")
+                return shown.status_code == 200 and len(shown.json()["turns"]) == 1
+
+            await eventually(has_finished)
+            assert await gateway.terminate() == 0
+            answer = await reader.read()
+            writer.close()
+        assert answer.startswith(b"HTTP/1.1 200 OK") and answer.endswith(ANSWER)
+        output = await gateway.output()
+        assert output.count('"message":"turn"') == 1 and "Traceback" not in output, output
 
 
 @asynccontextmanager

@@ -179,3 +179,12 @@ async def test_a_body_that_is_not_json_gets_one_code_everywhere(client: httpx.As
         response = await client.post(gateway.url + path, content=b"{", headers={"content-type": "application/json"})
         check_error("messages" if path == PATHS["messages"] else "other", response, 400, "invalid_json")
         assert "is not valid JSON: " in response.json()["error"]["message"]
+
+
+async def test_a_request_that_cannot_be_written_anew_gets_400(client: httpx.AsyncClient) -> None:
+    """JSON is read to a greater depth than it is written, and a field that the client set too has the body written."""
+    body = b'{"model":"simulated","stream":true,"stream_options":{},"messages":[],"x":%s%s}' % (b"[" * 400, b"]" * 400)
+    async with raw_engine(writes(whole(ANSWER))) as engine, running_gateway(engine.url) as gateway:
+        response = await client.post(gateway.url + PATHS["chat"], content=body)
+        check_error("chat", response, 400)
+        assert "nested" in response.text and engine.posts == []

@@ -107,6 +107,7 @@ class Seen:
 
     answer: bytes
     turns: list[dict[str, Any]]
+    num_running: float
     counts: dict[str, float]
     events: list[dict[str, Any]]
 
@@ -145,9 +146,21 @@ async def seen(case: Case, home: Path, is_together: bool) -> Seen:
     return Seen(
         answer=masked(answer.replace(name, b"ENGINE")),
         turns=[timeless(turn) for turn in shown["turns"]],
+        num_running=float(re.findall(r"^heddle_running_turns (\S+)$", page, re.M)[0]),
         counts={name: float(count) for name, count in re.findall(COUNT, page, re.M)},
         events=[timeless(event) for line in lines if (event := orjson.loads(line)).get("type") in OF_TURNS],
     )
+
+
+@pytest.mark.parametrize("is_together", [True, False], ids=["hot", "cold"])
+async def test_a_turn_that_a_defect_ends_leaves_no_slot_behind(tmp_path: Path, is_together: bool) -> None:
+    """A few of them would have stopped the engine; and the history and the counts tell of it."""
+    (case,) = (case for case in CASES if case.name == "deeper than JSON is written")
+    left = await seen(case, tmp_path, is_together)
+    assert left.answer.startswith(b"HTTP/1.1 500") and left.num_running == 0
+    assert [(turn["outcome"], turn["error"]["code"]) for turn in left.turns] == [("failed", "internal_error")]
+    assert left.counts['heddle_turns_total{api="chat",outcome="failed"}'] == 1
+    assert left.counts['heddle_refused_requests_total{status="500"}'] == 1
 
 
 OF_TURNS = {"TurnArrived", "TurnFinished", "TurnFailed", "TurnProgressed", "Dispatch", "Save", "Reject", "Abort"}

@@ -5,9 +5,11 @@ Other tests use it by importing the fixture: `from tests.support.redis_server im
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,16 @@ class RedisServer:
             assert self._process.stdout
             self._process.stdout.close()
             self._process = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """It accepts connections, and answers nothing until this is left."""
+        assert self._process
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def restart(self, *, empty: bool = False) -> None:
         """Start it again on the same port, with its data or without."""
