@@ -17,6 +17,7 @@ from gateway.state.driver import Driver
 from gateway.state.ledger import Ledger
 from gateway.turnlog import TurnLog
 from gateway.turns.arrivals import Arrivals
+from gateway.turns.ask import Ask
 from gateway.turns.kept_tokens import KeptTokens
 from gateway.turns.outcome import Outcome
 from gateway.turns.reading import Reading
@@ -86,12 +87,17 @@ class Endings:
         self._driver.post(TurnFailed(now, turn.turn_id, turn.leg, Fault.REQUEST, can_retry=False))
         self.close(turn, "failed", dispatch, internal_error(), now)
 
+    def given_up(self, ask: Ask) -> None:
+        """No answer comes of it, or none that is new: its conversation can be gone on with from where it was."""
+        if ask.is_inferred:
+            self._conversations.release(ask.trajectory_id)
+
     def close(
         self, turn: Turn, outcome: str, dispatch: Dispatch | None, refused: Refused | None, ended_at: float
     ) -> None:
         """Put a turn that has ended into the history, however it did; its last leg was that of `dispatch`."""
-        if outcome != "finished" and turn.ask.is_inferred:
-            self._conversations.release(turn.ask.trajectory_id)
+        if outcome != "finished":
+            self.given_up(turn.ask)
         engine_id = dispatch.engine_id if dispatch else None
         row = turn.row(outcome, ended_at, engine_id, dispatch.why if dispatch else "", refused)
         encoded = orjson.dumps(row)

@@ -60,15 +60,17 @@ class RunningTurns:
 
     # --- the beginning and the end --------------------------------------------------------------------------
 
-    def count(self, key: str) -> None:
-        """Count one of a key's turns, until it is over or given up. Raises Refused above the limit."""
-        num = self._num_of_key.get(key, 0)
+    def count(self, turn: Turn) -> None:
+        """Count it as one of its key's, until it is over or given up. Raises Refused above the limit."""
+        num = self._num_of_key.get(turn.key, 0)
         if num >= self._max_turns_per_key:
+            self._endings.given_up(turn.ask)
             raise too_many_turns(self._max_turns_per_key)
-        self._num_of_key[key] = num + 1
+        self._num_of_key[turn.key] = num + 1
 
     def give_up(self, turn: Turn) -> None:
         """A turn that was counted does not arrive."""
+        self._endings.given_up(turn.ask)
         self._num_of_key[turn.key] -= 1
 
     def arrive(self, turn: Turn, client: Client) -> None:

@@ -119,10 +119,11 @@ class Turns:
             answer = self._repeats.answer(ask, retries)
             if answer is not None:
                 self._metrics.joined_turns.inc()
+                self._endings.given_up(ask)
                 return self._endings.serving(answer.follow(client), client, outlet, turn_id)
-            self._running.count(key)
             turn = Turn(turn_id, ask, outlet, self._clock(), 0.0)
             turn.key = key
+            self._running.count(turn)
             if self._has_token_legs:
                 return self._endings.serving(self._prepared(turn, client, retries), client, outlet, turn_id)
             self._running.arrive(turn, client)

@@ -144,6 +144,27 @@ async def test_a_key_has_its_own_limit_of_turns(client: httpx.AsyncClient) -> No
         assert (await ask(client, gateway.url, "chat", body_of("chat"), first)).is_finished("chat")
 
 
+async def test_a_conversation_goes_on_after_a_turn_that_was_refused(client: httpx.AsyncClient) -> None:
+    """Of a client that sends no id, and asks something else then: it was taken for one that is at work still."""
+    async with (
+        serve_engine(SimulatedEngineSettings()) as engine,
+        running_gateway(engine, max_turns_per_key=1) as gateway,
+    ):
+        question = {"role": "user", "content": "hello"}
+        first = await ask(client, gateway.url, "chat", body_of("chat", messages=[question]))
+        messages = [question, first.json["choices"][0]["message"], {"role": "user", "content": "and then?"}]
+        held = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", tokens=4000)))
+        await eventually(lambda: has_legs(client, gateway.url, 1))
+        refused = await client.post(gateway.url + PATHS["chat"], json=body_of("chat", messages=messages))
+        check_error("chat", refused, 429, "too_many_turns")
+        held.cancel()
+        await asyncio.gather(held, return_exceptions=True)
+        await eventually(lambda: has_legs(client, gateway.url, 0))
+        other = await ask(client, gateway.url, "chat", body_of("chat", messages=[*messages[:-1], question]))
+        assert other.is_finished("chat")
+        assert other.headers["x-trajectory-id"] == first.headers["x-trajectory-id"]
+
+
 async def test_a_connection_is_kept_alive_and_pipelined_requests_are_answered_in_order() -> None:
     """Three requests in one write, an error between two answers, and the connection goes on."""
     async with serve_engine(SimulatedEngineSettings(speed_up=50)) as engine, running_gateway(engine) as gateway:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -51,6 +52,21 @@ async def test_the_same_question_without_a_sign_of_a_retry_is_asked_anew(client:
         third = await ask(client, gateway.url, "chat", body_of("chat", text="other"), RETRY)
         assert len({heard.headers["x-request-id"] for heard in (first, second, third)}) == 3
         assert await num_turns(client, gateway.url) == 3
+
+
+async def test_a_conversation_goes_on_after_a_retry_that_got_its_answer_again(client: httpx.AsyncClient) -> None:
+    """Of a client that sends no id: no turn came of the retry, so the trajectory is not at work."""
+    async with serve_engine(SimulatedEngineSettings(speed_up=50)) as engine, running_gateway(engine) as gateway:
+        messages: list[Any] = [{"role": "user", "content": "hello"}]
+        heard = []
+        for _ in range(3):
+            body = body_of("chat", messages=messages)
+            heard.append(await ask(client, gateway.url, "chat", body))
+            messages = [*messages, heard[-1].json["choices"][0]["message"], {"role": "user", "content": "and then?"}]
+            if len(heard) == 2:
+                again = await ask(client, gateway.url, "chat", body, {"x-stainless-retry-count": "1"})
+                assert again.text == heard[-1].text
+        assert len({one.headers["x-trajectory-id"] for one in heard}) == 1
 
 
 async def test_a_failed_turn_is_no_answer_to_repeat(client: httpx.AsyncClient) -> None:
