@@ -30,7 +30,7 @@ class Reward(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     reward: _Number
-    components: dict[str, _Number] = {}
+    components: Annotated[dict[str, _Number], AfterValidator(storable)] = {}
     metadata: Annotated[dict[str, Any], AfterValidator(storable)] = {}
 
 

@@ -18,6 +18,8 @@ from predictor.progress import Predictor, Progress
 from scheduling.types import Prediction, TrajectoryClosed, TrajectoryDeclared, TrajectoryState
 
 MAX_PAGE = 1000
+# What a client gave is shown within lists and records: at the depth at which JSON is no more written all of them broke.
+_LEVELS_ABOVE = 50
 
 
 def printable(text: str) -> str:
@@ -30,13 +32,16 @@ def printable(text: str) -> str:
 _Id = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(printable)]
 
 
-def storable(metadata: dict[str, Any]) -> dict[str, Any]:
-    """JSON as FastAPI reads it has numbers and strings that no store can hold. Raises ValueError."""
+def storable(given: dict[str, Any]) -> dict[str, Any]:
+    """JSON as FastAPI reads it has numbers, strings and depths that no store can hold. Raises ValueError."""
+    shown: Any = given
+    for _ in range(_LEVELS_ABOVE):
+        shown = [shown]
     try:
-        orjson.dumps(metadata)
+        orjson.dumps(shown)
     except orjson.JSONEncodeError as error:
         raise ValueError(str(error)) from None
-    return metadata
+    return given
 
 
 class Declaration(BaseModel):

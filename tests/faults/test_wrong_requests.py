@@ -80,6 +80,7 @@ async def test_fields_of_the_wrong_type_are_the_engines_to_refuse(
         b'{"id": "x", "unknown": 1}',
         b'{"expected_output_tokens": 1e400}',
         b'{"metadata": %s1%s}' % (b'{"a":' * 2000, b"}" * 2000),
+        b'{"metadata": %s1%s}' % (b'{"a":' * 251, b"}" * 251),
         b"[" * 100_000,
         b"\xff",
         b"",
@@ -92,6 +93,27 @@ async def test_a_declaration_that_cannot_be_kept_gets_400(client: httpx.AsyncCli
         response = await client.post(gateway.url + "/v1/trajectories", content=body, headers=headers)
         check_error("other", response, 400)
         assert (await client.get(gateway.url + "/v1/trajectories")).json()["data"] == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"reward": 1, "components": {"\\ud800": 1}}',
+        b'{"reward": 1, "metadata": {"\\ud800": 1}}',
+        b'{"reward": 1, "metadata": %s1%s}' % (b'{"a":' * 251, b"}" * 251),
+        b'{"reward": 1e400}',
+    ],
+)
+async def test_a_reward_that_cannot_be_kept_gets_400(client: httpx.AsyncClient, body: bytes) -> None:
+    """It would break every later look at its trajectory, and every later turn of it."""
+    async with raw_engine(writes(whole(ANSWER))) as engine, running_gateway(engine.url) as gateway:
+        headers = {"content-type": "application/json"}
+        turn = gateway.url + "/t/mine" + PATHS["chat"]
+        assert (await client.post(turn, json=body_of("chat"))).status_code == 200
+        response = await client.post(gateway.url + "/v1/trajectories/mine/reward", content=body, headers=headers)
+        check_error("other", response, 400)
+        assert (await client.post(turn, json=body_of("chat"))).status_code == 200
+        assert (await client.get(gateway.url + "/v1/trajectories")).json()["data"][0]["reward"] is None
 
 
 async def test_an_unknown_model_gets_404(client: httpx.AsyncClient) -> None:
