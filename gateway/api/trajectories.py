@@ -120,7 +120,7 @@ class Trajectories:
             {
                 "turn_id": turn.turn_id,
                 "api": turn.ask.api,
-                "state": "running" if turn.leg else "waiting",
+                "state": "running" if turn.engine_id else "waiting",
                 "legs": turn.leg,
                 "arrived_at": turn.arrived_at,
                 "waited_s": (turn.first_dispatch_at or now) - turn.arrived_at,

@@ -97,7 +97,6 @@ class Legs:
             return None
         begun = self._began(turn, dispatch, member)
         begun.response = response
-        turn.run_by_tokens(dispatch.engine_id, False)
         self._tell_about(turn, dispatch)
         return begun
 
@@ -114,6 +113,7 @@ class Legs:
     def _began(self, turn: Turn, dispatch: Dispatch, member: Member) -> Begun:
         begun = Begun(dispatch, member, len(member.versions) - 1 if member.versions else 0, None)
         turn.versions = member.versions[begun.first_version :]
+        turn.run_by_tokens(dispatch.engine_id, False)
         self._fleet.leg_began(member)
         return begun
 

@@ -182,6 +182,36 @@ async def test_a_refused_connection_opens_the_circuit_and_an_engine_that_is_back
     assert server.posts == []
 
 
+async def test_a_turn_that_waits_for_its_next_leg_is_shown_to_wait(client: httpx.AsyncClient) -> None:
+    """Its first one ran; the API says of it what the counts do."""
+    let_go = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await let_go.wait()
+        await resets(reader, writer)
+
+    async with (
+        raw_engine(answer) as engine,
+        running_gateway(engine.url, retry_pause_s=600) as gateway,
+    ):
+        body, mine = body_of("chat"), {"x-trajectory-id": "mine"}
+        asked = asyncio.create_task(ask(client, gateway.url, "chat", body, mine))
+
+        async def live() -> list[tuple[str, int]]:
+            shown = (await client.get(gateway.url + "/v1/trajectories/mine")).json()
+            return [(turn["state"], turn["legs"]) for turn in shown.get("live_turns", [])]
+
+        async def shows(state: str, num_waiting: int) -> bool:
+            waiting = (await client.get(gateway.url + "/healthz")).json()["waiting_turns"]
+            return await live() == [(state, 1)] and waiting == num_waiting
+
+        await eventually(lambda: shows("running", 0))
+        let_go.set()
+        await eventually(lambda: shows("waiting", 1))
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+
+
 async def test_an_engine_relaunched_between_two_looks_is_asked_anew_what_it_is(client: httpx.AsyncClient) -> None:
     """Nobody saw that nothing listened; the process of today may serve another model than the one before."""
     async with (
