@@ -97,7 +97,7 @@ class Agent:
         """Ask for the next turn: what its tool gave back, or at first the prompt, joins the context."""
         self.context_tokens += self.now_asks.new_tokens if self.turn else self.trajectory.context_tokens
         self.is_asking = True
-        self.since = at
+        self.since = at if self.turn else 0.0
         self.num_retries = 0
 
     def ask(self) -> None:

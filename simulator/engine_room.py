@@ -52,18 +52,24 @@ class EngineRoom:
         self._places: dict[str, PlannedEngine] = {}
         self._num_launching = 0
 
-    def open(self, fleet: Sequence[EngineProfile]) -> None:
-        """Start the first engines, and note what will become of them."""
+    def open(self, fleet: Sequence[EngineProfile], *, may_change: bool) -> float:
+        """Start the first engines, and note what will become of them; says when all of them will have started.
+
+        Args:
+            may_change: the fleet is cut anew, where the conditions say so.
+        """
         nodes = [0] * len(fleet)
-        if self._conditions.reshape is not None:
+        if self._conditions.reshape is not None and may_change:
             gpus, speculation = sum(profile.tp for profile in fleet), self._conditions.features.speculation
             reshaper = Reshaper(self._conditions.reshape, self._family, gpus, speculation)
             nodes = reshaper.nodes_of(fleet)
             first_s = self._conditions.reshape.first_s
             self._note_reshape(reshaper, reshaper.settings.every_s if first_s is None else first_s)
-        for number, (profile, node) in enumerate(zip(fleet, nodes, strict=True)):
-            self._launch(f"e{number:03d}", profile, PlannedEngine(profile.tp, node, Role.BULK), self._mishaps.start_s())
+        starts_s = [self._mishaps.start_s() for _ in fleet]
+        for number, (profile, node, start_s) in enumerate(zip(fleet, nodes, starts_s, strict=True)):
+            self._launch(f"e{number:03d}", profile, PlannedEngine(profile.tp, node, Role.BULK), start_s)
         self._note_death()
+        return max(starts_s)
 
     def _launch(self, engine_id: str, profile: EngineProfile, place: PlannedEngine, after_s: float) -> None:
         self._profiles[engine_id] = profile

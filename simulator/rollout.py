@@ -117,12 +117,17 @@ class Rollout:
             pause_legs=self._pause_legs,
             remaining=self._remaining,
         )
-        self._engines.open(fleet)
+        # Who pins trajectories where they enter would pin them all to the first engine that is there: its rollout
+        # begins when all are. Engines that come later get none, so its fleet is not cut anew. Who pauses trajectories
+        # sends them anywhere.
+        is_pinning = policy.is_sticky and not policy.holds_turns
+        all_are_there_at = self._engines.open(fleet, may_change=not is_pinning or policy.residency is not None)
+        self._begin_at = all_are_there_at if is_pinning else 0.0
 
     def run(self) -> Outcome:
         """Play it to its end."""
         for trajectory_id in self._agents:
-            self._agenda.note(0.0, self._turn_due, trajectory_id)
+            self._agenda.note(self._begin_at, self._turn_due, trajectory_id)
         while self._left:
             self._agenda.go_on()
         return Outcome(

@@ -315,6 +315,38 @@ def test_engines_that_start_late_hold_the_rollout_up() -> None:
     assert all(told.queued_s >= outcome.engines[0].began_at for told in outcome.trajectories)
 
 
+@pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if not policy.holds_turns])
+def test_engines_that_start_slowly_cost_nobody_more_than_that_time(policy: str) -> None:
+    """Who pins trajectories where they enter begins when all engines are there, or the first would get them all."""
+    fleet, workload = [replace(TP4, slots=20)] * 4, coding(160)
+    plain = play(workload, fleet, policy)
+    slow = play(workload, fleet, policy, Conditions(faults=Faults(slow_start_s=60.0)), seed=3)
+    began_at = max(engine.began_at for engine in slow.engines)
+    assert began_at > 30
+    if POLICIES[policy].is_sticky:
+        assert slow.makespan_s == pytest.approx(plain.makespan_s + began_at)
+        told = slow.trajectories[0]
+        assert told.queued_s >= began_at
+        assert told.queued_s + told.engine_s + told.tool_s == pytest.approx(told.ended_at)
+    else:
+        assert slow.makespan_s < (plain.makespan_s + began_at) * 1.1
+
+
+@pytest.mark.parametrize("policy", ["verl", "vllm-router", "verl-hybrid", "cmlfq", "thunderagent", "slime", "heddle"])
+def test_a_fleet_is_cut_anew_only_under_who_uses_new_engines(policy: str) -> None:
+    """A router that pins trajectories sends an engine that comes late nothing, so its fleet stays as it is."""
+    fleet = [load_profile("qwen3-14b-h100-tp1")] * 16
+    family = [load_profile(f"qwen3-14b-h100-tp{tp}") for tp in (1, 2, 4, 8)]
+    conditions = Conditions(reshape=Reshape(every_s=20.0, relaunch_s=3.0))
+    outcome, plain = (
+        Rollout(coding(160), fleet, POLICIES[policy], PATIENT, SiblingPredictor(), conditions=one, family=family).run()
+        for one in (conditions, Conditions())
+    )
+    is_cut = policy in ("thunderagent", "slime", "heddle")
+    assert (outcome.num_relaunches > 0) == is_cut
+    assert is_cut or outcome == plain
+
+
 def test_a_rejected_turn_is_asked_for_again_and_then_given_up() -> None:
     """A client retries so often, waiting as it was told; then its trajectory has failed."""
     workload = one_by_one(2, Turn(0, 30_000, 0.0))
