@@ -33,6 +33,7 @@ WORKLOAD = Workload(
     ),
 )
 ENGINE = SimulatedEngineSettings(speed_up=3)
+MAX_RETRIES = 40  # bridge four minutes: a start may take two on a busy machine
 RESTORE_LIMIT_S = 2.0
 MAX_STOLEN = 0.05
 
@@ -89,7 +90,9 @@ async def test_a_rollout_survives_a_gateway_that_is_killed_and_started_again(
                 for milestone in milestones:
                     milestone(turn)
 
-            settings = ReplaySettings(f"{gateway.url}/v1", stream_share=0.5, rollout_id="r", calibrate=False)
+            settings = ReplaySettings(
+                f"{gateway.url}/v1", stream_share=0.5, rollout_id="r", calibrate=False, max_retries=MAX_RETRIES
+            )
             playing = asyncio.create_task(replay(WORKLOAD, settings, on_turn=on_turn))
             for milestone in milestones:
                 await milestone.reached.wait()
