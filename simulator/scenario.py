@@ -166,7 +166,7 @@ class Scenario:
         """The fleets that each policy is tried on.
 
         Raises:
-            ValueError: there is no such profile, or a fleet is to be cut anew that cannot be.
+            ValueError: there is no such profile, or a fleet cannot do what the scenario says.
         """
         if self.fleet.engines:
             kinds = [(engines, load_profile(engines.profile)) for engines in self.fleet.engines]
@@ -235,6 +235,8 @@ class Scenario:
             profiles = [replace(profile, slots=slots * profile.tp) for profile in profiles]
         if self.reshape is not None:
             _check_that_it_can_be_cut_anew(profiles, self.reshape.gpus_per_node)
+        if self.transfer is not None or self.features.host_tier is not None:
+            _check_that_bytes_are_known(profiles)
         return Fleet(name, tuple(profiles), _family(profiles, slots))
 
 
@@ -262,6 +264,12 @@ def _check_that_it_can_be_cut_anew(profiles: Sequence[EngineProfile], gpus_per_n
     stems = dict.fromkeys(profile.name.rpartition("-tp")[0] for profile in profiles)
     if len(stems) > 1:
         raise ValueError(f"reshape: engines of one model and GPU are wanted, not of {' and '.join(stems)}")
+
+
+def _check_that_bytes_are_known(profiles: Sequence[EngineProfile]) -> None:
+    unknown = next((profile.name for profile in profiles if not profile.kv_bytes_per_token), None)
+    if unknown is not None:
+        raise ValueError(f"{unknown} does not say its kv_bytes_per_token, without which KV would be sent in no time")
 
 
 def _family(profiles: list[EngineProfile], slots_per_gpu: int | None) -> tuple[EngineProfile, ...]:

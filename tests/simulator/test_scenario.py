@@ -1,10 +1,12 @@
 """Scenarios: the files that come with Heddle, what a file may say, and what is said of a bad one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engines.profiles import load_profile
+from engines.profiling import to_toml
 from predictor.progress import Progress
 from scheduling.policy import POLICIES
 from simulator.runs import bounds_of, experienced, play, predictor_named
@@ -110,6 +112,17 @@ def test_a_fleet_that_cannot_be_cut_anew_is_refused(fleet: str, message: str, tm
     """Before anything is played: an engine must fit its node, and become any other."""
     with pytest.raises(ValueError, match=message):
         read(tmp_path, fleet).fleets()
+
+
+@pytest.mark.parametrize("table", ["[transfer]", "[features.host_tier]\ncapacity_tokens = 1000"])
+def test_kv_of_unknown_size_is_sent_nowhere(table: str, tmp_path: Path) -> None:
+    """Engines do not tell the bytes of a token, so a measured profile may say 0: to send them would cost nothing."""
+    measured = replace(load_profile("toy-cpu-tp1"), name="mine-gpu-tp1", gpu="gpu", kv_bytes_per_token=0)
+    (tmp_path / "mine-profile.toml").write_text(to_toml("mine", measured))
+    fleet = f'[fleet]\nprofile = "{tmp_path}/mine-profile.toml:mine-gpu"\ngpus = 2\ntp = [1]\n'
+    assert len(read(tmp_path, fleet).fleets()) == 1
+    with pytest.raises(ValueError, match="mine-gpu-tp1 does not say its kv_bytes_per_token"):
+        read(tmp_path, fleet + table).fleets()
 
 
 def test_a_tool_that_is_given_up_early_is_no_part_of_the_bound(tmp_path: Path) -> None:
