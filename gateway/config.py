@@ -28,6 +28,17 @@ class ConfigError(Exception):
     """The settings are not usable; the message is one clear line."""
 
 
+def _as_sent(key: SecretStr) -> SecretStr:
+    text = key.get_secret_value()
+    if not (text.isascii() and text.isprintable()) or text != text.strip():
+        raise ValueError("a key is printable ASCII without blanks at its ends")
+    return key
+
+
+Key = Annotated[SecretStr, AfterValidator(_as_sent)]
+"""As it is sent in a header; one with a line's end, as files have it, would never be met."""
+
+
 def _known_profile(name: str | None) -> str | None:
     if name is not None:
         load_profile(name)
@@ -55,7 +66,7 @@ class EngineSettings(BaseModel):
         max_length=4096,
         description="KV tier that it shares with all that have the same; asked of it when absent, and few tell.",
     )
-    api_key: SecretStr | None = Field(None, description="Sent to this engine as its bearer token.")
+    api_key: Key | None = Field(None, description="Sent to this engine as its bearer token.")
 
     @classmethod
     def parse(cls, text: str) -> "EngineSettings":
@@ -104,7 +115,9 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="HEDDLE_", extra="forbid", frozen=True, allow_inf_nan=False)
     toml_file: ClassVar[str | None] = None
 
-    host: str = Field("127.0.0.1", description="Loopback, because a gateway without keys must not face a network.")
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="Loopback, because a gateway without keys must not face a network."
+    )
     port: int = Field(8080, ge=0, le=65_535)
     engines: Annotated[tuple[EngineSettings, ...], NoDecode] = Field((), description="The fleet at start.")
     policy: Annotated[str, AfterValidator(_known_policy)] = "heddle"
@@ -125,8 +138,10 @@ class Settings(BaseSettings):
 
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="`info` has a line per turn.")
 
-    api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field((), description="Client keys; none leaves it open.")
-    admin_key: SecretStr | None = Field(None, description="For what changes the fleet; without it, that is refused.")
+    api_keys: Annotated[tuple[Annotated[Key, Field(min_length=1)], ...], NoDecode] = Field(
+        (), description="Client keys; none leaves it open."
+    )
+    admin_key: Key | None = Field(None, description="For what changes the fleet; without it, that is refused.")
     cors_origins: Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], NoDecode] = Field(
         (), description="Whose pages may ask from a browser, `*` for all; none, for agents are no browsers."
     )

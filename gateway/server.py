@@ -63,6 +63,7 @@ async def serving(settings: Settings, descriptors: DescriptorStore | None = None
         host, port = listener.getsockname()[:2]
         served = CrossOrigin(front, settings.cors_origins) if settings.cors_origins else front
         app: Any = served
+        patience_s: Any = settings.shutdown_timeout_s  # whole seconds by uvicorn's types alone
         protocol: Any = bounded_protocol(2 * settings.max_header_bytes, settings.body_timeout_s, served.take)
         config = uvicorn.Config(
             app,
@@ -76,7 +77,7 @@ async def serving(settings: Settings, descriptors: DescriptorStore | None = None
             server_header=False,
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(settings.shutdown_timeout_s),
+            timeout_graceful_shutdown=patience_s,
         )
         server = _Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]))

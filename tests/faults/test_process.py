@@ -160,6 +160,20 @@ async def test_a_request_without_a_trajectory_that_outlasts_the_shutdown_is_told
         check_error("other", await answer, 503, "shutting_down")
 
 
+async def test_a_shutdown_may_take_a_part_of_a_second(client: httpx.AsyncClient) -> None:
+    """It was cut to whole seconds, and so to none."""
+    async with (
+        raw_engine(hangs) as engine,
+        gateway_process("--store", "memory:", "--engine", engine.url, HEDDLE_SHUTDOWN_TIMEOUT_S="0.9") as gateway,
+    ):
+        turn = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat")))
+        await eventually(lambda: engine.num_open == 1)
+        began_at = time.perf_counter()
+        assert await gateway.terminate() == 0
+        assert time.perf_counter() - began_at > 0.8
+        assert (await turn).error("chat")["code"] == "shutting_down"
+
+
 async def test_a_drain_that_outlasts_the_shutdown_is_told_to_come_back(client: httpx.AsyncClient) -> None:
     """As a turn is; and the turn that it waits for."""
     async with raw_engine(hangs) as engine, stopping_gateway(engine.url) as gateway:

@@ -66,6 +66,10 @@ def test_a_setting_is_the_same_from_a_file_and_from_the_environment(
         ("shutdown_timeout_s = inf", "setting shutdown_timeout_s: .*finite"),
         ("port = ", "heddle.toml: Invalid value"),
         ("admin_key = 5", r"setting admin_key: Input should be a valid string$"),
+        ('admin_key = "k\\n"', r"setting admin_key: a key is printable ASCII without blanks at its ends$"),
+        ('api_keys = ["one", ""]', r"setting api_keys.1: .* at least 1 "),
+        ('engines = [{url = "http://a:1", api_key = "k\\r\\nx: y"}]', r"setting engines.0.api_key: a key is "),
+        ('host = ""', "setting host: .* at least 1 "),
     ],
 )
 def test_a_wrong_setting_is_refused_with_its_name(tmp_path: Path, toml: str, message: str) -> None:
