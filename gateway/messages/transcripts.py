@@ -155,17 +155,17 @@ def _said(role: str, text: str) -> tuple[str, str]:
     return f"{len(role)}:{role}{len(text)}:", text
 
 
-def _text(content: object) -> str:
+def _text(content: object, is_result: bool = False) -> str:
     if isinstance(content, str):
         return content
     if content is None:
         return ""
     if not isinstance(content, list):
         return _json(content)
-    return "".join([_part(part) for part in content])
+    return "".join([_part(part, is_result) for part in content])
 
 
-def _part(part: object) -> str:
+def _part(part: object, is_of_result: bool) -> str:
     if not isinstance(part, dict):
         return _json(part)
     kind = part.get("type")
@@ -176,8 +176,8 @@ def _part(part: object) -> str:
         return ""
     if kind in _CALLS:
         return _call(part.get("id"), part.get("name"), part.get("input"))
-    if kind == "tool_result":
-        return _sized(str(part.get("tool_use_id"))) + _sized(_text(part.get("content")))
+    if kind == "tool_result" and not is_of_result:  # results hold none, and may pretend to for ever
+        return _sized(str(part.get("tool_use_id"))) + _sized(_text(part.get("content"), True))
     return _json({key: value for key, value in part.items() if key != "cache_control"})
 
 

@@ -57,6 +57,19 @@ async def test_a_body_that_is_no_request_gets_400(client: httpx.AsyncClient, pat
         assert engine.posts == []
 
 
+@pytest.mark.parametrize("levels", [100, 480])
+@pytest.mark.parametrize("api", APIS)
+async def test_results_within_results_are_the_engines_to_refuse(
+    client: httpx.AsyncClient, api: str, levels: int
+) -> None:
+    """However deep they are: to tell the conversation, the gateway looks into the outermost alone."""
+    deep = b'[{"type":"tool_result","content":' * levels + b'"x"' + b"}]" * levels
+    body = b'{"model":"simulated","system":%s,"messages":[{"role":"user","content":%s}]}' % (deep, deep)
+    async with raw_engine(writes(whole(b"{}", b"400 Bad Request"))) as engine, running_gateway(engine.url) as gateway:
+        check_error(api, await client.post(gateway.url + PATHS[api], content=body), 400)
+        assert len(engine.posts) == 1
+
+
 @pytest.mark.parametrize("fields", BAD_FIELDS, ids=[str(number) for number in range(len(BAD_FIELDS))])
 @pytest.mark.parametrize("api", APIS)
 async def test_fields_of_the_wrong_type_are_the_engines_to_refuse(
