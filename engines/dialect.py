@@ -8,6 +8,7 @@ from engines.tokens import TokenRoutes
 from engines.upstream import Leg, Upstream
 
 _TRIES = 3
+_MAX_COUNT, _MAX_SHARE = 2**53, 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,12 @@ class Observation:
     slots: int | None
     work_counter: float
     started_at: float | None
+
+    def __post_init__(self) -> None:
+        """Raises ObservationError for what cannot be, which would be found out where it is added up or shown."""
+        counts = (self.num_running, self.num_waiting, self.work_counter, self.kv_capacity_tokens or 0, self.slots or 0)
+        if max(map(abs, counts)) > _MAX_COUNT or abs(self.kv_used_share) > _MAX_SHARE:
+            raise ObservationError(f"it tells a number that cannot be: {self}"[:300])
 
 
 class ObservationError(Exception):

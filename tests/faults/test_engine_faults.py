@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -180,6 +181,26 @@ async def test_a_refused_connection_opens_the_circuit_and_an_engine_that_is_back
             assert heard.is_finished("chat")
             assert await engine_states(client, gateway.url) == {f"{address}~2": "ready"}, "another process"
     assert server.posts == []
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"vllm:num_requests_running 1e300\n",
+        b"vllm:num_requests_running 0\nvllm:kv_cache_usage_perc 1e300\n",
+        b'vllm:num_requests_running 0\nvllm:cache_config_info{block_size="16",num_gpu_blocks="1%s"} 1\n' % (b"0" * 30),
+    ],
+)
+async def test_an_engine_that_tells_what_cannot_be_is_lost(
+    client: httpx.AsyncClient, tmp_path: Path, page: bytes
+) -> None:
+    """It was ready for some and unknown to others, and the whole fleet could not be looked at."""
+    settings: dict[str, Any] = {"observe_interval_s": 0.05, "event_log": str(tmp_path / "events.jsonl")}
+    async with raw_engine(resets, page=page) as engine, running_gateway(engine.url, **settings) as gateway:
+        address = engine.url.removeprefix("http://")
+        await eventually(lambda: has_states(client, gateway.url, {address: "lost"}))
+        (shown,) = (await client.get(gateway.url + "/v1/engines")).json()["data"]
+        assert shown["last_fault"].startswith("it tells a number that cannot be")
 
 
 async def test_a_turn_that_waits_for_its_next_leg_is_shown_to_wait(client: httpx.AsyncClient) -> None:
