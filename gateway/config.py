@@ -77,14 +77,21 @@ class EngineSettings(BaseModel):
     @field_validator("url")
     @classmethod
     def _is_base_url(cls, url: str) -> str:
-        parts = urlsplit(url)
-        try:
-            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-        except ValueError:
-            usable = False
-        if not usable or parts.query or parts.fragment or parts.username:
+        if not _can_be_asked(url):
             raise ValueError(f"{url!r} is not a base URL such as http://host:8000")
         return url.rstrip("/").removesuffix("/v1")
+
+
+def _can_be_asked(url: str) -> bool:
+    """Whether it names a server and nothing else, in what a request's head may have."""
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").encode("idna"), parts.port  # a resolver's own way to read a host
+    except ValueError:
+        return False
+    is_plain = url.isascii() and url.isprintable() and " " not in url
+    is_whole = parts.scheme in ("http", "https") and bool(host) and port != 0
+    return is_plain and is_whole and not (parts.query or parts.fragment or parts.username)
 
 
 # Read elsewhere: the file's name here, the others by the scripts in deploy/ and by the tests.
