@@ -42,10 +42,15 @@ async def controller(fleet: FleetFile, launcher: Launcher) -> AsyncIterator[Cont
     """A controller with the fleet's lease, for which it waits; its loop is not run.
 
     Raises:
+        FleetFileError: its folder cannot be used.
         ValueError: the journal is damaged.
     """
     lease = Lease(fleet.state_dir / "lease")
-    if not lease.try_take():
+    try:
+        is_taken = lease.try_take()
+    except OSError as error:
+        raise FleetFileError(f"state_dir {fleet.state_dir} cannot be used: {error.strerror}") from None
+    if not is_taken:
         LOGGER.info("another controller acts; waiting", extra={"fields": {"process": lease.holder()}})
         await lease.take()
     try:

@@ -15,6 +15,8 @@ from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused
 from scheduling.estimate import Remaining
 from store import DEMAND, StoreAway, StoreSettings, Stream, open_stream
 
+_UNKNOWN = "what the gateway says is not understood: is it of another version?"
+
 
 class DemandAway(Exception):
     """Nobody says what there is to do, or nobody has for too long; the message says who, and why. Ask again later."""
@@ -70,6 +72,8 @@ class AskedDemand:
             return _work(await self._gateway.demand(since), since)
         except (GatewayAway, GatewayRefused) as fault:
             raise DemandAway(str(fault)) from None
+        except (KeyError, TypeError):
+            raise DemandAway(_UNKNOWN) from None
 
     async def aclose(self) -> None:
         pass
@@ -98,7 +102,7 @@ class ReadDemand:
         try:
             return _work(orjson.loads(entry.value), since)
         except (orjson.JSONDecodeError, KeyError, TypeError):
-            raise DemandAway("what the gateway says is not understood: is it of another version?") from None
+            raise DemandAway(_UNKNOWN) from None
 
     async def aclose(self) -> None:
         await self._stream.aclose()

@@ -23,7 +23,11 @@ class FleetFileError(Exception):
 
 def _base_url(url: str) -> str:
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        is_server = bool(parts.hostname) and parts.port != 0 and url.isascii()
+    except ValueError:
+        is_server = False
+    if parts.scheme not in ("http", "https") or not is_server:
         raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:8080")
     return url.rstrip("/")
 
@@ -43,7 +47,7 @@ def _power_of_two(tp: int) -> int:
 
 
 Tp = Annotated[int, Field(ge=1, le=1024), AfterValidator(_power_of_two)]
-_STRICT = ConfigDict(extra="forbid", frozen=True)
+_STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class EngineTable(BaseModel):
@@ -264,7 +268,7 @@ def load_fleet_file(path: str | Path) -> FleetFile:
     if "admin_key" in content:
         raise FleetFileError(f"{path}: admin_key does not belong into a file; set {ADMIN_KEY_VARIABLE}")
     try:
-        fleet = FleetFile(**content, admin_key=os.environ.get(ADMIN_KEY_VARIABLE))
+        fleet = FleetFile(**content, admin_key=os.environ.get(ADMIN_KEY_VARIABLE) or None)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

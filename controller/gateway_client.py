@@ -46,18 +46,12 @@ class GatewayClient:
 
     async def engines(self) -> list[Member]:
         """All engines that it knows."""
-        answer = await self._ask("GET", "/v1/engines")
-        return [
-            Member(
-                engine_id=one["id"],
-                url=one["url"],
-                is_ready=one["state"] == "ready",
-                is_starting=one["state"] == "starting",
-                is_cordoned=one["is_cordoned"],
-                num_turns=max(one["num_legs"], (one["num_running"] or 0) if one["state"] == "ready" else 0),
-            )
-            for one in answer["data"]
-        ]
+        target = "/v1/engines"
+        answer = await self._ask("GET", target)
+        try:
+            return [_member(one) for one in answer["data"]]
+        except (KeyError, TypeError):
+            raise GatewayAway(f"GET {target}: not the answer of a gateway") from None
 
     async def demand(self, since: float = 0.0) -> Any:
         """The work at hand, and the last rollout if it ended after `since`: see `GET /v1/demand`."""
@@ -93,7 +87,7 @@ class GatewayClient:
             response = await self._http.request(method, target, body, timeout_s=timeout_s)
             said = await response.body(64 * 2**20, _TIMEOUT_S)
         except FAULTS as fault:
-            raise GatewayAway(str(fault) or type(fault).__name__) from None
+            raise GatewayAway(f"{method} {target}: {str(fault) or type(fault).__name__}") from None
         if response.status >= 500:
             raise GatewayAway(f"{method} {target}: status {response.status}")
         if response.status == 404 and method != "GET":
@@ -103,5 +97,23 @@ class GatewayClient:
         except orjson.JSONDecodeError:
             raise GatewayAway(f"{method} {target}: not the answer of a gateway") from None
         if response.status >= 400:
-            raise GatewayRefused(f"{method} {target}: {answer.get('error', {}).get('message', response.status)}")
+            raise GatewayRefused(f"{method} {target}: {_message(answer) or f'status {response.status}'}")
         return answer
+
+
+def _member(one: dict[str, Any]) -> Member:
+    is_ready = one["state"] == "ready"
+    return Member(
+        engine_id=one["id"],
+        url=one["url"],
+        is_ready=is_ready,
+        is_starting=one["state"] == "starting",
+        is_cordoned=one["is_cordoned"],
+        num_turns=max(one["num_legs"], (one["num_running"] or 0) if is_ready else 0),
+    )
+
+
+def _message(answer: Any) -> str:
+    """Of an error in a gateway's form; "" of another one."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    return str(error.get("message") or "") if isinstance(error, dict) else ""

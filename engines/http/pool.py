@@ -91,7 +91,7 @@ class Pool:
         except (OSError, TimeoutError) as error:
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise NoMoreConnections(f"no more file descriptors: {error.strerror}") from None
-            raise EngineUnreachable(f"no connection to the engine: {error or 'timed out'}") from None
+            raise EngineUnreachable(f"no connection: {error or 'timed out'}") from None
         self._all.add(connection)
 
     def close(self) -> None:

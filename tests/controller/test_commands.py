@@ -76,6 +76,15 @@ observe_interval_s = 0.1
     return path
 
 
+async def test_a_folder_that_cannot_be_made_stops_the_start(tmp_path: Path) -> None:
+    """With one line that names it."""
+    path = write_fleet(tmp_path, "http://127.0.0.1:9", 0)
+    path.write_text(path.read_text().replace('"state"', '"fleet.toml/state"'))
+    status, said = await heddle("controller", "--fleet", str(path))
+    assert (status, len(said.splitlines())) == (2, 1), said
+    assert "fleet.toml/state cannot be used: Not a directory" in said
+
+
 @pytest.mark.timeout(300)
 async def test_a_fleet_is_shown_planned_scaled_and_drained(tmp_path: Path) -> None:
     """From the first dry run to a server that is taken away; SIGTERM of the controller leaves the engines."""

@@ -47,6 +47,12 @@ def test_a_file_says_what_a_fleet_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "secret" not in fleet.model_dump_json()
 
 
+def test_an_empty_key_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of the gateway: who sends none must not pass for who has it."""
+    monkeypatch.setenv(ADMIN_KEY_VARIABLE, "")
+    assert load_fleet_file(written(tmp_path, WHOLE)).admin_key is None
+
+
 # Eight engines of TP 1 and four of TP 2.
 SLEEP = "[sleep]\ntp_sizes = [1, 2]\nweight_bytes = 10\nhost_bytes = 120\n[engine]\n"
 
@@ -77,6 +83,9 @@ SLEEP = "[sleep]\ntp_sizes = [1, 2]\nweight_bytes = 10\nhost_bytes = 120\n[engin
         (("[engine]", SLEEP + "kv_transfer = \"nixl\""), "have either sleep or kv_transfer"),
         (("[engine]", SLEEP + "kv_tier = \"/mnt/kv\""), "have either sleep or kv_tier"),
         (("[engine]", "[engine]\nkv_tier = \"kv\""), "kv is not an absolute path"),
+        (("[engine]", "[limits]\nobserve_interval_s = inf\n[engine]"), "limits.observe_interval_s: .* finite"),
+        (('fleet = "rollout"', 'fleet = "rollout"\ngateway = "http://a:99999"'), "gateway: .* is not a URL such as"),
+        (('fleet = "rollout"', 'fleet = "rollout"\ngateway = "http://日本:1"'), "gateway: .* is not a URL such as"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_clear_line(tmp_path: Path, changed: tuple[str, str], message: str) -> None:

@@ -1,0 +1,34 @@
+"""What the controller makes of what answers at the gateway's address: a gateway, or something else."""
+
+import pytest
+
+from controller.demand import AskedDemand, DemandAway
+from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused
+from engines.simulated.settings import SimulatedEngineSettings
+from tests.support.engine import fixed, recorded_engine
+
+OTHERS = {
+    "a page": (200, b"<html>hello</html>"),
+    "a list": (200, b"[]"),
+    "null": (200, b"null"),
+    "an object": (200, b'{"data":[{"id":"a"}]}'),
+    "nothing": (200, b""),
+    "no such route": (404, b'{"detail":"Not Found"}'),
+    "a text": (403, b'{"error":"no"}'),
+    "another list": (403, b"[]"),
+    "its own form": (401, b'{"error":{"message":"no","type":"x","param":null,"code":null}}'),
+    "a failure": (500, b"{}"),
+}
+
+
+@pytest.mark.parametrize("status, body", OTHERS.values(), ids=OTHERS.keys())
+async def test_what_is_no_gateway_is_a_gateway_that_is_away_or_refuses(status: int, body: bytes) -> None:
+    """A proxy, say, or another service at its port: the controller goes on looking, and is not ended by it."""
+    async with recorded_engine(SimulatedEngineSettings()) as server:
+        server.scripts |= {path: fixed(status, body) for path in ("/v1/engines", "/v1/demand")}
+        gateway = GatewayClient(server.url, "key")
+        with pytest.raises((GatewayAway, GatewayRefused), match="GET /v1/engines: "):
+            await gateway.engines()
+        with pytest.raises(DemandAway):
+            await AskedDemand(gateway).work()
+        gateway.close()
