@@ -154,7 +154,7 @@ class Scenario:
         assert 0 < self.limits.kv_watermark <= 1, "limits.kv_watermark: a share above 0, 1 at most"
         for limit, value in asdict(self.limits).items():
             # JSON has no infinity, and the log of a run says its limits.
-            assert value is None or 0 <= value < math.inf, f"limits.{limit}: from 0, and finite"
+            assert value is None or 0 <= value < math.inf, f"limits.{limit}: at least 0, and finite"
         has_one_rollout = self.epochs == 1 and not self.earlier
         assert has_one_rollout or self.workload.law is not None, "epochs need a law, as does earlier"
 
