@@ -58,7 +58,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 async def _run(parsed: argparse.Namespace) -> int:
-    console = Console()
+    console = Console(markup=False)
     workload = draw(law_named(parsed.law), parsed.trajectories, parsed.seed, scale=parsed.scale)
     console.print(
         f"{len(workload.trajectories)} trajectories of the {workload.name} law, {workload.num_turns} turns, "

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Measure, print the fit, write the file."""
-    console = Console()
+    console = Console(markup=False)
     try:
         fitted, measurements = uvloop.run(measure(parsed, console))
         short_name = fitted.profile.name.rpartition(f"-{fitted.profile.gpu}-tp")[0]

@@ -70,7 +70,7 @@ def _workload(parsed: argparse.Namespace) -> Workload:
 
 
 async def _run(parsed: argparse.Namespace, workload: Workload, model: Path) -> int:
-    console = Console()
+    console = Console(markup=False)
     console.print(
         f"{len(workload.trajectories)} trajectories of {workload.name}, {workload.num_turns} turns, "
         f"{workload.output_tokens:,} output tokens, on {parsed.engines} vLLM servers of {parsed.slots} slots (CPU)."

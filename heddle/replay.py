@@ -75,7 +75,7 @@ async def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError, RequestFailed) as error:
         print(f"heddle replay: {error}", file=sys.stderr)
         return 2
-    print_results([result], Console())
+    print_results([result], Console(markup=False))
     return 1 if result.errors else 0
 
 

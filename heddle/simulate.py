@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Play; 2 if something asked for does not make sense."""
-    console = Console()
+    console = Console(markup=False)
     if str(parsed.scenario) == REPLAY:
         return _replay(parsed, console)
     try:
@@ -190,7 +190,7 @@ def _replay(parsed: argparse.Namespace, console: Console) -> int:
         ("was recorded:", difference.recorded or nothing),
         ("is decided now:", difference.replayed or nothing),
     ):
-        console.print(text, line.decode().strip(), soft_wrap=True, markup=False, highlight=False)
+        console.print(text, line.decode().strip(), soft_wrap=True, highlight=False)
     return 1
 
 

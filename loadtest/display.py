@@ -23,7 +23,7 @@ class RolloutProgress:
         self._num_ended = 0
         self._num_tokens = 0
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("turns, {task.fields[trajectories]} trajectories, {task.fields[tokens]:,} tokens"),

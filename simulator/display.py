@@ -27,7 +27,12 @@ class RunProgress:
     """A bar for all runs, and one for the trajectories of the run that is played."""
 
     def __init__(self, num_runs: int, console: Console) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         self._progress = Progress(*columns, console=console, transient=True)
         self._console = console
         self._all = self._progress.add_task("runs", total=num_runs)

@@ -191,6 +191,14 @@ def test_each_run_is_told_when_it_ends(scenario: str, capsys: pytest.CaptureFixt
             assert before_the_table.count(f"{policy}, {fleet}, seed 7: ") == 1
 
 
+def test_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets are no styles: they vanished, and a closing one ended the program."""
+    path = tmp_path / "named.toml"
+    path.write_text(SCENARIO.replace("small", "small[red]").replace("policies", 'about = "see [/docs]"\npolicies'))
+    assert main(["simulate", str(path), "--policy", "verl"]) == 0
+    assert "small[red]: see [/docs]" in capsys.readouterr().out
+
+
 def test_a_narrow_console_has_whole_names_and_short_runs_have_digits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
