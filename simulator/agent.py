@@ -1,7 +1,8 @@
 """One agent of a simulated rollout: where it stands in its trajectory, and what its turns took so far."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from engines.simulated.prefix_cache import Piece
 from predictor.outcomes import UNKNOWN_TOOL
@@ -14,6 +15,25 @@ from workloads.trajectories import Trajectory, Turn
 
 UNKNOWN_STATUS = "?"
 CHARACTERS_PER_TOKEN = 4
+# An engine's work for a turn goes with the pieces of its context; groups with prompts of so many lengths are rare.
+_MAX_PROMPT_PIECES = 32
+
+
+def shared_prompts(trajectories: Iterable[Trajectory]) -> dict[str, tuple[Piece, ...]]:
+    """Of each group, the prompt of its siblings: they begin alike, as far as the shorter one goes.
+
+    Cut at the lengths that siblings have, or at some of them where there are many, so that a short one's prompt is
+    whole pieces of a longer one's.
+    """
+    lengths: dict[str, set[int]] = {}
+    for trajectory in trajectories:
+        lengths.setdefault(trajectory.group_id, set()).add(trajectory.context_tokens)
+    return {group_id: _pieces_between(group_id, sorted(ends)) for group_id, ends in lengths.items()}
+
+
+def _pieces_between(group_id: str, ends: Sequence[int]) -> tuple[Piece, ...]:
+    some = ends[:: -(-len(ends) // _MAX_PROMPT_PIECES)]
+    return tuple(((group_id, index), end - begin) for index, (begin, end) in enumerate(pairwise([0, *some])))
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +41,7 @@ class Agent:
     """A trajectory on its way.
 
     Args:
+        prompt: its group's, as `shared_prompts` cuts it.
         turn: index of the turn that is asked for or, while a tool runs, comes next.
         context_tokens: prompt of that turn.
         made_tokens: output of the finished turns.
@@ -40,6 +61,7 @@ class Agent:
     """
 
     trajectory: Trajectory
+    prompt: Sequence[Piece]
     turn: int = 0
     context_tokens: int = 0
     made_tokens: int = 0
@@ -82,16 +104,22 @@ class Agent:
         return self.trajectory.turns[self.turn]
 
     def pieces(self, num_tokens: int) -> Sequence[Piece]:
-        """What the first so many tokens of its context fill: a group shares its prompt, the rest is its own.
+        """What the first so many tokens of its context fill: as much of the group's prompt as it has, then its own.
 
-        Two pieces, of which the second grows: one for each turn would cost the square of the turns.
+        Its own is one piece, which grows: one for each turn would cost the square of the turns.
         """
-        shared = self.trajectory.context_tokens
-        prompt = self.trajectory.group_id
-        if num_tokens <= shared:
-            return ((prompt, num_tokens),)
-        # Not the id alone: a trajectory may have the name of a group, its own above all.
-        return ((prompt, shared), ((prompt, self.trajectory.trajectory_id), num_tokens - shared))
+        pieces: list[Piece] = []
+        left = num_tokens
+        most = min(num_tokens, self.trajectory.context_tokens)
+        for piece in self.prompt:
+            if num_tokens - left + piece[1] > most:
+                break
+            pieces.append(piece)
+            left -= piece[1]
+        if left:
+            # Not the id alone: a trajectory may have the name of a group, its own above all.
+            pieces.append(((self.trajectory.group_id, self.trajectory.trajectory_id), left))
+        return pieces
 
     def take_prompt(self, at: float) -> None:
         """Ask for the next turn: what its tool gave back, or at first the prompt, joins the context."""

@@ -34,7 +34,7 @@ from scheduling.types import (
     TurnPaused,
 )
 from simulator.agenda import Agenda
-from simulator.agent import Agent
+from simulator.agent import Agent, shared_prompts
 from simulator.conditions import PLAIN, Conditions
 from simulator.engine_room import MODEL, EngineRoom
 from simulator.host import Host
@@ -103,7 +103,8 @@ class Rollout:
         self._on_ended = on_ended
         self._log = log
         self._scheduler = Scheduler(policy, limits, can_preempt=True)
-        self._agents = {t.trajectory_id: Agent(t) for t in workload.trajectories}
+        prompts = shared_prompts(workload.trajectories)
+        self._agents = {t.trajectory_id: Agent(t, prompts[t.group_id]) for t in workload.trajectories}
         self._agenda = Agenda()
         self._left = len(self._agents)
         self._wakeup = float("inf")

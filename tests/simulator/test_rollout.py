@@ -17,6 +17,7 @@ from scheduling.estimate import Remaining
 from scheduling.limits import Limits
 from scheduling.policy import POLICIES
 from scheduling.scaling import PlannedEngine, Role
+from simulator.agent import Agent, shared_prompts
 from simulator.conditions import Conditions, Faults, Reshape, Transfer
 from simulator.outcome import Ending, Outcome
 from simulator.predictors import Oracle
@@ -55,6 +56,31 @@ def coding(number: int, seed: int = 1) -> Workload:
 
 def one_by_one(number: int, turn: Turn) -> Workload:
     return Workload("like", tuple(Trajectory(f"t{n}", f"g{n}", 64, (turn,)) for n in range(number)))
+
+
+def test_a_sibling_with_a_shorter_prompt_leaves_the_longer_one_in_the_cache() -> None:
+    """Their prompts begin alike as far as the shorter goes, and there is room for both: nothing is computed twice."""
+    long, short = (
+        Trajectory(name, "g", tokens, (Turn(0, 50, tool_s), Turn(16, 50, 0.0)))
+        for name, tokens, tool_s in (("long", 32_000, 9.0), ("short", 8_000, 1.0))
+    )
+    [engine] = play(Workload("two", (long, short)), [TP4], "verl").engines
+    computed = engine.num_prompt_tokens - engine.num_cached_tokens
+    assert 32_000 < computed < 32_000 + 4 * (16 + 16)
+
+
+def test_siblings_of_ten_thousand_lengths_are_cut_into_few_pieces() -> None:
+    """What an engine does for a turn goes with the pieces of its context; what is not shared is its own."""
+    siblings = [Trajectory(f"t{n}", "g", 100 + n, (Turn(0, 5, 0.0),)) for n in range(10_000)]
+    shared = shared_prompts([*siblings, Trajectory("alone", "h", 70, (Turn(0, 5, 0.0),))])
+    assert shared["h"] == ((("h", 0), 70),)
+    assert len(shared["g"]) <= 32
+    agents = [Agent(sibling, shared["g"]) for sibling in (siblings[0], siblings[5_000], siblings[-1])]
+    for agent in agents:
+        tokens = agent.trajectory.context_tokens + 5
+        pieces = agent.pieces(tokens)
+        assert sum(size for _, size in pieces) == tokens and all(size > 0 for _, size in pieces)
+    assert agents[0].pieces(100)[0] == agents[2].pieces(9_000)[0] == (("g", 0), 100)
 
 
 def test_a_request_has_its_slot_before_the_engine_has_the_request() -> None:
