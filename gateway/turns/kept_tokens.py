@@ -83,8 +83,11 @@ class KeptTokens:
         is_time = at_once or now - turn.saved_at >= self._save_s
         if not is_time or turn.is_made:  # then the whole of it is kept in a moment
             return
+        trajectory_id, digest = turn.ask.trajectory_id, digest_of(turn)
+        if not turn.num_parts:  # a turn of the same request, which its client left, may have written some
+            self._partials.drop(trajectory_id, digest)
         part = orjson.dumps([_unsaved(choice) for choice in turn.choices])
-        self._partials.put(turn.ask.trajectory_id, digest_of(turn), turn.num_parts, part)
+        self._partials.put(trajectory_id, digest, turn.num_parts, part)
         turn.saved_at, turn.num_parts = now, turn.num_parts + 1
 
     def ended(self, turn: Turn) -> None:
