@@ -17,6 +17,7 @@ from gateway.http.errors import error_body
 from gateway.http.exchange import UNAWAITED, Exchange
 from gateway.http.refusals import Refused, bad_request, headers_too_large
 
+_WISHES = frozenset({b"connection", b"upgrade", b"http2-settings"})
 _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
 
@@ -64,7 +65,13 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         was_in_head = self._in_head
-        HttpToolsProtocol.data_received(self, data)  # super() is no small part of what this costs
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserUpgrade as wish:
+            self._read_anew(data, wish)
         if self._unserved is not None:
             self._serve(self._unserved)
         if not self._in_head:
@@ -74,6 +81,38 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._refuse(headers_too_large(self._max_head_bytes))
         elif self._timer is None:
             self._timer = self.loop.call_later(self._head_timeout_s, self.transport.close)
+
+    def _read_anew(self, data: bytes, wish: httptools.HttpParserUpgrade) -> None:
+        """Answer who wishes to speak another protocol in this one (RFC 9110, 7.8): what follows the head was taken for
+        the other protocol's, and is the rest of the request."""
+        while self.cycle.scope["method"] != "CONNECT":  # which is a wish by itself, and one that no route grants
+            data = self._head_without_wish() + data[wish.args[0] :]
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's has it
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
+            except httptools.HttpParserUpgrade as another:  # of the next request
+                wish = another
+
+    def _head_without_wish(self) -> bytes:
+        """Take back the exchange that was made last; its request's head, without what asks for another protocol."""
+        method, version = self.cycle.scope["method"], self.parser.get_http_version()
+        before: Any = None
+        if self._unserved is self.cycle:
+            self._unserved = None
+        else:
+            self.pipeline.popleft()
+            before = self.pipeline[0][0] if self.pipeline else self._unserved or self._served
+        self.cycle = before
+        lines = [b"%b %b HTTP/%b" % (method.encode(), self.url, version.encode())]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] not in _WISHES]
+        if any(name == b"connection" and b"close" in value.lower() for name, value in self.headers):
+            lines.append(b"connection: close")
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def on_message_begin(self) -> None:
         self._in_head = True

@@ -33,9 +33,14 @@ async def site() -> AsyncIterator[tuple[RawEngine, Listening]]:
         yield engine, gateway
 
 
+# As Java's own client and `curl --http2` send with each request until they know better.
+WISH = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
+
+
 def request(text: str, dice: random.Random, ending: bytes = b"") -> bytes:
-    """A turn that asks this, with a length or in chunks."""
+    """A turn that asks this, with a length or in chunks; some would rather speak HTTP/2."""
     body = orjson.dumps(body_of("chat", text=text))
+    ending += WISH if dice.random() < 0.3 else b""
     if dice.random() < 0.5:
         return HEAD + ending + b"content-length: %d\r\n\r\n%s" % (len(body), body)
     chunks = b""
@@ -44,6 +49,35 @@ def request(text: str, dice: random.Random, ending: bytes = b"") -> bytes:
         chunks += b"%x\r\n%s\r\n" % (size, body[:size])
         body = body[size:]
     return HEAD + ending + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("wish", [WISH, b"Upgrade: websocket\r\nConnection: close, upgrade\r\n"])
+@pytest.mark.parametrize("cut", [None, 40, -5])
+async def test_who_would_rather_speak_another_protocol_is_answered_in_this_one(
+    site: tuple[RawEngine, Listening], wish: bytes, cut: int | None
+) -> None:
+    """RFC 9110, 7.8. Its body was taken for the other protocol's, and the request had none."""
+    body = orjson.dumps(body_of("chat", text="hello"))
+    sent = HEAD + wish + b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    async with asyncio.timeout(60):
+        reader, writer = await connected(site[1])
+        writer.write(sent[:cut])
+        if cut is not None:
+            await writer.drain()
+            writer.write(sent[cut:])
+        status, headers = await head_of(reader)
+        assert status == b"HTTP/1.1 200 OK" and headers.get(b"connection") == (b"close" if b"close" in wish else None)
+        writer.close()
+
+
+async def test_a_tunnel_is_refused(site: tuple[RawEngine, Listening]) -> None:
+    """Whatever its target."""
+    async with asyncio.timeout(60):
+        for target in (b"/v1/models", b"engine:8000"):
+            reader, writer = await connected(site[1])
+            writer.write(b"CONNECT %s HTTP/1.1\r\nhost: x\r\n\r\n" % target)
+            assert (await head_of(reader))[0].startswith(b"HTTP/1.1 40")
+            writer.close()
 
 
 @pytest.mark.parametrize("seed", range(12))
