@@ -31,8 +31,11 @@ UNMEASURED = EngineProfile(
 )
 
 # Engines within this share of the latest finish are all taken to set the makespan, the latest most (a soft maximum);
-# more of them where the latest is so by a guess.
+# more of them where the latest is so by a guess (GUESS_SHARE).
 NEAR_LATEST_SHARE = 0.1
+# How much of that guess. With all of it an engine keeps its trajectories beside an idle one for long; with none of it a
+# first coding rollout ends 1.5 % later, for more is moved by chance.
+GUESS_SHARE = 0.3
 # A move must lower that maximum by as much as if the latest engine ended so many of those shares sooner: 0.5 % of the
 # makespan. Between 0.02 and 0.1 only the number of moves changes.
 LEAST_GAIN = 0.05
@@ -48,6 +51,8 @@ PROMPT_WORTH = 64
 # But by no more than this share of what the first engine to finish will take. Without it, few trajectories share an
 # engine beside idle ones (16 of known length on 8 engines take 10 % longer); with 0.5, up to 4 % longer.
 LARGEST_LATENESS = 0.2
+
+_NOBODY = 0.0, 0.0, 0.0  # the share of no trajectory
 
 
 @dataclass(slots=True)
@@ -156,22 +161,31 @@ def lower_the_latest(
     What is lowered is the sum of exp(finish / temperature) over the engines. It falls when the latest engine gives work
     to any earlier one, and also when one of many late engines does, where the maximum itself would not change.
 
-    The temperature is what sets engines apart for sure: a share of the latest finish and, beside it, the time of what
-    is but a guess of the latest's longest trajectory. In a first rollout, of which nothing is known, a few predictions
-    stand out by chance, and moves that believe them cost their prefills and gain nothing.
+    The temperature is what sets engines apart for sure: a share of the latest finish and, beside it, a part of what is
+    but a guess of the latest's longest trajectory. In a first rollout, of which nothing is known, a few predictions
+    stand out by chance, and moves that believe them cost their prefills and gain nothing. So as far as it is a guess,
+    any engine is taken to have one that lasts as long, and what is left to even out is the sum of the work.
     """
     assert home.without is not None
     if len(fleet) < 2:
         return None
-    remaining, context, p90 = turn.share()
+    share = turn.share()
     without = home.without()
-    home_s = estimate_finish_s(home.profile, without, remaining, context, p90)
+    home_s = estimate_finish_s(home.profile, without, *share)
     latest, latest_s = home, home_s
     for engine in fleet:
         if engine.finish_s > latest_s:
             latest, latest_s = engine, engine.finish_s
     guessed_s = latest.profile.decode_base_ms * latest.work.vague_tokens / 1000
-    temperature = hypot(NEAR_LATEST_SHARE * latest_s, guessed_s)
+    temperature = hypot(NEAR_LATEST_SHARE * latest_s, GUESS_SHARE * guessed_s)
+
+    def finish_s(profile: EngineProfile, work: Work, remaining: float, context: float, p90: float) -> float:
+        guess_tokens = 1000 * guessed_s / profile.decode_base_ms
+        return estimate_finish_s(profile, work, remaining, context, p90 if p90 > guess_tokens else guess_tokens)
+
+    if guessed_s:
+        home_s = finish_s(home.profile, without, *share)
+        latest_s = max(latest_s, home_s)
     if home_s < latest_s - 3 * temperature:
         return None  # its weight is under 5 %: nothing that it gives away can gain enough
 
@@ -179,14 +193,17 @@ def lower_the_latest(
         late = (finish_s - latest_s) / temperature
         return exp(late if late < 20.0 else 20.0)  # enough to rule it out, and no overflow
 
-    relief = weight(home_s) - weight(estimate_finish_s(home.profile, without))
+    relief = weight(home_s) - weight(finish_s(home.profile, without, *_NOBODY))
     least_gain = (1 - LARGEST_BURDEN) * relief
     if least_gain > LEAST_GAIN:
         least_gain = LEAST_GAIN
     best, least_burden = None, relief - least_gain
     for engine in candidates:
-        finish_s = estimate_finish_s(engine.profile, engine.work, remaining, context, p90)
-        finish_s += engine.profile.prefill_s(turn.prompt_tokens)
-        if finish_s < home_s and (burden := weight(finish_s) - weight(engine.finish_s)) < least_burden:
+        with_it_s = finish_s(engine.profile, engine.work, *share) + engine.profile.prefill_s(turn.prompt_tokens)
+        if with_it_s >= home_s:
+            continue
+        before_s = finish_s(engine.profile, engine.work, *_NOBODY) if guessed_s else engine.finish_s
+        burden = weight(with_it_s) - weight(before_s)
+        if burden < least_burden:
             best, least_burden = engine, burden
     return best

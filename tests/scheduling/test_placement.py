@@ -224,12 +224,22 @@ def test_an_engine_that_is_far_from_the_latest_keeps_its_own() -> None:
 
 @pytest.mark.parametrize(("mean", "moves"), [(20_000, True), (12_000, True), (9_000, False)])
 def test_a_guess_moves_nobody(mean: float, moves: bool) -> None:
-    """The same finishes, of a longest trajectory that is known, foretold within a factor, or may as well be another."""
-    turn = turn_of(2_000.0)
-    rest = plus(plus(Work(), mean, 1_000, 20_000.0), 10_000, 1_000)
-    home = lived_in(facts("A", rest, slots=1), turn)
-    idle = facts("B", work_of([(15_000, 1_000)]), slots=1)
-    assert (lower_the_latest(turn, home, [idle], [home, idle]) is idle) == moves
+    """The longest of a somewhat later engine: known, foretold within a factor, or it may as well be another one."""
+    turn = replace(turn_of(mean), prediction=Prediction(mean, 20_000.0))
+    home = lived_in(facts("A", work_of([(10_000, 1_000)] * 40), slots=100, kv=10**6), turn)
+    earlier = facts("B", work_of([(10_000, 1_000)] * 30), slots=100, kv=10**6)
+    assert (lower_the_latest(turn, home, [earlier], [home, earlier]) is earlier) == moves
+
+
+def test_what_is_sure_is_evened_out_though_the_longest_is_a_guess() -> None:
+    """Of a hundred of which nothing is known one goes to an idle engine: whoever is the longest, it is less to do."""
+    turn = replace(turn_of(2_000.0, prompt=8_000), prediction=Prediction(2_000.0, 5_000.0))
+    rest = Work()
+    for _ in range(100):
+        rest = plus(rest, *turn.share())
+    home = lived_in(facts("A", rest, slots=200, kv=10**7), turn)
+    idle = facts("B", slots=200, kv=10**7)
+    assert lower_the_latest(turn, home, [idle], [home, idle]) is idle
 
 
 @given(tokens, st.floats(0.5, 10), st.floats(1, 3))
