@@ -159,7 +159,7 @@ class Legs:
             raise LegFailed(Fault.REQUEST, api_error(400, str(error))) from None
         except Stopped as stop:
             self._abort(turn, member)
-            if turn.is_stale and stop.fault is Fault.ENGINE:
+            if turn.stale_version is not None and stop.fault is Fault.ENGINE:
                 raise self._staleness.stopped(turn) from None
             if stop.fault is Fault.ENGINE:
                 raise LegFailed(Fault.ENGINE, api_error(502, "The engine was lost.", "engine_lost")) from None

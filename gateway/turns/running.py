@@ -154,6 +154,8 @@ class RunningTurns:
     async def _run_leg(self, turn: Turn, dispatch: Dispatch, begun: Begun | None) -> Outcome | None:
         """How a leg finished; None where another one is to follow it, of which the scheduler knows."""
         try:
+            if begun is None:
+                self._staleness.check_leg(turn)
             return await self._legs.run(turn, dispatch, begun)
         except LegFailed as failure:
             can_retry = turn.can_go_on

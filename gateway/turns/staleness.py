@@ -33,44 +33,55 @@ class Staleness:
         """Raises Refused (409): a turn of this trajectory would be in vain. Not safe to repeat."""
         if self._limit is None or self._restarts:
             return
-        oldest = self._oldest(trajectory_id)
-        if oldest is not None and self._record.age(oldest) > self._limit:
-            raise Refused(self._error(oldest), should_retry=False)
+        if (version := self._too_old(self._made_before(trajectory_id))) is not None:
+            raise Refused(self._error(version), should_retry=False)
+
+    def check_leg(self, turn: Turn) -> None:
+        """Look at a turn that waited for a leg: versions may have been set meanwhile.
+
+        Raises: LegFailed: it became too stale, and cannot begin again.
+        """
+        if self._limit is None:
+            return
+        version = self._stale(turn, turn.versions_made)
+        if version is not None and not (self._restarts and turn.begin_again()):
+            raise LegFailed(Fault.REQUEST, self._error(version))
 
     def stop_stale(self, turns: Iterable[LiveTurn], member: Member) -> None:
         """Stop what runs on an engine that took new weights and became too stale by it."""
         if self._limit is None:
             return
         for turn in turns:
-            if isinstance(turn, Turn) and turn.engine_id == member.engine_id and self._is_stale(turn):
-                turn.is_stale = True
+            if not isinstance(turn, Turn) or turn.engine_id != member.engine_id:
+                continue
+            turn.stale_version = self._stale(turn, turn.versions_made or turn.versions)
+            if turn.stale_version is not None:
                 turn.stop(Fault.ENGINE)
 
     def stopped(self, turn: Turn) -> LegFailed:
         """How the leg of such a turn ended."""
-        turn.is_stale = False
+        assert turn.stale_version is not None
+        version, turn.stale_version = turn.stale_version, None
         if self._restarts and turn.begin_again():
             return LegFailed(Fault.BUSY, api_error(503, "The turn begins again under new weights.", "too_stale"))
-        return LegFailed(Fault.REQUEST, self._error(self._own_oldest(turn) or ""))
+        return LegFailed(Fault.REQUEST, self._error(version))
 
-    def _is_stale(self, turn: Turn) -> bool:
-        assert self._limit is not None
-        versions = [self._own_oldest(turn), None if self._restarts else self._oldest(turn.ask.trajectory_id)]
-        return any(version is not None and self._record.age(version) > self._limit for version in versions)
+    def _stale(self, turn: Turn, own: Sequence[str]) -> str | None:
+        return self._too_old(own if self._restarts else [*self._made_before(turn.ask.trajectory_id), *own])
 
-    def _own_oldest(self, turn: Turn) -> str | None:
-        return self._oldest_of(turn.versions_made or turn.versions)
-
-    def _oldest(self, trajectory_id: str) -> str | None:
-        """The version of its oldest token, as far as its history is kept."""
+    def _made_before(self, trajectory_id: str) -> list[str]:
+        """The versions of its tokens, as far as its history is kept; the first need not be the oldest, for a version
+        that is set again is a new one.
+        """
         entry = self._ledger.get(trajectory_id)
-        for row in entry.turns if entry is not None else ():
-            if row["outcome"] == "finished" and row.get("weight_versions"):
-                return self._oldest_of(row["weight_versions"])
-        return None
+        rows = entry.turns if entry is not None else ()
+        return [version for row in rows if row["outcome"] == "finished" for version in row.get("weight_versions") or ()]
 
-    def _oldest_of(self, versions: Sequence[str]) -> str | None:
-        return max(versions, key=self._record.age, default=None)
+    def _too_old(self, versions: Sequence[str]) -> str | None:
+        """The oldest of these, if it is beyond the limit."""
+        assert self._limit is not None
+        oldest = max(versions, key=self._record.age, default=None)
+        return oldest if oldest is not None and self._record.age(oldest) > self._limit else None
 
     def _error(self, version: str) -> ApiError:
         behind = self._record.age(version)

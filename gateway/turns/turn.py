@@ -31,7 +31,7 @@ class Turn:
         choices: what it is to be, where it is served at token level; one, unless the client wants more.
         made_before: what an earlier process made of them.
         versions: of weights that the engine of its last leg had meanwhile.
-        is_stale: it was stopped because these are too old.
+        stale_version: which of these, or of its trajectory's, is so old that it was stopped; None where none is.
         last_error: why its last leg failed.
         digest: of its request, once somebody needed it.
         on_stop: called when it is to stop while no task awaits its leg.
@@ -55,7 +55,6 @@ class Turn:
         "first_byte_at",
         "first_dispatch_at",
         "heartbeat",
-        "is_stale",
         "key",
         "kv_by",
         "last_error",
@@ -69,6 +68,7 @@ class Turn:
         "predicted_tokens",
         "priority",
         "saved_at",
+        "stale_version",
         "turn_id",
         "usage",
         "versions",
@@ -91,7 +91,7 @@ class Turn:
         self.finish_reason: str | None = None
         self.versions: list[str] = []
         self.kv_by = ""
-        self.is_stale = False
+        self.stale_version: str | None = None
         self.last_error: ApiError | None = None
         self.digest = ""
         self.engine_id = ""

@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
+from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from tests.support.gateway import eventually, running_gateway
 from tests.weights.asking import TOKENIZER, body_of, complete, engine, last_turn, said_by, update
@@ -17,10 +19,13 @@ PROMPT = "Tell me about looms."
 
 
 @asynccontextmanager
-async def gateway_before(kind: str, speed_up: float = 50.0, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def gateway_before(
+    kind: str, speed_up: float = 50.0, slots: int = 256, **settings: Any
+) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a gateway before one engine."""
+    profile = replace(load_profile("qwen3-14b-h100-tp1"), slots=slots)
     async with (
-        serve_engine(engine(kind, speed_up=speed_up)) as url,
+        serve_engine(engine(kind, speed_up=speed_up, profile=profile)) as url,
         running_gateway(url, **{"retry_pause_s": 0.1} | settings) as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=90) as client,
     ):
@@ -58,6 +63,20 @@ async def test_a_trajectory_is_refused_beyond_the_limit_and_not_before(kind: str
         assert (await ask(client, "new")).status_code == 200
 
 
+async def test_after_a_version_was_set_again_the_oldest_token_may_be_of_a_later_turn() -> None:
+    """As when a trainer goes back to a checkpoint: what its weights made is young again, what came between is not."""
+    async with gateway_before("vllm", max_staleness=1) as client:
+        for version in ("good", "bad"):
+            await update(client, version)
+            await complete(client, "one", PROMPT, 5)
+        await update(client, "worse")
+        await update(client, "good")
+        refused = await ask(client, "one")
+        assert refused.status_code == 409 and "'bad', 2 versions ago" in refused.json()["error"]["message"]
+        await complete(client, "two", PROMPT, 5)
+        assert (await last_turn(client, "two"))["weight_versions"] == ["good"]
+
+
 @KINDS
 async def test_without_a_limit_nothing_is_too_stale(kind: str) -> None:
     """The default."""
@@ -89,9 +108,33 @@ async def test_what_runs_when_it_becomes_too_stale_ends_with_the_same_error(kind
                     events += [line] if line else []
             refused = await old
             assert (refused.status_code, refused.json()["error"]["code"]) == (409, "too_stale"), refused.text
+            assert ", 2 versions ago; 1 are allowed" in refused.text
             assert young.status_code == 200 and events[-1] == "data: [DONE]"
             versions = (await last_turn(client, f"young-{number}"))["weight_versions"]
         assert versions == [f"v{number - 1}", f"v{number}"]
+
+
+@pytest.mark.parametrize("token_legs", ["off", "auto"])
+async def test_what_waits_when_it_becomes_too_stale_ends_with_the_same_error(token_legs: str) -> None:
+    """As turns do that wait for a slot while the weights of all engines change."""
+    async with gateway_before("vllm", 1.0, slots=1, max_staleness=1, token_legs=token_legs) as client:
+        await complete(client, "old", PROMPT, 5)
+        await update(client, "v1")
+        body = body_of(PROMPT, 4_000, stream=True)
+        async with client.stream("POST", "/t/young/v1/completions", json=body) as young:
+            pieces = young.aiter_raw()
+            await anext(pieces)
+            waiting = asyncio.create_task(ask(client, "old"))
+
+            async def waits() -> bool:
+                turns = (await client.get("/v1/trajectories/old")).json()["live_turns"]
+                return [turn["state"] for turn in turns] == ["waiting"]
+
+            await eventually(waits, 60)
+            assert (await update(client, "v2")).json()["status"] == "done"
+        refused = await waiting
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "too_stale"), refused.text
+        assert (await ask(client, "young")).status_code == 200, "its slot is free again"
 
 
 @KINDS
