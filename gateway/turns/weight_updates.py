@@ -30,11 +30,16 @@ from store.port import Store
 
 @dataclass(slots=True, eq=False)
 class Update:
-    """One update, under way or ended. Times are seconds since the epoch."""
+    """One update, under way or ended. Times are seconds since the epoch.
+
+    Args:
+        is_of_all: all engines that there were are to have it.
+    """
 
     weights: NewWeights
     number: int
     began_at: float
+    is_of_all: bool
     ended_at: float | None = None
     engines: dict[str, Progress] = field(default_factory=dict)
 
@@ -46,6 +51,16 @@ class Update:
         if not states & {"failed", "untouched"}:
             return "done"
         return "partial" if "done" in states else "failed"
+
+    def serves(self, version: str, engine_ids: Sequence[str] | None) -> bool:
+        """Whether who orders this version for these engines, None for all, may wait for this update's end."""
+        if version != self.weights.version:
+            return False
+        return self.is_of_all if engine_ids is None else self.engines.keys() >= set(engine_ids)
+
+    def told(self) -> str:
+        """Which engines it is for, for people."""
+        return "all engines" if self.is_of_all else ", ".join(self.engines)
 
     def view(self) -> dict[str, Any]:
         """As the API shows it."""
@@ -105,16 +120,18 @@ class Weights:
             Refused: 409 while another update runs, 400 for what an engine's kind cannot use.
         """
         if self._update is not None and self._update.ended_at is None:
-            if self._update.weights.version == weights.version:
+            if self._update.serves(weights.version, engine_ids):
                 return self._update
-            raise conflict(f"The update to {self._update.weights.version!r} is under way.")
+            raise conflict(f"The update to {self._update.weights.version!r} is under way, for {self._update.told()}.")
         members = (
             self._fleet.members() if engine_ids is None else [self._fleet.get(one) for one in dict.fromkeys(engine_ids)]
         )
         for member in members:
             _check(weights, member)
+        if others := {self._fleet.get(one).engine_id for one in of_engine or {}} - {one.engine_id for one in members}:
+            raise bad_request(f"{min(others)!r} is not among the engines of this update.", "transfer_of")
         self._record.begin(weights)
-        update = Update(weights, self._record.number(weights.version), self._clock())
+        update = Update(weights, self._record.number(weights.version), self._clock(), engine_ids is None)
         update.engines = {member.engine_id: Progress() for member in members}
         self._update = update
         self._task = asyncio.create_task(self._run(update, members, of_engine or {}), name="weights")

@@ -238,6 +238,21 @@ async def test_one_update_at_a_time() -> None:
         assert [one["load_s"] for one in again.json()["engines"].values()] == [None, None]
 
 
+async def test_an_update_of_some_engines_does_not_answer_for_others() -> None:
+    """Who orders the same version for another engine is told to wait, and not that it is done."""
+    slow = engine("vllm", weight_load_s=50.0)
+    async with fleet(slow, slow) as (client, (first_id, second_id)):
+        assert (await update(client, "v1", engines=[first_id], wait=False)).status_code == 202
+        for others in ({"engines": [second_id]}, {"engines": [first_id, second_id]}, {}):
+            refused = await update(client, "v1", **others)
+            assert refused.status_code == 409 and first_id in refused.json()["error"]["message"], refused.text
+        assert (await update(client, "v1", engines=[first_id])).json()["status"] == "done"
+        assert (await update(client, "v1", wait=False)).status_code == 202
+        assert (await update(client, "v1", engines=[second_id])).json()["status"] == "done"
+        versions = (await client.get("/v1/weights")).json()["engines"].values()
+        assert [one["version"] for one in versions] == ["v1", "v1"]
+
+
 async def test_an_engine_that_is_removed_in_mid_update_stays_removed() -> None:
     """It is not reported again, and the update ends without it."""
     async with fleet(engine("vllm"), engine("vllm", weight_load_s=5000.0)) as (client, (first_id, second_id)):
@@ -269,6 +284,7 @@ async def test_an_engine_that_is_removed_in_mid_update_stays_removed() -> None:
         ({"transfer": {"update_info": {}}, "path": "/weights/v1"}, 400, "either"),
         ({"transfer": {"names": []}}, 400, "update_info"),
         ({"engines": ["nobody"]}, 404, "nobody"),
+        ({"transfer": {"update_info": {}}, "transfer_of": {"nobody": {"init_info": {}}}}, 404, "nobody"),
         ({"mode": "abort"}, 400, "mode"),
         ({"version": ""}, 400, "version"),
     ],
@@ -321,6 +337,9 @@ async def test_a_transfer_reaches_each_engine_in_its_own_form() -> None:
         ]
         prompt = "Tell me about looms."
         assert said_by(["v1"], prompt, await complete(client, "one", prompt, 40))
+        sglang_id = sglang.url.removeprefix("http://")
+        refused = await update(client, "v2", transfer=transfer, transfer_of=of_vllm, engines=[sglang_id])
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "transfer_of")
 
 
 async def test_a_stream_waits_through_an_update() -> None:
