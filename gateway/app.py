@@ -45,7 +45,7 @@ from gateway.workers.crew import Crew, LoanLimits
 from scheduling.policy import POLICIES
 from scheduling.scheduler import Scheduler
 from scheduling.types import Move, TrajectoryRecord
-from store import DEMAND, Store, StoreSettings, Stream, open_store, open_stream
+from store import DEMAND, Store, StoreSettings, Stream, ended, open_store, open_stream
 
 
 @asynccontextmanager
@@ -160,9 +160,7 @@ async def _serving(
     try:
         yield Front(settings, access, turns, passthrough, api, log, event_log.end_watches)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(*tasks)
         memory.save_predictor()
         driver.close()
         await crew.close()

@@ -11,6 +11,7 @@ from store.port import (
     StoreHealth,
     StoreInUse,
 )
+from store.redis_client import ended
 from store.settings import StoreSettings
 from store.stream import DEMAND, Entry, Stream
 
@@ -27,6 +28,7 @@ __all__ = [
     "StoreSettings",
     "StoredTrajectory",
     "Stream",
+    "ended",
     "open_store",
     "open_stream",
 ]

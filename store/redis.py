@@ -8,11 +8,13 @@ What that number tells:
 - the same number: the answer to an earlier try was lost, nothing is to be done;
 - another writer: a later process owns the record, and this one stops writing;
 - a gap or nothing: the server came back with less than it had confirmed, so the owner is asked to put everything
-  again, and the old trajectories are cleared just before that. The same happens when puts had to be dropped.
+  again, and the old trajectories are cleared just before that. The same happens when puts had to be dropped. The
+  server notes it until then, for the answer that tells it may be lost as well. While nothing is put, the last number is
+  sent with an empty batch: then one less is a gap, too.
 
 Keys, after the namespace: `records` (hash: trajectory id to JSON; also the index), `turns:ID` (list of JSON), `answers`
 (hash), `pieces:ID` (hash), `sizes` (hash: trajectory id to bytes of its pieces), `states` (hash), `owner` (hash:
-format, writer, batch). Nothing expires: the owner forgets what has ended. The server should not evict
+format, writer, batch, lost). Nothing expires: the owner forgets what has ended. The server should not evict
 (`maxmemory-policy noeviction`) and is as durable as its own persistence makes it.
 """
 
@@ -29,7 +31,7 @@ import orjson
 
 from store.pending import Operation, Pending
 from store.port import Json, StoreAway, StoreCorrupt, StoredTrajectory, StoreError, StoreHealth, encoded
-from store.redis_client import FAULTS, AuthenticationError, place_of, redis_client
+from store.redis_client import FAULTS, AuthenticationError, ended, let_go, place_of, redis_client
 from store.settings import StoreSettings
 
 FORMAT = b"1"
@@ -41,10 +43,11 @@ APPLY = """
 local prefix, writer, number, max_turns = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local records, answers, states, owner = prefix .. 'records', prefix .. 'answers', prefix .. 'states', prefix .. 'owner'
 local sizes = prefix .. 'sizes'
-local known = redis.call('HMGET', owner, 'writer', 'batch')
+local known = redis.call('HMGET', owner, 'writer', 'batch', 'lost')
 if known[1] and known[1] ~= writer then return 'fenced' end
-local last = tonumber(known[2] or -1)
-if last == number then return 'ok' end
+local last, was_lost = tonumber(known[2] or -1), known[3] == '1'
+if last == number then return was_lost and 'lost' or 'ok' end
+local is_lost = last ~= number - 1 or #ARGV == 4
 for i = 5, #ARGV, 4 do
   local operation, id, value, part = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]
   local turns, pieces = prefix .. 'turns:' .. id, prefix .. 'pieces:' .. id
@@ -76,11 +79,12 @@ for i = 5, #ARGV, 4 do
   elseif operation == 'clear' then
     for _, each in ipairs(redis.call('HKEYS', records)) do redis.call('DEL', prefix .. 'turns:' .. each) end
     redis.call('DEL', records, answers)
+    was_lost = false
   end
 end
-redis.call('HSET', owner, 'format', '1', 'writer', writer, 'batch', number)
-if last == number - 1 then return 'ok' end
-return 'lost'
+is_lost = is_lost or was_lost
+redis.call('HSET', owner, 'format', '1', 'writer', writer, 'batch', number, 'lost', is_lost and '1' or '0')
+return is_lost and 'lost' or 'ok'
 """
 
 _Read = tuple[list[bytes | None], list[bytes | None], list[list[bytes]]]
@@ -241,9 +245,7 @@ class RedisStore:
 
     async def close(self) -> None:
         await self.settle(self._settings.close_timeout_s)
-        self._flusher.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._flusher
+        await ended(self._flusher)
         await self._redis.aclose()
 
     async def _settle_or_raise(self) -> None:
@@ -261,6 +263,7 @@ class RedisStore:
                 backoff_s = self._settings.backoff_min_s
             except FAULTS as fault:
                 self._fault = self._away(fault)
+                await let_go(self._redis)
             except StoreError as fault:
                 self._fault = str(fault)
                 self._tell_waiters()
@@ -331,7 +334,7 @@ class RedisStore:
                 f"Redis at {self._where}: {owner} has format {known!r}, this program reads {FORMAT!r}; "
                 "choose another namespace"
             )
-        claim: dict[Any, Any] = {"format": FORMAT, "writer": self._writer, "batch": FIRST_BATCH}
+        claim: dict[Any, Any] = {"format": FORMAT, "writer": self._writer, "batch": FIRST_BATCH, "lost": 0}
         await self._redis.hset(owner, mapping=claim)
         self._claimed = True
 

@@ -1,5 +1,8 @@
 """The client of a Redis server, and what it means that the server is away: the one place that knows the library."""
 
+import asyncio
+from contextlib import suppress
+
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -8,9 +11,12 @@ from redis.exceptions import AuthenticationError, RedisError
 from store.port import StoreError
 from store.settings import StoreSettings
 
-__all__ = ["FAULTS", "AuthenticationError", "place_of", "redis_client"]
+__all__ = ["FAULTS", "AuthenticationError", "ended", "let_go", "place_of", "redis_client"]
 
 FAULTS = (RedisError, OSError, TimeoutError)
+
+CANCEL_AGAIN_S = 0.1
+"""A task that was cancelled ends in microseconds."""
 
 
 def redis_client(url: str, settings: StoreSettings) -> Redis:
@@ -28,6 +34,23 @@ def redis_client(url: str, settings: StoreSettings) -> Redis:
         )
     except ValueError as fault:
         raise StoreError(f"Redis URL for {place_of(url)}: {fault}") from None
+
+
+async def let_go(redis: Redis) -> None:
+    """Connect anew the next time: after a failover the old connection leads to a server that is but a replica."""
+    with suppress(*FAULTS):
+        await redis.connection_pool.disconnect(inuse_connections=False)
+
+
+async def ended(*tasks: asyncio.Task[None]) -> None:
+    """Cancel tasks that ask Redis until they have ended.
+
+    The library asks by `asyncio.wait_for`, which in Python 3.11 swallows a cancellation that comes just as it ends.
+    """
+    while running := [task for task in tasks if not task.done()]:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running, timeout=CANCEL_AGAIN_S)
 
 
 def place_of(url: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from store.port import StoreAway
-from store.redis_client import FAULTS, place_of, redis_client
+from store.redis_client import FAULTS, let_go, place_of, redis_client
 from store.settings import StoreSettings
 
 DEMAND = "demand"
@@ -43,6 +43,7 @@ class Stream:
         try:
             await self._redis.xadd(self._key, {"value": value}, maxlen=MAX_ENTRIES, approximate=False)
         except FAULTS as fault:
+            await let_go(self._redis)
             raise self._away(fault) from fault
 
     async def newest(self) -> Entry | None:

@@ -1,0 +1,172 @@
+"""The Redis store against a server that comes back with less than it had confirmed, and one that fails over."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+
+from store import StoreSettings, ended, open_store
+from tests.store.way import way_to
+from tests.support.redis_server import RedisServer
+
+QUICK: dict[str, Any] = {"backoff_min_s": 0.005, "backoff_max_s": 0.02, "check_every_s": 0.01, "op_timeout_s": 5.0}
+IDS = st.sampled_from(["a", "b", "c"])
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["record", "turn", "forget"]), IDS),
+        st.tuples(st.just("settle"), st.just("")),
+        st.tuples(st.just("set back"), st.integers(0, 5)),
+        st.tuples(st.just("lose an answer"), st.just("")),
+    ),
+    max_size=15,
+)
+
+Model = dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=STEPS)
+@example(steps=[("record", "a"), ("settle", ""), ("set back", 1)])  # by one batch: the next look hid it
+async def test_a_server_set_back_to_any_earlier_state_is_healed(
+    redis_server: RedisServer, steps: list[tuple[str, Any]]
+) -> None:
+    """Whatever it lost, and whether or not anything is put after it: soon it has what the owner has, and no more."""
+    async with _client(redis_server) as redis, way_to(redis_server.port) as way:
+        await redis.flushdb()
+        store = open_store(f"redis://127.0.0.1:{way.port}/0", StoreSettings(**QUICK))
+        model: Model = {}
+
+        def rewrite() -> None:
+            for trajectory_id, (record, turns) in model.items():
+                store.put_trajectory(trajectory_id, record)
+                for turn in turns:
+                    store.append_turn(trajectory_id, turn)
+
+        store.on_loss(rewrite)
+        await store.open()
+        states = [await _state(redis)]
+        for number, (step, about) in enumerate(steps):
+            match step:
+                case "record":
+                    model[about] = ({"number": number}, model.get(about, ({}, []))[1])
+                    store.put_trajectory(about, {"number": number})
+                case "turn":
+                    record, turns = model.get(about, ({}, []))
+                    model[about] = (record, [*turns, {"number": number}])
+                    store.append_turn(about, {"number": number})
+                case "forget":
+                    model.pop(about, None)
+                    store.forget_trajectory(about)
+                case "settle":
+                    await _until(lambda: store.health().num_pending == 0)
+                    states.append(await _state(redis))
+                case "set back":
+                    await _set_back(redis, states[-1 - about % len(states)])
+                case _:
+                    way.num_to_lose += 1
+        await _until(lambda: _has(redis, model))
+        await store.close()
+
+
+async def test_a_replica_that_takes_over_behind_the_same_address_gets_the_puts(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """The old server lives on as a replica, with the connections to it: they must not be used for ever."""
+    replica = RedisServer(redis_server.binary, tmp_path)
+    replica.start()
+    try:
+        async with (
+            _client(redis_server) as old,
+            _client(replica) as new,
+            way_to(redis_server.port) as way,
+        ):
+            await old.flushdb()
+            store = open_store(f"redis://127.0.0.1:{way.port}/0", StoreSettings(**QUICK))
+            await store.open()
+            store.put_trajectory("t", {"number": 1})
+            assert await store.settle(5.0)
+            way.leads_to = replica.port
+            await old.execute_command("REPLICAOF", "127.0.0.1", replica.port)
+            store.on_loss(lambda: store.put_trajectory("t", {"number": 2}))
+            store.put_trajectory("t", {"number": 2})
+            await _until(lambda: _has(new, {"t": ({"number": 2}, [])}))
+            assert await store.settle(5.0)
+            await store.close()
+            await old.execute_command("REPLICAOF", "NO", "ONE")
+    finally:
+        replica.kill()
+
+
+async def test_a_task_whose_cancellation_is_swallowed_is_ended_all_the_same() -> None:
+    """Of 150 stores that closed while connections broke, two never did."""
+
+    async def asks() -> None:
+        with suppress(asyncio.CancelledError):  # as `asyncio.wait_for` does where an answer comes at the same time
+            await asyncio.sleep(3600)
+        await asyncio.sleep(3600)
+
+    task = asyncio.create_task(asks())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5.0):
+        await ended(task)
+    assert task.cancelled()
+
+
+@asynccontextmanager
+async def _client(server: RedisServer) -> AsyncIterator[Redis]:
+    """One beside the store's own."""
+    redis = Redis(port=server.port)
+    try:
+        yield redis
+    finally:
+        await redis.aclose()
+
+
+async def _state(redis: Redis) -> dict[bytes, bytes]:
+    """All that the server has, as it dumps it."""
+    async with redis.pipeline() as pipe:
+        keys: list[bytes] = await redis.keys("*")
+        for key in keys:
+            pipe.dump(key)
+        return {key: dump for key, dump in zip(keys, await pipe.execute(), strict=True) if dump is not None}
+
+
+async def _set_back(redis: Redis, state: dict[bytes, bytes]) -> None:
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.flushdb()
+        for key, dump in state.items():
+            pipe.restore(key, 0, dump)
+        await pipe.execute()
+
+
+async def _has(redis: Redis, model: Model) -> bool:
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.hgetall("heddle:records")
+        for trajectory_id in model:
+            pipe.lrange(f"heddle:turns:{trajectory_id}", 0, -1)
+        records, *histories = await pipe.execute()
+    found = {
+        trajectory_id: (
+            orjson.loads(records.get(trajectory_id.encode(), b"null")),
+            [orjson.loads(turn) for turn in turns],
+        )
+        for trajectory_id, turns in zip(model, histories, strict=True)
+    }
+    return found == model and len(records) == len(model)
+
+
+async def _until(condition: Callable[[], Any]) -> None:
+    ends_at = time.monotonic() + 10.0
+    while True:
+        held = condition()
+        if held is True or (held is not False and await held):
+            return
+        assert time.monotonic() < ends_at, "it never happens"
+        await asyncio.sleep(0.005)
