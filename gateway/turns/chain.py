@@ -6,7 +6,9 @@ A chain outlives its legs. Where a leg ends early, the next one goes on from the
 2. A stop string that begins before the seam is found here, since the next engine sees only what follows it.
 3. What is held to a grammar is made again from its beginning, for the grammar's state is lost. If some of it is told,
    the same must come again, as it does without dice; else the turn fails as any broken stream.
-4. A seed cannot give the tokens that it would have given in one piece, and penalties count from the seam on.
+4. Tokens of one event between which weights may have changed are made again, unless they are told: which of them are
+   whose, an engine says at a leg's end alone.
+5. A seed cannot give the tokens that it would have given in one piece, and penalties count from the seam on.
 """
 
 from array import array
@@ -62,6 +64,7 @@ class Chain:
         self.tells_logprobs = tells_logprobs
         self._told_ids: list[int] = []
         self._leg_start = 0
+        self._doubtful_start: int | None = None
         self._seam: _Seam | None = None
         self._text_again = ""  # of what the client was told before, and must come again
         self._ids_again: list[int] = []
@@ -140,6 +143,13 @@ class Chain:
             held = self._seam.free_at_once()
         return self._said(held, num_told)
 
+    def drop_doubtful(self) -> None:
+        """Drop what came with the first event after the weights changed, and after it, where it can be made again."""
+        if self._doubtful_start is not None and not self._tells:
+            self._texts = []
+            self._cut(self._doubtful_start)
+        self._doubtful_start = None
+
     def begin_leg(self) -> None:
         """What comes now is another leg's."""
         self._leg_start = len(self.output_ids)
@@ -172,6 +182,8 @@ class Chain:
         if piece.versions:
             self._note_versions(piece)
         elif ids and (not self._versions or self._versions[-1].version != version):
+            if len(ids) > 1 and start > self._leg_start and self._doubtful_start is None:
+                self._doubtful_start = start
             self._begin_version(version, start)
         if self._ids_again:
             start += self._again(ids)
@@ -202,6 +214,7 @@ class Chain:
 
     def _note_versions(self, piece: Piece) -> None:
         """Take the engine's own word of a whole leg in place of what was thought of it."""
+        self._doubtful_start = None
         self._versions = _until(self._leg_start, self._versions)
         for version, first, last in piece.versions:
             if last > first and (not self._versions or self._versions[-1].version != version):

@@ -87,6 +87,7 @@ class ChoiceLeg:
         """Go on from what was made before."""
         chain = self._chain
         if chain.output_ids and chain.finish_reason is None:
+            chain.drop_doubtful()
             self._say(await self._mended())
             if len(chain.output_ids) >= chain.rendered.max_tokens:
                 self._say(chain.finish("length"))

@@ -98,6 +98,35 @@ def test_versions_cover_all_tokens_over_legs_without_a_gap() -> None:
     assert chain.versions == [VersionSpan("v1", 0, 3), VersionSpan("v2", 3, 5)]
 
 
+@pytest.mark.parametrize("tells", [False, True])
+def test_tokens_of_which_nobody_says_whose_they_are_are_made_again(tells: bool) -> None:
+    """An event of several, on the way of which weights changed, of a leg that broke off: what is told stays."""
+    chain = chain_of(tells=tells)
+    chain.add(Piece([10, 11], "ab"), "v1")
+    chain.add(Piece([12, 13], "cd"), "v2")
+    chain.add(Piece([14], "e"), "v2")
+    chain.drop_doubtful()
+    if tells:
+        assert chain.output_ids == [10, 11, 12, 13, 14]
+        return
+    assert chain.candidates() == [[10, 11], [10]]
+    chain.mend(["ab", "a"])
+    chain.begin_leg()
+    chain.add(Piece([22, 23], "CD"), "v2")
+    chain.drop_doubtful()
+    assert (chain.output_ids, chain.text) == ([10, 11, 22, 23], "abCD"), "all of it is of the weights of its leg"
+    assert chain.versions == [VersionSpan("v1", 0, 2), VersionSpan("v2", 2, 4)]
+
+
+def test_the_word_of_an_engine_leaves_no_doubt() -> None:
+    """It says of each token of its leg which weights made it."""
+    chain = chain_of(tells=False)
+    chain.add(Piece([10], "a"), "v1")
+    chain.add(Piece([11, 12], "bc", finish_reason="stop", versions=(("v1", 0, 2), ("v2", 2, 3))), "v2")
+    chain.drop_doubtful()
+    assert chain.output_ids == [10, 11, 12]
+
+
 def test_tokens_of_an_earlier_process_are_told_whole() -> None:
     """With their log-probabilities, to a client that has heard nothing of them."""
     chain = chain_of()

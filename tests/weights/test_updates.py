@@ -1,6 +1,7 @@
 """New weights while turns run, on simulated engines of both kinds: what clients get, and what a failure costs."""
 
 import asyncio
+import functools
 import itertools
 import random
 from collections.abc import AsyncIterator
@@ -10,13 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
+from engines.simulated.answers import Wish, answer
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault, SimulatedEngineSettings
 from tests.faults.asking import APIS, PATHS
 from tests.faults.asking import body_of as body_in
 from tests.support.engine import RecordedEngine, recorded_engine
 from tests.support.gateway import ADMIN, eventually, running_gateway
-from tests.weights.asking import TOKENIZER, body_of, complete, engine, last_turn, said_by, update
+from tests.weights.asking import MEAN_TOKENS, TOKENIZER, body_of, complete, engine, last_turn, said_by, update
 
 KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 STEPS = [
@@ -221,6 +223,42 @@ async def test_a_path_that_the_first_engine_refuses_leaves_the_others_as_they_we
         assert (await last_turn(client, "one"))["weight_versions"] == ["v1"]
         assert (await update(client, "v1")).json()["status"] == "done"
         assert not any(one["held"] for one in (await client.get("/v1/weights")).json()["engines"].values())
+
+
+@KINDS
+async def test_the_record_names_the_weights_of_every_token_of_legs_that_broke_off(kind: str) -> None:
+    """A whole answer comes by 32 tokens: those that came across an update are not taken for the newer weights' own."""
+    slow = engine(kind, speed_up=5.0)
+    async with fleet(slow, slow, token_legs="auto", retry_pause_s=0.05) as (client, engine_ids):
+        turn = asyncio.create_task(complete(client, "one", "Tell me about looms.", 1_200))
+
+        async def has_made(num: int) -> bool:
+            turns = (await client.get("/v1/trajectories/one")).json().get("live_turns") or [{"chunks": 0}]
+            return bool(turns[0]["chunks"] >= num)
+
+        for number in range(1, 5):
+            await eventually(functools.partial(has_made, 200 * number), 60)
+            assert (await update(client, f"v{number}")).json()["status"] == "done"
+            await eventually(functools.partial(has_made, 200 * number + 50), 60)
+            [home] = [engine_id for engine_id in engine_ids if await running_on(client, engine_id)]
+            await client.post(f"/v1/engines/{home}/drain?timeout_s=60", headers=ADMIN)
+            await client.post(f"/v1/engines/{home}/uncordon", headers=ADMIN)
+        await turn
+        [row] = (await client.get("/v1/trajectories/one")).json()["turns"]
+        [made] = (await client.get("/v1/trajectories/one/tokens")).json()["turns"]
+        ids, wish = made["prompt_ids"] + made["output_ids"], Wish(max_tokens=1, ignore_eos=True)
+        assert row["legs"] == 5 and [span["version"] for span in made["versions"]] == [
+            "default",
+            "v1",
+            "v2",
+            "v3",
+            "v4",
+        ]
+        num_prompt = len(made["prompt_ids"])
+        for span in made["versions"]:
+            for at in range(num_prompt + span["start"], num_prompt + span["end"]):
+                next_ids = answer(ids[:at], wish, TOKENIZER, span["version"], MEAN_TOKENS).token_ids
+                assert next_ids == [ids[at]], (at, span)
 
 
 async def test_one_update_at_a_time() -> None:
