@@ -1,7 +1,7 @@
 """Which store a URL names: the one place where stores are chosen."""
 
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from store.embedded import EmbeddedStore
 from store.memory import MemoryStore
@@ -10,14 +10,19 @@ from store.redis import RedisStore
 from store.settings import StoreSettings
 from store.stream import Stream
 
-FORMS = "sqlite:PATH, memory:, redis://[user:password@]host[:port][/db] or rediss://..."
+FORMS = "sqlite:PATH, memory:, redis://[user:password@]host[:port][/db] or rediss://...[?ssl_ca_certs=FILE&...]"
+
+# What the client's library takes besides would let it be another client, or a password be where none is looked for.
+TLS_OPTIONS = frozenset(
+    {"ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"}
+)
 
 
 def open_store(url: str, settings: StoreSettings | None = None) -> Store:
     """The store that the URL names, not opened yet.
 
     Args:
-        url: `sqlite:PATH`, `memory:`, `redis://host:port/db` or `rediss://...`.
+        url: `sqlite:PATH`, `memory:`, `redis://host:port/db` or `rediss://...`, which may have TLS_OPTIONS.
 
     Raises:
         BadStoreUrl: the URL has none of these forms. The message repeats no password.
@@ -50,11 +55,14 @@ def _names_a_server(url: str) -> bool:
     try:
         parts = urlsplit(url)
         database = parts.path.strip("/")
-        return bool(parts.hostname) and parts.port != 0 and (not database or database.isdecimal())
+        options = {name for name, _ in parse_qsl(parts.query, keep_blank_values=True)}
+        is_plain = options <= TLS_OPTIONS and not parts.fragment
+        return bool(parts.hostname) and parts.port != 0 and (not database or database.isdecimal()) and is_plain
     except ValueError:
         return False
 
 
 def _without_secrets(url: str) -> str:
     head, at, tail = url.rpartition("@")
-    return f"{head.partition(':')[0]}://...@{tail}" if at else url
+    place = tail.partition("?")[0]
+    return f"{head.partition(':')[0]}://...@{place}" if at else place

@@ -26,13 +26,15 @@ def redis_client(url: str, settings: StoreSettings) -> Redis:
         StoreError: the URL is malformed. The message repeats no password.
     """
     try:
-        return Redis.from_url(
+        redis = Redis.from_url(
             url,
             socket_timeout=settings.op_timeout_s,
             socket_connect_timeout=settings.connect_timeout_s,
             retry=Retry(NoBackoff(), 0),
         )
-    except ValueError as fault:
+        redis.connection_pool.make_connection()  # type: ignore[no-untyped-call] # for what is wrong with its options
+        return redis
+    except (ValueError, RedisError) as fault:
         raise StoreError(f"Redis URL for {place_of(url)}: {fault}") from None
 
 
@@ -55,4 +57,5 @@ async def ended(*tasks: asyncio.Task[None]) -> None:
 
 def place_of(url: str) -> str:
     """Host, port and database, without secrets."""
-    return url.rpartition("@")[2].partition("://")[2] or url.rpartition("@")[2]
+    place = url.partition("?")[0].rpartition("@")[2]
+    return place.partition("://")[2] or place

@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from gateway import metrics
+from gateway.config import Settings, load_settings
 from heddle.cli import main
+from store import StoreSettings
 
 ROOT = Path(__file__).parents[2]
 IMAGE = "heddle:" + tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -65,9 +67,7 @@ def test_what_is_installed_has_every_package() -> None:
 def test_the_image_of_the_manifests_has_their_commands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It is the one that the Dockerfile says how to build, and its user may write where the volume is."""
     dockerfile = (ROOT / "deploy/images/Dockerfile").read_text()
-    documents = yaml.safe_load_all((ROOT / f"deploy/kubernetes/{name}.yaml").read_text())
-    (deployment,) = (one for one in documents if one["kind"] == "Deployment")
-    pod = deployment["spec"]["template"]["spec"]
+    pod = pod_of(name)
     (container,) = pod["containers"]
     assert container["image"] == IMAGE and f"-t {IMAGE} " in dockerfile
     user = re.search(r"^USER (\d+)$", dockerfile, re.MULTILINE)
@@ -77,3 +77,32 @@ def test_the_image_of_the_manifests_has_their_commands(name: str, capsys: pytest
     with pytest.raises(SystemExit) as ended:
         main([verb, "--help"])
     assert ended.value.code == 0 and verb in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["gateway", "controller"])
+def test_services_of_the_manifests_are_no_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes tells each Pod of the Services beside it by variables like HEDDLE_GATEWAY_PORT, unless it is told not
+    to; the gateway takes them for settings that it does not know, and did not start."""
+    services = [one["metadata"]["name"] for one in manifests("gateway", "controller") if one["kind"] == "Service"]
+    assert services
+    if pod_of(name).get("enableServiceLinks", True):
+        for service in services:
+            monkeypatch.setenv(f"{service.upper().replace('-', '_')}_PORT", "tcp://10.0.0.1:8080")
+    load_settings()
+
+
+def test_a_gateway_has_time_to_end_its_turns_before_it_is_killed() -> None:
+    """Kubernetes' own 30 s are over when those of the turns are, and nobody would be told to come back."""
+    shutdown_s = Settings.model_fields["shutdown_timeout_s"].default + StoreSettings().close_timeout_s
+    assert pod_of("gateway").get("terminationGracePeriodSeconds", 30) >= shutdown_s + 10
+
+
+def manifests(*names: str) -> list[dict[str, Any]]:
+    return [one for name in names for one in yaml.safe_load_all((ROOT / f"deploy/kubernetes/{name}.yaml").read_text())]
+
+
+def pod_of(name: str) -> dict[str, Any]:
+    """What a Deployment's Pods are."""
+    (deployment,) = (one for one in manifests(name) if one["kind"] == "Deployment")
+    pod: dict[str, Any] = deployment["spec"]["template"]["spec"]
+    return pod

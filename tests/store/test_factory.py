@@ -2,7 +2,7 @@
 
 import pytest
 
-from store import BadStoreUrl, StoreSettings, open_store
+from store import BadStoreUrl, StoreError, StoreSettings, open_store
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,7 @@ from store import BadStoreUrl, StoreSettings, open_store
         ("redis://localhost", "RedisStore"),
         ("redis://user:secret@localhost:6379/3", "RedisStore"),
         ("rediss://localhost:6380/0", "RedisStore"),
+        ("rediss://localhost:6380/0?ssl_ca_certs=ca.pem&ssl_cert_reqs=required", "RedisStore"),
     ],
 )
 def test_each_form_of_url_names_its_store(url: str, name: str) -> None:
@@ -26,6 +27,8 @@ def test_each_form_of_url_names_its_store(url: str, name: str) -> None:
     [
         *("", "heddle.sqlite3", "sqlite:", "sqlite:/", "memory:x", "postgres://localhost/db", "http://u:secret@h"),
         *("redis:", "redis:///0", "redis://localhost:port", "redis://localhost/name", "redis://u:secret@h:99999/0"),
+        *("redis://h/0?password=secret", "redis://h/0?decode_responses=true", "redis://h:port/0?password=secret"),
+        *("redis://h/0?db", "redis://h/0#1", "rediss://h/0?ssl_colour=blue"),
     ],
 )
 def test_any_other_url_is_one_clear_error(url: str) -> None:
@@ -33,6 +36,12 @@ def test_any_other_url_is_one_clear_error(url: str) -> None:
     with pytest.raises(BadStoreUrl, match="is not one of: sqlite:PATH") as caught:
         open_store(url)
     assert "secret" not in str(caught.value)
+
+
+def test_a_wrong_option_of_tls_is_one_clear_error() -> None:
+    """It was found when the client connected, and Redis taken for away."""
+    with pytest.raises(StoreError, match="Redis URL for h:6380/0: Invalid SSL"):
+        open_store("rediss://u:secret@h:6380/0?ssl_cert_reqs=perhaps")
 
 
 def test_a_limit_of_zero_is_refused() -> None:
