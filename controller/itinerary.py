@@ -37,12 +37,12 @@ def itinerary(
     Where `min_engines` forbids the change, the last round leaves something undone: see `is_reached`.
     """
     rounds = []
-    now = list(seen)
+    now = _drained(seen)
     while steps := next_steps(wanted, now, spares=spares, min_engines=min_engines, max_starting=max_starting):
         rounds.append(steps)
         for step in steps:
             now = after(step, now)
-        now = [replace(one, num_turns=0) if one.is_cordoned else one for one in now]
+        now = _drained(now)
     return rounds
 
 
@@ -60,6 +60,11 @@ def is_reachable(
         for step in steps:
             now = after(step, now)
     return is_reached(wanted, now)
+
+
+def _drained(seen: Sequence[Seen]) -> list[Seen]:
+    """When the turns have ended of those that get no more."""
+    return [replace(one, num_turns=0) if one.is_cordoned else one for one in seen]
 
 
 def after(step: Step, seen: Sequence[Seen]) -> list[Seen]:

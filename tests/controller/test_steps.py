@@ -1,12 +1,13 @@
 """From any fleet to any fleet, with the controller killed anywhere: no harm on the way, and it gets there."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.itinerary import is_reachable, itinerary
+from controller.itinerary import after, is_reachable, itinerary
 from controller.layout import DoesNotFit, Floor, lay_out
 from controller.steps import (
     Drain,
@@ -84,6 +85,23 @@ def test_engines_leave_by_groups_while_enough_others_serve() -> None:
     assert is_reachable(fours, serving(*ones), min_engines=1)
     assert not is_reachable(fours, serving(*ones), min_engines=2)
     assert next_steps(fours, serving(*ones), min_engines=5) == []
+
+
+@given(sizes(), sizes(), st.integers(0, 8))
+def test_whoever_changes_their_mind_while_turns_still_run_is_not_refused(
+    first: list[int], second: list[int], num_rounds: int
+) -> None:
+    """From any point of a change to another fleet, or to the same: drains take as long as their turns."""
+    ids = map(str, itertools.count())
+    there = lay_out([1] * 8, [], FLOOR, lambda: next(ids))
+    now = [replace(one, num_turns=1) for one in serving(*there)]
+    wanted = lay_out(first, there, FLOOR, lambda: next(ids))
+    for steps in itinerary(wanted, now)[:num_rounds]:
+        for step in steps:
+            now = after(step, now)
+        now = [replace(one, num_turns=int(one.is_member and not one.was_moved)) for one in now]
+        assert is_reachable(wanted, now)
+        assert is_reachable(lay_out(second, wanted, FLOOR, lambda: next(ids)), now)
 
 
 def test_a_gateway_that_was_restarted_is_told_of_those_that_are_to_leave_too() -> None:
