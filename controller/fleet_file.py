@@ -4,7 +4,7 @@ import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
@@ -13,6 +13,7 @@ from controller.tending import RetryRule
 from engines.profiles import load_profile
 from engines.sleep import SLEEP
 from scheduling.cost import EngineProfile
+from store import BadStoreUrl, StoreError, open_store
 
 ADMIN_KEY_VARIABLE = "HEDDLE_ADMIN_KEY"
 
@@ -22,22 +23,46 @@ class FleetFileError(Exception):
 
 
 def _base_url(url: str) -> str:
-    parts = urlsplit(url)
-    try:
-        is_server = bool(parts.hostname) and parts.port != 0 and url.isascii()
-    except ValueError:
-        is_server = False
-    if parts.scheme not in ("http", "https") or not is_server:
+    parts = _parts(url)
+    if parts is None or parts.scheme not in ("http", "https") or parts.username:
         raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:8080")
     return url.rstrip("/")
 
 
 def _redis_url(url: SecretStr | None) -> SecretStr | None:
     if url is not None:
-        parts = urlsplit(url.get_secret_value())
-        if parts.scheme not in ("redis", "rediss") or not parts.hostname:
-            raise ValueError("a URL such as redis://127.0.0.1:6379/0 is wanted")
+        text = url.get_secret_value()
+        try:
+            if not text.startswith(("redis://", "rediss://")):
+                raise BadStoreUrl
+            open_store(text)
+        except StoreError:
+            raise ValueError("a URL such as redis://127.0.0.1:6379/0 is wanted") from None
     return url
+
+
+def _parts(url: str) -> SplitResult | None:
+    """Of a URL that names a server which can be asked, and nothing that would be left out; else None."""
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").encode("idna"), parts.port  # a resolver's own way to read a host
+    except ValueError:
+        return None
+    is_plain = url.isascii() and url.isprintable() and " " not in url
+    return parts if is_plain and host and port != 0 and not (parts.query or parts.fragment) else None
+
+
+def _as_sent(key: SecretStr | None) -> SecretStr | None:
+    text = key.get_secret_value() if key else ""
+    if not (text.isascii() and text.isprintable()) or text != text.strip():
+        raise ValueError("a key is printable ASCII without blanks at its ends")
+    return key
+
+
+def _device(name: str) -> str:
+    if not name.strip() or "," in name:
+        raise ValueError(f"{name!r} is not one device, such as '0' or 'GPU-5a1b'")
+    return name
 
 
 def _power_of_two(tp: int) -> int:
@@ -61,7 +86,7 @@ class EngineTable(BaseModel):
     flags_by_tp: dict[Tp, tuple[str, ...]] = Field({}, description="Further flags of one TP size.")
     environment: dict[str, str] = Field({}, description="Of every engine.")
     slots: int | None = Field(None, ge=1, le=65_536, description="Turns at once of one engine; asked when absent.")
-    kv_bytes_by_tp: dict[Tp, int] = Field(
+    kv_bytes_by_tp: dict[Tp, Annotated[int, Field(gt=0)]] = Field(
         {}, description="KV cache of each GPU in bytes, by TP size: nothing is profiled then, which saves seconds."
     )
     profiles: dict[Tp, str] = Field({}, description="Engine profile of each TP size; plans need them.")
@@ -174,14 +199,16 @@ class FleetFile(BaseModel):
 
     fleet: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", description="Its id; servers are named by it.")
     model: str = Field(min_length=1, description="As the engine's own --model takes it.")
-    served_name: str | None = Field(None, description="As clients call it; the model's by default.")
+    served_name: str | None = Field(None, min_length=1, description="As clients call it; the model's by default.")
     gateway: Annotated[str, AfterValidator(_base_url)] = "http://127.0.0.1:8080"
     listen: str = Field("127.0.0.1:8070", description="Where the controller itself answers.")
     state_dir: Path = Field(Path("heddle-fleet"), description="Journal, lease, local servers' logs, compile caches.")
     launcher: Literal["local", "ray", "kubernetes"] = "local"
     launcher_options: dict[str, Any] = Field({}, description="Of Ray and Kubernetes: see their pages.")
     gpus: int = Field(0, ge=0, le=4096, description="Of this machine: devices 0, 1, ...")
-    devices: tuple[str, ...] = Field((), description="In place of `gpus`: which ones.")
+    devices: tuple[Annotated[str, AfterValidator(_device)], ...] = Field(
+        (), description="In place of `gpus`: which ones."
+    )
     cpu_slots: int = Field(0, ge=0, le=4096, description="In place of `gpus`: places for engines without a GPU.")
     gpus_per_node: int = Field(8, ge=1, le=1024, description="No engine is split over nodes.")
     tp_sizes: tuple[Tp, ...] = Field((1,), min_length=1, description="That engines may have.")
@@ -192,7 +219,9 @@ class FleetFile(BaseModel):
     limits: Limits = Limits()
     planning: Planning = Planning()
     demand: DemandTable = DemandTable()
-    admin_key: SecretStr | None = Field(None, exclude=True, description=f"Only by {ADMIN_KEY_VARIABLE}.")
+    admin_key: Annotated[SecretStr | None, AfterValidator(_as_sent)] = Field(
+        None, exclude=True, description=f"Only by {ADMIN_KEY_VARIABLE}."
+    )
 
     @model_validator(mode="after")
     def _is_consistent(self) -> "FleetFile":
@@ -201,6 +230,13 @@ class FleetFile(BaseModel):
             raise ValueError(f"a local fleet needs one of gpus, devices and cpu_slots, not {said or 'none'}")
         if self.launcher != "local" and said:
             raise ValueError(f"{said[0]} is for local fleets; {self.launcher} says itself which devices there are")
+        devices = self.local_devices
+        if len(set(devices)) < len(devices):
+            raise ValueError(f"devices: one is there twice in {list(devices)}")
+        if self.launcher == "local" and min(self.tp_sizes) > len(devices):
+            raise ValueError(
+                f"no engine fits: the least of tp_sizes is {min(self.tp_sizes)}, devices are {len(devices)}"
+            )
         if too_large := [tp for tp in self.tp_sizes if tp > self.gpus_per_node]:
             raise ValueError(f"TP {too_large[0]} is more than the {self.gpus_per_node} GPUs of a node")
         if unknown := set(self.first or ()) - set(self.tp_sizes):
@@ -209,6 +245,8 @@ class FleetFile(BaseModel):
             raise ValueError(f"planning needs a profile of TP {min(missing)} in engine.profiles")
         if self.sleep.tp_sizes and self.launcher != "local":
             raise ValueError(f"sleep: {self.launcher} gives a GPU to one engine, so none can sleep beside another")
+        if self.engine.kv_transfer and self.engine.kind == "sglang":
+            raise ValueError("engine.kv_transfer: sglang has none; its engines can share a kv_tier")
         tier = self.engine.kv_tier
         if tier is not None and not tier.is_absolute():
             raise ValueError(f"engine.kv_tier: {tier} is not an absolute path, which all engines know")

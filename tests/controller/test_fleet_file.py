@@ -47,10 +47,26 @@ def test_a_file_says_what_a_fleet_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "secret" not in fleet.model_dump_json()
 
 
+def test_work_may_be_heard_of_over_tls(tmp_path: Path) -> None:
+    """By the same URL as the gateway's store."""
+    url = "rediss://:secret@redis.example:6380/1?ssl_cert_reqs=none"
+    fleet = load_fleet_file(written(tmp_path, WHOLE + f'\n[demand]\nredis = "{url}"\n'))
+    assert fleet.demand.redis is not None and fleet.demand.redis.get_secret_value() == url
+
+
 def test_an_empty_key_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of the gateway: who sends none must not pass for who has it."""
     monkeypatch.setenv(ADMIN_KEY_VARIABLE, "")
     assert load_fleet_file(written(tmp_path, WHOLE)).admin_key is None
+
+
+@pytest.mark.parametrize("key", ["of a file\n", " secret", "€"])
+def test_a_key_that_cannot_be_sent_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """As at the gateway, and not shown."""
+    monkeypatch.setenv(ADMIN_KEY_VARIABLE, key)
+    with pytest.raises(FleetFileError, match=r"admin_key: .* printable ASCII") as raised:
+        load_fleet_file(written(tmp_path, WHOLE))
+    assert key.strip() not in str(raised.value)
 
 
 # Eight engines of TP 1 and four of TP 2.
@@ -86,6 +102,18 @@ SLEEP = "[sleep]\ntp_sizes = [1, 2]\nweight_bytes = 10\nhost_bytes = 120\n[engin
         (("[engine]", "[limits]\nobserve_interval_s = inf\n[engine]"), "limits.observe_interval_s: .* finite"),
         (('fleet = "rollout"', 'fleet = "rollout"\ngateway = "http://a:99999"'), "gateway: .* is not a URL such as"),
         (('fleet = "rollout"', 'fleet = "rollout"\ngateway = "http://日本:1"'), "gateway: .* is not a URL such as"),
+        (('fleet = "rollout"', f'fleet = "rollout"\ngateway = "http://{"a" * 64}:1"'), "gateway: .* is not a URL"),
+        (('fleet = "rollout"', 'fleet = "rollout"\ngateway = "http://a/?b=1"'), "gateway: .* is not a URL such as"),
+        (("[engine]", '[demand]\nredis = "redis://a:99999"\n[engine]'), "demand.redis: .* such as redis://"),
+        (("[engine]", '[demand]\nredis = "redis://a/0?b=1"\n[engine]'), "demand.redis: .* such as redis://"),
+        (("[engine]", '[demand]\nredis = "redis://a/first"\n[engine]'), "demand.redis: .* such as redis://"),
+        (("gpus = 8", 'devices = ["0", "1", "0"]'), "devices: one is there twice"),
+        (("gpus = 8", 'devices = ["0,1"]'), "devices.0: .* '0,1' is not one device"),
+        (("gpus = 8", 'devices = [""]'), "devices.0: .* is not one device"),
+        (("gpus = 8\ntp_sizes = [1, 2, 4]", "gpus = 1\ntp_sizes = [2, 4]"), "no engine fits: .* is 2, devices are 1"),
+        (("2 = 30000000000", "2 = 0"), "engine.kv_bytes_by_tp.2: Input should be greater than 0"),
+        (("[engine]", '[engine]\nkind = "sglang"\nkv_transfer = "nixl"'), "engine.kv_transfer: sglang has none"),
+        (('served_name = "policy"', 'served_name = ""'), "served_name: String should have at least 1"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_clear_line(tmp_path: Path, changed: tuple[str, str], message: str) -> None:
