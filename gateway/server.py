@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -116,24 +116,39 @@ def found_listener(host: str, port: int, descriptors: DescriptorStore) -> socket
 
 
 def run(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT; turns under way may end within `shutdown_timeout_s`."""
+    """Serve until SIGTERM or SIGINT; turns under way may end within `shutdown_timeout_s`. A start ends at once."""
 
     async def until_stopped() -> None:
-        stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        loop, stop, start = asyncio.get_running_loop(), asyncio.Event(), asyncio.current_task()
+        assert start is not None
+
+        def stop_start() -> None:
+            stop.set()
+            start.cancel()  # it may wait for its store for long
+
+        _on_signals(loop, stop_start)
         gc.disable()  # what a start makes stays: collections would only look at it again and again
         descriptors = descriptor_store(os.environ)
-        async with serving(settings, descriptors) as listening:
-            _spare_collector()
-            LOGGER.info("serving", extra={"fields": {"url": listening.url, "policy": settings.policy}})
-            await stop.wait()
+        try:
+            async with serving(settings, descriptors) as listening:
+                _on_signals(loop, stop.set)
+                _spare_collector()
+                LOGGER.info("serving", extra={"fields": {"url": listening.url, "policy": settings.policy}})
+                await stop.wait()
+        except asyncio.CancelledError:
+            if not stop.is_set():
+                raise
         if descriptors is not None:
             descriptors.close()
 
     _raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(until_stopped())
+
+
+def _on_signals(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, call)
 
 
 def _spare_collector() -> None:

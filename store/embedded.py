@@ -72,7 +72,7 @@ class EmbeddedStore:
     """A Store in one SQLite file."""
 
     def __init__(self, path: Path, settings: StoreSettings) -> None:
-        self._path = path
+        self._path = path = Path(os.path.realpath(path))  # a link to a file is locked as that file
         self._max_turns = settings.max_turns_kept
         self._pieces = PieceFile(path.with_name(path.name + "-pieces"), settings)
         self._rows: dict[str, _Rows] = {}
@@ -287,19 +287,21 @@ class EmbeddedStore:
         self._heal_timer = None
         self._commit()
         self._fault = ""
+        rows = self._rows
         try:
             self._database.execute("BEGIN")
             self._database.execute(f"PRAGMA user_version = {FORMAT}")  # a write, even with nothing to rewrite
             if self._rewrite:
                 self._database.execute("DELETE FROM record")
                 self._database.execute("DELETE FROM turn")
-                self._rows.clear()
+                self._rows = {}
                 self._rewrite()
             self._write_waiting()
             self._database.execute("COMMIT")
         except sqlite3.Error as fault:
             with suppress(sqlite3.Error):
                 self._database.execute("ROLLBACK")
+            self._rows = rows  # they are in the file still
             self._note_fault(fault)
         if not self._fault:
             self._num_losses += 1

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from scheduling.types import TrajectoryRecord, TrajectoryState
-from store.port import Store, StoredTrajectory
+from store.port import Store, StoreCorrupt, StoredTrajectory
 
 
 @dataclass(slots=True)
@@ -95,19 +95,29 @@ class Ledger:
             self._store.forget_trajectory(trajectory_id)
 
     def restore(self, stored: list[StoredTrajectory]) -> list[TrajectoryRecord]:
-        """Fill an empty ledger; gives the records for the scheduler, oldest trajectory first."""
+        """Fill an empty ledger; gives the records for the scheduler, oldest trajectory first.
+
+        Raises:
+            StoreCorrupt: another version wrote them.
+        """
         for item in stored:
             if item.record:
                 self._entries[item.trajectory_id] = self._entry(item)
         return sorted((entry.record for entry in self._entries.values()), key=lambda record: record.created_at)
 
     def _entry(self, item: StoredTrajectory) -> Entry:
-        fields = dict(item.record)
-        declared = fields.pop("declared", {})
-        conversation = fields.pop("conversation", [])
-        reward = fields.pop("reward", None)
-        record = TrajectoryRecord(**fields)
-        record = replace(record, state=TrajectoryState(record.state))
+        try:
+            fields = dict(item.record)
+            declared = fields.pop("declared", {})
+            conversation = fields.pop("conversation", [])
+            reward = fields.pop("reward", None)
+            record = TrajectoryRecord(**fields)
+            record = replace(record, state=TrajectoryState(record.state))
+        except (TypeError, ValueError) as fault:
+            raise StoreCorrupt(
+                f"the store's record of trajectory {item.trajectory_id!r} is of another version ({fault}); "
+                "choose another store"
+            ) from fault
         return Entry(record, deque(item.turns, self._max_turns_kept), declared, conversation, reward)
 
     def _put(self, entry: Entry) -> None:

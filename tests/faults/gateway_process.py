@@ -40,9 +40,8 @@ class GatewayProcess:
         self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
 
-    async def start(self) -> None:
-        """Start it and return when it is healthy; its output is what it said if it ended instead."""
-        began_at = time.perf_counter()
+    async def begin(self) -> None:
+        """Start it, and wait for nothing."""
         self._process = await asyncio.create_subprocess_exec(
             self._python,
             *("-m", "heddle", "serve", "--port", str(self.port), "--log-level", "warning", *self._options),
@@ -50,6 +49,12 @@ class GatewayProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
+
+    async def start(self) -> None:
+        """Start it and return when it is healthy; its output is what it said if it ended instead."""
+        began_at = time.perf_counter()
+        await self.begin()
+        assert self._process is not None
         async with httpx.AsyncClient() as client, asyncio.timeout(START_TIMEOUT_S):
             while True:
                 assert self._process.returncode is None, await self.output()

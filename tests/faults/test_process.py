@@ -10,10 +10,11 @@ import httpx
 import orjson
 import pytest
 
+from engines.children import free_port
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from tests.faults.asking import ask, body_of, check_error
-from tests.faults.gateway_process import GatewayProcess, gateway_process, refused_start
+from tests.faults.gateway_process import START_TIMEOUT_S, GatewayProcess, gateway_process, refused_start
 from tests.faults.raw_engine import hangs, raw_engine, whole, writes
 from tests.support.gateway import eventually, running_gateway
 from tests.support.redis_server import RedisServer
@@ -100,6 +101,20 @@ async def test_sigterm_lets_running_turns_end(client: httpx.AsyncClient, tmp_pat
         for number in range(4):
             trajectory = (await client.get(f"{gateway.url}/v1/trajectories/t{number}")).json()
             assert [turn["outcome"] for turn in trajectory["turns"]] == ["finished"]
+
+
+async def test_sigterm_ends_a_start_that_waits_for_its_store() -> None:
+    """At once, with status 0: it was heard when `store_start_timeout_s` was over, and supervisors kill before that."""
+    away = f"redis://127.0.0.1:{free_port()}/0"
+    gateway = GatewayProcess("--store", away, HEDDLE_STORE_START_TIMEOUT_S="3600")
+    await gateway.begin()
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await eventually(lambda: listens(gateway.port))
+            assert await gateway.terminate() == 0
+        assert await gateway.output() == ""
+    finally:
+        await gateway.kill()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -249,6 +264,15 @@ async def stopping_gateway(engine: str) -> AsyncIterator[GatewayProcess]:
         yield gateway
         output = await gateway.output()
         assert "Traceback" not in output, output
+
+
+async def listens(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    return True
 
 
 async def has_joined(client: httpx.AsyncClient, url: str) -> bool:

@@ -1,10 +1,14 @@
 """The ledger: what it writes down is what it knows after a restart."""
 
 import asyncio
-from dataclasses import fields
+from dataclasses import asdict, fields
+from typing import Any
+
+import pytest
 
 from gateway.state.ledger import Ledger
 from scheduling.types import TrajectoryRecord, TrajectoryState
+from store import StoreCorrupt, StoredTrajectory
 from store.memory import MemoryStore
 from store.settings import StoreSettings
 
@@ -27,3 +31,15 @@ def test_a_record_comes_back_with_all_its_fields() -> None:
     before, after = ledger.get("t-1"), restored.get("t-1")
     assert after == before and after is not None
     assert list(after.turns) == [turn, {"turn_id": "b"}] and after.record.state is TrajectoryState.FINISHED
+
+
+@pytest.mark.parametrize(
+    "change", [{"of_a_newer_version": 1}, {"state": "resting"}, {"num_turns": ...}, {"group_id": ...}]
+)
+def test_a_record_of_another_version_is_told_in_one_line(change: dict[str, Any]) -> None:
+    """With its trajectory; it was a traceback. A field that is not there is `...` here."""
+    record = TrajectoryRecord("t-1", "g", None, TrajectoryState.ACTIVE, None, 1, 1, 1, 1.0, 1.0, 1.0)
+    fields = {name: value for name, value in (asdict(record) | change).items() if value is not ...}
+    ledger = Ledger(MemoryStore(StoreSettings()), max_turns_kept=10)
+    with pytest.raises(StoreCorrupt, match="record of trajectory 't-1' is of another version"):
+        ledger.restore([StoredTrajectory("t-1", fields, [])])

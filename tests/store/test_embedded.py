@@ -167,6 +167,61 @@ async def test_a_full_disk_stops_no_put_and_is_healed(tmp_path: Path) -> None:
     await store.close()
 
 
+async def test_a_heal_that_fails_hides_nothing_that_was_written(tmp_path: Path) -> None:
+    """A process killed between a heal that found the disk still full and the next one leaves each trajectory once, with
+    what had settled of it before and after; it was there twice, and the one with the newest turn alone was found."""
+    path = tmp_path / "store.sqlite3"
+    process = child(
+        """
+        import asyncio, os, resource, sys
+        from store import StoreSettings, open_store
+        def limit(num_bytes):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+        async def main():
+            store = open_store(f"sqlite:{sys.argv[1]}", StoreSettings(backoff_max_s=0.01))
+            await store.open()
+            tried = asyncio.Event()
+            def rewrite():
+                store.put_trajectory("t", {"pad": "x" * 100_000})
+                tried.set()
+            store.on_loss(rewrite)
+            store.append_turn("t", {"number": 1})
+            assert await store.settle(1.0)
+            limit(os.path.getsize(sys.argv[1] + "-wal"))
+            store.append_turn("t", {"number": 2})
+            await tried.wait()
+            assert not store.health().ok
+            limit(resource.RLIM_INFINITY)
+            store.put_trajectory("t", {"number": 3})
+            store.append_turn("t", {"number": 3})
+            await store.settle(1.0)
+            print("written", flush=True)
+            sys.stdin.read()
+        asyncio.run(main())
+        """,
+        path,
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "written\n"
+    process.kill()
+    process.communicate()
+    store = open_store(f"sqlite:{path}")
+    await store.open()
+    [found] = await store.load()
+    assert (found.record, found.turns) == ({"number": 3}, [{"number": 1}, {"number": 3}])
+    await store.close()
+
+
+async def test_a_file_by_another_name_is_the_same_file(tmp_path: Path) -> None:
+    """A link to a record is that record: two gateways that were given both would undo each other."""
+    (tmp_path / "link").symlink_to(tmp_path / "s")
+    first, second = open_store(f"sqlite:{tmp_path / 's'}"), open_store(f"sqlite:{tmp_path / 'link'}")
+    await first.open()
+    with pytest.raises(StoreInUse):
+        await second.open()
+    await first.close()
+
+
 def _wal_bytes(path: Path) -> int:
     return Path(f"{path}-wal").stat().st_size
 
