@@ -155,6 +155,7 @@ class SglangTokens:
         num_logprobs = _num_logprobs(request, is_chat)
         includes_stop = bool(request.get("no_stop_trim") or request.get("include_stop_str_in_output"))
         given = {name: request[name] for name in _ALIKE if request.get(name) is not None}
+        orjson.dumps([given, request.get("extra_key")])  # a TypeError where it is too deep to be sent on
         further = {"no_stop_trim": includes_stop, "sampling_seed": request.get("seed")}
         sampling = {**_DEFAULTS, **given, **grammar, **further}
         stop = request.get("stop") or ()

@@ -90,8 +90,8 @@ class Chain:
 
     @property
     def chosen_logprobs(self) -> "array[float] | None":
-        """Of the tokens; None where the engine gave none."""
-        if not self.logprobs:
+        """Of the tokens; None where the engine gave none, or an earlier process asked for none of what it made."""
+        if not self.logprobs or len(self.logprobs) != len(self.output_ids):
             return None
         try:
             return array("f", self.logprobs)

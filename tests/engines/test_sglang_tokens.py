@@ -103,6 +103,15 @@ def test_what_only_the_chat_route_can_do_passes_through(more: dict[str, Any]) ->
     assert rendered(CHAT | more) is None
 
 
+@pytest.mark.parametrize("name", ["stop", "logit_bias", "temperature", "regex", "stop_token_ids", "extra_key"])
+def test_what_is_nested_too_deeply_is_for_the_engine_to_refuse(name: str) -> None:
+    """It can be read, and not be written: that is no fault of an engine."""
+    deep: list[Any] = []
+    for _ in range(300):
+        deep = [deep]
+    assert rendered(CHAT | {name: deep}) is None
+
+
 def test_parameters_that_the_model_may_set_must_be_named() -> None:
     """`/generate` does not know generation_config.json, which the chat route reads unless told otherwise."""
     named = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}

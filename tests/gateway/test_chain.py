@@ -135,6 +135,16 @@ def test_tokens_of_an_earlier_process_are_told_whole() -> None:
     assert (said.text, list(said.ids), len(said.logprobs)) == ("hi", [5, 6], 2)
 
 
+def test_log_probabilities_of_a_part_are_none() -> None:
+    """An earlier process asked for none (`keep_logprobs`, `Prefer: tokens=none`); this one did."""
+    chain = chain_of(tells=False)
+    chain.restore([5, 6], [], [VersionSpan("v1", 0, 2)])
+    chain.mend(["hi", "h"])
+    chain.begin_leg()
+    chain.add(Piece([7], "!", [-0.5], finish_reason="stop"), "v1")
+    assert chain.output_ids == [5, 6, 7] and chain.chosen_logprobs is None
+
+
 def turn(prompt: list[int], output: list[int], reason: str = "stop") -> TurnTokens:
     return TurnTokens("t", "u", prompt, output, None, (), reason, None, "h", 0.0)
 
