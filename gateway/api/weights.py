@@ -63,7 +63,7 @@ def _answered(update: Update) -> JSONResponse:
         case "running":
             return JSONResponse(update.view(), 202)
         case "failed":
-            reasons = [one.error for one in update.engines.values() if one.error]
+            reasons = [one.error for one in update.engines.values() if one.error] or ["none of them is there"]
             error = api_error(502, f"No engine took weights {update.weights.version!r}: {reasons[0]}", "weights_failed")
             return JSONResponse({"error": error.openai(), **update.view()}, 502)
     return JSONResponse(update.view())

@@ -48,7 +48,8 @@ class Update:
         if self.ended_at is None:
             return "running"
         states = {progress.state for progress in self.engines.values()}
-        if not states & {"failed", "untouched"}:
+        is_for_nobody = self.weights.transfer is not None and "done" not in states  # who is back cannot have it
+        if not states & {"failed", "untouched"} and not is_for_nobody:
             return "done"
         return "partial" if "done" in states else "failed"
 

@@ -147,6 +147,27 @@ async def test_an_engine_that_was_away_takes_the_weights_when_it_is_back(kind: s
 
 
 @KINDS
+async def test_a_transfer_that_meets_no_engine_is_not_done(kind: str) -> None:
+    """Who is away cannot have it later: its sender is told, and the version is what it was."""
+    transfer = {"update_info": {}, "distributed": {"names": []}}
+    async with (
+        server(engine(kind)) as one,
+        running_gateway(one.url, **QUICK) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=90) as client,
+    ):
+        await update(client, "v1")
+        await one.end()
+        await eventually(lambda: has_state(client, 0, "lost"), 60)
+        failed = await update(client, "v2", transfer=transfer)
+        assert (failed.status_code, failed.json()["status"]) == (502, "failed")
+        assert "none of them is there" in failed.json()["error"]["message"]
+        assert (await client.get("/v1/weights")).json()["version"] == "v1"
+        await one.start(engine(kind))
+        await eventually(lambda: has_state(client, 0, "ready"), 60)
+        assert [(one["weight_version"], one["cordon_reason"]) for one in await engines(client)] == [("v1", None)]
+
+
+@KINDS
 async def test_a_gateway_killed_in_mid_update_brings_every_engine_to_the_new_weights(kind: str, tmp_path: Path) -> None:
     """Those that had them, the one that was paused, and the one that was not yet reached: none serves the old ones."""
     async with server(engine(kind)) as one, server(engine(kind, weight_load_s=100.0)) as other:
