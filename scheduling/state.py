@@ -8,13 +8,14 @@ from math import log2
 from operator import attrgetter
 
 from scheduling.order import TurnFacts
-from scheduling.types import ACTIVE, Prediction, TrajectoryRecord, TrajectoryState
+from scheduling.types import ACTIVE, Prediction, TrajectoryRecord, TrajectoryState, TurnArrived
 
 Key = tuple[int, float, int]
 """The client's own priority, the policy's order, and the number of the turn: lower is earlier."""
 
-Prompt = tuple[str, int]
-"""A group, and a class of size: within it prompts of a group are taken for the same."""
+PartName = tuple[str, str, str, int]
+"""Of a prompt: its model, for adapters of one engine share no KV; a preamble; the group that goes on from there ("" for
+the preamble itself); and a class of size: within it prompts of a group are taken for the same."""
 
 # Classes are 9 % wide, for a gateway estimates lengths, a little anew each time. Far unlike ones are other prompts,
 # whatever their group says.
@@ -86,8 +87,10 @@ class Trajectory:
     """One trajectory: its record in the making, its live turns, and the key of its last one.
 
     Args:
-        prompt, first_prompt_tokens: of its first turn; None and 0 where that is not known: it was not asked for yet, or
-            by an earlier process, or nobody said which group it is of.
+        prompt: the parts of its first turn's that others may hold as well, and their tokens: the preamble, and what its
+            siblings share beyond it. Empty where that is not known: it was not asked for yet, or by an earlier process,
+            or nobody said what it shares.
+        first_prompt_tokens: their sum.
     """
 
     trajectory_id: str
@@ -102,7 +105,7 @@ class Trajectory:
     context_tokens: int = 0
     output_tokens: int = 0
     num_turns: int = 0
-    prompt: Prompt | None = None
+    prompt: tuple[tuple[PartName, int], ...] = ()
     first_prompt_tokens: int = 0
     key: Key = (0, 0.0, 0)
     turns: dict[str, Turn] = field(default_factory=dict)
@@ -125,11 +128,16 @@ class Trajectory:
             num_turns=record.num_turns,
         )
 
-    def note_first_prompt(self, tokens: int, group_id: str) -> None:
+    def note_first_prompt(self, asked: TurnArrived, group_id: str) -> None:
         """Its first turn is asked for."""
-        if group_id and tokens:
-            self.prompt = group_id, int(_SIZES_PER_DOUBLING * log2(tokens))
-            self.first_prompt_tokens = tokens
+        tokens, preamble_id = asked.prompt_tokens, asked.preamble_id
+        preamble_tokens = min(asked.preamble_tokens, tokens) if preamble_id else 0
+        parts = [((asked.model, preamble_id, "", 0), preamble_tokens)] if preamble_tokens else []
+        if group_id and tokens > preamble_tokens:
+            name = asked.model, preamble_id, group_id, int(_SIZES_PER_DOUBLING * log2(tokens))
+            parts.append((name, tokens - preamble_tokens))
+        self.prompt = tuple(parts)
+        self.first_prompt_tokens = sum([tokens for _, tokens in parts])
 
     def remaining_tokens(self) -> float:
         """Predicted output still to come; never less than one token while it is active."""

@@ -106,6 +106,8 @@ class TurnArrived:
         prompt_tokens: estimated tokens of its whole prompt.
         prediction: the trajectory's total output, predicted now.
         priority: the client's own hint, lower is earlier; it outranks the prediction.
+        preamble_id, preamble_tokens: what its prompt begins with and prompts of other groups begin with, too (system
+            prompt and tools), by a name, and how much of `prompt_tokens` that is. Looked at with a first turn.
     """
 
     at: float
@@ -117,6 +119,8 @@ class TurnArrived:
     group_id: str = ""
     rollout_id: str | None = None
     priority: int = 0
+    preamble_id: str = ""
+    preamble_tokens: int = 0
 
 
 @value_class(frozen=True, slots=True)

@@ -22,18 +22,29 @@ _MAX_PROMPT_PIECES = 32
 def shared_prompts(trajectories: Iterable[Trajectory]) -> dict[str, tuple[Piece, ...]]:
     """Of each group, the prompt of its siblings: they begin alike, as far as the shorter one goes.
 
+    First the preamble, which other groups have as well; what siblings of one group do not all have of it is theirs.
     Cut at the lengths that siblings have, or at some of them where there are many, so that a short one's prompt is
     whole pieces of a longer one's.
     """
     lengths: dict[str, set[int]] = {}
+    preambles: dict[str, int] = {}
     for trajectory in trajectories:
         lengths.setdefault(trajectory.group_id, set()).add(trajectory.context_tokens)
-    return {group_id: _pieces_between(group_id, sorted(ends)) for group_id, ends in lengths.items()}
+        preamble = preambles.get(trajectory.group_id, trajectory.preamble_tokens)
+        preambles[trajectory.group_id] = min(preamble, trajectory.preamble_tokens)
+    return {group_id: _pieces(group_id, preambles[group_id], sorted(ends)) for group_id, ends in lengths.items()}
 
 
-def _pieces_between(group_id: str, ends: Sequence[int]) -> tuple[Piece, ...]:
+def preamble_id(tokens: int) -> str:
+    """What the scheduler is told: of all agents of a workload, preambles of one length are one."""
+    return f"preamble of {tokens}" if tokens else ""
+
+
+def _pieces(group_id: str, preamble_tokens: int, ends: Sequence[int]) -> tuple[Piece, ...]:
     some = ends[:: -(-len(ends) // _MAX_PROMPT_PIECES)]
-    return tuple(((group_id, index), end - begin) for index, (begin, end) in enumerate(pairwise([0, *some])))
+    cuts = [preamble_tokens, *[end for end in some if end > preamble_tokens]]
+    own = [((group_id, index), end - begin) for index, (begin, end) in enumerate(pairwise(cuts))]
+    return ((preamble_id(preamble_tokens), preamble_tokens), *own) if preamble_tokens else tuple(own)
 
 
 @dataclass(slots=True, eq=False)

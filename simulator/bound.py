@@ -75,15 +75,19 @@ def best_fleet_bound_s(
 def _columns(trajectories: Sequence[Trajectory]) -> _Turns:
     rows: list[tuple[float, ...]] = []
     prefilled: set[str] = set()
+    preambles: set[int] = set()
     for owner, trajectory in enumerate(trajectories):
         context = 0
         for index, turn in enumerate(trajectory.turns):
             prompt = turn.new_tokens if context else trajectory.context_tokens
-            new = prompt
-            if not context:
-                new = 0 if trajectory.group_id in prefilled else prompt
-                prefilled.add(trajectory.group_id)
             before, context = context, context + prompt
+            if not before and trajectory.preamble_tokens in preambles:
+                before = trajectory.preamble_tokens
+            new = context - before
+            if not index:
+                new = 0 if trajectory.group_id in prefilled else new
+                prefilled.add(trajectory.group_id)
+                preambles.add(trajectory.preamble_tokens)
             decoded = turn.output_tokens - 1  # the first token comes with the prefill
             products = decoded * context + decoded * (decoded + 1) / 2
             own_products = products - decoded * trajectory.context_tokens

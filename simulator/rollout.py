@@ -34,7 +34,7 @@ from scheduling.types import (
     TurnPaused,
 )
 from simulator.agenda import Agenda
-from simulator.agent import Agent, shared_prompts
+from simulator.agent import Agent, preamble_id, shared_prompts
 from simulator.conditions import PLAIN, Conditions
 from simulator.engine_room import MODEL, EngineRoom
 from simulator.host import Host
@@ -154,10 +154,18 @@ class Rollout:
         agent.ask()
         prediction = self._predictor.predict(agent.progress(self._predictor.reads_outcomes))
         agent.note_prediction(prediction)
-        trajectory_id, group_id = agent.trajectory.trajectory_id, agent.trajectory.group_id
+        them = agent.trajectory
         self._handle(
             TurnArrived(
-                self._agenda.now, agent.turn_id, trajectory_id, MODEL, agent.context_tokens, prediction, group_id
+                self._agenda.now,
+                agent.turn_id,
+                them.trajectory_id,
+                MODEL,
+                agent.context_tokens,
+                prediction,
+                them.group_id,
+                preamble_id=preamble_id(them.preamble_tokens),
+                preamble_tokens=them.preamble_tokens,
             )
         )
 

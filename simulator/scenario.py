@@ -40,6 +40,7 @@ from workloads.trajectories import Workload
 _OTHER_SEEDS = 1_000_000
 # More is a slip, not a workload.
 _MAX_SCALE = 1e6
+_MAX_PREAMBLE_TOKENS = 1_000_000
 # A trainer waits for its rollout as long as it takes. A gateway's limits would end trajectories of those policies alone
 # that keep turns in its queue: what is in an engine's queue waits without one.
 _PATIENCE: Mapping[str, int] = {"queue_timeout_s": 10**9, "max_waiting_turns": 10**9}
@@ -55,6 +56,7 @@ class WorkloadSettings:
         trajectories: so many; of a trace at most so many, in whole groups drawn by the seed. None: all of a trace.
         scale, tool_scale: multiply lengths and tool times; tool times as lengths where `tool_scale` is not given.
         max_context_tokens, max_turns, max_tool_s: of a trace, see `workloads.traces.load_trace`.
+        preamble_tokens: so much is put before every first prompt, the same for all: system prompt and tools.
     """
 
     law: str | None = None
@@ -65,8 +67,10 @@ class WorkloadSettings:
     max_context_tokens: int | None = None
     max_turns: int | None = None
     max_tool_s: float | None = None
+    preamble_tokens: int = 0
 
     def __post_init__(self) -> None:
+        assert 0 <= self.preamble_tokens <= _MAX_PREAMBLE_TOKENS, "preamble_tokens: from 0, a million at most"
         assert self.law is None or self.trace is None, "a law or a trace, not both"
         assert self.trajectories is None or self.trajectories > 0, "trajectories: at least 1"
         assert self.law is None or self.trajectories, "a law needs a number of trajectories"
@@ -194,8 +198,11 @@ class Scenario:
         asked = self.workload
         if asked.law is None or asked.trajectories is None:
             return []
+        law = law_named(asked.law)
         return [
-            draw(law_named(asked.law), asked.trajectories, other, scale=asked.scale, tool_scale=asked.tool_scale)
+            draw(law, asked.trajectories, other, scale=asked.scale, tool_scale=asked.tool_scale).with_preamble(
+                asked.preamble_tokens
+            )
             for other in range(_OTHER_SEEDS + seed * self.earlier, _OTHER_SEEDS + (seed + 1) * self.earlier)
         ]
 
@@ -206,6 +213,9 @@ class Scenario:
             ValueError: there is neither law nor trace, no such law, or the trace is malformed.
             OSError: the trace cannot be read.
         """
+        return [workload.with_preamble(self.workload.preamble_tokens) for workload in self._without_preamble(seed)]
+
+    def _without_preamble(self, seed: int) -> list[Workload]:
         asked = self.workload
         if asked.law is not None:
             assert asked.trajectories is not None

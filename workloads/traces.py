@@ -3,8 +3,9 @@
     {"trajectory_id": "a-0", "group_id": "a", "context_tokens": 900,
      "turns": [{"new_tokens": 0, "output_tokens": 154, "tool_s": 3.0}, ...]}
 
-Other fields are ignored. A trajectory without `group_id` is a group of its own. What joins before the first turn is
-part of the first prompt. A recorded call that wrote nothing counts as one token: an engine cannot write fewer. Recorded
+Other fields are ignored, but for `preamble_tokens`: how much of the first prompt is the same in all groups, system
+prompt and tools. A trajectory without `group_id` is a group of its own. What joins before the first turn is part of the
+first prompt. A recorded call that wrote nothing counts as one token: an engine cannot write fewer. Recorded
 agents are mostly larger than the engine at hand, so a trace can be cut and scaled; each step uses the same factors for
 every trajectory. Another format needs a function from a line to a `Trajectory`, and nothing else.
 """
@@ -180,11 +181,15 @@ def parse_line(line: str) -> Trajectory:
     hint = "" if "trajectory_id" in record else "; `heddle import` reads other programs' traces"
     _expect(isinstance(turns, list) and len(turns) > 0, f"turns: a list of at least one turn is wanted{hint}")
     first, *others = (_turn(turn, f"turns[{index}].") for index, turn in enumerate(turns))
+    context_tokens = max(1, _count(record, "context_tokens") + first.new_tokens)
+    preamble_tokens = _count(record, "preamble_tokens") if record.get("preamble_tokens") is not None else 0
+    _expect(preamble_tokens <= context_tokens, "preamble_tokens: more than the first prompt has")
     return Trajectory(
         trajectory_id=_text(record, "trajectory_id"),
         group_id=_text(record, "group_id" if record.get("group_id") is not None else "trajectory_id"),
-        context_tokens=max(1, _count(record, "context_tokens") + first.new_tokens),
+        context_tokens=context_tokens,
         turns=(replace(first, new_tokens=0), *others),
+        preamble_tokens=preamble_tokens,
     )
 
 

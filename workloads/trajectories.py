@@ -35,12 +35,17 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One agent episode. `context_tokens` is the prompt of the first turn; a `group_id` makes siblings."""
+    """One agent episode. `context_tokens` is the prompt of the first turn; a `group_id` makes siblings.
+
+    Args:
+        preamble_tokens: So much of the first prompt is the same in all groups: system prompt and tools.
+    """
 
     trajectory_id: str
     group_id: str
     context_tokens: int
     turns: tuple[Turn, ...]
+    preamble_tokens: int = 0
 
     @property
     def output_tokens(self) -> int:
@@ -70,7 +75,9 @@ class Trajectory:
             )
             for turn in self.turns
         )
-        return replace(self, context_tokens=max(1, round(self.context_tokens * prompts)), turns=turns)
+        context_tokens = max(1, round(self.context_tokens * prompts))
+        preamble_tokens = min(context_tokens, round(self.preamble_tokens * prompts))
+        return replace(self, context_tokens=context_tokens, turns=turns, preamble_tokens=preamble_tokens)
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,15 @@ class Workload:
     def with_max_turns(self, max_turns: int) -> Workload:
         """Trajectories cut after their first `max_turns` turns. The long ones lose most: the tail is shorter."""
         return self._with(replace(t, turns=t.turns[:max_turns]) for t in self.trajectories)
+
+    def with_preamble(self, tokens: int) -> Workload:
+        """Before every first prompt so many tokens that all have alike: system prompt and tools."""
+        if not tokens:
+            return self
+        return self._with(
+            replace(t, context_tokens=t.context_tokens + tokens, preamble_tokens=t.preamble_tokens + tokens)
+            for t in self.trajectories
+        )
 
     def with_max_tool_s(self, max_tool_s: float) -> Workload:
         """No tool takes longer than this; shorter ones stay as they are."""

@@ -16,7 +16,7 @@ from hashlib import sha256
 from typing import Any, Protocol, Self
 
 import orjson
-from xxhash import xxh3_128
+from xxhash import xxh3_128, xxh3_128_hexdigest
 
 _SHORT = 65_536  # characters
 DIGEST_LENGTH = 32  # hexadecimal digits kept: 128 bits, ample for a table of some million conversations.
@@ -24,6 +24,8 @@ DIGEST_LENGTH = 32  # hexadecimal digits kept: 128 bits, ample for a table of so
 # Tuples, not sets: a body's `type` may be a list, which cannot be looked up in a set.
 _UNSAID = ("thinking", "redacted_thinking", "reasoning")
 _CALLS = ("function_call", "tool_use", "custom_tool_call")
+_PREAMBLES = ("tools", "functions", "system", "instructions")
+_SYSTEM_ROLES = ("system", "developer")
 
 
 def digests_after_answers(body: Mapping[str, Any]) -> tuple[list[str], str]:
@@ -78,6 +80,30 @@ def digest_of_prompt(body: Mapping[str, Any]) -> str:
             break
         _feed(hasher, pieces)
     return hasher.hexdigest()
+
+
+def preamble_of(body: Mapping[str, Any]) -> tuple[str, int]:
+    """What a prompt begins with and those of other groups begin with, too: its tools, and what the system says.
+
+    Returns:
+        Its digest as it is spelled, for clients of one kind spell alike, and how many of the body's bytes it takes.
+        ("", 0) where there is none, or it is nested deeper than engines take it.
+    """
+    said = [body[name] for name in _PREAMBLES if body.get(name)]
+    messages = body.get("messages")
+    if messages is None:
+        messages = body.get("input")
+    for message in messages if isinstance(messages, list) else ():
+        if not isinstance(message, dict) or message.get("role") not in _SYSTEM_ROLES:
+            break
+        said.append(message)
+    if not said:
+        return "", 0
+    try:
+        spelled = orjson.dumps(said)
+    except orjson.JSONEncodeError:
+        return "", 0
+    return xxh3_128_hexdigest(spelled), len(spelled)
 
 
 class Hasher(Protocol):

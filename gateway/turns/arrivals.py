@@ -7,6 +7,7 @@ bytes per token that finished turns had.
 from gateway.fleet.fleet import Fleet
 from gateway.messages.answers import Usage
 from gateway.messages.identity import prompt_group
+from gateway.messages.transcripts import preamble_of
 from gateway.state.ledger import Entry, Ledger
 from gateway.turns.ask import Ask
 from gateway.turns.progress import begun
@@ -42,6 +43,7 @@ class Arrivals:
         prompt_tokens = self._prompt_tokens(ask, entry)
         prediction = self._prediction(ask, entry, prompt_tokens)
         turn.predicted_tokens = prediction.total_tokens
+        preamble_id, preamble_tokens = ("", 0) if entry is not None and entry.turns else _preamble(ask, prompt_tokens)
         return TurnArrived(
             turn.arrived_at,
             turn.turn_id,
@@ -52,6 +54,8 @@ class Arrivals:
             ask.group_id,
             ask.rollout_id,
             ask.priority,
+            preamble_id,
+            preamble_tokens,
         )
 
     def prompt_tokens(self, ask: Ask) -> int:
@@ -84,3 +88,9 @@ class Arrivals:
         model = self._fleet.models().get(ask.model)
         limit = model.max_context_tokens if model is not None else None
         return limit if limit and limit < estimate else estimate
+
+
+def _preamble(ask: Ask, prompt_tokens: int) -> tuple[str, int]:
+    """Its name, and how many of the prompt's tokens it is, as far as bytes tell."""
+    preamble_id, num_bytes = preamble_of(ask.request)
+    return preamble_id, prompt_tokens * num_bytes // len(ask.body) if num_bytes < len(ask.body) else prompt_tokens

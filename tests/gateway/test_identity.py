@@ -14,6 +14,7 @@ from gateway.messages.identity import (
     prompt_group,
     strip_identity_path,
 )
+from gateway.messages.transcripts import preamble_of
 
 CHAT = "/v1/chat/completions"
 
@@ -269,3 +270,41 @@ def test_every_api_has_groups() -> None:
     cached = [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}]
     assert prompt_group({"system": "s", "messages": user}) == prompt_group({"system": cached, "messages": user})
     assert prompt_group({"system": "s", "messages": user}) != prompt_group({"system": "t", "messages": user})
+
+
+def test_agents_of_one_kind_have_one_preamble() -> None:
+    """Tools, and what the system says before anybody else; in every API's form, and whatever the task is."""
+    system, tools = {"role": "system", "content": "s" * 100}, [{"type": "function", "function": {"name": "run"}}]
+    chat = {"messages": [system, {"role": "user", "content": "q"}], "tools": tools}
+    other_task = {"messages": [system, {"role": "user", "content": "z"}], "tools": tools}
+    later = {"messages": [*chat["messages"], {"role": "assistant", "content": "a"}, system], "tools": tools}
+    assert preamble_of(chat) == preamble_of(other_task) == preamble_of(later)
+    name, num_bytes = preamble_of(chat)
+    assert name and 100 < num_bytes < len(orjson.dumps(chat))
+    forms = [
+        chat,
+        chat | {"tools": []},
+        chat | {"messages": [{"role": "developer", "content": "s"}]},
+        {"system": "s", "messages": [{"role": "user", "content": "q"}]},
+        {"instructions": "s", "input": "q"},
+        {"input": [system, {"role": "user", "content": "q"}]},
+    ]
+    assert all(preamble_of(form)[0] for form in forms)
+    assert len({preamble_of(form)[0] for form in forms[:3]}) == 3, "other tools, another system prompt"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"prompt": "p"}, {"messages": [{"role": "user", "content": "q"}]}, {"messages": 3}, {"input": ["x"]}],
+)
+def test_a_prompt_may_have_no_preamble(body: dict[str, object]) -> None:
+    """Then nothing is taken for the same."""
+    assert preamble_of(body) == ("", 0)
+
+
+def test_a_preamble_that_no_encoder_spells_is_none() -> None:
+    """Read from a body as deep as that, it is no engine's either."""
+    deep: list[object] = []
+    for _ in range(300):
+        deep = [deep]
+    assert preamble_of({"system": deep, "messages": []}) == ("", 0)

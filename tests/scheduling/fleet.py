@@ -107,11 +107,12 @@ class Fleet:
         model: str = MODEL,
         group: str = "",
         rollout: str | None = None,
+        preamble: tuple[str, int] = ("", 0),
     ) -> list[Action]:
         prediction = Prediction(predicted, predicted)
         trajectory_id = trajectory_id or turn_id
         return self.handle(
-            TurnArrived(self.at, turn_id, trajectory_id, model, prompt, prediction, group, rollout, priority)
+            TurnArrived(self.at, turn_id, trajectory_id, model, prompt, prediction, group, rollout, priority, *preamble)
         )
 
     def finish(self, turn_id: str, leg: int = 1, prompt: int = 10, output: int = 10) -> list[Action]:

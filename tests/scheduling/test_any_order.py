@@ -116,16 +116,26 @@ class AnyOrder(RuleBasedStateMachine):
         prompt=st.integers(1, 120),
         prediction=predictions,
         priority=st.sampled_from([0, 0, 0, -1, 1]),
-        group_id=st.sampled_from(["", "", "g"]),
+        group_id=st.sampled_from(["", "", "g", "h"]),
+        preamble=st.sampled_from([("", 0), ("p", 5), ("p", 20), ("q", 100)]),
     )
     def arrive(
-        self, trajectory_id: str, model: str, prompt: int, prediction: Prediction, priority: int, group_id: str
+        self,
+        trajectory_id: str,
+        model: str,
+        prompt: int,
+        prediction: Prediction,
+        priority: int,
+        group_id: str,
+        preamble: tuple[str, int],
     ) -> None:
         turn_id = f"turn{self.num_turns}"
         self.num_turns += 1
         self.waiting[turn_id] = (0, trajectory_id)
         self.trajectory_of[turn_id] = trajectory_id
-        self.handle(TurnArrived(self.at, turn_id, trajectory_id, model, prompt, prediction, group_id, None, priority))
+        self.handle(
+            TurnArrived(self.at, turn_id, trajectory_id, model, prompt, prediction, group_id, None, priority, *preamble)
+        )
 
     @precondition(lambda self: self.waiting or self.running)
     @rule(data=st.data())

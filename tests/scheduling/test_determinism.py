@@ -60,7 +60,14 @@ def play(policy_name: str, num_events: int = 1_500) -> list[tuple[Event, list[Ac
             model = dice.choice(["x", "y", "z"])
             trajectory_id = f"t{dice.randrange(40)}"
             event = TurnArrived(
-                at, f"turn{number}", trajectory_id, model, dice.randint(10, 900), Prediction(total, total)
+                at,
+                f"turn{number}",
+                trajectory_id,
+                model,
+                dice.randint(10, 900),
+                Prediction(total, total),
+                preamble_id=dice.choice(["", "p", "q"]),
+                preamble_tokens=dice.randint(0, 500),
             )
         actions = scheduler.handle(event)
         running.update((action.turn_id, action) for action in actions if isinstance(action, Dispatch))

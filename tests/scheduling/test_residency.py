@@ -403,6 +403,53 @@ def test_prompts_of_other_groups_and_unlike_ones_are_held_each() -> None:
     assert alone.arrive("b", prompt=41) == []
 
 
+def test_a_preamble_of_many_groups_is_held_once() -> None:
+    """Two groups of two, prompts of 40 of which 30 are system prompt and tools: 30 + 2 * 10 + 4 * 5 of 90. A third one
+    needs 10 more, and one with another preamble 40, for which the first two must leave."""
+    fleet = siblings()
+    for number in range(4):
+        fleet.arrive(f"t{number}", prompt=40, group=f"g{number // 2}", preamble=("p", 30))
+        fleet.finish(f"t{number}", prompt=40, output=5)
+    engine = fleet.scheduler.engines["A"]
+    assert (engine.kv_claimed, engine.kv_held) == (180, 70)
+    assert fleet.arrive("unlike", prompt=40, group="g9", preamble=("q", 30)) == []
+    assert fleet.sent(fleet.arrive("alike", prompt=40, group="g8", preamble=("p", 30), priority=-1)) == [("alike", "A")]
+    assert engine.kv_held == 80
+    for name in ("t0", "t1", "t2", "t3"):
+        fleet.close(name)
+    assert set(fleet.claims("A")) == {"alike", "unlike"}
+    assert engine.kv_held == 80 and engine.uncached_tokens == 10 + 40
+
+
+def test_a_preamble_without_a_group_is_held_once_too() -> None:
+    """Single trajectories, each with its own task behind the same 30 tokens. Who has but 20 of them has no more."""
+    fleet = siblings()
+    for number in range(3):
+        fleet.arrive(f"t{number}", prompt=40, preamble=("p", 30))
+    fleet.arrive("bare", prompt=20, group="g", preamble=("p", 30))
+    engine = fleet.scheduler.engines["A"]
+    assert (engine.kv_claimed, engine.kv_held) == (140, 20 + 3 * 20)
+
+
+def test_adapters_of_one_engine_share_no_prompt() -> None:
+    """The same words under another model are other keys and values."""
+    fleet = Fleet(limits=Limits(answer_tokens=0))
+    fleet.engine("A", slots=8, kv=100, models=("x", "y"))
+    for name, model in (("a", "x"), ("b", "y"), ("c", "y")):
+        fleet.arrive(name, prompt=30, group="g", preamble=("p", 20), model=model)
+    assert fleet.scheduler.engines["A"].kv_held == 60
+
+
+def test_a_prompt_that_was_estimated_too_long_is_cut_in_proportion() -> None:
+    """Engines count 36 where 40 were guessed, 30 of them preamble: 27 are what others find."""
+    fleet = siblings()
+    for name in ("a", "b"):
+        fleet.arrive(name, prompt=40, group=name, preamble=("p", 30))
+    fleet.finish("a", prompt=36, output=0)
+    engine = fleet.scheduler.engines["A"]
+    assert engine.kv_held == 36 + 40 - 27
+
+
 def test_a_prompt_stays_until_its_last_holder_leaves() -> None:
     """Of two siblings one leaves: what it frees is its own part, and the other one frees the rest."""
     fleet = siblings(40, 40)
@@ -486,12 +533,19 @@ def test_siblings_claim_their_prompt_once_and_free_it_with_the_last(data: st.Dat
             name = f"t{number}"
             trajectory = Trajectory(name, number, "", None, 0.0, 0.0, Prediction(1.0, 1.0))
             tokens = data.draw(st.sampled_from([0, 96, 99, 100, 101, 200, 203]))
-            trajectory.note_first_prompt(tokens, data.draw(st.sampled_from(["", "g", "h"])))
+            group = data.draw(st.sampled_from(["", "g", "h"]))
+            preamble = data.draw(st.sampled_from([("", 0), ("p", 50), ("p", 55), ("q", 150), ("", 10), ("q", 0)]))
+            asked = TurnArrived(0.0, name, name, "model", tokens, Prediction(1.0, 1.0), group, None, 0, *preamble)
+            trajectory.note_first_prompt(asked, group)
+            found = prompts.found_by(trajectory)
+            assert 0 <= found <= trajectory.first_prompt_tokens <= tokens
+            before = prompts.shared_tokens
             prompts.add(trajectory)
+            assert prompts.shared_tokens - before <= found, "what others hold of a part may turn out to be less"
             residents[name] = trajectory, trajectory.first_prompt_tokens
         claims = [context for _, context in residents.values()]
         assert 0 <= prompts.shared_tokens <= sum(claims) - max(claims, default=0)
-        alone = {name for name, (one, _) in residents.items() if one.prompt is None}
+        alone = {name for name, (one, _) in residents.items() if not one.prompt}
         assert all(prompts.left_by(name) == 0 for name in alone)
     for name in data.draw(st.permutations(sorted(residents))):
         left = prompts.left_by(name)
@@ -510,7 +564,7 @@ def test_a_glance_at_an_engine_turns_nobody_away_who_may_enter(data: st.DataObje
         EngineSpec("A", frozenset({"model"}), 8, data.draw(st.sampled_from([100, 130, 0]))), EngineLoad(), True
     )
     admission = Admission(HEDDLE, limits, at)
-    prompts, groups = st.sampled_from([30, 40, 41, 95]), st.sampled_from(["", "g"])
+    prompts, groups = st.sampled_from([30, 40, 41, 95]), st.sampled_from(["", "g", "h"])
     sinces = sorted(data.draw(st.lists(st.sampled_from([0.0, 41.0]), max_size=4)))
     for number in range(len(sinces) + data.draw(st.integers(0, 2))):
         resident = waiting(f"r{number}", data.draw(prompts), data.draw(groups), 0.0, limits).trajectory
@@ -526,7 +580,8 @@ def test_a_glance_at_an_engine_turns_nobody_away_who_may_enter(data: st.DataObje
 
 def waiting(name: str, prompt: int, group: str, at: float, limits: Limits) -> Turn:
     """The first turn of a trajectory, which nobody has placed yet."""
-    arrived = TurnArrived(at, name, name, "model", prompt, Prediction(1_000.0, 1_000.0), group_id=group)
+    preamble = ("p", 25) if group else ("", 0)
+    arrived = TurnArrived(at, name, name, "model", prompt, Prediction(1_000.0, 1_000.0), group, None, 0, *preamble)
     trajectory = trajectory_of(arrived, 0, at)
-    trajectory.note_first_prompt(prompt, group)
+    trajectory.note_first_prompt(arrived, group)
     return turn_of(arrived, trajectory, 0, at, HEDDLE.order, limits)

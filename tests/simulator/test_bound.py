@@ -50,6 +50,7 @@ def test_a_lone_trajectory_takes_hardly_longer_than_its_bound() -> None:
     slots=st.sampled_from([4, 100]),
     speculation=st.sampled_from([None, Speculation(), Speculation(2.0, 32), Speculation(0.7, 4)]),
     oracle=st.booleans(),
+    preamble=st.sampled_from([0, 0, 7_000]),
 )
 def test_no_run_beats_the_bound(
     law: str,
@@ -60,10 +61,11 @@ def test_no_run_beats_the_bound(
     slots: int,
     speculation: Speculation | None,
     oracle: bool,
+    preamble: int,
 ) -> None:
     """Whatever the policy, the fleet and the predictor; and the best fleet's bound is never above the fleet's."""
     fleet = [replace(profile, slots=slots * profile.tp) for profile in fleet]
-    workload = draw(law_named(law), number, seed)
+    workload = draw(law_named(law), number, seed).with_preamble(preamble)
     bound_s = fleet_bound_s(workload.trajectories, fleet, speculation)
     taken_s = makespan_s(workload, fleet, policy, Conditions(Features(speculation)), oracle=oracle)
     assert bound_s <= taken_s

@@ -69,6 +69,31 @@ def test_a_sibling_with_a_shorter_prompt_leaves_the_longer_one_in_the_cache() ->
     assert 32_000 < computed < 32_000 + 4 * (16 + 16)
 
 
+def test_the_preamble_of_all_groups_is_computed_once_by_an_engine() -> None:
+    """8,000 tokens of system prompt and tools, then 100 of each group's own, and what siblings' prompts differ in."""
+    alone = tuple(
+        Trajectory(f"t{n}", f"g{n // 2}", 8_100 + n % 2 * 16, (Turn(0, 50, 0.0),), preamble_tokens=8_000)
+        for n in range(6)
+    )
+    [engine] = play(Workload("three groups", alone), [replace(TP4, slots=1)], "verl").engines
+    computed = engine.num_prompt_tokens - engine.num_cached_tokens
+    assert 8_000 + 3 * 100 < computed < 8_000 + 3 * (100 + 16) + 6 * 16
+
+
+def test_heddle_lets_in_who_shares_a_preamble() -> None:
+    """64 single agents behind 12,000 tokens each: an engine holds 20 such contexts, or all of them where these are one.
+
+    Between turns each is in a tool call, as long as a turn: who waits outside for room waits for others' tools.
+    """
+    turns = (Turn(0, 100, 3.0), *[Turn(100, 100, 3.0) for _ in range(9)])
+    apart = tuple(Trajectory(f"t{n}", f"g{n}", 12_100, turns) for n in range(64))
+    together = tuple(replace(trajectory, preamble_tokens=12_000) for trajectory in apart)
+    [tp1] = [load_profile("qwen3-14b-h100-tp1")]
+    knows, does_not = (play(Workload("w", them), [tp1]) for them in (together, apart))
+    assert knows.makespan_s < does_not.makespan_s / 2
+    assert sum(t.queued_s for t in knows.trajectories) < 0.1 * sum(t.queued_s for t in does_not.trajectories)
+
+
 def test_siblings_of_ten_thousand_lengths_are_cut_into_few_pieces() -> None:
     """What an engine does for a turn goes with the pieces of its context; what is not shared is its own."""
     siblings = [Trajectory(f"t{n}", "g", 100 + n, (Turn(0, 5, 0.0),)) for n in range(10_000)]

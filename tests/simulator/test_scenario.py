@@ -86,6 +86,7 @@ def test_turns_wait_as_long_as_it_takes_unless_the_file_says_otherwise(tmp_path:
         (FLEET + "[features.host_tier]\n", "features.host_tier.capacity_tokens: missing"),
         ("seeds = []\n" + FLEET, "policies and seeds: at least one of each"),
         (FLEET + "[limits]\nqueue_timeout_s = inf", "limits.queue_timeout_s: at least 0, and finite"),
+        (FLEET + "[workload]\npreamble_tokens = -1", "workload: preamble_tokens: from 0, a million at most"),
         (FLEET + "[workload]\nscale = 1e308", "workload: scale: above 0, a million at most"),
         (FLEET + "[workload]\ntool_scale = 1e308", "workload: tool_scale: from 0, a million at most"),
     ],

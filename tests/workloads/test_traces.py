@@ -74,6 +74,8 @@ def test_what_joins_before_the_first_turn_is_part_of_the_first_prompt(tmp_path: 
         (record() | {"turns": [{"new_tokens": 0, "output_tokens": 1.5, "tool_s": 0}]}, "not 1.5"),
         (record() | {"turns": [{"new_tokens": 0, "output_tokens": 1, "tool_s": float("inf")}]}, "not inf"),
         (record("a-0"), "'a-0' was already there"),
+        (record() | {"preamble_tokens": 10**8}, "preamble_tokens: more than the first prompt has"),
+        (record() | {"preamble_tokens": "x"}, "preamble_tokens: a whole number"),
         ("[" * 100_000, "nested too deeply"),
         (record() | {"trajectory_id": "\ud800"}, "not Unicode"),
         (record() | {"context_tokens": 10**30}, "context_tokens: a whole number from 0 to 1,000,000,000"),
@@ -85,6 +87,14 @@ def test_a_malformed_line_is_refused_with_its_number(tmp_path: Path, wrong: Any,
     path = write(tmp_path / "t.jsonl", record("a-0"), record("a-1"), wrong)
     with pytest.raises(TraceError, match=rf"t\.jsonl, line 3: .*{message}"):
         load_trace(path)
+
+
+def test_a_preamble_is_read_and_scaled_with_its_prompt(tmp_path: Path) -> None:
+    """A part of the first prompt, never more than all of it."""
+    path = write(tmp_path / "t.jsonl", record("a-0") | {"context_tokens": 1_000, "preamble_tokens": 900}, record("b-0"))
+    first, second = load_trace(path, scale=0.5).trajectories
+    assert (first.context_tokens, first.preamble_tokens, second.preamble_tokens) == (500, 450, 0)
+    assert load_trace(path, scale=0.0001).trajectories[0].preamble_tokens <= 1
 
 
 def test_an_empty_trace_is_an_error(tmp_path: Path) -> None:
