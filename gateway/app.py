@@ -154,7 +154,7 @@ async def _serving(
 
     store.on_loss(rewrite)
     await fleet.start()
-    tasks = [asyncio.create_task(memory.keep_predictor())]
+    tasks = [asyncio.create_task(memory.keep_predictor()), asyncio.create_task(memory.tell_of_store())]
     if stream is not None:
         tasks.append(asyncio.create_task(say_demand(demand, stream, store.health, settings.demand_interval_s)))
     try:

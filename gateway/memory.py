@@ -10,6 +10,7 @@ from gateway.config import ConfigError, Settings
 from gateway.messages.conversations import Conversations
 from gateway.state.ledger import Ledger
 from gateway.tokens.book import StoredTokens
+from gateway.turnlog import LOGGER
 from gateway.turns.progress import ended
 from gateway.turns.repeats import Repeats
 from predictor.named import predictor_named
@@ -21,6 +22,7 @@ _PREDICTOR_STATE = "predictor"
 # What the predictor learned in the last seconds before a crash is learned again soon; its state can be megabytes.
 _PREDICTOR_SAVE_S = 10.0
 _STORE_RETRY_S = 0.5
+_STORE_LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,17 @@ class Memory:
         while True:
             await asyncio.sleep(_PREDICTOR_SAVE_S)
             self.save_predictor()
+
+    async def tell_of_store(self) -> None:
+        """Log when puts no longer reach the store, and when they do again, until cancelled."""
+        was_ok = True
+        while True:
+            health = self.store.health()
+            if health.ok is not was_ok:
+                was_ok = health.ok
+                message = "store is back" if was_ok else "store is away"
+                LOGGER.warning(message, extra={"fields": {"detail": health.detail}})
+            await asyncio.sleep(_STORE_LOOK_S)
 
 
 async def restored(settings: Settings, store: Store, clock: Clock) -> Memory:

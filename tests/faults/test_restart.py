@@ -242,6 +242,20 @@ async def test_serving_goes_on_while_redis_is_away_and_it_catches_up(
             await check_histories(client, gateway.url, result)
 
 
+async def test_a_store_that_is_away_is_logged_once(redis_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    """With the reason, and again when it is back: who reads logs alone saw nothing."""
+    async with running_gateway(store=redis_server.url(13)):
+        redis_server.kill()
+        try:
+            await eventually(lambda: "store is away" in caplog.messages)
+        finally:
+            redis_server.restart()
+        await eventually(lambda: "store is back" in caplog.messages)
+    said = [record for record in caplog.records if record.message.startswith("store is")]
+    assert [record.message for record in said] == ["store is away", "store is back"]
+    assert "is away: ConnectionError" in vars(said[0])["fields"]["detail"]
+
+
 async def store_is(client: httpx.AsyncClient, url: str, status: str, gauge: float) -> bool:
     health = (await client.get(url + "/healthz")).json()
     page = (await client.get(url + "/metrics")).text
