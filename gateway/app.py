@@ -158,7 +158,7 @@ async def _serving(
     if stream is not None:
         tasks.append(asyncio.create_task(say_demand(demand, stream, store.health, settings.demand_interval_s)))
     try:
-        yield Front(settings, access, turns, passthrough, api, log, event_log.end_watches)
+        yield Front(settings, access, turns, passthrough, api, metrics, log, event_log.end_watches)
     finally:
         await ended(*tasks)
         memory.save_predictor()

@@ -25,6 +25,7 @@ from gateway.http.refusals import (
     shutting_down,
 )
 from gateway.messages.identity import IdentityError, strip_identity_path
+from gateway.metrics import Metrics
 from gateway.passthrough import PASSTHROUGH_ROUTES, Passthrough
 from gateway.turnlog import TurnLog
 from gateway.turns.turns import TURN_ROUTES, Turns
@@ -50,6 +51,7 @@ class Front:
         turns: Turns,
         passthrough: Passthrough,
         api: App,
+        metrics: Metrics,
         log: TurnLog,
         end_watches: Callable[[], None],
     ) -> None:
@@ -60,6 +62,7 @@ class Front:
         self._turns = turns
         self._passthrough = passthrough
         self._api = api
+        self._metrics = metrics
         self._log = log
         self.end_watches = end_watches
 
@@ -81,6 +84,8 @@ class Front:
         except ClientLeft:
             return
         except Refused as refused:
+            if path in TURN_ROUTES:
+                self._metrics.refused.labels(str(refused.error.status)).inc()
             await self._refuse(client, api, refused)
         except asyncio.CancelledError:
             # Uvicorn's, at the end of a shutdown's patience; turns that run tell it themselves.

@@ -1,9 +1,11 @@
 """Requests that belong to no trajectory: embeddings, tokenizing, token counts. Any engine with the model will do."""
 
+import asyncio
+
 from engines.http import FAULTS
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
-from gateway.http.client import Client
+from gateway.http.client import Client, ClientLeft
 from gateway.http.errors import Api, api_error, engine_error
 from gateway.http.outlet import Outlet
 from gateway.http.refusals import Refused, bad_request, no_engine, not_found
@@ -38,7 +40,16 @@ class Passthrough:
         known = self._fleet.models()
         if model is not None and known and model not in known:
             raise not_found(f"The model {model[:200]!r} does not exist.", "model_not_found")
-        status, answer = await self._ask(path, body, model)
+        asking = asyncio.create_task(self._ask(path, body, model))
+        client.when_left(asking.cancel)
+        try:
+            await asyncio.wait((asking,))
+        finally:
+            client.unwatch()
+            asking.cancel()
+        if asking.cancelled():
+            raise ClientLeft
+        status, answer = asking.result()
         if status != 200:
             raise Refused(engine_error(status, answer))
         outlet.whole(200, answer)

@@ -15,6 +15,7 @@ from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from tests.faults.asking import APIS, PATHS, Heard, ask, body_of
+from tests.faults.raw_engine import hangs, raw_engine
 from tests.support.gateway import eventually, running_gateway
 
 ONE_SLOT = replace(load_profile("qwen3-14b-h100-tp1"), slots=1)
@@ -38,6 +39,17 @@ async def asking(
         yield reader
     finally:
         writer.transport.abort()
+
+
+async def test_a_request_without_a_trajectory_ends_with_its_client() -> None:
+    """The engine worked on for `silence_timeout_s`, for nobody."""
+    async with raw_engine(hangs) as engine, running_gateway(engine.url) as gateway:
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: 13\r\n\r\n" + b'{"input":"x"}')
+        await eventually(lambda: engine.num_open == 1)
+        writer.transport.abort()
+        await eventually(lambda: engine.num_open == 0)
 
 
 async def num_running(client: httpx.AsyncClient, engine: str, dialect: str = "vllm") -> int:

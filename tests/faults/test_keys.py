@@ -37,6 +37,18 @@ async def test_client_keys_are_asked_for_and_checked(client: httpx.AsyncClient, 
             assert (await client.get(gateway.url + path)).status_code == 200
 
 
+async def test_turns_refused_for_their_keys_are_counted(client: httpx.AsyncClient) -> None:
+    """A key that was changed on one side alone is seen by who watches; neither log nor metrics told of it."""
+    async with running_gateway(api_keys=["right"]) as gateway:
+        for api in APIS:
+            wrong = {"authorization": "Bearer wrong"}
+            refused = await client.post(gateway.url + PATHS[api], json=body_of(api), headers=wrong)
+            assert refused.status_code == 401
+        await client.get(gateway.url + "/v1/models", headers={"authorization": "Bearer wrong"})
+        page = (await client.get(gateway.url + "/metrics")).text
+    assert f'heddle_refused_requests_total{{status="401"}} {len(APIS)}.0' in page
+
+
 async def test_the_fleet_changes_only_by_the_admin_key(client: httpx.AsyncClient) -> None:
     """A client's key may look at it; without an admin key nobody may change it."""
     changes = [
