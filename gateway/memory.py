@@ -90,7 +90,7 @@ async def restored(settings: Settings, store: Store, clock: Clock) -> Memory:
     predictor = _predictor(settings)
     ledger = Ledger(store, settings.max_turns_kept)
     stored = await _load(store, settings.store_start_timeout_s)
-    records = ledger.restore(stored)
+    records = ledger.restore(stored, clock())
     book = StoredTokens(store, ledger, clock, settings.token_limits())
     await book.restore()
     repeats = Repeats(settings.max_kept_answer_bytes, settings.max_stored_answer_bytes)

@@ -94,25 +94,29 @@ class Ledger:
         if self._entries.pop(trajectory_id, None) is not None:
             self._store.forget_trajectory(trajectory_id)
 
-    def restore(self, stored: list[StoredTrajectory]) -> list[TrajectoryRecord]:
+    def restore(self, stored: list[StoredTrajectory], now: float) -> list[TrajectoryRecord]:
         """Fill an empty ledger; gives the records for the scheduler, oldest trajectory first.
+
+        Args:
+            now: no record is later, for the clock may have been set back since.
 
         Raises:
             StoreCorrupt: another version wrote them.
         """
         for item in stored:
             if item.record:
-                self._entries[item.trajectory_id] = self._entry(item)
+                self._entries[item.trajectory_id] = self._entry(item, now)
         return sorted((entry.record for entry in self._entries.values()), key=lambda record: record.created_at)
 
-    def _entry(self, item: StoredTrajectory) -> Entry:
+    def _entry(self, item: StoredTrajectory, now: float) -> Entry:
         try:
             fields = dict(item.record)
             declared = fields.pop("declared", {})
             conversation = fields.pop("conversation", [])
             reward = fields.pop("reward", None)
             record = TrajectoryRecord(**fields)
-            record = replace(record, state=TrajectoryState(record.state))
+            created_at, last_at = min(record.created_at, now), min(record.last_at, now)
+            record = replace(record, state=TrajectoryState(record.state), created_at=created_at, last_at=last_at)
         except (TypeError, ValueError) as fault:
             raise StoreCorrupt(
                 f"the store's record of trajectory {item.trajectory_id!r} is of another version ({fault}); "

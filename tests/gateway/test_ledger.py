@@ -27,7 +27,7 @@ def test_a_record_comes_back_with_all_its_fields() -> None:
     ledger.add_turn("t-1", {"turn_id": "b"}, b'{"turn_id":"b"}')
 
     restored = Ledger(store, max_turns_kept=10)
-    assert restored.restore(asyncio.run(store.load())) == [record]
+    assert restored.restore(asyncio.run(store.load()), now=100.0) == [record]
     before, after = ledger.get("t-1"), restored.get("t-1")
     assert after == before and after is not None
     assert list(after.turns) == [turn, {"turn_id": "b"}] and after.record.state is TrajectoryState.FINISHED
@@ -42,4 +42,12 @@ def test_a_record_of_another_version_is_told_in_one_line(change: dict[str, Any])
     fields = {name: value for name, value in (asdict(record) | change).items() if value is not ...}
     ledger = Ledger(MemoryStore(StoreSettings()), max_turns_kept=10)
     with pytest.raises(StoreCorrupt, match="record of trajectory 't-1' is of another version"):
-        ledger.restore([StoredTrajectory("t-1", fields, [])])
+        ledger.restore([StoredTrajectory("t-1", fields, [])], now=100.0)
+
+
+def test_a_record_of_a_clock_that_was_ahead_is_of_now() -> None:
+    """The longest idle one is the first to expire: one of tomorrow kept all others until then."""
+    record = TrajectoryRecord("t-1", "g", None, TrajectoryState.ACTIVE, None, 1, 1, 1, 1.0, 150.0, 200.0)
+    stored = [StoredTrajectory("t-1", asdict(record), [])]
+    (found,) = Ledger(MemoryStore(StoreSettings()), max_turns_kept=10).restore(stored, now=100.0)
+    assert (found.created_at, found.last_at) == (100.0, 100.0)

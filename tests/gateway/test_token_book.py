@@ -75,7 +75,7 @@ class Site:
         self.store = self._new_store(name)
         await self.store.open()
         self.ledger = Ledger(self.store, 100)
-        self.ledger.restore(await self.store.load())
+        self.ledger.restore(await self.store.load(), self.clock())
         self.book = StoredTokens(self.store, self.ledger, self.clock, self._limits)
         await self.book.restore()
         return self
