@@ -14,7 +14,7 @@ from engines.profiles import load_profile
 from engines.simulated.settings import SimulatedEngineSettings
 from engines.simulated.text import Tokenizer
 from tests.support.engine import RecordedEngine, recorded_engine
-from tests.support.gateway import running_gateway
+from tests.support.gateway import REUSED_FOR, running_gateway
 
 MODEL = "tiny"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -99,7 +99,7 @@ async def running_site(engine: SimulatedEngineSettings | None = None, **settings
     async with (
         recorded_engine(engine or toy()) as recorded,
         running_gateway(recorded.url, **settings) as listening,
-        httpx.AsyncClient(base_url=listening.url, timeout=30) as client,
+        httpx.AsyncClient(base_url=listening.url, timeout=30, limits=REUSED_FOR) as client,
     ):
         yield Site(recorded, listening.url, client)
 

@@ -15,7 +15,7 @@ from tests.api.differential import CREATED, assembled, compare, kinds_of
 from tests.api.requests_table import make_cases
 from tests.api.varied_requests import messages_case, responses_case
 from tests.support.engine import recorded_engine
-from tests.support.gateway import running_gateway
+from tests.support.gateway import REUSED_FOR, running_gateway
 
 
 @pytest.mark.parametrize("token_legs", ["off", "auto"])
@@ -26,8 +26,8 @@ async def test_the_gateway_answers_as_the_engine_does(dialect: Any, token_legs: 
     async with (
         serve_engine(toy(dialect)) as engine,
         running_gateway(engine, token_legs=token_legs) as gateway,
-        httpx.AsyncClient(base_url=engine, timeout=30) as straight,
-        httpx.AsyncClient(base_url=gateway.url, timeout=30) as through,
+        httpx.AsyncClient(base_url=engine, timeout=30, limits=REUSED_FOR) as straight,
+        httpx.AsyncClient(base_url=gateway.url, timeout=30, limits=REUSED_FOR) as through,
     ):
         untold = frozenset({"system_fingerprint", CREATED}) if token_legs == "auto" else frozenset[str]()
         found = [one for case in make_cases(MODEL) for one in await compare(straight, through, case, untold)]
@@ -42,8 +42,8 @@ async def test_what_sglang_makes_of_chats_is_made_of_tokens_as_well(make_case: A
     async with (
         recorded_engine(toy("sglang")) as engine,
         running_gateway(engine.url, token_legs="auto") as gateway,
-        httpx.AsyncClient(base_url=engine.url, timeout=30) as straight,
-        httpx.AsyncClient(base_url=gateway.url, timeout=30) as through,
+        httpx.AsyncClient(base_url=engine.url, timeout=30, limits=REUSED_FOR) as straight,
+        httpx.AsyncClient(base_url=gateway.url, timeout=30, limits=REUSED_FOR) as through,
     ):
         found = []
         for start in range(0, num, 10):  # side by side, for all they do is wait for their tokens

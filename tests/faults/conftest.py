@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.gateway import REUSED_FOR
 from tests.support.redis_server import RedisServer, redis_server
 
 __all__ = ["redis_server"]
@@ -15,13 +16,9 @@ __all__ = ["redis_server"]
 _databases = itertools.cycle(range(16))
 
 
-# Servers close a connection that was idle for 5 s, and so would httpx: on a busy machine a request meets that end.
-_REUSED_FOR = httpx.Limits(keepalive_expiry=1.0)
-
-
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(timeout=120, limits=_REUSED_FOR) as client:
+    async with httpx.AsyncClient(timeout=120, limits=REUSED_FOR) as client:
         yield client
 
 

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
+
 from gateway.config import load_settings
 from gateway.server import Listening, serving
 
@@ -13,6 +15,9 @@ ADMIN_KEY = "admin-key-of-the-tests"
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
 # For engines in processes of their own: on a busy machine they stand still (seen: 20 s), and are well all the same.
 PATIENT: dict[str, Any] = {"start_timeout_s": 60, "observe_timeout_s": 60, "connect_timeout_s": 60}
+
+# Servers close a connection that was idle for 5 s, and so would httpx: on a busy machine a request meets that end.
+REUSED_FOR = httpx.Limits(keepalive_expiry=1.0)
 
 
 @asynccontextmanager
