@@ -4,12 +4,12 @@ import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from controller.spares import SpareRule
 from controller.tending import RetryRule
+from engines.http import can_be_asked
 from engines.profiles import load_profile
 from engines.sleep import SLEEP
 from scheduling.cost import EngineProfile
@@ -23,8 +23,7 @@ class FleetFileError(Exception):
 
 
 def _base_url(url: str) -> str:
-    parts = _parts(url)
-    if parts is None or parts.scheme not in ("http", "https") or parts.username:
+    if not can_be_asked(url):
         raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:8080")
     return url.rstrip("/")
 
@@ -39,17 +38,6 @@ def _redis_url(url: SecretStr | None) -> SecretStr | None:
         except StoreError:
             raise ValueError("a URL such as redis://127.0.0.1:6379/0 is wanted") from None
     return url
-
-
-def _parts(url: str) -> SplitResult | None:
-    """Of a URL that names a server which can be asked, and nothing that would be left out; else None."""
-    try:
-        parts = urlsplit(url)
-        host, port = (parts.hostname or "").encode("idna"), parts.port  # a resolver's own way to read a host
-    except ValueError:
-        return None
-    is_plain = url.isascii() and url.isprintable() and " " not in url
-    return parts if is_plain and host and port != 0 and not (parts.query or parts.fragment) else None
 
 
 def _as_sent(key: SecretStr | None) -> SecretStr | None:

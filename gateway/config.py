@@ -5,7 +5,6 @@ order. Each field has its unit in its name and the reason of its default beside 
 import os
 import re
 from typing import Annotated, Any, ClassVar, Literal
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
@@ -16,6 +15,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from engines.http import can_be_asked
 from engines.profiles import load_profile
 from gateway.mistakes import in_words, meant
 from gateway.tokens.book import TokenLimits
@@ -77,21 +77,9 @@ class EngineSettings(BaseModel):
     @field_validator("url")
     @classmethod
     def _is_base_url(cls, url: str) -> str:
-        if not _can_be_asked(url):
+        if not can_be_asked(url):
             raise ValueError(f"{url!r} is not a base URL such as http://host:8000")
         return url.rstrip("/").removesuffix("/v1")
-
-
-def _can_be_asked(url: str) -> bool:
-    """Whether it names a server and nothing else, in what a request's head may have."""
-    try:
-        parts = urlsplit(url)
-        host, port = (parts.hostname or "").encode("idna"), parts.port  # a resolver's own way to read a host
-    except ValueError:
-        return False
-    is_plain = url.isascii() and url.isprintable() and " " not in url
-    is_whole = parts.scheme in ("http", "https") and bool(host) and port != 0
-    return is_plain and is_whole and not (parts.query or parts.fragment or parts.username)
 
 
 # Read elsewhere: the file's name here, the others by the scripts in deploy/ and by the tests.

@@ -13,7 +13,7 @@ Python costs per request. From the ground up:
 Who can do without a coroutine sends with `post_now` and is called back (`Response.watch`).
 """
 
-from engines.http.client import Body, HttpClient
+from engines.http.client import Body, HttpClient, can_be_asked
 from engines.http.faults import (
     CONNECTION_FAULTS,
     FAULTS,
@@ -40,4 +40,5 @@ __all__ = [
     "NoMoreConnections",
     "Response",
     "ResponseTimeout",
+    "can_be_asked",
 ]

@@ -25,6 +25,18 @@ Body = bytes | tuple[bytes, ...]
 """Of a request; in pieces where that saves its sender from joining them."""
 
 
+def can_be_asked(url: str) -> bool:
+    """Whether a base URL names a server and nothing else, in what a request's head may have."""
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").encode("idna"), parts.port  # a resolver's own way to read a host
+    except ValueError:
+        return False
+    is_plain = url.isascii() and url.isprintable() and " " not in url
+    is_whole = parts.scheme in ("http", "https") and bool(host) and port != 0
+    return is_plain and is_whole and not (parts.query or parts.fragment or parts.username)
+
+
 class HttpClient:
     """Requests to one engine.
 

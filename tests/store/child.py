@@ -5,11 +5,19 @@ import sys
 import textwrap
 from pathlib import Path
 
+# What scripts say first: `limit` lets no file grow beyond so many bytes, as a full disk does.
+_HEAD = """
+import asyncio, os, resource, sys
+from store import StoreAway, StoreSettings, open_store
+def limit(num_bytes):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+"""
+
 
 def child(script: str, path: Path) -> subprocess.Popen[str]:
     """Run `script` with the path as its argument; lines come and go through pipes."""
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), str(path)],
+        [sys.executable, "-c", _HEAD + textwrap.dedent(script), str(path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -2,11 +2,12 @@
 
 import asyncio
 import sqlite3
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from store import StoreCorrupt, StoreError, StoreInUse, StoreSettings, open_store
+from store import StoreCorrupt, StoredTrajectory, StoreError, StoreInUse, StoreSettings, open_store
 from tests.store.child import child
 
 
@@ -124,10 +125,6 @@ async def test_a_full_disk_stops_no_put_and_is_healed(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite3"
     process = child(
         """
-        import asyncio, os, resource, sys
-        from store import StoreSettings, open_store
-        def limit(num_bytes):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
         async def main():
             store = open_store(f"sqlite:{sys.argv[1]}", StoreSettings(backoff_max_s=0.01))
             await store.open()
@@ -156,15 +153,8 @@ async def test_a_full_disk_stops_no_put_and_is_healed(tmp_path: Path) -> None:
         """,
         path,
     )
-    assert process.stdout
-    assert process.stdout.readline() == "healed\n"
-    process.kill()
-    process.communicate()
-    store = open_store(f"sqlite:{path}")
-    await store.open()
-    [found] = await store.load()
+    found = await _left_behind(process, "healed", path)
     assert (found.record, found.turns) == ({"number": 99}, [{"number": 1}, {"number": 2}])
-    await store.close()
 
 
 async def test_a_heal_that_fails_hides_nothing_that_was_written(tmp_path: Path) -> None:
@@ -173,10 +163,6 @@ async def test_a_heal_that_fails_hides_nothing_that_was_written(tmp_path: Path) 
     path = tmp_path / "store.sqlite3"
     process = child(
         """
-        import asyncio, os, resource, sys
-        from store import StoreSettings, open_store
-        def limit(num_bytes):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
         async def main():
             store = open_store(f"sqlite:{sys.argv[1]}", StoreSettings(backoff_max_s=0.01))
             await store.open()
@@ -201,15 +187,8 @@ async def test_a_heal_that_fails_hides_nothing_that_was_written(tmp_path: Path) 
         """,
         path,
     )
-    assert process.stdout
-    assert process.stdout.readline() == "written\n"
-    process.kill()
-    process.communicate()
-    store = open_store(f"sqlite:{path}")
-    await store.open()
-    [found] = await store.load()
+    found = await _left_behind(process, "written", path)
     assert (found.record, found.turns) == ({"number": 3}, [{"number": 1}, {"number": 3}])
-    await store.close()
 
 
 async def test_a_file_by_another_name_is_the_same_file(tmp_path: Path) -> None:
@@ -220,6 +199,18 @@ async def test_a_file_by_another_name_is_the_same_file(tmp_path: Path) -> None:
     with pytest.raises(StoreInUse):
         await second.open()
     await first.close()
+
+
+async def _left_behind(process: subprocess.Popen[str], said: str, path: Path) -> StoredTrajectory:
+    """The one trajectory that a process leaves, killed when it has said so."""
+    assert process.stdout and process.stdout.readline() == f"{said}\n"
+    process.kill()
+    process.communicate()
+    store = open_store(f"sqlite:{path}")
+    await store.open()
+    [found] = await store.load()
+    await store.close()
+    return found
 
 
 def _wal_bytes(path: Path) -> int:

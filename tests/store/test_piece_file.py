@@ -47,10 +47,6 @@ async def test_a_full_disk_keeps_pieces_waiting(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite3"
     process = child(
         """
-        import asyncio, os, resource, sys
-        from store import StoreAway, StoreSettings, open_store
-        def limit(num_bytes):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
         async def main():
             store = open_store(f"sqlite:{sys.argv[1]}", StoreSettings(backoff_max_s=0.01))
             await store.open()
