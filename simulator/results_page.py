@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 
 from scheduling.policy import HEDDLE
 from simulator.comparison import Results, Spread, ablation_ratios
@@ -29,43 +30,62 @@ def write_page(rows: Mapping[Job, Row], cases: Sequence[Case], folder: Path, pat
     plots = draw_plots(results, cases, folder, path.parent / "plots")
     sections = [
         _against_baselines(results, cases),
+        _in_words(results, cases),
         "\n".join(f"![{title}](plots/{name})\n" for name, title in plots),
         _all_policies(results, cases),
         _variants(results, cases),
         _ablations(results, cases),
         _planned(results, cases),
-        _in_words(results, cases),
     ]
-    made_by = _made_by(rows, command)
-    parts = [_head(rows), *(f"{section}\n{made_by}" for section in sections if section)]
+    parts = [_head(results, rows, command), *(section for section in sections if section)]
     path.write_text("\n".join(parts), encoding="utf-8")
 
 
-def _head(rows: Mapping[Job, Row]) -> str:
+def _head(results: Results, rows: Mapping[Job, Row], command: str) -> str:
     sources = {row.source for row in rows.values()}
     cases = {job.case for job in rows}
+    seeds = ", ".join(map(str, sorted({job.seed for job in rows})))
     sizes = sorted({f"{case.num_trajectories:,} trajectories on {case.gpus} GPUs" for case in cases})
     minutes = sum(row.took_s for row in rows.values()) / 60
     warning = "" if len(sources) <= 1 else f" **The rows come from {len(sources)} states of the sources.**"
     num_unfinished = sum(row.figures["num_finished"] < row.figures["num_trajectories"] for row in rows.values())
     if num_unfinished:
         warning += f" **{num_unfinished} rollouts lost trajectories.**"
+    played = f"{len(rows):,} rollouts, {minutes:,.0f} minutes of one core; {'; '.join(sizes)}.{warning}"
+    made_by = f"*`{command}`, seeds {seeds}; commits: {_commits(results, rows)}*"
     return f"""# Simulated results
 
 The scheduler that ships, in virtual time (`simulator/`), on engines after measured profiles; nothing on this page ran
 on a GPU. Makespans in virtual seconds. Each policy, Heddle and the baselines alike, has the homogeneous TP degree that
 is its best in hindsight, and as many slots per GPU as any other. Ratios are paired by seed: mean (smallest to largest).
-The clairvoyant is Heddle with true lengths; the bound is what no policy on any fleet of these GPUs can beat.
+The clairvoyant is Heddle with true lengths; the bound is what no policy on any fleet of these GPUs can beat. Other
+measurements, and what all this comes to: [results.md](results.md).
 
-{len(rows):,} rollouts, {minutes:,.0f} minutes of one core; {"; ".join(sizes)}.{warning}
+{_wrapped(played)}
+
+{made_by}
 """
 
 
-def _made_by(rows: Mapping[Job, Row], command: str) -> str:
-    """What stands under every figure."""
-    seeds = ", ".join(map(str, sorted({job.seed for job in rows})))
-    commits = ", ".join(sorted({row.commit for row in rows.values()}))
-    return f"*`{command}`, seeds {seeds}, commit {commits}*\n"
+def _wrapped(text: str, indent: str = "") -> str:
+    return fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _commits(results: Results, rows: Mapping[Job, Row]) -> str:
+    """Of the rows that are shown: those on the TP degree that is best in hindsight."""
+    kinds: dict[str, set[str]] = {}
+    for job, row in rows.items():
+        best = results.best(job.case, job.policy, job.predictor)
+        if best is not None and best.tp == job.tp:
+            kind = "the clairvoyant" if job.predictor == CLAIRVOYANT else _kind(job.policy)
+            kinds.setdefault(kind, set()).add(row.commit)
+    return "; ".join(f"{kind} {', '.join(sorted(kinds[kind]))}" for kind in sorted(kinds))
+
+
+def _kind(policy: str) -> str:
+    if policy == HEDDLE.name:
+        return "Heddle"
+    return "baselines" if policy in baselines() else "variants of Heddle"
 
 
 def _against_baselines(results: Results, cases: Sequence[Case]) -> str:
@@ -174,34 +194,42 @@ def _planned(results: Results, cases: Sequence[Case]) -> str:
 
 def _in_words(results: Results, cases: Sequence[Case]) -> str:
     """What the tables say about where Heddle and its mechanisms do not pay."""
-    sentences = []
+    sentences, level, unsure = [], [], []
     for case in cases:
-        ratio = results.ratio(case, results.best_baseline(case), results.best(case, HEDDLE.name))
+        best = results.best_baseline(case)
+        ratio = results.ratio(case, best, results.best(case, HEDDLE.name))
         if ratio is not None and ratio.mean < 1 - _SAME:
             sentences.append(
-                f"Heddle loses {case.name}: the best baseline, {results.best_baseline(case)}, takes only "
+                f"Heddle loses {case.name}: the best baseline, {best}, takes only "
                 f"{ratio.mean:.2f} of its makespan ({ratio.low:.2f} to {ratio.high:.2f})."
             )
         elif ratio is not None and ratio.mean <= 1 + _SAME:
-            sentences.append(f"Heddle gains nothing over the best baseline in {case.name} ({_spread(ratio)}).")
+            level.append(f"{case.name} {_spread(ratio)}")
         elif ratio is not None and ratio.low < 1:
-            sentences.append(f"Heddle gains in {case.name} in the mean ({_spread(ratio)}), but not with every seed.")
-    for case in cases:
-        for name, pair in ablation_ratios(results, case).items():
-            sentences += _verdict(name, case, pair["without"])
+            unsure.append(f"{case.name} {_spread(ratio)}")
+    if level:
+        sentences.append(f"Heddle gains nothing over the best baseline: {', '.join(level)}.")
+    if unsure:
+        sentences.append(f"Heddle gains in the mean, but not with every seed: {', '.join(unsure)}.")
+    for name in MECHANISMS:
+        sentences += _verdicts(name, results, cases)
     if not sentences:
         sentences = ["Nothing that was measured: Heddle wins every case, and every mechanism is needed in each."]
-    return "## Where it does not pay\n\n" + "\n".join(f"- {sentence}" for sentence in sentences) + "\n"
+    return "## Where it does not pay\n\n" + "\n".join(_wrapped(f"- {sentence}", "  ") for sentence in sentences) + "\n"
 
 
-def _verdict(mechanism: str, case: Case, without: Spread) -> list[str]:
-    if without.mean < 1 - _SAME:
-        return [
-            f"{mechanism.capitalize()} costs in {case.name}: without it the makespan is {_spread(without)} of Heddle's."
-        ]
-    if without.mean <= 1 + _SAME:
-        return [f"{mechanism.capitalize()} makes no difference in {case.name} ({_spread(without)} without it)."]
-    return []
+def _verdicts(mechanism: str, results: Results, cases: Sequence[Case]) -> list[str]:
+    """Where Heddle is no slower without it."""
+    costs, same = [], []
+    for case in cases:
+        pair = ablation_ratios(results, case).get(mechanism)
+        if pair is not None and pair["without"].mean < 1 - _SAME:
+            costs.append(f"{case.name} {_spread(pair['without'])}")
+        elif pair is not None and pair["without"].mean <= 1 + _SAME:
+            same.append(f"{case.name} {_spread(pair['without'])}")
+    words = (f"{mechanism.capitalize()} costs; the makespan without it:", costs)
+    idle = (f"{mechanism.capitalize()} makes no difference; the makespan without it:", same)
+    return [f"{text} {', '.join(shown)}." for text, shown in (words, idle) if shown]
 
 
 def _seconds(spread: Spread | None) -> str:
