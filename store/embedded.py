@@ -47,10 +47,13 @@ PUT_STATE = "INSERT OR REPLACE INTO state VALUES (?, ?)"
 IN_THIS_ORDER = (PUT_RECORD, PUT_TURN, PUT_STATE, FORGET_TURN, FORGET_RECORD)
 """As one transaction runs them: numbers are not used again, so what is forgotten is not put after it."""
 
-CHECKPOINT_EVERY = 1_000
-"""Puts between checkpoints, as SQLite's own default is 1,000 pages: the WAL stays at some 8 MB."""
+PAGE_BYTES = 4_096
 
-MAX_PUTS_BEHIND = 4_000
+CHECKPOINT_EVERY = 1_000
+"""Pages between checkpoints, which is SQLite's own default too: the WAL stays at some 8 MB. Most puts are one page or
+two and count as one; what is learned can be megabytes."""
+
+MAX_PAGES_BEHIND = 4_000
 """When the disk has not finished a checkpoint by then, puts wait for it; only tens of thousands a second get there."""
 
 MAX_WAL_PAGES = 8_000
@@ -77,7 +80,7 @@ class EmbeddedStore:
         self._pieces = PieceFile(path.with_name(path.name + "-pieces"), settings)
         self._rows: dict[str, _Rows] = {}
         self._last_record = self._last_turn = 0
-        self._puts_since_checkpoint = 0
+        self._pages_since_checkpoint = 0
         self._heal_every_s = settings.backoff_max_s
         self._heal_timer: asyncio.TimerHandle | None = None
         self._rewrite: Callable[[], None] | None = None
@@ -130,6 +133,8 @@ class EmbeddedStore:
     def put_trajectory(self, trajectory_id: str, record: Json, answer: bytes | None = None) -> None:
         value = _blob(encoded(record))
         rows = self._rows.get(trajectory_id) or self._new_rows(trajectory_id)
+        if answer:
+            self._pages_since_checkpoint += len(answer) // PAGE_BYTES
         self._write(PUT_RECORD, (rows.record, trajectory_id, value, answer and _blob(answer)))
 
     def append_turn(self, trajectory_id: str, turn: Json) -> None:
@@ -166,6 +171,7 @@ class EmbeddedStore:
         return await self._pieces.sizes()
 
     def put_state(self, name: str, value: bytes) -> None:
+        self._pages_since_checkpoint += len(value) // PAGE_BYTES
         self._write(PUT_STATE, (name, value))
 
     async def get_state(self, name: str) -> bytes | None:
@@ -262,17 +268,17 @@ class EmbeddedStore:
         self._waiting = {statement: [] for statement in IN_THIS_ORDER}
         for statement, rows in waiting:
             self._database.executemany(statement, rows)
-        self._count_puts(sum(len(rows) for _, rows in waiting))
+        self._count_pages(sum(len(rows) for _, rows in waiting))
 
-    def _count_puts(self, num: int) -> None:
-        self._puts_since_checkpoint += num
-        if self._puts_since_checkpoint < CHECKPOINT_EVERY:
+    def _count_pages(self, num: int) -> None:
+        self._pages_since_checkpoint += num
+        if self._pages_since_checkpoint < CHECKPOINT_EVERY:
             return
         if self._checkpoint and not self._checkpoint.done():
-            if self._puts_since_checkpoint < MAX_PUTS_BEHIND:
+            if self._pages_since_checkpoint < MAX_PAGES_BEHIND:
                 return
             self._checkpoint.result()
-        self._puts_since_checkpoint = 0
+        self._pages_since_checkpoint = 0
         self._checkpoint = self._checkpointer.submit(_checkpoint, self._path)
 
     def _note_fault(self, fault: sqlite3.Error) -> None:
