@@ -99,8 +99,8 @@ async def _serving(
         kv.cancel(trajectory_id)
         contexts.forget(trajectory_id)
 
-    def finished(record: TrajectoryRecord) -> None:
-        memory.finished(record)
+    def closed(record: TrajectoryRecord) -> None:
+        memory.closed(record)
         left(record.trajectory_id)
 
     def forgotten(trajectory_id: str) -> None:
@@ -110,7 +110,7 @@ async def _serving(
     def moved(move: Move) -> None:
         kv.begin(move)
 
-    driver = Driver(scheduler, clock, ledger, event_log, finished, forgotten, moved)
+    driver = Driver(scheduler, clock, ledger, event_log, closed, forgotten, moved)
     weight_record = WeightRecord(store)
     fleet = Fleet(settings, clock, driver.post, store, weight_record)
     contexts = Contexts(book, settings.max_kept_request_bytes, fleet.kv_tier)

@@ -15,7 +15,7 @@ from gateway.turns.progress import ended
 from gateway.turns.repeats import Repeats
 from predictor.named import predictor_named
 from predictor.progress import Predictor
-from scheduling.types import TrajectoryRecord
+from scheduling.types import FINISHED, TrajectoryRecord
 from store import Store, StoreAway, StoredTrajectory
 
 _PREDICTOR_STATE = "predictor"
@@ -41,9 +41,12 @@ class Memory:
     book: StoredTokens
     records: list[TrajectoryRecord]
 
-    def finished(self, record: TrajectoryRecord) -> None:
-        """A trajectory's length is known."""
-        self.predictor.ended(ended(record))
+    def closed(self, record: TrajectoryRecord) -> None:
+        """A trajectory's length is known; or it was aborted, and its siblings wait for no word of it."""
+        if record.state is FINISHED:
+            self.predictor.ended(ended(record))
+        else:
+            self.predictor.dropped(record.trajectory_id)
 
     def forget(self, trajectory_id: str) -> None:
         """Drop what is not in the ledger, whose owner does that."""
@@ -58,15 +61,19 @@ class Memory:
         self.book.rewrite()
         self.save_predictor()
 
-    def save_predictor(self) -> None:
-        """Tell the store what was learned."""
-        self.store.put_state(_PREDICTOR_STATE, self.predictor.dump())
+    def save_predictor(self, before: bytes = b"") -> bytes:
+        """Tell the store what was learned, if that is more than what it was told before; gives what was learned."""
+        learned = self.predictor.dump()
+        if learned != before:
+            self.store.put_state(_PREDICTOR_STATE, learned)
+        return learned
 
     async def keep_predictor(self) -> None:
         """Do so now and then, until cancelled."""
+        learned = b""
         while True:
             await asyncio.sleep(_PREDICTOR_SAVE_S)
-            self.save_predictor()
+            learned = self.save_predictor(learned)
 
     async def tell_of_store(self) -> None:
         """Log when puts no longer reach the store, and when they do again, until cancelled."""

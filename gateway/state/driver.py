@@ -10,7 +10,6 @@ from gateway.state.ledger import Ledger
 from scheduling.scheduler import TICK_S, Scheduler
 from scheduling.types import (
     ACTIVE,
-    FINISHED,
     Abort,
     Action,
     Dispatch,
@@ -50,7 +49,7 @@ class Driver:
     """Connects the scheduler with the world.
 
     Args:
-        on_finished: told of every trajectory that ended well.
+        on_closed: told of every trajectory that ended, well or not.
         on_forget: told of every trajectory that is forgotten.
         on_move: brings a trajectory's KV to its new home.
     """
@@ -61,7 +60,7 @@ class Driver:
         clock: Clock,
         ledger: Ledger,
         event_log: EventLog,
-        on_finished: Callable[[TrajectoryRecord], None],
+        on_closed: Callable[[TrajectoryRecord], None],
         on_forget: Callable[[str], None],
         on_move: Callable[[Move], None],
     ) -> None:
@@ -69,7 +68,7 @@ class Driver:
         self.clock = clock
         self._ledger = ledger
         self._event_log = event_log
-        self._on_finished = on_finished
+        self._on_closed = on_closed
         self._on_forget = on_forget
         self._on_move = on_move
         self._live: dict[str, LiveTurn] = {}
@@ -114,8 +113,8 @@ class Driver:
                 record = action.record
                 before = self._ledger.save(record)
                 was_active = before is None or before.state is ACTIVE
-                if was_active and record.state is FINISHED:
-                    self._on_finished(record)
+                if was_active and record.state is not ACTIVE:
+                    self._on_closed(record)
             case Dispatch():
                 if (turn := self._live.get(action.turn_id)) is not None:
                     turn.dispatched(action)

@@ -15,7 +15,7 @@ from gateway.turns.reading import Reading
 from gateway.turns.turn import Turn
 from predictor.outcomes import outcomes
 from predictor.progress import Predictor
-from scheduling.types import Prediction, TurnArrived
+from scheduling.types import ACTIVE, Prediction, TurnArrived
 
 # Of the first prompts, until the fleet's own tokenizer has been seen at work; typical of English and code.
 _BYTES_PER_TOKEN = 4.0
@@ -57,6 +57,12 @@ class Arrivals:
             preamble_id,
             preamble_tokens,
         )
+
+    def unanswered(self, ask: Ask) -> None:
+        """A turn ended without an answer: nobody waits for a trajectory that it did not begin, or that is over."""
+        entry = self._ledger.get(ask.trajectory_id)
+        if entry is None or entry.record.state is not ACTIVE:
+            self._predictor.dropped(ask.trajectory_id)
 
     def prompt_tokens(self, ask: Ask) -> int:
         """The estimate, for a turn whose engine did not tell."""

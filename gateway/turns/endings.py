@@ -98,6 +98,7 @@ class Endings:
         """Put a turn that has ended into the history, however it did; its last leg was that of `dispatch`."""
         if outcome != "finished":
             self.given_up(turn.ask)
+            self._arrivals.unanswered(turn.ask)
         engine_id = dispatch.engine_id if dispatch else None
         row = turn.row(outcome, ended_at, engine_id, dispatch.why if dispatch else "", refused)
         encoded = orjson.dumps(row)

@@ -1,0 +1,50 @@
+"""Who is not under way any more holds back nothing that the predictor learns from its siblings."""
+
+from pathlib import Path
+
+import httpx
+import orjson
+import pytest
+
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import SimulatedEngineSettings
+from store import open_store
+from tests.faults.asking import ask, body_of
+from tests.support.gateway import ADMIN, running_gateway
+
+CHAT = body_of("chat", text="what siblings are asked")
+
+
+@pytest.mark.parametrize("ghost", ["aborted", "refused"])
+async def test_a_sibling_that_is_gone_is_not_waited_for(tmp_path: Path, ghost: str) -> None:
+    """The last one of a group completes it: then what its prompt came to is known to later rollouts."""
+    store = f"sqlite:{tmp_path}/store.db"
+    limit = 0 if ghost == "refused" else 1
+    async with (
+        serve_engine(SimulatedEngineSettings()) as engine,
+        running_gateway(engine, store=store, max_waiting_turns=limit) as gateway,
+        httpx.AsyncClient(base_url=gateway.url) as client,
+    ):
+        [engine_id] = [known["id"] for known in (await client.get("/v1/engines")).json()["data"]]
+        gone = {"x-trajectory-id": "gone"}
+        if ghost == "refused":
+            await client.post(f"/v1/engines/{engine_id}/cordon", headers=ADMIN)
+            assert (await ask(client, gateway.url, "chat", CHAT, gone)).status == 429
+            await client.post(f"/v1/engines/{engine_id}/uncordon", headers=ADMIN)
+        else:
+            assert (await ask(client, gateway.url, "chat", CHAT, gone)).status == 200
+            assert (await client.delete("/v1/trajectories/gone")).status_code == 200
+            assert (await ask(client, gateway.url, "chat", CHAT, gone)).status == 409
+        assert (await ask(client, gateway.url, "chat", CHAT, {"x-trajectory-id": "t"})).status == 200
+        assert (await client.post("/v1/trajectories/t/finish")).status_code == 200
+    assert await _num_prompts(store) == 1
+
+
+async def _num_prompts(url: str) -> int:
+    """Of how many prompts a gateway that has stopped knows what became of them."""
+    store = open_store(url)
+    await store.open()
+    learned = await store.get_state("predictor")
+    await store.close()
+    assert learned is not None
+    return len(orjson.loads(learned)["groups"]["prompts"])
