@@ -8,6 +8,8 @@ from gateway.fleet.member import Member
 from store.port import Store
 
 _STATE_NAME = "fleet"
+# Addresses of engines that left. All of them are written at each change; and nobody still lives where one was long ago.
+_MAX_LEFT = 1_000
 
 
 class Seen:
@@ -38,7 +40,11 @@ class Seen:
 
     def left(self, member: Member) -> None:
         """It left the fleet. Another process may come to this address; it must not get this one's id."""
+        self._seen.pop(member.settings.url, None)
         self._seen[member.settings.url] = {"generation": member.generation + 1, "started_at": None}
+        have_left = [url for url, known in self._seen.items() if "models" not in known]
+        for url in have_left[:-_MAX_LEFT]:
+            del self._seen[url]
         self.remember()
 
     def remember(self) -> None:

@@ -18,6 +18,8 @@ from gateway.turns.turn import Turn
 from store.port import StoreError
 
 COMPLETIONS = "/v1/completions"
+# Engines of which it is known; a fleet has 64 or so, and those that left are of use while their trajectories go on.
+_MAX_TIERS = 1_000
 
 
 @dataclass(slots=True)
@@ -145,6 +147,8 @@ class Contexts:
         tier = self._tiers.get(engine_id)
         if tier is None:
             tier = self._tiers[engine_id] = self._tier_of(engine_id)
+            if len(self._tiers) > _MAX_TIERS:
+                del self._tiers[next(iter(self._tiers))]
         return tier
 
     def _drop_body(self, trajectory_id: str) -> None:

@@ -1,0 +1,31 @@
+"""What is known of engines that left does not grow for ever: a controller launches new ones at new addresses."""
+
+import orjson
+
+from engines.http import HttpClient
+from gateway.config import EngineSettings
+from gateway.fleet.member import Member
+from gateway.fleet.seen import Seen
+from store import StoreSettings, open_store
+
+
+async def test_addresses_of_engines_that_left_long_ago_are_forgotten() -> None:
+    """Of those that are there none is, and whoever comes to an address of late gets no id that was used there."""
+    store = open_store("memory:", StoreSettings())
+    seen = Seen(store)
+    first = engine_at(0)
+    seen.note(first)
+    for number in range(1, 3_000):
+        member = engine_at(number)
+        seen.note(member)
+        seen.left(member)
+    known = orjson.loads(await store.get_state("fleet") or b"")
+    assert len(known) < 1_500
+    assert seen.at(first.settings.url)["generation"] == 1
+    assert seen.at(engine_at(2_999).settings.url)["generation"] == 2
+
+
+def engine_at(number: int) -> Member:
+    """An engine at an address of its own."""
+    url = f"http://10.0.{number // 250}.{number % 250}:8000"
+    return Member(EngineSettings(url=url), HttpClient(url), None, url.removeprefix("http://"), "run")
