@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from controller import rollouts
 from controller.rollouts import History
@@ -18,7 +18,8 @@ from controller.steps import Rest, Wanted
 
 MAX_TIMES_KEPT = 5  # of one phase and TP size: the median follows a change of disk or model soon
 MAX_FAILURES_KEPT = 20
-_MAX_RECORDS = 5_000
+# Of the file; a rollout is noted with 120 KB, and all that a start must read is the state, in half of that.
+_MAX_BYTES = 4 * 2**20
 
 Json = dict[str, Any]
 Of = TypeVar("Of")
@@ -209,19 +210,11 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        records = list(_records(path))
-        self.state = State()
-        for record in records:
-            self.state = fold(self.state, record)
+        self.state = read_state(path)
+        written = path.read_bytes() if path.exists() else b""
         # What a reader may find torn is written anew, whole.
-        draft = path.with_suffix(".draft")
-        keep = [{"kind": "state", "state": dumped(self.state)}] if len(records) > _MAX_RECORDS else records
-        with draft.open("wb") as file:
-            file.writelines(_line(record) for record in keep)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(path)
-        self._file = path.open("ab")
+        self._file = self._begun_anew(written[: written.rfind(b"\n") + 1])
+        self._shorten()
 
     def write(self, **record: Any) -> State:
         """Put a record onto the disk; on return it survives a power cut. Gives the state after it."""
@@ -229,10 +222,32 @@ class Journal:
         self._file.flush()
         os.fsync(self._file.fileno())
         self.state = fold(self.state, record)
+        self._shorten()
         return self.state
 
     def close(self) -> None:
         self._file.close()
+
+    def _shorten(self) -> None:
+        """Where the records have become too many, put the state in their place."""
+        if self._file.tell() > _MAX_BYTES:
+            self._file.close()
+            self._file = self._begun_anew(_line({"kind": "state", "state": dumped(self.state)}))
+
+    def _begun_anew(self, written: bytes) -> BinaryIO:
+        """The file with just this in it: all of it, or none if the machine dies meanwhile."""
+        draft = self._path.with_suffix(".draft")
+        with draft.open("wb") as file:
+            file.write(written)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        return self._path.open("ab")
 
 
 def read_state(path: Path) -> State:

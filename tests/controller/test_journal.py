@@ -1,13 +1,16 @@
 """What the journal keeps, and what becomes of servers that end."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from controller import rollouts
 from controller.journal import Journal, State, dumped, fold
 from controller.lease import Lease
 from controller.records import new_ids, step_record, wanted_record
+from controller.rollouts import MAX_POINTS, MAX_ROLLOUTS, History, Sample
 from controller.steps import Drain, Launch, Register, Remove, Reopen, Stop, Wanted
 from controller.tending import Ended, RetryRule, held_back, tend
 
@@ -133,3 +136,28 @@ def test_a_server_that_served_is_tried_anew() -> None:
     state = State(wanted=ONES, proven=ONES, num_tries={"b": 2}, urls={"b": "http://b"})
     state = tended(state, [Ended("b", "killed by SIGKILL")])
     assert len(state.wanted) == 2 and state.blocked_tps == frozenset()
+
+
+def test_a_long_journal_is_made_short_while_it_is_written(tmp_path: Path) -> None:
+    """A controller runs for weeks, and what it notes of each rollout is tens of kilobytes."""
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    write_all(journal)
+    history = History((Sample(tuple((number, 10_000, 10_000) for number in range(MAX_POINTS)), 6_400),) * MAX_ROLLOUTS)
+    for number in range(200):
+        journal.write(kind="rollouts", history=rollouts.dumped(replace(history, ended_at=float(number))))
+        assert path.stat().st_size < 5 * 2**20
+    state = journal.write(kind="proven")
+    assert state.history.ended_at == 199.0 and state.proven == TWO and state.urls == {"a": "http://a"}
+    assert Journal(path).state == state
+
+
+def test_a_journal_that_an_earlier_version_let_grow_is_made_short(tmp_path: Path) -> None:
+    """At the start, and without having all of it in memory at once."""
+    path = tmp_path / "journal.jsonl"
+    write_all(Journal(path))
+    with path.open("ab") as file:
+        file.write(b'{"kind": "phase", "phase": "stop", "tp": 1, "seconds": 1.0}\n' * 100_000)
+    journal = Journal(path)
+    assert path.stat().st_size < 2**20
+    assert journal.state.wanted == TWO and journal.state.phase_s["stop", 1] == (1.0,) * 5
