@@ -1,6 +1,8 @@
 """What the docs say is there: every setting, link, name, metric and route."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\[([^]]*)\]\(([^)\s]+)\)")
 METRIC = re.compile(r"heddle_[a-z_]+")
+COMMIT = re.compile(r"\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7}\b")
 
 
 def settings_table() -> list[str]:
@@ -39,6 +42,26 @@ def test_every_link_points_to_something(page: Path) -> None:
         if text.startswith("`") and linked.suffix == ".py":
             for name in text.strip("`").split("."):
                 assert _defines(linked, name), f"{page.name}: {text} is not in {path}"
+
+
+@pytest.fixture(scope="module")
+def commits() -> set[str]:
+    """Those of this checkout's history, by their first seven digits."""
+    if shutil.which("git") is None:
+        pytest.skip("no git here")
+    told = subprocess.run(
+        ["git", "log", "--format=%h", "--abbrev=7"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    found = {name[:7] for name in told.stdout.split()}
+    if len(found) < 100:
+        pytest.skip("no history here")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_commit_that_is_named_can_be_checked_out(page: Path, commits: set[str]) -> None:
+    """A figure of a commit that nobody has cannot be made again."""
+    assert set(COMMIT.findall(page.read_text())) - commits == set()
 
 
 def test_every_setting_is_documented_as_it_is() -> None:
