@@ -152,7 +152,11 @@ class Settings(BaseSettings):
     turn_timeout_s: float = Field(
         14_400.0, gt=0, description="Until a first byte; a whole answer of 40K tokens at 3 tokens/s, as in vime#350."
     )
-    silence_timeout_s: float = Field(600.0, gt=0, description="A stream that began and says nothing more is broken.")
+    silence_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="A stream that began and says nothing more is broken; and who takes nothing of an answer has left.",
+    )
     heartbeat_s: float = Field(10.0, gt=0, description="SSE comments while a stream waits; proxies cut at 60 s.")
     max_turns_per_key: int = Field(20_000, ge=1, description="Of one client key at once; more get 429.")
 

@@ -64,7 +64,9 @@ async def serving(settings: Settings, descriptors: DescriptorStore | None = None
         served = CrossOrigin(front, settings.cors_origins) if settings.cors_origins else front
         app: Any = served
         patience_s: Any = settings.shutdown_timeout_s  # whole seconds by uvicorn's types alone
-        protocol: Any = bounded_protocol(2 * settings.max_header_bytes, settings.body_timeout_s, served.take)
+        protocol: Any = bounded_protocol(
+            2 * settings.max_header_bytes, settings.body_timeout_s, settings.silence_timeout_s, served.take
+        )
         config = uvicorn.Config(
             app,
             loop="none",

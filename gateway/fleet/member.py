@@ -1,6 +1,8 @@
 """One engine of the fleet, as this process knows it."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -39,6 +41,7 @@ class Member:
         kv_tier: the KV tier that it shares with all engines that have the same; "" for none.
         kv_offered_tokens: KV that it must keep until another engine has fetched it.
         num_legs: legs that this gateway runs on it.
+        num_held_up: of these, how many go on when their clients have taken some of their answers.
         num_faults: connection faults since the last good look or answer.
         is_busy: turns ran when it was last looked at, by its own word or because legs of ours did.
         worked_at: when it was last seen to get on, or to have nothing to do.
@@ -67,6 +70,7 @@ class Member:
     kv_tier: str = ""
     kv_offered_tokens: int = 0
     num_legs: int = 0
+    num_held_up: int = 0
     num_faults: int = 0
     last_fault: str = ""
     is_busy: bool = False
@@ -82,6 +86,15 @@ class Member:
         """Another process answers at its address: that is another engine."""
         self.generation += 1
         self.engine_id = f"{self.address}~{self.generation}"
+
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """A leg waits for its client meanwhile: that no token of it comes is not the engine's fault."""
+        self.num_held_up += 1
+        try:
+            yield
+        finally:
+            self.num_held_up -= 1
 
     @property
     def weight_version(self) -> str:

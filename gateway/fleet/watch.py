@@ -131,7 +131,7 @@ class Watch:
         """Raises ObservationError when turns run and nothing has come of it for too long."""
         before = member.observation
         now = self._clock()
-        is_busy = bool(observation.num_running or member.num_legs)
+        is_busy = bool(observation.num_running or member.num_legs > member.num_held_up)
         was_busy, member.is_busy = member.is_busy, is_busy
         if before is None or not (is_busy and was_busy) or observation.work_counter != before.work_counter:
             member.worked_at = now

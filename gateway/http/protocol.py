@@ -22,7 +22,7 @@ _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
 
 def bounded_protocol(
-    max_head_bytes: int, head_timeout_s: float, take: Callable[[Exchange], bool]
+    max_head_bytes: int, head_timeout_s: float, unread_timeout_s: float, take: Callable[[Exchange], bool]
 ) -> Callable[..., HttpToolsProtocol]:
     """What makes the protocol of a connection, with these bounds; the rest of its arguments are uvicorn's.
 
@@ -30,18 +30,25 @@ def bounded_protocol(
         max_head_bytes: of a request line with all headers. It guards memory only, for it is looked at as bytes come;
             the exact limit on headers is kept, and told, where requests are served.
         head_timeout_s: from the connection, or a later head's first byte, to that head's end.
+        unread_timeout_s: who has taken nothing for so long, while there is more than its connection holds, has left.
         take: serves a request that is all there without a task; False leaves it to the application. Raises nothing.
     """
-    return partial(_BoundedProtocol, max_head_bytes, head_timeout_s, take)
+    return partial(_BoundedProtocol, max_head_bytes, head_timeout_s, unread_timeout_s, take)
 
 
 class _BoundedProtocol(HttpToolsProtocol):
     def __init__(
-        self, max_head_bytes: int, head_timeout_s: float, take: Callable[[Exchange], bool], **uvicorn: Any
+        self,
+        max_head_bytes: int,
+        head_timeout_s: float,
+        unread_timeout_s: float,
+        take: Callable[[Exchange], bool],
+        **uvicorn: Any,
     ) -> None:
         super().__init__(**uvicorn)
         self._max_head_bytes = max_head_bytes
         self._head_timeout_s = head_timeout_s
+        self._unread_timeout_s = unread_timeout_s
         self._take = take
         self._in_head = False
         self._head_bytes = 0
@@ -50,6 +57,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._idle_since = 0.0
         self._idle_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -59,6 +67,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         if self._idle_timer is not None:
             self._idle_timer.cancel()
+        self.resume_writing()
         super().connection_lost(exc)
         if self._served is not None:
             self._served.left()
@@ -202,6 +211,26 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._idle_timer = self.loop.call_later(left_s, self._close_if_idle)
         else:
             self.timeout_keep_alive_handler()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reads()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+
+    def _expect_reads(self) -> None:
+        """The connection holds no more, so its client is to take some."""
+        num_bytes = self.transport.get_write_buffer_size()
+        self._unread_timer = self.loop.call_later(self._unread_timeout_s, self._cut_if_unread, num_bytes)
+
+    def _cut_if_unread(self, num_bytes: int) -> None:
+        if self.transport.get_write_buffer_size() < num_bytes:
+            self._expect_reads()
+        else:
+            self.transport.abort()
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -172,7 +172,9 @@ class ChoiceLeg:
                 if told:
                     self._note()
                     outlet.stream(told)
-            await turn.outlet.drain()
+            if turn.outlet.is_full:
+                with place.member.held_up():
+                    await turn.outlet.drain()
         if relay.error is not None:
             raise refused_leg(relay.error)
         if self._chain.finish_reason is None:  # it said that it is done

@@ -137,7 +137,7 @@ class Legs:
             with turn.stoppable():
                 if response is not None and not response.was_stale:
                     await response.begun(self._settings.turn_timeout_s)
-                    answer = await self._answer(turn, response, begun.relay)
+                    answer = await self._answer(turn, member, response, begun.relay)
                     has_answered = True
                     return answer
                 await self._kv.bring(turn, member)
@@ -146,7 +146,7 @@ class Legs:
                     turn.begin_again()  # tokens of an earlier leg are of another answer
                     turn.run_by_tokens(dispatch.engine_id, False)
                     response = await self._ask(turn, dispatch, member)
-                    outcome = await self._answer(turn, response, None)
+                    outcome = await self._answer(turn, member, response, None)
                 has_answered = True
                 return outcome
         except FAULTS as error:
@@ -210,9 +210,9 @@ class Legs:
     def _tell_about(self, turn: Turn, dispatch: Dispatch) -> None:
         turn.outlet.about(dispatch.engine_id, (turn.first_dispatch_at or turn.arrived_at) - turn.arrived_at)
 
-    async def _answer(self, turn: Turn, response: Response, relay: Relay | None) -> Outcome:
+    async def _answer(self, turn: Turn, member: Member, response: Response, relay: Relay | None) -> Outcome:
         if turn.ask.wants_stream and response.status == 200:
-            return await self._relay(turn, response, relay)
+            return await self._relay(turn, member, response, relay)
         body = await response.body(self._settings.max_answer_bytes, self._settings.silence_timeout_s)
         try:
             return self.whole(turn, response.status, body)
@@ -232,7 +232,7 @@ class Legs:
         api, outlet = turn.ask.api, turn.outlet
         return Outcome(answer.body, lambda: outlet.whole(200, answer.body), lambda: content_of(api, body))
 
-    async def _relay(self, turn: Turn, response: Response, relay: Relay | None) -> Outcome:
+    async def _relay(self, turn: Turn, member: Member, response: Response, relay: Relay | None) -> Outcome:
         if not is_stream(response):
             raise BadResponse("it answered a stream request with something else")
         outlet = turn.outlet
@@ -247,7 +247,9 @@ class Legs:
                 raise BadResponse(str(error)) from None
             if not has_more:
                 raise refused_leg(reader.end() or api_error(502, "The engine's stream broke off."))
-            await outlet.drain()
+            if outlet.is_full:
+                with member.held_up():
+                    await outlet.drain()
             if not relay.is_over:
                 await self.lending.until_back(turn, response, relay, settings.silence_timeout_s)
         if reader.error is not None:

@@ -1,10 +1,12 @@
 """Clients that leave, and clients that ask again: an engine works for those who wait, and for nobody else."""
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,12 +17,13 @@ from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from tests.faults.asking import APIS, PATHS, Heard, ask, body_of
-from tests.faults.raw_engine import hangs, raw_engine
+from tests.faults.raw_engine import CHAT_EVENT, STREAM_HEAD, chunk, hangs, raw_engine, whole
 from tests.support.gateway import eventually, running_gateway
 
 ONE_SLOT = replace(load_profile("qwen3-14b-h100-tp1"), slots=1)
 LONG = 4000
 """Tokens of a turn that runs longer than any test."""
+WHOLE = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]}'
 GAUGES = {"vllm": "vllm:num_requests_running", "sglang": "sglang:num_running_reqs"}
 
 
@@ -268,3 +271,44 @@ async def has_begun(client: httpx.AsyncClient, url: str, trajectory_id: str) -> 
 
 async def has_ended(client: httpx.AsyncClient, url: str, trajectory_id: str) -> bool:
     return bool(await turns_of(client, url, trajectory_id))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_takes_nothing_is_taken_to_have_left(client: httpx.AsyncClient, stream: bool) -> None:
+    """It would hold its slot and its answer for ever, and its engine is not to blame: nothing of others is lost."""
+    content = b"y" * 2**16
+    event = chunk(CHAT_EVENT.replace(b'"x"', b'"%b"' % content))
+    answer = [STREAM_HEAD, *[event] * 400] if stream else [whole(WHOLE.replace(b'"x"', b'"%b"' % (content * 400)))]
+
+    async def never_ends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for piece in answer:
+            writer.write(piece)
+            await writer.drain()
+            engine.tokens += 1
+        await hangs(reader, writer)
+
+    settings = {"silence_timeout_s": 6, "stall_timeout_s": 3} if stream else {"silence_timeout_s": 1}
+    async with raw_engine(never_ends) as engine, running_gateway(engine.url, **settings) as gateway:
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port))) as suspended:
+            body = orjson.dumps(body_of("chat", stream))
+            suspended.send(b"POST /t/t/v1/chat/completions HTTP/1.1\r\nhost: x\r\n")
+            suspended.send(b"content-length: %d\r\n\r\n%b" % (len(body), body))
+            mine = suspended.getsockname()[1]
+            await eventually(lambda: turns_or_live(client, gateway.url))
+            await eventually(lambda: not is_served(mine))
+        [turn] = await turns_of(client, gateway.url, "t")
+        assert turn["outcome"] == ("left" if stream else "finished")
+        [known] = (await client.get(gateway.url + "/v1/engines")).json()["data"]
+        assert (known["state"], known["num_legs"], known["last_fault"]) == ("ready", 0, None)
+
+
+async def turns_or_live(client: httpx.AsyncClient, url: str) -> bool:
+    shown = (await client.get(f"{url}/v1/trajectories/t")).json()
+    return bool(shown.get("turns") or shown.get("live_turns"))
+
+
+def is_served(port: int) -> bool:
+    """Whether a connection from this port of ours is still open at its other end."""
+    ends = [line.split()[2:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(peer.endswith(f":{port:04X}") and state == "01" for peer, state in ends)
