@@ -182,8 +182,9 @@ def _commit() -> str:
 
 
 def _build() -> str:
+    """As Python itself says; what a distribution's own build adds is not in it."""
     is_optimised = "--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or "")
-    return "" if is_optimised else " (built without profile-guided optimisation)"
+    return "" if is_optimised else " (configured without --enable-optimizations)"
 
 
 def _redis_server() -> Path | None:
