@@ -6,7 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
+from controller.fleet_file import FleetFile
 from gateway import metrics
 from gateway.config import Settings
 from gateway.passthrough import PASSTHROUGH_ROUTES
@@ -72,6 +74,17 @@ def test_every_setting_is_documented_as_it_is() -> None:
     assert rows == settings_table(), "paste what `python -m tests.docs.test_docs` prints"
 
 
+def test_every_key_of_a_fleet_file_is_documented() -> None:
+    """The table of docs/controller.md has each, and no other; `.name` follows one of the same table of the file."""
+    section = (ROOT / "docs/controller.md").read_text().partition("\n## fleet.toml")[2]
+    named, table = set(), ""
+    for cell in re.findall(r"^\| (`.+?) \|", section, re.MULTILINE):
+        for key in re.findall(r"`([^`]+)`", cell):
+            table = table if key.startswith(".") else key.rpartition(".")[0]
+            named.add(table + key if key.startswith(".") else key)
+    assert named == _fleet_keys() - {"admin_key"}, "the admin key is never in the file"
+
+
 def test_documented_metrics_are_those_that_exist() -> None:
     """Every metric is in docs/operating.md, and each one named in any page exists."""
     existing = _metrics()
@@ -87,6 +100,18 @@ def test_every_served_route_is_documented() -> None:
     """Routes of turns and of requests without a trajectory are in docs/api.md."""
     page = (ROOT / "docs/api.md").read_text()
     assert [route for route in (*TURN_ROUTES, *PASSTHROUGH_ROUTES) if route not in page] == []
+
+
+def _fleet_keys() -> set[str]:
+    """As they are written in the file: `limits.max_tries`."""
+    keys = set()
+    for name, field in FleetFile.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            keys |= {f"{name}.{key}" for key in inner.model_fields}
+        else:
+            keys.add(name)
+    return keys
 
 
 def _headings(page: Path) -> set[str]:
