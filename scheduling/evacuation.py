@@ -28,15 +28,15 @@ def new_homes(
     leaving.sort(key=lambda trajectory: (-trajectory.remaining_tokens(), trajectory.ordinal))
     for trajectory in leaving:
         claim_tokens = source.claims[trajectory.trajectory_id]
-        targets = [engine for engine in engines.values() if _takes(engine, source, claim_tokens, limits)]
+        targets = [engine for engine in engines.values() if _takes(engine, source, trajectory, claim_tokens, limits)]
         if targets:
             yield trajectory, chooser.new_home(trajectory, targets, at), claim_tokens
 
 
-def _takes(engine: Engine, source: Engine, claim_tokens: int, limits: Limits) -> bool:
+def _takes(engine: Engine, source: Engine, trajectory: Trajectory, claim_tokens: int, limits: Limits) -> bool:
     """Whether an engine may stand in for another one, has the room, and gathers none for a waiting turn."""
-    if not engine.accepting or engine is source or not source.spec.models <= engine.spec.models:
+    if not engine.accepting or not source.spec.models <= engine.spec.models or engine.reserved_for is not None:
         return False
     capacity_tokens = engine.spec.kv_capacity_tokens * limits.kv_watermark
-    has_room = not capacity_tokens or not engine.claims or engine.kv_claimed + claim_tokens <= capacity_tokens
-    return has_room and engine.reserved_for is None
+    held_tokens = engine.kv_held + claim_tokens - engine.held_prompts.found_by(trajectory)
+    return not capacity_tokens or not engine.claims or held_tokens <= capacity_tokens

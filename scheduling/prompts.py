@@ -5,6 +5,8 @@ many groups), and the prompt that siblings answer. Without this, sixteen sibling
 320,000 where the engine holds 20,000 of them, and turns wait beside free KV.
 """
 
+from collections.abc import Iterable, Iterator
+
 from scheduling.state import PartName, Trajectory
 
 
@@ -65,20 +67,20 @@ class Prompts:
             found += held[1] if held[1] < tokens else tokens
         return found
 
-    def left_by(self, trajectory_id: str, entrant: Trajectory | None = None) -> int:
-        """Tokens of its prompt that stay when it leaves: for others that hold it, or for one that enters."""
-        left = 0
-        for index, name in enumerate(self._parts_of.get(trajectory_id, ())):
-            num_holders, tokens = self._held[name]
-            if num_holders > 1 or (entrant is not None and _part(entrant, index) == name):
-                left += tokens
-        return left
+    def left_by(self, leaving: Iterable[str], entrant: Trajectory | None = None) -> Iterator[int]:
+        """Of each that leaves, after those before it: tokens of its prompt that stay, for others or for an entrant."""
+        wanted = () if entrant is None else [name for name, _ in entrant.prompt]
+        num_gone: dict[PartName, int] = {}
+        for trajectory_id in leaving:
+            left = 0
+            for name in self._parts_of.get(trajectory_id, ()):
+                num_holders, tokens = self._held[name]
+                num_gone[name] = gone = num_gone.get(name, 0) + 1
+                if num_holders > gone or name in wanted:
+                    left += tokens
+            yield left
 
     def _cut(self, name: PartName, tokens: int) -> None:
         num_holders, held = self._held[name]
         self._held[name] = num_holders, tokens
         self.shared_tokens -= (num_holders - 1) * (held - tokens)
-
-
-def _part(trajectory: Trajectory, index: int) -> PartName | None:
-    return trajectory.prompt[index][0] if index < len(trajectory.prompt) else None

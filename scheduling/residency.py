@@ -71,11 +71,12 @@ def claims_giving_way(engine: Engine, turn: Turn, at: float, limits: Limits) -> 
     is_impatient = at - turn.queued_at >= limits.entry_patience_s
     lease_s = _lease_s(engine, limits)
     giving_way: list[str] = []
+    left_by_each = engine.held_prompts.left_by(engine.in_tool, turn.trajectory)
     for trajectory_id, since in engine.in_tool.items():
         if not is_impatient and at - since < lease_s:
             break
         giving_way.append(trajectory_id)
-        excess_tokens -= engine.claims[trajectory_id] - engine.held_prompts.left_by(trajectory_id, turn.trajectory)
+        excess_tokens -= engine.claims[trajectory_id] - next(left_by_each)
         if excess_tokens <= 0 or len(giving_way) == len(engine.claims):
             return giving_way
     return None
@@ -112,12 +113,12 @@ def claims_beyond_capacity(engine: Engine, trajectories: Mapping[str, Trajectory
     idle = [trajectory for trajectory in map(trajectories.__getitem__, engine.claims) if not _runs(trajectory)]
     idle.sort(key=lambda trajectory: trajectory.key, reverse=True)
     leaving: list[str] = []
+    left_by_each = engine.held_prompts.left_by([trajectory.trajectory_id for trajectory in idle])
     for trajectory in idle:
         if excess_tokens <= 0:
             break
         leaving.append(trajectory.trajectory_id)
-        excess_tokens -= engine.claims[trajectory.trajectory_id]
-        excess_tokens += engine.held_prompts.left_by(trajectory.trajectory_id)
+        excess_tokens -= engine.claims[trajectory.trajectory_id] - next(left_by_each)
     return leaving
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from scheduling.limits import Limits
 from scheduling.policy import HEDDLE, HEDDLE_PAPER, POLICIES, Policy
-from scheduling.types import EngineLeaving, Move, Save
+from scheduling.types import EngineLeaving, Fault, Move, Save
 from tests.scheduling.fleet import Fleet
 
 
@@ -40,10 +40,48 @@ def test_who_is_in_a_tool_call_gets_a_home_that_stays(policy: Policy) -> None:
 
 def test_those_with_most_work_left_go_first_and_the_others_stay_when_it_is_full() -> None:
     """Up to the watermark of 0.9: 900 tokens of KV."""
-    fleet = fleet_of(("short", 300, 100.0), ("long", 300, 9000.0), ("middle", 300, 4000.0))
-    fleet.engine("B", slots=8, kv=700)
+    fleet = fleet_of(("long", 300, 9000.0), ("middle", 300, 200.0))
+    fleet.arrive("nearly done", prompt=10, predicted=400.0)
+    fleet.finish("nearly done", prompt=10, output=290)
+    fleet.engine("B", slots=8, kv=667)
     assert leave(fleet) == [Move("long", "A", "B"), Move("middle", "A", "B")]
-    assert fleet.home("short") == "A" and fleet.claims("A") == {"short": 300}
+    assert fleet.home("nearly done") == "A" and fleet.claims("A") == {"nearly done": 300}
+
+
+def test_a_prompt_that_siblings_share_moves_once() -> None:
+    """Four siblings with contexts of 300, of which 250 are the same, fit where 450 tokens are free under the watermark;
+    and where one of them lives already, a fifth of 300 needs but 50."""
+    fleet = Fleet(HEDDLE)
+    for name in ("A", "B"):
+        fleet.engine(name, slots=8, kv=1000, accepting=name == "A")
+    for number in range(4):
+        fleet.arrive(f"s{number}", prompt=250, group="g")
+        fleet.finish(f"s{number}", prompt=250, output=50)
+    fleet.engine("B", slots=8, kv=500)
+    assert [move.target for move in leave(fleet) if isinstance(move, Move)] == ["B"] * 4
+    assert fleet.scheduler.engines["B"].kv_held == 450
+
+
+def test_a_context_above_the_watermark_moves_to_an_empty_engine_or_one_that_does_not_say_its_kv() -> None:
+    """As it may enter there: nothing is gained by waiting for room that cannot be."""
+    fleet = fleet_of(("large", 950, 1000.0))
+    fleet.engine("B", slots=8, kv=1000)
+    fleet.arrive("b", prompt=10)
+    assert fleet.home("b") == "B" and leave(fleet) == []
+    fleet.close("b", abort=True)
+    fleet.fail("b", fault=Fault.CLOSED)
+    assert fleet.handle(EngineLeaving(fleet.at, "A")) == [Move("large", "A", "B")]
+    fleet = fleet_of(("large", 950, 1000.0))
+    fleet.engine("C", slots=8, kv=0)
+    fleet.arrive("c", prompt=10)
+    assert fleet.home("c") == "C" and leave(fleet) == [Move("large", "A", "C")]
+
+
+def test_nobody_moves_to_an_engine_that_will_be_gone_too() -> None:
+    """Or that takes no turns for another reason."""
+    fleet = fleet_of(("t", 100, 1000.0))
+    fleet.engine("B", slots=8, kv=1000, accepting=False)
+    assert leave(fleet) == []
 
 
 def test_they_are_spread_by_the_policy() -> None:
@@ -78,12 +116,14 @@ def test_nobody_moves_to_an_engine_of_another_model_or_one_that_gathers_room() -
     fleet = fleet_of(("t", 100, 1000.0), policy=HEDDLE)
     fleet.engine("B", slots=8, kv=1000, models=("other",))
     assert leave(fleet) == []
-    fleet.engine("C", slots=8, kv=200)
+    fleet.engine("C", slots=8, kv=300)
     fleet.arrive("runs", prompt=150)
     assert fleet.home("runs") == "C"
     fleet.arrive("large", prompt=160)
     assert fleet.scheduler.engines["C"].reserved_for is not None
     assert fleet.handle(EngineLeaving(fleet.at, "A")) == []
+    fleet.fail("large", leg=0, fault=Fault.CLIENT_LEFT)
+    assert fleet.handle(EngineLeaving(fleet.at, "A")) == [Move("t", "A", "C")]
 
 
 def test_ranks_choose_for_policies_that_go_by_rank() -> None:

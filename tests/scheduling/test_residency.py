@@ -1,6 +1,7 @@
 """Residency: whose KV may be on an engine, who gives way, and when a trajectory moves."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import event, given, settings
@@ -13,7 +14,8 @@ from scheduling.limits import Limits
 from scheduling.placement import UNMEASURED
 from scheduling.policy import HEDDLE, VERL, Policy
 from scheduling.prompts import Prompts
-from scheduling.state import Trajectory, Turn
+from scheduling.residency import claims_beyond_capacity
+from scheduling.state import Trajectory, Turn, TurnState
 from scheduling.types import Dispatch, EngineLoad, EngineSpec, Fault, Prediction, TurnArrived
 from tests.scheduling.fleet import Fleet, record
 
@@ -235,13 +237,16 @@ def test_a_trajectory_stays_when_a_later_engine_sets_the_makespan() -> None:
 
 
 def test_two_turns_at_once_do_not_move() -> None:
-    """While one runs its KV is in use at home."""
+    """While one runs its KV is in use at home, however late that is. After it, the next one moves."""
     fleet = Fleet()
-    fleet.engine("A")
-    fleet.arrive("m1", "m", predicted=90_000)
-    fleet.engine("B")
-    assert fleet.arrive("m2", "m", predicted=90_000) == []
+    fleet.engine("A", slots=2)
+    fleet.arrive("m1", "m", predicted=20_000)
+    fleet.arrive("hog", predicted=50_000)
+    fleet.engine("B", slots=2)
+    assert fleet.arrive("m2", "m", predicted=20_000) == []
     assert fleet.sent(fleet.finish("m1")) == [("m2", "A")]
+    fleet.finish("m2")
+    assert fleet.sent(fleet.arrive("m3", "m", predicted=20_000)) == [("m3", "B")]
 
 
 def test_a_policy_that_may_not_move_does_not() -> None:
@@ -399,6 +404,10 @@ def test_prompts_of_other_groups_and_unlike_ones_are_held_each() -> None:
     fleet = siblings(40)
     assert fleet.arrive("elsewhere", prompt=46, group="h") == []
     assert fleet.arrive("unlike", prompt=46, group="g") == []
+    nameless = siblings()
+    for name in ("a", "b"):
+        nameless.arrive(name, prompt=40, preamble=("", 30))
+    assert nameless.scheduler.engines["A"].kv_held == 80
     alone = fleet_with_one_in_tool()
     assert alone.arrive("b", prompt=41) == []
 
@@ -546,9 +555,9 @@ def test_siblings_claim_their_prompt_once_and_free_it_with_the_last(data: st.Dat
         claims = [context for _, context in residents.values()]
         assert 0 <= prompts.shared_tokens <= sum(claims) - max(claims, default=0)
         alone = {name for name, (one, _) in residents.items() if not one.prompt}
-        assert all(prompts.left_by(name) == 0 for name in alone)
-    for name in data.draw(st.permutations(sorted(residents))):
-        left = prompts.left_by(name)
+        assert not any(prompts.left_by(alone))
+    leaving = data.draw(st.permutations(sorted(residents)))
+    for name, left in zip(leaving, list(prompts.left_by(leaving)), strict=True):
         before = prompts.shared_tokens
         prompts.remove(name)
         assert before - prompts.shared_tokens == left
@@ -557,25 +566,79 @@ def test_siblings_claim_their_prompt_once_and_free_it_with_the_last(data: st.Dat
 
 @settings(max_examples=500)
 @given(st.data())
-def test_a_glance_at_an_engine_turns_nobody_away_who_may_enter(data: st.DataObject) -> None:
-    """Whoever lives there, shares a prompt, and is in a tool call: a bound for all entrants against a look at each."""
+def test_as_many_claims_give_way_as_are_needed(data: st.DataObject) -> None:
+    """Whoever lives there, shares a prompt, and is in a tool call: who gives way makes room, the last of them too; when
+    nobody may, all who might would make none. And a bound for all entrants turns away nobody of these."""
     at, limits = 100.0, Limits(answer_tokens=0, in_tool_lease_s=60, entry_patience_s=90)
-    engine = Engine(
-        EngineSpec("A", frozenset({"model"}), 8, data.draw(st.sampled_from([100, 130, 0]))), EngineLoad(), True
-    )
-    admission = Admission(HEDDLE, limits, at)
-    prompts, groups = st.sampled_from([30, 40, 41, 95]), st.sampled_from(["", "g", "h"])
-    sinces = sorted(data.draw(st.lists(st.sampled_from([0.0, 41.0]), max_size=4)))
-    for number in range(len(sinces) + data.draw(st.integers(0, 2))):
-        resident = waiting(f"r{number}", data.draw(prompts), data.draw(groups), 0.0, limits).trajectory
-        engine.claim(resident, data.draw(st.integers(10, 60)))
-        if number < len(sinces):
-            engine.in_tool[resident.trajectory_id] = sinces[number]
+    capacity_tokens = data.draw(st.sampled_from([100, 130, 0]))
+    are_alike = data.draw(st.booleans())
+    prompts = st.sampled_from([30, 40, 95] if are_alike else [30, 40, 41, 95])
+    groups, sinces = st.sampled_from(["", "g", "h"]), st.sampled_from([0.0, 40.0, 41.0, None])
+    drawn = data.draw(st.lists(st.tuples(prompts, groups, st.integers(1, 60), sinces), max_size=5))
+    drawn.sort(key=lambda resident: inf if resident[3] is None else resident[3])
+    engine, admission = resident_engine(capacity_tokens, drawn, limits), Admission(HEDDLE, limits, at)
     turn = waiting(data.draw(st.sampled_from(["e", "f", "r0"])), data.draw(prompts), data.draw(groups), 5.0, limits)
-    turn.queued_at = data.draw(st.sampled_from([10.0, 11.0]))
-    may_enter = admission.claims_giving_way(engine, turn) is not None
-    event(f"may enter: {may_enter}")
-    assert not (may_enter and admission.claims_too_much(engine, turn, admission.most_tokens(engine)))
+    turn.queued_at = data.draw(st.sampled_from([9.0, 10.0, 11.0]))
+
+    def fits_without(leaving: list[str]) -> bool:
+        there = resident_engine(capacity_tokens, drawn, limits)
+        for name in leaving:
+            there.release(name)
+        is_alone = not there.claims
+        there.claim(turn.trajectory, turn.claim_tokens)
+        return is_alone or not capacity_tokens or there.kv_held <= capacity_tokens * limits.kv_watermark
+
+    giving_way = admission.claims_giving_way(engine, turn)
+    event(f"giving way: {giving_way and len(giving_way)}")
+    assert giving_way is None or not admission.claims_too_much(engine, turn, admission.most_tokens(engine))
+    if turn.trajectory.trajectory_id in engine.claims:
+        assert giving_way == []
+    elif are_alike:  # a shorter estimate of a prompt makes it shorter for all that hold it
+        is_patient = at - turn.queued_at < limits.entry_patience_s
+        idle = [name for name, since in engine.in_tool.items() if not is_patient or at - since >= 60]
+        assert giving_way is None or giving_way == idle[: len(giving_way)]
+        assert fits_without(idle if giving_way is None else giving_way) == (giving_way is not None)
+        assert not giving_way or not fits_without(giving_way[:-1])
+
+
+@settings(max_examples=300)
+@given(
+    st.sampled_from([60, 100, 0]),
+    st.lists(st.tuples(st.sampled_from([30, 40, 95]), st.sampled_from(["", "g", "h"]), st.integers(1, 60)), max_size=6),
+    st.sets(st.integers(0, 5)),
+)
+def test_as_many_residents_leave_as_have_outgrown_an_engine(
+    kv: int, drawn: list[tuple[int, str, int]], running: set[int]
+) -> None:
+    """Least urgent first, none that runs, and nobody once the rest of them, with prompts counted once, fits."""
+    limits = Limits(answer_tokens=0)
+    trajectories = {}
+    engine = resident_engine(kv, [(*resident, None) for resident in drawn], limits)
+    for number, (prompt, group, _) in enumerate(drawn):
+        turn = waiting(f"r{number}", prompt, group, 0.0, limits)
+        turn.trajectory.key = 0, -float(number), number
+        if number in running:
+            turn.become(TurnState.RUNNING)
+            turn.trajectory.turns["turn"] = turn
+        trajectories[f"r{number}"] = turn.trajectory
+    leaving = claims_beyond_capacity(engine, trajectories, 0.0)
+    idle = [f"r{number}" for number in range(len(drawn)) if number not in running]
+    assert leaving == idle[: len(leaving)]
+    for name in leaving:
+        assert engine.kv_held > kv > 0
+        engine.release(name)
+    assert leaving == idle or not kv or engine.kv_held <= kv
+
+
+def resident_engine(kv: int, residents: list[tuple[int, str, int, float | None]], limits: Limits) -> Engine:
+    """An engine with residents `r0` and so on: prompt, group, claim, and since when each is in a tool call."""
+    engine = Engine(EngineSpec("A", frozenset({"model"}), 8, kv), EngineLoad(), True)
+    for number, (prompt, group, claim, since) in enumerate(residents):
+        resident = waiting(f"r{number}", prompt, group, 0.0, limits).trajectory
+        engine.claim(resident, claim)
+        if since is not None:
+            engine.in_tool[resident.trajectory_id] = since
+    return engine
 
 
 def waiting(name: str, prompt: int, group: str, at: float, limits: Limits) -> Turn:
