@@ -190,8 +190,7 @@ def lower_the_latest(
         return None  # its weight is under 5 %: nothing that it gives away can gain enough
 
     def weight(finish_s: float) -> float:
-        late = (finish_s - latest_s) / temperature
-        return exp(late if late < 20.0 else 20.0)  # enough to rule it out, and no overflow
+        return exp((finish_s - latest_s) / temperature)
 
     relief = weight(home_s) - weight(finish_s(home.profile, without, *_NOBODY))
     least_gain = (1 - LARGEST_BURDEN) * relief

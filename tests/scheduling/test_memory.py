@@ -1,8 +1,14 @@
 """What is remembered of engines and queues: sums stay right, and nothing piles up."""
 
-from scheduling.estimate import Work
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduling.engine import Engine
+from scheduling.estimate import Work, estimate_finish_s
 from scheduling.limits import Limits
-from scheduling.types import Fault, Prediction, Tick, TurnArrived
+from scheduling.state import Trajectory
+from scheduling.types import EngineLoad, EngineSpec, Fault, Prediction, Tick, TurnArrived
 from tests.scheduling.fleet import MODEL, Fleet
 
 
@@ -16,6 +22,43 @@ def test_an_engine_without_residents_has_no_work() -> None:
     for name in ["b", "a", "c"]:
         fleet.close(name)
     assert fleet.scheduler.engines["A"].facts(fleet.at).work == Work()
+
+
+@given(st.data())
+def test_an_engines_work_is_that_of_its_residents(data: st.DataObject) -> None:
+    """Whoever comes, grows, is foretold otherwise, and goes, in any order: against sums made anew, and against those of
+    the others where one of them might leave. What is the longest, an engine knows a second later."""
+    engine = Engine(EngineSpec("A", frozenset({MODEL}), 4, data.draw(st.sampled_from([0, 9_000]))), EngineLoad(), True)
+    residents: dict[str, tuple[Trajectory, int]] = {}
+    tokens = st.integers(1, 5_000)
+    for at in range(2, 2 + data.draw(st.integers(1, 15))):
+        name = data.draw(st.sampled_from("abcd"))
+        if name in residents and data.draw(st.booleans()):
+            engine.release(name)
+            del residents[name]
+        else:
+            prediction = Prediction(float(data.draw(tokens)), float(data.draw(tokens)))
+            residents[name] = Trajectory(name, 0, "", None, 0.0, 0.0, prediction), data.draw(tokens)
+            engine.claim(*residents[name])
+        facts = engine.facts(float(at))
+        assert sums(facts.work) == pytest.approx(sums(work_of(residents)))
+        assert facts.finish_s == pytest.approx(estimate_finish_s(facts.profile, facts.work))
+        assert facts.kv_claimed == sum(claim for _, claim in residents.values())
+        assert facts.num_trajectories == len(residents)
+        for leaver in residents:
+            others = {name: resident for name, resident in residents.items() if name != leaver}
+            assert sums(engine.work_without(leaver)) == pytest.approx(sums(work_of(others)))
+
+
+def work_of(residents: dict[str, tuple[Trajectory, int]]) -> Work:
+    work = Work()
+    for trajectory, claim in residents.values():
+        work.add(*trajectory.share(claim))
+    return work
+
+
+def sums(work: Work) -> tuple[float, float, float]:
+    return work.longest_tokens, work.total_tokens, work.token_context_products
 
 
 def test_the_longest_of_an_engine_is_found_anew_within_a_second() -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from scheduling.limits import Limits
 from scheduling.order import (
@@ -16,7 +18,8 @@ from scheduling.order import (
     shortest_first,
     weightiest_first,
 )
-from scheduling.types import Prediction
+from scheduling.state import Trajectory
+from scheduling.types import Prediction, TrajectoryState
 
 Order = Callable[[TurnFacts, Limits], float]
 
@@ -62,6 +65,31 @@ def test_of_alike_predictions_the_smaller_context_goes_first_and_of_unlike_ones_
         "small": new(1_000, 1_000), "large": new(1_000, 7_900), "long": new(2_000, 7_900), "longer": new(2_000, 8_100),
     }.items()}  # fmt: skip
     assert key["long"] < key["small"] < key["longer"] < key["large"]
+
+
+@given(st.floats(0, 10**9), st.floats(0, 10), st.integers(0, 10**6), st.integers(0, 3))
+@example(1.0, 0.5, 0, 1)
+@example(1.0, 0.0, 1, 1)
+def test_the_longer_and_the_smaller_is_never_later(total: float, more: float, context: int, wider: int) -> None:
+    """However little is predicted, or asked with: a total or a context of less than one token counts as one."""
+    limits = Limits()
+    assert weightiest_first(new(total + more, context), limits) <= weightiest_first(new(total, context), limits)
+    assert weightiest_first(new(total, context), limits) <= weightiest_first(new(total, context + wider), limits)
+    assert weightiest_first(new(0.5, 0), limits) == weightiest_first(new(1.0, 1), limits) == 0.0
+
+
+@given(st.floats(0, 10**5), st.floats(0, 10**5), st.integers(0, 10**5), st.integers(0, 10**5))
+@example(7.0, 9.0, 7, 1)
+def test_a_turn_and_its_trajectory_agree_on_the_work_to_come(total: float, p90: float, made: int, prompt: int) -> None:
+    """One token at least; of it half is in the mean context. A trajectory that has ended has none before it."""
+    turn = TurnFacts(0, 0, 0.0, prompt, made, Prediction(total, p90))
+    trajectory = Trajectory("t", 0, "", None, 0.0, 0.0, Prediction(total, p90), output_tokens=made)
+    remaining = max(total - made, 1.0)
+    assert turn.remaining_tokens() == trajectory.remaining_tokens() == remaining
+    assert turn.share() == (remaining, prompt + remaining / 2, p90 - made)
+    assert trajectory.share(prompt) == (remaining, prompt + remaining / 2, max(p90 - made, remaining))
+    trajectory.state = TrajectoryState.FINISHED
+    assert trajectory.remaining_tokens() == trajectory.share(prompt)[0] == 0
 
 
 def test_ageing_outweighs_urgency_in_the_end() -> None:

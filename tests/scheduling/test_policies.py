@@ -1,8 +1,13 @@
 """Each policy by its name, on one fleet of two engines with one slot each."""
 
+from dataclasses import replace
+
 import pytest
 
+from scheduling.limits import Limits
+from scheduling.order import TurnFacts
 from scheduling.policy import HEDDLE, POLICIES, ROUND_ROBIN, SLIME, VERL, Policy
+from scheduling.types import Prediction
 from tests.scheduling.fleet import Fleet
 
 
@@ -21,6 +26,28 @@ def test_policies_are_found_by_their_name() -> None:
         "oldest-first power-of-two rank-following remaining-first round-robin shortest-first slime thunderagent verl "
         "verl-hybrid vllm-router"
     )
+
+
+def test_a_policy_is_told_what_is_known_of_a_turn() -> None:
+    """Of its trajectory too: what it made, its last context, and where. A group once said is not said again."""
+    seen: list[TurnFacts] = []
+
+    def note(turn: TurnFacts, limits: Limits) -> float:
+        seen.append(turn)
+        return 0.0
+
+    fleet = Fleet(replace(HEDDLE, order=note))
+    fleet.engine("A")
+    fleet.arrive("other")
+    fleet.finish("other")
+    fleet.arrive("t1", "t", prompt=30, predicted=500, group="g")
+    fleet.finish("t1", prompt=31, output=12)
+    fleet.at = 5.0
+    fleet.arrive("t2", "t", prompt=50, predicted=600)
+    assert seen[1:] == [
+        TurnFacts(1, 1, 0.0, 30, 0, Prediction(500, 500), "g", 0, 0, None),
+        TurnFacts(2, 1, 5.0, 50, 12, Prediction(600, 600), "g", 1, 43, "A"),
+    ]
 
 
 def test_round_robin_sends_each_turn_to_the_next_engine() -> None:

@@ -65,9 +65,13 @@ def test_a_leg_that_just_began_is_left_alone_until_a_tick() -> None:
 def test_one_leg_at_a_time_is_stopped() -> None:
     """The slot that it leaves is for the most urgent; a second urgent turn waits for another."""
     fleet = busy_fleet()
-    fleet.arrive("long", predicted=20_000)
-    assert fleet.arrive("longer", predicted=30_000) == []
-    assert fleet.sent(fleet.pause("short")) == [("longer", "A")]
+    fleet.engine("A", slots=2)
+    fleet.arrive("shorter", predicted=900)
+    fleet.at = 20.0
+    assert fleet.arrive("long", predicted=20_000) == [Preempt("shorter", 1)]
+    assert fleet.arrive("longer", predicted=30_000) == [], "though there is another one to stop"
+    assert fleet.sent(fleet.pause("shorter")) == [("longer", "A")]
+    assert fleet.tick(1.0) == [Preempt("short", 1)]
 
 
 def test_the_least_urgent_of_all_engines_yields() -> None:
@@ -124,12 +128,23 @@ def test_pauses_cost_no_attempt() -> None:
 
 
 def test_a_paused_turn_does_not_move() -> None:
-    """Its KV is at home, in the middle of its answer; only a tool gap is time to move."""
-    fleet = busy_fleet()
-    fleet.arrive("long", predicted=90_000)
-    fleet.engine("B")
-    assert fleet.home("long") == "B"
-    assert fleet.sent(fleet.pause("short")) == [("short", "A")]
+    """Its KV is at home, in the middle of its answer; only a tool gap is time to move. In one it would."""
+    for is_paused in (True, False):
+        fleet = Fleet(PREEMPTING, Limits(preempt_after_s=5), can_preempt=True)
+        fleet.engine("A")
+        fleet.arrive("hog", predicted=90_000)
+        fleet.finish("hog")
+        fleet.arrive("short", predicted=20_000)
+        fleet.at = 10.0
+        assert fleet.arrive("long", predicted=90_000) == [Preempt("short", 1)]
+        fleet.engine("B")
+        fleet.engine("C")
+        assert fleet.home("long") == "B"
+        if is_paused:
+            assert fleet.sent(fleet.pause("short")) == [("short", "A")]
+        else:
+            fleet.finish("short")
+            assert fleet.sent(fleet.arrive("short-2", "short", predicted=20_000)) == [("short-2", "C")]
 
 
 def test_a_leg_stopped_while_its_trajectory_is_aborted_is_refused() -> None:

@@ -1,5 +1,7 @@
 """Trajectories: declared, finished, aborted, idle for too long, forgotten."""
 
+import pytest
+
 from scheduling.limits import Limits
 from scheduling.policy import HEDDLE
 from scheduling.types import (
@@ -139,6 +141,17 @@ def test_an_idle_trajectory_is_finished_after_its_time_to_live_and_forgotten_lat
     assert fleet.tick(19.0) == []
     assert fleet.tick(1.0) == [Forget("t")]
     assert fleet.scheduler.next_wakeup() is None
+
+
+@pytest.mark.parametrize(("ttl_s", "wanted_at"), [(10, 13.0), (30, 20.0)])
+def test_a_tick_is_wanted_when_the_first_time_is_over(ttl_s: float, wanted_at: float) -> None:
+    """That of an active trajectory, idle since 3, or the retention of one that ended at 0."""
+    fleet = Fleet(limits=Limits(trajectory_ttl_s=ttl_s, retention_s=20))
+    fleet.declare("ended")
+    fleet.close("ended")
+    fleet.at = 3.0
+    fleet.declare("active")
+    assert fleet.scheduler.next_wakeup() == wanted_at
 
 
 def test_a_trajectory_with_a_live_turn_is_not_idle() -> None:
