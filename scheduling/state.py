@@ -130,9 +130,10 @@ class Trajectory:
 
     def note_first_prompt(self, asked: TurnArrived, group_id: str) -> None:
         """Its first turn is asked for."""
-        tokens, preamble_id = asked.prompt_tokens, asked.preamble_id
-        preamble_tokens = min(asked.preamble_tokens, tokens) if preamble_id else 0
-        parts = [((asked.model, preamble_id, "", 0), preamble_tokens)] if preamble_tokens else []
+        tokens = asked.prompt_tokens
+        preamble_tokens = min(asked.preamble_tokens, tokens) if asked.preamble_id else 0
+        preamble_id = asked.preamble_id if preamble_tokens else ""
+        parts = [((asked.model, preamble_id, "", 0), preamble_tokens)] if preamble_id else []
         if group_id and tokens > preamble_tokens:
             name = asked.model, preamble_id, group_id, int(_SIZES_PER_DOUBLING * log2(tokens))
             parts.append((name, tokens - preamble_tokens))

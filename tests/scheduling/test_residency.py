@@ -440,6 +440,14 @@ def test_a_preamble_without_a_group_is_held_once_too() -> None:
     assert (engine.kv_claimed, engine.kv_held) == (140, 20 + 3 * 20)
 
 
+def test_a_preamble_of_no_tokens_is_none() -> None:
+    """Behind one that has some, the same group goes on from elsewhere (found by the property below)."""
+    fleet = siblings(kv=1_000)
+    fleet.arrive("bare", prompt=200, group="g", preamble=("q", 0))
+    fleet.arrive("behind", prompt=200, group="g", preamble=("q", 150))
+    assert fleet.scheduler.engines["A"].kv_held == 400
+
+
 def test_adapters_of_one_engine_share_no_prompt() -> None:
     """The same words under another model are other keys and values."""
     fleet = Fleet(limits=Limits(answer_tokens=0))
