@@ -6,18 +6,20 @@ adds to them goes on with that trajectory. Rules:
 - Siblings with equal answers share a digest too. They are handed out in the order in which their answers
   came, and one that is at work is not handed out again, but for the very same request: a retry.
 - A request that branches off at an earlier answer of a trajectory goes on with that trajectory, if it is
-  idle; a branch beside a turn that runs is a new trajectory.
-- A history whose answers are changed (compacted, shortened) is unknown, hence new.
+  idle and nobody else had that answer; a branch beside a turn that runs is a new trajectory.
+- A history whose answers are changed (compacted, shortened) is unknown, hence new; but where only the last
+  answer is not what was given, what was asked before it tells: some frameworks send calls back as text. Not so
+  of a first turn, which siblings share.
 
 Bounded: the least recently used trajectory is forgotten first. Nothing is lost then but the link.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from gateway.messages.transcripts import DIGEST_LENGTH, digest_with_answer, digests_after_answers
+from gateway.messages.transcripts import DIGEST_LENGTH, History
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -40,7 +42,7 @@ class Conversations:
     """The conversations seen lately.
 
     Args:
-        limit: trajectories kept; about 1 KB each at 10 turns.
+        limit: trajectories kept; about 2 KB each at 10 turns.
         turns_kept: turns of a trajectory at which it can still be branched.
     """
 
@@ -62,9 +64,9 @@ class Conversations:
         Cost: linear, 0.2 ms for 100 KB, 2 ms for 1 MB, on one core of a small virtual machine.
         """
         digests, whole = self._digests(body)
-        for digest in reversed(digests):
+        for digest, is_answer in reversed(digests):
             if holders := self._holders.get(digest):
-                trajectory_id = self._choose(holders, digest, whole)
+                trajectory_id = self._choose(holders, digest, is_answer, whole)
                 if trajectory_id is not None:
                     self._known[trajectory_id].asking = whole
                     self._known.move_to_end(trajectory_id)
@@ -84,9 +86,9 @@ class Conversations:
         elif isinstance(answer, dict) and "output" in answer:
             keys = (_key_of_response(answer.get("id")),)
             if not body.get("previous_response_id"):
-                keys += (digest_with_answer(body, answer["output"]),)
+                keys += _keys_of(body, answer["output"])
         else:
-            keys = (digest_with_answer(body, answer),)
+            keys = _keys_of(body, answer)
         self._add(trajectory_id, keys)
 
     def release(self, trajectory_id: str) -> None:
@@ -110,18 +112,30 @@ class Conversations:
             if keys := tuple(dumped.split()):
                 self._add(trajectory_id, keys)
 
-    def _choose(self, holders: list[str], digest: str, whole: str) -> str | None:
-        """First who waits for this very turn, then whose retry this is, then from whom it branches off."""
-        branch = retry = None
+    def _choose(self, holders: list[str], digest: str, is_answer: bool, whole: str) -> str | None:
+        """First who waits for this very turn, then whose retry this is, then from whom it branches off.
+
+        Of several who wait behind equal answers anyone will do; behind equal questions they were answered in different
+        ways, and whose answer this one was, cannot be told.
+        """
+        waiting = retry = None
+        num_waiting = 0
         for trajectory_id in holders:
             known = self._known[trajectory_id]
-            if known.asking is None:
-                if digest in known.turns[-1]:
+            if known.asking is None and digest in known.turns[-1]:
+                if is_answer:
                     return trajectory_id
-                branch = branch or trajectory_id
+                waiting = trajectory_id
+                num_waiting += 1
             elif known.asking == whole:
                 retry = retry or trajectory_id
-        return retry or branch
+        if num_waiting == 1:
+            return waiting
+        return retry or self._branching(holders) or self._branching(self._holders.get(whole, ()))
+
+    def _branching(self, holders: Sequence[str]) -> str | None:
+        """Who goes back to where it was, if nobody else was there."""
+        return holders[0] if len(holders) == 1 and self._known[holders[0]].asking is None else None
 
     def _add(self, trajectory_id: str, keys: tuple[str, ...]) -> None:
         known = self._known.get(trajectory_id)
@@ -149,15 +163,20 @@ class Conversations:
                 if not holders:
                     del self._holders[key]
 
-    def _digests(self, body: Mapping[str, Any]) -> tuple[list[str], str]:
+    def _digests(self, body: Mapping[str, Any]) -> tuple[list[tuple[str, bool]], str]:
+        """Where a request may go on from, and whether that is behind an answer, in order; and the digest of all."""
         if previous := body.get("previous_response_id"):
-            return [_key_of_response(previous)], digests_after_answers(body)[1]
+            return [(_key_of_response(previous), True)], History(body).digest()
         prompt = body.get("prompt")
         if isinstance(prompt, str) and "messages" not in body:
             return self._digests_of_text(prompt.encode("utf-8", "replace"))
-        return digests_after_answers(body)
+        history = History(body)
+        digests = [(digest, True) for digest in history.digests]
+        for digest, num_before in reversed(history.asked):
+            digests.insert(num_before, (digest, False))
+        return digests, history.digest()
 
-    def _digests_of_text(self, prompt: bytes) -> tuple[list[str], str]:
+    def _digests_of_text(self, prompt: bytes) -> tuple[list[tuple[str, bool]], str]:
         """The keys of every known text that this prompt may begin with: one pass, a stop at each known length."""
         hasher = sha256()
         keys = []
@@ -165,7 +184,7 @@ class Conversations:
             blocks = hasher.hexdigest()[:DIGEST_LENGTH]
             block = prompt[start : start + _BLOCK_BYTES]
             lengths = sorted(length for length in self._remainders.get(blocks, ()) if length <= len(block))
-            keys += [_text_key(blocks, hasher, block[:length]) for length in lengths]
+            keys += [(_text_key(blocks, hasher, block[:length]), True) for length in lengths]
             hasher.update(block)
         return keys, hasher.hexdigest()
 
@@ -176,6 +195,14 @@ class Conversations:
         # A stale length costs one hash of a block at most, so they are dropped by age alone.
         while len(self._remainders) > self._limit:
             self._remainders.popitem(last=False)
+
+
+def _keys_of(body: Mapping[str, Any], answer: object) -> tuple[str, ...]:
+    """Of a request with its answer, and of what it asked, where that is not a first turn."""
+    history = History(body)
+    answered, asked = history.digest(answer), history.digest()
+    is_question = history.digests and asked != history.digests[-1]  # and not the beginning of an answer
+    return (answered, asked) if is_question else (answered,)
 
 
 def _key_of_response(response_id: object) -> str:

@@ -28,17 +28,6 @@ _PREAMBLES = ("tools", "functions", "system", "instructions")
 _SYSTEM_ROLES = ("system", "developer")
 
 
-def digests_after_answers(body: Mapping[str, Any]) -> tuple[list[str], str]:
-    """The chain's digest after each answer in a request, oldest first, and after its last message."""
-    history = History(body)
-    return history.digests, history.digest()
-
-
-def digest_with_answer(body: Mapping[str, Any], answer: object) -> str:
-    """The chain's digest after a request and the answer it got: an assistant message, or output items."""
-    return History(body).digest(answer)
-
-
 class History:
     """A request's conversation, read once for all that is asked of it.
 
@@ -47,18 +36,26 @@ class History:
 
     Attributes:
         digests: the chain's after each answer, oldest first.
+        asked: the chain's before each answer but the first, with how many of `digests` came before it.
     """
 
     def __init__(self, body: Mapping[str, Any], hasher: "Hasher | None" = None) -> None:
         self.digests: list[str] = []
+        self.asked: list[tuple[str, int]] = []
         self._hasher: Hasher = hasher or sha256()
         said: list[str] = []
+        was_answered = True
         for answered, pieces in _messages(body):
+            if answered and not was_answered and self.digests:
+                _feed(self._hasher, said)
+                said = []
+                self.asked.append((self._hasher.hexdigest()[:DIGEST_LENGTH], len(self.digests)))
             said += pieces
             if answered:
                 _feed(self._hasher, said)
                 said = []
                 self.digests.append(self._hasher.hexdigest()[:DIGEST_LENGTH])
+            was_answered = answered
         _feed(self._hasher, said)
 
     def digest(self, answer: object = ()) -> str:

@@ -145,6 +145,56 @@ def test_the_longest_known_conversation_wins(conversations: Conversations) -> No
     assert conversations.continued(whole) == "long"
 
 
+def test_answers_that_a_framework_rewrites_are_known_from_the_second_turn_on(conversations: Conversations) -> None:
+    """Where calls come back as text, and results as what the user says, no answer is the one that was given; but a
+    question is the one that was asked, and behind a result it is one trajectory's own."""
+    said = {"role": "assistant", "content": [{"type": "text", "text": "Calling tools:\n[{'id': 'c1'}]"}]}
+    seen = [{"role": "user", "content": [{"type": "text", "text": f"Observation:\n{name}"}]} for name in ("x", "y")]
+    conversations.remember("first", chat(), called("c1"))
+    assert conversations.continued(chat(said, seen[0])) is None
+    conversations.remember("a", chat(said, seen[0]), called("c2"))
+    conversations.remember("b", chat(said, seen[1]), called("c3"))
+    messages = [said, seen[1]]
+    for _ in range(3):
+        messages += [said, seen[0]]
+        assert conversations.continued(chat(*messages)) == "b"
+        conversations.remember("b", chat(*messages), called("c4"))
+    assert conversations.continued(chat(said, seen[0], said, seen[0])) == "a"
+
+
+def test_a_rewritten_answer_is_nobody_elses(conversations: Conversations) -> None:
+    """Siblings that were answered alike once are still told apart when a client puts words into a later answer (a
+    proxy that fills in content where there was none): the question before it tells, not the answer that they share."""
+    asked = {name: chat(called("c1"), result("c1", name)) for name in ("a", "b")}
+    for name in asked:
+        conversations.remember(name, chat(), called("c1"))
+    for name, body in asked.items():
+        conversations.remember(name, body, called(f"{name}2"))
+    filled = called("b2") | {"content": "[empty]"}
+    assert conversations.continued(chat(called("c1"), result("c1", "b"), filled, result("b2", "x"))) == "b"
+
+
+def test_a_branch_from_what_siblings_share_is_new(conversations: Conversations) -> None:
+    """Who of several goes back to an answer that all had cannot be told, unless the question was asked before."""
+    asked = {name: chat(called("c1"), result("c1", name)) for name in ("a", "b")}
+    for name in asked:
+        conversations.remember(name, chat(), called("c1"))
+    for name, body in asked.items():
+        conversations.remember(name, body, called(f"{name}2"))
+    assert conversations.continued(chat(called("c1"), result("c1", "c"))) is None
+    assert conversations.continued(asked["b"]) == "b"
+
+
+def test_rewritten_answers_to_equal_questions_are_new(conversations: Conversations) -> None:
+    """Two asked the very same and were answered in two ways: whose answer it was that was rewritten, nobody knows."""
+    asked = chat(called("c1"), result("c1", "x"))
+    for name in ("a", "b"):
+        conversations.remember(name, asked, called(f"{name}2"))
+    said = {"role": "assistant", "content": "Calling tools"}
+    assert conversations.continued({"messages": [*asked["messages"], said, QUESTION]}) is None
+    assert conversations.continued({"messages": [*asked["messages"], called("b2"), result("b2", "x")]}) == "b"
+
+
 def test_forgotten_is_unknown(conversations: Conversations) -> None:
     """A finished trajectory is never gone on with, and forgetting an unknown one is no error."""
     conversations.remember("a", chat(), called("c1"))
