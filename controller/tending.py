@@ -5,13 +5,16 @@ size is blocked, and the fleet that served last is wanted again; if that is the 
 server. Only an operator's `scale` lifts the block. A spare that ended is let go: the next change does without it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
 
 from controller.journal import Failure, Json, State
 from controller.launcher import Server, ServerState
 from controller.records import spares_record, wanted_record
 from controller.steps import Wanted
+
+Of = TypeVar("Of")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,8 @@ def tend(
     if given_up and _sizes(state.proven) != _sizes(state.wanted):
         wanted = [one if one.server_id in alive else replace(one, server_id=new_id()) for one in state.proven]
         why += "; back to the fleet before"
-    more = {"num_tries": tries, "not_before": not_before}
+    wanted_ids = {one.server_id for one in wanted}
+    more = {"num_tries": _only(tries, wanted_ids), "not_before": _only(not_before, wanted_ids)}
     records.append(wanted_record(wanted, serial(), now, why, **more))
     return records
 
@@ -114,6 +118,10 @@ def tend(
 def held_back(state: State, now: float) -> set[str]:
     """Servers whose pause is not over."""
     return {server_id for server_id, at in state.not_before.items() if at > now}
+
+
+def _only(of: Mapping[str, Of], server_ids: Set[str]) -> dict[str, Of]:
+    return {server_id: value for server_id, value in of.items() if server_id in server_ids}
 
 
 def _sizes(wanted: Sequence[Wanted]) -> list[tuple[str, ...]]:

@@ -138,6 +138,13 @@ def test_a_server_that_served_is_tried_anew() -> None:
     assert len(state.wanted) == 2 and state.blocked_tps == frozenset()
 
 
+def test_tries_of_servers_that_are_wanted_no_more_are_forgotten() -> None:
+    """A server ends now and then for weeks, and all of this is written each time."""
+    state = State(wanted=ONES, proven=ONES, num_tries={"b": 2, "z": 1}, not_before={"z": 1.0}, urls={"b": "http://b"})
+    state = tended(state, [Ended("b", "killed by SIGKILL")])
+    assert state.num_tries.keys() == state.not_before.keys() == {state.wanted[1].server_id}
+
+
 def test_a_long_journal_is_made_short_while_it_is_written(tmp_path: Path) -> None:
     """A controller runs for weeks, and what it notes of each rollout is tens of kilobytes."""
     path = tmp_path / "journal.jsonl"
