@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from store.settings import StoreSettings
@@ -20,7 +21,7 @@ ENTRY_BYTES = 500
 class Operation(NamedTuple):
     """One step of a batch; safe to apply only in its place, once."""
 
-    name: Literal["record", "answer", "turn", "piece", "drop", "state", "forget", "clear"]
+    name: Literal["record", "answer", "turn", "piece", "drop", "state", "forget", "clear", "sweep"]
     id: str
     value: bytes
     part: str = ""
@@ -106,7 +107,8 @@ class Pending:
     def replace_all(self, rewrite: Callable[[], None]) -> None:
         """Let `rewrite` put everything there is, without bound, and clear the record just before that is sent.
 
-        What waits is dropped: it is put again, or is of a trajectory that was forgotten.
+        What waits is dropped: it is put again, or is of a trajectory that was forgotten. Not all pieces are put again,
+        so those of trajectories that have no record then are swept away behind it.
         """
         self._note_put()
         self._entries, self._num_bytes = {}, 0
@@ -123,7 +125,8 @@ class Pending:
         self._num_bytes, self.since = 0, 0.0
         batch = [Operation("clear", "", b"")] if clear else []
         num_bytes = 0
-        for operation in _operations(entries, states):
+        last = [Operation("sweep", "", b"")] if clear else []
+        for operation in chain(_operations(entries, states), last):
             batch.append(operation)
             num_bytes += len(operation.id) + len(operation.value)
             if num_bytes >= self._settings.batch_bytes:

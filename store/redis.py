@@ -8,9 +8,9 @@ What that number tells:
 - the same number: the answer to an earlier try was lost, nothing is to be done;
 - another writer: a later process owns the record, and this one stops writing;
 - a gap or nothing: the server came back with less than it had confirmed, so the owner is asked to put everything
-  again, and the old trajectories are cleared just before that. The same happens when puts had to be dropped. The
-  server notes it until then, for the answer that tells it may be lost as well. While nothing is put, the last number is
-  sent with an empty batch: then one less is a gap, too.
+  again; the old trajectories are cleared just before that, and pieces of no trajectory just after it. The same happens
+  when puts had to be dropped. The server notes it until then, for the answer that tells it may be lost as well. While
+  nothing is put, the last number is sent with an empty batch: then one less is a gap, too.
 
 Keys, after the namespace: `records` (hash: trajectory id to JSON; also the index), `turns:ID` (list of JSON), `answers`
 (hash), `pieces:ID` (hash), `sizes` (hash: trajectory id to bytes of its pieces), `states` (hash), `owner` (hash:
@@ -80,6 +80,13 @@ for i = 5, #ARGV, 4 do
     for _, each in ipairs(redis.call('HKEYS', records)) do redis.call('DEL', prefix .. 'turns:' .. each) end
     redis.call('DEL', records, answers)
     was_lost = false
+  elseif operation == 'sweep' then
+    for _, each in ipairs(redis.call('HKEYS', sizes)) do
+      if redis.call('HEXISTS', records, each) == 0 then
+        redis.call('DEL', prefix .. 'pieces:' .. each)
+        redis.call('HDEL', sizes, each)
+      end
+    end
   end
 end
 is_lost = is_lost or was_lost

@@ -75,6 +75,27 @@ async def test_a_server_set_back_to_any_earlier_state_is_healed(
         await store.close()
 
 
+async def test_pieces_of_what_was_forgotten_do_not_come_back(redis_server: RedisServer) -> None:
+    """A server that is set back has them again, and its owner knows nothing of them; others' pieces stay."""
+    async with _client(redis_server) as redis:
+        await redis.flushdb()
+        store = open_store(redis_server.url(), StoreSettings(**QUICK))
+        store.on_loss(lambda: store.put_trajectory("stays", {"number": 2}))
+        await store.open()
+        for name in ("stays", "goes"):
+            store.put_trajectory(name, {"number": 1})
+            store.put_piece(name, "tokens/1", b"123")
+        assert await store.settle(5.0)
+        before = await _state(redis)
+        store.forget_trajectory("goes")
+        assert await store.settle(5.0)
+        await _set_back(redis, before)
+        await _until(lambda: store.health().num_losses == 1 and store.health().num_pending == 0)
+        assert await store.piece_sizes() == {"stays": 3}
+        assert await store.get_pieces("goes") == {} and await store.get_pieces("stays") == {"tokens/1": b"123"}
+        await store.close()
+
+
 async def test_a_replica_that_takes_over_behind_the_same_address_gets_the_puts(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
