@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests that need nothing that is large, or no machine of their own.
 HERE := not vllm and not npm and not ray and not quiet
 
-.PHONY: help install demo test lint clients nixl tier sleeping text ray real compiled bench fidelity results loop redis vllm clean
+.PHONY: help install demo test lint clients nixl tier sleeping text ray real compiled bench soak fidelity results loop redis vllm clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -73,6 +73,10 @@ bench: install
 	$(BIN)/python -m loadtest.bench.run --write docs/results.md $(if $(SECTIONS),--sections $(SECTIONS)) \
 		$(if $(ONLY),--only "$(ONLY)") $(if $(REPEATS),--repeats $(REPEATS)) $(if $(SECONDS),--seconds $(SECONDS)) \
 		$(if $(RESUME),--resume)
+
+## make soak    a gateway at work, from whose memory, files and connections nothing may grow (ten minutes, or MINUTES=60)
+soak: install
+	$(BIN)/python -m loadtest.soak $(if $(MINUTES),--minutes $(MINUTES))
 
 ## make results every policy on every scenario, in virtual time; goes on where it stopped (BUDGET=60: for an hour)
 results: install

@@ -1,0 +1,217 @@
+"""A gateway under steady work whose resources must stay as they are: `make soak`.
+
+    python -m loadtest.soak --minutes 10
+
+Rollouts follow each other before two simulated engines, of which one is killed and started anew again and again. Some
+agents end well, some never say that they have ended, some leave in the midst of an answer, and some ask what nobody
+knows. Times to live are seconds here, so that what the gateway holds is the last rollouts and nothing of those before.
+Once a second it is looked at from outside. What grows with what has ended is a leak: the run fails where the last third
+of it had more of something than the third before.
+
+Groups come again, for the predictor remembers the newest 20,000 of them, and would grow until it has so many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import median
+from uuid import uuid4
+
+from loadtest.bench.processes import (
+    CLIENT_CORE,
+    SERVER_CORE,
+    answers,
+    family,
+    free_ports,
+    memory_bytes,
+    running,
+    wait_until,
+)
+from loadtest.clients import RequestFailed
+from loadtest.raw_client import RawClient
+from loadtest.replayer import ReplaySettings, replay
+from workloads.laws import draw, law_named
+from workloads.trajectories import Workload
+
+# What a third may have above the one before. A leak of 1 KB a turn is 10 % of the memory in 10,000 turns.
+GROWTH_SHARE, GROWTH_COUNT = 0.1, 5
+NUM_AGENTS = 48
+_ENGINE_LIFE_S = 20.0
+_FORGOTTEN_AFTER_S = 10.0
+_SETTINGS = {
+    "HEDDLE_TRAJECTORY_TTL_S": f"{_FORGOTTEN_AFTER_S / 2}",
+    "HEDDLE_RETENTION_S": f"{_FORGOTTEN_AFTER_S / 2}",
+    "HEDDLE_EVENT_LOG_MAX_BYTES": "1000000",
+    "HEDDLE_MAX_KEPT_ANSWER_BYTES": "1000000",
+    "HEDDLE_BYTE_WORKERS": "1",  # on its one core the gateway would have none
+    "HEDDLE_BYTE_WORKER_TURNS": "16",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a gateway has at one instant, its byte workers included."""
+
+    memory_bytes: float
+    descriptors: float
+    processes: float
+    metric_series: float
+    trajectories: float
+    store_bytes: float
+    event_log_bytes: float
+
+
+def grown(before: Sequence[Sample], after: Sequence[Sample]) -> list[str]:
+    """Of which resources the median of some samples is above that of earlier ones, by more than chance."""
+    names = []
+    for name, was, now in medians(before, after):
+        if now > was * (1 + GROWTH_SHARE) + GROWTH_COUNT:
+            names.append(name)
+    return names
+
+
+def medians(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[str, float, float]]:
+    """Of each resource, by its name."""
+    names = [field.name for field in fields(Sample)]
+    return [(name, *(median([getattr(one, name) for one in part]) for part in (before, after))) for name in names]
+
+
+async def soak(minutes: float, home: Path) -> tuple[list[Sample], int]:
+    """What was seen of a gateway in so many minutes, and how many turns it served.
+
+    Raises:
+        NotStarted: something did not start.
+    """
+    port, *engine_ports = free_ports(3)
+    command = [sys.executable, "-m", "heddle", "serve", "--port", str(port), "--store", f"sqlite:{home}/store.sqlite3"]
+    command += [word for number in engine_ports for word in ("--engine", f"http://127.0.0.1:{number}")]
+    settings = {**_SETTINGS, "HEDDLE_EVENT_LOG": str(home / "events.jsonl")}
+    lives = [_ENGINE_LIFE_S, 2 * 60 * minutes]
+    engines = [
+        asyncio.create_task(_engine_that_dies(number, dialect, life_s, home))
+        for number, dialect, life_s in zip(engine_ports, ("vllm", "sglang"), lives, strict=True)
+    ]
+    log = home / "gateway.log"
+    try:
+        with running(command, SERVER_CORE, log, settings) as pid:
+            await asyncio.to_thread(wait_until, lambda: answers(port, b"simulated"), "the gateway", pid, log)
+            until = time.monotonic() + 60 * minutes
+            playing = asyncio.create_task(_play(f"http://127.0.0.1:{port}/v1", until))
+            samples, page = [], []
+            while not playing.done():
+                page = await _page(port)
+                samples.append(_sample(pid, page, home))
+                await asyncio.wait((playing,), timeout=1.0)
+            playing.result()
+            return samples, round(
+                sum(float(line.split()[-1]) for line in page if line.startswith("heddle_turns_total"))
+            )
+    finally:
+        for engine in engines:
+            engine.cancel()
+        await asyncio.gather(*engines, return_exceptions=True)
+
+
+async def _engine_that_dies(port: int, dialect: str, life_s: float, home: Path) -> None:
+    """An engine that is killed after so long and started anew, for ever."""
+    command = [sys.executable, "-m", "heddle", "sim-engine", "--dialect", dialect, "--port", str(port)]
+    while True:
+        with running([*command, "--speed-up", "20"], CLIENT_CORE, home / f"{dialect}.log") as pid:
+            await asyncio.sleep(life_s)
+            os.killpg(pid, signal.SIGKILL)
+
+
+async def _play(base_url: str, until: float) -> None:
+    """Rollouts, one after the other."""
+    workload = draw(law_named("search"), NUM_AGENTS, 1, scale=0.02, tool_scale=0.2).with_max_turns(6)
+    while time.monotonic() < until:
+        await asyncio.gather(_rollout(base_url, workload), _nonsense(base_url))
+
+
+async def _rollout(base_url: str, workload: Workload) -> None:
+    """Each trajectory is new. A third of rollouts is finished, a third just ends, and of a third all agents leave."""
+    rollout_id = uuid4().hex
+    ending = int(rollout_id, 16) % 3
+    settings = ReplaySettings(
+        base_url,
+        model="simulated",
+        client="raw",
+        identity=("header", "path", "none")[int(rollout_id[:8], 16) % 3],
+        stream_share=0.5,
+        finish=ending == 0,
+        calibrate=False,
+        rollout_id=rollout_id,
+    )
+    with suppress(TimeoutError):
+        async with asyncio.timeout(1.0 if ending == 1 else None):
+            await replay(workload, settings, queued_source=None)
+
+
+async def _nonsense(base_url: str) -> None:
+    """Paths, models and trajectories that nobody has heard of."""
+    client = RawClient(base_url, "none", max_retries=0, timeout_s=60)
+    for path in (f"/{uuid4().hex}", f"/trajectories/{uuid4().hex}/finish", f"/models/{uuid4().hex}", "/messages"):
+        with suppress(RequestFailed):
+            await client.post(path)
+    await client.aclose()
+
+
+async def _page(port: int) -> list[str]:
+    """The lines of the gateway's metrics that are values."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    page = (await reader.read()).decode()
+    writer.close()
+    return [line for line in page.partition("\r\n\r\n")[2].splitlines() if line and not line.startswith("#")]
+
+
+def _sample(pid: int, page: list[str], home: Path) -> Sample:
+    [trajectories] = [line.split()[1] for line in page if line.startswith("heddle_trajectories ")]
+    processes = family(pid)
+    return Sample(
+        memory_bytes=memory_bytes(pid),
+        descriptors=sum(_num_descriptors(member) for member in processes),
+        processes=len(processes),
+        metric_series=len(page),
+        trajectories=float(trajectories),
+        store_bytes=sum(path.stat().st_size for path in home.glob("store.sqlite3*")),
+        event_log_bytes=sum(path.stat().st_size for path in home.glob("events.jsonl*")),
+    )
+
+
+def _num_descriptors(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:  # it ended just now
+        return 0
+
+
+def main() -> int:
+    """The table, and 1 where something has grown."""
+    parser = argparse.ArgumentParser(description="Looks for what a gateway does not let go of.")
+    parser.add_argument("--minutes", type=float, default=10.0, help="a third of them is for warming up")
+    minutes = parser.parse_args().minutes
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+        samples, num_turns = asyncio.run(soak(minutes, Path(home)))
+    third = len(samples) // 3
+    before, after = samples[third : 2 * third], samples[2 * third :]
+    print(f"| {num_turns:,} turns in {minutes:g} minutes, medians | second third | last third |\n|---|---|---|")
+    for name, was, now in medians(before, after):
+        print(f"| {name.replace('_', ' ')} | {was:,.0f} | {now:,.0f} |")
+    names = grown(before, after)
+    print(f"\n{'grown: ' + ', '.join(names) if names else 'nothing has grown'}")
+    return 1 if names else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
