@@ -3,12 +3,14 @@
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engines.token_ids import TokenIds
 from engines.tokens import Piece, Rendered
 from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
 from gateway.turns.ask import Ask
-from gateway.turns.chain import Chain, Diverged
+from gateway.turns.chain import Chain, Diverged, Said
 from gateway.turns.frames import Frame
 from gateway.turns.splice import joined
 from gateway.turns.voices import ParsedVoice
@@ -43,6 +45,83 @@ def test_an_answer_that_had_only_the_beginning_of_a_character_begins_anew() -> N
     assert say(chain, ([0xE4], ""), ([0xB8], "")) == ""
     chain.mend(["", ""])
     assert chain.output_ids == []
+
+
+@settings(max_examples=300)
+@given(st.text("ab\u00e9\u4e16\U0001f702", min_size=1, max_size=8), st.booleans(), st.booleans(), st.data())
+def test_whatever_breaks_off_each_token_is_told_once(
+    text: str, tells: bool, grammar: bool, data: st.DataObject
+) -> None:
+    """Tokens are the bytes of the text, in events of some; legs break off anywhere, the gateway is killed, and weights
+    change meanwhile. Text, tokens, log-probabilities and versions are those of one leg that never broke off."""
+    made = list(text.encode())
+    chain, version, told = chain_of(grammar=grammar, tells=tells), 1, Told()
+    whose: list[set[str]] = [set() for _ in made]
+    for num_left in reversed(range(data.draw(st.integers(1, 5)))):
+        if chain.output_ids:
+            if data.draw(st.sampled_from([False, False, True]), "the gateway is killed"):
+                told, saved = Told(), chain
+                chain = chain_of(grammar=grammar, tells=tells)
+                chain.restore(saved.output_ids, saved.logprobs, saved.versions)
+            else:
+                chain.drop_doubtful()
+                assert tells or all(len(whose[at]) == 1 for at in range(len(chain.output_ids))), "nothing is in doubt"
+            told.hear(chain.mend([complete(ids) for ids in chain.candidates()]))
+        chain.begin_leg()
+        first = at = len(chain.output_ids)
+        assert made[:at] == chain.output_ids and (not grammar or at == 0)
+        while chain.finish_reason is None and (not num_left or data.draw(st.integers(0, 5), "goes on")):
+            older, version = version, version + data.draw(st.sampled_from([0, 0, 1]))
+            until = min(at + data.draw(st.sampled_from([1, 2, 3, 0])), len(made))
+            is_sure = at == first or until == at + 1
+            whose[at:until] = [{f"v{version}"} if is_sure else {f"v{older}", f"v{version}"}] * (until - at)
+            entries = [{"logprob": -1.0 * place} for place in range(at, until)]
+            fresh = complete(made[:until])[len(complete(made[:at])) :]
+            reason = "stop" if until == len(made) else None
+            told.hear(chain.add(Piece(made[at:until], fresh, entries, finish_reason=reason), f"v{version}"))
+            at = until
+        if chain.finish_reason is not None:
+            break
+    assert (chain.output_ids, chain.text) == (made, text)
+    assert list(chain.chosen_logprobs or ()) == [-1.0 * place for place in range(len(made))]
+    assert [span.start for span in chain.versions] + [len(made)] == [0] + [span.end for span in chain.versions]
+    assert all(span.version in whose[at] for span in chain.versions for at in range(span.start, span.end))
+    if tells:
+        assert ("".join(told.texts), told.ids) == (text, made)
+        assert told.logprobs == chain.told_logprobs == chain.logprobs
+
+
+def test_what_of_the_prompt_was_cached_is_told_by_the_first_leg() -> None:
+    """Its first word of it; a later leg finds the whole prompt, and what was made, in its own engine's cache."""
+    chain = chain_of()
+    chain.begin_leg()
+    for piece in (Piece([1], "a"), Piece([2], "b", cached_tokens=64), Piece([3], "c", cached_tokens=80)):
+        chain.add(piece, "v1")
+    assert chain.cached_tokens == 64
+    silent = chain_of()
+    say(silent, ([1], "a"))
+    silent.begin_leg()
+    silent.add(Piece([2], "b", cached_tokens=80), "v1")
+    assert silent.cached_tokens is None
+
+
+class Told:
+    """What a client has heard."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.ids: list[int] = []
+        self.logprobs: list[Any] = []
+
+    def hear(self, said: Said) -> None:
+        self.texts.append(said.text)
+        self.ids += said.ids
+        self.logprobs += said.logprobs
+
+
+def complete(ids: list[int]) -> str:
+    """The text of bytes, as far as its characters are complete."""
+    return bytes(ids).decode(errors="ignore")
 
 
 @pytest.mark.parametrize("includes", [False, True])
