@@ -255,7 +255,7 @@ def _id(value: object, where: str) -> str | None:
     elif isinstance(value, str):
         text = value.strip()
     elif isinstance(value, int) and not isinstance(value, bool):
-        text = str(value) if abs(value) <= 2**63 else "x" * (MAX_ID_LENGTH + 1)
+        text = str(value)
     else:
         raise IdentityError(f"The id in {where} must be a string.")
     if len(text) > MAX_ID_LENGTH:

@@ -185,6 +185,10 @@ def test_each_claude_code_agent_is_its_own_trajectory() -> None:
     nested = identity(headers=session | {"x-claude-code-agent-id": "a2", "x-claude-code-parent-agent-id": "a1"})
     assert [found.trajectory_id for found in (main, sub, nested)] == ["s", "s:a1", "s:a2"]
     assert [found.parent_id for found in (main, sub, nested)] == [None, "s", "s:a1"]
+    blank = identity(headers=session | {"x-claude-code-agent-id": " ", "x-dynamo-parent-session-id": "p"})
+    named = identity("/t/own/v1/messages", headers=session | {"x-claude-code-agent-id": "a1"})
+    assert (blank.trajectory_id, blank.parent_id) == ("s", "p"), "who is no subagent may still say whose it is"
+    assert (named.trajectory_id, named.parent_id) == ("own", None), "its session is not what it goes by"
 
 
 def test_threads_of_one_session_are_distinct_trajectories() -> None:
@@ -219,7 +223,8 @@ def test_agentic_context_may_be_a_json_string() -> None:
 def test_group_and_rollout_come_from_header_then_metadata() -> None:
     """The header wins, as with ids; without either there is none."""
     metadata = {"metadata": {"group_id": "g2", "rollout_id": "r2"}}
-    assert identity(body=metadata).group_id == "g2"
+    in_body = identity(body=metadata)
+    assert (in_body.group_id, in_body.rollout_id) == ("g2", "r2")
     found = identity(headers={"x-group-id": "g1", "x-rollout-id": "r1"}, body=metadata)
     assert (found.group_id, found.rollout_id) == ("g1", "r1")
 
@@ -233,6 +238,10 @@ def test_hints_come_from_headers_then_nvext_then_agentic_context() -> None:
     assert identity(body=body).hints == Hints(5, 1, 1024, 2.5)
     headers = {"x-dynamo-request-priority": "-3", "x-dynamo-request-strict-priority": "2"}
     assert identity(headers=headers, body=body).hints == Hints(-3, 2, 1024, 2.5)
+    assert identity(body={"nvext": body["nvext"]}).hints == Hints(5, 1, 1024, None)
+    assert identity(body={"vllm_xargs": body["vllm_xargs"]}).hints == Hints(9, None, 7, 2.5)
+    for name, hints in zip(headers, (Hints(priority=-3), Hints(strict_priority=2)), strict=True):
+        assert identity(headers={name: headers[name]}).hints == hints
 
 
 @pytest.mark.parametrize("bad", ["high", None, [], {}, True, 10**30, 1.5, -(10**12)])
@@ -243,6 +252,40 @@ def test_a_hint_of_the_wrong_type_is_ignored(bad: object) -> None:
     assert identity(body={"nvext": bad}).hints == Hints()
     for said in ("urgent", "--5", "5-", "-", "1_0", "9" * 30):
         assert identity(headers={"x-dynamo-request-priority": said}).hints == Hints()
+
+
+@pytest.mark.parametrize(
+    ("said", "understood"),
+    [(5, 5), (5.0, 5), (-(2**31) + 1, -(2**31) + 1), (2**31 - 1, 2**31 - 1), (2**31, None), (-(2**31), None), (0, 0)],
+)
+def test_a_priority_is_what_engines_take_for_one(said: float, understood: int | None) -> None:
+    """A whole number of 32 bits, however it is written."""
+    priority = identity(body={"nvext": {"agent_hints": {"priority": said}}}).hints.priority
+    assert (priority, type(priority)) == (understood, type(understood))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "hints"),
+    [
+        (1, 0.5, Hints(expected_output_tokens=1, deadline_s=0.5)),
+        (2**31 - 1, 2**31 - 1, Hints(expected_output_tokens=2**31 - 1, deadline_s=float(2**31 - 1))),
+        (2**31, 2**31, Hints()),
+        (0, 0, Hints()),
+        (-1, -1, Hints()),
+        (True, True, Hints()),
+        ("9", "9", Hints()),
+    ],
+)
+def test_tokens_and_seconds_are_more_than_none(tokens: object, seconds: object, hints: Hints) -> None:
+    """What else is said of them is nothing said."""
+    context = {"expected_output_length": tokens, "deadline_seconds": seconds}
+    assert identity(body={"vllm_xargs": {"agentic_context": context}}).hints == hints
+
+
+@pytest.mark.parametrize("number", [0, -5, 2**63, 2**64 - 1])
+def test_a_number_is_an_id(number: int) -> None:
+    """Any that JSON brings: hashes have 64 bits."""
+    assert identity(body={"program_id": number}).trajectory_id == str(number)
 
 
 def test_a_parent_may_be_named_without_claude_code() -> None:
