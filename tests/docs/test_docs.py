@@ -13,11 +13,13 @@ from gateway import metrics
 from gateway.config import Settings
 from gateway.passthrough import PASSTHROUGH_ROUTES
 from gateway.turns.turns import TURN_ROUTES
+from heddle.cli import _VERBS as VERBS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\[([^]]*)\]\(([^)\s]+)\)")
 METRIC = re.compile(r"heddle_[a-z_]+")
+ROOMS = "controller|deploy|engines|gateway|heddle|keeper|loadtest|predictor|scenarios|scheduling|simulator|store|tests"
 COMMIT = re.compile(r"\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7}\b")
 
 
@@ -64,6 +66,33 @@ def commits() -> set[str]:
 def test_every_commit_that_is_named_can_be_checked_out(page: Path, commits: set[str]) -> None:
     """A figure of a commit that nobody has cannot be made again."""
     assert set(COMMIT.findall(page.read_text())) - commits == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_that_is_named_is_there(page: Path) -> None:
+    """Targets of make, modules of ours, verbs of `heddle` and their flags, files of the repository."""
+    text = page.read_text()
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:`|^)make ([a-z]+)", text, re.MULTILINE)) <= targets
+    for name in re.findall(rf"python -m ((?:{ROOMS})[.a-z_]+)", text):
+        assert (ROOT / f"{name.replace('.', '/')}.py").exists(), name
+    for path in re.findall(rf"(?<![\w/.-])(?:\.\./)?((?:{ROOMS})/[\w/.-]+\.(?:toml|py|sh|csv|yaml))", text):
+        assert (ROOT / path).exists(), path
+    modules = {verb: module for verb, _, module in VERBS}
+    for verb, words in re.findall(r"(?:`|^)heddle ([a-z-]+)([^`|#\n]*)", text, re.MULTILINE):
+        source = (ROOT / f"{modules[verb].replace('.', '/')}.py").read_text()
+        for flag in re.findall(r"(?<= )--[a-z][a-z-]*", words.partition(" -- ")[0]):
+            assert f'"{flag}"' in source, f"heddle {verb} {flag}"
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    """By links from page to page."""
+    found, new = set(), {ROOT / "README.md"}
+    while new:
+        found |= new
+        links = {(page, target.partition("#")[0]) for page in new for _, target in LINK.findall(page.read_text())}
+        new = {(page.parent / path).resolve() for page, path in links if path.endswith(".md")} - found
+    assert set(PAGES) <= found
 
 
 def test_every_setting_is_documented_as_it_is() -> None:
