@@ -54,10 +54,6 @@ class Admission:
             return False
         return self.may_serve(engine, turn) and self.claims_giving_way(engine, turn) is not None
 
-    def fits(self, engine: Engine, turn: Turn) -> bool:
-        """Whether a turn may run on an engine now, if the idle claims that must give way do so."""
-        return self.has_room(engine) and self.claims_giving_way(engine, turn) is not None
-
     def claims_giving_way(self, engine: Engine, turn: Turn) -> list[str] | None:
         """Who must lose their claims at an engine so that a turn may run there; None when it may not."""
         return [] if self._residency is None else self._residency.enter(engine, turn, self.at, self._limits)

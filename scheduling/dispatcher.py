@@ -226,13 +226,10 @@ class Dispatcher:
         self.fill(engine, actions)
 
     def _better_home(self, turn: Turn, home: Engine) -> Engine | None:
-        policy = self._policy
         is_in_tool_gap = len(turn.trajectory.turns) == 1 and not turn.kept_tokens
-        if policy.move is None or not is_in_tool_gap:
+        if self._policy.move is None or not is_in_tool_gap:
             return None
-        if not policy.moves_from_free_homes and self._admission.fits(home, turn):
-            return None
-        may_go = self._admission.may_serve if policy.assigns else self._admission.may_enter
+        may_go = self._admission.may_serve if self._policy.assigns else self._admission.may_enter
         return self._chooser.better_home(turn, home, lambda engine: may_go(engine, turn), self.at)
 
     def place_homeless(self, model: str, actions: list[Action]) -> None:

@@ -18,8 +18,7 @@ class Policy:
         holds_turns: turns wait here until their engine has a free slot; else the engine queues them.
         assigns: a trajectory has a home from its arrival, and waits for it; else the first engine with room takes it.
         residency: who may have KV on an engine; None where engines evict as they like.
-        move: where a trajectory goes from its home at a tool return; None: nowhere.
-        moves_from_free_homes: it may do so though it could run at home at once.
+        move: where a trajectory goes from its home at a tool return, though it could run there at once; None: nowhere.
         preempts: a waiting turn that is much more urgent than a running one takes its slot, where the driver can do so.
         partition: how ranks are given to engines; None where `place` and `move` do not look at them.
     """
@@ -32,7 +31,6 @@ class Policy:
     assigns: bool = False
     residency: Residency | None = None
     move: placement.Move | None = None
-    moves_from_free_homes: bool = False
     preempts: bool = False
     partition: rank_groups.Partition | None = None
 
@@ -45,7 +43,6 @@ HEDDLE = Policy(
     place=placement.least_estimated_finish,
     residency=HELD,
     move=placement.lower_the_latest,
-    moves_from_free_homes=True,
 )
 
 # The paper to the letter (arXiv 2603.28101): longest remaining first, trajectories on engines by rank, moved when their
@@ -56,7 +53,6 @@ HEDDLE_PAPER = Policy(
     place=rank_groups.in_rank_group,
     assigns=True,
     move=rank_groups.follow_rank,
-    moves_from_free_homes=True,
     preempts=True,
     partition=heddle_groups,
 )
@@ -79,10 +75,9 @@ RANK_FOLLOWING = replace(
     name="rank-following",
     place=rank_groups.in_rank_group,
     move=rank_groups.follow_rank,
-    moves_from_free_homes=True,
     partition=heddle_groups,
 )
-LOAD_STEALING = replace(HEDDLE, name="load-stealing", move=baselines.steal_kv_load, moves_from_free_homes=True)
+LOAD_STEALING = replace(HEDDLE, name="load-stealing", move=baselines.steal_kv_load)
 
 # --- what others do; their engines queue for themselves ---------------------------------------------------------
 
@@ -102,7 +97,6 @@ VERL_HYBRID = replace(
     name="verl-hybrid",
     place=baselines.round_robin_or_least_loaded,
     move=baselines.to_least_loaded_if_unbalanced,
-    moves_from_free_homes=True,
 )
 VLLM_ROUTER = replace(VERL, name="vllm-router", place=baselines.fewest_trajectories)
 THUNDERAGENT = replace(
@@ -112,7 +106,7 @@ THUNDERAGENT = replace(
     place=baselines.most_free_kv,
     residency=PAUSED,
 )
-CMLFQ = replace(VERL, name="cmlfq", place=buckets.start_short, move=buckets.move_up, moves_from_free_homes=True)
+CMLFQ = replace(VERL, name="cmlfq", place=buckets.start_short, move=buckets.move_up)
 
 POLICIES = {
     policy.name: policy

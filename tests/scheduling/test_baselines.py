@@ -15,7 +15,7 @@ from scheduling.baselines import (
 )
 from scheduling.estimate import Work
 from scheduling.limits import Limits
-from scheduling.order import TurnFacts
+from scheduling.order import TurnFacts, first_come_first_served
 from scheduling.placement import UNMEASURED, EngineFacts
 from scheduling.policy import CACHE_AWARE, LOAD_STEALING, THUNDERAGENT, VERL_HYBRID, VLLM_ROUTER
 from scheduling.types import Dispatch, Fault, Prediction
@@ -153,6 +153,28 @@ def test_a_new_program_waits_while_active_contexts_fill_the_engine() -> None:
     assert fleet.arrive("new", prompt=60) == []
     assert fleet.tick(1.0) == []
     assert fleet.sent(fleet.tick(1.0)) == [("new", "A")]
+
+
+def test_who_waits_for_room_holds_back_all_behind_it() -> None:
+    """ThunderAgent's queue is one: a new program with a longer context does not pass, though it would fit elsewhere."""
+    fleet = Fleet(replace(THUNDERAGENT, order=first_come_first_served), Limits(entry_patience_s=1_800))
+    fleet.engine("A", slots=8, kv=100)
+    fleet.arrive("runs", prompt=50)
+    assert fleet.arrive("large", prompt=60) == []
+    assert fleet.arrive("small", prompt=10) == []
+    assert fleet.tick(1.0) == []
+    assert fleet.sent(fleet.close("runs", abort=True)) == []
+    assert fleet.sent(fleet.fail("runs", fault=Fault.CLOSED)) == [("large", "A"), ("small", "A")]
+
+
+def test_residents_are_looked_at_though_no_turn_waits() -> None:
+    """On whichever engine they are."""
+    fleet = Fleet(THUNDERAGENT)
+    fleet.engine("A")
+    fleet.engine("B")
+    assert fleet.scheduler.next_wakeup() is None
+    fleet.arrive("runs")
+    assert fleet.scheduler.next_wakeup() == 1.0
 
 
 def test_a_program_resumes_by_force_when_it_has_waited_for_long() -> None:

@@ -179,6 +179,14 @@ def test_a_turn_that_came_before_its_home_goes_there_when_it_reports() -> None:
     assert dispatch == Dispatch("a2", 1, "A", -1000, "home")
 
 
+def test_of_those_that_come_home_the_most_urgent_goes_first() -> None:
+    """Whatever model each of them asks for."""
+    fleet = Fleet(records=[record("t", "A"), record("u", "A")])
+    fleet.arrive("t1", "t", model="x", predicted=10)
+    fleet.arrive("u1", "u", model="y", predicted=5_000)
+    assert fleet.sent(fleet.engine("A", models=("x", "y"))) == [("u1", "A")]
+
+
 def test_an_engine_that_reports_cordoned_takes_nothing() -> None:
     """It may hold residents of an earlier process, and gets no turn."""
     fleet = Fleet(records=[record("a", "A")])

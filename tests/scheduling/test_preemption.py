@@ -62,6 +62,31 @@ def test_a_leg_that_just_began_is_left_alone_until_a_tick() -> None:
     assert fleet.tick(1.0) == [Preempt("fresh", 1)]
 
 
+def test_a_resident_that_waits_takes_a_slot_at_a_tick() -> None:
+    """What runs had just begun when it came back."""
+    fleet = Fleet(PREEMPTING, Limits(preempt_after_s=5), can_preempt=True)
+    fleet.engine("A")
+    fleet.arrive("m1", "m", predicted=20_000)
+    fleet.finish("m1")
+    fleet.arrive("short")
+    assert fleet.arrive("m2", "m", predicted=20_000) == []
+    assert fleet.tick(4.0) == []
+    assert fleet.tick(1.0) == [Preempt("short", 1)]
+
+
+def test_a_turn_that_is_stopped_again_claims_what_it_made_once() -> None:
+    """What it tells at each stop is all that it has made."""
+    fleet = busy_fleet()
+    fleet.arrive("long", predicted=20_000)
+    fleet.pause("short", output=7)
+    fleet.finish("long")
+    fleet.at += 10.0
+    assert fleet.arrive("long2", "long", predicted=20_000) == [Preempt("short", 2)]
+    fleet.pause("short", leg=2, output=12)
+    fleet.finish("long2")
+    assert fleet.claims("A")["short"] == 30 + 12
+
+
 def test_one_leg_at_a_time_is_stopped() -> None:
     """The slot that it leaves is for the most urgent; a second urgent turn waits for another."""
     fleet = busy_fleet()

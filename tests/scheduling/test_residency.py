@@ -12,11 +12,11 @@ from scheduling.arrival import trajectory_of, turn_of
 from scheduling.engine import Engine
 from scheduling.limits import Limits
 from scheduling.placement import UNMEASURED
-from scheduling.policy import HEDDLE, VERL, Policy
+from scheduling.policy import HEDDLE, VERL
 from scheduling.prompts import Prompts
 from scheduling.residency import claims_beyond_capacity
 from scheduling.state import Trajectory, Turn, TurnState
-from scheduling.types import Dispatch, EngineLoad, EngineSpec, Fault, Prediction, TurnArrived
+from scheduling.types import Dispatch, EngineLoad, EngineSpec, Fault, Prediction, TrajectoryDeclared, TurnArrived
 from tests.scheduling.fleet import Fleet, record
 
 
@@ -55,15 +55,20 @@ def test_a_resident_that_returns_beyond_the_capacity_enters_anew() -> None:
     assert fleet.sent(fleet.finish("b", prompt=10, output=10)) == [("a2", "A")]
 
 
-def test_when_contexts_outgrow_an_engine_the_least_urgent_idle_resident_leaves() -> None:
-    """Of two in tool calls the one with less predicted work gives its claim up; the running one keeps its own."""
-    fleet = fleet_with_one_in_tool()
-    fleet.arrive("b", predicted=5_000, prompt=20)
-    fleet.finish("b", prompt=20, output=10)
-    fleet.arrive("c", prompt=10)
-    assert fleet.claims("A") == {"a": 50, "b": 30, "c": 10}
-    fleet.progress("c", 1, 11)
-    assert fleet.claims("A") == {"b": 30, "c": 21}
+@pytest.mark.parametrize(("predicted", "left"), [(5_000, {"b": 30, "c": 21}), (500, {"a": 50, "c": 21})])
+def test_when_contexts_outgrow_an_engine_the_least_urgent_idle_resident_leaves(
+    predicted: float, left: dict[str, int]
+) -> None:
+    """Of two in tool calls the one with less predicted work gives its claim up; the running one keeps its own. So it is
+    where the end of a turn tells how long its context has become."""
+    for is_end in (False, True):
+        fleet = fleet_with_one_in_tool()
+        fleet.arrive("b", predicted=predicted, prompt=20)
+        fleet.finish("b", prompt=20, output=10)
+        fleet.arrive("c", prompt=10, predicted=9_000)
+        assert fleet.claims("A") == {"a": 50, "b": 30, "c": 10}
+        _ = fleet.finish("c", prompt=10, output=11) if is_end else fleet.progress("c", 1, 11)
+        assert fleet.claims("A") == left
 
 
 def test_who_gave_a_claim_up_enters_wherever_there_is_room() -> None:
@@ -188,24 +193,24 @@ def test_a_first_turn_that_fails_leaves_no_claim() -> None:
 
 
 def test_a_trajectory_that_made_nothing_has_no_home() -> None:
-    """The next turn after a failed first one goes wherever there is room."""
+    """The next turn after a failed first one goes where it ends soonest, though there is room where it was."""
     fleet = Fleet()
-    fleet.engine("A")
+    fleet.engine("A", slots=2)
     fleet.arrive("a")
     fleet.fail("a", fault=Fault.CLIENT_LEFT)
-    fleet.arrive("b")
-    fleet.engine("B")
+    fleet.arrive("b", predicted=90_000)
+    fleet.engine("B", slots=2)
     assert fleet.home("b") == "A"
     assert fleet.sent(fleet.arrive("a2", "a")) == [("a2", "B")]
 
 
-def busy_home(far_more_work: bool = True, policy: Policy = HEDDLE) -> Fleet:
+def busy_home() -> Fleet:
     """Trajectory `m` in a tool call at A, whose only slot `hog` has."""
-    fleet = Fleet(policy)
+    fleet = Fleet(HEDDLE)
     fleet.engine("A")
     fleet.arrive("m", predicted=20_000)
     fleet.finish("m", prompt=900, output=100)
-    fleet.arrive("hog", predicted=50_000 if far_more_work else 20)
+    fleet.arrive("hog", predicted=50_000)
     return fleet
 
 
@@ -216,14 +221,6 @@ def test_a_trajectory_moves_from_a_late_engine_to_an_idle_one() -> None:
     (dispatch,) = fleet.arrive("m2", "m", prompt=1_000, predicted=20_000)
     assert isinstance(dispatch, Dispatch) and (dispatch.engine_id, dispatch.why) == ("B", "moved from A")
     assert set(fleet.claims("A")) == {"hog"} and set(fleet.claims("B")) == {"m"}
-
-
-def test_a_trajectory_stays_where_it_can_run_at_once() -> None:
-    """For a policy that moves from full homes only: a move costs a prefill, a free slot at home costs nothing."""
-    fleet = busy_home(policy=replace(HEDDLE, moves_from_free_homes=False))
-    fleet.engine("B")
-    fleet.finish("hog")
-    assert fleet.sent(fleet.arrive("m2", "m", prompt=1_000, predicted=20_000)) == [("m2", "A")]
 
 
 def test_a_trajectory_stays_when_a_later_engine_sets_the_makespan() -> None:
@@ -455,6 +452,17 @@ def test_adapters_of_one_engine_share_no_prompt() -> None:
     for name, model in (("a", "x"), ("b", "y"), ("c", "y")):
         fleet.arrive(name, prompt=30, group="g", preamble=("p", 20), model=model)
     assert fleet.scheduler.engines["A"].kv_held == 60
+
+
+def test_the_group_that_was_declared_is_that_of_the_prompt() -> None:
+    """A client that declared its trajectory need not name its group again; one that did not may name it then."""
+    fleet = siblings(40)
+    fleet.declare("declared")  # of group g
+    fleet.handle(TrajectoryDeclared(fleet.at, "named", Prediction(1_000.0, 1_000.0)))
+    fleet.arrive("declared-1", "declared", prompt=40)
+    fleet.arrive("named-1", "named", prompt=40, group="g")
+    engine = fleet.scheduler.engines["A"]
+    assert (engine.kv_claimed, engine.kv_held) == (125, 45)
 
 
 def test_a_prompt_that_was_estimated_too_long_is_cut_in_proportion() -> None:
