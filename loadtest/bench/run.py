@@ -156,10 +156,10 @@ def _about(options: argparse.Namespace, repeats: int) -> str:
     load = os.getloadavg()[0]
     part = "" if options.scale == 1 else f"only {options.scale:g} of the streams and trajectories, "
     times = "1 repeat" if repeats == 1 else f"{repeats} repeats"
+    shown = "" if repeats == 1 else "; medians, in brackets the smallest and the largest"
     return (
         f"Commit {_commit()}, seed {options.seed}, {times} of {options.seconds:g} s, {part}{os.cpu_count()} cores of "
-        f"{_processor()}, load average {load:.1f} at the end, Python {platform.python_version()}{_build()}; "
-        f"medians, in brackets the smallest and the largest."
+        f"{_processor()}, load average {load:.1f} at the end, Python {platform.python_version()}{_build()}{shown}."
     )
 
 
