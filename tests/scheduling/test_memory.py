@@ -129,6 +129,21 @@ def test_after_its_pause_a_turn_goes_where_its_policy_says() -> None:
     assert fleet.sent(fleet.tick(2.0)) == [("t", "B")]
 
 
+def test_it_does_so_though_one_before_it_fits_nowhere() -> None:
+    """A more urgent one waits for room at C; of the other two engines it goes to the one that ends sooner."""
+    fleet = Fleet()
+    for engine_id in "ABC":
+        fleet.engine(engine_id, slots=2, kv=1_000)
+    fleet.arrive("t")
+    for leg in (1, 2, 3):
+        fleet.fail("t", leg=leg, fault=Fault.BUSY)
+    fleet.arrive("much", predicted=90_000, prompt=100)
+    fleet.arrive("little", predicted=500, prompt=100)
+    assert [fleet.home(name) for name in ("much", "little", "t")] == ["A", "B", "C"]
+    assert fleet.arrive("large", predicted=500_000, prompt=950) == []
+    assert fleet.sent(fleet.tick(2.0)) == [("t", "B"), ("large", "C")]
+
+
 def test_time_does_not_run_backwards() -> None:
     """Drivers read their clock before they wait for their turn to speak: a stale instant counts as now."""
     fleet = Fleet(limits=Limits(queue_timeout_s=10))

@@ -2,7 +2,8 @@
 
 import pytest
 
-from scheduling.types import Fault
+from scheduling.limits import Limits
+from scheduling.types import Fault, Refusal, Reject
 from tests.scheduling.fleet import Fleet
 
 
@@ -85,3 +86,14 @@ def test_an_engine_that_is_lost_while_it_gathers_room_for_one_that_lived_there_i
     fleet.lose("B")
     fleet.finish("b", prompt=40)  # said of an engine that is no more
     assert fleet.sent(fleet.engine("C", slots=8, kv=200)) == [("a-2", "C"), ("entrant", "C")]
+
+
+def test_a_full_queue_refuses_no_resident_that_goes_at_once() -> None:
+    """Its home gathers room for a more urgent one, whom residents may pass."""
+    fleet = Fleet(limits=Limits(max_waiting_turns=1))
+    fleet.engine("A", slots=2, kv=100)
+    fleet.arrive("m1", "m", prompt=40)
+    fleet.finish("m1", prompt=40, output=10)
+    assert fleet.arrive("large", prompt=60, predicted=90_000) == []
+    assert fleet.sent(fleet.arrive("m2", "m", prompt=50)) == [("m2", "A")]
+    assert fleet.arrive("new", prompt=10) == [Reject("new", Refusal.QUEUE_FULL, 5.0)]

@@ -161,6 +161,18 @@ def test_a_fault_that_is_said_twice_counts_once() -> None:
     assert fleet.sent(fleet.tick(2.0)) == [("b", "A")]
 
 
+def test_a_turn_that_fails_for_good_leaves_its_slot() -> None:
+    """Its trajectory has been somewhere before, and keeps its claim there; who waits takes the slot at once."""
+    fleet = Fleet()
+    fleet.engine("A")
+    fleet.arrive("a1", "a")
+    fleet.finish("a1")
+    fleet.arrive("a2", "a")
+    assert fleet.arrive("b") == []
+    assert fleet.sent(fleet.fail("a2", fault=Fault.REQUEST)) == [("b", "A")]
+    assert set(fleet.claims("A")) == {"a", "b"}
+
+
 def test_a_failed_turn_goes_to_another_engine() -> None:
     """With nothing sent to the client yet, an engine's fault is not the client's business."""
     fleet = Fleet()
