@@ -169,8 +169,11 @@ class Turn:
     def stop(self, fault: Fault | None) -> None:
         """Break off what is awaited within `stoppable`, now or as soon as it is entered."""
         is_first, self._is_stopping = not self._is_stopping, True
-        if is_first or fault not in (None, Fault.ENGINE):  # a pause or a lost engine ends a leg only, others the turn
+        ends_leg = fault in (None, Fault.ENGINE)  # and others the turn
+        if is_first or not ends_leg:
             self._fault = fault
+        if ends_leg and self.dispatch is not None:
+            return  # that leg is about to begin, and ends then
         if is_first and self._task is not None:
             self._task.cancel()
         elif is_first and self.on_stop is not None:
