@@ -3,11 +3,12 @@
 import math
 import random
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor.lattice import CENTRES, EDGES, NUM_BINS, bin_of
+from predictor.lattice import BINS, CENTRES, EDGES, NUM_BINS, bin_of
 from predictor.lengths import Lengths
 from predictor.pace import Looks
 from predictor.progress import Progress
@@ -173,6 +174,50 @@ def test_what_ends_first_does_not_pass_for_all() -> None:
     assert sum(lengths.shares[:middle]) == pytest.approx(truth, abs=0.01)
 
 
+@given(st.lists(st.tuples(st.integers(0, NUM_BINS - 1), st.booleans(), st.integers(0, 3)), max_size=40))
+def test_the_law_of_lengths_is_kaplan_and_meiers(lives: list[tuple[int, bool, int]]) -> None:
+    """In each bin: of those that came through it, the share that ended there. Who runs counts in what it has passed,
+    what is assumed as two. An end is known once as many have reported as ran then, or at a restart."""
+    assumed, lengths = Lengths(2_000, 1.2, 2.0, 4_000), Lengths(2_000, 1.2, 2.0, 4_000)
+    due_after: list[int] = []
+    for in_bin, has_ended, num_running in lives:
+        lengths.came(0, in_bin)
+        due_after = [reports - 1 for reports in due_after]
+        while due_after and due_after[0] <= 0:
+            due_after.pop(0)  # in the order of their ends
+        if has_ended:
+            lengths.ended(in_bin, num_running)
+            due_after.append(num_running)
+        assert len(lengths.dump()["held"]) == len(due_after)
+    told = Lengths(2_000, 1.2, 2.0, 4_000)
+    told.restore(lengths.dump())
+    surviving = 1.0
+    for index in range(NUM_BINS):
+        num_ended = sum(has_ended for in_bin, has_ended, _ in lives if in_bin == index)
+        num_passed = sum(in_bin > index for in_bin, _, _ in lives) + num_ended
+        hazard = (2 * assumed.shares[index] / assumed.surviving[index] + num_ended) / (2 + num_passed)
+        assert told.surviving[index] == pytest.approx(surviving)
+        if index < NUM_BINS - 1:  # the last one takes the rest
+            assert told.shares[index] == pytest.approx(surviving * hazard)
+            surviving *= 1 - hazard
+    assert told.shares[-1] == pytest.approx(surviving)
+    assert told.mean == pytest.approx(BINS @ told.shares)
+    assert told.variance == pytest.approx((BINS - told.mean) ** 2 @ told.shares)
+
+
+def test_what_is_predicted_is_the_mean_and_the_90th_percentile_of_what_is_known() -> None:
+    """And never less than the mean, where the law has so long a tail that it is further up."""
+    predictor, again = TabularPredictor(), TabularPredictor()
+    for number in range(40):
+        length = 2**17 if number % 16 == 0 else 64  # a sixteenth is 2,000 times as long as the others
+        for one in (predictor, again):
+            live(one, f"t{number}", "g", length)
+    for progress in (Progress("a"), Progress("b", "g"), Progress("c", "g", "", 100, 300, 200, 200, 1)):
+        told, forecast = predictor.predict(progress), again.forecast(progress)
+        assert told.total_tokens == forecast.mean()
+        assert told.p90_tokens == max(forecast.quantile(0.9), forecast.mean())
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_it_is_calibrated_and_finds_the_longest_on_a_rollout(seed: int) -> None:
     """Having seen another rollout, its quantiles keep their word after four turns, and nearly all of the longest
@@ -272,6 +317,19 @@ def test_a_dump_of_another_kind_changes_nothing(dumped: bytes) -> None:
     with pytest.raises(ValueError):
         predictor.restore(dumped)
     assert mean(predictor, Progress("u", "g")) == before
+
+
+@pytest.mark.parametrize("part", ["passed", "ended"])
+def test_a_dump_of_another_lattice_changes_nothing(part: str) -> None:
+    """Its bins mean other lengths."""
+    predictor = TabularPredictor()
+    crowd(predictor, num_groups=2)
+    dumped = predictor.dump()
+    other = orjson.loads(dumped)
+    other["lengths"][part].append(1.0)
+    with pytest.raises(ValueError, match="lattice"):
+        predictor.restore(orjson.dumps(other))
+    assert predictor.dump() == dumped
 
 
 def test_the_lattice_covers_every_length() -> None:
