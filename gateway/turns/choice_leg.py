@@ -227,12 +227,13 @@ class ChoiceLeg:
 
 
 async def run_all(legs: Iterable[ChoiceLeg]) -> None:
-    """Run legs side by side; the first that fails stops the others, which go on in the next one."""
-    first, *others = legs
-    if not others:
-        await first.run()
+    """Run legs side by side; the first that fails stops the others, which go on in the next one. None are left where a
+    turn was stopped just as its last choice had ended."""
+    legs = tuple(legs)
+    if len(legs) == 1:
+        await legs[0].run()
         return
-    tasks = [asyncio.create_task(leg.run()) for leg in (first, *others)]
+    tasks = [asyncio.create_task(leg.run()) for leg in legs]
     try:
         await asyncio.gather(*tasks)
     finally:
