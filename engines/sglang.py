@@ -12,10 +12,10 @@ from engines.http import HttpClient
 from engines.sglang_facts import NoTokenRoutes, facts_of
 from engines.sglang_tokens import SglangTokens
 from engines.tokens import TokenRoutes
-from engines.upstream import Leg, Upstream, salted, stream_options, with_fields
+from engines.upstream import SGLANG_GENERATE, Leg, Upstream, salted, stream_options, with_fields
 
 # The routes whose body takes `rid` and `priority`; the others check their fields or do not know them.
-_TAGGED = frozenset({"/v1/chat/completions", "/v1/completions"})
+_TAGGED = frozenset({"/v1/chat/completions", "/v1/completions", SGLANG_GENERATE})
 
 
 class Sglang:

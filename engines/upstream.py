@@ -9,6 +9,10 @@ import orjson
 from engines.http import Body
 from scheduling.values import value_class
 
+# The routes of tokens in and tokens out, which each kind has for itself.
+VLLM_GENERATE = "/inference/v1/generate"
+SGLANG_GENERATE = "/generate"
+
 # What vLLM takes (0.33, entrypoints/generate/base/protocol.py); SGLang takes any length.
 _MAX_SALT_LENGTH = 128
 

@@ -8,7 +8,7 @@ import orjson
 from engines.dialect import Asleep, Observation, ObservationError
 from engines.http import HttpClient
 from engines.tokens import TokenRoutes
-from engines.upstream import Leg, Upstream, salted, stream_options, with_fields
+from engines.upstream import VLLM_GENERATE, Leg, Upstream, salted, stream_options, with_fields
 from engines.vllm_tokens import token_routes
 
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -37,8 +37,10 @@ class Vllm:
             f"x-session-id: {leg.trajectory_id}\r\n"
         )
         body = leg.body
-        if leg.counts_tokens or leg.cache_salt:
-            body = with_fields(body, leg.request, stream_options(leg) | salted(leg.request, leg.cache_salt))
+        # Of this route alone the header says nothing of the priority (0.33, scale_out/token_in_token_out/serving.py).
+        said = {"priority": leg.priority} if leg.path == VLLM_GENERATE else {}
+        if leg.counts_tokens or leg.cache_salt or said:
+            body = with_fields(body, leg.request, said | stream_options(leg) | salted(leg.request, leg.cache_salt))
         return Upstream(leg.path, headers.encode("latin-1", "replace"), body)
 
     async def observe(self, http: HttpClient, timeout_s: float) -> Observation:

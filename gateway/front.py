@@ -32,7 +32,7 @@ from gateway.turns.turns import TURN_ROUTES, Turns
 
 App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 # Health and metrics are for load balancers and scrapers, which have no keys; the docs say nothing secret.
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/health", "/metrics", "/docs", "/openapi.json"})
 
 _ENDLESS_PATH = "/v1/events"
 

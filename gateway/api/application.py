@@ -108,6 +108,11 @@ def _add_health(app: FastAPI, health: Health) -> None:
         ready = bool(health.fleet.serving(None))
         return _Json({"ready": ready}, status_code=200 if ready else 503)
 
+    @app.get("/health", tags=["health"], responses={503: {"description": "No engine is ready"}})
+    async def engine_health() -> Response:
+        """As `/readyz`: where clients of engines look until they may begin."""
+        return await readyz()
+
     @app.get("/metrics", tags=["health"], response_class=Response)
     async def metrics() -> Response:
         """For Prometheus."""

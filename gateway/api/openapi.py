@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
+from engines.upstream import SGLANG_GENERATE, VLLM_GENERATE
 from gateway.http.client import AsgiClient
 from gateway.http.outlet import Outlet
 from gateway.passthrough import PASSTHROUGH_ROUTES, Passthrough
@@ -14,6 +15,7 @@ _MESSAGES = {"type": "array", "items": {"type": "object", "required": ["role"]}}
 _MODEL = {"type": "string", "description": "A name from /v1/models."}
 _STREAM = {"type": "boolean", "default": False, "description": "Answer as server-sent events."}
 _TEXT = {"type": "string"}
+_IDS = {"type": "array", "items": {"type": "integer"}}
 _BODIES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "/v1/chat/completions": ("Chat completion (OpenAI)", {"messages": _MESSAGES, "stream": _STREAM}, ["messages"]),
     "/v1/completions": ("Completion (OpenAI)", {"prompt": {}, "stream": _STREAM}, ["prompt"]),
@@ -23,10 +25,20 @@ _BODIES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {"messages": _MESSAGES, "max_tokens": {"type": "integer"}, "stream": _STREAM},
         ["messages", "max_tokens"],
     ),
+    VLLM_GENERATE: (
+        "Tokens of tokens (vLLM)",
+        {"token_ids": _IDS, "sampling_params": {}, "stream": _STREAM},
+        ["token_ids"],
+    ),
+    SGLANG_GENERATE: (
+        "Tokens of tokens, or of a text (SGLang)",
+        {"input_ids": _IDS, "text": _TEXT, "stream": _STREAM},
+        [],
+    ),
     "/v1/embeddings": ("Embeddings (OpenAI)", {"input": {}}, ["input"]),
     "/v1/messages/count_tokens": ("Tokens of a message (Anthropic)", {"messages": _MESSAGES}, ["messages"]),
     "/tokenize": ("Tokens of a text (vLLM, SGLang)", {"prompt": _TEXT}, []),
-    "/detokenize": ("Text of tokens (vLLM, SGLang)", {"tokens": {"type": "array", "items": {"type": "integer"}}}, []),
+    "/detokenize": ("Text of tokens (vLLM, SGLang)", {"tokens": _IDS}, []),
 }
 _ERROR = {
     "type": "object",

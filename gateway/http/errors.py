@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import orjson
 
-Api = Literal["chat", "completions", "responses", "messages", "other"]
+Api = Literal["chat", "completions", "responses", "messages", "generate", "other"]
 
 # Enough for every validation message seen; keeps a body that an engine echoes out of logs and headers.
 MAX_MESSAGE_LENGTH = 1000

@@ -13,6 +13,7 @@ import orjson
 from gateway.http.errors import Api, ApiError, api_error, engine_error
 from scheduling.values import value_class
 
+Content = dict[str, Any] | str | None
 _REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "function_call"})
 _FAULTS = frozenset({"abort", "error", "cancelled", "failed"})
 _REASON_NAME = b'"finish_reason"'
@@ -43,7 +44,7 @@ class Answer:
 
 def read_answer(api: Api, body: bytes) -> Answer:
     """A whole 200 answer. Cost: chat and completions are searched, not parsed: 4 us for 3 KB, 50 us for 200 KB."""
-    if api in ("chat", "completions"):
+    if api in ("chat", "completions", "generate"):
         reasons = _reasons(body)
         # An engine that breaks JSON has cut it or put something before it; what is inside was encoded as a whole.
         if reasons and _REASONS.issuperset(reasons) and body.lstrip()[:1] == b"{" and body.rstrip()[-1:] == b"}":
@@ -54,9 +55,24 @@ def read_answer(api: Api, body: bytes) -> Answer:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError:
         parsed = None
+    if api == "generate" and (metas := metas_of(parsed)):
+        return _read_metas(body, metas)
     if not isinstance(parsed, dict):
         return Answer(body, error=api_error(502, "The engine's answer is not a JSON object.", "engine_error"))
     return _read_parsed(api, body, parsed)
+
+
+def metas_of(parsed: object) -> list[dict[str, Any]]:
+    """What SGLang's own route says of each output, of which it lists several; nothing of an answer of another form."""
+    outputs = dicts(parsed if isinstance(parsed, list) else [parsed])
+    return [meta for output in outputs if isinstance(meta := output.get("meta_info"), dict)]
+
+
+def reason_of_meta(meta: dict[str, Any]) -> str | None:
+    """How an output finished; None while it has not."""
+    reason = meta.get("finish_reason")
+    kind = reason.get("type") if isinstance(reason, dict) else reason
+    return kind if isinstance(kind, str) else None
 
 
 def fault_of(reason: object) -> ApiError | None:
@@ -89,11 +105,12 @@ def usage_of(usage: object) -> Usage | None:
     return Usage(prompt, _count(usage, "output_tokens"), read if _is_count(read) else None)
 
 
-def content_of(api: Api, body: bytes) -> dict[str, Any] | str | None:
+def content_of(api: Api, body: bytes) -> Content:
     """The answer that a client will send back with its next turn, from a whole body.
 
-    Returns: an assistant message (chat, messages), text (completions) or `{"id", "output"}` (responses), of
-    the first choice; None where there is none. `Conversations.remember` takes it.
+    Returns: an assistant message (chat, messages), text, or `{"text", "token_ids"}` where the tokens are told
+    (completions, generate), or `{"id", "output"}` (responses), of the first choice; None where there is none.
+    `Conversations.remember` takes it.
     """
     try:
         parsed = orjson.loads(body)
@@ -102,9 +119,13 @@ def content_of(api: Api, body: bytes) -> dict[str, Any] | str | None:
     return content_of_parsed(api, parsed)
 
 
-def content_of_parsed(api: Api, parsed: Any) -> dict[str, Any] | str | None:
+def content_of_parsed(api: Api, parsed: Any) -> Content:
+    if api == "generate" and isinstance(parsed, list) and parsed:
+        parsed = parsed[0]
     if not isinstance(parsed, dict):
         return None
+    if api == "generate" and "meta_info" in parsed:
+        return made_by(parsed.get("text"), parsed.get("output_ids"))
     if api == "responses":
         output = parsed.get("output")
         return {"id": parsed.get("id"), "output": output} if isinstance(output, list) else None
@@ -112,9 +133,18 @@ def content_of_parsed(api: Api, parsed: Any) -> dict[str, Any] | str | None:
         return {"role": "assistant", "content": parsed["content"]} if "content" in parsed else None
     for choice in dicts(parsed.get("choices")):
         if choice.get("index", 0) == 0:
-            content = choice.get("message" if api == "chat" else "text")
-            return content if isinstance(content, dict | str) else None
+            if api != "chat":
+                return made_by(choice.get("text"), choice.get("token_ids"))
+            return content if isinstance(content := choice.get("message"), dict) else None
     return None
+
+
+def made_by(text: object, token_ids: object) -> Content:
+    """What a completion made: its text, and the tokens where they are told."""
+    said = text if isinstance(text, str) else ""
+    if isinstance(token_ids, list) and token_ids:
+        return {"text": said, "token_ids": token_ids}
+    return said or None
 
 
 def dicts(value: object) -> list[dict[str, Any]]:
@@ -154,6 +184,28 @@ def _read_parsed(api: Api, body: bytes, parsed: dict[str, Any]) -> Answer:
             changed = changed or choice["finish_reason"] != reason
             first = first or choice["finish_reason"]
     return Answer(orjson.dumps(parsed) if changed else body, first, usage)
+
+
+def _read_metas(body: bytes, metas: list[dict[str, Any]]) -> Answer:
+    reasons = [reason_of_meta(meta) for meta in metas]
+    faults = [fault for reason in reasons if (fault := fault_of(reason))]
+    if faults:
+        return Answer(body, error=faults[0])
+    return Answer(body, reasons[0], usage_of_metas(metas))
+
+
+def usage_of_metas(metas: list[dict[str, Any]]) -> Usage | None:
+    """The prompt of the first output, and all that was made; the others' prompt is the same one."""
+    usages = [usage for meta in metas if (usage := _usage_of_meta(meta))]
+    return (
+        Usage(usages[0].prompt_tokens, sum(one.completion_tokens for one in usages), usages[0].cached_tokens)
+        if (usages)
+        else None
+    )
+
+
+def _usage_of_meta(meta: dict[str, Any]) -> Usage | None:
+    return usage_of({**meta, "prompt_tokens_details": {"cached_tokens": meta.get("cached_tokens")}})
 
 
 def _usage_at_end(body: bytes) -> Usage | None:

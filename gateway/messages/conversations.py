@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from gateway.messages.transcripts import DIGEST_LENGTH, History
+from gateway.messages.transcripts import DIGEST_LENGTH, History, prompt_of, spelled
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -78,11 +78,11 @@ class Conversations:
         self.release(trajectory_id)
         if not answer:
             return
-        if isinstance(answer, str):
-            prompt = body.get("prompt")
-            if not isinstance(prompt, str):
-                return  # A prompt of token ids cannot be told from its answer's text.
-            keys: tuple[str, ...] = (_key_of_text((prompt + answer).encode("utf-8", "replace")),)
+        if isinstance(answer, str) or (isinstance(answer, dict) and "token_ids" in answer):
+            whole = _whole_text(prompt_of(body), answer)
+            if whole is None:
+                return
+            keys: tuple[str, ...] = (_key_of_text(whole),)
         elif isinstance(answer, dict) and "output" in answer:
             keys = (_key_of_response(answer.get("id")),)
             if not body.get("previous_response_id"):
@@ -167,9 +167,8 @@ class Conversations:
         """Where a request may go on from, and whether that is behind an answer, in order; and the digest of all."""
         if previous := body.get("previous_response_id"):
             return [(_key_of_response(previous), True)], History(body).digest()
-        prompt = body.get("prompt")
-        if isinstance(prompt, str) and "messages" not in body:
-            return self._digests_of_text(prompt.encode("utf-8", "replace"))
+        if (prompt := spelled(prompt_of(body))) is not None:
+            return self._digests_of_text(prompt)
         history = History(body)
         digests = [(digest, True) for digest in history.digests]
         for digest, num_before in reversed(history.asked):
@@ -195,6 +194,15 @@ class Conversations:
         # A stale length costs one hash of a block at most, so they are dropped by age alone.
         while len(self._remainders) > self._limit:
             self._remainders.popitem(last=False)
+
+
+def _whole_text(prompt: object, answer: dict[str, Any] | str) -> bytes | None:
+    """A completion's prompt and what was made of it; None where a prompt is tokens, and those made are not told."""
+    said = prompt if isinstance(prompt, list) else None
+    made = answer if isinstance(answer, str) else answer.get("text" if said is None else "token_ids")
+    if said is not None:
+        return spelled([*said, *made]) if isinstance(made, list) else None
+    return (prompt + made).encode("utf-8", "replace") if isinstance(prompt, str) and isinstance(made, str) else None
 
 
 def _keys_of(body: Mapping[str, Any], answer: object) -> tuple[str, ...]:

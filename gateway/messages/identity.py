@@ -26,6 +26,8 @@ _MAX_INT = 2**31 - 1
 _INTEGER = re.compile(rb"\s*-?[0-9]{1,10}\s*")
 
 _PATH_PREFIXES = ("/t/", "/sessions/")
+# Clients that take `/v1` off their base URL for these find them behind an identity, too.
+_BESIDE_V1 = frozenset({"inference/v1/generate", "generate", "tokenize", "detokenize"})
 _HEADER_FORMS = (
     b"x-trajectory-id",
     b"x-session-id",
@@ -121,7 +123,7 @@ def strip_identity_path(path: str) -> tuple[str | None, str]:
     if not path.startswith(_PATH_PREFIXES):
         return None, path
     _, _, escaped, rest = path.split("/", 3) if path.count("/") > 2 else ("", "", "", "")
-    if rest != "v1" and not rest.startswith("v1/"):
+    if rest != "v1" and not rest.startswith("v1/") and rest not in _BESIDE_V1:
         return None, path
     try:
         return _id(unquote(escaped, errors="strict"), "path"), "/" + rest

@@ -17,7 +17,19 @@ import orjson
 from gateway.http.errors import Api, ApiError, api_error, engine_error
 from gateway.http.sse import data_of, split_events
 from gateway.messages.alike import Alike
-from gateway.messages.answers import Usage, content_of_parsed, dicts, fault_of, openai_reason, usage_of
+from gateway.messages.answers import (
+    Content,
+    Usage,
+    content_of_parsed,
+    dicts,
+    fault_of,
+    made_by,
+    metas_of,
+    openai_reason,
+    reason_of_meta,
+    usage_of,
+    usage_of_metas,
+)
 
 _OPENAI_MARKS = re.compile(rb'"(?:error"|usage": ?\{|finish_reason": ?")')
 _MARKS = {
@@ -25,6 +37,7 @@ _MARKS = {
     "completions": _OPENAI_MARKS,
     "messages": re.compile(rb'"(?:error"|message_)'),
     "responses": re.compile(rb'"(?:error"|response")'),
+    "generate": re.compile(rb'"(?:error"|usage": ?\{|finish_reason": ?["{])'),
     "other": re.compile(rb'"error"'),
 }
 # An answer cut by its token limit is one all the same, and its client goes on from it.
@@ -136,7 +149,7 @@ class StreamReader:
             return event
         if data.startswith(b"[DONE]"):
             # Anthropic and responses streams have ends of their own; engines may add this one.
-            self.done = self.done or self._api in ("chat", "completions", "other")
+            self.done = self.done or self._api in ("chat", "completions", "generate", "other")
             return self._release({}) + event
         self.num_chunks += 1
         if self.num_chunks > 1 and data.endswith(b"}") and self._search(data) is None:
@@ -155,9 +168,17 @@ class StreamReader:
             self._read_anthropic(parsed)
         elif self._api == "responses":
             self._read_response(parsed)
+        elif self._api == "generate" and (metas := metas_of(parsed)):
+            self._read_metas(metas)
         else:
             return self._read_choices(event, parsed)
         return b"" if self.error else event
+
+    def _read_metas(self, metas: list[dict[str, Any]]) -> None:
+        self.usage = usage_of_metas(metas) or self.usage
+        for reason in map(reason_of_meta, metas):
+            self.error = self.error or fault_of(reason)
+            self.finish_reason = self.finish_reason or reason
 
     def _read_choices(self, event: bytes, parsed: dict[str, Any]) -> bytes:
         choices = dicts(parsed.get("choices"))
@@ -251,7 +272,7 @@ def _is_plain(event: bytes) -> bool:
     return find(b'"finish_reason":"') + find(b'"error"') + find(b'"usage"') + find(b'"finish_reason": "') == -4
 
 
-def content_of_stream(api: Api, blocks: Iterable[bytes]) -> dict[str, Any] | str | None:
+def content_of_stream(api: Api, blocks: Iterable[bytes]) -> Content:
     """As `answers.content_of`, from the events of a finished stream; None where an engine broke the format."""
     try:
         return _content(api, blocks)
@@ -259,13 +280,20 @@ def content_of_stream(api: Api, blocks: Iterable[bytes]) -> dict[str, Any] | str
         return None
 
 
-def _content(api: Api, blocks: Iterable[bytes]) -> dict[str, Any] | str | None:
+def _content(api: Api, blocks: Iterable[bytes]) -> Content:
     parsed = [orjson.loads(data) for data in map(data_of, split_events(b"".join(blocks))) if data[:1] == b"{"]
     match api:
         case "chat":
             return _chat_message(parsed)
-        case "completions":
-            return "".join([str(choice.get("text") or "") for choice in _choices(parsed)]) or None
+        case "generate" if any(map(metas_of, parsed)):
+            return _sglang_output(parsed)
+        case "completions" | "generate":
+            texts: list[str] = []
+            ids: list[int] = []
+            for choice in _choices(parsed):
+                texts.append(str(choice.get("text") or ""))
+                ids += choice.get("token_ids") or []
+            return made_by("".join(texts), ids)
         case "messages":
             return _anthropic_message(parsed)
         case "responses":
@@ -273,6 +301,17 @@ def _content(api: Api, blocks: Iterable[bytes]) -> dict[str, Any] | str | None:
             return content_of_parsed(api, ends[-1]) if ends else None
         case _:
             return None
+
+
+def _sglang_output(events: list[dict[str, Any]]) -> Content:
+    """Each event repeats all before it, unless the server was told to say only what is new."""
+    first = [event for event in events if event.get("index", 0) == 0 and "meta_info" in event]
+    last = first[-1]
+    num_made = len(last["output_ids"])
+    if num_made >= last["meta_info"]["completion_tokens"]:
+        return made_by(last.get("text"), last["output_ids"])
+    ids = [id for event in first for id in event["output_ids"]]
+    return made_by("".join([event.get("text") or "" for event in first]), ids)
 
 
 def _choices(events: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:

@@ -25,6 +25,8 @@ DIGEST_LENGTH = 32  # hexadecimal digits kept: 128 bits, ample for a table of so
 _UNSAID = ("thinking", "redacted_thinking", "reasoning")
 _CALLS = ("function_call", "tool_use", "custom_tool_call")
 _PREAMBLES = ("tools", "functions", "system", "instructions")
+# Of completions; of vLLM's and SGLang's routes of tokens in and tokens out.
+_PROMPTS = ("prompt", "token_ids", "input_ids", "text")
 _SYSTEM_ROLES = ("system", "developer")
 
 
@@ -69,14 +71,33 @@ class History:
 def digest_of_prompt(body: Mapping[str, Any]) -> str:
     """The digest of what comes before the first answer; of a completion, its whole prompt."""
     hasher = xxh3_128()
-    if "prompt" in body and "messages" not in body:
-        prompt = body["prompt"]
-        hasher.update(prompt.encode("utf-8", "replace") if isinstance(prompt, str) else _json(prompt).encode())
+    prompt = prompt_of(body)
+    if prompt is not None:
+        hasher.update(spelled(prompt) or _json(prompt).encode())
     for answered, pieces in _messages(body):
         if answered:
             break
         _feed(hasher, pieces)
     return hasher.hexdigest()
+
+
+def prompt_of(body: Mapping[str, Any]) -> object:
+    """What a request without messages goes on from: text, or tokens, in whatever API's field; else None."""
+    if "messages" in body or "input" in body:
+        return None
+    return next((body[name] for name in _PROMPTS if body.get(name) is not None), None)
+
+
+def spelled(said: object) -> bytes | None:
+    """Text, or token ids, as bytes that begin with those of each beginning of it; None for anything else."""
+    if isinstance(said, str):
+        return said.encode("utf-8", "replace")
+    if not isinstance(said, list) or not all(type(id) is int for id in said):
+        return None
+    try:
+        return b"\0" + orjson.dumps(said)[1:-1] + b"," if said else b"\0"
+    except orjson.JSONEncodeError:
+        return None
 
 
 def preamble_of(body: Mapping[str, Any]) -> tuple[str, int]:

@@ -7,7 +7,7 @@ bytes per token that finished turns had.
 from gateway.fleet.fleet import Fleet
 from gateway.messages.answers import Usage
 from gateway.messages.identity import prompt_group
-from gateway.messages.transcripts import preamble_of
+from gateway.messages.transcripts import preamble_of, prompt_of
 from gateway.state.ledger import Entry, Ledger
 from gateway.turns.ask import Ask
 from gateway.turns.progress import begun
@@ -88,6 +88,9 @@ class Arrivals:
 
     def _prompt_tokens(self, ask: Ask, entry: Entry | None) -> int:
         known = entry.record.context_tokens if entry is not None else 0
+        prompt = prompt_of(ask.request)
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+            return len(prompt)
         estimate = int(len(ask.body) / self._bytes_per_token)
         if estimate < known:
             estimate = known

@@ -13,7 +13,7 @@ from engines.http import (
     Response,
     ResponseTimeout,
 )
-from engines.upstream import Leg, TooDeep, Upstream
+from engines.upstream import VLLM_GENERATE, Leg, TooDeep, Upstream
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine
@@ -36,6 +36,8 @@ from gateway.turns.turn import Turn
 from scheduling.types import Dispatch, Fault, TurnProgressed
 
 _ABORT_TIMEOUT_S = 5.0
+# The routes whose streams tell their usage to who asks for it; others always do.
+_TOLD_WHEN_ASKED = frozenset({"/v1/chat/completions", "/v1/completions", VLLM_GENERATE})
 
 
 class Begun:
@@ -202,7 +204,7 @@ class Legs:
                 dispatch.priority,
                 ask.body,
                 ask.request,
-                ask.wants_stream and ask.api in ("chat", "completions") and not ask.wants_usage,
+                ask.wants_stream and ask.path in _TOLD_WHEN_ASKED and not ask.wants_usage,
                 member.cache_salt,
             )
         )

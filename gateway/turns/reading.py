@@ -7,6 +7,7 @@ from typing import Any
 
 from gateway.config import ConfigError
 from gateway.messages.streams import content_of_stream
+from gateway.messages.transcripts import prompt_of
 from gateway.state.ledger import Entry
 from gateway.turns.outcome import Outcome
 from gateway.turns.progress import begun
@@ -84,5 +85,5 @@ def reading(path: str, predictor: Predictor) -> Reading:
 
 def _said(request: dict[str, Any]) -> list[Any]:
     """The conversation of a request, in whatever API."""
-    said = request.get("messages") or request.get("input") or request.get("prompt")
+    said = request.get("messages") or request.get("input") or prompt_of(request)
     return said if isinstance(said, list) else [said]

@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from engines.upstream import SGLANG_GENERATE
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.http.client import Headers
@@ -50,6 +51,8 @@ class RequestReader:
         if stream is not None and not isinstance(stream, bool):
             raise bad_request("'stream' must be true or false.", "stream")
         model = self._model(request)
+        if api == "generate":
+            self._check_kind(path, model)
         try:
             identity = identify(scope["raw_path"].decode("latin-1"), scope["headers"], request)
         except IdentityError as error:
@@ -90,6 +93,14 @@ class RequestReader:
                 raise no_engine()
             raise not_found(f"The model {model[:200]!r} does not exist.", "model_not_found")
         return model
+
+    def _check_kind(self, path: str, model: str) -> None:
+        """Raises Refused where an engine may get the turn that has no such route."""
+        kind = "sglang" if path == SGLANG_GENERATE else "vllm"
+        for member in self._fleet.members():
+            is_of_model = any(model == known.model_id for known in member.models)
+            if is_of_model and member.dialect is not None and member.dialect.kind != kind:
+                raise not_found(f"{path} is a route of {kind}'s; other engines serve this model, too.", "unknown_route")
 
     def _known_group(self, trajectory_id: str) -> str | None:
         entry = self._ledger.get(trajectory_id)

@@ -9,9 +9,10 @@ def token_apis(dialect: Dialect | None, routes: dict[str, Api], is_on: bool) -> 
 
     Args:
         dialect: None for an engine that was not seen yet.
-        routes: of all turns, with their APIs.
+        routes: of all turns, with their APIs; those whose clients send tokens themselves are left out.
         is_on: the setting wants token legs.
     """
+    routes = {path: api for path, api in routes.items() if api != "generate"}
     if not is_on:
         return [], dict.fromkeys(routes, "the setting token_legs is off")
     if dialect is None:

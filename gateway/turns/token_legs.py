@@ -70,7 +70,7 @@ def num_choices(ask: Ask) -> int:
 def may_take_tokens(ask: Ask) -> bool:
     """Whether a request asks for nothing that token routes cannot do."""
     request = ask.request
-    if ask.api == "other" or not 1 <= num_choices(ask) <= _MAX_CHOICES:
+    if ask.api in ("generate", "other") or not 1 <= num_choices(ask) <= _MAX_CHOICES:
         return False
     if any(request[name] not in (None, False) for name in _BEYOND_TOKENS.intersection(request)):
         return False

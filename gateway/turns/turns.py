@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from engines.upstream import SGLANG_GENERATE, VLLM_GENERATE
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.http.client import Client, ClientLeft
@@ -33,6 +34,9 @@ TURN_ROUTES: dict[str, Api] = {
     "/v1/completions": "completions",
     "/v1/responses": "responses",
     "/v1/messages": "messages",
+    # Tokens in, tokens out: for trainers that render prompts themselves.
+    VLLM_GENERATE: "generate",
+    SGLANG_GENERATE: "generate",
 }
 
 

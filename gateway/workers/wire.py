@@ -10,7 +10,7 @@ from enum import IntEnum
 
 from gateway.http.errors import Api
 
-APIS: tuple[Api, ...] = ("chat", "completions", "responses", "messages")
+APIS: tuple[Api, ...] = ("chat", "completions", "responses", "messages", "generate")
 
 # Kind, index in APIS, loan, bytes that the worker may keep before it gives the stream back.
 _ORDER = struct.Struct("<BBQQ")

@@ -27,7 +27,6 @@ VLLM = [
     "/v2/rerank",
     "/classify",
     "/tokenizer_info",
-    "/health",
     "/ping",
     "/invocations",
     "/version",
@@ -63,7 +62,6 @@ VLLM = [
     "/reset_prefix_cache",
     "/reset_mm_cache",
     "/reset_encoder_cache",
-    "/inference/v1/generate",
     "/inference/v1/abort_requests",
     "/v1/chat/completions/render",
     "/v1/completions/render",
@@ -106,7 +104,6 @@ SGLANG = [
     "/hicache/storage-backend/clear",
     "/get_hicache_l3_cache_layout",
     "/slow_down",
-    "/generate",
     "/encode",
 ]
 METHODS = ("GET", "POST", "PUT", "DELETE")

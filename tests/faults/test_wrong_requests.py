@@ -143,8 +143,8 @@ async def test_an_unknown_model_gets_404(client: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize(
     "path",
     ["/", "/v1", "/v2/chat/completions", "/v1/chat", "/sleep", "/wake_up", "/collective_rpc", "/v1/load_lora_adapter",
-     "/pause", "/reset_prefix_cache", "/abort_requests", "/update_weights", "/flush_cache", "/generate",
-     "/v1/chat/completions/render", "/inference/v1/generate", "/v1/../sleep", "/v1/%2e%2e/sleep", "//sleep",
+     "/pause", "/reset_prefix_cache", "/abort_requests", "/update_weights", "/flush_cache",
+     "/v1/chat/completions/render", "/v1/../sleep", "/v1/%2e%2e/sleep", "//sleep",
      "/t/x/v1/../sleep", "/t/x/sleep", "/t/x/v1/nope", "/%ff", "/v1/trajectories/", "/simulate/faults"],
 )  # fmt: skip
 async def test_an_unknown_route_gets_404_and_reaches_no_engine(client: httpx.AsyncClient, path: str) -> None:
