@@ -81,6 +81,11 @@ class Chain:
         return self._texts[0] if self._texts else ""
 
     @property
+    def num_sure(self) -> int:
+        """Tokens that may be gone on from: all but those that `drop_doubtful` would drop."""
+        return len(self.output_ids) if self._doubtful_start is None or self._tells else self._doubtful_start
+
+    @property
     def versions(self) -> list[VersionSpan]:
         """Which weights made the tokens, without a gap."""
         if len(self._versions) == 1 and self.output_ids:
@@ -145,9 +150,9 @@ class Chain:
 
     def drop_doubtful(self) -> None:
         """Drop what came with the first event after the weights changed, and after it, where it can be made again."""
-        if self._doubtful_start is not None and not self._tells:
+        if self.num_sure < len(self.output_ids):
             self._texts = []
-            self._cut(self._doubtful_start)
+            self._cut(self.num_sure)
         self._doubtful_start = None
 
     def begin_leg(self) -> None:

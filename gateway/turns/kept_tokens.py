@@ -125,10 +125,10 @@ class KeptTokens:
 
 
 def _unsaved(choice: Choice) -> tuple[Any, ...]:
-    chain = choice.chain
-    start, choice.num_saved = min(choice.num_saved, len(chain.output_ids)), len(chain.output_ids)
-    spans = [(span.version, span.start, span.end) for span in chain.versions]
-    return start, chain.output_ids[start:], chain.logprobs[start:], spans
+    chain, end = choice.chain, choice.chain.num_sure
+    start, choice.num_saved = min(choice.num_saved, end), end
+    spans = [(span.version, span.start, span.end) for span in chain.versions if span.start < end]
+    return start, chain.output_ids[start:end], chain.logprobs[start:end], spans
 
 
 def _made(parts: list[bytes]) -> list[Made]:
