@@ -197,11 +197,10 @@ def _read_metas(body: bytes, metas: list[dict[str, Any]]) -> Answer:
 def usage_of_metas(metas: list[dict[str, Any]]) -> Usage | None:
     """The prompt of the first output, and all that was made; the others' prompt is the same one."""
     usages = [usage for meta in metas if (usage := _usage_of_meta(meta))]
-    return (
-        Usage(usages[0].prompt_tokens, sum(one.completion_tokens for one in usages), usages[0].cached_tokens)
-        if (usages)
-        else None
-    )
+    if not usages:
+        return None
+    made = sum(usage.completion_tokens for usage in usages)
+    return Usage(usages[0].prompt_tokens, made, usages[0].cached_tokens)
 
 
 def _usage_of_meta(meta: dict[str, Any]) -> Usage | None:
