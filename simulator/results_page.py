@@ -48,9 +48,10 @@ def _head(results: Results, rows: Mapping[Job, Row], command: str) -> str:
     sizes = sorted({f"{case.num_trajectories:,} trajectories on {case.gpus} GPUs" for case in cases})
     minutes = sum(row.took_s for row in rows.values()) / 60
     warning = "" if len(sources) <= 1 else f" **The rows come from {len(sources)} states of the sources.**"
-    num_unfinished = sum(row.figures["num_finished"] < row.figures["num_trajectories"] for row in rows.values())
-    if num_unfinished:
-        warning += f" **{num_unfinished} rollouts lost trajectories.**"
+    unfinished = [job for job, row in rows.items() if row.figures["num_finished"] < row.figures["num_trajectories"]]
+    if unfinished:
+        names = ", ".join(sorted({job.case.name for job in unfinished}))
+        warning += f" **{len(unfinished)} rollouts lost trajectories ({names}).**"
     played = f"{len(rows):,} rollouts, {minutes:,.0f} minutes of one core; {'; '.join(sizes)}.{warning}"
     made_by = f"*`{command}`, seeds {seeds}; commits: {_commits(results, rows)}*"
     return f"""# Simulated results
