@@ -19,6 +19,7 @@ from engines.simulated.settings import SimulatedEngineSettings
 from tests.faults.asking import APIS, PATHS, Heard, ask, body_of
 from tests.faults.raw_engine import CHAT_EVENT, STREAM_HEAD, chunk, hangs, raw_engine, whole
 from tests.support.gateway import eventually, running_gateway
+from tests.support.rounds import came_about, num_ended, play_rounds
 
 ONE_SLOT = replace(load_profile("qwen3-14b-h100-tp1"), slots=1)
 LONG = 4000
@@ -140,46 +141,66 @@ async def test_a_repeated_request_joins_the_turn_that_runs(
     client: httpx.AsyncClient, api: str, stream: bool, sign: str
 ) -> None:
     """Both clients get the same whole answer, and the engine makes it once."""
-    first_headers = {"x-trajectory-id": "mine"} if sign == "its own id" else {}
-    again_headers = first_headers or {"x-stainless-retry-count": "1"}
-    user = {} if first_headers else {"metadata": {"user_id": "alice"}, "user": "alice"}
+    has_id = sign == "its own id"
+    user = {} if has_id else {"metadata": {"user_id": "alice"}, "user": "alice"}
     async with serve_engine(SimulatedEngineSettings(speed_up=2)) as engine, running_gateway(engine) as gateway:
-        body = body_of(api, stream, 60) | user
-        first = asyncio.create_task(ask(client, gateway.url, api, body, first_headers))
-        await eventually(lambda: is_running(client, engine, 1))
-        again = asyncio.create_task(ask(client, gateway.url, api, body, again_headers))
-        await eventually(lambda: has_joined(client, gateway.url, 1))
-        heard, heard_again = await first, await again
-        assert heard.is_finished(api)
-        assert heard.text == heard_again.text
-        assert heard.headers["x-request-id"] == heard_again.headers["x-request-id"]
-        trajectory_id = heard.headers["x-trajectory-id"]
-        assert [turn["outcome"] for turn in await turns_of(client, gateway.url, trajectory_id)] == ["finished"]
+
+        async def play(number: int) -> bool:
+            first_headers = {"x-trajectory-id": f"mine-{number}"} if has_id else {}
+            again_headers = first_headers or {"x-stainless-retry-count": "1"}
+            body = body_of(api, stream, 60, f"hello {number}") | user
+            joined = await metric(client, gateway.url, "heddle_joined_turns_total")
+            first = asyncio.create_task(ask(client, gateway.url, api, body, first_headers))
+            if not await came_about(lambda: is_running(client, engine, 1), first.done):
+                return False
+            again = asyncio.create_task(ask(client, gateway.url, api, body, again_headers))
+            has_joined_it = await came_about(lambda: has_joined(client, gateway.url, joined + 1), first.done)
+            heard, heard_again = await first, await again
+            if not has_joined_it:
+                return False
+            assert heard.is_finished(api)
+            assert heard.text == heard_again.text
+            assert heard.headers["x-request-id"] == heard_again.headers["x-request-id"]
+            trajectory_id = heard.headers["x-trajectory-id"]
+            assert [turn["outcome"] for turn in await turns_of(client, gateway.url, trajectory_id)] == ["finished"]
+            return True
+
+        await play_rounds("the turn still ran when it was asked for again", play)
 
 
 async def test_siblings_that_share_a_user_are_not_joined(client: httpx.AsyncClient) -> None:
     """GRPO siblings ask the same question under one user, and each wants an answer of its own."""
     async with serve_engine(SimulatedEngineSettings(speed_up=5)) as engine, running_gateway(engine) as gateway:
-        body = body_of("chat", tokens=60, user="trainer")
-        asked = [asyncio.create_task(ask(client, gateway.url, "chat", body)) for _ in range(4)]
-        await eventually(lambda: is_running(client, engine, 4))
-        heard = await asyncio.gather(*asked)
-        assert all(one.is_finished("chat") for one in heard)
-        assert len({one.json["id"] for one in heard}) == 4
-        assert await metric(client, gateway.url, "heddle_joined_turns_total") == 0
+
+        async def play(number: int) -> bool:
+            body = body_of("chat", tokens=60, text=f"hello {number}", user="trainer")
+            asked = [asyncio.create_task(ask(client, gateway.url, "chat", body)) for _ in range(4)]
+            ran_at_once = await came_about(lambda: is_running(client, engine, 4), lambda: num_ended(asked) > 0)
+            heard = await asyncio.gather(*asked)
+            assert all(one.is_finished("chat") for one in heard)
+            assert len({one.json["id"] for one in heard}) == 4
+            assert await metric(client, gateway.url, "heddle_joined_turns_total") == 0
+            return ran_at_once
+
+        await play_rounds("four siblings ran at once", play)
 
 
 async def test_another_request_of_the_same_trajectory_is_not_joined(client: httpx.AsyncClient) -> None:
     """Only the very same bytes on the same route are a retry."""
     async with serve_engine(SimulatedEngineSettings(speed_up=5)) as engine, running_gateway(engine) as gateway:
-        mine = {"x-trajectory-id": "mine"}
-        asked = [
-            asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", tokens=60, text=text), mine))
-            for text in ("one", "two")
-        ]
-        await eventually(lambda: is_running(client, engine, 2))
-        assert all(one.is_finished("chat") for one in await asyncio.gather(*asked))
-        assert await metric(client, gateway.url, "heddle_joined_turns_total") == 0
+
+        async def play(number: int) -> bool:
+            mine = {"x-trajectory-id": f"mine-{number}"}
+            asked = [
+                asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", tokens=60, text=text), mine))
+                for text in ("one", "two")
+            ]
+            ran_at_once = await came_about(lambda: is_running(client, engine, 2), lambda: num_ended(asked) > 0)
+            assert all(one.is_finished("chat") for one in await asyncio.gather(*asked))
+            assert await metric(client, gateway.url, "heddle_joined_turns_total") == 0
+            return ran_at_once
+
+        await play_rounds("both ran at once", play)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -188,18 +209,25 @@ async def test_the_first_client_may_leave_and_the_one_that_joined_gets_everythin
 ) -> None:
     """From the answer's first byte, made once."""
     async with serve_engine(SimulatedEngineSettings(speed_up=2)) as engine, running_gateway(engine) as gateway:
-        body, mine = body_of("chat", stream, 100), {"x-trajectory-id": "mine"}
-        async with asking(gateway.url, "chat", body, mine) as answer:
-            await eventually(lambda: is_running(client, engine, 1))
-            if stream:
-                assert await answer.readuntil(b"data: ")
-            again = asyncio.create_task(ask(client, gateway.url, "chat", body, mine))
-            await eventually(lambda: has_joined(client, gateway.url, 1))
-        heard = await again
-        assert heard.is_finished("chat")
-        assert num_tokens(heard, stream) == 100
-        turns = await turns_of(client, gateway.url, "mine")
-        assert [(turn["outcome"], turn["legs"]) for turn in turns] == [("finished", 1)]
+
+        async def play(number: int) -> bool:
+            trajectory_id = f"mine-{number}"
+            body, mine = body_of("chat", stream, 100, f"hello {number}"), {"x-trajectory-id": trajectory_id}
+            joined = await metric(client, gateway.url, "heddle_joined_turns_total")
+            async with asking(gateway.url, "chat", body, mine) as answer:
+                await eventually(lambda: has_begun(client, gateway.url, trajectory_id))
+                if stream:
+                    assert await answer.readuntil(b"data: ")
+                again = asyncio.create_task(ask(client, gateway.url, "chat", body, mine))
+                has_joined_it = await came_about(lambda: has_joined(client, gateway.url, joined + 1), again.done)
+            heard = await again
+            assert heard.is_finished("chat")
+            assert num_tokens(heard, stream) == 100
+            turns = await turns_of(client, gateway.url, trajectory_id)
+            assert [(turn["outcome"], turn["legs"]) for turn in turns] == [("finished", 1)]
+            return has_joined_it
+
+        await play_rounds("the turn still ran when its second client joined", play)
 
 
 @pytest.mark.parametrize("stream", [False, True])
