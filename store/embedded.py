@@ -260,6 +260,7 @@ class EmbeddedStore:
         calls, self._when_committed = self._when_committed, []
         for call in calls:
             call()
+        self._checkpoint_if_due()
 
     def _write_waiting(self) -> None:
         """Within a transaction. Whether or not it succeeds, nothing waits any more."""
@@ -268,10 +269,10 @@ class EmbeddedStore:
         self._waiting = {statement: [] for statement in IN_THIS_ORDER}
         for statement, rows in waiting:
             self._database.executemany(statement, rows)
-        self._count_pages(sum(len(rows) for _, rows in waiting))
+            self._pages_since_checkpoint += len(rows)
 
-    def _count_pages(self, num: int) -> None:
-        self._pages_since_checkpoint += num
+    def _checkpoint_if_due(self) -> None:
+        """Outside of a transaction: a checkpoint that empties the WAL waits for the one that writes."""
         if self._pages_since_checkpoint < CHECKPOINT_EVERY:
             return
         if self._checkpoint and not self._checkpoint.done():
@@ -309,6 +310,7 @@ class EmbeddedStore:
                 self._database.execute("ROLLBACK")
             self._rows = rows  # they are in the file still
             self._note_fault(fault)
+        self._checkpoint_if_due()
         if not self._fault:
             self._num_losses += 1
 

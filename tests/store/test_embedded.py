@@ -231,11 +231,14 @@ async def test_the_write_ahead_log_stays_small_while_puts_go_on(tmp_path: Path) 
 
 
 async def test_the_write_ahead_log_stays_small_where_values_are_large(tmp_path: Path) -> None:
-    """What is learned is megabytes, put again every few seconds, and a gateway may have little else to put."""
+    """What is learned is megabytes, put again every few seconds, and a gateway may have little else to put.
+
+    Nor does a put that waits for a checkpoint keep it waiting: then both last until the checkpoint gives up.
+    """
     path = tmp_path / "store.sqlite3"
     store = open_store(f"sqlite:{path}", StoreSettings())
     await store.open()
-    for number in range(160):
+    for number in range(480):
         store.put_state("predictor", bytes(2**20))
         store.put_trajectory("t", {"number": number}, bytes(2**18))
         await asyncio.sleep(0)
