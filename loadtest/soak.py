@@ -23,9 +23,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from itertools import count
 from pathlib import Path
 from statistics import median
-from uuid import uuid4
 
 from loadtest.bench.processes import (
     CLIENT_CORE,
@@ -134,33 +134,34 @@ async def _engine_that_dies(port: int, dialect: str, life_s: float, home: Path) 
 async def _play(base_url: str, until: float) -> None:
     """Rollouts, one after the other."""
     workload = draw(law_named("search"), NUM_AGENTS, 1, scale=0.02, tool_scale=0.2).with_max_turns(6)
-    while time.monotonic() < until:
-        await asyncio.gather(_rollout(base_url, workload), _nonsense(base_url))
+    for number in count():
+        if time.monotonic() >= until:
+            return
+        await asyncio.gather(_rollout(base_url, workload, number), _nonsense(base_url, number))
 
 
-async def _rollout(base_url: str, workload: Workload) -> None:
+async def _rollout(base_url: str, workload: Workload, number: int) -> None:
     """Each trajectory is new. A third of rollouts is finished, a third just ends, and of a third all agents leave."""
-    rollout_id = uuid4().hex
-    ending = int(rollout_id, 16) % 3
+    ending = number % 3
     settings = ReplaySettings(
         base_url,
         model="simulated",
         client="raw",
-        identity=("header", "path", "none")[int(rollout_id[:8], 16) % 3],
+        identity=("header", "path", "none")[number // 3 % 3],
         stream_share=0.5,
         finish=ending == 0,
         calibrate=False,
-        rollout_id=rollout_id,
+        rollout_id=f"soak-{number}",
     )
     with suppress(TimeoutError):
         async with asyncio.timeout(1.0 if ending == 1 else None):
             await replay(workload, settings, queued_source=None)
 
 
-async def _nonsense(base_url: str) -> None:
+async def _nonsense(base_url: str, number: int) -> None:
     """Paths, models and trajectories that nobody has heard of."""
     client = RawClient(base_url, "none", max_retries=0, timeout_s=60)
-    for path in (f"/{uuid4().hex}", f"/trajectories/{uuid4().hex}/finish", f"/models/{uuid4().hex}", "/messages"):
+    for path in (f"/no-{number}", f"/trajectories/no-{number}/finish", f"/models/no-{number}", "/messages"):
         with suppress(RequestFailed):
             await client.post(path)
     await client.aclose()

@@ -6,13 +6,14 @@ Processor time is the kernel's own account of a process and its descendants, to 
 from __future__ import annotations
 
 import os
+import random
 import resource
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # The server under test has a core of its own; client, backends and stores share the other.
@@ -133,15 +134,14 @@ def raise_file_limit(wanted: int) -> int:
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports of the loopback that nobody listens at; all are held until all are known."""
-    probes = [socket.socket() for _ in range(number)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+    """Ports of the loopback that nobody listens at, below those that the system gives connections and any server."""
+    ports: set[int] = set()
+    while len(ports) < number:
+        port = random.randrange(10_000, 32_768)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports.add(port)
+    return list(ports)
 
 
 def answers(port: int, model: bytes = b"bench") -> bool:
