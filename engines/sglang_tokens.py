@@ -18,7 +18,7 @@ from engines.sglang_messages import MessageReader
 from engines.sglang_responses import chat_of_response
 from engines.token_ids import TokenIds, cut_ids, with_ids, with_prompt
 from engines.tokens import Asking, Delta, Piece, Rendered, TokenLeg, Whole
-from engines.upstream import Upstream
+from engines.upstream import SGLANG_GENERATE, Upstream, salted
 
 _CHATS = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
@@ -191,20 +191,19 @@ class SglangTokens:
             sampling["skip_special_tokens"] = False
         if leg.event_tokens > 1:
             sampling["stream_interval"] = leg.event_tokens
-        own, salt = rendered.call["cache_salt"], leg.cache_salt
         call: dict[str, Any] = {
             **rendered.call,
             "rid": leg.request_id,
             "sampling_params": sampling,
             "return_logprob": rendered.call["return_logprob"] or leg.wants_logprobs,
             "return_text_in_logprobs": True,
-            "cache_salt": (f"{own}.{salt}" if own else salt) if salt else own,
             "priority": leg.priority,
             "routing_key": leg.trajectory_id,
             "stream": True,
+            **salted(rendered.call, leg.cache_salt),
         }
         told = {name: value for name, value in call.items() if value is not None}
-        return Upstream("/generate", b"", with_prompt(told, "input_ids", leg.prompt_ids))
+        return Upstream(SGLANG_GENERATE, b"", with_prompt(told, "input_ids", leg.prompt_ids))
 
     def reader(self, rendered: Rendered, only_numbers: bool) -> Callable[[bytes], Piece]:
         return EventReader(self._facts.is_incremental, rendered, only_numbers)

@@ -14,7 +14,7 @@ from engines.dialect import has_route, told
 from engines.http import HttpClient
 from engines.token_ids import TokenIds, cut_ids, with_ids, with_prompt
 from engines.tokens import Asking, Delta, Event, Piece, Rendered, TokenLeg, Whole, has_tools, parsed
-from engines.upstream import Upstream
+from engines.upstream import VLLM_GENERATE, Upstream, salted
 from engines.vllm_events import numbers_of
 from engines.vllm_messages import chat_of_chat, chat_of_messages
 from engines.vllm_responses import chat_of_response
@@ -126,11 +126,10 @@ class VllmTokens:
             "stream_options": {"include_usage": True},
         }
         if leg.cache_salt:
-            own = call.get("cache_salt")
-            call["cache_salt"] = f"{own}.{leg.cache_salt}" if own else leg.cache_salt
+            call |= salted(call, leg.cache_salt)
         headers = f"x-request-id: {leg.request_id}\r\nx-session-id: {leg.trajectory_id}\r\n"
         body = with_prompt(call, "token_ids", leg.prompt_ids)
-        return Upstream("/inference/v1/generate", headers.encode("latin-1", "replace"), body)
+        return Upstream(VLLM_GENERATE, headers.encode("latin-1", "replace"), body)
 
     def reader(self, rendered: Rendered, only_numbers: bool) -> Callable[[bytes], Piece]:
         return _piece_of_numbers if only_numbers else _whole_piece
