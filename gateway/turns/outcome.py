@@ -28,14 +28,18 @@ class Outcome:
 class LegFailed(Exception):
     """A leg ended without its turn being finished; `error` is for the client, unless it can start over.
 
+    Args:
+        should_retry: what the client is told of asking again, as in `Refused`.
+
     Attributes:
         retry_after_s: how long a busy engine asks to be left alone; None if it does not.
     """
 
-    def __init__(self, fault: Fault, error: ApiError) -> None:
+    def __init__(self, fault: Fault, error: ApiError, should_retry: bool | None = None) -> None:
         super().__init__(error.message)
         self.fault = fault
         self.error = error
+        self.should_retry = should_retry
         self.retry_after_s: float | None = None
 
 
@@ -56,7 +60,7 @@ def refused_leg(error: ApiError) -> LegFailed:
 
 
 def refused_by(response: Response, body: bytes) -> LegFailed:
-    """The same of an engine's answer that is none."""
+    """The same, of a response whose status is not 200, with the pause that it asks for."""
     failure = refused_leg(engine_error(response.status, body))
     failure.retry_after_s = pause_asked_for(response.headers)
     return failure

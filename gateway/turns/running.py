@@ -163,7 +163,7 @@ class RunningTurns:
             now, pause_s = self._clock(), failure.retry_after_s
             self._driver.post(TurnFailed(now, turn.turn_id, turn.leg, failure.fault, can_retry, pause_s))
             if not can_retry or failure.fault is Fault.REQUEST:
-                raise Refused(failure.error) from None
+                raise Refused(failure.error, should_retry=failure.should_retry) from None
             self._metrics.retried_legs.labels(failure.fault.value).inc()
         except Stopped as stop:
             if stop.fault is not None:

@@ -45,7 +45,7 @@ class Staleness:
             return
         version = self._stale(turn, turn.versions_made)
         if version is not None and not (self._restarts and turn.begin_again()):
-            raise LegFailed(Fault.REQUEST, self._error(version))
+            raise self._failed(version)
 
     def stop_stale(self, turns: Iterable[LiveTurn], member: Member) -> None:
         """Stop what runs on an engine that took new weights and became too stale by it."""
@@ -64,7 +64,7 @@ class Staleness:
         version, turn.stale_version = turn.stale_version, None
         if self._restarts and turn.begin_again():
             return LegFailed(Fault.BUSY, api_error(503, "The turn begins again under new weights.", "too_stale"))
-        return LegFailed(Fault.REQUEST, self._error(version))
+        return self._failed(version)
 
     def _stale(self, turn: Turn, own: Sequence[str]) -> str | None:
         return self._too_old(own if self._restarts else [*self._made_before(turn.ask.trajectory_id), *own])
@@ -82,6 +82,9 @@ class Staleness:
         assert self._limit is not None
         oldest = max(versions, key=self._record.age, default=None)
         return oldest if oldest is not None and self._record.age(oldest) > self._limit else None
+
+    def _failed(self, version: str) -> LegFailed:
+        return LegFailed(Fault.REQUEST, self._error(version), should_retry=False)
 
     def _error(self, version: str) -> ApiError:
         behind = self._record.age(version)

@@ -108,6 +108,7 @@ async def test_what_runs_when_it_becomes_too_stale_ends_with_the_same_error(kind
                     events += [line] if line else []
             refused = await old
             assert (refused.status_code, refused.json()["error"]["code"]) == (409, "too_stale"), refused.text
+            assert refused.headers["x-should-retry"] == "false", "an SDK would ask again, in vain"
             assert ", 2 versions ago; 1 are allowed" in refused.text
             assert young.status_code == 200 and events[-1] == "data: [DONE]"
             versions = (await last_turn(client, f"young-{number}"))["weight_versions"]
@@ -134,6 +135,7 @@ async def test_what_waits_when_it_becomes_too_stale_ends_with_the_same_error(tok
             assert (await update(client, "v2")).json()["status"] == "done"
         refused = await waiting
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "too_stale"), refused.text
+        assert refused.headers["x-should-retry"] == "false"
         assert (await ask(client, "young")).status_code == 200, "its slot is free again"
 
 
