@@ -20,10 +20,6 @@ class Lease:
         self._path = path
         self._file: IO[str] | None = None
 
-    @property
-    def is_held(self) -> bool:
-        return self._file is not None
-
     def try_take(self) -> bool:
         """Take it if nobody holds it."""
         self._path.parent.mkdir(parents=True, exist_ok=True)

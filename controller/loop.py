@@ -207,7 +207,7 @@ class Controller:
         proposal = self.will.proposed_next()
         is_changed = self._consider(proposal)
         if is_changed or (isinstance(proposal, Proposal) and not proposal.is_worth_it):
-            history = rollouts.chosen(history, present_tps(self.journal.state), is_changed)
+            history = rollouts.chosen(history, present_tps(self.journal.state))
             self.journal.write(kind="rollouts", history=rollouts.dumped(history))
 
     def _consider(self, proposal: Proposal | str) -> bool:

@@ -53,14 +53,12 @@ class History:
         alike: the last ones between which lengths did not drift, newest last; empty: none has ended yet.
         ended_at: of the newest, by the gateway's clock.
         chosen_tps: the fleet that was chosen, or kept, for `chosen_for`; empty: none was.
-        num_since: rollouts since the fleet was changed for them; None: it never was.
     """
 
     alike: tuple[Sample, ...] = ()
     ended_at: float = 0.0
     chosen_tps: tuple[int, ...] = ()
     chosen_for: Sample | None = None
-    num_since: int | None = None
 
     @property
     def num_trajectories(self) -> int:
@@ -82,18 +80,12 @@ def after(history: History, trajectories: Sequence[Remaining], ended_at: float) 
     """With one more rollout; at least one trajectory."""
     newest = _sample(trajectories)
     alike = history.alike if history.alike and not _differ(history.alike[-1], newest) else ()
-    return replace(
-        history,
-        alike=(*alike, newest)[-MAX_ROLLOUTS:],
-        ended_at=ended_at,
-        num_since=None if history.num_since is None else history.num_since + 1,
-    )
+    return replace(history, alike=(*alike, newest)[-MAX_ROLLOUTS:], ended_at=ended_at)
 
 
-def chosen(history: History, tps: Sequence[int], is_changed: bool) -> History:
+def chosen(history: History, tps: Sequence[int]) -> History:
     """With this fleet for the newest rollout's lengths, changed for it or kept."""
-    num_since = 0 if is_changed else history.num_since
-    return replace(history, chosen_tps=tuple(tps), chosen_for=history.alike[-1], num_since=num_since)
+    return replace(history, chosen_tps=tuple(tps), chosen_for=history.alike[-1])
 
 
 def dumped(history: History) -> Json:
@@ -102,9 +94,11 @@ def dumped(history: History) -> Json:
 
 
 def loaded(fields: Json) -> History:
-    """The inverse of `dumped`."""
-    fields = {**fields, "alike": tuple(map(_loaded, fields["alike"])), "chosen_tps": tuple(fields["chosen_tps"])}
-    return History(**{**fields, "chosen_for": _loaded(fields["chosen_for"]) if fields["chosen_for"] else None})
+    """The inverse of `dumped`; what else an earlier version wrote is passed over."""
+    alike, chosen_for = map(_loaded, fields["alike"]), fields["chosen_for"]
+    return History(
+        tuple(alike), fields["ended_at"], tuple(fields["chosen_tps"]), _loaded(chosen_for) if chosen_for else None
+    )
 
 
 def _loaded(sample: Json) -> Sample:

@@ -76,7 +76,7 @@ def tend(
 
     Args:
         alive: servers that are alive, by id.
-        new_id, serial: as `journal.new_ids` gives them.
+        new_id, serial: as `records.new_ids` gives them.
     """
     records: list[Json] = []
     wanted = list(state.wanted)

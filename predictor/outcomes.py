@@ -19,7 +19,6 @@ USER = "user"
 
 # A tool's name comes from a client: it is cut, so that no chain of outcomes grows beyond bounds.
 _MAX_NAME = 48
-_CHARACTERS_PER_TOKEN = 4
 _NAMED_KINDS = ("function_call_output", "custom_tool_call_output")
 
 
@@ -52,22 +51,6 @@ def outcomes(messages: object, settings: OutcomeSettings = _DEFAULTS) -> tuple[s
     return tuple(_read(messages, settings)) if isinstance(messages, Sequence) else ()
 
 
-def latest_outcomes(messages: object, settings: OutcomeSettings = _DEFAULTS) -> tuple[str, ...]:
-    """The outcomes since the last answer: what a new turn adds to those of the turns before it.
-
-    Cost: linear in the messages since then, and in that answer; earlier ones are not looked at.
-    """
-    if not isinstance(messages, Sequence):
-        return ()
-    start = len(messages)
-    while start and not _is_answer(messages[start - 1]):
-        start -= 1
-    # One answer is several items in the Responses API: the calls at its begin name the results at the end.
-    while start and _is_answer(messages[start - 1]):
-        start -= 1
-    return tuple(_read(messages[start:], settings))
-
-
 def outcome(tool: object, characters: int, status: str, settings: OutcomeSettings = _DEFAULTS) -> str:
     """One outcome from its parts."""
     name = tool.strip().replace(":", ".")[:_MAX_NAME] if isinstance(tool, str) else ""
@@ -78,11 +61,6 @@ def outcome(tool: object, characters: int, status: str, settings: OutcomeSetting
     else:
         size = "small"
     return f"{name or UNKNOWN_TOOL}:{size}:{status}"
-
-
-def outcome_of_length(tokens: int, settings: OutcomeSettings = _DEFAULTS) -> str:
-    """What is left of an outcome in a trace that tells lengths only: `?:size:?`."""
-    return outcome(UNKNOWN_TOOL, tokens * _CHARACTERS_PER_TOKEN, "?", settings)
 
 
 @dataclass(frozen=True, slots=True)

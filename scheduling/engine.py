@@ -13,7 +13,7 @@ from scheduling.estimate import Work, estimate_finish_s, vague_tokens
 from scheduling.placement import UNMEASURED, EngineFacts
 from scheduling.prompts import Prompts
 from scheduling.state import Queue, Trajectory, Turn
-from scheduling.types import EngineLoad, EngineSpec
+from scheduling.types import EngineSpec
 
 # The longest remaining output of an engine is looked up anew this often after a trajectory left it; a scan of its
 # residents at every event would cost more than the precision is worth.
@@ -42,7 +42,6 @@ class Engine:
     """
 
     spec: EngineSpec
-    load: EngineLoad
     accepting: bool
     running: dict[str, Turn] = field(default_factory=dict)
     returning: Queue = field(default_factory=Queue)
@@ -86,9 +85,9 @@ class Engine:
         """Whether new turns of a model may come here."""
         return self.accepting and model in self.spec.models
 
-    def report(self, spec: EngineSpec, load: EngineLoad, accepting: bool) -> None:
+    def report(self, spec: EngineSpec, accepting: bool) -> None:
         """Take in what it says of itself."""
-        self.load, self.accepting = load, accepting
+        self.accepting = accepting
         if spec != self.spec:
             self.spec = spec
             self._describe()

@@ -294,10 +294,10 @@ class Scheduler:
     def _engine_reported(self, event: EngineReported, actions: list[Action]) -> None:
         engine = self.engines.get(event.spec.engine_id)
         if engine is None:
-            engine = self.engines[event.spec.engine_id] = Engine(event.spec, event.load, accepting=False)
+            engine = self.engines[event.spec.engine_id] = Engine(event.spec, accepting=False)
             self._settle_residents(engine)
         is_changed = (engine.accepting, engine.spec.models) != (event.accepting, event.spec.models)
-        engine.report(event.spec, event.load, event.accepting)
+        engine.report(event.spec, event.accepting)
         if is_changed:
             self._dispatcher.route_anew(engine, actions)
         self._dispatcher.fill(engine, actions)

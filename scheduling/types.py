@@ -197,7 +197,11 @@ class TrajectoryClosed:
 
 @dataclass(frozen=True, slots=True)
 class EngineReported:
-    """An engine is there. With `accepting` false (cordoned, draining) it only ends what it runs."""
+    """An engine is there. With `accepting` false (cordoned, draining) it only ends what it runs.
+
+    Args:
+        load: for whoever reads the event log; the scheduler goes by its own counts, which are newer.
+    """
 
     at: float
     spec: EngineSpec

@@ -61,7 +61,7 @@ class _Shelf:
 
 
 class StoredTokens:
-    """The TokenBook of a gateway."""
+    """The book."""
 
     def __init__(self, store: Store, ledger: Ledger, clock: Clock, limits: TokenLimits) -> None:
         self._store = store

@@ -1,7 +1,6 @@
 """The tokens of a turn as they were made: what a later turn is spliced from, and what a trainer learns from."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from scheduling.values import value_class
 
@@ -41,16 +40,3 @@ class TurnTokens:
     parent: str | None
     history: str
     ended_at: float
-
-
-class TokenBook(Protocol):
-    """The tokens of all trajectories that are not forgotten."""
-
-    def add(self, tokens: TurnTokens) -> None:
-        """Keep an ended turn's tokens."""
-
-    def continued(self, trajectory_id: str, history: str) -> TurnTokens | None:
-        """The kept turn of this trajectory whose conversation is `history`."""
-
-    def forget(self, trajectory_id: str) -> None:
-        """Drop a trajectory's tokens."""

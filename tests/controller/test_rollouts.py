@@ -44,7 +44,7 @@ def decided(state: State) -> tuple[State, Proposal | str]:
         return state, proposal
     if proposal.is_worth_it:
         state = replace(state, wanted=tuple(Wanted(f"{n}", tp, ()) for n, tp in enumerate(proposal.tps)))
-    return replace(state, history=chosen(state.history, present_tps(state), proposal.is_worth_it)), proposal
+    return replace(state, history=chosen(state.history, present_tps(state))), proposal
 
 
 def of(*tps: int) -> State:
@@ -123,7 +123,7 @@ def test_a_large_rollout_is_kept_by_its_quantiles() -> None:
 def test_the_next_controller_knows_what_this_one_had_seen(tmp_path: Path) -> None:
     """The history is in the journal, also in its first record."""
     journal = Journal(tmp_path / "journal.jsonl")
-    history = chosen(after(History(), tail(0), 5.0), (4, 4), is_changed=True)
+    history = chosen(after(History(), tail(0), 5.0), (4, 4))
     journal.write(kind="rollouts", history=rollouts.dumped(history))
     assert Journal(tmp_path / "journal.jsonl").state.history == history
     assert fold(State(), {"kind": "state", "state": dumped(journal.state)}).history == history

@@ -2,8 +2,8 @@
 
 from scheduling.limits import Limits
 from scheduling.policy import VERL
-from scheduling.types import Abort, Dispatch, EngineLoad, EngineReported, EngineSpec, Fault, TrajectoryState
-from tests.scheduling.fleet import MODEL, Fleet, record
+from scheduling.types import Abort, Dispatch, Fault, TrajectoryState
+from tests.scheduling.fleet import Fleet, record
 
 
 def test_turns_wait_while_there_is_no_engine() -> None:
@@ -55,14 +55,6 @@ def test_more_slots_are_filled_when_they_are_reported() -> None:
     assert fleet.engine("A", slots=1) == []
     assert fleet.finish("a") == []
     assert fleet.sent(fleet.finish("b")) == [("c", "A")]
-
-
-def test_a_report_of_load_is_kept() -> None:
-    """People and metrics look at it."""
-    fleet = Fleet()
-    load = EngineLoad(num_running=3, num_waiting=2, kv_used_tokens=7)
-    fleet.handle(EngineReported(0.0, EngineSpec("A", {MODEL}, 1, 0), load))
-    assert fleet.scheduler.engines["A"].load == load
 
 
 def test_a_cordoned_engine_only_ends_what_it_runs() -> None:

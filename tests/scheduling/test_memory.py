@@ -8,7 +8,7 @@ from scheduling.engine import Engine
 from scheduling.estimate import Work, estimate_finish_s
 from scheduling.limits import Limits
 from scheduling.state import Trajectory
-from scheduling.types import EngineLoad, EngineSpec, Fault, Prediction, Tick, TurnArrived
+from scheduling.types import EngineSpec, Fault, Prediction, Tick, TurnArrived
 from tests.scheduling.fleet import MODEL, Fleet
 
 
@@ -28,7 +28,7 @@ def test_an_engine_without_residents_has_no_work() -> None:
 def test_an_engines_work_is_that_of_its_residents(data: st.DataObject) -> None:
     """Whoever comes, grows, is foretold otherwise, and goes, in any order: against sums made anew, and against those of
     the others where one of them might leave. What is the longest, an engine knows a second later."""
-    engine = Engine(EngineSpec("A", frozenset({MODEL}), 4, data.draw(st.sampled_from([0, 9_000]))), EngineLoad(), True)
+    engine = Engine(EngineSpec("A", frozenset({MODEL}), 4, data.draw(st.sampled_from([0, 9_000]))), True)
     residents: dict[str, tuple[Trajectory, int]] = {}
     tokens = st.integers(1, 5_000)
     for at in range(2, 2 + data.draw(st.integers(1, 15))):

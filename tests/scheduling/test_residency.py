@@ -16,7 +16,7 @@ from scheduling.policy import HEDDLE, VERL
 from scheduling.prompts import Prompts
 from scheduling.residency import claims_beyond_capacity
 from scheduling.state import Trajectory, Turn, TurnState
-from scheduling.types import Dispatch, EngineLoad, EngineSpec, Fault, Prediction, TrajectoryDeclared, TurnArrived
+from scheduling.types import Dispatch, EngineSpec, Fault, Prediction, TrajectoryDeclared, TurnArrived
 from tests.scheduling.fleet import Fleet, record
 
 
@@ -648,7 +648,7 @@ def test_as_many_residents_leave_as_have_outgrown_an_engine(
 
 def resident_engine(kv: int, residents: list[tuple[int, str, int, float | None]], limits: Limits) -> Engine:
     """An engine with residents `r0` and so on: prompt, group, claim, and since when each is in a tool call."""
-    engine = Engine(EngineSpec("A", frozenset({"model"}), 8, kv), EngineLoad(), True)
+    engine = Engine(EngineSpec("A", frozenset({"model"}), 8, kv), True)
     for number, (prompt, group, claim, since) in enumerate(residents):
         resident = waiting(f"r{number}", prompt, group, 0.0, limits).trajectory
         engine.claim(resident, claim)
