@@ -1,6 +1,7 @@
 """The API of trajectories and rollouts: declare, look, page, finish, abort."""
 
 import os
+from heapq import nsmallest
 from typing import Annotated, Any
 
 import orjson
@@ -95,7 +96,8 @@ class Trajectories:
 
     def page(self, rollout_id: str | None, state: str | None, after: str | None, limit: int) -> dict[str, Any]:
         """Trajectories in the order of their ids, after one of them."""
-        matching = sorted(
+        matching = nsmallest(
+            limit + 1,
             (
                 entry
                 for entry in self._ledger
