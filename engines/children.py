@@ -120,7 +120,8 @@ async def _stop(process: asyncio.subprocess.Process, timeout_s: float) -> None:
     try:
         with suppress(ProcessLookupError, TimeoutError):
             process.terminate()
-            await asyncio.wait_for(process.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await process.wait()
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

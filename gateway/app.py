@@ -45,7 +45,7 @@ from gateway.workers.crew import Crew, LoanLimits
 from scheduling.policy import POLICIES
 from scheduling.scheduler import Scheduler
 from scheduling.types import Move, TrajectoryRecord
-from store import DEMAND, Store, StoreSettings, Stream, ended, open_store, open_stream
+from store import DEMAND, Store, StoreSettings, Stream, open_store, open_stream
 
 
 @asynccontextmanager
@@ -160,7 +160,9 @@ async def _serving(
     try:
         yield Front(settings, access, turns, passthrough, api, metrics, log, event_log.end_watches)
     finally:
-        await ended(*tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
         memory.save_predictor()
         driver.close()
         await crew.close()

@@ -11,7 +11,6 @@ from store.port import (
     StoreHealth,
     StoreInUse,
 )
-from store.redis_client import ended
 from store.settings import StoreSettings
 from store.stream import DEMAND, Entry, Stream
 
@@ -28,7 +27,6 @@ __all__ = [
     "StoreSettings",
     "StoredTrajectory",
     "Stream",
-    "ended",
     "open_store",
     "open_stream",
 ]

@@ -31,7 +31,7 @@ import orjson
 
 from store.pending import Operation, Pending
 from store.port import Json, StoreAway, StoreCorrupt, StoredTrajectory, StoreError, StoreHealth, encoded
-from store.redis_client import FAULTS, AuthenticationError, ended, let_go, place_of, redis_client
+from store.redis_client import FAULTS, AuthenticationError, asked, let_go, place_of, redis_client
 from store.settings import StoreSettings
 
 FORMAT = b"1"
@@ -143,7 +143,7 @@ class RedisStore:
         at_once = self._settings.load_batch
         ahead: asyncio.Task[_Read] | None = None
         try:
-            ids: list[Any] = await self._redis.hkeys(self._key("records"))
+            ids: list[Any] = await asked(self._redis.hkeys(self._key("records")))
             parts = [ids[start : start + at_once] for start in range(0, len(ids), at_once)]
             for number, some in enumerate(parts):
                 records, answers, turns = await (ahead or self._read(some))
@@ -171,7 +171,7 @@ class RedisStore:
             pipe.hmget(self._key("answers"), ids)
             for trajectory_id in ids:
                 pipe.lrange(turns + trajectory_id, -num_turns, -1)
-            records, answers, *of_each = await pipe.execute()
+            records, answers, *of_each = await asked(pipe.execute())
         return records, answers, of_each
 
     def on_loss(self, rewrite: Callable[[], None]) -> None:
@@ -200,7 +200,7 @@ class RedisStore:
     async def get_pieces(self, trajectory_id: str, prefix: str = "") -> dict[str, bytes]:
         await self._settle_or_raise()
         try:
-            found: Any = await self._redis.hgetall(self._key("pieces:") + trajectory_id)
+            found: Any = await asked(self._redis.hgetall(self._key("pieces:") + trajectory_id))
         except FAULTS as fault:
             raise StoreAway(self._away(fault)) from fault
         pieces = {str(name, "utf-8"): data for name, data in found.items()}
@@ -209,7 +209,7 @@ class RedisStore:
     async def piece_sizes(self) -> dict[str, int]:
         await self._settle_or_raise()
         try:
-            found: Any = await self._redis.hgetall(self._key("sizes"))
+            found: Any = await asked(self._redis.hgetall(self._key("sizes")))
         except FAULTS as fault:
             raise StoreAway(self._away(fault)) from fault
         return {str(trajectory_id, "utf-8"): int(num_bytes) for trajectory_id, num_bytes in found.items()}
@@ -221,7 +221,7 @@ class RedisStore:
     async def get_state(self, name: str) -> bytes | None:
         await self._settle_or_raise()
         try:
-            value: Any = await self._redis.hget(self._key("states"), name)
+            value: Any = await asked(self._redis.hget(self._key("states"), name))
         except FAULTS as fault:
             raise StoreAway(self._away(fault)) from fault
         return None if value is None else bytes(value)
@@ -252,7 +252,8 @@ class RedisStore:
 
     async def close(self) -> None:
         await self.settle(self._settings.close_timeout_s)
-        await ended(self._flusher)
+        self._flusher.cancel()
+        await asyncio.wait((self._flusher,))
         await self._redis.aclose()
 
     async def _settle_or_raise(self) -> None:
@@ -335,18 +336,18 @@ class RedisStore:
     async def _claim(self) -> None:
         """Become the writer of this namespace. Safe to repeat: no batch is sent before."""
         owner = self._key("owner")
-        known = await self._redis.hget(owner, "format")
+        known = await asked(self._redis.hget(owner, "format"))
         if known not in (None, FORMAT):
             raise StoreCorrupt(
                 f"Redis at {self._where}: {owner} has format {known!r}, this program reads {FORMAT!r}; "
                 "choose another namespace"
             )
         claim: dict[Any, Any] = {"format": FORMAT, "writer": self._writer, "batch": FIRST_BATCH, "lost": 0}
-        await self._redis.hset(owner, mapping=claim)
+        await asked(self._redis.hset(owner, mapping=claim))
         self._claimed = True
 
     async def _eval(self, script: str, *arguments: Any) -> Any:
-        return await self._redis.eval(script, 0, self._settings.namespace, *arguments)
+        return await asked(self._redis.eval(script, 0, self._settings.namespace, *arguments))
 
     def _key(self, name: str) -> str:
         return self._settings.namespace + name

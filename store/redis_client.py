@@ -1,7 +1,9 @@
 """The client of a Redis server, and what it means that the server is away: the one place that knows the library."""
 
 import asyncio
+from collections.abc import Awaitable
 from contextlib import suppress
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -11,12 +13,9 @@ from redis.exceptions import AuthenticationError, RedisError
 from store.port import StoreError
 from store.settings import StoreSettings
 
-__all__ = ["FAULTS", "AuthenticationError", "ended", "let_go", "place_of", "redis_client"]
+__all__ = ["FAULTS", "AuthenticationError", "asked", "let_go", "place_of", "redis_client"]
 
 FAULTS = (RedisError, OSError, TimeoutError)
-
-CANCEL_AGAIN_S = 0.1
-"""A task that was cancelled ends in microseconds."""
 
 
 def redis_client(url: str, settings: StoreSettings) -> Redis:
@@ -44,15 +43,23 @@ async def let_go(redis: Redis) -> None:
         await redis.connection_pool.disconnect(inuse_connections=False)
 
 
-async def ended(*tasks: asyncio.Task[None]) -> None:
-    """Cancel tasks that ask Redis until they have ended.
+async def asked(request: Awaitable[Any]) -> Any:
+    """What the server answers.
 
-    The library asks by `asyncio.wait_for`, which in Python 3.11 swallows a cancellation that comes just as it ends.
+    The library asks by `asyncio.wait_for`, which in Python 3.11 swallows a cancellation that comes just as it ends: of
+    cancellations at each step of the event loop a third.
+
+    Raises:
+        asyncio.CancelledError: the task was cancelled meanwhile, whatever the library made of it.
     """
-    while running := [task for task in tasks if not task.done()]:
-        for task in running:
-            task.cancel()
-        await asyncio.wait(running, timeout=CANCEL_AGAIN_S)
+    task = asyncio.current_task()
+    assert task is not None  # nothing is awaited outside of one
+    num_cancelled = task.cancelling()
+    try:
+        return await request
+    finally:
+        if task.cancelling() > num_cancelled:
+            raise asyncio.CancelledError
 
 
 def place_of(url: str) -> str:

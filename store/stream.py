@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from store.port import StoreAway
-from store.redis_client import FAULTS, let_go, place_of, redis_client
+from store.redis_client import FAULTS, asked, let_go, place_of, redis_client
 from store.settings import StoreSettings
 
 DEMAND = "demand"
@@ -41,7 +41,7 @@ class Stream:
     async def add(self, value: bytes) -> None:
         """Say this; what is older than the last few entries goes."""
         try:
-            await self._redis.xadd(self._key, {"value": value}, maxlen=MAX_ENTRIES, approximate=False)
+            await asked(self._redis.xadd(self._key, {"value": value}, maxlen=MAX_ENTRIES, approximate=False))
         except FAULTS as fault:
             await let_go(self._redis)
             raise self._away(fault) from fault
@@ -52,7 +52,7 @@ class Stream:
             async with self._redis.pipeline(transaction=True) as pipe:
                 pipe.xrevrange(self._key, count=1)
                 pipe.time()
-                found: list[Any] = await pipe.execute()
+                found: list[Any] = await asked(pipe.execute())
         except FAULTS as fault:
             raise self._away(fault) from fault
         entries, (seconds, microseconds) = found
