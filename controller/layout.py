@@ -1,19 +1,20 @@
 """Which devices each engine of a planned fleet gets: as many engines as possible stay where they are.
 
 Engines get aligned blocks, as a buddy allocator gives them: TP 4 begins at device 0, 4, 8, ... of its node, where
-neighbours are best connected. An engine that is there already stays if the plan has one of its size for its node, and
-if the others still fit beside it. New ones get devices that nobody holds, where there are enough.
+neighbours are best connected. An engine that is there already stays if one of its size is wanted and no larger one
+needs its devices. New ones get the blocks for which the least has to end: of what is wanted still, then of the rest.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import groupby
 
 from controller.steps import Wanted
-from scheduling.fleets import largest_first, on_nodes
-from scheduling.reshaping import renumbered
-from scheduling.scaling import FleetPlan, PlannedEngine, Role
+from scheduling.fleets import largest_first
+
+Block = tuple[str, ...]
 
 
 class DoesNotFit(ValueError):
@@ -34,14 +35,14 @@ class Floor:
     devices_per_node: int
     resting: frozenset[str] = frozenset()
 
-    def nodes(self) -> list[tuple[str, ...]]:
+    def nodes(self) -> list[Block]:
         """Devices of each node, in the inventory's order; nodes may be of unequal size."""
         if any("/" in device for device in self.devices):
             return [tuple(group) for _, group in groupby(self.devices, key=lambda device: device.rpartition("/")[0])]
         size = self.devices_per_node
         return [self.devices[start : start + size] for start in range(0, len(self.devices), size)]
 
-    def blocks(self, tp: int) -> list[tuple[str, ...]]:
+    def blocks(self, tp: int) -> list[Block]:
         """Aligned blocks of so many devices, on no node's edge and without one that rests."""
         blocks = [node[start : start + tp] for node in self.nodes() for start in range(0, len(node) - tp + 1, tp)]
         return [block for block in blocks if not self.resting & set(block)]
@@ -63,84 +64,74 @@ def lay_out(
 
     Raises:
         DoesNotFit: too many devices, or no aligned block is left.
+
+    Cost: 4,096 engines on as many devices take 0.1 s.
     """
-    sizes = largest_first(tps)
-    nodes = floor.nodes()
-    shapes = _shapes(sizes, current, nodes, floor)
+    wanted = Counter(tps)
+    there = [one for one in current if set(one.devices) <= set(floor.devices)]
+    try:
+        return _laid_out(wanted, there, asleep, floor, new_id)
+    except DoesNotFit:
+        # Those that began when the inventory was another one may lie across two blocks.
+        aligned = {block for tp in wanted for block in floor.blocks(tp)}
+        return _laid_out(wanted, [one for one in there if one.devices in aligned], asleep, floor, new_id)
+
+
+def _laid_out(
+    wanted: Counter[int], there: Sequence[Wanted], asleep: Sequence[Wanted], floor: Floor, new_id: Callable[[], str]
+) -> list[Wanted]:
+    """Largest first: whichever block one takes, as many are left for the smaller ones."""
     laid: list[Wanted] = []
-    for node, shape in zip(nodes, shapes, strict=True):
-        there, sleeping = ([one for one in each if set(one.devices) <= set(node)] for each in (current, asleep))
-        laid += _node(shape, there, sleeping, node, floor.resting, new_id)
+    taken = set(floor.resting)
+    sleeper_on = {one.devices: one for one in asleep}
+    for tp in sorted(wanted, reverse=True):
+        num_new = wanted[tp]
+        for one in there:
+            if num_new and one.tp == tp and not taken & set(one.devices):
+                laid.append(one)
+                taken |= set(one.devices)
+                num_new -= 1
+        free = [block for block in floor.blocks(tp) if not taken & set(block)]
+        if len(free) < num_new:
+            sizes, num_usable = list(largest_first(wanted.elements())), len(set(floor.devices) - floor.resting)
+            raise DoesNotFit(f"engines of TP {sizes} do not fit onto {num_usable} devices")
+        left = [one for one in there if one.tp != tp and not taken & set(one.devices)]
+        for block in _cheapest(free, num_new, wanted, left, sleeper_on):
+            laid.append(sleeper_on.get(block) or Wanted(new_id(), tp, block))
+            taken |= set(block)
     return laid
 
 
-def _shapes(
-    sizes: tuple[int, ...], current: Sequence[Wanted], nodes: Sequence[tuple[str, ...]], floor: Floor
-) -> list[list[int]]:
-    """The sizes of each node's engines."""
-    if len(nodes) == 1:
-        return [list(sizes)]
-    usable = [sum(device not in floor.resting for device in node) for node in nodes]
-    if all(size == floor.devices_per_node for size in usable[:-1]) and usable[-1] <= floor.devices_per_node:
-        engines = tuple(PlannedEngine(tp, node, Role.BULK) for tp, node in on_nodes(sizes, floor.devices_per_node))
-        node_of = {device: number for number, node in enumerate(nodes) for device in node}
-        present = tuple(PlannedEngine(one.tp, node_of[one.devices[0]], Role.BULK) for one in current)
-        plan = renumbered(FleetPlan(engines, 0.0, "", ""), FleetPlan(present, 0.0, "", ""))
-        placed = [(one.tp, one.node) for one in plan.engines]
-        if max((node for _, node in placed), default=0) < len(nodes):
-            return [[tp for tp, on in placed if on == node] for node in range(len(nodes))]
-    return _filled(sizes, usable)
+def _cheapest(
+    blocks: Iterable[Block], number: int, wanted: Mapping[int, int], there: Iterable[Wanted], sleeps: Container[Block]
+) -> Iterator[Block]:
+    """So many blocks for engines of one size, where these are there and may stay. Their price is devices of smaller
+    ones that then cannot; whether one must be started; and how many end for it: where none does, it starts while they
+    serve, and can fetch their KV."""
+    on: dict[str, set[Wanted]] = defaultdict(set)
+    spare = Counter({tp: -count for tp, count in wanted.items()})
+    for one in there:
+        spare[one.tp] += 1
+        for device in one.devices:
+            on[device].add(one)
 
+    def price(block: Block) -> tuple[int, bool, int]:
+        ending = set().union(*(on[device] for device in block))
+        lost = 0
+        for tp, count in Counter(one.tp for one in ending if one.tp < len(block)).items():
+            lost += tp * max(count - max(spare[tp], 0), 0)
+        return lost, block not in sleeps, len(ending)
 
-def _filled(sizes: tuple[int, ...], usable: list[int]) -> list[list[int]]:
-    """Largest first, each onto the first node with room."""
-    shapes: list[list[int]] = [[] for _ in usable]
-    for tp in sizes:
-        node = next((node for node, shape in enumerate(shapes) if sum(shape) + tp <= usable[node]), None)
-        if node is None:
-            raise DoesNotFit(f"engines of TP {list(sizes)} do not fit onto nodes of {usable} devices")
-        shapes[node].append(tp)
-    return shapes
-
-
-def _node(
-    shape: list[int],
-    there: Sequence[Wanted],
-    asleep: Sequence[Wanted],
-    node: tuple[str, ...],
-    resting: frozenset[str],
-    new_id: Callable[[], str],
-) -> list[Wanted]:
-    """The servers of one node. Keeps the largest first, and gives up one after the other until the rest fits."""
-    kept: list[Wanted] = []
-    left = Counter(shape)
-    taken = set(resting)
-    for one in sorted([*there, *asleep], key=lambda one: -one.tp):
-        if left[one.tp] and not taken & set(one.devices):
-            left[one.tp] -= 1
-            taken |= set(one.devices)
-            kept.append(one)
-    while True:
-        missing = list((Counter(shape) - Counter(one.tp for one in kept)).elements())
-        taken = set(resting).union(*(one.devices for one in kept))
-        # On free devices a server starts while the others still serve, and can fetch their KV.
-        held = taken.union(*(one.devices for one in there))
-        blocks = _blocks(missing, node, held) or _blocks(missing, node, taken)
-        if blocks is not None:
-            return kept + [Wanted(new_id(), len(block), block) for block in blocks]
-        if not kept:
-            raise DoesNotFit(f"engines of TP {shape} do not fit onto {len(set(node) - resting)} devices of a node")
-        kept.pop()
-
-
-def _blocks(sizes: Sequence[int], node: tuple[str, ...], taken: Iterable[str]) -> list[tuple[str, ...]] | None:
-    taken = set(taken)
-    blocks = []
-    for tp in sorted(sizes, reverse=True):
-        starts = range(0, len(node) - tp + 1, tp)
-        block = next((node[start : start + tp] for start in starts if not taken & set(node[start : start + tp])), None)
-        if block is None:
-            return None
-        taken |= set(block)
-        blocks.append(block)
-    return blocks
+    heap = [(price(block), place, block) for place, block in enumerate(blocks)]
+    heapify(heap)
+    while number:
+        known, place, block = heappop(heap)
+        if (now := price(block)) > known:  # those before took what was to spare
+            heappush(heap, (now, place, block))
+            continue
+        for one in set().union(*(on[device] for device in block)):
+            spare[one.tp] -= 1
+            for device in one.devices:
+                on[device].discard(one)
+        number -= 1
+        yield block

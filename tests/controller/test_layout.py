@@ -1,0 +1,139 @@
+"""Where the engines of a fleet go, on floors of several nodes: what can stay does, and what fits is laid out."""
+
+from collections import Counter
+from itertools import combinations, count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.layout import DoesNotFit, Floor, lay_out
+from controller.steps import Wanted
+
+SIZES = (1, 2, 4, 8)
+
+
+@st.composite
+def floors(draw: st.DrawFn) -> Floor:
+    """Nodes that are told by name, of unequal size, or counted off; some devices rest."""
+    if draw(st.booleans()):
+        nodes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+        devices = tuple(f"node{number}/{device}" for number, size in enumerate(nodes) for device in range(size))
+    else:
+        devices = tuple(f"gpu{number}" for number in range(draw(st.integers(1, 20))))
+    resting = draw(st.one_of(st.just(set()), st.sets(st.sampled_from(devices), max_size=4)))
+    return Floor(devices, draw(st.sampled_from([4, 8])), frozenset(resting))
+
+
+def on_first_blocks(tps: list[int], floor: Floor, taken: set[str]) -> list[tuple[str, ...]] | None:
+    """Each engine on the first block that is free, the largest first; None where there is none."""
+    taken, blocks = set(taken), []
+    for tp in sorted(tps, reverse=True):
+        block = next((block for block in floor.blocks(tp) if not taken & set(block)), None)
+        if block is None:
+            return None
+        taken |= set(block)
+        blocks.append(block)
+    return blocks
+
+
+@st.composite
+def fleets(draw: st.DrawFn, floor: Floor) -> list[Wanted]:
+    """Servers anywhere on a floor, each on a block."""
+    there: list[Wanted] = []
+    taken: set[str] = set()
+    for tp in draw(st.lists(st.sampled_from(SIZES), max_size=12)):
+        free = [block for block in floor.blocks(tp) if not taken & set(block)]
+        if free:
+            block = draw(st.sampled_from(free))
+            taken |= set(block)
+            there.append(Wanted(f"old-{len(there)}", tp, block))
+    return there
+
+
+def laid(tps: list[int], there: list[Wanted], floor: Floor, asleep: list[Wanted] | None = None) -> list[Wanted]:
+    numbers = count()
+    return lay_out(tps, there, floor, lambda: f"new-{next(numbers)}", asleep or [])
+
+
+def devices_of(servers: list[Wanted]) -> list[str]:
+    return [device for one in servers for device in one.devices]
+
+
+@given(st.data(), floors(), st.lists(st.sampled_from(SIZES), max_size=12))
+@settings(max_examples=300)
+def test_what_fits_is_laid_out_whatever_is_there(data: st.DataObject, floor: Floor, tps: list[int]) -> None:
+    """On blocks that nobody else has, none of them at rest; and only what does not fit is refused."""
+    there = data.draw(fleets(Floor(floor.devices, floor.devices_per_node)))
+    if on_first_blocks(tps, floor, set()) is None:
+        with pytest.raises(DoesNotFit):
+            laid(tps, there, floor)
+        return
+    found = laid(tps, there, floor)
+    assert Counter(one.tp for one in found) == Counter(tps)
+    used = devices_of(found)
+    assert len(used) == len(set(used)) and not floor.resting & set(used)
+    assert all(one.devices in floor.blocks(one.tp) for one in found)
+    assert all(one in there for one in found if one.server_id.startswith("old"))
+
+
+@given(st.data(), floors())
+def test_a_smaller_fleet_starts_nothing(data: st.DataObject, floor: Floor) -> None:
+    """Wherever those stand that stay: an engine less is no reason to start another."""
+    there = data.draw(fleets(floor))
+    left = data.draw(st.lists(st.sampled_from(there), unique=True)) if there else []
+    assert all(one in there for one in laid([one.tp for one in left], there, floor))
+
+
+@given(st.data(), floors(), st.lists(st.sampled_from(SIZES), min_size=1, max_size=4))
+def test_who_comes_where_there_is_room_disturbs_nobody(data: st.DataObject, floor: Floor, more: list[int]) -> None:
+    """Those who are there stay, and serve on meanwhile."""
+    there = data.draw(fleets(floor))
+    found_room = on_first_blocks(more, floor, set(devices_of(there))) is not None
+    if found_room:
+        assert set(there) <= set(laid([one.tp for one in there] + more, there, floor))
+
+
+@given(st.data(), st.lists(st.sampled_from((1, 2, 4)), max_size=6))
+@settings(max_examples=300)
+def test_as_many_devices_keep_their_engine_as_can(data: st.DataObject, tps: list[int]) -> None:
+    """Against every choice of those who stay, on two nodes of four devices."""
+    floor = Floor(tuple(f"gpu{number}" for number in range(8)), 4)
+    there = data.draw(fleets(floor))
+    if on_first_blocks(tps, floor, set()) is None:
+        return
+    most = max(
+        sum(one.tp for one in staying)
+        for number in range(len(there) + 1)
+        for staying in combinations(there, number)
+        if not (Counter(one.tp for one in staying) - Counter(tps))
+        and on_first_blocks(
+            list((Counter(tps) - Counter(one.tp for one in staying)).elements()), floor, set(devices_of(list(staying)))
+        )
+        is not None
+    )
+    assert sum(one.tp for one in laid(tps, there, floor) if one in there) == most
+
+
+def test_a_sleeper_is_woken_where_it_costs_no_engine_that_stays() -> None:
+    """A start takes longer than a waking, but two starts in place of the engines on its devices take longest."""
+    floor = Floor(("0", "1", "2", "3"), 4)
+    ones = [Wanted("a", 1, ("0",)), Wanted("b", 1, ("1",))]
+    sleeper = Wanted("c", 2, ("0", "1"))
+    assert laid([2], ones, floor, [sleeper]) == [sleeper]
+    assert laid([2, 1], ones[1:], floor, [sleeper]) == [Wanted("new-0", 2, ("2", "3")), ones[1]]
+    assert laid([2, 2], [], floor, [sleeper]) == [sleeper, Wanted("new-0", 2, ("2", "3"))]
+
+
+def test_an_engine_across_two_blocks_stays_while_there_is_room_beside_it() -> None:
+    """It began when the inventory was another one; where it is in the way of what is wanted, it goes."""
+    floor = Floor(tuple(f"gpu{number}" for number in range(8)), 8)
+    across = Wanted("across", 2, ("gpu1", "gpu2"))
+    assert across in laid([4, 2], [across], floor)
+    assert [one.devices for one in laid([4, 2, 2], [across], floor)] == [
+        ("gpu0", "gpu1", "gpu2", "gpu3"),
+        ("gpu4", "gpu5"),
+        ("gpu6", "gpu7"),
+    ]
+    elsewhere = Wanted("elsewhere", 1, ("gpu8",))
+    assert [one.devices for one in laid([1], [elsewhere], floor)] == [("gpu0",)], "its device is not there any more"
