@@ -1,8 +1,9 @@
 """What becomes of servers that are wanted and have ended: tried again, later and later, then given up. Pure.
 
 A server that never served counts a try more; one that served and died begins to count anew. After the last try its TP
-size is blocked, and the fleet that served last is wanted again; if that is the same fleet, it goes on without this
-server. Only an operator's `scale` lifts the block. A spare that ended is let go: the next change does without it.
+size is blocked, and the fleet that served last is wanted again; if that is the same fleet, or none ever served, it goes
+on without this server. Only an operator's `scale` lifts the block. A spare that ended is let go: the next change does
+without it.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -106,8 +107,9 @@ def tend(
     for lost in given_up:
         records.append({"kind": "blocked", "tp": lost.tp})
         why = f"{lost.server_id} (TP {lost.tp}) was given up after {rule.max_tries} tries"
-    if given_up and _sizes(state.proven) != _sizes(state.wanted):
-        wanted = [one if one.server_id in alive else replace(one, server_id=new_id()) for one in state.proven]
+    before = [one for one in state.proven if not state.resting & set(one.devices)]
+    if given_up and before and _devices(before) != _devices(state.wanted):
+        wanted = [one if one.server_id in alive else replace(one, server_id=new_id()) for one in before]
         why += "; back to the fleet before"
     wanted_ids = {one.server_id for one in wanted}
     more = {"num_tries": _only(tries, wanted_ids), "not_before": _only(not_before, wanted_ids)}
@@ -124,5 +126,5 @@ def _only(of: Mapping[str, Of], server_ids: Set[str]) -> dict[str, Of]:
     return {server_id: value for server_id, value in of.items() if server_id in server_ids}
 
 
-def _sizes(wanted: Sequence[Wanted]) -> list[tuple[str, ...]]:
+def _devices(wanted: Sequence[Wanted]) -> list[tuple[str, ...]]:
     return sorted(one.devices for one in wanted)

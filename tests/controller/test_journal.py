@@ -131,6 +131,21 @@ def test_a_fleet_goes_on_without_a_server_that_was_given_up() -> None:
     assert state.wanted == ONES[:1] and state.blocked_tps == {1}
 
 
+def test_of_a_first_fleet_the_others_serve_on_where_one_never_starts() -> None:
+    """No fleet served before it, so there is none to go back to: one bad device ended all the engines beside it."""
+    state = State(wanted=ONES, num_tries={"b": 2})
+    state = tended(state, [Ended("b", "exit status 1")])
+    assert state.wanted == ONES[:1] and "fleet before" not in state.why
+
+
+def test_the_fleet_before_leaves_devices_at_rest() -> None:
+    """An operator took one out of use since, and another server was given up before the rest had been reached."""
+    state = State(wanted=ONES[:1], proven=ONES, resting=frozenset(ONES[1].devices), num_tries={"a": 2})
+    assert tended(state, [Ended("a", "exit status 1")]).wanted == ()
+    state = State(wanted=TWO, proven=ONES, resting=frozenset(ONES[1].devices), num_tries={"c": 2})
+    assert tended(state, [Ended("c", "exit status 1")], 100.0, *ONES).wanted == ONES[:1]
+
+
 def test_a_server_that_served_is_tried_anew() -> None:
     """Its tries do not add up over weeks."""
     state = State(wanted=ONES, proven=ONES, num_tries={"b": 2}, urls={"b": "http://b"})
