@@ -148,7 +148,7 @@ def _weighed(
     if not current:
         return Proposal(wanted.tps, float("inf"), planned_s, relaunch, True, "there is no fleet")
     current_s = makespan_s(Presorted(trajectories), kinds, current)
-    is_worth_it = worth_reshaping(current_s, planned_s, relaunch, replace(rule, min_correlation=0.0))
+    is_worth_it = worth_reshaping(current_s, planned_s, relaunch, rule)
     gain_share = (current_s - planned_s - relaunch / rule.num_rollouts) / current_s
     why = (
         f"{about} end in {current_s:.0f} s on {in_words(current)}, in {planned_s:.0f} s on {in_words(wanted.tps)}; "

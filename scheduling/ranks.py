@@ -1,4 +1,4 @@
-"""Heddle's own placement, as a baseline: groups by its presorted dynamic program, and ranks that are followed later.
+"""Heddle's own placement, as a baseline: groups by its presorted dynamic program; rank_groups.py follows ranks later.
 
 Its cost of a group is T * F(size) * longest: the step time of the whole group's batch, for as long as its longest
 trajectory runs. That knows neither slots nor KV waves, prefill or tools. When predictions change, nothing is solved
@@ -7,9 +7,7 @@ again: a trajectory's rank changes, and with its rank, perhaps, the group where 
 Source: Heddle, arXiv 2603.28101: presorted dynamic programming and its runtime rule.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
 
 from scheduling.cost import EngineProfile
 from scheduling.estimate import Remaining
@@ -63,21 +61,3 @@ def _one_more_engine(
         best_s.append(later_s(start, end))
         chosen.append(start)
     return best_s, chosen
-
-
-def rank_of(output_tokens: float, longest_first: Sequence[float]) -> int:
-    """How many of the trajectories that are still active, sorted by predicted work, have more before them."""
-    return bisect_left(longest_first, -output_tokens, key=lambda other: -other)
-
-
-def group_of_rank(rank: int, num_active: int, group_sizes: Sequence[int]) -> int:
-    """The group where a rank belongs when groups shrink in proportion to those that are still active.
-
-    Args:
-        rank: 0 for the longest, below `num_active`.
-        group_sizes: as planned, the group of the longest first; not all 0.
-    """
-    ends = list(accumulate(group_sizes))
-    # A rank's place in the planned order, in whole numbers.
-    place = rank * ends[-1] // num_active
-    return next(group for group, end in enumerate(ends) if place < end)

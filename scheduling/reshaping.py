@@ -1,4 +1,4 @@
-"""When a fleet is cut anew, and how GPUs are split between rollout and training: decisions with hysteresis.
+"""When a fleet is cut anew: decisions with hysteresis.
 
 A new fleet must pay for its relaunches and then still be clearly better. What was chosen stays until something else is
 better by that margin, so estimates that waver about equality change nothing. Between rollouts a change pays over the
@@ -9,7 +9,7 @@ the right fleet from the start.
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
@@ -20,13 +20,6 @@ from scheduling.types import TrajectoryRecord
 # Seconds until a new engine serves.
 # vLLM 0.11 starts models of 0.6B to 30B in 38 to 58 s (its post on sleep mode); 45 s with the weights on a local disk.
 COLD_RELAUNCH_S = 45.0
-# A training worker becomes a vLLM engine (Libra, arXiv 2606.03077).
-ACTIVATION_S = 10.8
-# A sleeping vLLM process wakes in 0.3 to 5.7 s, a 30B model in 2.9 s (the same post).
-WAKE_S = 3.0
-
-# An engine becomes a training worker again: 3.6 s snapshot and 4.4 s restore (Libra).
-RELEASE_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,43 +30,25 @@ class ReshapeRule:
         min_gain_share: the share of the present time that must be left as gain when the relaunch is paid.
         num_rollouts: rollouts that the gain is expected to last, and the relaunch is spread over.
         min_correlation: log-Pearson correlation that the predictor must have shown.
-        min_rollouts_between: rollouts that a fleet serves before it is changed again.
     """
 
     min_gain_share: float
     num_rollouts: int = 1
     min_correlation: float = 0.0
-    min_rollouts_between: int = 0
 
 
-# Libra acts from 5 % on, after one step of rest; drift lasts for some rollouts at least.
-BETWEEN_ROLLOUTS = ReshapeRule(min_gain_share=0.05, num_rollouts=4, min_rollouts_between=1)
-# The study's predictions were worth acting on from 0.9; its threshold of 5 % did harm where relaunches took 10.8 s.
-WITHIN_ROLLOUT = ReshapeRule(min_gain_share=0.15, min_correlation=0.9)
+# Libra acts from 5 % on; drift lasts for some rollouts at least.
+BETWEEN_ROLLOUTS = ReshapeRule(min_gain_share=0.05, num_rollouts=4)
 
 
-def worth_reshaping(
-    current_s: float,
-    planned_s: float,
-    relaunch_s: float,
-    rule: ReshapeRule,
-    *,
-    correlation: float = 1.0,
-    num_rollouts_since: int | None = None,
-) -> bool:
-    """Whether to change.
+def worth_reshaping(current_s: float, planned_s: float, relaunch_s: float, rule: ReshapeRule) -> bool:
+    """Whether to change, if the predictor can be trusted.
 
     Args:
         current_s: estimated time of one rollout, or of the rest of it, as things are.
         planned_s: the same after the change.
         relaunch_s: what the change costs, once; 0 where it hides behind training.
-        correlation: log-Pearson correlation that the predictor has shown.
-        num_rollouts_since: rollouts since the last change. None: there was none.
     """
-    if num_rollouts_since is not None and num_rollouts_since < rule.min_rollouts_between:
-        return False
-    if correlation < rule.min_correlation:
-        return False
     gain_s = current_s - planned_s - relaunch_s / rule.num_rollouts
     return gain_s > rule.min_gain_share * current_s
 
@@ -146,48 +121,3 @@ def still_needed(record: TrajectoryRecord) -> Remaining:
         min(added / record.output_tokens, _MAX_ADDED_SHARE) if record.num_turns > 1 and record.output_tokens else 0.0
     )
     return Remaining(left, record.context_tokens, share * left)
-
-
-@dataclass(frozen=True, slots=True)
-class GpuSplit:
-    """How many GPUs roll out and how many train, with the estimated time of each. They work at the same time."""
-
-    rollout_gpus: int
-    training_gpus: int
-    rollout_s: float
-    train_s: float
-
-    @property
-    def iteration_s(self) -> float:
-        return max(self.rollout_s, self.train_s)
-
-
-def split_gpus(
-    gpus: int,
-    rollout_choices: Sequence[int],
-    rollout_s: Callable[[int], float],
-    train_s: Callable[[int], float],
-    current: GpuSplit | None = None,
-    *,
-    move_s: float = ACTIVATION_S,
-    rule: ReshapeRule = BETWEEN_ROLLOUTS,
-) -> GpuSplit:
-    """The split that minimises the iteration, or the current one unless another is worth the move (Libra's outer part).
-
-    Args:
-        rollout_choices: numbers of GPUs that may roll out, where the rest can train: whole replicas. Of equals, the
-            first is taken.
-        rollout_s: seconds of a rollout on so many GPUs, such as `plan(...).makespan_s`.
-        train_s: seconds of a training step on so many GPUs.
-        move_s: what a change costs once: `ACTIVATION_S` where GPUs come from training, `RELEASE_S` where they go there.
-    """
-
-    def split(rollout_gpus: int) -> GpuSplit:
-        training_gpus = gpus - rollout_gpus
-        return GpuSplit(rollout_gpus, training_gpus, rollout_s(rollout_gpus), train_s(training_gpus))
-
-    best = min(map(split, rollout_choices), key=lambda found: found.iteration_s)
-    if current is None:
-        return best
-    now = split(current.rollout_gpus)
-    return best if worth_reshaping(now.iteration_s, best.iteration_s, move_s, rule) else now

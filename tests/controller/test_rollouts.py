@@ -127,6 +127,8 @@ def test_the_next_controller_knows_what_this_one_had_seen(tmp_path: Path) -> Non
     journal.write(kind="rollouts", history=rollouts.dumped(history))
     assert Journal(tmp_path / "journal.jsonl").state.history == history
     assert fold(State(), {"kind": "state", "state": dumped(journal.state)}).history == history
+    earlier = {**rollouts.dumped(history), "num_since": 0}
+    assert fold(State(), {"kind": "rollouts", "history": earlier}).history == history, "it counted rollouts, once"
 
 
 def test_relaunch_times_are_those_of_this_kind_of_engine() -> None:

@@ -1,4 +1,4 @@
-"""Heddle's own placement and its rule of ranks."""
+"""Heddle's own placement."""
 
 import pytest
 from hypothesis import given
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scheduling.cost import EngineProfile
 from scheduling.estimate import Remaining
 from scheduling.partition import Presorted
-from scheduling.ranks import group_of_rank, heddle_groups, rank_of
+from scheduling.ranks import heddle_groups
 from tests.scheduling.plans import PROFILES, all_cuts, coding_rollout, remainings
 
 fleets = st.lists(st.sampled_from(list(PROFILES.values())), min_size=1, max_size=3)
@@ -43,20 +43,3 @@ def test_the_paper_gives_the_longest_less_company() -> None:
     sizes = [len(group) for group in heddle_groups(coding_rollout(640, seed=1), [PROFILES[4]] * 4)]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1] / 4
-
-
-@given(st.floats(0, 40_000), st.lists(st.floats(0, 40_000)))
-def test_a_rank_is_the_number_of_longer_ones(tokens: float, others: list[float]) -> None:
-    """Equals share a rank."""
-    assert rank_of(tokens, sorted(others, reverse=True)) == sum(other > tokens for other in others)
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any), st.integers(1, 60))
-def test_groups_shrink_with_those_that_are_left(sizes: list[int], num_active: int) -> None:
-    """Ranks fill groups in order and in proportion, to one trajectory; at full strength exactly as planned."""
-    groups = [group_of_rank(rank, num_active, sizes) for rank in range(num_active)]
-    assert groups == sorted(groups)
-    for group, size in enumerate(sizes):
-        assert abs(groups.count(group) - size * num_active / sum(sizes)) < 1
-    as_planned = [group_of_rank(rank, sum(sizes), sizes) for rank in range(sum(sizes))]
-    assert [as_planned.count(group) for group in range(len(sizes))] == sizes

@@ -1,4 +1,4 @@
-"""When a fleet is cut anew, and how GPUs are split between rollout and training."""
+"""When a fleet is cut anew."""
 
 import math
 import random
@@ -11,27 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduling.estimate import Remaining
-from scheduling.fleets import GpuBudget, largest_first, on_nodes
+from scheduling.fleets import largest_first, on_nodes
 from scheduling.reshaping import (
-    ACTIVATION_S,
     BETWEEN_ROLLOUTS,
     COLD_RELAUNCH_S,
-    WAKE_S,
-    WITHIN_ROLLOUT,
     ReshapeRule,
     has_drifted,
     nodes_to_relaunch,
     renumbered,
-    split_gpus,
     still_needed,
     worth_reshaping,
 )
-from scheduling.scaling import FleetPlan, PlannedEngine, Role, plan
+from scheduling.scaling import FleetPlan, PlannedEngine, Role
 from scheduling.types import TrajectoryRecord, TrajectoryState
-from tests.scheduling.plans import PROFILES, coding_rollout
 
 seconds = st.floats(1, 10_000)
-relaunches = st.sampled_from([0.0, WAKE_S, ACTIVATION_S, COLD_RELAUNCH_S])
+relaunches = st.sampled_from([0.0, 3.0, COLD_RELAUNCH_S])
 rules = st.builds(ReshapeRule, st.floats(0, 0.3), st.integers(1, 10))
 
 
@@ -86,26 +81,10 @@ def test_what_is_worth_it_pays_for_its_relaunch(
 
 
 def test_a_warm_relaunch_is_worth_what_a_cold_one_is_not() -> None:
-    """60 s of 300 are worth 3 s and 10.8 s within a rollout, not 45 s; between rollouts the cost is spread."""
-    within = [
-        worth_reshaping(300.0, 240.0, cost_s, WITHIN_ROLLOUT) for cost_s in (WAKE_S, ACTIVATION_S, COLD_RELAUNCH_S)
-    ]
-    assert within == [True, True, False]
+    """60 s of 300 are worth 3 s within a rollout, not 45 s; between rollouts the cost is spread."""
+    within = [worth_reshaping(300.0, 240.0, cost_s, ReshapeRule(0.15)) for cost_s in (3.0, COLD_RELAUNCH_S)]
+    assert within == [True, False]
     assert worth_reshaping(300.0, 240.0, COLD_RELAUNCH_S, BETWEEN_ROLLOUTS)
-
-
-def test_only_a_trusted_predictor_reshapes_within_a_rollout() -> None:
-    """Between rollouts lengths are known, and nobody asks."""
-    for rule, expected in ((WITHIN_ROLLOUT, False), (BETWEEN_ROLLOUTS, True)):
-        assert worth_reshaping(300.0, 100.0, WAKE_S, rule, correlation=0.7) is expected
-
-
-def test_a_fleet_serves_a_rollout_before_it_is_changed_again() -> None:
-    """However large the gain looks."""
-    answers = [
-        worth_reshaping(300.0, 100.0, WAKE_S, BETWEEN_ROLLOUTS, num_rollouts_since=since) for since in (None, 0, 1)
-    ]
-    assert answers == [True, False, True]
 
 
 def lengths(seed: int, scale: float = 1.0, num_groups: int = 100) -> list[float]:
@@ -165,40 +144,3 @@ def test_a_changed_role_is_a_relaunch_and_so_is_a_node_that_comes_or_goes() -> N
     assert nodes_to_relaunch(fleet_plan([[8], [8]], Role.TAIL), two) == [0, 1]
     assert nodes_to_relaunch(three, two) == nodes_to_relaunch(two, three) == [2]
     assert renumbered(two, three) == two
-
-
-def rollout_s(gpus: int) -> float:
-    return 6_400.0 / gpus + 50.0
-
-
-def train_s(gpus: int) -> float:
-    return 9_600.0 / gpus
-
-
-CHOICES = range(8, 64, 8)
-
-
-def test_gpus_are_split_where_the_later_of_both_is_soonest() -> None:
-    """Against every choice; without a present split the best is taken."""
-    found = split_gpus(64, CHOICES, rollout_s, train_s)
-    assert found.iteration_s == min(max(rollout_s(gpus), train_s(64 - gpus)) for gpus in CHOICES)
-    assert (found.rollout_gpus, found.training_gpus) == (32, 32)
-    assert (found.rollout_s, found.train_s) == (rollout_s(32), train_s(32))
-
-
-@pytest.mark.parametrize(("work", "expected"), [(1.0, 32), (1.05, 32), (2.0, 40)])
-def test_a_split_stays_until_another_is_worth_the_move(work: float, expected: int) -> None:
-    """A little more rollout changes nothing; twice as much borrows from training. The times are those of now."""
-    now = split_gpus(64, CHOICES, rollout_s, train_s)
-    found = split_gpus(64, CHOICES, lambda gpus: work * rollout_s(gpus), train_s, now)
-    assert found.rollout_gpus == expected
-    assert found.rollout_s == work * rollout_s(expected)
-
-
-def test_a_split_can_be_made_over_fleet_plans() -> None:
-    """The rollout's time is that of the best fleet on so many GPUs."""
-    left = coding_rollout(320, seed=1)
-    found = split_gpus(
-        16, (8,), lambda gpus: plan(left, PROFILES, GpuBudget(gpus)).makespan_s, lambda gpus: 1.0, move_s=0.0
-    )
-    assert found.iteration_s == plan(left, PROFILES, GpuBudget(8)).makespan_s
