@@ -378,4 +378,4 @@ class Dispatcher:
 
 
 def _free_tokens(engine: Engine) -> int:
-    return engine.spec.kv_capacity_tokens - engine.kv_claimed
+    return engine.spec.kv_capacity_tokens - engine.kv_held

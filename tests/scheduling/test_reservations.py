@@ -97,3 +97,17 @@ def test_a_full_queue_refuses_no_resident_that_goes_at_once() -> None:
     assert fleet.arrive("large", prompt=60, predicted=90_000) == []
     assert fleet.sent(fleet.arrive("m2", "m", prompt=50)) == [("m2", "A")]
     assert fleet.arrive("new", prompt=10) == [Reject("new", Refusal.QUEUE_FULL, 5.0)]
+
+
+def test_the_engine_with_the_most_room_is_kept_a_shared_prompt_counted_once() -> None:
+    """Three siblings claim 120 of 100 tokens and hold 40 of them, so A has more room than B, where one holds 70."""
+    fleet = Fleet()
+    fleet.engine("A", slots=8, kv=100)
+    for number in range(3):
+        fleet.arrive(f"s{number}", prompt=40, group="g")
+    fleet.engine("B", slots=8, kv=100)
+    assert fleet.sent(fleet.arrive("other", prompt=70)) == [("other", "B")]
+    assert fleet.arrive("large", prompt=80, predicted=9_000) == []
+    kept = [engine_id for engine_id, engine in fleet.scheduler.engines.items() if engine.reserved_for]
+    assert kept == ["A"]
+    assert fleet.sent(fleet.arrive("small", prompt=15)) == [("small", "B")]
