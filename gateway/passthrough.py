@@ -55,7 +55,7 @@ class Passthrough:
         outlet.whole(200, answer)
 
     async def _ask(self, path: str, body: bytes, model: str | None) -> tuple[int, bytes]:
-        """Status and body of the first engine's answer that is none of a failure, else of the last. Raises Refused."""
+        """Status and body of the first answer that is no failure of its engine, else of the last. Raises Refused."""
         members = sorted(self._fleet.serving(model), key=lambda member: member.num_legs)
         if not members:
             raise no_engine()

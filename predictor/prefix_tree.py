@@ -39,13 +39,14 @@ class TreeSettings:
         prior_weight: finished trajectories that these assumptions count as.
         within_share: share of the variance that is between siblings, until learned; 0.35 at a correlation of 0.65.
         node_weight: visits that a node's parent counts as.
-        memory: visits over which a global node's mean is an exponential average; a prompt's node keeps 32.
+        memory: visits over which a global node's mean is an exponential average.
+        prompt_memory: the same of a prompt's node: two groups of 16.
         half_life: ended trajectories after which a visit counts half; so a prompt's last epoch still counts.
         sample: latest visits kept by a global node for its shape.
         max_depth: outcomes of a chain that are looked at; all later turns share the last node.
         max_nodes: of all trees; about 0.5 KB each.
         max_live: trajectories whose way is remembered until they end.
-        use_prompts, use_outcomes: without outcomes, a chain is the number of turns.
+        use_outcomes: without them, a chain is the number of turns.
     """
 
     typical_tokens: float = 2_000.0
@@ -60,7 +61,6 @@ class TreeSettings:
     max_depth: int = 24
     max_nodes: int = 50_000
     max_live: int = 50_000
-    use_prompts: bool = True
     use_outcomes: bool = True
 
 
@@ -159,7 +159,7 @@ class TreePredictor:
     # --- what is said ---------------------------------------------------------------------------------------
 
     def _key(self, progress: Progress) -> str:
-        return (progress.prompt_id or progress.group_id) if self._settings.use_prompts else ""
+        return progress.prompt_id or progress.group_id
 
     def _chain(self, progress: Progress) -> tuple[str, ...]:
         """Outcomes; where nobody reads them, turns are told apart by their number alone."""

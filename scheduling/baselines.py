@@ -1,6 +1,6 @@
 """Where other systems send a turn, and when they move a trajectory, each as its source describes it.
 
-All look at loads and caches, none at predictions; those that do are in buckets.py and ranks.py.
+All look at loads and caches, none at predictions; those that do are in buckets.py and rank_groups.py.
 """
 
 from collections.abc import Iterable, Sequence

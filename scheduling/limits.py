@@ -32,8 +32,8 @@ class Limits:
             tokens; some ten turns of a coding agent, for a swap costs a step or two of the whole engine.
         preempt_after_s: a leg runs for at least so long, or turns would take slots from each other all the time.
         trajectory_ttl_s: an idle trajectory is over after this long, for agents that never say finish.
-        retention_s: how long an ended trajectory can still be looked at.
-        max_trajectories: trajectories that are kept in memory; the longest idle go first.
+        retention_s: how long an ended trajectory can still be looked at: a trainer reads a rollout when it is over.
+        max_trajectories: trajectories that are kept in memory; the longest idle go first. Thirty rollouts (of 6,400).
     """
 
     kv_watermark: float = 0.9

@@ -1,7 +1,7 @@
 """When: the key by which waiting turns are ordered. Lower is earlier.
 
-A key is made once, when its turn arrives, and never changes while the turn waits, so queues are plain heaps. Ageing
-still works: if urgency grows linearly while a turn waits, two turns keep the difference that they arrived with.
+A key is made once, when its turn arrives, and never changes while the turn waits, so queues are plain sorted lists.
+Ageing still works: if urgency grows linearly while a turn waits, two turns keep the difference that they arrived with.
 """
 
 from collections.abc import Callable

@@ -10,7 +10,7 @@ from math import exp2, inf
 
 from scheduling.engine import Engine
 from scheduling.limits import Limits
-from scheduling.state import Trajectory, Turn, TurnState
+from scheduling.state import RUNNING, Trajectory, Turn
 
 # How often ThunderAgent looks whether programs must pause (arXiv 2602.13692).
 PAUSE_EVERY_S = 5.0
@@ -20,7 +20,6 @@ Enter = Callable[[Engine, Turn, float, Limits], list[str] | None]
 
 Leave = Callable[[Engine, Mapping[str, Trajectory], float], list[str]]
 """Which residents, of those that do not run, must give up their claims."""
-
 
 Most = Callable[[Engine, float, Limits], float]
 """A bound that many turns can be held against at once: whose claim is larger by more than the prompt that it may find
@@ -173,4 +172,4 @@ def _until_freed(engine: Engine, trajectory_ids: Iterable[str], excess_tokens: f
 
 def _runs(trajectory: Trajectory) -> bool:
     turns = trajectory.turns
-    return bool(turns) and any(turn.state is TurnState.RUNNING for turn in turns.values())
+    return bool(turns) and any(turn.state is RUNNING for turn in turns.values())

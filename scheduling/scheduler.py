@@ -50,7 +50,9 @@ from scheduling.types import (
     TurnProgressed,
 )
 
+# Between looks at the time while turns wait: leases, pauses and patience may end this much late.
 TICK_S = 1.0
+# When a client that is refused may try again: by then turns have ended, or another engine is up.
 REFUSED_RETRY_S = 5.0
 
 

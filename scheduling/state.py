@@ -87,10 +87,10 @@ class Trajectory:
     """One trajectory: its record in the making, its live turns, and the key of its last one.
 
     Args:
-        prompt: the parts of its first turn's that others may hold as well, and their tokens: the preamble, and what its
-            siblings share beyond it. Empty where that is not known: it was not asked for yet, or by an earlier process,
-            or nobody said what it shares.
-        first_prompt_tokens: their sum.
+        prompt: the parts of its first turn's prompt that others may hold as well, each with its tokens: the preamble,
+            and what its siblings share beyond it. Empty where they are not known: no turn was asked for yet, or the
+            first one came to an earlier process, or nobody said what it shares.
+        first_prompt_tokens: the tokens of these parts.
     """
 
     trajectory_id: str

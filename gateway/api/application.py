@@ -1,4 +1,4 @@
-"""The API beside the hot routes, all of it in FastAPI: health, metrics and models here, the rest in `*_api.py`."""
+"""The API beside the hot routes, all of it in FastAPI: health, metrics and models here, the rest beside it."""
 
 from typing import Any
 

@@ -42,7 +42,7 @@ def branches(turns: dict[str, KeptTurn]) -> list[Branch]:
 
 def missing(entry: Entry, turns: dict[str, KeptTurn]) -> list[dict[str, str]]:
     """The finished turns of a trajectory whose tokens are not there, and why: `dropped`, `not_wanted`, or
-    `no_token_legs`, as an engine served them that only passes on.
+    `no_token_legs`, for they passed through.
     """
     return [
         {"turn_id": row["turn_id"], "why": _WHY.get(row.get("tokens", ""), "no_token_legs")}

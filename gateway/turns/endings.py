@@ -25,6 +25,9 @@ from gateway.turns.repeats import Repeats
 from gateway.turns.turn import Turn
 from scheduling.types import Dispatch, Fault, TurnFailed, TurnFinished
 
+# Turns of a conversation in its record, which is written at each one: over a restart no branch goes back further.
+_MAX_STORED_DIGESTS = 64
+
 
 class Endings:
     """Ends turns. The scheduler, the ledger, the history, the metrics and the log hear of each one.
@@ -114,7 +117,8 @@ class Endings:
         self._conversations.remember(trajectory_id, turn.ask.request, content)
         entry = self._ledger.get(trajectory_id)
         if entry is not None:
-            entry.conversation = [*entry.conversation[-63:], self._conversations.dump(trajectory_id)]
+            before = entry.conversation[1 - _MAX_STORED_DIGESTS :]
+            entry.conversation = [*before, self._conversations.dump(trajectory_id)]
 
     # --- what the client gets -------------------------------------------------------------------------------
 

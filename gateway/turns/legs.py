@@ -108,14 +108,14 @@ class Legs:
 
     def ended(self, turn: Turn, begun: Begun) -> None:
         """A leg ended with its answer, all of which has come, or been passed on: its turn is finished."""
-        turn.run_by_tokens("", False)
+        turn.leg_runs_at("", False)
         turn.versions = begun.member.versions[begun.first_version :]
         self._fleet.leg_ended(begun.member, None, True)
 
     def _began(self, turn: Turn, dispatch: Dispatch, member: Member) -> Begun:
         begun = Begun(dispatch, member, len(member.versions) - 1 if member.versions else 0, None)
         turn.versions = member.versions[begun.first_version :]
-        turn.run_by_tokens(dispatch.engine_id, False)
+        turn.leg_runs_at(dispatch.engine_id, False)
         self._fleet.leg_began(member)
         return begun
 
@@ -146,7 +146,7 @@ class Legs:
                 outcome = await self._by_tokens(turn, dispatch, member)
                 if outcome is None:
                     turn.begin_again()  # tokens of an earlier leg are of another answer
-                    turn.run_by_tokens(dispatch.engine_id, False)
+                    turn.leg_runs_at(dispatch.engine_id, False)
                     response = await self._ask(turn, dispatch, member)
                     outcome = await self._answer(turn, member, response, None)
                 has_answered = True
@@ -172,7 +172,7 @@ class Legs:
                 self._abort(turn, member)
             raise
         finally:
-            turn.run_by_tokens("", False)
+            turn.leg_runs_at("", False)
             turn.versions = member.versions[begun.first_version :]
             if response is not None:
                 response.close()
@@ -183,7 +183,7 @@ class Legs:
     async def _by_tokens(self, turn: Turn, dispatch: Dispatch, member: Member) -> Outcome | None:
         if not turn.choices and (self._settings.token_legs == "off" or not may_take_tokens(turn.ask)):
             return None
-        turn.run_by_tokens(dispatch.engine_id, True)
+        turn.leg_runs_at(dispatch.engine_id, True)
         self._tell_about(turn, dispatch)
         return await self._token_legs.run(turn, member, _request_id(turn), dispatch.priority)
 

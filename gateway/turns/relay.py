@@ -7,7 +7,7 @@ from gateway.messages.streams import StreamReader
 from gateway.turns.turn import Turn
 
 # The scheduler's view of a context may lag by this many tokens; a word per chunk would cost more than it tells.
-_PROGRESS_CHUNKS = 64
+PROGRESS_TOKENS = 64
 
 
 class Relay:
@@ -30,7 +30,7 @@ class Relay:
         self._turn = turn
         self._note_first_byte = note_first_byte
         self._note_progress = note_progress
-        self._report_at = _PROGRESS_CHUNKS
+        self._report_at = PROGRESS_TOKENS
         self._offer_at = 0
         self._splitter = EventSplitter()
         self._is_at_start = True
@@ -64,7 +64,7 @@ class Relay:
         if num_chunks >= self._report_at:
             self.came(num_chunks)
         if num_chunks >= self._offer_at:
-            self._offer_at = num_chunks + _PROGRESS_CHUNKS
+            self._offer_at = num_chunks + PROGRESS_TOKENS
             return False
         return not is_full
 
@@ -86,5 +86,5 @@ class Relay:
         """So many chunks came so far."""
         self._turn.num_chunks = num_chunks
         if num_chunks >= self._report_at:
-            self._report_at = num_chunks + _PROGRESS_CHUNKS
+            self._report_at = num_chunks + PROGRESS_TOKENS
             self._note_progress(self._turn)

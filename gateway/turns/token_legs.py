@@ -27,6 +27,7 @@ from gateway.turns.choice_leg import ChoiceLeg, Place, RefusedTokens, run_all
 from gateway.turns.frames import frame_of
 from gateway.turns.kept_tokens import KeptTokens
 from gateway.turns.outcome import LegFailed, Outcome, refused_by
+from gateway.turns.relay import PROGRESS_TOKENS
 from gateway.turns.splice import spliced
 from gateway.turns.turn import Turn
 from gateway.turns.voices import ParsedVoice, TextVoice
@@ -55,7 +56,6 @@ _BEYOND_TOKENS = frozenset(
 )
 # The APIs whose requests have these fields; in the others they mean nothing.
 _OF_CHAT = ("chat", "completions")
-_PROGRESS_TOKENS = 64
 _MAX_RENDERED_BYTES = 16 * 2**20  # two million tokens
 # Each is a request of its own at the engine: more than its slots gain nothing by it.
 _MAX_CHOICES = 128
@@ -212,7 +212,7 @@ class TokenLegs:
                 self._note_first_byte(turn)
             turn.outlet.num_events = turn.choices[0].voice.frame.num_events
         self._kept_tokens.save(turn)
-        if turn.num_chunks // _PROGRESS_TOKENS != num_before // _PROGRESS_TOKENS and not turn.is_made:
+        if turn.num_chunks // PROGRESS_TOKENS != num_before // PROGRESS_TOKENS and not turn.is_made:
             self._note_progress(turn)
 
     def _outcome(self, turn: Turn) -> Outcome:

@@ -30,6 +30,7 @@ class Turn:
         engine_id: where its leg runs; "" while none does.
         choices: what it is to be, where it is served at token level; one, unless the client wants more.
         made_before: what an earlier process made of them.
+        kv_by: how its KV had come to that engine; "" where it had stayed.
         versions: of weights that the engine of its last leg had meanwhile.
         stale_version: which of these, or of its trajectory's, is so old that it was stopped; None where none is.
         last_error: why its last leg failed.
@@ -153,9 +154,9 @@ class Turn:
         """Whether another leg may follow one that failed: nothing of the answer is out, or its tokens are here."""
         return bool(self.choices) or not self.outlet.has_begun
 
-    def run_by_tokens(self, engine_id: str, by_tokens: bool) -> None:
-        """A leg runs there; at token level, so that it can be paused, or not."""
-        self.engine_id, self._can_pause = engine_id, by_tokens
+    def leg_runs_at(self, engine_id: str, can_pause: bool) -> None:
+        """A leg runs there, or none does where that is "". One at token level can be paused."""
+        self.engine_id, self._can_pause = engine_id, can_pause
 
     def pause(self) -> bool:
         """Have the running leg stop with its tokens kept; the scheduler hears TurnPaused and dispatches it again.
