@@ -160,7 +160,9 @@ class _State(Collector):
     def _per_engine(self) -> list[GaugeMetricFamily]:
         up = GaugeMetricFamily("heddle_engine_up", "1 while its circuit is closed.", labels=["engine"])
         legs = GaugeMetricFamily("heddle_engine_legs", "Legs that run on it.", labels=["engine"])
-        claimed = GaugeMetricFamily("heddle_engine_kv_claimed_tokens", "KV of its residents.", labels=["engine"])
+        claimed = GaugeMetricFamily(
+            "heddle_engine_kv_claimed_tokens", "KV of its residents, shared prompts once.", labels=["engine"]
+        )
         used = GaugeMetricFamily("heddle_engine_kv_used_ratio", "KV in use, by its own word.", labels=["engine"])
         for member in self._fleet.members():
             # The address, not the id: a relaunched server goes on with its series.
@@ -168,7 +170,7 @@ class _State(Collector):
             engine = self._scheduler.engines.get(member.engine_id)
             up.add_metric(name, float(member.state is EngineState.READY))
             legs.add_metric(name, member.num_legs)
-            claimed.add_metric(name, engine.kv_claimed if engine is not None else 0)
+            claimed.add_metric(name, engine.kv_held if engine is not None else 0)
             used.add_metric(name, member.observation.kv_used_share if member.observation else 0.0)
         return [up, legs, claimed, used]
 

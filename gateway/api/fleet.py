@@ -82,7 +82,7 @@ class Engines:
             "profile": member.settings.profile,
             "slots": known.spec.slots if known else member.slots,
             "kv_capacity_tokens": known.spec.kv_capacity_tokens if known else None,
-            "kv_claimed_tokens": known.kv_claimed if known else 0,
+            "kv_claimed_tokens": known.kv_held if known else 0,
             "kv_used_share": seen.kv_used_share if seen else None,
             "num_running": seen.num_running if seen else None,
             "num_waiting": seen.num_waiting if seen else None,
