@@ -146,3 +146,12 @@ class Fleet:
 
     def claims(self, engine_id: str) -> dict[str, int]:
         return self.scheduler.engines[engine_id].claims
+
+
+def fleet_with_one_in_tool(limits: Limits | None = None, kv: int = 100) -> Fleet:
+    """Engine A with 4 slots, and `a` in a tool call there with 50 tokens of KV since time 0."""
+    fleet = Fleet(limits=limits or Limits(in_tool_lease_s=60, entry_patience_s=300))
+    fleet.engine("A", slots=4, kv=kv)
+    fleet.arrive("a")
+    fleet.finish("a", prompt=40, output=10)
+    return fleet

@@ -1,0 +1,106 @@
+"""When a trajectory moves from its home, and how its waiting turns follow it."""
+
+from scheduling.limits import Limits
+from scheduling.policy import HEDDLE, VERL
+from scheduling.types import Dispatch
+from tests.scheduling.fleet import Fleet
+
+
+def busy_home() -> Fleet:
+    """Trajectory `m` in a tool call at A, whose only slot `hog` has."""
+    fleet = Fleet(HEDDLE)
+    fleet.engine("A")
+    fleet.arrive("m", predicted=20_000)
+    fleet.finish("m", prompt=900, output=100)
+    fleet.arrive("hog", predicted=50_000)
+    return fleet
+
+
+def test_a_trajectory_moves_from_a_late_engine_to_an_idle_one() -> None:
+    """At its tool return, with its home full and setting the makespan, it goes where it ends sooner."""
+    fleet = busy_home()
+    fleet.engine("B")
+    (dispatch,) = fleet.arrive("m2", "m", prompt=1_000, predicted=20_000)
+    assert isinstance(dispatch, Dispatch) and (dispatch.engine_id, dispatch.why) == ("B", "moved from A")
+    assert set(fleet.claims("A")) == {"hog"} and set(fleet.claims("B")) == {"m"}
+
+
+def test_a_trajectory_stays_when_a_later_engine_sets_the_makespan() -> None:
+    """Relief of an engine that nobody waits for is not worth a prefill, though the later engine is full."""
+    fleet = busy_home()
+    fleet.engine("Z")
+    fleet.arrive("longest", predicted=500_000)
+    assert fleet.home("longest") == "Z"
+    fleet.engine("B")
+    assert fleet.arrive("m2", "m", prompt=1_000, predicted=20_000) == []
+
+
+def test_two_turns_at_once_do_not_move() -> None:
+    """While one runs its KV is in use at home, however late that is. After it, the next one moves."""
+    fleet = Fleet()
+    fleet.engine("A", slots=2)
+    fleet.arrive("m1", "m", predicted=20_000)
+    fleet.arrive("hog", predicted=50_000)
+    fleet.engine("B", slots=2)
+    assert fleet.arrive("m2", "m", predicted=20_000) == []
+    assert fleet.sent(fleet.finish("m1")) == [("m2", "A")]
+    fleet.finish("m2")
+    assert fleet.sent(fleet.arrive("m3", "m", predicted=20_000)) == [("m3", "B")]
+
+
+def test_a_policy_that_may_not_move_does_not() -> None:
+    """Sticky is sticky, however full its home is."""
+    fleet = Fleet(VERL)
+    fleet.engine("A")
+    fleet.arrive("m1", "m")
+    fleet.engine("B")
+    assert fleet.sent(fleet.arrive("m2", "m")) == [("m2", "A")]
+
+
+def test_waiting_turns_follow_their_trajectory_to_its_first_home() -> None:
+    """Two first turns of one trajectory end up on one engine, not on two."""
+    fleet = Fleet()
+    fleet.arrive("m1", "m")
+    fleet.arrive("m2", "m")
+    assert fleet.sent(fleet.engine("A")) == [("m1", "A")]
+    assert fleet.engine("B") == []
+    assert fleet.sent(fleet.finish("m1")) == [("m2", "A")]
+
+
+def test_waiting_turns_follow_their_trajectory_to_a_new_home() -> None:
+    """When a retry takes a trajectory elsewhere, its other turn neither drags it back nor enters unclaimed."""
+    fleet = Fleet(limits=Limits(retry_pause_s=1_000))
+    fleet.engine("A", slots=2)
+    fleet.arrive("m1", "m")
+    fleet.arrive("x")
+    assert fleet.arrive("m2", "m") == []
+    fleet.engine("B")
+    assert fleet.sent(fleet.fail("m1")) == [("m1", "B")]
+    assert fleet.sent(fleet.finish("m1", leg=2)) == [("m2", "B")]
+
+
+def test_a_trajectory_that_goes_elsewhere_makes_room_at_its_old_home() -> None:
+    """What waited for its KV to go is sent at once (found by the machine of test_any_order)."""
+    fleet = Fleet()
+    fleet.engine("A", kv=100)
+    fleet.arrive("a", prompt=90)
+    fleet.fail("a")
+    assert fleet.arrive("b", prompt=1) == []
+    assert fleet.sent(fleet.engine("B", kv=100)) == [("a", "B"), ("b", "A")]
+
+
+def test_a_turn_that_follows_its_trajectory_claims_its_prompt_before_others_enter() -> None:
+    """Its KV is as sure to come as that of the turn which went first (found by the machine of test_any_order)."""
+    fleet = Fleet()
+    fleet.arrive("t1", "t", prompt=90, predicted=1)
+    fleet.arrive("t2", "t", prompt=1, predicted=300)
+    fleet.arrive("u", prompt=1, predicted=300)
+    assert fleet.sent(fleet.engine("A", slots=3, kv=100)) == [("t2", "A"), ("t1", "A")]
+
+
+def test_a_trajectory_moves_from_a_free_slot_when_that_lowers_the_latest_finish() -> None:
+    """The default: at its home another one, in a tool call now, has much more to do than anybody elsewhere."""
+    fleet = busy_home()
+    fleet.engine("B")
+    fleet.finish("hog")
+    assert fleet.sent(fleet.arrive("m2", "m", prompt=1_000, predicted=20_000)) == [("m2", "B")]
