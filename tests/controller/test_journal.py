@@ -148,9 +148,33 @@ def test_the_fleet_before_leaves_devices_at_rest() -> None:
 
 def test_a_server_that_served_is_tried_anew() -> None:
     """Its tries do not add up over weeks."""
-    state = State(wanted=ONES, proven=ONES, num_tries={"b": 2}, urls={"b": "http://b"})
+    state = State(wanted=ONES, proven=ONES, num_tries={"b": 2}, urls={"b": "http://b"}, serial=7)
     state = tended(state, [Ended("b", "killed by SIGKILL")])
     assert len(state.wanted) == 2 and state.blocked_tps == frozenset()
+    again = state.wanted[1].server_id
+    assert state.num_tries == {again: 1} and held_back(state, 104.9) == {again} and held_back(state, 105.0) == set()
+    assert (state.serial, state.changed_at) == (8, 100.0), "no other server gets its number"
+    assert [(one.server_id, one.tp, one.at, one.cause) for one in state.failures] == [
+        ("b", 1, 100.0, "killed by SIGKILL")
+    ]
+
+
+def test_a_spare_that_ended_is_let_go() -> None:
+    """It is told of, and nobody takes its place."""
+    state = State(wanted=ONES, proven=ONES, spares=TWO, serial=7)
+    state = tended(state, [Ended("c", "killed by SIGKILL")])
+    assert state.spares == () and state.wanted == ONES and state.serial == 7 and state.failures[0].tp == 2
+
+
+def test_pauses_between_tries_are_bounded() -> None:
+    """They double up to a bound."""
+    assert [RetryRule(9, 5.0, 30.0).pause_s(num_tries) for num_tries in (1, 2, 3, 4, 8)] == [
+        5.0,
+        10.0,
+        20.0,
+        30.0,
+        30.0,
+    ]
 
 
 def test_tries_of_servers_that_are_wanted_no_more_are_forgotten() -> None:

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from controller.demand import Work
 from controller.journal import State
 from controller.layout import Floor
@@ -30,7 +32,31 @@ def test_a_long_tail_wants_large_engines() -> None:
     """Four trajectories on eight engines of TP 1 leave half of them idle."""
     found = proposed()
     assert found.is_worth_it and max(found.tps) > 1 and found.gain_s > 0
-    assert "4 trajectories end in" in found.why and "gained" in found.why
+    assert found.planned_s + found.relaunch_s + found.gain_s == pytest.approx(found.current_s)
+    assert "4 trajectories end in" in found.why and f"{found.gain_s / found.current_s:.0%} gained" in found.why
+
+
+def test_where_no_engine_is_wanted_any_fleet_is_worth_it() -> None:
+    """All were given up, or an operator ended them: there is nothing to compare with, nor anyone to have trusted."""
+    found = proposed(replace(TAIL, correlation=None), State())
+    assert found.is_worth_it and found.why == "there is no fleet" and found.gain_s == float("inf")
+    assert found.tps == proposed().tps and found.planned_s == pytest.approx(proposed().planned_s)
+    assert found.relaunch_s == COLD_RELAUNCH_S
+
+
+def test_no_engine_is_planned_larger_than_a_node() -> None:
+    """All nodes are used, and an engine has the devices of one."""
+    for devices_per_node in (2, 4, 8):
+        devices = tuple(map(str, range(16)))
+        found = proposed(state=State(), floor=Floor(devices, devices_per_node))
+        assert sum(found.tps) == 16 and max(found.tps) <= devices_per_node
+
+
+def test_so_few_trajectories_are_no_reason_to_plan() -> None:
+    """As few as the rule says, and none in any case."""
+    for num, least, is_planned in ((4, 4, True), (4, 5, False), (1, 1, True), (1, 0, True), (0, 0, False)):
+        work = replace(TAIL, remaining=TAIL.remaining[:num])
+        assert isinstance(propose(work, SMALL, PROFILES, FLOOR, RULE, least), Proposal) == is_planned
 
 
 def test_a_crowd_is_left_where_it_is() -> None:
@@ -64,6 +90,10 @@ def test_measured_times_take_the_place_of_known_ones() -> None:
     times = {("start", 2): (30.0, 10.0, 20.0), ("stop", 1): (2.0,), ("register", 2): (1.0,)}
     assert relaunch_s(times, (1, 1), (2,)) == 23.0
     assert relaunch_s(times, (2,), (2,)) == 0.0
+    several = {("stop", 1): (2.0,), ("stop", 2): (7.0,), ("start", 4): (30.0,), ("start", 8): (50.0,)}
+    assert relaunch_s(several, (1, 2), (4,)) == 37.0, "the last one to end, and then to start"
+    assert relaunch_s(several, (1,), (4, 8)) == 52.0
+    assert relaunch_s(several, (8,), (2,)) == 57.0, "a size that was never measured takes as long as the slowest did"
 
 
 def test_a_change_to_engines_that_sleep_costs_their_waking() -> None:

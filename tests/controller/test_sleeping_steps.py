@@ -72,6 +72,13 @@ def test_no_engine_that_serves_gives_way_to_one_that_is_to_sleep() -> None:
     assert next_steps(more, serving(*ONES), spares=[four]) == [Launch(more[2])]
 
 
+def test_nobody_wakes_before_all_its_devices_are_free() -> None:
+    """One of two has fallen asleep there; turns still run on the other."""
+    left = replace(serving(ONES[1])[0], is_cordoned=True, is_serving=False, was_drained=True, num_turns=1)
+    assert next_steps([TWO], [*asleep(ONES[0]), left, *asleep(TWO)], spares=ONES) == []
+    assert next_steps([TWO], [*asleep(*ONES), *asleep(TWO)], spares=ONES) == [Wake("c")]
+
+
 def test_one_of_which_nobody_knows_whether_it_sleeps_holds_its_devices() -> None:
     """The controller was killed while it woke: it is told again, and nobody else gets its devices before."""
     between = [replace(one, rest=Rest.BETWEEN) for one in asleep(TWO)]
@@ -112,6 +119,9 @@ def test_any_fleet_becomes_any_other_with_sleepers_beside_it(
             num_before = len(world.serving())
             steps = next_steps(wanted, world.seen(), spares=spares, min_engines=min_engines)
             for step in data.draw(st.permutations(steps)):
+                if isinstance(step, Launch) and data.draw(st.integers(0, 3)) == 0:
+                    world.launch_breaks_off(step)
+                    continue
                 if isinstance(step, (Sleep, Wake)) and data.draw(st.integers(0, 3)) == 0:
                     world.breaks_off(step, is_done=data.draw(st.booleans()))
                     continue
@@ -121,6 +131,7 @@ def test_any_fleet_becomes_any_other_with_sleepers_beside_it(
             gone = world.something_happens(data)
             wanted = world.replaced(wanted, gone)
             spares = [one for one in spares if one.server_id != gone]
+    world.lift_cordons()
     world.settle(wanted, spares)
     assert is_reached(wanted, world.seen())
     left = {one.server_id for one in world.seen() if one.is_alive}

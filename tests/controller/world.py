@@ -86,6 +86,7 @@ class World:
                 self._check_alone(one.server_id, one.devices)
             case MakeReady():
                 assert one.is_alive and one.server_id not in self.asleep, "a server that sleeps is asked for tokens"
+                assert one.is_begun, "nobody goes on with a launch that broke off"
                 one = replace(one, is_ready=True)
             case Register():
                 assert one.is_ready, "the gateway is told of a server that does not answer"
@@ -121,8 +122,15 @@ class World:
         one = self.servers[step.server_id]
         self.servers[step.server_id] = replace(one, rest=Rest.BETWEEN, is_ready=False)
 
+    def launch_breaks_off(self, step: Launch) -> None:
+        """The controller is killed on the way: the launcher has it, and it may never begin by itself."""
+        if step.server_id not in self.servers:
+            self._launch(step.wanted)
+            self.servers[step.server_id] = replace(self.servers[step.server_id], is_begun=False)
+
     def something_happens(self, data: st.DataObject) -> str | None:
-        """Turns end, the gateway restarts, a server dies, or nothing does; gives the id of one that died."""
+        """Turns end, the gateway restarts, a server dies, an operator cordons one or lifts a cordon, or nothing does;
+        gives the id of one that died."""
         match data.draw(st.integers(0, 5)):
             case 0:
                 self.turns_end()
@@ -132,17 +140,35 @@ class World:
                 victim = data.draw(st.sampled_from(sorted(self.servers)))
                 self.dies(victim)
                 return victim
+            case 3 if members := sorted(one.server_id for one in self.servers.values() if one.is_member):
+                chosen = self.servers[data.draw(st.sampled_from(members))]
+                self.cordon(chosen.server_id, not chosen.is_cordoned)
         return None
+
+    def cordon(self, server_id: str, is_cordoned: bool) -> None:
+        """An operator's word; the gateway gives turns to who is not cordoned and answers."""
+        one = self.servers[server_id]
+        is_serving = one.is_ready and not is_cordoned
+        self.servers[server_id] = replace(one, is_cordoned=is_cordoned, is_serving=is_serving)
 
     def replaced(self, wanted: Sequence[Wanted], gone: str | None) -> list[Wanted]:
         """The same servers, with a new one in place of one that is gone."""
         return [replace(one, server_id=self.new_id()) if one.server_id == gone else one for one in wanted]
 
-    def settle(self, wanted: Sequence[Wanted], spares: Sequence[Wanted] = (), max_starting: int = 8) -> None:
-        """Take steps until none is left; nothing need go on serving."""
+    def lift_cordons(self) -> None:
+        """Those of operators."""
+        for one in self.servers.values():
+            if one.is_cordoned and not one.was_drained:
+                self.cordon(one.server_id, False)
+
+    def settle(
+        self, wanted: Sequence[Wanted], spares: Sequence[Wanted] = (), max_starting: int = 8, min_engines: int = 0
+    ) -> None:
+        """Take steps until none is left."""
         for _ in range(200):
             self.turns_end()
-            steps = next_steps(wanted, self.seen(), spares=spares, max_starting=max_starting)
+            seen = self.seen()
+            steps = next_steps(wanted, seen, spares=spares, min_engines=min_engines, max_starting=max_starting)
             if not steps:
                 return
             for step in steps:
