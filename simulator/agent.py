@@ -65,7 +65,7 @@ class Agent:
         arrives_at: when its request, and KV that is on its way, will be at the engine.
         brings_kv: there is such KV.
         since: when its present waiting, or its present run on an engine, began.
-        rested_at: when its last turn ended.
+        rested_at: when its last turn ended, or this one was paused: all its KV had been made.
         num_retries: how often it asked for this turn again.
         is_pausing: its leg is being stopped, and what it made is kept.
         kept_tokens: output that earlier legs of this turn made.
@@ -167,9 +167,10 @@ class Agent:
         self.since = at
         self.is_admitted = False
 
-    def pause(self, num_generated: int) -> int:
+    def pause(self, at: float, num_generated: int) -> int:
         """The leg was stopped after so many tokens. Gives the tokens that are kept of all legs."""
         self.is_pausing = self.is_on_engine = False
+        self.rested_at = at
         self.arrives_at = None
         self.num_pauses += 1
         self.kept_tokens += num_generated

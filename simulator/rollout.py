@@ -308,7 +308,7 @@ class Rollout:
 
     def _paused(self, agent: Agent, at: float, num_generated: int) -> None:
         agent.interrupt(at)
-        self._handle(TurnPaused(at, agent.turn_id, agent.leg, agent.pause(num_generated)))
+        self._handle(TurnPaused(at, agent.turn_id, agent.leg, agent.pause(at, num_generated)))
 
     def _leg_lost(self, name: str) -> None:
         turn_id, _, leg = name.rpartition("#")

@@ -176,6 +176,13 @@ def test_no_token_is_lost_or_made_twice_and_nobody_is_forgotten(
     counts = engine.counts()
     assert counts.num_generated_tokens == sum(e.num_generated for e in ended)
     assert counts.num_preemptions == sum(e.kind == "preempted" for e in events)
+    # Prompts count when they enter first; queries of the cache, with what was made before, each time.
+    admitted = [e for e in events if e.kind == "admitted"]
+    first = [e for e in admitted if not e.num_generated]
+    assert counts.num_prompt_tokens == sum(sequences[e.id].num_prompt_tokens for e in first)
+    assert counts.num_cached_tokens == sum(e.num_cached for e in first)
+    assert counts.num_prefix_queries == sum(sequences[e.id].num_prompt_tokens + e.num_generated for e in admitted)
+    assert counts.num_prefix_hits == sum(e.num_cached for e in admitted)
     assert counts.kv_usage == 0
     assert (counts.num_running, counts.num_waiting) == (0, 0)
 
@@ -280,7 +287,8 @@ def test_lower_priority_numbers_go_first_and_are_preempted_last() -> None:
 
 def test_with_a_margin_an_urgent_newcomer_takes_the_place_of_a_running_one() -> None:
     """SGLang's rule: only when the difference is larger than the margin."""
-    engine = SimulatedEngine(profile(slots=1), order="priority", preempt_margin=10)
+    engine = SimulatedEngine(profile(slots=2), order="priority", preempt_margin=10)
+    engine.submit(0, SimulatedSequence("as urgent", 2, 90, nothing_cached, -11))
     engine.submit(0, SimulatedSequence("running", 2, 50, nothing_cached, 0))
     engine.submit(0.01, SimulatedSequence("not enough", 2, 5, nothing_cached, -10))
     engine.submit(0.01, SimulatedSequence("urgent", 2, 5, nothing_cached, -11))
@@ -290,6 +298,7 @@ def test_with_a_margin_an_urgent_newcomer_takes_the_place_of_a_running_one() -> 
         ("urgent", "finished"),
         ("not enough", "finished"),
         ("running", "finished"),
+        ("as urgent", "finished"),
     ]
 
 

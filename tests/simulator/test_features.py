@@ -49,6 +49,13 @@ def test_small_batches_decode_faster_by_the_factor_and_others_as_before() -> Non
     assert decoding_s(speculation, 4) == decoding_s(None, 4)
 
 
+def test_speculation_makes_no_prefill_faster() -> None:
+    """There is nothing to draft in a step in which nobody decodes."""
+    prompt = SimulatedSequence("s", 30_000, 1, own("s"))
+    drafting, plain = (run_s(SimulatedEngine(TP1, features=Features(s)), 0.0, prompt) for s in (Speculation(), None))
+    assert drafting == plain
+
+
 @pytest.mark.parametrize("bytes_per_s", [5e9, 50e9])
 def test_evicted_kv_comes_back_from_the_host_at_its_bandwidth(bytes_per_s: float) -> None:
     """Where a context was evicted, its next turn pays for the copy; without the tier, for the prefill."""
@@ -94,3 +101,15 @@ def test_kv_from_elsewhere_is_a_prefix_hit_unless_there_is_no_room() -> None:
     engine.adopt(10.0, [("c", 4_000)])
     assert engine.num_cached(10.0, [("c", 4_000)]) == 0
     assert engine.counts().kv_usage <= 1
+
+
+def test_kv_from_elsewhere_takes_the_room_of_what_was_cached() -> None:
+    """An engine holds no more than it can, whoever computed it, and who comes next finds all of it evictable."""
+    contexts = [[(name, 5_000)] for name in "abc"]
+    engine = SimulatedEngine(replace(TP1, kv_capacity_tokens=12_000))
+    for at, pieces in enumerate(contexts):
+        engine.adopt(float(at), pieces)
+    kept = [engine.num_cached(3.0, pieces) for pieces in contexts]
+    assert kept[1:] == [5_000, 5_000] and 0 < kept[0] <= 2_000
+    assert run_s(engine, 4.0, SimulatedSequence("all", 11_900, 100, own("d"))) > 0
+    assert sum(engine.num_cached(1e6, pieces) for pieces in contexts) <= 12

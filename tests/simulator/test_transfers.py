@@ -1,0 +1,84 @@
+"""KV on its way between engines: what is sent, how long it takes, and when it is not worth sending."""
+
+from dataclasses import replace
+
+import pytest
+
+from engines.profiles import load_profile
+from engines.simulated.features import Features
+from scheduling.types import Dispatch
+from simulator.agent import Agent
+from simulator.conditions import Transfer
+from simulator.host import Host
+from simulator.transfers import Transfers
+from workloads.trajectories import Trajectory, Turn
+
+# 1,000 bytes a token and a megabyte a second: a thousand tokens take a second.
+TP1 = replace(load_profile("qwen3-14b-h100-tp1"), kv_bytes_per_token=1_000, prefill_per_ktoken_ms=10_000.0)
+SETTINGS = Transfer(start_s=0.5, bytes_per_s=1e6)
+PIECES = [("prompt", 3_000), ("own", 2_000)]
+
+
+def hosts(*names: str) -> list[Host]:
+    return [Host(name, TP1, Features(), 0.0, by_priority=False) for name in names]
+
+
+def having(host: Host, num_pieces: int = 2) -> Host:
+    host.engine.adopt(0.0, PIECES[:num_pieces])
+    return host
+
+
+def test_kv_is_there_when_it_was_sent_from_the_beginning_of_the_tool_call() -> None:
+    """Half a second, and one for each thousand tokens; what the tool hides of it costs nothing."""
+    for tool_began_at, at, there_at in ((100.0, 100.0, 105.5), (97.0, 100.0, 102.5), (90.0, 100.0, 100.0)):
+        old, new = hosts("old", "new")
+        assert Transfers(SETTINGS).arrival(at, tool_began_at, having(old), new, PIECES) == pytest.approx(there_at)
+
+
+def test_only_what_the_new_engine_lacks_is_sent() -> None:
+    """Its group's prompt may be there already; and where the old engine has no more than that, nothing is sent."""
+    old, new = hosts("old", "new")
+    assert Transfers(SETTINGS).arrival(100.0, 100.0, having(old), having(new, 1), PIECES) == pytest.approx(102.5)
+    for held, there in ((0, 0), (1, 1), (1, 2)):
+        old, new = hosts("old", "new")
+        transfers = Transfers(Transfer(start_s=0.0, bytes_per_s=1e6))
+        assert transfers.arrival(100.0, 0.0, having(old, held), having(new, there), PIECES) is None
+
+
+def test_what_would_sooner_be_computed_is_not_sent() -> None:
+    """Ten seconds for each thousand tokens, or a hundredth of that; nor is anything where engines do not send."""
+    old, new = hosts("old", "new")
+    assert Transfers(None).arrival(100.0, 0.0, having(old), new, PIECES) is None
+    prefill_s = TP1.prefill_s(2_000, 3_000)
+    for start_s, is_sent in ((prefill_s - 2.1, True), (prefill_s - 1.9, False)):
+        old, new = hosts("old", "new")
+        arrival = Transfers(Transfer(start_s, 1e6)).arrival(100.0, 100.0, having(old), having(new, 1), PIECES)
+        assert (arrival is not None) == is_sent
+
+
+def test_an_engine_sends_or_takes_one_at_a_time() -> None:
+    """Whether it was old or new; others are not held up, nor is anybody by what was not sent."""
+    first, second, third, fourth = hosts("first", "second", "third", "fourth")
+    for host in (first, third):
+        having(host)
+    transfers = Transfers(SETTINGS)
+    assert Transfers(None).arrival(100.0, 100.0, first, second, PIECES) is None
+    assert transfers.arrival(100.0, 100.0, first, second, PIECES) == pytest.approx(105.5)
+    assert transfers.arrival(100.0, 100.0, third, fourth, PIECES) == pytest.approx(105.5)
+    assert transfers.arrival(101.0, 100.0, first, fourth, PIECES) == pytest.approx(111.0), "both are busy"
+    assert transfers.arrival(101.0, 100.0, third, second, PIECES) == pytest.approx(111.0), "both were busy once"
+    (fifth,) = hosts("fifth")
+    assert transfers.arrival(102.0, 100.0, first, fifth, PIECES) == pytest.approx(116.5), "the old one is"
+    assert transfers.arrival(103.0, 100.0, third, fourth, PIECES) == pytest.approx(116.5), "the new one is"
+
+
+def test_what_a_paused_turn_made_is_sent_after_its_pause() -> None:
+    """It was not there before, however long ago the tool call began."""
+    agent = Agent(Trajectory("t", "g", 16, (Turn(0, 400, 3.0), Turn(300, 700, 0.0))), ())
+    agent.take_prompt(0.0)
+    agent.finish_turn(10.0, None)
+    agent.take_prompt(13.0)
+    agent.begin_leg(Dispatch("t/1", 1, "e", 0, ""))
+    assert agent.rested_at == 10.0
+    assert agent.pause(20.0, 100) == 100 and agent.rested_at == 20.0
+    assert agent.pause(25.0, 50) == 150 and agent.rested_at == 25.0
