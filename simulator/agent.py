@@ -216,8 +216,8 @@ class Agent:
         )
 
     def note_prediction(self, prediction: Prediction) -> None:
-        """Remember what was predicted before this turn, if it is one of those that reports show."""
-        if self.turn in PREDICTED_TURNS:
+        """Remember what was predicted before this turn was first asked for, if it is one of those that reports show."""
+        if self.turn in PREDICTED_TURNS and not self.num_retries:
             self.predictions.append(
                 PredictionMade(self.turn, self.made_tokens, prediction.total_tokens, prediction.p90_tokens)
             )
