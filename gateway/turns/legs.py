@@ -248,7 +248,9 @@ class Legs:
             except EventTooLarge as error:
                 raise BadResponse(str(error)) from None
             if not has_more:
-                raise refused_leg(reader.end() or api_error(502, "The engine's stream broke off."))
+                fault = reader.end()
+                assert fault is not None, "a stream that has come to its own end is over"
+                raise refused_leg(fault)
             if outlet.is_full:
                 with member.held_up():
                     await outlet.drain()
