@@ -6,7 +6,7 @@ bounded. An engine that refuses the gateway's own credentials is a fault of the 
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import orjson
@@ -95,7 +95,10 @@ def error_event(api: Api, error: ApiError, request_id: str | None = None, sequen
 
     The responses form has its documented flat fields, and `error` besides: the OpenAI SDK raises on that
     alone (openai 3.52, _streaming.py). `sequence_number`: one more than the last that the client got.
+    The message begins with the status, as SDKs say it of an answer: some agents know nothing but the words, and ask
+    again where they tell of a server's fault (pi 0.73).
     """
+    error = replace(error, message=f"{error.status} {error.message}")
     if api == "messages":
         return b"event: error\ndata: " + error_body(api, error, request_id) + b"\n\n"
     if api == "responses":

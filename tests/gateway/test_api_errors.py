@@ -207,3 +207,11 @@ def test_a_broken_stream_raises_in_the_sdk(api: Api, first: bytes) -> None:
         seen.extend(read_stream(api, first + event))
     assert len(seen) == 1
     assert "The engine died." in str(raised.value)
+
+
+@pytest.mark.parametrize("api", ["chat", "completions", "responses", "messages"])
+def test_the_words_of_a_broken_stream_tell_its_status(api: Api) -> None:
+    """Agents that see no more than an SDK's message ask again where it tells of a server's fault."""
+    event = error_event(api, api_error(502, "The engine died."))
+    with pytest.raises((openai.APIError, anthropic.APIError), match="502 The engine died"):
+        list(read_stream(api, event))
