@@ -22,6 +22,7 @@ from gateway.http.access import Access
 from gateway.kv.contexts import Contexts
 from gateway.kv.moves import KvMoves
 from gateway.memory import restored
+from gateway.messages.prompt_groups import PromptGroups
 from gateway.metrics import Metrics
 from gateway.passthrough import Passthrough
 from gateway.state.driver import Driver
@@ -117,8 +118,9 @@ async def _serving(
     kv = KvMoves(settings, clock, fleet, contexts, metrics, scheduler.policy.is_sticky)
     staleness = Staleness(settings, weight_record, ledger)
     weights = Weights(settings, clock, fleet, store, weight_record, staleness, driver.live_turns)
-    reader = RequestReader(settings, fleet, ledger, conversations, book)
-    arrivals = Arrivals(fleet, ledger, memory.predictor, read)
+    groups = PromptGroups(record.group_id for record in memory.records if record.group_id)
+    reader = RequestReader(settings, fleet, ledger, conversations, groups, book)
+    arrivals = Arrivals(fleet, ledger, groups, memory.predictor, read)
     before = {record.trajectory_id for record in memory.records}
     kept_legs = KeptLegs(settings, descriptors, fleet, store.settle) if descriptors and by_tokens else None
     kept_tokens = KeptTokens(book, Partials(store), kept_legs, clock, settings.save_tokens_s, before)

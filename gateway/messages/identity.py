@@ -15,7 +15,6 @@ from urllib.parse import unquote
 
 import orjson
 
-from gateway.messages.transcripts import digest_of_prompt
 from scheduling.values import value_class
 
 # Longer than every id seen (two UUIDs are 73 characters), short enough for a store's key and a header.
@@ -129,15 +128,6 @@ def strip_identity_path(path: str) -> tuple[str | None, str]:
         return _id(unquote(escaped, errors="strict"), "path"), "/" + rest
     except UnicodeDecodeError:
         raise IdentityError("The trajectory id in the path is not UTF-8.") from None
-
-
-def prompt_group(body: Mapping[str, Any]) -> str:
-    """A name for the trajectories that start as this one does: GRPO siblings, where no group was sent.
-
-    The same for every turn of a conversation whose client keeps its beginning: it covers what comes
-    before the first answer (for a completion, the whole prompt). 32 hexadecimal digits.
-    """
-    return digest_of_prompt(body)
 
 
 def _from_headers(sent: dict[bytes, bytes]) -> tuple[str | None, str]:

@@ -68,17 +68,18 @@ class History:
         return hasher.hexdigest()[:DIGEST_LENGTH]
 
 
-def digest_of_prompt(body: Mapping[str, Any]) -> str:
-    """The digest of what comes before the first answer; of a completion, its whole prompt."""
-    hasher = xxh3_128()
+def digests_of_prompts(body: Mapping[str, Any]) -> list[str]:
+    """The digests of what comes before each answer, oldest first, and of all; of a completion, of its prompt."""
+    hasher, digests, was_answered = xxh3_128(), [], False
     prompt = prompt_of(body)
     if prompt is not None:
         hasher.update(spelled(prompt) or _json(prompt).encode())
     for answered, pieces in _messages(body):
-        if answered:
-            break
+        if answered and not was_answered:
+            digests.append(hasher.hexdigest())
         _feed(hasher, pieces)
-    return hasher.hexdigest()
+        was_answered = answered
+    return [*digests, hasher.hexdigest()]
 
 
 def prompt_of(body: Mapping[str, Any]) -> object:

@@ -6,7 +6,7 @@ bytes per token that finished turns had.
 
 from gateway.fleet.fleet import Fleet
 from gateway.messages.answers import Usage
-from gateway.messages.identity import prompt_group
+from gateway.messages.prompt_groups import PromptGroups
 from gateway.messages.transcripts import preamble_of, prompt_of
 from gateway.state.ledger import Entry, Ledger
 from gateway.turns.ask import Ask
@@ -25,13 +25,17 @@ class Arrivals:
     """Says what arrives.
 
     Args:
+        groups: know who begins alike.
         predictor: says how much work a trajectory has left.
         reading: says it better, where it has read what is said in it; None where nobody does.
     """
 
-    def __init__(self, fleet: Fleet, ledger: Ledger, predictor: Predictor, reading: Reading | None) -> None:
+    def __init__(
+        self, fleet: Fleet, ledger: Ledger, groups: PromptGroups, predictor: Predictor, reading: Reading | None
+    ) -> None:
         self._fleet = fleet
         self._ledger = ledger
+        self._groups = groups
         self._predictor = predictor
         self._reading = reading
         self._bytes_per_token = _BYTES_PER_TOKEN
@@ -78,7 +82,7 @@ class Arrivals:
         if declared:
             total = float(max(declared, made + 1))
             return Prediction(total, total)
-        prompt_id = "" if made else prompt_group(ask.request)
+        prompt_id = "" if made else self._groups.of(ask.request)
         is_read = made and self._predictor.reads_outcomes
         told = outcomes(ask.request.get("messages") or ask.request.get("input")) if is_read else ()
         progress = begun(ask.trajectory_id, ask.group_id, prompt_id, prompt_tokens, entry, told)

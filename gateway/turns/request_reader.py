@@ -13,7 +13,8 @@ from gateway.http.client import Headers
 from gateway.http.errors import Api
 from gateway.http.refusals import Refused, bad_request, invalid_json, no_engine, not_found, unsupported_encoding
 from gateway.messages.conversations import Conversations
-from gateway.messages.identity import NO_HINTS, Identity, IdentityError, identify, prompt_group
+from gateway.messages.identity import NO_HINTS, Identity, IdentityError, identify
+from gateway.messages.prompt_groups import PromptGroups
 from gateway.state.ledger import Ledger
 from gateway.tokens.book import StoredTokens
 from gateway.turns.ask import Ask
@@ -28,15 +29,23 @@ class RequestReader:
 
     Args:
         conversations: know clients that send no id.
+        groups: know who begins alike.
     """
 
     def __init__(
-        self, settings: Settings, fleet: Fleet, ledger: Ledger, conversations: Conversations, book: StoredTokens
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        ledger: Ledger,
+        conversations: Conversations,
+        groups: PromptGroups,
+        book: StoredTokens,
     ) -> None:
         self._has_token_legs = settings.token_legs != "off"
         self._fleet = fleet
         self._ledger = ledger
         self._conversations = conversations
+        self._groups = groups
         self._book = book
 
     def ask(self, scope: Mapping[str, Any], api: Api, path: str, body: bytes) -> Ask:
@@ -61,7 +70,7 @@ class RequestReader:
         if trajectory_id is None:
             is_inferred = True
             trajectory_id = self._conversations.continued(request) or f"t-{new_id()[:24]}"
-        group_id = identity.group_id or self._known_group(trajectory_id) or prompt_group(request)
+        group_id = identity.group_id or self._known_group(trajectory_id) or self._groups.of(request)
         may_be_joined = identity.strong and not is_inferred
         keeps_tokens = self._has_token_legs and self._book.wants(trajectory_id, scope["headers"])
         # By position: what is called by names pays 0.1 us for each.

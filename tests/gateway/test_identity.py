@@ -11,7 +11,6 @@ from gateway.messages.identity import (
     Identity,
     IdentityError,
     identify,
-    prompt_group,
     strip_identity_path,
 )
 from gateway.messages.transcripts import preamble_of
@@ -291,28 +290,6 @@ def test_a_number_is_an_id(number: int) -> None:
 def test_a_parent_may_be_named_without_claude_code() -> None:
     """Dynamo's header names the parent whichever form names the trajectory."""
     assert identity(headers={"x-session-id": "a", "x-dynamo-parent-session-id": "b"}).parent_id == "b"
-
-
-def test_siblings_have_one_group_and_other_prompts_another() -> None:
-    """The group of a client that sends none: the same for siblings and for each of their turns."""
-    first = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]}
-    later = {"messages": [*first["messages"], {"role": "assistant", "content": "a"}, {"role": "user", "content": "z"}]}
-    parts = {"messages": [first["messages"][0], {"role": "user", "content": [{"type": "text", "text": "q"}]}]}
-    other = {"messages": [first["messages"][0], {"role": "user", "content": "r"}]}
-    assert prompt_group(first) == prompt_group(later) == prompt_group(parts)
-    assert prompt_group(first) != prompt_group(other)
-
-
-def test_every_api_has_groups() -> None:
-    """Completions by prompt, responses by instructions and input, Anthropic by system and messages."""
-    assert prompt_group({"prompt": "a"}) != prompt_group({"prompt": "b"})
-    assert prompt_group({"prompt": [1, 2]}) != prompt_group({"prompt": [1, 3]})
-    assert prompt_group({"input": "a", "instructions": "i"}) != prompt_group({"input": "a", "instructions": "j"})
-    assert prompt_group({"input": "a"}) == prompt_group({"input": [{"role": "user", "content": "a"}]})
-    user = [{"role": "user", "content": "a"}]
-    cached = [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}]
-    assert prompt_group({"system": "s", "messages": user}) == prompt_group({"system": cached, "messages": user})
-    assert prompt_group({"system": "s", "messages": user}) != prompt_group({"system": "t", "messages": user})
 
 
 def test_agents_of_one_kind_have_one_preamble() -> None:

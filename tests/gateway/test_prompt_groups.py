@@ -1,0 +1,75 @@
+"""Which trajectories begin alike, where no client says so."""
+
+from typing import Any
+
+from gateway.messages.prompt_groups import PromptGroups
+
+ASKED = {"role": "user", "content": "Where are we?"}
+GREETED = {"role": "assistant", "content": "Got it. Thanks for the context!"}
+
+
+def test_siblings_have_one_group_and_other_prompts_another() -> None:
+    """The group of a client that sends none: the same for siblings and for each of their turns."""
+    groups = PromptGroups()
+    first = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]}
+    later = {"messages": [*first["messages"], {"role": "assistant", "content": "a"}, {"role": "user", "content": "z"}]}
+    parts = {"messages": [first["messages"][0], {"role": "user", "content": [{"type": "text", "text": "q"}]}]}
+    other = {"messages": [first["messages"][0], {"role": "user", "content": "r"}]}
+    assert groups.of(first) == groups.of(later) == groups.of(parts)
+    assert groups.of(first) != groups.of(other)
+
+
+def test_every_api_has_groups() -> None:
+    """Completions by prompt, responses by instructions and input, Anthropic by system and messages."""
+    groups = PromptGroups()
+    assert groups.of({"prompt": "a"}) != groups.of({"prompt": "b"})
+    assert groups.of({"prompt": [1, 2]}) != groups.of({"prompt": [1, 3]})
+    assert groups.of({"input": "a", "instructions": "i"}) != groups.of({"input": "a", "instructions": "j"})
+    assert groups.of({"input": "a"}) == groups.of({"input": [{"role": "user", "content": "a"}]})
+    user = [{"role": "user", "content": "a"}]
+    cached = [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}]
+    assert groups.of({"system": "s", "messages": user}) == groups.of({"system": cached, "messages": user})
+    assert groups.of({"system": "s", "messages": user}) != groups.of({"system": "t", "messages": user})
+
+
+def test_answers_in_a_first_request_do_not_end_its_prompt() -> None:
+    """Examples, or an agent's greeting, are what many tasks begin with: what is asked behind them tells these apart."""
+    groups = PromptGroups()
+    one, other = groups.of(task("one")), groups.of(task("other"))
+    assert one != other
+    assert one == groups.of(task("one")), "a sibling"
+    answered = {"role": "assistant", "content": "a"}
+    assert other == groups.of({"messages": [*task("other")["messages"], answered, ASKED]}), "a later turn"
+
+
+def test_a_conversation_whose_link_was_lost_is_of_the_group_of_its_prompt() -> None:
+    """Its answers are not what was given, so nobody knows whose it is; what it began with was asked before."""
+    groups = PromptGroups()
+    group = groups.of({"messages": [ASKED]})
+    answered = {"role": "assistant", "content": "not what was said"}
+    assert groups.of({"messages": [ASKED, answered, {"role": "user", "content": "go on"}]}) == group
+
+
+def test_prompts_of_an_earlier_process_are_known() -> None:
+    """A restart does not make new groups of what goes on."""
+    group = PromptGroups().of(task("one"))
+    later = {"messages": [*task("one")["messages"], {"role": "assistant", "content": "a"}, ASKED]}
+    assert PromptGroups([group]).of(later) == group
+    assert PromptGroups().of(later) != group
+
+
+def test_the_prompt_that_was_met_longest_ago_is_forgotten() -> None:
+    """So memory is bounded, and what siblings ask all the time stays known."""
+    groups = PromptGroups(limit=2)
+    for name in ("kept", "dropped", "kept", "new"):
+        groups.of(task(name))
+    later = [{"role": "assistant", "content": "a"}, ASKED]
+    known = {name: groups.of(task(name)) for name in ("kept", "new")}
+    assert groups.of({"messages": [*task("kept")["messages"], *later]}) == known["kept"]
+    gone = groups.of({"messages": [*task("dropped")["messages"], *later]})
+    assert gone != groups.of(task("dropped"))
+
+
+def task(text: str) -> dict[str, Any]:
+    """A first request with an answer in it."""
+    return {"messages": [ASKED, GREETED, {"role": "user", "content": text}]}
