@@ -1,0 +1,67 @@
+"""Dynamo's agentic turns become trajectories, in the order of what they wait for."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.workloads.forms import dynamo, lines, shapes
+from workloads.importers import import_trace
+from workloads.traces import TraceError
+from workloads.trajectories import Turn
+
+
+def test_dynamo_turns_of_a_session_follow_each_other_after_their_delay(tmp_path: Path) -> None:
+    """The delay after what a turn waits for is the tool call before it; sessions stay apart."""
+    path = lines(
+        tmp_path / "t.jsonl",
+        dynamo("r1", 100, 10, session_id="a", delay_after_dependencies_ms=0),
+        dynamo("x1", 70, 5, session_id="b", wait_for=["r1"]),
+        dynamo("r2", 150, 20, session_id="a", delay_after_dependencies_ms=1_500, wait_for=["r1", "x1"], priority=3),
+    )
+    workload = import_trace(path)
+    assert shapes(workload) == [(100, (Turn(0, 10, 1.5), Turn(40, 20, 0.0))), (70, (Turn(0, 5, 0.0),))]
+    assert [t.group_id for t in workload.trajectories] == ["a", "b"]
+
+
+def test_dynamo_turns_come_after_what_they_wait_for_wherever_they_stand(tmp_path: Path) -> None:
+    """A file need not be sorted: the turns of a chain in any order are one trajectory."""
+    turns = [
+        dynamo(f"r{n}", 100 + 50 * n, 10, wait_for=[f"r{n - 1}"] if n else [], delay=100.0 * n) for n in range(2_000)
+    ]
+    assert import_trace(lines(tmp_path / "t.jsonl", *turns[::-1])).trajectories == (
+        import_trace(lines(tmp_path / "u.jsonl", *turns)).trajectories[0],
+    )
+
+
+def test_dynamo_turns_that_wait_for_each_other_are_refused(tmp_path: Path) -> None:
+    """None of them could begin; the message names a line."""
+    path = lines(
+        tmp_path / "t.jsonl", dynamo("a", 9, 1), dynamo("b", 9, 1, wait_for=["c"]), dynamo("c", 9, 1, wait_for=["b"])
+    )
+    with pytest.raises(TraceError, match=r"line [23], wait_for: '[bc]' waits for itself in the end"):
+        import_trace(path)
+
+
+def test_dynamo_rows_of_both_later_forms_say_the_same(tmp_path: Path) -> None:
+    """`wait_for` with `delay` and `tool_wait_ms`, and `dependencies` under a header, without a session."""
+    older = lines(
+        tmp_path / "older.jsonl",
+        {"request_id": "r1", "input_tokens": 100, "output_tokens": 10},
+        {
+            "request_id": "r2",
+            "input_tokens": 150,
+            "output_tokens": 20,
+            "delay": 500,
+            "tool_wait_ms": 1_000,
+            "wait_for": ["r1"],
+        },
+    )
+    dependency = {"request_id": "r1", "trigger": "completion", "delay_ms": 1_500, "relation": "sequence"}
+    newer = lines(
+        tmp_path / "newer.jsonl",
+        {"schema": "agentic", "version": 1, "block_size": 64},
+        {"request_id": "r1", "input_length": 100, "output_length": 10, "not_before_ms": 0},
+        {"request_id": "r2", "input_length": 150, "output_length": 20, "dependencies": [dependency]},
+    )
+    expected = [(100, (Turn(0, 10, 1.5), Turn(40, 20, 0.0)))]
+    assert shapes(import_trace(older, "dynamo")) == shapes(import_trace(newer, "dynamo")) == expected

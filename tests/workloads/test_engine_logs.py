@@ -1,0 +1,99 @@
+"""Logs of vLLM and SGLang become trajectories: token ids, sessions and times join their calls."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workloads.forms import (
+    ANSWER,
+    PROMPT,
+    SYSTEM,
+    VLLM_MESSAGES,
+    lines,
+    sglang_json,
+    sglang_text,
+    shapes,
+    vllm_json,
+    vllm_text,
+)
+from workloads.importers import detect_format, import_trace
+from workloads.traces import TraceError
+from workloads.trajectories import Turn
+
+
+@pytest.mark.parametrize("form", [vllm_text, vllm_json])
+def test_vllm_log_tells_lengths_times_and_which_call_follows_which(tmp_path: Path, form: Any) -> None:
+    """Token ids join calls, deltas of a stream add up, and a request without an answer is left out."""
+    noise = "INFO 11-21 04:59:00 [api_server.py:10] Starting vLLM server on http://0.0.0.0:8000"
+    path = lines(tmp_path / "server.log", noise, *(form(at_s, message) for at_s, message in VLLM_MESSAGES))
+    assert detect_format(path) == "vllm-log"
+    assert shapes(import_trace(path)) == [(64, (Turn(0, 3, 3.0), Turn(2, 3, 0.0)))]
+
+
+def test_vllm_log_of_older_versions_has_everything_in_one_line(tmp_path: Path) -> None:
+    """Prompt ids stand in the line of the arrival, output ids in that of the answer."""
+    path = lines(
+        tmp_path / "server.log",
+        f"INFO 06-14 12:00:00 [logger.py:43] Received request r1: prompt: 'x', params: SamplingParams(n=1), "
+        f"prompt_token_ids: {PROMPT}, prompt_embeds shape: None, lora_request: None.",
+        f"INFO 06-14 12:00:04 [logger.py:71] Generated response r1: output: 'y', output_token_ids: {ANSWER}, "
+        "finish_reason: stop",
+    )
+    assert shapes(import_trace(path)) == [(64, (Turn(0, 3, 0.0),))]
+
+
+def test_vllm_log_without_token_ids_says_how_to_get_them(tmp_path: Path) -> None:
+    """The line and the flags are named, for prompts and for answers."""
+    arrival, answer = VLLM_MESSAGES[1][1], VLLM_MESSAGES[3][1]
+    path = lines(tmp_path / "server.log", vllm_text(0, arrival), vllm_text(2, answer))
+    with pytest.raises(TraceError, match=r"line 2, prompt_token_ids: none for request r1.*--log-level DEBUG"):
+        import_trace(path)
+    path = lines(tmp_path / "server.log", vllm_text(0, VLLM_MESSAGES[0][1]), vllm_text(2, answer))
+    with pytest.raises(TraceError, match=r"line 2, output_token_ids: none.*--enable-log-outputs"):
+        import_trace(path)
+
+
+@pytest.mark.parametrize("form", [sglang_json, sglang_text])
+def test_sglang_log_tells_lengths_times_and_which_call_follows_which(tmp_path: Path, form: Any) -> None:
+    """The end and the latency give the start; a prompt that holds the one before it continues it."""
+    path = lines(
+        tmp_path / "server.log",
+        form("HEALTH_CHECK_1", 1, 0.1, 1, 1),
+        form("b", 30, 10.0, 130, 8, text=SYSTEM + "it's\nthe tool's answer, text=1"),
+        form("a", 12, 2.0, 100, 10, text=SYSTEM),
+    )
+    assert detect_format(path) == "sglang-log"
+    assert shapes(import_trace(path)) == [(100, (Turn(0, 10, 8.0), Turn(20, 8, 0.0)))]
+
+
+@pytest.mark.parametrize("form", [sglang_json, sglang_text])
+def test_sglang_log_joins_calls_by_token_ids_and_by_its_own_sessions(tmp_path: Path, form: Any) -> None:
+    """Input ids are content as text is; a session needs no content at all."""
+    path = lines(
+        tmp_path / "server.log",
+        form("a", 10, 1.0, 64, 3, input_ids=PROMPT),
+        form("b", 20, 1.0, 69, 3, input_ids=[*PROMPT, *ANSWER, 1, 2]),
+        form("c", 10, 1.0, 50, 5, session_params={"id": "s", "rid": None}),
+        form("d", 14, 1.0, 60, 5, session_params={"id": "s", "rid": None}),
+    )
+    assert [len(t.turns) for t in import_trace(path).trajectories] == [2, 2]
+
+
+def test_sglang_prompts_that_were_cut_join_nothing(tmp_path: Path) -> None:
+    """At level 2 long prompts lose their middle: what is left of two of them does not show that they are one."""
+    cut_text = "a" * 1_024 + "..." + "b" * 1_024
+    cut_ids = [*range(1_024), "...", *range(1_024)]
+    path = lines(
+        tmp_path / "server.log",
+        *(sglang_json(f"t{n}", 10 * n, 1.0, 3_000 + 500 * n, 3, text=cut_text) for n in (1, 2)),
+        *(sglang_json(f"i{n}", 10 * n, 1.0, 3_000 + 500 * n, 3, input_ids=cut_ids) for n in (1, 2)),
+    )
+    assert [len(t.turns) for t in import_trace(path).trajectories] == [1, 1, 1, 1]
+
+
+def test_sglang_sessions_may_have_numbers(tmp_path: Path) -> None:
+    """A client may number its sessions; the group has that for a name."""
+    calls = [sglang_json(f"r{n}", 10 * n, 1.0, 10 * n, 5, session_params={"id": 7}) for n in (1, 2)]
+    (trajectory,) = import_trace(lines(tmp_path / "t.log", *calls)).trajectories
+    assert (trajectory.group_id, len(trajectory.turns)) == ("7", 2)

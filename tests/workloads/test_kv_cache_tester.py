@@ -1,0 +1,50 @@
+"""kv-cache-tester's conversations become trajectories: an agent, its side calls and its helpers."""
+
+import gzip
+import json
+from pathlib import Path
+
+from tests.workloads.forms import conversation, lines, shapes
+from workloads.importers import import_trace
+from workloads.trajectories import Turn
+
+
+def test_a_conversation_gives_the_agent_its_side_calls_and_its_helpers(tmp_path: Path) -> None:
+    """Three contexts of one group; the turn that is there twice counts once; think time is the tool's."""
+    path = tmp_path / "c1.json"
+    path.write_text(json.dumps(conversation(), indent=2))
+    workload = import_trace(path)
+    assert shapes(workload) == [
+        (300, (Turn(0, 25, 6.5), Turn(75, 30, 0.0))),
+        (70, (Turn(0, 7, 0.0),)),
+        (90, (Turn(0, 9, 0.0),)),
+    ]
+    assert [t.trajectory_id for t in workload.trajectories] == ["c1-0", "c1-1", "c1-2"]
+    assert list(workload.groups) == ["c1"]
+
+
+def test_a_conversation_whose_context_is_cut_down_begins_anew(tmp_path: Path) -> None:
+    """After a compaction less than half of the blocks are kept: another trajectory, since ours only grow."""
+    requests = [
+        {"t": 0.0, "type": "n", "in": 640, "out": 20, "hash_ids": list(range(10))},
+        {"t": 5.0, "type": "n", "in": 256, "out": 20, "hash_ids": [0, 1, 50, 51]},
+        {"t": 9.0, "type": "n", "in": 320, "out": 20, "hash_ids": [0, 1, 50, 52, 53]},
+    ]
+    path = tmp_path / "c1.json"
+    path.write_text(json.dumps(conversation(requests=requests)))
+    assert [len(t.turns) for t in import_trace(path).trajectories] == [1, 2]
+
+
+def test_a_folder_and_lines_of_conversations_are_read_alike(tmp_path: Path) -> None:
+    """Many files, as they are published, or one with a conversation a line."""
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    for name in ("c1", "c2"):
+        (folder / f"{name}.json").write_text(json.dumps(conversation(id=name)))
+    one = lines(tmp_path / "all.jsonl", conversation(id="c1"), conversation(id="c2"))
+    assert import_trace(folder).trajectories == import_trace(one).trajectories
+    assert len(import_trace(folder).groups) == 2
+    (folder / "c3.json.gz").write_bytes(gzip.compress(json.dumps(conversation(id="c3")).encode()))
+    lines(folder / "more.jsonl", conversation(id="c4"), conversation(id="c5"))
+    (folder / "LICENSE").write_text("no conversation")
+    assert set(import_trace(folder).groups) == {"c1", "c2", "c3", "c4", "c5"}

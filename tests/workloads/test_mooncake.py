@@ -1,0 +1,119 @@
+"""Mooncake's rows become trajectories: calls that go on with each other, sessions, groups."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.workloads.forms import lines, mooncake, shapes, without
+from workloads.importers import import_trace
+from workloads.importers.calls import ASSUMED_TOKENS_PER_S, Call, workload_by_prefix
+from workloads.trajectories import Turn
+
+
+def test_mooncake_calls_that_repeat_a_prompt_and_its_answer_are_one_trajectory(tmp_path: Path) -> None:
+    """The second call holds the first's whole blocks and its answer; the time the answer did not take is the tool's."""
+    path = lines(
+        tmp_path / "agents.jsonl",
+        mooncake(0, 1_100, 100, 1, 2, 3),
+        mooncake(10, 1_050, 40, 1, 7, 8),
+        mooncake(9_000, 1_300, 50, 1, 2, 4),
+    )
+    first, other = import_trace(path).trajectories
+    gap_s = 9.0 - 100 / ASSUMED_TOKENS_PER_S
+    assert (first.context_tokens, first.turns) == (1_100, (Turn(0, 100, pytest.approx(gap_s)), Turn(100, 50, 0.0)))
+    assert (other.context_tokens, other.turns) == (1_050, (Turn(0, 40, 0.0),))
+
+
+def test_a_mooncake_call_too_short_to_hold_the_answer_is_another_trajectory(tmp_path: Path) -> None:
+    """A shared system prompt alone makes no conversation."""
+    path = lines(tmp_path / "t.jsonl", mooncake(0, 1_100, 400, 1, 2, 3), mooncake(5, 1_200, 10, 1, 2, 4))
+    assert len(import_trace(path).trajectories) == 2
+
+
+def test_mooncake_siblings_share_a_group_and_each_goes_on_once(tmp_path: Path) -> None:
+    """Two equal prompts are a group; of two continuations each takes one of them."""
+    path = lines(
+        tmp_path / "t.jsonl",
+        *(mooncake(0, 1_100, 20, 1, 2, 3) for _ in range(2)),
+        *(mooncake(1_000, 1_200, 20, 1, 2, 4) for _ in range(2)),
+        mooncake(2_000, 1_100, 20, 9, 8, 7),
+    )
+    workload = import_trace(path)
+    assert [len(t.turns) for t in workload.trajectories] == [2, 2, 1]
+    assert [len(siblings) for siblings in workload.groups.values()] == [2, 1]
+
+
+def test_mooncake_rows_with_sessions_and_delays_are_taken_at_their_word(tmp_path: Path) -> None:
+    """The session joins calls even where no block does, and the delay is the tool's time."""
+    path = lines(
+        tmp_path / "t.jsonl",
+        mooncake(0, 500, 20, session_id="s"),
+        mooncake(0, 600, 30, session_id="s", delay=2_500),
+    )
+    assert shapes(import_trace(path)) == [(500, (Turn(0, 20, 2.5), Turn(80, 30, 0.0)))]
+
+
+@pytest.mark.parametrize("with_blocks", [True, False])
+def test_mooncake_rows_of_a_session_may_be_what_joined_its_prompt(tmp_path: Path, with_blocks: bool) -> None:
+    """Rows that share nothing with the row before, or are as often shorter as longer, are no whole prompts."""
+    blocks = [[1, 2, 3], [4, 5], [6], [7, 8, 9], [10, 11, 12]] if with_blocks else [[]] * 5
+    lengths = [(900, 20), (300, 30), (40, 10), (700, 5), (650, 60)]
+    path = lines(
+        tmp_path / "t.jsonl",
+        *(
+            mooncake(0, prompt, output, *hash_ids, session_id="s", delay=1_000)
+            for (prompt, output), hash_ids in zip(lengths, blocks, strict=True)
+        ),
+    )
+    turns = (Turn(0, 20, 1.0), Turn(300, 30, 1.0), Turn(40, 10, 1.0), Turn(700, 5, 1.0), Turn(650, 60, 0.0))
+    assert shapes(import_trace(path)) == [(900, turns)]
+
+
+def test_mooncake_rows_of_a_session_are_whole_prompts_where_nearly_all_go_on(tmp_path: Path) -> None:
+    """One context that was cut down among many that grow makes a strand of its own, and no prompt longer."""
+    path = lines(
+        tmp_path / "t.jsonl",
+        *(mooncake(at, 500 + 100 * at, 10, session_id="s") for at in range(9)),
+        mooncake(9, 200, 10, session_id="s"),
+        mooncake(10, 300, 10, session_id="s"),
+    )
+    assert [(t.context_tokens, t.total_tokens) for t in import_trace(path).trajectories] == [(500, 1_310), (200, 310)]
+
+
+def test_mooncake_rows_of_a_session_need_not_be_sorted(tmp_path: Path) -> None:
+    """Where every row has its time; a row that says only how long it waits stands where it is."""
+    rows = [mooncake(at_ms, 100 + at_ms // 10, 20, session_id="s") for at_ms in (9_000, 0, 4_000)]
+    [trajectory] = import_trace(lines(tmp_path / "t.jsonl", *rows)).trajectories
+    assert (trajectory.context_tokens, [turn.new_tokens for turn in trajectory.turns]) == (100, [0, 380, 480])
+    later = [without(row, "timestamp") | {"delay": 500.0} for row in rows[1:]]
+    [trajectory] = import_trace(lines(tmp_path / "t.jsonl", rows[0], *later), "mooncake").trajectories
+    assert trajectory.context_tokens == 1_000
+
+
+def test_thousands_of_requests_with_one_prompt_are_no_quadratic_work(tmp_path: Path) -> None:
+    """A load generator sends the same prompt again and again; none continues another, and each is looked at once."""
+    looked_at = 0
+
+    class Prompt(int):
+        def __add__(self, other: int) -> int:
+            nonlocal looked_at
+            looked_at += 1
+            return int(self) + other
+
+    calls = [Call(Prompt(1_100), 20, (1, 2), started_at_s=float(number)) for number in range(1_000)]
+    workload = workload_by_prefix("load", calls)
+    assert (len(workload.trajectories), len(workload.groups)) == (1_000, 1)
+    assert looked_at <= 3 * len(calls)
+
+
+def test_mooncake_sessions_may_name_or_number_their_group(tmp_path: Path) -> None:
+    """A generator's first row of a session says whose prompt it shares; a session that says nothing is alone."""
+    path = lines(
+        tmp_path / "t.jsonl",
+        mooncake(0, 500, 20, session_id="a", group_id=46),
+        mooncake(0, 600, 20, session_id="a"),
+        mooncake(0, 500, 20, session_id="b", group_id=46),
+        mooncake(0, 500, 20, session_id="c", group_id="x"),
+        mooncake(0, 500, 20, session_id="d"),
+    )
+    assert [t.group_id for t in import_trace(path).trajectories] == ["46", "46", "x", "d"]
