@@ -94,6 +94,20 @@ async def test_what_waits_to_be_written_is_bounded(tmp_path: Path) -> None:
     await store.close()
 
 
+async def test_what_was_written_makes_room_for_what_comes(tmp_path: Path) -> None:
+    """However much it was in all; and what is larger than the room there is is written too."""
+    store = open_store(f"sqlite:{tmp_path / 's'}", StoreSettings(max_pending_bytes=50_000, batch_bytes=15_000))
+    await store.open()
+    for number in range(20):
+        for part in range(4):
+            store.put_piece("t", f"{number}/{part}", b"x" * 10_000)
+        assert await store.settle(60.0)
+    store.put_piece("t", "large", b"x" * 60_000)
+    assert await store.settle(60.0)
+    assert len(await store.get_pieces("t")) == 81 and store.health().num_dropped == 0
+    await store.close()
+
+
 @pytest.mark.parametrize("damage", [b"no database at all" * 100, None], ids=["damaged", "another format"])
 async def test_a_file_that_cannot_be_read_is_refused_with_its_name(tmp_path: Path, damage: bytes | None) -> None:
     """The operator is told which file to move away; the records are as they were."""

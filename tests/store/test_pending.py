@@ -1,0 +1,203 @@
+"""What waits for Redis: coalesced it says what was put, and no more of it waits than is allowed."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from store import StoreSettings
+from store.pending import ENTRY_BYTES, Operation, Pending
+
+MAX_TURNS = 3
+UNBOUNDED = StoreSettings(max_turns_kept=MAX_TURNS, batch_bytes=10**9)
+
+Put = tuple[str, str, int]
+
+ids = st.sampled_from("ab")
+sizes = st.sampled_from([0, 1, 2, 3, 300, 600, 900])
+kinds = st.sampled_from(
+    ["record", "answer", "turn", "turn", "turn", "forget", "piece", "piece", "drop", "drop all", "state"]
+)
+puts = st.tuples(kinds, ids, sizes)
+
+
+def operations(one: Put, number: int) -> list[Operation]:
+    """What a put is to come to, with a value that no other has, of so many bytes at least."""
+    kind, id, size = one
+    value = b"%d" % number + b"x" * size
+    match kind:
+        case "answer":
+            return [Operation("record", id, value), Operation("answer", id, value[::-1])]
+        case "piece":
+            return [Operation("piece", id, value, f"{size % 2}/{size % 3}")]
+        case "drop":
+            return [Operation("drop", id, b"", f"{size % 2}/")]
+        case "drop all":
+            return [Operation("drop", id, b"")]
+        case "forget":
+            return [Operation("forget", id, b"")]
+        case _:
+            return [Operation(kind, id, value)]  # type: ignore[arg-type]
+
+
+def put(pending: Pending, one: Put, number: int) -> None:
+    """The same by the door."""
+    name, id, value, part = operations(one, number)[-1]
+    match name:
+        case "record":
+            pending.put_trajectory(id, value)
+        case "answer":
+            pending.put_trajectory(id, value[::-1], value)
+        case "turn":
+            pending.append_turn(id, value)
+        case "forget":
+            pending.forget_trajectory(id)
+        case "piece":
+            pending.put_piece(id, part, value)
+        case "drop":
+            pending.drop_pieces(id, part)
+        case "state":
+            pending.put_state(id, value)
+
+
+@dataclass
+class Server:
+    """A record that does what it is sent, one operation after the other."""
+
+    records: dict[str, bytes] = field(default_factory=dict)
+    answers: dict[str, bytes] = field(default_factory=dict)
+    turns: dict[str, deque[bytes]] = field(default_factory=dict)
+    pieces: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    states: dict[str, bytes] = field(default_factory=dict)
+
+    def take(self, batches: Iterable[list[Operation]]) -> "Server":
+        for name, id, value, part in (operation for batch in batches for operation in batch):
+            match name:
+                case "record":
+                    self.records[id] = value
+                case "answer":
+                    self.answers[id] = value
+                case "turn":
+                    self.turns.setdefault(id, deque(maxlen=MAX_TURNS)).append(value)
+                case "piece":
+                    self.pieces.setdefault(id, {}).setdefault(part, value)
+                case "drop":
+                    left = {
+                        other: data for other, data in self.pieces.pop(id, {}).items() if not other.startswith(part)
+                    }
+                    self.pieces |= {id: left} if left else {}
+                case "state":
+                    self.states[id] = value
+                case "forget":
+                    for each in (self.records, self.answers, self.turns, self.pieces):
+                        each.pop(id, None)
+                case "clear":
+                    for each in (self.records, self.answers, self.turns):
+                        each.clear()
+                case "sweep":
+                    self.pieces = {id: pieces for id, pieces in self.pieces.items() if id in self.records}
+        return self
+
+
+@settings(max_examples=300)
+@given(steps=st.lists(st.one_of(puts, puts, puts, st.just("take")), min_size=2, max_size=25))
+def test_what_was_coalesced_comes_to_the_same_as_one_after_the_other(steps: list[Put | str]) -> None:
+    """However the puts fall into flushes."""
+    pending = Pending(UNBOUNDED)
+    coalesced, plain = Server(), Server()
+    touched: set[object] = set()
+    for number, step in enumerate([*steps, "take"]):
+        if isinstance(step, str):
+            coalesced.take(pending.take())
+            assert coalesced == plain and len(pending) == 0 and pending.since == 0.0
+            touched = set()
+        else:
+            put(pending, step, number)
+            plain.take([operations(step, number)])
+            assert pending.since > 0.0
+            touched |= {step[:2] if step[0] == "state" else step[1]}
+            assert len(pending) == len(touched)
+
+
+def waiting(puts_of: dict[str, list[tuple[Put, int]]]) -> dict[str, int]:
+    """Bytes that wait of each trajectory, told by what would be sent of it."""
+    found = {}
+    for id, some in puts_of.items():
+        alone = Pending(UNBOUNDED)
+        for one, number in some:
+            put(alone, one, number)
+        sent = [operation for batch in alone.take() for operation in batch]
+        found[id] = ENTRY_BYTES + sum(len(operation.value) + len(operation.part) for operation in sent)
+    return found
+
+
+@settings(max_examples=300)
+@given(
+    steps=st.lists(puts.filter(lambda one: one[0] != "state"), min_size=4, max_size=25),
+    max_bytes=st.integers(600, 5_000),
+    max_trajectories=st.integers(1, 2),
+)
+def test_no_more_waits_than_is_allowed(steps: list[Put], max_bytes: int, max_trajectories: int) -> None:
+    """What has waited longest goes first, whole, and is counted; nothing goes that could have stayed."""
+    bounds = {"max_pending_bytes": max_bytes, "max_pending_trajectories": max_trajectories}
+    pending = Pending(replace(UNBOUNDED, **bounds))
+    puts_of: dict[str, list[tuple[Put, int]]] = {}
+    num_dropped = 0
+    for number, step in enumerate(steps):
+        put(pending, step, number)
+        puts_of.setdefault(step[1], []).append((step, number))
+        while len(puts_of) > max_trajectories or sum(waiting(puts_of).values()) > max_bytes:
+            del puts_of[next(iter(puts_of))]
+            num_dropped += 1
+        assert (len(pending), pending.num_dropped, pending.num_puts) == (len(puts_of), num_dropped, number + 1)
+    expected = Pending(UNBOUNDED)
+    for one, number in sorted((each for some in puts_of.values() for each in some), key=lambda each: each[1]):
+        put(expected, one, number)
+    assert Server().take(pending.take()) == Server().take(expected.take())
+    for number, step in enumerate(steps):  # and the next ones are counted from nothing
+        put(pending, step, number)
+    assert pending.num_dropped >= num_dropped
+
+
+@given(steps=st.lists(puts, max_size=25), batch_bytes=st.integers(1, 3_000))
+def test_batches_are_about_as_large_as_they_may_be(steps: list[Put], batch_bytes: int) -> None:
+    """One ends with the operation that fills it, so that none but the last is smaller; together they are all."""
+    pending, whole = Pending(replace(UNBOUNDED, batch_bytes=batch_bytes)), Pending(UNBOUNDED)
+    for number, step in enumerate(steps):
+        put(pending, step, number)
+        put(whole, step, number)
+    batches = list(pending.take())
+    assert [operation for batch in batches for operation in batch] == [one for batch in whole.take() for one in batch]
+    filled = [[len(one.id) + len(one.value) for one in batch] for batch in batches]
+    assert all(sum(sizes) >= batch_bytes for sizes in filled[:-1])
+    assert all(sum(sizes[:-1]) < batch_bytes for sizes in filled)
+
+
+@given(before=st.lists(puts, max_size=15), waits=st.lists(puts, max_size=10), after=st.lists(puts, max_size=15))
+def test_a_rewrite_leaves_what_was_rewritten_and_pieces_that_still_belong_to_something(
+    before: list[Put], waits: list[Put], after: list[Put]
+) -> None:
+    """Whatever the server had, and whatever waited: as much as it takes, for nothing may be dropped of it."""
+    first, rewritten = Pending(UNBOUNDED), Pending(UNBOUNDED)
+    pending = Pending(replace(UNBOUNDED, max_pending_bytes=600, max_pending_trajectories=1))
+
+    def all_of(some: list[Put], target: Pending, start: int) -> Callable[[], None]:
+        return lambda: [put(target, one, start + number) for number, one in enumerate(some)].clear()
+
+    all_of(before, first, 0)()
+    all_of(waits, pending, 100)()
+    num_dropped, num_puts = pending.num_dropped, pending.num_puts
+    pending.replace_all(all_of(after, pending, 200))
+    all_of(after, rewritten, 200)()
+    assert pending.num_dropped == num_dropped and pending.num_puts > num_puts
+    server = Server().take(first.take())
+    pieces, states = dict(server.pieces), dict(server.states)
+    waited_states = {id: b"%d" % (100 + n) + b"x" * size for n, (kind, id, size) in enumerate(waits) if kind == "state"}
+    server.take(pending.take())
+    alone = Server(pieces=pieces, states=states | waited_states).take(rewritten.take())
+    alone.pieces = {id: some for id, some in alone.pieces.items() if id in alone.records}
+    assert server == alone
+    all_of([("record", id, 900) for id in "ab"], pending, 300)()
+    assert pending.num_dropped > num_dropped, "the bounds hold again"
