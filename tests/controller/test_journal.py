@@ -3,15 +3,16 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from controller import rollouts
-from controller.journal import Journal, State, dumped, fold
+from controller.journal import Journal, State, dumped, fold, read_state
 from controller.lease import Lease
-from controller.records import new_ids, step_record, wanted_record
+from controller.records import new_ids, spares_record, step_record, wanted_record
 from controller.rollouts import MAX_POINTS, MAX_ROLLOUTS, History, Sample
-from controller.steps import Drain, Launch, Register, Remove, Reopen, Stop, Wanted
+from controller.steps import Drain, Launch, MoveKv, Register, Remove, Reopen, Sleep, Stop, Wake, Wanted
 from controller.tending import Ended, RetryRule, held_back, tend
 
 ONES = (Wanted("a", 1, ("0",)), Wanted("b", 1, ("1",)))
@@ -89,6 +90,42 @@ def test_removed_and_reopened_engines_are_forgotten(tmp_path: Path) -> None:
     assert journal.state.drained == frozenset()
     journal.write(**step_record("done", Remove("a"), 41.0))
     assert journal.state.urls == {}
+
+
+def test_a_journal_knows_who_sleeps_and_who_may(tmp_path: Path) -> None:
+    """One that was told to and did not say that it has may be either; who is gone is forgotten; a journal that was
+    made short says the same."""
+    journal = Journal(tmp_path / "journal.jsonl")
+
+    def after(**record: Any) -> State:
+        state = journal.write(**record)
+        as_read = json.loads(json.dumps({"kind": "state", "state": dumped(state)}))
+        assert fold(State(), as_read) == state and read_state(tmp_path / "journal.jsonl") == state
+        return state
+
+    after(**wanted_record(ONES, 2, 10.0, "first", spares=list(TWO), sleepless=""))
+    after(**step_record("begun", Sleep("c"), 11.0, level=2))
+    assert journal.state.rest == {"c": "between"} and journal.state.levels == {"c": 2}
+    assert after(**step_record("done", Sleep("c"), 12.0, level=2)).rest == {"c": "asleep"}
+    assert after(**step_record("begun", Wake("c"), 13.0)).rest == {"c": "between"}
+    assert journal.state.spares == TWO and journal.state.wanted == ONES
+    after(**wanted_record(TWO, 3, 14.0, "larger", spares=[*TWO, *ONES]))
+    assert journal.state.spares == ONES and journal.state.wanted == TWO, "what is wanted is no spare"
+    assert after(**step_record("done", Wake("c"), 15.0)).rest == {}
+    after(**step_record("begun", Drain("a"), 16.0))
+    assert after(**step_record("done", MoveKv("a"), 17.0)).moved == {"a"}
+    assert after(**step_record("begun", Drain("a"), 18.0)).moved == frozenset(), "others came since"
+    after(**step_record("done", MoveKv("a"), 19.0))
+    after(**step_record("begun", Register("a"), 20.0, url="http://a"))
+    after(**step_record("done", Stop("a"), 21.0))
+    assert after(**spares_record((), sleepless="too little memory")).spares == ()
+    assert after(**wanted_record(TWO, 3, 22.0, "again", is_manual=True)).sleepless == "too little memory"
+    after(**step_record("begun", Sleep("a"), 23.0, level=1))
+    forgotten = after(kind="gone", server_ids=["a", "b"])
+    for of in (forgotten.drained, forgotten.moved, forgotten.stopped, forgotten.urls, forgotten.rest, forgotten.begun):
+        assert "a" not in of
+    assert forgotten.levels == {"c": 2} and forgotten.is_manual
+    assert not after(**wanted_record(TWO, 3, 24.0, "plans decide", is_manual=False)).is_manual
 
 
 def test_only_one_holds_a_lease(tmp_path: Path) -> None:
