@@ -1,0 +1,72 @@
+"""Which weights the fleet is to have, and how old others are: over updates, those taken back, and restarts."""
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.weights import NewWeights, UpdateMode
+from gateway.fleet.weight_record import WeightRecord
+from store import StoreSettings, open_store
+
+VERSIONS = [f"step-{number}" for number in range(5)]
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("set"), st.sampled_from(VERSIONS), st.sampled_from([None, "/weights/a", "/weights/b"])),
+        st.tuples(st.just("refused"), st.sampled_from(VERSIONS), st.sampled_from([None, "/weights/a"])),
+        st.tuples(st.just("broken off"), st.sampled_from(VERSIONS), st.none()),
+        st.tuples(st.just("restart"), st.just(""), st.none()),
+    ),
+    max_size=15,
+)
+
+
+@given(steps)
+def test_the_age_of_weights_is_how_many_were_set_since(steps: list[tuple[str, str, str | None]]) -> None:
+    """One that is set again is new again; one that nobody took was never set; a restart changes none of it."""
+    store = open_store("memory:", StoreSettings())
+    record = WeightRecord(store)
+    run_id, is_written = record.run_id, False
+    set_so_far: list[str] = []
+    current: tuple[str, str | None] | None = None
+    paths: set[str] = set()
+    for step, version, path in steps:
+        if step == "restart":
+            is_unfinished = record.is_unfinished
+            record = WeightRecord(store)
+            asyncio.run(record.restore())
+            assert record.is_unfinished == is_unfinished
+            assert (record.run_id == run_id) or not is_written, "its numbers are of the same run"
+            run_id = record.run_id
+        else:
+            record.begin(NewWeights(version, UpdateMode.KEEP, path))
+            is_written = True
+            assert record.is_unfinished and record.current is not None and record.current.version == version
+            paths |= {path} if path else set()
+            if step == "refused":
+                record.take_back()
+            else:
+                if not current or current[0] != version:
+                    set_so_far.append(version)
+                current = version, path
+            if step == "set":
+                record.end()
+            assert record.is_unfinished == (step == "broken off")
+        assert (record.current and (record.current.version, record.current.path)) == current
+        for one in VERSIONS:
+            is_known = one in set_so_far
+            last = len(set_so_far) - set_so_far[::-1].index(one) if is_known else 0
+            assert (record.number(one), record.age(one)) == (last, len(set_so_far) - last)
+        assert all(record.is_path(one) == (one in paths) for one in ("/weights/a", "/weights/b", "a-model"))
+
+
+def test_as_many_versions_are_remembered_as_any_engine_may_have() -> None:
+    """The oldest count as older than all that are known."""
+    record = WeightRecord(open_store("memory:", StoreSettings()))
+    for number in range(1_500):
+        record.begin(NewWeights(f"step-{number}", UpdateMode.KEEP, f"/weights/{number}"))
+        record.end()
+    assert record.number("step-499") == 0 and record.age("step-499") == 1_500
+    assert record.number("step-500") == 501 and record.age("step-1499") == 0
+    assert not record.is_path("/weights/499") and record.is_path("/weights/500")
