@@ -74,6 +74,72 @@ def test_no_run_beats_the_bound(
     assert best_fleet_bound_s(workload.trajectories, family, gpus, speculation) <= bound_s * (1 + 1e-9)
 
 
+def crowd(number: int, group_size: int, prompt: int, *turns: Turn, preamble: int = 0) -> tuple[Trajectory, ...]:
+    """Like trajectories in groups of so many."""
+    return tuple(
+        Trajectory(f"t{n}", f"g{n // group_size}", prompt, turns, preamble_tokens=preamble) for n in range(number)
+    )
+
+
+DEAR_KV = replace(TP4, decode_per_kv_ktoken_ms=100 * TP4.decode_per_kv_ktoken_ms)
+FOUR_SLOTS = replace(TP4, slots=4)
+
+
+@pytest.mark.parametrize(
+    ("trajectories", "engine", "speculation"),
+    [
+        (crowd(1, 1, 300, Turn(0, 900, 2.0), Turn(4_000, 700, 3.0), Turn(200, 500, 9.0)), DEAR_KV, None),
+        (crowd(1, 1, 300, Turn(0, 900, 2.0), Turn(4_000, 700, 3.0)), DEAR_KV, Speculation(2.0, 4)),
+        (crowd(1, 1, 300, Turn(0, 1, 0.0), Turn(30_000, 1, 0.0), Turn(30_000, 1, 0.0)), TP1, None),
+        (crowd(16, 1, 64, Turn(0, 2_000, 0.0)), FOUR_SLOTS, None),
+        (crowd(16, 1, 64, Turn(0, 2_000, 0.0)), replace(DEAR_KV, slots=4), None),
+        (crowd(16, 1, 64, Turn(0, 2_000, 0.0)), FOUR_SLOTS, Speculation(1.6, 4)),
+        (crowd(32, 1, 20_000, Turn(0, 1, 0.0)), TP1, None),
+        (crowd(32, 8, 20_000, Turn(0, 1, 0.0)), TP1, None),
+        (crowd(32, 1, 20_000, Turn(0, 1, 0.0), preamble=12_000), TP1, None),
+        (crowd(32, 1, 64, Turn(0, 1, 0.0), Turn(20_000, 2_000, 0.0)), replace(TP1, kv_capacity_tokens=90_000), None),
+    ],
+    ids=[
+        "alone",
+        "drafted",
+        "results",
+        "slots",
+        "slots, KV",
+        "slots, drafted",
+        "prompts",
+        "siblings",
+        "preamble",
+        "KV",
+    ],
+)
+def test_where_one_thing_binds_the_bound_is_near(
+    trajectories: tuple[Trajectory, ...], engine: EngineProfile, speculation: Speculation | None
+) -> None:
+    """What a run takes is hardly more: else regret would say nothing."""
+    bound_s = fleet_bound_s(trajectories, [engine], speculation)
+    taken_s = makespan_s(Workload("like", trajectories), [engine], "verl", Conditions(Features(speculation)))
+    assert bound_s <= taken_s < 1.05 * bound_s
+    if len(trajectories) == 1:  # further engines are of no use to it
+        assert taken_s < 1.05 * fleet_bound_s(trajectories, [engine] * 9, speculation)
+
+
+def test_a_prompt_that_siblings_share_has_room_once_in_the_bound_too() -> None:
+    """Sixteen that each fill a third of the KV all run at once: no bound may say that three do."""
+    siblings, engine = crowd(16, 16, 20_000, Turn(0, 2_000, 0.0)), replace(TP1, kv_capacity_tokens=60_000, slots=16)
+    taken_s = makespan_s(Workload("siblings", siblings), [engine], "verl", Conditions())
+    assert 0.8 * taken_s < fleet_bound_s(siblings, [engine]) <= taken_s
+
+
+def test_the_best_fleet_is_the_fleet_where_there_is_no_other() -> None:
+    """And where there are two sizes, it is no slower than either alone."""
+    for trajectories in (draw(law_named("coding"), 4, 1).trajectories, draw(law_named("coding"), 640, 1).trajectories):
+        alone = {profile: best_fleet_bound_s(trajectories, [profile], 8) for profile in (TP1, TP4)}
+        for profile, bound_s in alone.items():
+            assert bound_s == pytest.approx(fleet_bound_s(trajectories, [profile] * (8 // profile.tp)))
+        both_s = best_fleet_bound_s(trajectories, [TP1, TP4], 8)
+        assert 0.8 * min(alone.values()) < both_s <= min(alone.values())
+
+
 def test_speculation_that_slows_small_batches_is_escaped_in_large_ones() -> None:
     """Drafts that are mostly refused cost time; who has the most company is not slowed, and the bound knows it."""
     slow = Speculation(speed_up=0.5, max_batch=1)
