@@ -9,7 +9,7 @@ from gateway.clock import Clock
 from gateway.config import ConfigError, Settings
 from gateway.messages.conversations import Conversations
 from gateway.state.ledger import Ledger
-from gateway.tokens.book import StoredTokens
+from gateway.tokens.book import TokenBook
 from gateway.turnlog import LOGGER
 from gateway.turns.progress import ended
 from gateway.turns.repeats import Repeats
@@ -38,7 +38,7 @@ class Memory:
     predictor: Predictor
     conversations: Conversations
     repeats: Repeats
-    book: StoredTokens
+    book: TokenBook
     records: list[TrajectoryRecord]
 
     def closed(self, record: TrajectoryRecord) -> None:
@@ -98,7 +98,7 @@ async def restored(settings: Settings, store: Store, clock: Clock) -> Memory:
     ledger = Ledger(store, settings.max_turns_kept)
     stored = await _load(store, settings.store_start_timeout_s)
     records = ledger.restore(stored, clock())
-    book = StoredTokens(store, ledger, clock, settings.token_limits())
+    book = TokenBook(store, ledger, clock, settings.token_limits())
     await book.restore()
     repeats = Repeats(settings.max_kept_answer_bytes, settings.max_stored_answer_bytes)
     for item in stored:

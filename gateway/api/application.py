@@ -20,7 +20,7 @@ from gateway.http.errors import api_error, error_body
 from gateway.http.refusals import Refused, bad_request, internal_error, invalid_json, method_not_allowed, not_found
 from gateway.metrics import Metrics
 from gateway.state.driver import Driver
-from gateway.tokens.book import StoredTokens
+from gateway.tokens.book import TokenBook
 from store.port import Store
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -43,7 +43,7 @@ class Health:
     """How the gateway is."""
 
     def __init__(
-        self, settings: Settings, driver: Driver, fleet: Fleet, store: Store, metrics: Metrics, book: StoredTokens
+        self, settings: Settings, driver: Driver, fleet: Fleet, store: Store, metrics: Metrics, book: TokenBook
     ) -> None:
         self.fleet = fleet
         self.metrics = metrics

@@ -12,7 +12,7 @@ from gateway.api.trajectories import storable
 from gateway.http.refusals import not_acceptable, not_found, store_away
 from gateway.state import ledger as ledgers
 from gateway.state.ledger import Entry, Ledger
-from gateway.tokens.book import StoredTokens
+from gateway.tokens.book import TokenBook
 from gateway.tokens.branches import tree
 from gateway.tokens.export import jsonl, parquet
 from gateway.tokens.parquet import ParquetFile
@@ -37,7 +37,7 @@ class Reward(BaseModel):
 class Tokens:
     """What the routes read and do."""
 
-    def __init__(self, ledger: Ledger, book: StoredTokens) -> None:
+    def __init__(self, ledger: Ledger, book: TokenBook) -> None:
         self._ledger = ledger
         self._book = book
 

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from engines.token_ids import TokenIds
-from gateway.tokens.book import StoredTokens
+from gateway.tokens.book import TokenBook
 from gateway.tokens.packed import all_ids, chain
 from gateway.turns.turn import Turn
 from store.port import StoreError
@@ -57,7 +57,7 @@ class Contexts:
         tier_of: the KV tier of an engine, by id.
     """
 
-    def __init__(self, book: StoredTokens, max_bytes: int, tier_of: Callable[[str], str]) -> None:
+    def __init__(self, book: TokenBook, max_bytes: int, tier_of: Callable[[str], str]) -> None:
         self._book = book
         self._tier_of = tier_of
         self._tiers: dict[str, str] = {}  # by engine: another process is another engine

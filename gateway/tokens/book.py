@@ -60,8 +60,8 @@ class _Shelf:
     base: str = ""
 
 
-class StoredTokens:
-    """The book."""
+class TokenBook:
+    """The tokens of the trajectories of one gateway."""
 
     def __init__(self, store: Store, ledger: Ledger, clock: Clock, limits: TokenLimits) -> None:
         self._store = store

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from gateway.state.ledger import Entry
-from gateway.tokens.book import StoredTokens
+from gateway.tokens.book import TokenBook
 from gateway.tokens.branches import records
 from gateway.tokens.parquet import ParquetFile
 
@@ -15,7 +15,7 @@ GROUP_TOKENS = 2**20
 """Of one row group in Parquet: some 10 MB in memory, of which the columns are compressed at once."""
 
 
-async def rows(entries: Iterable[Entry], book: StoredTokens) -> AsyncIterator[dict[str, Any]]:
+async def rows(entries: Iterable[Entry], book: TokenBook) -> AsyncIterator[dict[str, Any]]:
     """The records of all branches. Raises StoreError."""
     for entry in entries:
         for record in records(entry, await book.turns(entry.record.trajectory_id)):
@@ -23,13 +23,13 @@ async def rows(entries: Iterable[Entry], book: StoredTokens) -> AsyncIterator[di
         await asyncio.sleep(0)  # turns are served meanwhile
 
 
-async def jsonl(entries: Iterable[Entry], book: StoredTokens) -> AsyncIterator[bytes]:
+async def jsonl(entries: Iterable[Entry], book: TokenBook) -> AsyncIterator[bytes]:
     """One line for each branch. Raises StoreError."""
     async for row in rows(entries, book):
         yield orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
 
-async def parquet(file: ParquetFile, entries: Iterable[Entry], book: StoredTokens) -> AsyncIterator[bytes]:
+async def parquet(file: ParquetFile, entries: Iterable[Entry], book: TokenBook) -> AsyncIterator[bytes]:
     """One row for each branch. Raises StoreError."""
     group: list[dict[str, Any]] = []
     num_tokens = 0

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from gateway.clock import Clock
-from gateway.tokens.book import StoredTokens, choice_id
+from gateway.tokens.book import TokenBook, choice_id
 from gateway.tokens.partials import Partials
 from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
 from gateway.turns.choice import Choice
@@ -32,7 +32,7 @@ class KeptTokens:
 
     def __init__(
         self,
-        book: StoredTokens,
+        book: TokenBook,
         partials: Partials,
         legs: KeptLegs | None,
         clock: Clock,

@@ -25,7 +25,7 @@ from gateway.messages.answers import content_of, read_answer
 from gateway.messages.streams import content_of_stream
 from gateway.metrics import Metrics
 from gateway.state.driver import Driver
-from gateway.tokens.book import StoredTokens
+from gateway.tokens.book import TokenBook
 from gateway.turns.kept_tokens import KeptTokens
 from gateway.turns.lending import Lending
 from gateway.turns.outcome import LegFailed, Outcome, Stopped, failed_leg, pause_asked_for, refused_leg
@@ -67,7 +67,7 @@ class Legs:
         driver: Driver,
         fleet: Fleet,
         metrics: Metrics,
-        book: StoredTokens,
+        book: TokenBook,
         kept_tokens: KeptTokens,
         staleness: Staleness,
         kv: KvMoves,

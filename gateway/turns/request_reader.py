@@ -16,7 +16,7 @@ from gateway.messages.conversations import Conversations
 from gateway.messages.identity import NO_HINTS, Identity, IdentityError, identify
 from gateway.messages.prompt_groups import PromptGroups
 from gateway.state.ledger import Ledger
-from gateway.tokens.book import StoredTokens
+from gateway.tokens.book import TokenBook
 from gateway.turns.ask import Ask
 from gateway.turns.ids import new_id
 
@@ -39,7 +39,7 @@ class RequestReader:
         ledger: Ledger,
         conversations: Conversations,
         groups: PromptGroups,
-        book: StoredTokens,
+        book: TokenBook,
     ) -> None:
         self._has_token_legs = settings.token_legs != "off"
         self._fleet = fleet

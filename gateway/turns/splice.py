@@ -8,12 +8,12 @@ but for answers, which begin with what opens one, and were spliced into the earl
 
 from engines.token_ids import TokenIds, messages, put_together
 from gateway.messages.transcripts import History
-from gateway.tokens.book import StoredTokens
+from gateway.tokens.book import TokenBook
 from gateway.tokens.turn_tokens import TurnTokens
 
 
 def spliced(
-    book: StoredTokens, trajectory_id: str, history: History | None, rendered: TokenIds
+    book: TokenBook, trajectory_id: str, history: History | None, rendered: TokenIds
 ) -> tuple[TokenIds, str | None]:
     """The prompt, and the turn that it goes on from; the render as it is, and None, where it is a branch.
 

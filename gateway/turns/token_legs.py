@@ -19,7 +19,7 @@ from gateway.fleet.member import Member
 from gateway.http.errors import api_error
 from gateway.messages.answers import Usage
 from gateway.messages.transcripts import History
-from gateway.tokens.book import StoredTokens
+from gateway.tokens.book import TokenBook
 from gateway.turns.ask import Ask
 from gateway.turns.chain import Chain, Diverged
 from gateway.turns.choice import Choice
@@ -107,7 +107,7 @@ class TokenLegs:
         self,
         settings: Settings,
         clock: Clock,
-        book: StoredTokens,
+        book: TokenBook,
         note_first_byte: Callable[[Turn], None],
         note_progress: Callable[[Turn], None],
         kept_tokens: KeptTokens,

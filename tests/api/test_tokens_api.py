@@ -14,7 +14,7 @@ import pytest
 
 from gateway.clock import started_clock
 from gateway.state.ledger import Ledger
-from gateway.tokens.book import StoredTokens, TokenLimits
+from gateway.tokens.book import TokenBook, TokenLimits
 from scheduling.types import TrajectoryRecord, TrajectoryState
 from store import StoreSettings, open_store
 from tests.api.conftest import Site, running_site
@@ -54,7 +54,7 @@ async def fill(
     store = open_store(store_url, StoreSettings())
     await store.open()
     ledger, now = Ledger(store, 100), started_clock()()
-    book = StoredTokens(store, ledger, started_clock(), LIMITS)
+    book = TokenBook(store, ledger, started_clock(), LIMITS)
     for name, talk in talks.items():
         ledger.save(TrajectoryRecord(name, f"g-{name}", "r", TrajectoryState.FINISHED, None, 9, 5, 1, 9.0, now, now))
         ledger.declare(name, {"expected_output_tokens": None, "metadata": {"task": name}})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.clock import started_clock
 from gateway.state.ledger import Ledger
-from gateway.tokens.book import PREFIX, TURN_BYTES, StoredTokens, TokenLimits, wants_tokens
+from gateway.tokens.book import PREFIX, TURN_BYTES, TokenBook, TokenLimits, wants_tokens
 from gateway.tokens.packed import decoded, piece
 from gateway.tokens.partials import Partials
 from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
@@ -69,14 +69,14 @@ class Site:
         self.clock = Clockwork()
         self.store: Store
         self.ledger: Ledger
-        self.book: StoredTokens
+        self.book: TokenBook
 
     async def start(self, name: str) -> "Site":
         self.store = self._new_store(name)
         await self.store.open()
         self.ledger = Ledger(self.store, 100)
         self.ledger.restore(await self.store.load(), self.clock())
-        self.book = StoredTokens(self.store, self.ledger, self.clock, self._limits)
+        self.book = TokenBook(self.store, self.ledger, self.clock, self._limits)
         await self.book.restore()
         return self
 

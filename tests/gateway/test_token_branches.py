@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.clock import started_clock
 from gateway.state.ledger import Entry, Ledger
-from gateway.tokens.book import StoredTokens, TokenLimits, choice_id
+from gateway.tokens.book import TokenBook, TokenLimits, choice_id
 from gateway.tokens.branches import records, tree
 from gateway.tokens.turn_tokens import TurnTokens
 from scheduling.types import TrajectoryRecord, TrajectoryState
@@ -28,7 +28,7 @@ async def shown(turns: list[TurnTokens], rows: list[dict[str, Any]] | None = Non
     ledger.save(record("t"))
     for row in rows or []:
         ledger.add_turn("t", row)
-    book = StoredTokens(store, ledger, started_clock(), LIMITS)
+    book = TokenBook(store, ledger, started_clock(), LIMITS)
     for turn in turns:
         book.add(turn)
     entry = ledger.get("t")
