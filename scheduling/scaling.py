@@ -13,7 +13,7 @@ signature and share that measure:
 
 The gain of a mixed fleet stands and falls with the predictions: in the policy study it is 2 % with true lengths and a
 loss with learned ones, for a surprise on a small TP size meets that engine's floor. So a mixed fleet is planned only
-where it promises clearly more than the best homogeneous one; rehearsal.py judges fleets with predictions as they are.
+where it promises clearly more than the best homogeneous one.
 
 Sources: Heddle, arXiv 2603.28101 (sort-initialised annealing); Libra, arXiv 2606.03077 (planner).
 """
@@ -28,7 +28,7 @@ from scheduling.cost import EngineProfile
 from scheduling.estimate import USABLE_KV_SHARE, Remaining
 from scheduling.fleets import GpuBudget, TPs, in_words, largest_first, on_nodes
 from scheduling.partition import PRECISION, Presorted, least_bound_s
-from scheduling.row import LoadedEngine, Row, Speculation
+from scheduling.row import LoadedEngine, Speculation
 
 # What a mixed fleet must promise over the best homogeneous one: real predictions cost it 1 to 6 % (policy study).
 MIXED_FLEET_GAIN = 0.05
@@ -116,11 +116,11 @@ def plan(
         return fleet, makespan_s(presorted, kinds, fleet)
 
     uniform, found = measured(homogeneous(presorted, kinds, budget)), measured(search(presorted, kinds, budget))
-    fleet, why = preferred(uniform, found, min_gain_share)
-    return planned(presorted, presorted.row, kinds, budget, fleet, search.__name__, why)
+    fleet, why = _preferred(uniform, found, min_gain_share)
+    return _planned(presorted, kinds, budget, fleet, search.__name__, why)
 
 
-def preferred(uniform: tuple[TPs, float], found: tuple[TPs, float], min_gain_share: float) -> tuple[TPs, str]:
+def _preferred(uniform: tuple[TPs, float], found: tuple[TPs, float], min_gain_share: float) -> tuple[TPs, str]:
     """The fleet to take and why, of one with a single TP size and another, each with its makespan."""
     (uniform_tps, uniform_s), (found_tps, found_s) = uniform, found
     if found_s >= uniform_s:
@@ -238,17 +238,15 @@ def _best(presorted: Presorted, kinds: Kinds, fleets: Iterator[TPs]) -> TPs:
 # --- from TP sizes to a plan --------------------------------------------------------------------------------
 
 
-def planned(
-    presorted: Presorted, row: Row, kinds: Kinds, budget: GpuBudget, fleet: TPs, method: str, why: str
-) -> FleetPlan:
-    """The plan of a fleet whose groups are cut by `presorted` and turn out as in `row`."""
+def _planned(presorted: Presorted, kinds: Kinds, budget: GpuBudget, fleet: TPs, method: str, why: str) -> FleetPlan:
+    """Who is for the tail, and where."""
     engines: list[PlannedEngine] = []
     finishes_s = []
     start = 0
     cuts = presorted.cuts([kinds[tp] for tp in fleet])
     for (tp, node), end in zip(on_nodes(fleet, budget.gpus_per_node), cuts, strict=True):
-        plain_s = row.finish_s(replace(kinds[tp], speculation=None), start, end)
-        fast_s = row.finish_s(kinds[tp], start, end)
+        plain_s = presorted.row.finish_s(replace(kinds[tp], speculation=None), start, end)
+        fast_s = presorted.row.finish_s(kinds[tp], start, end)
         role = Role.TAIL if fast_s < (1 - SPECULATION_GAIN) * plain_s else Role.BULK
         engines.append(PlannedEngine(tp, node, role))
         finishes_s.append(fast_s if role is Role.TAIL else plain_s)
