@@ -6,12 +6,16 @@ import pytest
 
 from engines.profiles import load_profile
 from engines.simulated.features import Features
+from scheduling.limits import Limits
+from scheduling.policy import POLICIES
 from scheduling.types import Dispatch
 from simulator.agent import Agent
-from simulator.conditions import Transfer
+from simulator.conditions import Conditions, Transfer
 from simulator.host import Host
+from simulator.predictors import Oracle
+from simulator.rollout import Rollout
 from simulator.transfers import Transfers
-from workloads.trajectories import Trajectory, Turn
+from workloads.trajectories import Trajectory, Turn, Workload
 
 # 1,000 bytes a token and a megabyte a second: a thousand tokens take a second.
 TP1 = replace(load_profile("qwen3-14b-h100-tp1"), kv_bytes_per_token=1_000, prefill_per_ktoken_ms=10_000.0)
@@ -82,3 +86,25 @@ def test_what_a_paused_turn_made_is_sent_after_its_pause() -> None:
     assert agent.rested_at == 10.0
     assert agent.pause(20.0, 100) == 100 and agent.rested_at == 20.0
     assert agent.pause(25.0, 50) == 150 and agent.rested_at == 25.0
+
+
+@pytest.mark.parametrize("hidden_share", [0.0, 0.25, 1.0, 3.0])
+def test_a_rollout_waits_for_kv_on_its_way_as_long_as_no_tool_hides_it(hidden_share: float) -> None:
+    """Each turn on the next engine, whose KV is that of the one before: it all takes as long as on one engine, and what
+    is left of each transfer when its tool has ended."""
+    tp1 = load_profile("qwen3-14b-h100-tp1")
+    sent_s = 0.5 * tp1.prefill_s(8_000)
+    rate = 8_100 * tp1.kv_bytes_per_token / sent_s
+    turns = (Turn(0, 101, hidden_share * sent_s), Turn(16, 1, 0.0))
+    workload = Workload("one", (Trajectory("t", "g", 7_999, turns),))
+
+    def taken_s(num_engines: int, transfer: Transfer | None) -> float:
+        limits, oracle = Limits(queue_timeout_s=1e6), Oracle(workload.trajectories)
+        conditions = Conditions(transfer=transfer)
+        policy = POLICIES["round-robin"]
+        return Rollout(workload, [tp1] * num_engines, policy, limits, oracle, conditions=conditions).run().makespan_s
+
+    at_home_s = taken_s(1, None)
+    waits_s = max(1.0 - hidden_share, 0.0) * sent_s
+    assert taken_s(2, Transfer(start_s=0.0, bytes_per_s=rate)) == pytest.approx(at_home_s + waits_s, abs=1e-3)
+    assert taken_s(2, None) > at_home_s + 0.9 * tp1.prefill_s(8_000)
