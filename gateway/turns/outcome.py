@@ -80,6 +80,6 @@ def failed_leg(error: Exception) -> LegFailed:
         case ResponseTimeout():
             return LegFailed(Fault.ENGINE, api_error(504, f"The engine is late: {error}.", "engine_late"))
         case AnswerTooLarge():
-            return LegFailed(Fault.REQUEST, api_error(502, f"{error}.", "answer_too_large"))
+            return LegFailed(Fault.REQUEST, api_error(502, f"{error}.", "answer_too_large"), should_retry=False)
         case _:
             return LegFailed(Fault.ENGINE, api_error(502, f"The engine failed: {error}.", "engine_failed"))

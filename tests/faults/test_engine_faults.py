@@ -320,6 +320,7 @@ async def test_an_answer_that_is_too_large_fails_its_turn_and_not_the_engine(cli
         for tokens in (500, 5000):
             heard = await ask(client, gateway.url, "chat", body_of("chat", tokens=tokens))
             assert (heard.status, heard.error("chat")["code"]) == (502, "answer_too_large")
+            assert heard.headers["x-should-retry"] == "false", "an SDK would have it made again, twice"
             assert [turn["legs"] for turn in await turns_of(client, gateway.url, heard)] == [1]
         assert await engine_states(client, gateway.url) == {engine.removeprefix("http://"): "ready"}
 
