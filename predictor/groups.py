@@ -155,8 +155,13 @@ class Groups:
     def dump(self) -> dict[str, Any]:
         """What was learned. What running members said is not kept: they say it again."""
         groups = {name: [*group.past, *group.finished] for name, group in self._groups.items()}
+        untold = {
+            name: (group.num_untold, group.squares, group.num_squares)
+            for name, group in self._groups.items()
+            if group.num_untold
+        }
         averages = [average.parts for average in (self._within, self._wander)]
-        return {"averages": averages, "groups": groups, "prompts": dict(self._prompts)}
+        return {"averages": averages, "groups": groups, "untold": untold, "prompts": dict(self._prompts)}
 
     def restore(self, dumped: dict[str, Any]) -> None:
         """Take up a dump. Raises KeyError, TypeError or ValueError."""
@@ -165,6 +170,9 @@ class Groups:
             groups[name] = Group(
                 (float(num_past), float(past_mean)), deque(map(int, finished), _MAX_FINISHED), sum(finished)
             )
+        for name, (num_untold, squares, num_squares) in dumped.get("untold", {}).items():  # an older dump has none
+            group = groups[name]
+            group.num_untold, group.squares, group.num_squares = int(num_untold), float(squares), int(num_squares)
         prompts = OrderedDict((name, (float(num), float(mean))) for name, (num, mean) in dumped["prompts"].items())
         parts = [(float(total), float(weight)) for total, weight in dumped["averages"]]
         self._within, self._wander = (_Average(self._memory, part) for part in parts)

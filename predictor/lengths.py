@@ -70,17 +70,27 @@ class Lengths:
 
     def dump(self) -> dict[str, Any]:
         """What was learned."""
-        return {"passed": self._passed, "ended": self._ended, "held": [in_bin for _, in_bin in self._held]}
+        held = [in_bin for _, in_bin in self._held]
+        due = [due - self._num_reports for due, _ in self._held]
+        return {"passed": self._passed, "ended": self._ended, "held": held, "due": due}
 
-    def restore(self, dumped: dict[str, Any]) -> None:
-        """Take up a dump. Raises KeyError, TypeError or ValueError."""
+    def restore(self, dumped: dict[str, Any], goes_on: bool = False) -> None:
+        """Take up a dump. Raises KeyError, TypeError or ValueError.
+
+        Args:
+            goes_on: those that ran then will report again, so that ends are held back until they do.
+        """
         passed, ended = [float(x) for x in dumped["passed"]], [float(x) for x in dumped["ended"]]
         if len(passed) != NUM_BINS or len(ended) != NUM_BINS:
             raise ValueError("another lattice")
         held = [int(in_bin) for in_bin in dumped["held"]]
+        due = [int(reports) for reports in dumped.get("due", ())]  # an older dump has none
         self._passed, self._ended = passed, ended
-        for in_bin in held:
-            self._count(in_bin, in_bin + 1, 1.0)
+        self._num_reports = 0
+        self._held = deque(zip(due, held, strict=True)) if goes_on and due else deque()
+        if not self._held:
+            for in_bin in held:
+                self._count(in_bin, in_bin + 1, 1.0)
         self._tabulate()
 
     def _count(self, from_bin: int, to_bin: int, num_ended: float) -> None:

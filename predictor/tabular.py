@@ -77,6 +77,8 @@ class TabularPredictor:
         self._looks = [Looks(self._lengths, NUM_FEATURES, settings.memory) for _ in range(NUM_STAGES)]
         self._prompts = Looks(self._lengths, 1, settings.memory)
         self._running: OrderedDict[str, _Running] = OrderedDict()
+        # How far an earlier process had heard of those that ran: that is in the law of lengths already.
+        self._heard: dict[str, int] = {}
 
     def predict(self, progress: Progress) -> Prediction:
         """Mean and 90th percentile of the total output."""
@@ -116,7 +118,7 @@ class TabularPredictor:
             self.dropped(progress.trajectory_id)
             return
         running = self._progressed(progress)
-        self._lengths.ended(running.in_bin, len(self._running) - 1)
+        self._lengths.ended(running.in_bin, len(self._running) + len(self._heard) - 1)
         self._groups.ended(running.group, running.in_bin)
         for stage, looks in enumerate(self._looks):
             looks.learn(running.looks.get(stage), running.in_bin)
@@ -126,6 +128,7 @@ class TabularPredictor:
 
     def dropped(self, trajectory_id: str) -> None:
         """Forget a trajectory that did not end by itself. That it came so far stays known."""
+        self._heard.pop(trajectory_id, None)
         running = self._running.pop(trajectory_id, None)
         if running is not None:
             self._groups.message(running.group, running.message, 0.0, 0.0)
@@ -140,6 +143,7 @@ class TabularPredictor:
                 "groups": self._groups.dump(),
                 "looks": [looks.dump() for looks in self._looks],
                 "prompts": self._prompts.dump(),
+                "heard": self._heard | {name: running.in_bin for name, running in self._running.items()},
             }
         )
 
@@ -150,7 +154,8 @@ class TabularPredictor:
             raise ValueError(f"not what a {_KIND} predictor learned")
         fresh = TabularPredictor(self._settings)
         try:
-            fresh._lengths.restore(state["lengths"])
+            heard = {str(name): int(in_bin) for name, in_bin in state.get("heard", {}).items()}  # an older one has none
+            fresh._lengths.restore(state["lengths"], goes_on=bool(heard))
             fresh._groups.restore(state["groups"])
             for looks, dumped_looks in zip(fresh._looks, state["looks"], strict=True):
                 looks.restore(dumped_looks)
@@ -160,25 +165,32 @@ class TabularPredictor:
         self._lengths, self._groups = fresh._lengths, fresh._groups
         self._looks, self._prompts = fresh._looks, fresh._prompts
         self._running.clear()
+        self._heard = heard
 
     def _progressed(self, progress: Progress) -> _Running:
+        in_bin = bin_of(progress.output_tokens)
         running = self._running.get(progress.trajectory_id)
         if running is None:
-            prompt_id = progress.prompt_id if self._settings.uses_siblings else ""
-            group_id = progress.group_id if self._settings.uses_siblings else progress.trajectory_id
-            group = self._groups.get(group_id, prompt_id)
-            group.num_running += 1
-            running = self._running[progress.trajectory_id] = _Running(group, prompt_id)
-            if progress.prompt_tokens and self._settings.uses_pace:
-                running.prompt_look = [math.log(progress.prompt_tokens)]
-                running.from_prompt = self._prompts.likelihood(running.prompt_look)
-            if len(self._running) > self._settings.max_running:
-                self.dropped(next(iter(self._running)))
-        in_bin = bin_of(progress.output_tokens)
-        if in_bin < running.in_bin:
+            heard = self._heard.pop(progress.trajectory_id, 0)
+            running = self._begun(progress)
+            running.in_bin = min(heard, in_bin)
+        elif in_bin < running.in_bin:
             in_bin = running.in_bin
         self._lengths.came(running.in_bin, in_bin)
         running.in_bin = in_bin
+        return running
+
+    def _begun(self, progress: Progress) -> _Running:
+        prompt_id = progress.prompt_id if self._settings.uses_siblings else ""
+        group_id = progress.group_id if self._settings.uses_siblings else progress.trajectory_id
+        group = self._groups.get(group_id, prompt_id)
+        group.num_running += 1
+        running = self._running[progress.trajectory_id] = _Running(group, prompt_id)
+        if progress.prompt_tokens and self._settings.uses_pace:
+            running.prompt_look = [math.log(progress.prompt_tokens)]
+            running.from_prompt = self._prompts.likelihood(running.prompt_look)
+        if len(self._running) > self._settings.max_running:
+            self.dropped(next(iter(self._running)))
         return running
 
     def _prior(self, from_bin: int, mean: float, variance: float) -> Weights:

@@ -1,7 +1,9 @@
 """The tabular predictor: what each source of evidence brings, that it is calibrated, learns, forgets and survives."""
 
+import itertools
 import math
 import random
+import statistics
 
 import orjson
 import pytest
@@ -17,6 +19,8 @@ from predictor.scoring import score
 from predictor.tabular import TabularPredictor, TabularSettings
 from workloads.laws import CODING, draw
 from workloads.trajectories import Trajectory
+
+PROMPTS = [f"p{number}" for number in range(60)]
 
 
 def live(predictor: TabularPredictor, trajectory_id: str, group_id: str, total: int, prompt_id: str = "") -> None:
@@ -296,6 +300,44 @@ def test_what_was_learned_survives_and_memory_is_bounded() -> None:
             assert mean(restored, progress) == mean(again, progress)
     assert mean(restored, Progress("t", "c")) > 1.3 * mean(restored, Progress("t", "newer"))
     assert mean(predictor, Progress("t", "b")) == pytest.approx(mean(predictor, Progress("t", "new")), rel=1e-6)
+
+
+def rolled_out(restart_at: int | None, seed: int) -> TabularPredictor:
+    """A first rollout of 60 groups of 16, 400 tokens a turn, in rounds; the process is another one from a round on."""
+    dice, predictor = random.Random(seed), TabularPredictor()
+    left: dict[tuple[int, int], int] = {}
+    for group in range(60):
+        level = dice.gauss(8.0, 0.8)
+        left |= {(group, member): round(math.exp(dice.gauss(level, 0.5))) + 1 for member in range(16)}
+    for num_turns in itertools.count():
+        if num_turns == restart_at:
+            learned = predictor.dump()
+            predictor = TabularPredictor()
+            predictor.restore(learned)
+        if not left:
+            return predictor
+        for (group, member), total in list(left.items()):
+            made = min(400 * num_turns, total)
+            told = Progress(f"{group}-{member}", f"g{group}", f"p{group}", 100, 100 + made, made, 400, num_turns)
+            if made < total:
+                predictor.predict(told)
+            else:
+                predictor.ended(told)
+                del left[group, member]
+    raise AssertionError("it counts for ever")
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("restart_at", [3, 6, 12, 24])
+def test_a_restart_in_the_middle_of_a_rollout_changes_little(restart_at: int, seed: int) -> None:
+    """Nobody's tokens count twice, no prompt is told of its late siblings alone, and no end counts before its time.
+
+    The law of lengths is tabulated at other moments, which is worth some percent.
+    """
+    here, there = rolled_out(None, seed), rolled_out(restart_at, seed)
+    new, *known = ([mean(one, Progress("t", "g", prompt)) for one in (here, there)] for prompt in ["new", *PROMPTS])
+    assert new[1] == pytest.approx(new[0], rel=0.06)
+    assert statistics.median(abs(math.log(again / once)) for once, again in known) < 0.06
 
 
 def test_running_trajectories_are_bounded() -> None:
