@@ -7,14 +7,16 @@ server keeps the number of the last one, so it is applied once, however often it
 What that number tells:
 - the same number: the answer to an earlier try was lost, nothing is to be done;
 - another writer: a later process owns the record, and this one stops writing;
-- a gap or nothing: the server came back with less than it had confirmed, so the owner is asked to put everything
-  again; the old trajectories are cleared just before that, and pieces of no trajectory just after it. The same happens
-  when puts had to be dropped. The server notes it until then, for the answer that tells it may be lost as well. While
-  nothing is put, the last number is sent with an empty batch: then one less is a gap, too.
+- a gap, an earlier writer or nothing: the server came back with less than it had confirmed, so the owner is asked to
+  put everything again; the old trajectories are cleared just before that, and pieces of no trajectory just after it.
+  The same happens when puts had to be dropped. The server notes it until then, for the answer that tells it may be lost
+  as well. While nothing is put, the last number is sent with an empty batch: then one less is a gap, too.
+
+Which of two writers is the later one is told by when they claimed the record, by the server's clock.
 
 Keys, after the namespace: `records` (hash: trajectory id to JSON; also the index), `turns:ID` (list of JSON), `answers`
 (hash), `pieces:ID` (hash), `sizes` (hash: trajectory id to bytes of its pieces), `states` (hash), `owner` (hash:
-format, writer, batch, lost). Nothing expires: the owner forgets what has ended. The server should not evict
+format, writer, claimed_at, batch, lost). Nothing expires: the owner forgets what has ended. The server should not evict
 (`maxmemory-policy noeviction`) and is as durable as its own persistence makes it.
 """
 
@@ -39,16 +41,25 @@ FORMAT = b"1"
 FIRST_BATCH = 1
 """The number that a claim leaves at the server; a server without data counts as being at -1, so they never meet."""
 
+CLAIM = """
+local time = redis.call('TIME')
+local claimed_at = time[1] .. string.format('%06d', time[2])
+redis.call('HSET', ARGV[1] .. 'owner', 'format', '1', 'writer', ARGV[2], 'claimed_at', claimed_at, 'batch', ARGV[3],
+  'lost', '0')
+return claimed_at
+"""
+
 APPLY = """
-local prefix, writer, number, max_turns = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local prefix, writer, claimed_at, number, max_turns = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 local records, answers, states, owner = prefix .. 'records', prefix .. 'answers', prefix .. 'states', prefix .. 'owner'
 local sizes = prefix .. 'sizes'
-local known = redis.call('HMGET', owner, 'writer', 'batch', 'lost')
-if known[1] and known[1] ~= writer then return 'fenced' end
-local last, was_lost = tonumber(known[2] or -1), known[3] == '1'
+local known = redis.call('HMGET', owner, 'writer', 'batch', 'lost', 'claimed_at')
+local is_ours = known[1] == writer
+if known[1] and not is_ours and tonumber(known[4] or 0) >= tonumber(claimed_at) then return 'fenced' end
+local last, was_lost = is_ours and tonumber(known[2]) or -1, known[3] == '1'
 if last == number then return was_lost and 'lost' or 'ok' end
-local is_lost = last ~= number - 1 or #ARGV == 4
-for i = 5, #ARGV, 4 do
+local is_lost = last ~= number - 1 or #ARGV == 5
+for i = 6, #ARGV, 4 do
   local operation, id, value, part = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]
   local turns, pieces = prefix .. 'turns:' .. id, prefix .. 'pieces:' .. id
   if operation == 'record' then
@@ -90,7 +101,8 @@ for i = 5, #ARGV, 4 do
   end
 end
 is_lost = is_lost or was_lost
-redis.call('HSET', owner, 'format', '1', 'writer', writer, 'batch', number, 'lost', is_lost and '1' or '0')
+redis.call('HSET', owner, 'format', '1', 'writer', writer, 'claimed_at', claimed_at, 'batch', number,
+  'lost', is_lost and '1' or '0')
 return is_lost and 'lost' or 'ok'
 """
 
@@ -111,7 +123,7 @@ class RedisStore:
         self._outbox_since = 0.0
         self._outbox_len = 0
         self._writer = uuid.uuid4().hex
-        self._claimed = False
+        self._claimed_at = b""
         self._batch_number = FIRST_BATCH
         self._num_puts_sent = self._num_puts_confirmed = 0
         self._rewrite: Callable[[], None] | None = None
@@ -296,7 +308,7 @@ class RedisStore:
 
         Safe to repeat after a fault: what was not confirmed stays in the outbox under its number.
         """
-        if not self._claimed:
+        if not self._claimed_at:
             await self._claim()
         if not self._outbox:
             self._fill_outbox()
@@ -321,7 +333,8 @@ class RedisStore:
 
     async def _send(self, number: int, batch: list[Operation]) -> None:
         words = [word for operation in batch for word in operation]
-        verdict = await self._eval(APPLY, self._writer, number, self._settings.max_turns_kept, *words)
+        max_turns = self._settings.max_turns_kept
+        verdict = await self._eval(APPLY, self._writer, self._claimed_at, number, max_turns, *words)
         if verdict == b"fenced":
             raise StoreError(f"Redis at {self._where}: {FENCED}")
         self._lost = self._lost or verdict == b"lost"
@@ -342,9 +355,7 @@ class RedisStore:
                 f"Redis at {self._where}: {owner} has format {known!r}, this program reads {FORMAT!r}; "
                 "choose another namespace"
             )
-        claim: dict[Any, Any] = {"format": FORMAT, "writer": self._writer, "batch": FIRST_BATCH, "lost": 0}
-        await asked(self._redis.hset(owner, mapping=claim))
-        self._claimed = True
+        self._claimed_at = await self._eval(CLAIM, self._writer, FIRST_BATCH)
 
     async def _eval(self, script: str, *arguments: Any) -> Any:
         return await asked(self._redis.eval(script, 0, self._settings.namespace, *arguments))
