@@ -15,7 +15,7 @@ from gateway.turns.progress import ended
 from gateway.turns.repeats import Repeats
 from predictor.named import predictor_named
 from predictor.progress import Predictor
-from scheduling.types import FINISHED, TrajectoryRecord
+from scheduling.types import ACTIVE, FINISHED, TrajectoryRecord
 from store import Store, StoreAway, StoredTrajectory
 
 _PREDICTOR_STATE = "predictor"
@@ -106,7 +106,7 @@ async def restored(settings: Settings, store: Store, clock: Clock) -> Memory:
             repeats.restore(item.trajectory_id, item.answer)
     if learned := await store.get_state(_PREDICTOR_STATE):
         with contextlib.suppress(ValueError):  # another kind of predictor wrote it: this one begins anew
-            predictor.restore(learned)
+            predictor.restore(learned, {record.trajectory_id for record in records if record.state is ACTIVE})
     conversations = Conversations(settings.max_conversations)
     for entry in ledger:
         conversations.restore(entry.record.trajectory_id, entry.conversation)

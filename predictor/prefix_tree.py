@@ -16,7 +16,7 @@ Source: C-MLFQ of Libra (arXiv 2606.03077).
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -137,7 +137,7 @@ class TreePredictor:
         learned = [self._ended, self._total, self._within, self._variance_weight]
         return orjson.dumps({"kind": _KIND, "learned": learned, "nodes": rows_of(list(reversed(self._recent)))})
 
-    def restore(self, dumped: bytes) -> None:
+    def restore(self, dumped: bytes, running: Container[str] = ()) -> None:
         """Take up a dump; live trajectories stay as they are."""
         try:
             state = orjson.loads(dumped)

@@ -1,5 +1,6 @@
 """What a predictor is told about a trajectory, and what it promises. The gateway and the simulator tell the same."""
 
+from collections.abc import Container
 from typing import Protocol
 
 from scheduling.types import Prediction
@@ -57,8 +58,11 @@ class Predictor(Protocol):
         """What was learned, to be kept."""
         ...
 
-    def restore(self, dumped: bytes) -> None:
+    def restore(self, dumped: bytes, running: Container[str] = ()) -> None:
         """Take up what an earlier process learned.
+
+        Args:
+            running: trajectories of that process that go on here; of no other one a word is awaited.
 
         Raises:
             ValueError: it is not a dump of this kind of predictor; nothing changed.

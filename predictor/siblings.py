@@ -7,6 +7,7 @@ log-mean is shrunk towards that of all groups, and the prediction is conditioned
 
 import math
 from collections import OrderedDict
+from collections.abc import Container
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -86,7 +87,7 @@ class SiblingPredictor:
             {"global_log": self._global_log, "num_seen": self._num_seen, "groups": list(self._groups.items())}
         )
 
-    def restore(self, dumped: bytes) -> None:
+    def restore(self, dumped: bytes, running: Container[str] = ()) -> None:
         """Take up what an earlier process learned. Raises ValueError where the dump is of another kind."""
         state = orjson.loads(dumped)
         try:

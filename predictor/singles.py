@@ -1,7 +1,7 @@
 """Single features as predictors: what a predictor must beat."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from statistics import fmean
 
 from predictor.progress import Progress
@@ -71,5 +71,5 @@ class Single:
         """Nothing: it is for comparison only."""
         return b""
 
-    def restore(self, dumped: bytes) -> None:
+    def restore(self, dumped: bytes, running: Container[str] = ()) -> None:
         """Nothing."""

@@ -10,6 +10,7 @@ Everything is learned while it serves. Bayes' rule on a lattice of lengths, in f
 
 import math
 from collections import OrderedDict
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -147,14 +148,15 @@ class TabularPredictor:
             }
         )
 
-    def restore(self, dumped: bytes) -> None:
+    def restore(self, dumped: bytes, running: Container[str] = ()) -> None:
         """Take up a dump. Raises ValueError where it is of another kind; nothing changed."""
         state = orjson.loads(dumped)
         if not isinstance(state, dict) or state.get("kind") != _KIND:
             raise ValueError(f"not what a {_KIND} predictor learned")
         fresh = TabularPredictor(self._settings)
         try:
-            heard = {str(name): int(in_bin) for name, in_bin in state.get("heard", {}).items()}  # an older one has none
+            before = state.get("heard", {})  # an older one has none
+            heard = {name: int(in_bin) for name, in_bin in before.items() if name in running}
             fresh._lengths.restore(state["lengths"], goes_on=bool(heard))
             fresh._groups.restore(state["groups"])
             for looks, dumped_looks in zip(fresh._looks, state["looks"], strict=True):

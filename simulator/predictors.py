@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from statistics import fmean, pvariance
 
 from predictor.progress import Progress
@@ -38,7 +38,7 @@ class Oracle:
         """Nothing."""
         return b""
 
-    def restore(self, dumped: bytes) -> None:
+    def restore(self, dumped: bytes, running: Container[str] = ()) -> None:
         """Nothing."""
 
 

@@ -1,8 +1,11 @@
 """What a gateway keeps of what it learned."""
 
+import pytest
+
 from gateway.config import load_settings
 from gateway.memory import restored
-from predictor.progress import Progress
+from predictor.named import predictor_named
+from predictor.progress import Predictor, Progress
 from store import StoreSettings, open_store
 
 
@@ -17,3 +20,23 @@ async def test_what_was_learned_is_written_once() -> None:
     assert await store.get_state("predictor") == b""
     memory.predictor.ended(Progress("t", "g", output_tokens=100))
     assert memory.save_predictor(learned) == await store.get_state("predictor") != learned
+
+
+async def test_no_word_is_awaited_of_trajectories_that_were_gone_with_an_earlier_process() -> None:
+    """Their first turns ran when it was killed, and their clients with it: ends count as soon as without them."""
+    store = open_store("memory:", StoreSettings())
+    for rollout in range(3):
+        memory = await restored(load_settings(), store, lambda: 0.0)
+        for number in range(100):
+            memory.predictor.predict(Progress(f"{rollout}-{number}", f"g{rollout}", "", 100, 100))
+        memory.save_predictor()
+    after = (await restored(load_settings(), store, lambda: 0.0)).predictor
+    assert predicted_of_new(after) == pytest.approx(predicted_of_new(predictor_named("tabular")), rel=0.02)
+
+
+def predicted_of_new(predictor: Predictor) -> float:
+    """What a predictor says of a new trajectory behind 128 of 50,000 tokens, one after the other."""
+    for number in range(128):
+        predictor.predict(Progress(f"t{number}", f"t{number}", "", 100, 100))
+        predictor.ended(Progress(f"t{number}", f"t{number}", "", 100, 50_100, 50_000, 50_000, 1))
+    return predictor.predict(Progress("new", "new", "", 100, 100)).total_tokens

@@ -313,7 +313,7 @@ def rolled_out(restart_at: int | None, seed: int) -> TabularPredictor:
         if num_turns == restart_at:
             learned = predictor.dump()
             predictor = TabularPredictor()
-            predictor.restore(learned)
+            predictor.restore(learned, {f"{group}-{member}" for group, member in left})
         if not left:
             return predictor
         for (group, member), total in list(left.items()):

@@ -1,5 +1,6 @@
 """What a rollout's outcome says, against the log of what the scheduler was told and said; and what predictors hear."""
 
+from collections.abc import Container
 from dataclasses import replace
 from itertools import pairwise, takewhile
 from typing import Any
@@ -68,7 +69,7 @@ class Overheard:
     def dump(self) -> bytes:
         return b""
 
-    def restore(self, dumped: bytes) -> None: ...
+    def restore(self, dumped: bytes, running: Container[str] = ()) -> None: ...
 
 
 @settings(max_examples=25, phases=[Phase.explicit, Phase.reuse, Phase.generate])
