@@ -47,23 +47,23 @@ def _is_rival(name: str) -> bool:
 
 
 GOALS = (
-    Goal(f"an answer beside {STICKY}", "answers", 0.75, _ratio("5.5 KB", GATEWAY, STICKY)),
-    Goal(f"an answer beside {PROGRAMS}", "answers", 0.25, _ratio("5.5 KB", GATEWAY, PROGRAMS)),
-    Goal("a chunk beside the best router in Rust", "streams", 1.0, _beside_cheapest("chunk", RUST.__contains__)),
-    Goal("100 KB beside the cheapest of all", "answers", 1.0, _beside_cheapest("100 KB", _is_rival)),
-    Goal("1 MB beside the cheapest of all", "answers", 1.0, _beside_cheapest("1 MB", _is_rival)),
-    Goal("added to one answer, P99", "concurrency", 1.0, _added("p99_us 1", 1e-3), " ms"),
-    Goal("2,000 slow streams, P99 of the delay added", "slow", 20.0, _added("p99 2000"), " ms (a chunk's interval)"),
+    Goal(f"CPU per answer, 5.5 KB, vs {STICKY}", "answers", 0.75, _ratio("5.5 KB", GATEWAY, STICKY)),
+    Goal(f"CPU per answer, 5.5 KB, vs {PROGRAMS}", "answers", 0.25, _ratio("5.5 KB", GATEWAY, PROGRAMS)),
+    Goal("CPU per chunk, vs the best router in Rust", "streams", 1.0, _beside_cheapest("chunk", RUST.__contains__)),
+    Goal("CPU per answer, 100 KB, vs the cheapest server", "answers", 1.0, _beside_cheapest("100 KB", _is_rival)),
+    Goal("CPU per answer, 1 MB, vs the cheapest server", "answers", 1.0, _beside_cheapest("1 MB", _is_rival)),
+    Goal("latency added to one answer, P99", "concurrency", 1.0, _added("p99_us 1", 1e-3), " ms"),
+    Goal("delay added to 2,000 slow streams, P99", "slow", 20.0, _added("p99 2000"), " ms (a chunk's interval)"),
     Goal(
-        "10,000 idle open streams",
+        "memory with 10,000 idle open streams",
         "memory",
         2**30 / 1e6,
         lambda repeat: repeat[GATEWAY]["before_mb"] + 10 * repeat[GATEWAY]["kb"],
         " MB",
     ),
-    Goal("an answer by token legs beside passing through", "answers", 2.0, _ratio("5.5 KB", TOKEN_LEGS, GATEWAY)),
+    Goal("CPU per answer, token legs vs passing through", "answers", 2.0, _ratio("5.5 KB", TOKEN_LEGS, GATEWAY)),
     Goal("the same with tools", "answers", 2.0, _ratio("5.5 KB", TOKEN_LEGS_TOOLS, GATEWAY)),
-    Goal("a chunk by token legs beside passing through", "streams", 2.0, _ratio("chunk", TOKEN_LEGS, GATEWAY)),
+    Goal("CPU per chunk, token legs vs passing through", "streams", 2.0, _ratio("chunk", TOKEN_LEGS, GATEWAY)),
     Goal("the same with tools", "streams", 2.0, _ratio("chunk", TOKEN_LEGS_TOOLS, GATEWAY)),
 )
 

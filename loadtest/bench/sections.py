@@ -139,15 +139,15 @@ SECTIONS = (
     Section(
         "answers",
         "CPU per answer, by the size of the request",
-        f"{CONNECTIONS} agents, answers that are not streamed. x: beside {STICKY}, in the same repeat.",
+        f"{CONNECTIONS} agents; answers are not streamed. x: ratio to {STICKY} in the same repeat.",
         _answers,
         (*_PER_ANSWER, plain("answers/s at 5.5 KB", "5.5 KB rate"), plain("at 1 MB", "1 MB rate")),
     ),
     Section(
         "concurrency",
-        "Answers a second, and what is added to one",
-        "Requests of 5.5 KB, by the number of agents at once. Added: to the backend's own at one agent, in the same "
-        "repeat.",
+        "Throughput and added latency",
+        "Requests of 5.5 KB, by the number of concurrent agents (c). Added: latency above the backend's own at one "
+        "agent, in the same repeat.",
         _concurrency,
         (
             plain("answers/s, c=1", "answers_per_s 1"),
@@ -163,8 +163,8 @@ SECTIONS = (
     Section(
         "streams",
         "CPU per stream",
-        f"{CONNECTIONS} agents, streams of {NUM_CHUNKS} chunks: 5 ms apart, and back to back. x: beside {STICKY}; "
-        "x best: beside the cheapest router in Rust, in the same repeat.",
+        f"{CONNECTIONS} agents; streams of {NUM_CHUNKS} chunks, 5 ms apart or back to back. x: ratio to {STICKY}; "
+        "x best: ratio to the cheapest router in Rust; both in the same repeat.",
         _streams,
         (
             *cost("5 ms apart: us", "paced", STICKY),
@@ -178,11 +178,11 @@ SECTIONS = (
     Section(
         "slow",
         "Many slow streams",
-        f"So many streams are open, each with a chunk every {SLOW_INTERVAL_MS} ms. Delay: from the backend's write to "
-        "the client's read; those two share a core, so it must be read beside `direct`. Seen: chunks that came, of "
-        "those due in that time. First process: its part of the time for a chunk; byte workers are others. Busy: of "
-        "the server's core. Token legs with tools are left out: the backend itself would have to read 100,000 tokens a "
-        "second.",
+        f"All streams are open at once; each gets a chunk every {SLOW_INTERVAL_MS} ms. Delay: from the backend's write "
+        "to the client's read; backend and client share a core, so compare it with `direct`. Seen: chunks that "
+        "arrived, as a share of those due in that time. First process: CPU us per chunk of the server's first "
+        "process alone; byte workers are other processes. Busy: share of the server's core. Token legs with tools are "
+        "left out, because the backend itself would have to parse 100,000 tokens a second.",
         _slow,
         tuple(
             column
@@ -202,8 +202,8 @@ SECTIONS = (
     Section(
         "memory",
         "Memory of idle open streams",
-        "Each stream has had one chunk and waits for the next. Resident memory of the process tree, without what the "
-        "kernel holds for sockets.",
+        "Each stream has received one chunk and waits for the next. Resident memory of the process tree, without the "
+        "kernel's memory for sockets.",
         _memory,
         (
             plain("streams", "streams"),
@@ -217,8 +217,8 @@ SECTIONS = (
     Section(
         "live",
         "With 10,000 live trajectories",
-        f"{CONNECTIONS} agents take turns at {LIVE_TRAJECTORIES:,} trajectories, each of which has had its first "
-        f"answer and none has ended. x: beside {STICKY}.",
+        f"{CONNECTIONS} agents send turns of {LIVE_TRAJECTORIES:,} trajectories; each trajectory has had its first "
+        f"answer, and none has ended. x: ratio to {STICKY} in the same repeat.",
         _live,
         (*cost("CPU us per answer", "cpu", STICKY), plain("answers/s", "rate"), plain("P99 ms", "p99_ms")),
         repeats=2,
