@@ -1,1 +1,1 @@
-"""Pure decisions: when each turn runs, where each trajectory lives. No clock, dice, sockets or logging."""
+"""Pure decisions: when each turn runs and where each trajectory lives. No clock, randomness, sockets or logging."""

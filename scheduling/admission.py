@@ -1,12 +1,13 @@
 """Whether a turn may go to an engine now. Rules:
 
-11. An engine gets at most `slots` turns, if the policy holds turns.
-12. A trajectory that is not resident on an engine enters only while the KV claims there, those of trajectories in a
-    tool call included, stay under the watermark with it; or when nothing is claimed at all: nothing waits for ever.
-13. The longest idle claims in a tool call give way to an entrant: after their lease, or at once when it has waited for
-    `entry_patience_s`.
-14. A turn that fits nowhere has one engine reserved, so that it is not passed for ever: there only residents and more
-    urgent turns pass it. Those behind it may enter the others; it takes the first engine on which it fits.
+11. If the policy holds turns, an engine gets at most `slots` of them.
+12. A trajectory that is not resident on an engine enters only if the KV claims there, its own included, stay under the
+    watermark. Claims of trajectories in a tool call count. If nothing is claimed there, any trajectory enters, so that
+    nothing waits forever.
+13. Claims of trajectories in a tool call give way to an entrant, the longest idle first: after their lease, or at once
+    if the entrant has waited for `entry_patience_s`.
+14. A turn that fits nowhere has one engine reserved, so that it is not passed forever. There only residents and more
+    urgent turns pass it; turns behind it may enter other engines. It takes the first engine on which it fits.
 """
 
 from math import inf
@@ -18,7 +19,7 @@ from scheduling.state import Turn
 
 
 class Admission:
-    """Says who may enter, as the policy has it; nothing is changed by asking.
+    """Decides which turns may enter an engine under a policy. Asking changes nothing.
 
     Args:
         at: now; the scheduler sets it at every event.
@@ -31,22 +32,23 @@ class Admission:
         self._limits = limits
 
     def has_room(self, engine: Engine) -> bool:
-        """Whether an engine takes one more turn, whoever it is."""
+        """Whether an engine takes one more turn, whichever it is."""
         return not self._holds_turns or len(engine.running) < engine.spec.slots
 
     def is_open(self, engine: Engine) -> bool:
-        """Whether an engine has room for a turn and gathers none for another one."""
+        """Whether an engine has room for a turn and is reserved for none."""
         return engine.reserved_for is None and engine.accepting and self.has_room(engine)
 
     def may_serve(self, engine: Engine, turn: Turn) -> bool:
-        """Whether an engine has a turn's model, and has not just failed it."""
+        """Whether an engine accepts turns, has this one's model, and has not just failed it."""
         if turn.avoided and turn.avoided.get(engine.spec.engine_id, self.at) > self.at:
             return False
         return engine.accepting and turn.model in engine.spec.models
 
     def may_enter(self, engine: Engine, turn: Turn) -> bool:
-        """Whether a turn may go to an engine now, without passing one that this engine gathers room for."""
-        # Nothing else is asked of so many engines: mostly they have no slot, or gather room, and their claims are many.
+        """Whether a turn may go to an engine now, without passing a more urgent one that the engine is reserved for."""
+        # The check made for the most engines, so cheap tests come first: most engines have no slot or are reserved, and
+        # their claims are many.
         if not self.has_room(engine):
             return False
         first = engine.reserved_for
@@ -55,15 +57,15 @@ class Admission:
         return self.may_serve(engine, turn) and self.claims_giving_way(engine, turn) is not None
 
     def claims_giving_way(self, engine: Engine, turn: Turn) -> list[str] | None:
-        """Who must lose their claims at an engine so that a turn may run there; None when it may not."""
+        """Trajectories that must lose their claims at an engine so that a turn may run there; None if it may not."""
         return [] if self._residency is None else self._residency.enter(engine, turn, self.at, self._limits)
 
     def most_tokens(self, engine: Engine) -> float:
-        """What a turn that waits may claim at an engine, for `claims_too_much`."""
+        """The most that a waiting turn may claim at an engine, for `claims_too_much`."""
         return inf if self._residency is None else self._residency.most(engine, self.at, self._limits)
 
     def claims_too_much(self, engine: Engine, turn: Turn, most_tokens: float) -> bool:
-        """Whether a turn may not run on an engine, as far as a glance tells: nothing more is asked of so many turns."""
+        """Whether a cheap test already rules out that a turn enters an engine: it is made for every waiting turn."""
         trajectory = turn.trajectory
         return (
             turn.claim_tokens - trajectory.first_prompt_tokens > most_tokens

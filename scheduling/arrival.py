@@ -1,4 +1,4 @@
-"""What a turn is as it arrives, and a trajectory as it is first heard of: its facts, its key, its claim."""
+"""Makes a turn at its arrival, with its facts, key and claim, and a trajectory when it is first heard of."""
 
 from scheduling.limits import Limits
 from scheduling.order import Order, TurnFacts
@@ -7,7 +7,7 @@ from scheduling.types import TrajectoryDeclared, TurnArrived
 
 
 def trajectory_of(event: TurnArrived | TrajectoryDeclared, ordinal: int, at: float) -> Trajectory:
-    """A trajectory that nobody knew; `ordinal` counts them."""
+    """A trajectory that was not known; `ordinal` counts trajectories."""
     return Trajectory(
         trajectory_id=event.trajectory_id,
         ordinal=ordinal,
@@ -20,9 +20,9 @@ def trajectory_of(event: TurnArrived | TrajectoryDeclared, ordinal: int, at: flo
 
 
 def turn_of(event: TurnArrived, trajectory: Trajectory, ordinal: int, at: float, order: Order, limits: Limits) -> Turn:
-    """The turn that a client asks for, in no queue yet; `ordinal` counts them, and makes keys unlike each other.
+    """The turn that a client asks for, not queued yet; `ordinal` counts turns and makes keys unique.
 
-    It claims its prompt, and the answer that is usual for its trajectory.
+    It claims its prompt and the usual answer of its trajectory.
     """
     facts = TurnFacts(
         ordinal,

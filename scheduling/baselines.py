@@ -1,6 +1,6 @@
-"""Where other systems send a turn, and when they move a trajectory, each as its source describes it.
+"""How other systems place turns and move trajectories, each as its source describes it.
 
-All look at loads and caches, none at predictions; those that do are in buckets.py and rank_groups.py.
+These policies use loads and caches, not predictions; those that use predictions are in buckets.py and rank_groups.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 from scheduling.order import TurnFacts
 from scheduling.placement import EngineFacts
 
-# verl* in Heddle's evaluation (arXiv 2603.28101): it gives affinity up when the largest load is this many times the
-# smallest.
+# verl* in the Heddle paper's evaluation (arXiv 2603.28101): it gives up affinity when the largest load is this many
+# times the smallest.
 HYBRID_LOAD_RATIO = 32
 # Defaults of sglang-router 0.3 (`--balance-abs-threshold`, `--balance-rel-threshold`, `--cache-threshold`).
 CACHE_AWARE_LOAD_DIFFERENCE = 64
 CACHE_AWARE_LOAD_RATIO = 1.5
 CACHE_AWARE_MATCH_SHARE = 0.3
-# Headroom that vLLM Router's program scheduling asks of a migration (docs/program_scheduling.md).
+# Headroom that vLLM Router's program scheduling requires of a migration (docs/program_scheduling.md).
 STEALING_RATIO = 1.2
 
 
@@ -30,7 +30,7 @@ def round_robin_trajectories(turn: TurnFacts, engines: Sequence[EngineFacts]) ->
 
 
 def least_loaded(turn: TurnFacts, engines: Sequence[EngineFacts]) -> EngineFacts:
-    """The engine with the fewest turns: slime's, at every turn (arXiv 2603.28101)."""
+    """The engine with the fewest turns: slime's choice for every turn (arXiv 2603.28101)."""
     return min(engines, key=_num_turns)
 
 
@@ -40,12 +40,12 @@ def fewest_trajectories(turn: TurnFacts, engines: Sequence[EngineFacts]) -> Engi
 
 
 def most_free_kv(turn: TurnFacts, engines: Sequence[EngineFacts]) -> EngineFacts:
-    """The engine with the most KV tokens to spare: where ThunderAgent starts and resumes (its scheduler/router.py)."""
+    """The engine with the most free KV tokens: where ThunderAgent starts and resumes (its scheduler/router.py)."""
     return max(engines, key=lambda engine: engine.profile.kv_capacity_tokens - engine.kv_claimed)
 
 
 def power_of_two(turn: TurnFacts, engines: Sequence[EngineFacts]) -> EngineFacts:
-    """The less loaded of two engines that the turn's number draws: `power_of_two` of both routers."""
+    """The less loaded of two engines drawn from the turn's number: `power_of_two` of both routers."""
     drawn = turn.ordinal * 2_654_435_761 % 2**32  # Knuth's multiplicative hash: the same draw in every replay
     first = drawn % len(engines)
     second = (first + 1 + drawn // len(engines) % max(len(engines) - 1, 1)) % len(engines)
@@ -53,10 +53,10 @@ def power_of_two(turn: TurnFacts, engines: Sequence[EngineFacts]) -> EngineFacts
 
 
 def cache_aware(turn: TurnFacts, engines: Sequence[EngineFacts]) -> EngineFacts:
-    """The engine with the longest cached prefix, unless loads are too unlike: sglang-router's `cache_aware`.
+    """The engine with the longest cached prefix, unless loads differ too much: sglang-router's `cache_aware`.
 
-    A trajectory's prefix is where its last turn ran, and a first turn's where a sibling of its group lives. Where too
-    little would match, the engine with the least KV takes it.
+    A trajectory's prefix is where its last turn ran; that of a first turn is where a sibling's first turn went. If too
+    little would match, the engine with the least claimed KV takes the turn.
     """
     least, most = min(map(_num_turns, engines)), max(map(_num_turns, engines))
     if most - least > CACHE_AWARE_LOAD_DIFFERENCE and most > CACHE_AWARE_LOAD_RATIO * least:
@@ -73,14 +73,14 @@ def cache_aware(turn: TurnFacts, engines: Sequence[EngineFacts]) -> EngineFacts:
 
 
 def round_robin_or_least_loaded(turn: TurnFacts, engines: Sequence[EngineFacts]) -> EngineFacts:
-    """Round robin while loads are alike: where verl* starts a trajectory (arXiv 2603.28101)."""
+    """Round robin while loads are alike, else the least loaded: where verl* starts a trajectory (arXiv 2603.28101)."""
     return least_loaded(turn, engines) if _is_unbalanced(engines) else round_robin_trajectories(turn, engines)
 
 
 def to_least_loaded_if_unbalanced(
     turn: TurnFacts, home: EngineFacts, candidates: Iterable[EngineFacts], fleet: Sequence[EngineFacts]
 ) -> EngineFacts | None:
-    """verl*: affinity, and the least loaded engine while loads are too unlike (arXiv 2603.28101)."""
+    """verl*: affinity, but the least loaded engine while loads differ too much (arXiv 2603.28101)."""
     if not _is_unbalanced(fleet):
         return None
     target = min(candidates, key=_num_turns, default=None)
@@ -90,9 +90,9 @@ def to_least_loaded_if_unbalanced(
 def steal_kv_load(
     turn: TurnFacts, home: EngineFacts, candidates: Iterable[EngineFacts], fleet: Sequence[EngineFacts]
 ) -> EngineFacts | None:
-    """The engine with the least KV load takes a trajectory from one with clearly more: work stealing by load alone.
+    """The engine with the least KV load, if the home has clearly more: work stealing by load alone.
 
-    It knows nothing of what is to come, and so fills engines that were left empty for the longest trajectories.
+    It knows nothing of the work to come, and so fills engines that were left empty for the longest trajectories.
     """
     target = min(candidates, key=lambda engine: engine.kv_share, default=None)
     if target is None:

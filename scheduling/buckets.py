@@ -1,8 +1,8 @@
-"""Where, by class of length: C-MLFQ over engines of unlike tensor-parallel sizes (Libra, arXiv 2606.03077).
+"""Placement by class of length: C-MLFQ over engines of different tensor-parallel sizes (Libra, arXiv 2606.03077).
 
-Engines of one TP size are a bucket; small ones are for short trajectories. A trajectory starts in the shortest bucket
-and moves up at a tool return when mean and P90 of its remaining output fall in the same higher bucket. The prediction
-says both; Libra's comes from a tree of tool outcomes (predictor/prefix_tree.py).
+Engines of one TP size are a bucket; small sizes are for short trajectories. A trajectory starts in the shortest bucket.
+It moves up at a tool return when the mean and the P90 of its remaining output fall in the same higher bucket. The
+prediction gives both; Libra's comes from a tree of tool outcomes (predictor/prefix_tree.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,15 +10,16 @@ from collections.abc import Iterable, Sequence
 from scheduling.order import TurnFacts
 from scheduling.placement import EngineFacts, least_estimated_finish, lower_the_latest
 
-# Remaining output tokens up to which a TP size is meant for a trajectory: Libra's configuration for 48 GPUs (1, 2 and 4
-# of them; `cmlfq_scheduler.py`). The largest size of a fleet is for all that is longer.
+# The largest remaining output, in tokens, that each TP size is meant for: Libra's configuration for 48 GPUs (TP 1, 2
+# and 4; `cmlfq_scheduler.py`). The largest size of a fleet takes everything longer.
 BUCKET_TOKENS = {1: 4_000.0, 2: 12_000.0, 4: 30_000.0}
 
 
 def start_short(turn: TurnFacts, engines: Sequence[EngineFacts]) -> EngineFacts:
-    """The engine with the fewest turns of the shortest bucket; one that comes again starts in the bucket it is for.
+    """The engine with the fewest turns in the shortest bucket; a returning trajectory starts in its own bucket.
 
-    A bucket without a free slot spills over to the next, last to those below.
+    A trajectory's own bucket is the one that mean and P90 agree on. A bucket without a free slot spills over to the
+    next larger ones, and last to those below.
     """
     sizes = _sizes(engines)
     floor = (_agreed_size(turn, sizes) if turn.num_turns else None) or sizes[0]
@@ -28,7 +29,7 @@ def start_short(turn: TurnFacts, engines: Sequence[EngineFacts]) -> EngineFacts:
 def move_up(
     turn: TurnFacts, home: EngineFacts, candidates: Iterable[EngineFacts], fleet: Sequence[EngineFacts]
 ) -> EngineFacts | None:
-    """To the bucket that mean and P90 of the remaining output agree on, if it is above the home's."""
+    """To the bucket that the mean and the P90 of the remaining output agree on, if it is above the home's."""
     floor = _agreed_size(turn, _sizes(fleet))
     if floor is None or floor <= home.tp:
         return None
@@ -37,7 +38,7 @@ def move_up(
 
 
 def least_finish_above_floor(turn: TurnFacts, engines: Sequence[EngineFacts]) -> EngineFacts:
-    """Prediction-led, but never in a bucket below the one that mean and P90 agree on, where another has room."""
+    """The earliest estimated finish, but in no bucket below the one that mean and P90 agree on if another has room."""
     floor = _agreed_size(turn, _sizes(engines))
     above = [engine for engine in engines if floor is not None and engine.tp >= floor]
     return least_estimated_finish(turn, above or engines)
@@ -46,7 +47,7 @@ def least_finish_above_floor(turn: TurnFacts, engines: Sequence[EngineFacts]) ->
 def lower_the_latest_above_floor(
     turn: TurnFacts, home: EngineFacts, candidates: Iterable[EngineFacts], fleet: Sequence[EngineFacts]
 ) -> EngineFacts | None:
-    """A move that pays, and never to a bucket below the one that mean and P90 agree on."""
+    """A move that pays, but never to a bucket below the one that mean and P90 agree on."""
     floor = _agreed_size(turn, _sizes(fleet)) or 0
     return lower_the_latest(turn, home, (engine for engine in candidates if engine.tp >= floor), fleet)
 
@@ -56,7 +57,7 @@ def _sizes(engines: Iterable[EngineFacts]) -> list[int]:
 
 
 def _agreed_size(turn: TurnFacts, sizes: Sequence[int]) -> int | None:
-    """The TP size whose bucket holds both mean and P90 of the remaining output; None where they disagree."""
+    """The TP size whose bucket holds both the mean and the P90 of the remaining output; None if they disagree."""
     size = _size_for(turn.remaining_tokens(), sizes)
     p90_tokens = turn.prediction.p90_tokens - turn.attained_tokens
     return size if size == _size_for(p90_tokens, sizes) else None
@@ -68,7 +69,7 @@ def _size_for(remaining_tokens: float, sizes: Sequence[int]) -> int:
 
 
 def _least_connections(engines: Sequence[EngineFacts], floor: int) -> EngineFacts:
-    """The engine with the fewest turns of the lowest bucket from `floor` up that has a free slot."""
+    """The engine with the fewest turns in the lowest bucket from `floor` up that has a free slot."""
 
     def key(engine: EngineFacts) -> tuple[bool, bool, int, int]:
         is_below = engine.tp < floor

@@ -1,4 +1,4 @@
-"""Where a turn goes: what the policy is asked, and what it is told of the fleet."""
+"""Asks the policy where a turn goes, and gives it its view of the fleet."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -12,7 +12,7 @@ from scheduling.state import Trajectory, Turn
 
 
 class Chooser:
-    """Asks a policy; remembers what is costly to look up anew at every turn.
+    """Asks a policy; caches what is costly to look up at every turn.
 
     Args:
         engines: the scheduler's.
@@ -26,29 +26,30 @@ class Chooser:
         self._seen: dict[str, tuple[float, list[EngineFacts]]] = {}
 
     def note(self, trajectory: Trajectory) -> None:
-        """What is left of a trajectory has changed, or it has ended; for policies with ranks."""
+        """Note that a trajectory's remaining work has changed, or that it has ended; for policies with ranks."""
         assert self._ranks is not None
         self._ranks.note(trajectory)
 
     def drop(self, trajectory: Trajectory) -> None:
-        """A trajectory is over."""
+        """Drop a trajectory that is over."""
         if self._ranks is not None:
             self._ranks.drop(trajectory)
 
     def look_anew(self) -> None:
-        """An engine came, went or changed."""
+        """Clear the caches: an engine came, went or changed."""
         self._serving.clear()
         self._seen.clear()
 
     def engines_for(self, model: str) -> list[Engine]:
-        """Those that serve a model."""
+        """Engines that serve a model."""
         engines = self._serving.get(model)
         if engines is None:
             engines = self._serving[model] = [engine for engine in self._engines.values() if engine.serves(model)]
         return engines
 
     def engine_to_enter(self, turn: Turn, candidates: Sequence[Engine], at: float) -> Engine:
-        """The engine that a trajectory enters: its home, if it can, for some of its KV may be left there."""
+        """The engine that a trajectory enters: its home if that is a candidate, because some of its KV may be left
+        there."""
         home = self._engines.get(turn.trajectory.home or "")
         if self._policy.is_sticky and home is not None and home in candidates:
             return home
@@ -56,7 +57,7 @@ class Chooser:
         return self._engines[chosen.engine_id]
 
     def new_home(self, trajectory: Trajectory, candidates: Sequence[Engine], at: float) -> Engine:
-        """The engine that a trajectory in a tool call moves to, though no turn of it is there to be placed."""
+        """The engine that a trajectory in a tool call moves to; there is no turn to place."""
         facts = TurnFacts(
             ordinal=trajectory.key[2],
             trajectory_ordinal=trajectory.ordinal,
@@ -73,7 +74,7 @@ class Chooser:
         return self._engines[self._policy.place(facts, [engine.facts(at) for engine in candidates]).engine_id]
 
     def better_home(self, turn: Turn, home: Engine, may_go: Callable[[Engine], bool], at: float) -> Engine | None:
-        """Where a trajectory moves at a tool return; None: it stays.
+        """Where a trajectory moves at a tool return; None if it stays.
 
         Args:
             may_go: whether another engine could run its turn now.
@@ -87,14 +88,14 @@ class Chooser:
         return None if target is None else self._engines[target.engine_id]
 
     def _facts(self, turn: Turn, at: float) -> TurnFacts:
-        """What is known of a turn, its trajectory's rank among all included."""
+        """What is known of a turn, including its trajectory's rank."""
         if self._ranks is not None:
             self._ranks.cut(self.engines_for(turn.model), at)
             turn.facts.rank = self._ranks.rank(turn.trajectory)
         return turn.facts
 
     def _fleet(self, model: str, at: float) -> list[EngineFacts]:
-        """What is known of the engines that serve a model: live views, listed once, and seen to once a second."""
+        """Live views of the engines that serve a model; the list is cached, the views are refreshed once a second."""
         seen = self._seen.get(model)
         if seen is None or at - seen[0] >= LONGEST_MAX_AGE_S:
             seen = self._seen[model] = at, [engine.facts(at) for engine in self.engines_for(model)]
@@ -102,7 +103,7 @@ class Chooser:
 
 
 class _Elsewhere:
-    """The engines that a turn may move to, each asked only when a policy gets to it."""
+    """The engines that a turn may move to, each checked only when the policy reaches it."""
 
     def __init__(
         self, engines: Mapping[str, Engine], home: Engine, may_go: Callable[[Engine], bool], at: float

@@ -1,8 +1,8 @@
-"""How long an engine takes: the one cost model, shared by placement, the simulated engine and the simulator.
+"""The cost model of an engine's time, the only one: shared by placement, the simulated engine and the simulator.
 
 A decode step of `B` running sequences over `K` resident KV tokens takes `base + per_sequence * B + per_kv_token * K`;
-prefill is linear plus quadratic in the tokens that are not cached. Coefficients come from profiles (engines/profiles/),
-each with its source.
+prefill takes a linear term for the uncached tokens, plus a quadratic one: that of the whole context less that of its
+cached part. Coefficients come from profiles (engines/profiles/), each with its source.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class EngineProfile:
         model: the model that was measured.
         gpu: the accelerator that was measured.
         tp: tensor-parallel size, GPUs per engine.
-        slots: concurrent turns the engine runs (its `max_num_seqs`).
+        slots: turns that the engine runs at once (its `max_num_seqs`).
         kv_capacity_tokens: KV tokens that fit beside the weights.
         kv_bytes_per_token: bytes of KV per token over all GPUs of the engine.
         decode_base_ms: one decode step with an empty batch, engine overhead included.
@@ -26,7 +26,7 @@ class EngineProfile:
         prefill_per_ktoken_ms: linear prefill cost per 1,000 new tokens.
         prefill_per_ktoken2_ms: quadratic prefill cost, per (1,000 tokens) squared.
         source: where the coefficients come from.
-        request_ms: what a request takes beside the engine's steps while it has its slot: HTTP, rendering, tokenizing.
+        request_ms: time that a request holds its slot beyond the engine's steps: HTTP, rendering, tokenizing.
     """
 
     name: str

@@ -1,16 +1,17 @@
-"""Where a waiting turn waits or goes, and what an engine runs next.
+"""Where a waiting turn queues or runs, and which turn an engine runs next.
 
-The scheduler says what happened; the dispatcher uses the room that it left. Who may enter an engine is said by
-admission.py, with rules 11 to 14. Rules:
+The scheduler handles what happened; the dispatcher uses the room that this left. admission.py decides which turns may
+enter an engine (rules 11 to 14). Rules:
 
-6. A waiting turn waits in one queue: its home's while its trajectory is resident there, else its model's. Its
-   trajectory's new home calls it there.
-7. When contexts have grown beyond an engine's KV, the least urgent residents that do not run give their claims up, and
-   enter anew, there or elsewhere. An engine that is left to evict by itself evicts everybody in turn (thrash).
-8. A trajectory is saved before a turn of it is dispatched to a new home.
-9. Who lives in a tool call on an engine that will be gone moves to one where it fits, those with most work left first.
-10. Where policy and driver allow it, a waiting turn that lacks only a slot takes that of the least urgent running one,
-    if it is more urgent by the margin; one at a time on an engine.
+6. A waiting turn is in one queue: its home's own while its trajectory is resident there and the home may serve the
+   turn, else its model's. When its trajectory gets a new home, the turn is routed again.
+7. When contexts have outgrown an engine's KV, the least urgent residents that do not run give up their claims and enter
+   again, there or elsewhere. An engine that is left to evict by itself evicts every context in turn (thrashing).
+8. A trajectory is saved before one of its turns is dispatched to a new home.
+9. A trajectory in a tool call on an engine that will soon be gone moves to an engine where it fits. Those with the most
+   work left go first.
+10. If policy and driver allow it, a waiting turn that lacks only a slot takes the slot of the least urgent running
+    turn. It must be more urgent by the client's priority, or else by the margin. An engine gives up one turn at a time.
 """
 
 from collections.abc import Mapping
@@ -27,19 +28,19 @@ from scheduling.residency import Residency
 from scheduling.state import RUNNING, WAITING, Trajectory, Turn
 from scheduling.types import ACTIVE, Action, Dispatch, Move, Preempt, Save
 
-# A client's hint outranks every prediction at the engine too: one step of it is more than any trajectory's output.
+# A client's priority outranks every prediction at the engine, too: one step of it exceeds any trajectory's output.
 HINT_TOKENS = 10_000_000
 
 
 class Dispatcher:
-    """Lets the turns of one fleet run.
+    """Runs the turns of one fleet.
 
     Args:
-        engines, trajectories: the scheduler's, which adds and removes them.
-        queues: where turns are; nobody else moves them.
-        admission: who may enter; its `at` is the dispatcher's.
+        engines, trajectories: the scheduler's. The scheduler adds and removes them.
+        queues: where turns are. Only the dispatcher moves them.
+        admission: decides which turns may enter an engine; its `at` equals the dispatcher's.
         at: now; the scheduler sets it at every event.
-        can_preempt: the driver performs Preempt.
+        can_preempt: whether the driver performs Preempt.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Dispatcher:
     # --- turns and trajectories that come and go ------------------------------------------------------------
 
     def admit(self, turn: Turn, actions: list[Action]) -> None:
-        """Let a turn wait, or go at once."""
+        """Queue a turn, or dispatch it at once."""
         self._queues.num_waiting += 1
         self.note(turn.trajectory)
         home = self._home(turn.trajectory)
@@ -82,7 +83,7 @@ class Dispatcher:
         self._route(turn, actions)
 
     def has_room_for(self, turn: Turn) -> bool:
-        """Whether a turn that is not admitted yet would go at once."""
+        """Whether a turn that is not admitted yet would be dispatched at once."""
         home = self._resident_home(turn)
         if home is not None and self._admission.may_serve(home, turn):
             return self._admission.has_room(home)
@@ -91,18 +92,18 @@ class Dispatcher:
         return any(self._admission.may_enter(engine, turn) for engine in self._engines.values())
 
     def note(self, trajectory: Trajectory) -> None:
-        """What is left of a trajectory has changed, or it has ended."""
+        """Note that a trajectory's remaining work has changed, or that it has ended; for policies with ranks."""
         if self._has_ranks:
             self._chooser.note(trajectory)
 
     def withdraw(self, turn: Turn) -> None:
-        """Take a turn away from where it waits or runs."""
+        """Remove a turn from its queue or its engine."""
         awaited = self._queues.withdraw(turn)
         if awaited is not None:
             self._to_fill.add(awaited.spec.engine_id)
 
     def rest(self, trajectory: Trajectory) -> None:
-        """Keep the claim of a trajectory without a live turn if it is in a tool call; else give it up."""
+        """Keep the claim of a trajectory without a live turn if it is in a tool call; release it otherwise."""
         home = self._home(trajectory)
         if home is None or trajectory.trajectory_id not in home.claims:
             return
@@ -115,7 +116,7 @@ class Dispatcher:
             trajectory.home = None
 
     def leave_home(self, trajectory: Trajectory, actions: list[Action]) -> None:
-        """Give up an ended trajectory's KV claim, and its rank."""
+        """Release the KV claim and the rank of a trajectory that ended or is forgotten."""
         self._chooser.drop(trajectory)
         home = self._home(trajectory)
         if home is not None:
@@ -123,7 +124,7 @@ class Dispatcher:
             self.fill(home, actions)
 
     def evacuate(self, source: Engine, actions: list[Action]) -> None:
-        """Give those who live on an engine in a tool call another home, as far as there is room."""
+        """Move trajectories in a tool call off an engine, as far as other engines have room."""
         homes = new_homes(source, self._engines, self._trajectories, self._chooser, self._limits, self.at)
         for trajectory, target, claim_tokens in homes:
             self._settle_at(trajectory, target, actions)
@@ -134,17 +135,17 @@ class Dispatcher:
     # --- room that is left to use ---------------------------------------------------------------------------
 
     def settle(self, actions: list[Action]) -> None:
-        """Use the room, and place the turns, that the event left over."""
+        """Place the turns and fill the engines that the event left to be handled."""
         while self._to_place or self._to_fill:
             if self._to_place:
                 self.place_homeless(min(self._to_place), actions)
             else:
                 engine_id = min(self._to_fill)
                 self._to_fill.discard(engine_id)
-                self.fill(self._engines[engine_id], actions)  # who is lost is lost before anything is left over
+                self.fill(self._engines[engine_id], actions)  # lost ones are removed before any are left to fill
 
     def revisit(self, actions: list[Action]) -> None:
-        """Try every queue and every engine, for time has passed: leases and pauses end, patience runs out."""
+        """Try every queue and engine again, because time has passed: leases and pauses end, patience runs out."""
         self._queues.drop_empty()
         if self._residency is not None and self._looks_every_s and self.at >= self._look_again_at:
             self._look_again_at = self.at + self._looks_every_s
@@ -157,13 +158,14 @@ class Dispatcher:
 
     @property
     def looks_regularly(self) -> bool:
-        """Residents are looked at now and then, whatever happens: time must be told though no turn waits."""
+        """Whether residents are checked on a timer, so that a Tick is due even though no turn waits."""
         return self._looks_every_s > 0 and any(engine.claims for engine in self._engines.values())
 
     # --- routing: where a waiting turn waits, or goes at once -----------------------------------------------
 
     def route_anew(self, engine: Engine, actions: list[Action]) -> None:
-        """Route what waits for an engine that may not serve it any more, and what waits elsewhere and lives here."""
+        """Route turns again after an engine changed: those in its queue that it no longer serves, and homeless ones
+        whose home it is."""
         self._chooser.look_anew()
         self._queues.reserve(engine, None)
         waiting = [turn for turn in engine.returning if not engine.serves(turn.model)]
@@ -217,7 +219,7 @@ class Dispatcher:
             and engine.kv_claimed <= engine.spec.kv_capacity_tokens
             and self._admission.has_room(engine)
         ):
-            self._dispatch(turn, engine, "home", actions)  # no other turn waits anywhere, nobody must make room
+            self._dispatch(turn, engine, "home", actions)  # no other turn waits anywhere, and no claim has to give way
             return
         self._queues.wait_at(turn, engine)
         if is_new_home:
@@ -233,18 +235,19 @@ class Dispatcher:
         return self._chooser.better_home(turn, home, lambda engine: may_go(engine, turn), self.at)
 
     def place_homeless(self, model: str, actions: list[Action]) -> None:
-        """Give turns without a home, in their order, to engines that have room for them."""
+        """Dispatch homeless turns of a model, first key first, to engines that have room for them."""
         self._to_place.discard(model)
         engines = self._chooser.engines_for(model)
         queue = self._queues.homeless.get(model)
         for turn in list(queue or ()):
             if turn.queue is not queue:
-                continue  # it went with another one of its trajectory
+                continue  # it left with another turn of its trajectory
             if not self._place(turn, engines, actions) and not any(map(self._admission.is_open, engines)):
                 return
 
     def _place(self, turn: Turn, engines: list[Engine], actions: list[Action]) -> bool:
-        """Give a turn without a home to an engine that has room for it, or let one gather room."""
+        """Dispatch a homeless turn to an engine that has room, or reserve one for it. Returns whether it was
+        dispatched."""
         is_held_back = self._is_one_queue and self._queues.homeless[turn.model].head() is not turn
         candidates = [] if is_held_back else [engine for engine in engines if self._admission.may_enter(engine, turn)]
         if candidates:
@@ -278,7 +281,7 @@ class Dispatcher:
             self._make_slot(returning, [engine], actions)
 
     def _make_slot(self, turn: Turn, engines: list[Engine], actions: list[Action]) -> None:
-        """Preempt the least urgent turn that runs where a much more urgent one lacks only a slot."""
+        """Preempt the least urgent running turn, on engines where a much more urgent turn lacks only a slot."""
         if not self._preempts:
             return
         full = [engine for engine in engines if not engine.has_slot and self._admission.may_serve(engine, turn)]
@@ -289,7 +292,11 @@ class Dispatcher:
             actions.append(Preempt(victim.turn_id, victim.leg))
 
     def _next_entrant(self, engine: Engine) -> Turn | None:
-        """The first turn that may enter an engine and fits there, past those for which others gather room."""
+        """The first homeless turn that may enter an engine and fits there.
+
+        The first one that does not fit, and has no engine reserved, gets this one reserved. No turn behind it enters
+        then. Turns with another engine reserved are skipped.
+        """
         admission = self._admission
         most_tokens = admission.most_tokens(engine)
         for turn in self._queues.homeless_for(engine):
@@ -308,9 +315,11 @@ class Dispatcher:
         return None
 
     def relieve(self, engine: Engine) -> None:
-        """Make residents give up their claims while these are more than the engine's KV can hold.
+        """Release residents' claims while they exceed the engine's KV; policies that check on a timer do so in
+        `revisit`.
 
-        Their waiting turns are placed when the event has been handled: not amidst a change of the same engine.
+        Their waiting turns are placed after the event has been handled, not in the middle of a change to the same
+        engine.
         """
         if self._residency is not None and not self._looks_every_s:
             self._thin_out(engine, self._residency)
@@ -351,7 +360,7 @@ class Dispatcher:
                 self.fill(old_home, actions)
 
     def _settle_at(self, trajectory: Trajectory, engine: Engine, actions: list[Action]) -> bool:
-        """Make an engine a trajectory's home. Returns whether it was not."""
+        """Make an engine a trajectory's home. Returns whether that is a change."""
         if trajectory.home == engine.spec.engine_id:
             return False
         old_home = self._home(trajectory)
@@ -362,7 +371,7 @@ class Dispatcher:
         return True
 
     def _call_home(self, trajectory: Trajectory, actions: list[Action]) -> None:
-        """Route a trajectory's waiting turns to its new home."""
+        """Route a trajectory's waiting turns again, to its new home."""
         for turn in list(trajectory.turns.values()):
             if turn.state is WAITING:
                 self._leave_queue(turn)

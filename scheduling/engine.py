@@ -1,8 +1,7 @@
-"""What the scheduler remembers of an engine: what runs and waits there, who is resident, and the work before it.
+"""The scheduler's state of an engine: what runs and waits there, its residents, and the work ahead of it.
 
-An engine's *claims* are the KV tokens of the trajectories resident on it: those that run there, wait for it, or
-are in a tool call with their context kept. `kv_claimed` is always their sum, `kv_held` what is left of it when prompts
-that siblings share count once.
+An engine's *claims* are the KV tokens of its residents: trajectories that run there, wait for it, or are in a tool call
+with their context kept. `kv_claimed` is always their sum; `kv_held` counts the prompts that they share only once.
 """
 
 from collections import OrderedDict
@@ -15,30 +14,31 @@ from scheduling.prompts import Prompts
 from scheduling.state import Queue, Trajectory, Turn
 from scheduling.types import EngineSpec
 
-# The longest remaining output of an engine is looked up anew this often after a trajectory left it; a scan of its
+# After a trajectory left an engine, its longest remaining output is looked up again at most this often: a scan of its
 # residents at every event would cost more than the precision is worth.
 LONGEST_MAX_AGE_S = 1.0
 
 _P90 = itemgetter(2)  # of a share
 
-# Prompts that are remembered of an engine. A cache holds fewer: 1,000 of 500 tokens and what follows them.
+# Prompts remembered per engine: more than a cache holds, which would be 1,000 of 500 tokens and what follows them.
 MAX_PROMPTS = 1_000
 
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One engine: what it runs, who is resident on it, who waits for it.
+    """One engine: what it runs, its residents, and the turns that wait for it.
 
     Args:
-        returning: waiting turns of residents; their KV is claimed already.
-        in_tool: residents without a live turn, the longest idle first, with the instant since when.
+        returning: waiting turns of residents; their KV is already claimed.
+        in_tool: residents without a live turn, the longest idle first, each with the instant from which it counts as
+            idle.
         claims: each resident's KV tokens; `kv_claimed` is their sum.
-        shares: each resident's remaining output, mean context and 90th percentile of remaining output, as last summed
-            in `work`.
-        prefills: of residents that came since, the tokens that it must prefill first; `uncached_tokens` is their sum.
+        shares: each resident's remaining output, mean context and 90th percentile of remaining output, as last added to
+            `work`.
+        prefills: tokens that new residents must have prefilled first; `uncached_tokens` is their sum.
         prompts: groups whose first turn came here, the latest last: their prompt may be in its cache.
-        held_prompts: those of its residents.
-        reserved_for: a waiting turn for which it gathers room: others enter only if they are more urgent.
+        held_prompts: the first prompts of its residents.
+        reserved_for: a waiting turn that it gathers room for. Other turns enter only if they are more urgent.
     """
 
     spec: EngineSpec
@@ -70,56 +70,57 @@ class Engine:
 
     @property
     def refill_s(self) -> float:
-        """Prefilling as many contexts as run now, each as long as those of its residents, of which there are some."""
-        if self._refill_s is None:  # asked for each turn that waits, and the same until something changes here
+        """Seconds to prefill as many contexts as run now (at least one), each of its residents' mean length. Needs a
+        resident."""
+        if self._refill_s is None:  # asked for each waiting turn; constant until this engine changes
             context_tokens = self.kv_claimed / len(self.claims)
             self._refill_s = max(len(self.running), 1) * self._facts.profile.prefill_s(context_tokens)
         return self._refill_s
 
     @property
     def kv_held(self) -> int:
-        """Tokens that its residents' claims come to in its KV."""
+        """KV tokens that its residents' claims occupy, with shared prompts counted once."""
         return self.kv_claimed - self.held_prompts.shared_tokens
 
     def serves(self, model: str) -> bool:
-        """Whether new turns of a model may come here."""
+        """Whether it accepts new turns of a model."""
         return self.accepting and model in self.spec.models
 
     def report(self, spec: EngineSpec, accepting: bool) -> None:
-        """Take in what it says of itself."""
+        """Apply what the engine reports of itself."""
         self.accepting = accepting
         if spec != self.spec:
             self.spec = spec
             self._describe()
 
     def give_ranks(self, first: float, end: float) -> None:
-        """The part of all trajectories that a partition gives to it."""
+        """Set the ranks that a partition gives to it, as shares of the number of trajectories."""
         self._facts.ranks = first, end
 
     def run(self, turn: Turn) -> None:
-        """A leg of a turn begins here."""
+        """Count a leg that begins here."""
         self.running[turn.turn_id] = turn
         self._facts.num_turns += 1
         self._refill_s = None
 
     def stop(self, turn: Turn) -> None:
-        """A leg of a turn ended here."""
+        """Remove a leg that ended here."""
         del self.running[turn.turn_id]
         self._facts.num_turns -= 1
         self._refill_s = None
 
     def hold(self, turn: Turn) -> None:
-        """A turn of a resident waits here."""
+        """Queue a resident's turn here."""
         self.returning.push(turn)
         self._facts.num_turns += 1
 
     def let_go(self, turn: Turn) -> None:
-        """A turn that waited here does so no more."""
+        """Take a turn out of the queue here."""
         self.returning.remove(turn)
         self._facts.num_turns -= 1
 
     def claim(self, trajectory: Trajectory, tokens: int) -> None:
-        """Count `tokens` of KV, and the work to come, for a trajectory that lives here."""
+        """Count `tokens` of KV, and the work to come, for a resident."""
         trajectory_id = trajectory.trajectory_id
         share = remaining, context, p90 = trajectory.share(tokens)
         if trajectory_id in self.claims:
@@ -136,7 +137,7 @@ class Engine:
         self._note_claims()
 
     def release(self, trajectory_id: str) -> None:
-        """Count no KV and no work for a trajectory any more."""
+        """Stop counting a trajectory's KV and work."""
         self.in_tool.pop(trajectory_id, None)
         if trajectory_id in self.claims:
             self.held_prompts.remove(trajectory_id)
@@ -144,14 +145,14 @@ class Engine:
             self._note_claims()
 
     def remember_prompt(self, group_id: str) -> None:
-        """The prompt of a group is in the cache here."""
+        """Note that a group's prompt is in the cache here."""
         self.prompts.pop(group_id, None)
         self.prompts[group_id] = None
         if len(self.prompts) > MAX_PROMPTS:
             del self.prompts[next(iter(self.prompts))]
 
     def facts(self, at: float) -> EngineFacts:
-        """What a placement sees of this engine."""
+        """The placement's view of this engine."""
         if self.longest_is_stale and at - self.longest_at >= LONGEST_MAX_AGE_S:
             mean, _, longest = max(self.shares.values(), key=_P90, default=(0.0, 0.0, 0.0))
             self.work.longest_tokens, self.work.vague_tokens = longest, vague_tokens(mean, longest)
@@ -181,7 +182,7 @@ class Engine:
         facts.estimate_finish()
 
     def _await_prefill(self, trajectory: Trajectory, tokens: int) -> None:
-        """Count what one that comes must have prefilled, until it has grown or its turn ended."""
+        """Count the tokens that a new resident must have prefilled, until its claim is next updated."""
         uncached = tokens - self.held_prompts.found_by(trajectory)
         if uncached > 0:
             self.prefills[trajectory.trajectory_id] = uncached

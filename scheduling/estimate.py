@@ -1,38 +1,40 @@
-"""How long an engine will need for the work before it: the additive cost that placement, partition and scaling share.
+"""How long an engine needs for the work ahead of it: the additive cost that placement, partition and scaling share.
 
 An engine that must finish trajectories with remaining outputs L over mean contexts C needs about
 
     base * max(max L, sum L / slots, sum(L * C) / KV) + per_sequence * sum L + per_kv_token * sum(L * C)
     + per_prefill_token * prefill + tools:
 
-the longest one, or as many waves as slots or KV make of the sum; then what each token, each KV read and each prefilled
-token adds to the steps; then the longest time in tools. The policy study divides by the plain mean of C; here it is
-weighted by L, which is the same where both are unrelated. So more work never looks like less time, and the searches of
-partition.py and scaling.py rest on that. Heddle's own cost, T * F(size) * longest, ignores waves, prefill and the sum
-of the work, and loses 10 to 15 % to this one.
+The first term is the number of steps: those of the longest trajectory, or as many waves as slots or KV make of the sum.
+The others are what each token, each KV read and each prefilled token adds to the steps, then the longest time in tools.
+The policy study divides by the plain mean of C. Here C is weighted by L, which gives the same result if they are
+unrelated, and more work never looks like less time. The searches of partition.py and scaling.py rely on that. The
+Heddle paper's cost, T * F(size) * longest, ignores waves, prefill and the sum of the work, and loses 10 to 15 % to this
+one.
 """
 
 from dataclasses import dataclass
 
 from scheduling.cost import EngineProfile
 
-# The rest of the KV cache is lost to blocks that are not full.
+# The rest of the KV cache is lost to partly filled blocks.
 USABLE_KV_SHARE = 0.95
 
-# A 90th percentile of up to so many times the mean still tells how long a trajectory will be; from so many on it tells
-# nothing. No log-normal law has it further up than 2.27 times. Between 1.8 and 2.2 for the first, makespans are alike.
+# A 90th percentile of up to TELLING_RATIO times the mean still tells how long a trajectory will be; from VAGUE_RATIO
+# times on it tells nothing. No log-normal law exceeds 2.27 times. TELLING_RATIO between 1.8 and 2.2 gives like
+# makespans.
 TELLING_RATIO = 1.8
 VAGUE_RATIO = 2.25
 
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """What is left of one trajectory, as predicted.
+    """The predicted rest of one trajectory.
 
     Args:
         output_tokens: tokens that it will still make, at least 0.
         context_tokens: its context now.
-        new_tokens: what tools will still add to its context.
+        new_tokens: tokens that tools will still add to its context.
         uncached_tokens: the part of its context that its engine must prefill first.
         tool_s: seconds that it will still spend in tools.
     """
@@ -45,7 +47,7 @@ class Remaining:
 
     @property
     def mean_context_tokens(self) -> float:
-        """Its context half way."""
+        """Its context half way through."""
         return self.context_tokens + (self.output_tokens + self.new_tokens) / 2
 
     @property
@@ -55,16 +57,17 @@ class Remaining:
 
 @dataclass(slots=True)
 class Work:
-    """The work that an engine has before it: maxima and sums over the trajectories that live there.
+    """The work ahead of an engine: maxima and sums over its trajectories.
 
     Args:
-        longest_tokens: the largest remaining output; where predictions say so, the largest 90th percentile of one. An
-            engine ends with its longest, and the expectation of a maximum is far above the maximum of expectations.
+        longest_tokens: the largest remaining output, or the largest 90th percentile of one if predictions give it. An
+            engine ends with its longest trajectory, and the expectation of a maximum is far above the maximum of
+            expectations.
         total_tokens: the sum of remaining outputs.
-        token_context_products: the sum of remaining output times mean context, which is half way to its end.
+        token_context_products: the sum of remaining output times mean context (the context half way to its end).
         prefill_tokens: the sum of tokens still to be prefilled.
-        tool_s: the longest time that one of them still spends in tools.
-        vague_tokens: how much of the longest is a guess: all of it where its prediction tells nothing.
+        tool_s: the longest time that one trajectory still spends in tools.
+        vague_tokens: how much of `longest_tokens` is a guess: all of it if its prediction tells nothing.
     """
 
     longest_tokens: float = 0.0
@@ -75,7 +78,7 @@ class Work:
     vague_tokens: float = 0.0
 
     def add(self, remaining_tokens: float, context_tokens: float, p90_tokens: float = 0.0) -> None:
-        """One more trajectory."""
+        """Add a trajectory."""
         longest = p90_tokens if p90_tokens > remaining_tokens else remaining_tokens
         if longest > self.longest_tokens:
             self.longest_tokens, self.vague_tokens = longest, vague_tokens(remaining_tokens, longest)
@@ -83,17 +86,17 @@ class Work:
         self.token_context_products += remaining_tokens * context_tokens
 
     def remove(self, remaining_tokens: float, context_tokens: float) -> None:
-        """One trajectory less; the longest is at most what it says."""
+        """Remove a trajectory. `longest_tokens` stays as it was: an upper bound."""
         self.total_tokens -= remaining_tokens
         self.token_context_products -= remaining_tokens * context_tokens
 
     def clear(self) -> None:
-        """None at all."""
+        """Remove all trajectories."""
         self.longest_tokens = self.total_tokens = self.token_context_products = self.vague_tokens = 0.0
 
 
 def vague_tokens(mean_tokens: float, p90_tokens: float) -> float:
-    """How many of the tokens that a prediction's 90th percentile says are a guess; none where the mean is 0."""
+    """How much of a prediction's 90th percentile is a guess, in tokens; 0 if the mean is 0."""
     told, vague = mean_tokens * TELLING_RATIO, mean_tokens * VAGUE_RATIO
     if p90_tokens <= told or not mean_tokens:
         return 0.0
@@ -109,9 +112,11 @@ def estimate_finish_s(
     context_tokens: float = 0.0,
     p90_tokens: float = 0.0,
 ) -> float:
-    """Seconds until an engine would have finished `work`, and one more trajectory; a KV capacity of 0 is unknown and
-    sets no limit. One function without max(), which takes as long as all the rest: a move compares all engines at a
-    turn."""
+    """Seconds until an engine would finish `work` and one more trajectory. A KV capacity of 0 is unknown and sets no
+    limit.
+
+    Cost: no max(), which takes as long as all the rest, because a move compares all engines at every turn.
+    """
     total_tokens = work.total_tokens + remaining_tokens
     products = work.token_context_products + remaining_tokens * context_tokens
     steps = work.longest_tokens

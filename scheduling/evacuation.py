@@ -1,6 +1,6 @@
-"""Where trajectories go whose engine will soon be gone: decided in tool calls, while their KV can be brought along.
+"""New homes for trajectories whose engine will soon be gone, chosen in tool calls, while their KV can still be moved.
 
-Nobody is moved to where it does not fit: it stays, and enters somewhere with its next turn.
+A trajectory that fits nowhere stays, and enters an engine with its next turn.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,8 +21,8 @@ def new_homes(
 ) -> Iterator[tuple[Trajectory, Engine, int]]:
     """Trajectories that leave an engine, each with its new home and the KV tokens that it claims there.
 
-    Those with the most work left go first: the end of the rollout waits for them. Each must be settled in its new home
-    before the next one is asked for, which counts its claim.
+    Those with the most work left go first, because the end of the rollout waits for them. The caller must settle each
+    one in its new home before it asks for the next one, so that its claim is counted.
     """
     leaving = [trajectories[trajectory_id] for trajectory_id in source.in_tool]
     leaving.sort(key=lambda trajectory: (-trajectory.remaining_tokens(), trajectory.ordinal))
@@ -34,7 +34,7 @@ def new_homes(
 
 
 def _takes(engine: Engine, source: Engine, trajectory: Trajectory, claim_tokens: int, limits: Limits) -> bool:
-    """Whether an engine may stand in for another one, has the room, and gathers none for a waiting turn."""
+    """Whether an engine has the source's models and the room, and is reserved for no waiting turn."""
     if not engine.accepting or not source.spec.models <= engine.spec.models or engine.reserved_for is not None:
         return False
     capacity_tokens = engine.spec.kv_capacity_tokens * limits.kv_watermark

@@ -1,20 +1,20 @@
-"""What fleets there may be: how GPUs are cut into engines of TP sizes, node by node."""
+"""The fleets that a GPU budget allows: how GPUs are divided into engines of given TP sizes, node by node."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, combinations_with_replacement
 
-# TP sizes of engines: of a whole fleet, largest first.
+# TP sizes of engines; those of a whole fleet are sorted, largest first.
 TPs = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GpuBudget:
-    """GPUs to be cut into engines.
+    """GPUs to divide into engines.
 
     Args:
-        gpus: all of them; the last node has what does not fill one.
+        gpus: the total; if it is no multiple of `gpus_per_node`, the last node has the remainder.
         mixed_nodes: a node may hold engines of several TP sizes.
     """
 
@@ -23,12 +23,12 @@ class GpuBudget:
     mixed_nodes: bool = False
 
     def choices(self, sizes: TPs) -> list[list[TPs]]:
-        """For each node, the ways to cut it; one empty way where no size fits."""
+        """For each node, the ways to divide it; a single empty way if no size fits."""
         num_full, rest = divmod(self.gpus, self.gpus_per_node)
         return [self._shapes(sizes, self.gpus_per_node)] * num_full + [self._shapes(sizes, rest)] * bool(rest)
 
     def fleets(self, sizes: TPs) -> Iterator[TPs]:
-        """Every fleet there may be."""
+        """Every possible fleet."""
         if self.mixed_nodes:
             return _cuts(sizes, self.gpus)
         num_full, rest = divmod(self.gpus, self.gpus_per_node)
@@ -36,12 +36,12 @@ class GpuBudget:
         return (largest_first(sum(nodes, last)) for nodes in full_nodes for last in self._shapes(sizes, rest))
 
     def uniform_fleets(self, sizes: TPs) -> Iterator[TPs]:
-        """The fleets of one TP size each."""
+        """The fleets of a single TP size."""
         num_full, rest = divmod(self.gpus, self.gpus_per_node)
         return ((tp,) * (num_full * (self.gpus_per_node // tp) + rest // tp) for tp in sizes)
 
     def parts_after(self, gpus: int, sizes: TPs) -> list[tuple[int, TPs]]:
-        """What may follow when so many GPUs are cut already: the GPUs of a part, and its engines."""
+        """The parts that may follow once `gpus` GPUs are divided: the GPUs of each part, and its engines."""
         if self.mixed_nodes:
             parts: list[tuple[int, TPs]] = [(tp, (tp,)) for tp in sizes]
         else:
@@ -58,7 +58,8 @@ class GpuBudget:
 
 
 def on_nodes(fleet: TPs, gpus_per_node: int) -> list[tuple[int, int]]:
-    """Each engine's TP size and node. Engines that fill a node with their like share it; sizes are powers of two."""
+    """Each engine's TP size and node. Engines that fill a node with engines of their own size share it; sizes are
+    powers of two."""
     whole: list[int] = []
     left: list[int] = []
     for tp, count in sorted(Counter(fleet).items(), reverse=True):
@@ -80,7 +81,7 @@ def in_words(fleet: TPs) -> str:
 
 
 def _cuts(sizes: TPs, gpus: int) -> Iterator[TPs]:
-    """Every way to make engines of so many GPUs so that no other fits into the rest; sizes in descending order."""
+    """Every way to divide `gpus` GPUs into engines so that no further one fits; `sizes` descend."""
     if not sizes:
         yield ()
         return

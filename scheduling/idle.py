@@ -1,4 +1,4 @@
-"""Trajectories without a live turn, the longest idle first: whose time is over, and who goes when room is short."""
+"""Trajectories without a live turn, the longest idle first: which ones expire, and which go when room is short."""
 
 from collections import OrderedDict
 
@@ -10,8 +10,7 @@ from scheduling.types import ACTIVE
 class IdleTrajectories:
     """Active and ended trajectories without a live turn.
 
-    They are added in the order of their `last_at`, which is the time of the event at hand, so that each dictionary is
-    sorted by it.
+    They are added in the order of `last_at`, the time of the current event, so each dictionary is sorted by it.
     """
 
     def __init__(self) -> None:
@@ -27,21 +26,21 @@ class IdleTrajectories:
             self._ended.pop(trajectory.trajectory_id, None)
 
     def next_due_at(self, limits: Limits) -> float | None:
-        """When the next one's time is over; None when there is none."""
+        """When the next trajectory expires; None if there is none."""
         due_at = [trajectory.last_at + limits.trajectory_ttl_s for trajectory in _first(self._active)]
         due_at += [trajectory.last_at + limits.retention_s for trajectory in _first(self._ended)]
         return min(due_at, default=None)
 
     def to_finish(self, at: float, limits: Limits) -> list[Trajectory]:
-        """Active ones that were idle for their whole time to live."""
+        """Active trajectories that were idle for their whole time to live."""
         return _until(self._active, at - limits.trajectory_ttl_s)
 
     def to_forget(self, at: float, limits: Limits) -> list[Trajectory]:
-        """Ended ones that were kept for their whole retention."""
+        """Ended trajectories that were kept for their whole retention."""
         return _until(self._ended, at - limits.retention_s)
 
     def first_to_go(self) -> Trajectory | None:
-        """Who is forgotten when there is no room for all: the longest ended, else the longest idle."""
+        """The trajectory to forget when room is short: the longest ended, else the longest idle."""
         return next(iter(_first(self._ended) + _first(self._active)), None)
 
 

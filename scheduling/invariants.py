@@ -1,4 +1,4 @@
-"""What is true of a scheduler between two events; for tests and for the simulator."""
+"""What must hold of a scheduler between two events; for tests and for the simulator."""
 
 from collections.abc import Mapping
 from math import isclose
@@ -17,7 +17,7 @@ def check(
     turns: Mapping[str, Turn],
     queues: Queues,
 ) -> None:
-    """Assert that all that is remembered agrees with itself."""
+    """Assert that the state is consistent."""
     for turn in turns.values():
         assert turn.trajectory.turns[turn.turn_id] is turn
         assert trajectories[turn.trajectory.trajectory_id] is turn.trajectory

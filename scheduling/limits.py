@@ -8,32 +8,35 @@ class Limits:
     """Bounds of the scheduler.
 
     Args:
-        kv_watermark: share of an engine's KV up to which trajectories may enter. Entry between 0.8 and 0.97 changes the
+        kv_watermark: share of an engine's KV up to which trajectories may enter. Between 0.8 and 0.97 it changes the
             makespan by under 2 % (policy study); the rest is room for running contexts to grow.
-        answer_tokens: what a turn makes while nobody knows its trajectory, then a prior for the mean of its answers. So
-            much is claimed when it is dispatched: where answers are not counted until they end, engines are full before
-            their claims are, and evict. What coding and search agents write a turn; 0: claim nothing in advance.
-        in_tool_lease_s: how long a trajectory in a tool call keeps its KV claim against others. None: as long as
-            prefilling what runs on its engine would take. A context that is kept costs the engine the tokens of one
-            more that could run in its place; prefilling it again costs it those of all that run, meanwhile. Who does
-            not know when a tool ends does best to keep it until both are equal (the ski-rental problem: at most twice
-            the cost of knowing).
-        entry_patience_s: a turn that waited this long may take the claim of any trajectory in a tool call, so that
+        answer_tokens: the expected answer of a turn while nothing is known of its trajectory, then a prior for the mean
+            of its answers. A turn claims its expected answer in advance. If answers count only when they end, engines
+            are full before their claims are, and evict. The default is what coding and search agents write per turn; 0
+            claims nothing in advance.
+        in_tool_lease_s: how long a trajectory in a tool call keeps its KV claim against entrants. None: as long as
+            prefilling what runs on its engine would take. A kept context costs the engine the tokens of one more turn
+            that could run in its place; prefilling it again costs the tokens of all running turns meanwhile. If nobody
+            knows when a tool call ends, it is best to keep the context until both costs are equal: at most twice the
+            cost of knowing (the ski-rental problem).
+        entry_patience_s: a turn that has waited this long may take the claim of any trajectory in a tool call, so that
             nothing starves.
-        ageing_tokens_per_s: a second of waiting counts as this many predicted tokens. At 100, the shortest trajectory
-            passes a 40,000-token one that arrives 400 s after it.
-        max_waiting_turns: turns in the queue; more are refused with 429. Above any rollout known to us (6,400).
-        queue_timeout_s: longest wait in the queue. Half an hour: a rollout's step, not a client's patience.
-        max_attempts: legs that one turn may lose to engines before its client is told. An engine that is only busy
-            costs none: the turn waits for it, or for another, as long as turns may wait.
-        retry_pause_s: a turn does not go back sooner to an engine that failed it, so that the only engine, busy or
-            dying, does not use up all attempts within a millisecond.
-        preempt_margin_tokens: a waiting turn takes the slot of a running one if it is more urgent by so many predicted
-            tokens; some ten turns of a coding agent, for a swap costs a step or two of the whole engine.
-        preempt_after_s: a leg runs for at least so long, or turns would take slots from each other all the time.
-        trajectory_ttl_s: an idle trajectory is over after this long, for agents that never say finish.
-        retention_s: how long an ended trajectory can still be looked at: a trainer reads a rollout when it is over.
-        max_trajectories: trajectories that are kept in memory; the longest idle go first. Thirty rollouts (of 6,400).
+        ageing_tokens_per_s: a second of waiting counts as this many tokens of the order. At 100 and longest first, the
+            shortest trajectory passes a 40,000-token one that arrives 400 s after it.
+        max_waiting_turns: turns in the queues; more are refused with 429. Above any rollout known to us (6,400).
+        queue_timeout_s: longest wait in the queue. Half an hour is for a rollout's step, not for a client's patience.
+        max_attempts: legs that a turn may lose to engines before its client gets an error. A busy engine costs no
+            attempt: the turn waits for it, or for another engine, as long as turns may wait.
+        retry_pause_s: how long a turn avoids an engine that failed it, so that the only engine, busy or dying, does not
+            use up all attempts within a millisecond.
+        preempt_margin_tokens: a waiting turn takes the slot of a running one if it is more urgent by this many
+            predicted tokens: some ten turns of a coding agent, because a swap costs a step or two of the whole engine.
+        preempt_after_s: a leg runs for at least this long before it is preempted; else turns would take slots from each
+            other all the time.
+        trajectory_ttl_s: an idle trajectory is over after this long, for agents that never call finish.
+        retention_s: how long an ended trajectory can still be read: a trainer reads a rollout when it is over.
+        max_trajectories: trajectories kept in memory; the longest ended go first, then the longest idle. Thirty
+            rollouts of 6,400.
     """
 
     kv_watermark: float = 0.9

@@ -1,4 +1,4 @@
-"""What a log line says of an event or an action, whoever writes it: the gateway, the simulator, a replay of either."""
+"""The fields of a log line about an event or an action, for the gateway, the simulator and a replay of either."""
 
 from typing import Any
 

@@ -1,13 +1,13 @@
-"""Where, for many at once: trajectories sorted by predicted work and cut into contiguous groups, one for each engine.
+"""Where, for many at once: trajectories sorted by predicted work and cut into contiguous groups, one per engine.
 
-The largest estimated finish (estimate.py) is made as small as it can be. Engines take their groups in order, the
-fastest first, longest trajectories first. For a bound on the finish, each engine takes as many as it can within it; as
-more work never takes less time, no other cut of the list gets further, and the least bound that places everybody is
-found by bisection. So the result is exact, to a millionth, among contiguous groups in that order of engines; for like
+The largest estimated finish (estimate.py) is minimised. Engines take their groups in order: the fastest engine first,
+the longest trajectories first. Given a bound on the finish, each engine takes as many trajectories as it can within the
+bound. More work never takes less time, so no other cut of the list gets further. Bisection finds the least bound that
+places all of them. The result is exact, to a millionth, among contiguous groups in that order of engines; for equal
 engines, among all contiguous groups.
 
-One long trajectory may set the makespan alone. The engines behind it would then be filled up to its finish, or not at
-all; so the bound is lowered for them whenever they can do clearly better.
+One long trajectory may set the makespan alone. The bound would then leave the engines behind it filled up to its
+finish, or empty. So the bound is lowered for them whenever they can do clearly better.
 """
 
 from bisect import bisect_right
@@ -20,13 +20,13 @@ from scheduling.row import LoadedEngine, Row
 
 PRECISION = 1e-6
 
-# The engines that are left get a lower bound of their own if they keep this share of the present one.
+# The remaining engines get a lower bound of their own if they can keep to this share of the present one.
 CLEARLY_BETTER = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Who goes where.
+    """Which trajectories go to which engine.
 
     Args:
         groups: for each engine, in the order given, the indices of its trajectories, longest first.
@@ -64,7 +64,7 @@ def _speed(engine: LoadedEngine) -> tuple[float, float]:
 
 
 class Presorted:
-    """Trajectories, longest first, with what is needed to try many fleets on them. Nothing changes but a cache.
+    """Trajectories, longest first, prepared for trying many fleets on them. Immutable except for a cache.
 
     `order` holds the indices of the trajectories as given; positions below count in that order.
     """
@@ -80,7 +80,7 @@ class Presorted:
         return len(self.order)
 
     def filler(self, engine: LoadedEngine) -> "Filler":
-        """What fills such an engine; keep it where it is asked for often."""
+        """The Filler for such an engine. Keep it if it is needed often."""
         profile = engine.profile
         like_it = profile, engine.speculation, astuple(engine.work)
         if like_it not in self._fillers:
@@ -107,7 +107,7 @@ class Presorted:
         """The least bound within which these engines, in this order, finish all trajectories from `start` on.
 
         Args:
-            high_s: a bound that is known to do. None: all on the first engine.
+            high_s: a bound that is known to suffice. None: that of all trajectories on the first engine.
         """
         if high_s is None:
             high_s = (1 + PRECISION) * self.row.finish_s(fillers[0].engine, start, len(self))
@@ -123,7 +123,7 @@ class Presorted:
 
 
 class _Sums:
-    """Running sums of the seconds that work takes on an engine of one profile, under each of its limits."""
+    """Running sums of the seconds that work takes on an engine of one profile, one sum for each limit."""
 
     def __init__(
         self, profile: EngineProfile, tokens: Sequence[float], products: Sequence[float], prefill: Sequence[float]
@@ -143,7 +143,7 @@ class _Sums:
 
 
 class Filler:
-    """Fills one engine within a bound: the estimate is the largest of three running sums, so each is bisected."""
+    """Fills one engine within a bound. The estimate is the largest of three running sums, so each is bisected."""
 
     def __init__(self, presorted: Presorted, engine: LoadedEngine, sums: _Sums) -> None:
         work = engine.work
@@ -157,7 +157,7 @@ class Filler:
         presorted = self._presorted
         if start == len(presorted):
             return start
-        # Tools take as long as the slowest of the group does; few are slower than all before them.
+        # Time in tools is that of the slowest trajectory in the group; few are slower than all before them.
         end = slowest = start
         while True:
             tool_s = max(self.engine.work.tool_s, presorted.row.tool_s[slowest])
@@ -168,7 +168,7 @@ class Filler:
             end = slowest = slower
 
     def _decoded(self, start: int, left_s: float) -> int:
-        """Where the group ends if prefill and decoding may take so long."""
+        """Where the group ends if prefill and decoding may take `left_s`."""
         output_tokens = self._presorted.row.output_tokens
         speculation = self.engine.active_speculation
         if speculation is None:
@@ -191,7 +191,7 @@ class Filler:
 
 
 def least_bound_s(suffices: Callable[[float], bool], high_s: float) -> float:
-    """The least bound that suffices, to a millionth; `high_s` does, and so does every bound above one that does."""
+    """The least bound that suffices, to a millionth. `high_s` suffices, as does every bound above one that suffices."""
     low_s = 0.0
     while high_s - low_s > PRECISION * high_s:
         middle_s = (low_s + high_s) / 2
@@ -203,7 +203,7 @@ def least_bound_s(suffices: Callable[[float], bool], high_s: float) -> float:
 
 
 def _next_greater(values: Sequence[float]) -> list[int]:
-    """For each place, the next one with a greater value; where there is none, the length."""
+    """For each position, the next one with a greater value; the length if there is none."""
     following = [len(values)] * len(values)
     open_places: list[int] = []
     for place, value in enumerate(values):

@@ -1,4 +1,4 @@
-"""Where: which engine a trajectory enters, and when it is worth moving to another one at a tool return.
+"""Where: which engine a trajectory enters, and when a move to another one at a tool return pays.
 
 Engines are compared by the additive cost of estimate.py.
 """
@@ -12,8 +12,8 @@ from scheduling.cost import EngineProfile
 from scheduling.estimate import Work, estimate_finish_s
 from scheduling.order import TurnFacts
 
-# Used where nobody measured the engine: Qwen3-14B on one H100 (performance model). Like engines compare alike under
-# any profile, and an unlike fleet deserves measured ones.
+# For engines without a measured profile: Qwen3-14B on one H100 (performance model). Equal engines compare alike under
+# any profile; a fleet of unlike engines needs measured ones.
 UNMEASURED = EngineProfile(
     name="unmeasured",
     model="",
@@ -30,46 +30,47 @@ UNMEASURED = EngineProfile(
     source="Qwen3-14B, H100 SXM, TP 1: aiconfigurator kernel tables",
 )
 
-# Engines within this share of the latest finish are all taken to set the makespan, the latest most (a soft maximum);
-# more of them where the latest is so by a guess (GUESS_SHARE).
+# Engines within this share of the latest finish all count as setting the makespan, the latest most (a soft maximum).
+# More of them do if the latest one's finish is a guess (GUESS_SHARE).
 NEAR_LATEST_SHARE = 0.1
-# How much of that guess. With all of it an engine keeps its trajectories beside an idle one for long; with none of it a
-# first coding rollout ends 1.5 % later, for more is moved by chance.
+# How much of that guess counts. With all of it, an engine keeps its trajectories beside an idle one for long; with none
+# of it, a first coding rollout ends 1.5 % later, because more is moved by chance.
 GUESS_SHARE = 0.3
-# A move must lower that maximum by as much as if the latest engine ended so many of those shares sooner: 0.5 % of the
+# A move must lower that maximum by as much as if the latest engine ended this many of those shares sooner: 0.5 % of the
 # makespan. Between 0.02 and 0.1 only the number of moves changes.
 LEAST_GAIN = 0.05
-# Or, where a trajectory is too small a part of its engine's work for that, burden its new home with no more than this
-# share of what it relieves its old one of, which is so where the new one ends a quarter sooner. Of 800 on one engine
-# beside an idle one, each would else stay; at 0.5 long contexts are prefilled anew for little (3 to 5 % of a makespan).
+# If a trajectory is too small a part of its engine's work for that, the move may burden the new home with no more than
+# this share of what it relieves the old one of; that holds if the new home ends a quarter sooner. Otherwise each of 800
+# trajectories on one engine beside an idle one would stay. At 0.5, long contexts are prefilled again for little (3 to
+# 5 % of a makespan).
 LARGEST_BURDEN = 0.1
 
-# How much later an engine may be that has a new trajectory's prompt in its cache (prompt_worth_s). Prompts of 28,000
-# tokens before 1,600 of output, in groups of 8, end 2 % sooner with 40 and 6 % with 64 to 100; with 200, prompts of
+# How much later an engine may be if it has a new trajectory's prompt in its cache (prompt_worth_s). Prompts of 28,000
+# tokens before 1,600 of output, in groups of 8, end 2 % sooner with 40 and 6 % with 64 to 100. With 200, prompts of
 # 15,000 before 3,000, in groups of 16, end 3 % later.
 PROMPT_WORTH = 64
-# But by no more than this share of what the first engine to finish will take. Without it, few trajectories share an
-# engine beside idle ones (16 of known length on 8 engines take 10 % longer); with 0.5, up to 4 % longer.
+# But later by at most this share of the earliest finish. Without it, few trajectories share an engine beside idle ones
+# (16 of known length on 8 engines take 10 % longer); with 0.5, up to 4 % longer.
 LARGEST_LATENESS = 0.2
 
-_NOBODY = 0.0, 0.0, 0.0  # the share of no trajectory
+_NOBODY = 0.0, 0.0, 0.0  # share() of no trajectory
 
 
 @dataclass(slots=True)
 class EngineFacts:
-    """What a placement may look at: a live view of one engine, to read and not to keep.
+    """A placement's live view of one engine, to read and not to keep.
 
     Args:
-        profile: its timing; its slots and KV capacity are those of the engine itself.
-        num_turns: turns that it runs or that wait for it.
-        without: tells its work if the trajectory in question left; only of a home that it may move from.
-        finish_s: estimated seconds until the work that it has is finished.
-        num_trajectories: trajectories that live there, those in a tool call included.
+        profile: its timing; slots and KV capacity are the engine's own.
+        num_turns: turns that run there or wait for it.
+        without: gives its work if the trajectory in question left; set only for a home that it may move from.
+        finish_s: estimated seconds until its present work is finished.
+        num_trajectories: its residents, those in a tool call included.
         kv_claimed: their KV tokens.
-        uncached_tokens: those of their contexts that it has to prefill first.
+        uncached_tokens: the tokens of their contexts that it must prefill first.
         prompts: groups whose prompt may be in its cache.
         ranks: the part of all trajectories, longest remaining output first, that a partition gives to this engine:
-            from and until, as shares of their number. Nobody's without a partition.
+            start and end, as shares of their number. Empty without a partition.
     """
 
     engine_id: str
@@ -89,12 +90,12 @@ class EngineFacts:
         self.estimate_finish()
 
     def estimate_finish(self) -> None:
-        """Its work has changed."""
+        """Update `finish_s` after its work has changed."""
         self.finish_s = estimate_finish_s(self.profile, self.work)
 
     @property
     def kv_share(self) -> float:
-        """Claimed KV as a share of the engine's; where that is unknown, its tokens count as they are."""
+        """Claimed KV as a share of the engine's; if its KV capacity is unknown, the claimed tokens."""
         return self.kv_claimed / (self.profile.kv_capacity_tokens or 1)
 
 
@@ -103,7 +104,7 @@ Placement = Callable[[TurnFacts, Sequence[EngineFacts]], EngineFacts]
 
 
 class Candidates(Protocol):
-    """Engines that could run a turn now, each looked up only when it is asked for."""
+    """Engines that could run a turn now, each checked only when it is asked for."""
 
     def __iter__(self) -> Iterator[EngineFacts]: ...
 
@@ -120,7 +121,7 @@ Args: its turn; its home; the other engines that could run the turn now; all eng
 def least_estimated_finish(turn: TurnFacts, engines: Sequence[EngineFacts]) -> EngineFacts:
     """The engine that would finish soonest with this trajectory on it; of equals, the one with fewer turns.
 
-    Prefills that wait count, and an engine that has its prompt in its cache may be later by `prompt_worth_s`.
+    Waiting prefills count. An engine that has the turn's prompt in its cache may finish later, by `prompt_worth_s`.
     """
     remaining, context, p90 = turn.share()
     finishes_s = [
@@ -138,11 +139,12 @@ def least_estimated_finish(turn: TurnFacts, engines: Sequence[EngineFacts]) -> E
 
 
 def prompt_worth_s(turn: TurnFacts, engine: EngineFacts) -> float:
-    """Seconds by which an engine may be later than another one because a sibling's prompt is in its cache.
+    """Seconds by which an engine may finish later than another one because a sibling's prompt is in its cache.
 
-    A prompt that is on every engine is prefilled on each, and takes its KV there, and who comes later can even engines
-    out. But siblings are alike in length, and one engine is late with a long group, the more so the more they answer.
-    So the prefill that is saved counts `PROMPT_WORTH` times, as far as it is a part of what the trajectory takes there.
+    A prompt that is on every engine is prefilled on each and takes KV there, and later trajectories can even engines
+    out. But siblings are alike in length, and an engine that has a long group is late, the more so the more they
+    answer. So the saved prefill counts `PROMPT_WORTH` times, scaled by its share of the time that the trajectory takes
+    there.
     """
     if turn.num_turns or turn.group_id not in engine.prompts:
         return 0.0
@@ -156,15 +158,16 @@ def prompt_worth_s(turn: TurnFacts, engine: EngineFacts) -> float:
 def lower_the_latest(
     turn: TurnFacts, home: EngineFacts, candidates: Iterable[EngineFacts], fleet: Sequence[EngineFacts]
 ) -> EngineFacts | None:
-    """Where a trajectory should move so that the last engine of the fleet ends sooner, or None to stay.
+    """Where a trajectory should move so that the last engine of the fleet ends sooner; None to stay.
 
-    What is lowered is the sum of exp(finish / temperature) over the engines. It falls when the latest engine gives work
-    to any earlier one, and also when one of many late engines does, where the maximum itself would not change.
+    The sum of exp(finish / temperature) over the engines is lowered. It falls when the latest engine gives work to any
+    earlier one. It also falls when one of many late engines does, which would not change the maximum itself.
 
-    The temperature is what sets engines apart for sure: a share of the latest finish and, beside it, a part of what is
-    but a guess of the latest's longest trajectory. In a first rollout, of which nothing is known, a few predictions
-    stand out by chance, and moves that believe them cost their prefills and gain nothing. So as far as it is a guess,
-    any engine is taken to have one that lasts as long, and what is left to even out is the sum of the work.
+    The temperature is the difference that certainly sets engines apart: a share of the latest finish, and a part of
+    that finish that is only a guess about the latest engine's longest trajectory. In a first rollout nothing is known,
+    and a few predictions stand out by chance; moves that believe them cost their prefills and gain nothing. So as far
+    as that finish is a guess, every engine is assumed to have a trajectory that lasts as long, and only the sum of the
+    work is left to even out.
     """
     assert home.without is not None
     if len(fleet) < 2:
@@ -187,7 +190,7 @@ def lower_the_latest(
         home_s = finish_s(home.profile, without, *share)
         latest_s = max(latest_s, home_s)
     if home_s < latest_s - 3 * temperature:
-        return None  # its weight is under 5 %: nothing that it gives away can gain enough
+        return None  # its weight is under 5 %: no move from it can gain enough
 
     def weight(finish_s: float) -> float:
         return exp((finish_s - latest_s) / temperature)

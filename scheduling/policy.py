@@ -1,4 +1,4 @@
-"""A policy is a few functions and switches; the baselines have the same signature as the default."""
+"""A policy is a few functions and switches; the baselines have the same signature as the default policy."""
 
 from dataclasses import dataclass, replace
 
@@ -12,15 +12,16 @@ class Policy:
     """How turns are scheduled.
 
     Args:
-        order: the key of a waiting turn, and its priority at its engine.
-        place: the engine for a trajectory without a home, or, unless sticky, for every turn.
+        order: gives the key of a waiting turn, which is also its priority at its engine.
+        place: chooses the engine for a trajectory without a home, or for every turn if not sticky.
         is_sticky: a trajectory stays on the engine that holds its KV.
-        holds_turns: turns wait here until their engine has a free slot; else the engine queues them.
-        assigns: a trajectory has a home from its arrival, and waits for it; else the first engine with room takes it.
-        residency: who may have KV on an engine; None where engines evict as they like.
-        move: where a trajectory goes from its home at a tool return, though it could run there at once; None: nowhere.
-        preempts: a waiting turn that is much more urgent than a running one takes its slot, where the driver can do so.
-        partition: how ranks are given to engines; None where `place` and `move` do not look at them.
+        holds_turns: turns wait in Heddle until their engine has a free slot; else the engine queues them.
+        assigns: a trajectory has a home from its arrival on, and waits for it; else the first engine with room takes
+            it.
+        residency: which trajectories may have KV on an engine; None: engines evict as they like.
+        move: where a trajectory moves from its home at a tool return, though it could run there at once; None: nowhere.
+        preempts: a waiting turn that is much more urgent than a running one takes its slot, if the driver can preempt.
+        partition: gives ranks to engines; None if `place` and `move` do not use ranks.
     """
 
     name: str
@@ -45,8 +46,8 @@ HEDDLE = Policy(
     move=placement.lower_the_latest,
 )
 
-# The paper to the letter (arXiv 2603.28101): longest remaining first, trajectories on engines by rank, moved when their
-# rank changes, and no room kept for KV.
+# The Heddle paper to the letter (arXiv 2603.28101): longest remaining first, trajectories placed on engines by rank and
+# moved when their rank changes, no room kept for KV.
 HEDDLE_PAPER = Policy(
     name="heddle-paper",
     order=order.longest_remaining_first,

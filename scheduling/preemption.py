@@ -1,7 +1,7 @@
 """Preemption: which running turn gives its slot to a waiting one that is much more urgent.
 
-It pays where a long trajectory would wait behind short ones; the margin and the least time of a leg keep equals from
-taking slots from each other, which would cost a step or two of the whole engine each time.
+It pays if a long trajectory would otherwise wait behind short ones. The margin and a leg's least time keep equally
+urgent turns from taking slots from each other, which would cost a step or two of the whole engine each time.
 """
 
 from collections.abc import Iterable
@@ -15,9 +15,9 @@ _key = attrgetter("key")
 
 
 def victim_for(turn: Turn, engines: Iterable[Engine], at: float, limits: Limits) -> Turn | None:
-    """The least urgent turn that runs on one of some engines, if it must give way to a waiting one.
+    """The least urgent turn that runs on one of these engines, if it must give way to a waiting one.
 
-    An engine where one is stopping already is left alone, for that one leaves its slot.
+    An engine where a turn is already being stopped is left alone, because its slot becomes free.
     """
     began_until = at - limits.preempt_after_s
     running = [
@@ -32,6 +32,6 @@ def victim_for(turn: Turn, engines: Iterable[Engine], at: float, limits: Limits)
 
 
 def _yields(victim: Turn, turn: Turn, limits: Limits) -> bool:
-    """By the clients' hints, else by a clear margin."""
+    """By the clients' priorities; at equal ones, by a clear margin."""
     (victim_hint, victim_order, _), (hint, order, _) = victim.key, turn.key
     return hint < victim_hint or (hint == victim_hint and order + limits.preempt_margin_tokens < victim_order)

@@ -1,8 +1,8 @@
-"""Which residents of an engine hold the same beginning: an engine's prefix cache has it once.
+"""Which residents of an engine hold the same beginning: an engine's prefix cache holds it once.
 
-A first prompt has up to two parts that others hold as well: a preamble (system prompt and tools, the same for agents of
-many groups), and the prompt that siblings answer. Without this, sixteen siblings with a prompt of 20,000 tokens claim
-320,000 where the engine holds 20,000 of them, and turns wait beside free KV.
+A first prompt has up to two parts that others may hold as well: a preamble (system prompt and tools, common to agents
+of many groups), and the prompt that siblings answer. If shared parts counted for each holder, sixteen siblings with a
+prompt of 20,000 tokens would claim 320,000 of which the engine holds 20,000, and turns would wait beside free KV.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,8 +14,8 @@ class Prompts:
     """The first prompts of an engine's residents, part by part.
 
     Args:
-        shared_tokens: what claims count twice and more: of each part the length that all its holders have, for every
-            holder but one.
+        shared_tokens: tokens that claims count more than once: for each part, the length that all its holders have,
+            times the number of holders less one.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Prompts:
         self._parts_of: dict[str, list[PartName]] = {}
 
     def add(self, trajectory: Trajectory) -> None:
-        """A trajectory holds its prompt here; of one of an earlier process nothing is known."""
+        """Add a trajectory's prompt. One of an earlier process has no known parts, and is skipped."""
         if not trajectory.prompt:
             return
         for name, tokens in trajectory.prompt:
@@ -37,7 +37,7 @@ class Prompts:
         self._parts_of[trajectory.trajectory_id] = [name for name, _ in trajectory.prompt]
 
     def remove(self, trajectory_id: str) -> None:
-        """A trajectory holds it no more."""
+        """Remove a trajectory's prompt."""
         for name in self._parts_of.pop(trajectory_id, ()):
             num_holders, tokens = self._held.pop(name)
             if num_holders > 1:
@@ -45,8 +45,9 @@ class Prompts:
                 self.shared_tokens -= tokens
 
     def fit(self, trajectory_id: str, context_tokens: int) -> None:
-        """A holder's context has so many tokens: its prompt has no more, each part in proportion, for lengths were
-        estimated. Where it has less than half of them, its agent has cut its context down, and it holds another one."""
+        """Limit a holder's prompt to its context, each part in proportion, because lengths were estimated. If the
+        context has less than half the prompt's tokens, its agent has cut the context down, and it no longer holds this
+        prompt."""
         names = self._parts_of.get(trajectory_id, ())
         tokens = sum([self._held[name][1] for name in names])
         if context_tokens >= tokens:
@@ -58,7 +59,7 @@ class Prompts:
             self._cut(name, self._held[name][1] * context_tokens // tokens)
 
     def found_by(self, trajectory: Trajectory) -> int:
-        """Tokens of its prompt that are held already, where it would be one more holder."""
+        """Tokens of its prompt that are already held here, if it came as one more holder."""
         found = 0
         for name, tokens in trajectory.prompt:
             held = self._held.get(name)
@@ -68,7 +69,8 @@ class Prompts:
         return found
 
     def left_by(self, leaving: Iterable[str], entrant: Trajectory | None = None) -> Iterator[int]:
-        """Of each that leaves, after those before it: tokens of its prompt that stay, for others or for an entrant."""
+        """For each trajectory that leaves, after those before it: tokens of its prompt that stay, for others or for an
+        entrant."""
         wanted = () if entrant is None else [name for name, _ in entrant.prompt]
         num_gone: dict[PartName, int] = {}
         for trajectory_id in leaving:

@@ -1,4 +1,4 @@
-"""Where each live turn is: the queue that it waits in, or the engine that runs it; and who gathers room for it."""
+"""Where each live turn is: the queue that it waits in or the engine that runs it, and the engine reserved for it."""
 
 from collections.abc import Iterable
 from heapq import merge
@@ -14,10 +14,10 @@ class Queues:
     """The live turns of one fleet, each in one place.
 
     Args:
-        num_waiting: turns that wait: in a queue, or just on their way from one to another.
-        homeless: by their model, waiting turns that no engine's own queue has.
-        engine_of: where a turn runs, be that engine lost meanwhile, or whose own queue it waits in.
-        awaited_by: the engine that gathers room for a waiting turn.
+        num_waiting: turns that wait, in a queue or between two queues.
+        homeless: by model, waiting turns that are in no engine's own queue.
+        engine_of: the engine that runs a turn, even if it is lost by now, or whose own queue the turn waits in.
+        awaited_by: the engine reserved for a waiting turn.
     """
 
     def __init__(self) -> None:
@@ -27,26 +27,26 @@ class Queues:
         self.awaited_by: dict[Turn, Engine] = {}
 
     def homeless_for(self, engine: Engine) -> Iterable[Turn]:
-        """Turns of the models that an engine serves which wait in no engine's queue, first key first."""
+        """Homeless turns of the models that an engine serves, first key first."""
         queues = [queue for model in engine.spec.models if (queue := self.homeless.get(model))]
         return queues[0] if len(queues) == 1 else merge(*queues, key=_key)
 
     def wait_homeless(self, turn: Turn) -> None:
-        """A turn waits in its model's queue."""
+        """Put a turn into its model's queue."""
         self.homeless.setdefault(turn.model, Queue()).push(turn)
 
     def wait_at(self, turn: Turn, engine: Engine) -> None:
-        """A turn waits in an engine's own queue."""
+        """Put a turn into an engine's own queue."""
         self.engine_of[turn] = engine
         engine.hold(turn)
 
     def run(self, turn: Turn, engine: Engine) -> None:
-        """A leg of a turn begins on an engine."""
+        """Begin a leg of a turn on an engine."""
         self.engine_of[turn] = engine
         engine.run(turn)
 
     def withdraw(self, turn: Turn) -> Engine | None:
-        """Take a turn away from where it waits or runs. Returns the engine that gathered room for it."""
+        """Remove a turn from where it waits or runs. Returns the engine that was reserved for it."""
         if turn.state is RUNNING:
             self.engine_of.pop(turn).stop(turn)
             return None
@@ -54,7 +54,8 @@ class Queues:
         return self.leave(turn)
 
     def leave(self, turn: Turn) -> Engine | None:
-        """Take a waiting turn out of its queue, for another one. Returns the engine that gathered room for it."""
+        """Remove a waiting turn from its queue, to put it into another one. Returns the engine that was reserved for
+        it."""
         engine = self.engine_of.pop(turn, None)
         if engine is not None:
             engine.let_go(turn)
@@ -66,7 +67,7 @@ class Queues:
         return awaited
 
     def reserve(self, engine: Engine, turn: Turn | None) -> None:
-        """An engine gathers room for a turn, which no other one does; for None no more."""
+        """Reserve an engine for a turn that has none reserved yet; None releases it."""
         if engine.reserved_for is not None:
             del self.awaited_by[engine.reserved_for]
         engine.reserved_for = turn
@@ -74,5 +75,5 @@ class Queues:
             self.awaited_by[turn] = engine
 
     def drop_empty(self) -> None:
-        """Forget the queues that nobody waits in: clients name models, and there is no end to names."""
+        """Drop empty queues: clients name models, so their number has no limit."""
         self.homeless = {model: queue for model, queue in self.homeless.items() if queue}

@@ -1,10 +1,10 @@
-"""Where, by rank: Heddle's placement and its migration in a fleet where trajectories come and go (arXiv 2603.28101).
+"""Where, by rank: the Heddle paper's placement and migration, while trajectories come and go (arXiv 2603.28101).
 
-All live trajectories are ranked by their predicted remaining output, longest first. A partition gives each engine a
-part of the ranks; a trajectory is placed on the engine that has its rank, and moves at a tool return when its rank is
-another engine's. Parts are shares of the number of live trajectories, so that they shrink with it. The partition is
-made anew when the fleet changes or when there are twice as many trajectories as it was made for, and so, where a
-rollout declares its trajectories before their first turns, once.
+All live trajectories are ranked by predicted remaining output, longest first. A partition gives each engine a part of
+the ranks. A trajectory is placed on the engine that has its rank, and moves at a tool return if its rank has become
+another engine's. Parts are shares of the number of live trajectories, so they shrink with it. The partition is made
+again when the fleet changes or when there are twice as many trajectories as it was made for. If a rollout declares its
+trajectories before their first turns, that is once.
 """
 
 from bisect import bisect_left, insort
@@ -24,7 +24,7 @@ Partition = Callable[[Sequence[Remaining], Sequence[EngineProfile]], list[list[i
 
 
 def in_rank_group(turn: TurnFacts, engines: Sequence[EngineFacts]) -> EngineFacts:
-    """The engine that has the trajectory's rank; where it is not among these, the nearest to it."""
+    """The engine that has the trajectory's rank; if that is not among these, the nearest to it."""
     rank = turn.rank
     for engine in engines:
         first, end = engine.ranks
@@ -41,7 +41,7 @@ def in_rank_group(turn: TurnFacts, engines: Sequence[EngineFacts]) -> EngineFact
 def follow_rank(
     turn: TurnFacts, home: EngineFacts, candidates: Candidates, fleet: Sequence[EngineFacts]
 ) -> EngineFacts | None:
-    """To the engine that has the trajectory's rank now, if that has room."""
+    """To the engine that has the trajectory's rank now, if it has room."""
     target = in_rank_group(turn, fleet)
     return target if target is not home and target in candidates else None
 
@@ -57,7 +57,7 @@ class Ranks:
         self._cut_for: tuple[int, Sequence[Engine]] = (0, ())
 
     def note(self, trajectory: Trajectory) -> None:
-        """What is left of a trajectory has changed; one that ended has no rank."""
+        """Update a trajectory whose remaining work has changed; one that ended has no rank."""
         self.drop(trajectory)
         if trajectory.state is TrajectoryState.ACTIVE:
             key = self._key_of[trajectory.trajectory_id] = (-trajectory.remaining_tokens(), trajectory.ordinal)
@@ -65,19 +65,19 @@ class Ranks:
             self._context_of[trajectory.ordinal] = trajectory.context_tokens
 
     def drop(self, trajectory: Trajectory) -> None:
-        """A trajectory is forgotten."""
+        """Drop a trajectory that is forgotten."""
         key = self._key_of.pop(trajectory.trajectory_id, None)
         if key is not None:
             del self._sorted[bisect_left(self._sorted, key)]
             del self._context_of[trajectory.ordinal]
 
     def rank(self, trajectory: Trajectory) -> float:
-        """The share of live trajectories that are before this one; one that ended is behind all."""
+        """The share of live trajectories ranked before this one; one that ended is behind all."""
         key = -trajectory.remaining_tokens(), trajectory.ordinal
         return bisect_left(self._sorted, key) / max(len(self._sorted), 1)
 
     def cut(self, engines: Sequence[Engine], at: float) -> None:
-        """Give each engine its ranks, where that is due."""
+        """Give each engine its ranks, if that is due."""
         num_trajectories, seen = self._cut_for
         if not self._sorted or ((seen is engines or seen == engines) and len(self._sorted) < 2 * num_trajectories):
             return

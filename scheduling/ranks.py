@@ -1,8 +1,9 @@
-"""Heddle's own placement, as a baseline: groups by its presorted dynamic program; rank_groups.py follows ranks later.
+"""The Heddle paper's placement, as a baseline: groups by its presorted dynamic program; rank_groups.py follows ranks
+later.
 
 Its cost of a group is T * F(size) * longest: the step time of the whole group's batch, for as long as its longest
-trajectory runs. That knows neither slots nor KV waves, prefill or tools. When predictions change, nothing is solved
-again: a trajectory's rank changes, and with its rank, perhaps, the group where it belongs.
+trajectory runs. That ignores slots, KV waves, prefill and tools. When predictions change, nothing is solved again: a
+trajectory's rank changes, and with it perhaps the group that the trajectory belongs to.
 
 Source: Heddle, arXiv 2603.28101: presorted dynamic programming and its runtime rule.
 """
@@ -17,7 +18,7 @@ def heddle_groups(trajectories: Sequence[Remaining], engines: Sequence[EnginePro
     """For each engine, in the order given, the indices of its trajectories, longest first.
 
     `D(i, j) = min over k < i of max(D(k, j - 1), T * F(i - k) * longest of k..i)`. The first term grows with k and the
-    second falls, so the best k lies where they cross, and moves right as i grows: no step is tried twice, and short
+    second falls, so the best k is where they cross, and it moves right as i grows. No step is tried twice, and short
     trajectories need not be lumped together as in the paper.
 
     Args:
@@ -46,7 +47,8 @@ def heddle_groups(trajectories: Sequence[Remaining], engines: Sequence[EnginePro
 def _one_more_engine(
     done_s: Sequence[float], output_tokens: Sequence[float], step_s: Sequence[float]
 ) -> tuple[list[float], list[int]]:
-    """For each number of trajectories, the least makespan with this engine beside those before, and where it begins."""
+    """For each number of trajectories, the least makespan with one engine more, and where that engine's group
+    begins."""
 
     def later_s(start: int, end: int) -> float:
         own_s = step_s[end - start] * output_tokens[start] if start < end else 0.0

@@ -1,10 +1,10 @@
-"""When a fleet is cut anew: decisions with hysteresis.
+"""When to reshape a fleet: decisions with hysteresis.
 
-A new fleet must pay for its relaunches and then still be clearly better. What was chosen stays until something else is
-better by that margin, so estimates that waver about equality change nothing. Between rollouts a change pays over the
-rollouts to come, and only if lengths have drifted by more than chance; within one it must pay at once, and only a
-trusted predictor may ask for it. In the policy study it was insurance against a wrong TP size and never better than
-the right fleet from the start.
+A new fleet must pay for its relaunches and then still be clearly better. A chosen fleet stays until another one is
+better by that margin, so estimates that waver about equality change nothing. Between rollouts, a change pays over the
+coming rollouts, and only if lengths have drifted by more than chance. Within a rollout it must pay at once, and only a
+trusted predictor may ask for it. In the policy study, reshaping was insurance against a wrong TP size, and never better
+than the right fleet from the start.
 """
 
 from bisect import bisect_right
@@ -27,8 +27,8 @@ class ReshapeRule:
     """What a change must promise.
 
     Args:
-        min_gain_share: the share of the present time that must be left as gain when the relaunch is paid.
-        num_rollouts: rollouts that the gain is expected to last, and the relaunch is spread over.
+        min_gain_share: the gain that must be left after the relaunch is paid, as a share of the present time.
+        num_rollouts: rollouts that the gain is expected to last, over which the relaunch is spread.
         min_correlation: log-Pearson correlation that the predictor must have shown.
     """
 
@@ -37,17 +37,17 @@ class ReshapeRule:
     min_correlation: float = 0.0
 
 
-# Libra acts from 5 % on; drift lasts for some rollouts at least.
+# Libra acts from 5 % on; a drift lasts for several rollouts at least.
 BETWEEN_ROLLOUTS = ReshapeRule(min_gain_share=0.05, num_rollouts=4)
 
 
 def worth_reshaping(current_s: float, planned_s: float, relaunch_s: float, rule: ReshapeRule) -> bool:
-    """Whether to change, if the predictor can be trusted.
+    """Whether to change, provided that the predictor can be trusted.
 
     Args:
-        current_s: estimated time of one rollout, or of the rest of it, as things are.
+        current_s: estimated time of one rollout, or of the rest of it, with the present fleet.
         planned_s: the same after the change.
-        relaunch_s: what the change costs, once; 0 where it hides behind training.
+        relaunch_s: the cost of the change, paid once; 0 if training hides it.
     """
     gain_s = current_s - planned_s - relaunch_s / rule.num_rollouts
     return gain_s > rule.min_gain_share * current_s
@@ -58,7 +58,7 @@ def has_drifted(
 ) -> bool:
     """Whether lengths come from another distribution: a Kolmogorov-Smirnov test at 5 %.
 
-    Siblings are alike, so that a group counts as less than its members: the sample is divided by the design effect
+    Siblings are alike, so a group counts for less than its members: the sample is divided by the design effect
     `1 + (group_size - 1) * sibling_correlation`.
 
     Args:
@@ -81,7 +81,7 @@ def _largest_distance(before: Sequence[float], now: Sequence[float]) -> float:
 
 
 def renumbered(planned: FleetPlan, current: FleetPlan) -> FleetPlan:
-    """The same plan, its nodes numbered so that as many as possible stay as they are."""
+    """The same plan, with nodes numbered so that as many as possible stay as they are."""
     shapes, present = _shapes(planned.engines), _shapes(current.engines)
     number_of: dict[int, int] = {}
     for node, shape in shapes.items():
@@ -96,7 +96,7 @@ def renumbered(planned: FleetPlan, current: FleetPlan) -> FleetPlan:
 
 
 def nodes_to_relaunch(planned: FleetPlan, current: FleetPlan) -> list[int]:
-    """Nodes whose engines differ, and nodes that the plan has no engines for."""
+    """Nodes whose engines differ, and nodes for which the plan has no engines."""
     shapes, present = _shapes(planned.engines), _shapes(current.engines)
     return sorted(node for node in shapes.keys() | present.keys() if shapes.get(node) != present.get(node))
 
@@ -108,13 +108,13 @@ def _shapes(engines: Iterable[PlannedEngine]) -> dict[int, list[tuple[int, str]]
     return {node: sorted(shape) for node, shape in shapes.items()}
 
 
-# Tools that add more than this for each token are no rule for what comes.
+# If tools added more than this per token of output, that does not predict what they will add.
 _MAX_ADDED_SHARE = 10.0
 
 
 def still_needed(record: TrajectoryRecord) -> Remaining:
-    """What an active trajectory still needs of a fleet. Tools go on adding for each token what they added so far; after
-    one turn that cannot be told from the prompt, and nothing is counted."""
+    """What an active trajectory still needs of a fleet. Tools are assumed to go on adding as much per token of output
+    as so far, within a limit. After one turn, tool output cannot be told from the prompt, so nothing is counted."""
     left = max(record.predicted_tokens - record.output_tokens, 1.0)
     added = max(record.context_tokens - record.output_tokens, 0)
     share = (

@@ -1,7 +1,7 @@
-"""Residency: which trajectories may have their KV on an engine. It is worth more than any order (policy study).
+"""Residency: which trajectories may have their KV on an engine. It matters more than any order (policy study).
 
-A trajectory in a tool call keeps its KV claim, so that its context is still there when it returns; without that,
-engines evict and prefill every context again and again.
+A trajectory in a tool call keeps its KV claim, so its context is still there when it returns. Otherwise engines evict
+and prefill every context again and again.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,18 +12,19 @@ from scheduling.engine import Engine
 from scheduling.limits import Limits
 from scheduling.state import RUNNING, Trajectory, Turn
 
-# How often ThunderAgent looks whether programs must pause (arXiv 2602.13692).
+# How often ThunderAgent checks whether programs must pause (arXiv 2602.13692).
 PAUSE_EVERY_S = 5.0
 
 Enter = Callable[[Engine, Turn, float, Limits], list[str] | None]
-"""Who must lose their KV claim so that a turn's trajectory may be resident; None when it may not be, now."""
+"""Trajectories that must lose their KV claim so that a turn's trajectory may be resident; None if it may not
+be, now."""
 
 Leave = Callable[[Engine, Mapping[str, Trajectory], float], list[str]]
-"""Which residents, of those that do not run, must give up their claims."""
+"""Residents that must give up their claims; running ones never do."""
 
 Most = Callable[[Engine, float, Limits], float]
-"""A bound that many turns can be held against at once: whose claim is larger by more than the prompt that it may find
-there does not enter, if it is patient and not resident already."""
+"""A bound for a cheap test of many turns. A turn whose claim exceeds it by more than the prompt it may find there does
+not enter, unless it is impatient or its trajectory is resident already."""
 
 
 def any_claim(engine: Engine, at: float, limits: Limits) -> float:
@@ -36,9 +37,9 @@ class Residency:
     """Which trajectories may have their KV on an engine.
 
     Args:
-        most: what no entrant may claim more than, as far as it can be told without the turn.
-        every_s: how often `leave` is asked; 0 whenever a context has grown.
-        is_one_queue: a turn that fits nowhere holds back all behind it; else one engine is reserved for it.
+        most: the most that an entrant may claim, as far as that is known without the turn.
+        every_s: how often `leave` is called; 0: whenever a context has grown.
+        is_one_queue: a turn that fits nowhere holds back all turns behind it; else one engine is reserved for it.
     """
 
     enter: Enter
@@ -51,11 +52,12 @@ class Residency:
 def claims_giving_way(engine: Engine, turn: Turn, at: float, limits: Limits) -> list[str] | None:
     """Trajectories in a tool call that must lose their KV claim so that a turn's trajectory may be resident.
 
-    The longest idle go first: after their lease, or at once when the turn has waited for `entry_patience_s`.
+    The longest idle go first: after their lease, or at once if the turn has waited for `entry_patience_s`.
 
     Returns:
-        None when the trajectory may not enter now. An empty list when nobody must give way: it is resident already, or
-        stays under the watermark, or is the only one, so that a context above the watermark does not wait for ever.
+        None if the trajectory may not enter now. An empty list if no claim has to give way: it is resident already, or
+        stays under the watermark, or is the only one (so that a context above the watermark does not wait forever), or
+        the KV capacity is unknown.
     """
     capacity_tokens = engine.spec.kv_capacity_tokens * limits.kv_watermark
     if not capacity_tokens or not engine.claims or turn.trajectory.trajectory_id in engine.claims:
@@ -82,9 +84,9 @@ def claims_giving_way(engine: Engine, turn: Turn, at: float, limits: Limits) -> 
 
 
 def free_and_idle_tokens(engine: Engine, at: float, limits: Limits) -> float:
-    """What is left under the watermark, and what idle claims past their lease come to; no bound where these are all.
+    """Tokens left under the watermark plus those of idle claims past their lease; no bound if all claims are.
 
-    `claims_giving_way` looks at each turn for itself, which takes most of the scheduler's time where many wait.
+    `claims_giving_way` checks each turn by itself, which takes most of the scheduler's time when many turns wait.
     """
     capacity_tokens = engine.spec.kv_capacity_tokens * limits.kv_watermark
     if not capacity_tokens or not engine.claims:
@@ -101,9 +103,9 @@ def free_and_idle_tokens(engine: Engine, at: float, limits: Limits) -> float:
 
 
 def claims_beyond_capacity(engine: Engine, trajectories: Mapping[str, Trajectory], at: float) -> list[str]:
-    """Residents that must give up their claims because contexts have grown beyond the engine's KV.
+    """Residents that must give up their claims because contexts have outgrown the engine's KV.
 
-    Only those that do not run can; the least urgent go first. Cost: linear in the residents, when there is an excess.
+    Only those that do not run can; the least urgent go first. Cost: linear in the residents if there is an excess.
     """
     capacity_tokens = engine.spec.kv_capacity_tokens
     excess_tokens = engine.kv_held - capacity_tokens
@@ -122,9 +124,10 @@ def claims_beyond_capacity(engine: Engine, trajectories: Mapping[str, Trajectory
 
 
 def room_for_a_program(engine: Engine, turn: Turn, at: float, limits: Limits) -> list[str] | None:
-    """ThunderAgent's entry: while active contexts, those in a tool call fading, stay within the engine's KV.
+    """ThunderAgent's entry: while active contexts, with those in a tool call fading, stay within the engine's KV.
 
-    Nobody gives way. A turn that waited for `entry_patience_s` resumes by force, as there after half an hour.
+    No claim gives way. A turn that has waited for `entry_patience_s` resumes by force; ThunderAgent's does after half
+    an hour.
     """
     capacity_tokens = engine.spec.kv_capacity_tokens
     if not capacity_tokens or not engine.claims or turn.trajectory.trajectory_id in engine.claims:
@@ -134,8 +137,8 @@ def room_for_a_program(engine: Engine, turn: Turn, at: float, limits: Limits) ->
 
 
 def programs_to_pause(engine: Engine, trajectories: Mapping[str, Trajectory], at: float) -> list[str]:
-    """ThunderAgent's pausing: those in a tool call first, then those that wait; the shortest context first, for it is
-    the cheapest to prefill again. What runs goes on, and can be paused at a later look."""
+    """ThunderAgent's pausing: trajectories in a tool call first, then those that wait; of each the shortest context
+    first, the cheapest one to prefill again. Those that run go on, and can be paused at a later check."""
     capacity_tokens = engine.spec.kv_capacity_tokens
     excess_tokens = _fading_tokens(engine, at) - capacity_tokens
     if not capacity_tokens or excess_tokens <= 0:
@@ -155,7 +158,7 @@ def _lease_s(engine: Engine, limits: Limits) -> float:
 
 
 def _fading_tokens(engine: Engine, at: float) -> float:
-    """Claimed KV, where a context in a tool call halves every second."""
+    """Claimed KV, with each context in a tool call halving every second."""
     faded = [engine.claims[name] * (1.0 - exp2(since - at)) for name, since in engine.in_tool.items()]
     return engine.kv_claimed - sum(faded, 0.0)
 

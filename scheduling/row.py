@@ -1,4 +1,4 @@
-"""Trajectories in a row, and what any stretch of them costs an engine: sums by subtraction, not by counting again."""
+"""Trajectories in a row, and the cost of any stretch of them to an engine, by differences of running sums."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from scheduling.estimate import Remaining, Work, estimate_finish_s
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """An engine that decodes speculatively while its batch is small: `speedup` at up to `max_batch` running turns."""
+    """An engine that decodes speculatively while its batch is small: `speedup` with up to `max_batch` running turns."""
 
     speedup: float
     max_batch: int
@@ -19,18 +19,18 @@ class Speculation:
         """Steps that the longest trajectory waits for.
 
         Args:
-            crowd_tokens: when so many steps are done, at most `max_batch` trajectories are left.
+            crowd_tokens: the steps after which at most `max_batch` trajectories are left.
         """
         return crowd_tokens + (longest_tokens - crowd_tokens) / self.speedup
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine that takes a share.
+    """An engine that takes a share of the trajectories.
 
     Args:
-        profile: its timing; its slots and KV capacity are those of the engine itself.
-        work: what it has before it already.
+        profile: its timing; slots and KV capacity are the engine's own.
+        work: the work that it already has.
         speculation: how it decodes small batches; not counted while it has other work, which may crowd it.
     """
 
@@ -55,7 +55,7 @@ class Row:
         self.prefill_tokens = list(accumulate((one.prefill_tokens for one in trajectories), initial=0.0))
 
     def finish_s(self, engine: LoadedEngine, start: int, end: int) -> float:
-        """The estimated finish of an engine with the trajectories at [start, end) beside the work that it has."""
+        """The estimated finish of an engine with the trajectories at [start, end) added to its work."""
         return estimate_finish_s(engine.profile, self._work(engine, start, end))
 
     def _work(self, engine: LoadedEngine, start: int, end: int) -> Work:

@@ -1,19 +1,20 @@
-"""How the fleet is cut: TP degrees of engines under a budget of GPUs, for the trajectories at hand.
+"""Fleet plans: the TP sizes of engines under a GPU budget, for the trajectories at hand.
 
-A fleet is as good as the presorted partition of the trajectories on it (partition.py). Four searches have one
-signature and share that measure:
+A fleet is as good as the presorted partition of the trajectories on it (partition.py). Four searches share one
+signature and that measure:
 
 * `homogeneous`: one TP size everywhere, the best of them.
-* `enumerated`: every composition of nodes: 165 for 8 nodes of 8 GPUs and four TP sizes. A fleet that does not reach
-  the end of the list within the best makespan so far costs one fill.
-* `longest_reach`: Libra's dynamic program `dp[gpus][i]`, turned round: not the least makespan of the first i
-  trajectories, but how far down the list so many GPUs get within a bound. The bound is bisected. It finds the same
+* `enumerated`: every composition of nodes: 165 for 8 nodes of 8 GPUs and four TP sizes. A fleet that does not reach the
+  end of the list within the best makespan so far costs one fill.
+* `longest_reach`: Libra's dynamic program `dp[gpus][i]`, turned round. It asks not for the least makespan of the first
+  i trajectories but how far down the list so many GPUs get within a bound, and bisects the bound. It finds the same
   fleets without a table over trajectories.
-* `annealed`: Heddle's simulated annealing, which begins with large TP for long trajectories and small TP for short.
+* `annealed`: the Heddle paper's simulated annealing, which begins with large TP for long trajectories and small TP for
+  short ones.
 
-The gain of a mixed fleet stands and falls with the predictions: in the policy study it is 2 % with true lengths and a
-loss with learned ones, for a surprise on a small TP size meets that engine's floor. So a mixed fleet is planned only
-where it promises clearly more than the best homogeneous one.
+The gain of a mixed fleet depends on the predictions: in the policy study it is 2 % with true lengths and a loss with
+learned ones, because an unexpectedly long trajectory on a small TP size meets that engine's floor. So a mixed fleet is
+planned only if it promises clearly more than the best homogeneous one.
 
 Sources: Heddle, arXiv 2603.28101 (sort-initialised annealing); Libra, arXiv 2606.03077 (planner).
 """
@@ -33,10 +34,10 @@ from scheduling.row import LoadedEngine, Speculation
 # What a mixed fleet must promise over the best homogeneous one: real predictions cost it 1 to 6 % (policy study).
 MIXED_FLEET_GAIN = 0.05
 
-# The study's modelled flag: a step takes 1/1.6 of its time while at most 8 turns run.
+# The flag as the study models it: a step takes 1/1.6 of its time while at most 8 turns run.
 TAIL_SPECULATION = Speculation(speedup=1.6, max_batch=8)
 
-# An engine speculates if that brings its estimated finish forward by more than this share; drafting costs memory too.
+# An engine speculates if that shortens its estimated finish by more than this share; drafting costs memory, too.
 SPECULATION_GAIN = 0.01
 
 Kinds = Mapping[int, LoadedEngine]
@@ -46,12 +47,12 @@ class Role(StrEnum):
     """What an engine is launched for."""
 
     BULK = "bulk"
-    TAIL = "tail"  # few and long trajectories: it decodes speculatively while its batch is small
+    TAIL = "tail"  # few, long trajectories: it decodes speculatively while its batch is small
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedEngine:
-    """One engine: `tp` GPUs of a node, nodes counted from 0."""
+    """One engine: `tp` GPUs of a node; nodes count from 0."""
 
     tp: int
     node: int
@@ -60,11 +61,11 @@ class PlannedEngine:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """What the controller should make of the fleet.
+    """The fleet that the controller should bring up.
 
     Args:
         engines: in the order of their groups, longest trajectories first.
-        makespan_s: estimated, from now, relaunches not counted.
+        makespan_s: estimated, from now, without relaunches.
         method: the search that found it.
         why: the reason in a few words, for people.
     """
@@ -100,9 +101,10 @@ def plan(
 
     Args:
         trajectories: at least one.
-        profiles: of each TP size, a power of two. Sizes whose KV does not hold the longest trajectory are left out.
+        profiles: by TP size, a power of two. Sizes whose KV does not hold the longest trajectory are left out; if none
+            holds it, the size with the most KV is used.
         search: None: `longest_reach`.
-        speculation: what an engine gains if it is launched with speculative decoding. None: none can.
+        speculation: what an engine gains if it is launched with speculative decoding. None: no engine can be.
         min_gain_share: what a mixed fleet must promise over the best homogeneous one to be planned.
 
     Raises:
@@ -121,7 +123,7 @@ def plan(
 
 
 def _preferred(uniform: tuple[TPs, float], found: tuple[TPs, float], min_gain_share: float) -> tuple[TPs, str]:
-    """The fleet to take and why, of one with a single TP size and another, each with its makespan."""
+    """The fleet to take and why, given one with a single TP size and another one, each with its makespan."""
     (uniform_tps, uniform_s), (found_tps, found_s) = uniform, found
     if found_s >= uniform_s:
         return uniform_tps, "no other fleet promises more"
@@ -133,7 +135,7 @@ def _preferred(uniform: tuple[TPs, float], found: tuple[TPs, float], min_gain_sh
 
 
 def makespan_s(presorted: Presorted, kinds: Kinds, fleet: TPs) -> float:
-    """The estimated makespan of the partition on a fleet, the measure of every search."""
+    """The estimated makespan of the partition on a fleet: the measure of every search."""
     return presorted.bound_s([presorted.filler(kinds[tp]) for tp in fleet])
 
 
@@ -156,7 +158,7 @@ def longest_reach(presorted: Presorted, kinds: Kinds, budget: GpuBudget) -> TPs:
 
 
 def best_in_any_order(presorted: Presorted, kinds: Kinds, budget: GpuBudget) -> tuple[float, TPs]:
-    """The least makespan where a smaller engine may take longer trajectories than a larger one, and its fleet.
+    """The least makespan if smaller engines may also take longer trajectories than larger ones, and its fleet.
 
     The fleet is in the order of its groups. A larger engine for longer trajectories is nearly always as good.
     """
@@ -173,7 +175,7 @@ def best_in_any_order(presorted: Presorted, kinds: Kinds, budget: GpuBudget) -> 
 
 
 def _furthest(presorted: Presorted, kinds: Kinds, budget: GpuBudget, bound_s: float) -> tuple[int, TPs]:
-    """How far all GPUs get within the bound, and as which engines."""
+    """How far down the list all GPUs get within the bound, and as which engines."""
     sizes = largest_first(kinds)
     fillers = {tp: presorted.filler(kinds[tp]) for tp in sizes}
     furthest: dict[int, tuple[int, TPs]] = {0: (0, ())}
@@ -193,7 +195,7 @@ def annealed(dice: Callable[[], float], num_steps: int = 300) -> Search:
     """Simulated annealing over the shapes of nodes.
 
     Args:
-        dice: each call gives a number in [0, 1), such as `random.Random(seed).random`.
+        dice: each call returns a number in [0, 1), such as `random.Random(seed).random`.
     """
 
     def annealing(presorted: Presorted, kinds: Kinds, budget: GpuBudget) -> TPs:
@@ -220,7 +222,7 @@ def annealed(dice: Callable[[], float], num_steps: int = 300) -> Search:
 
 
 def _temperature(done_share: float) -> float:
-    """Falls from accepting a loss of 10 % now and then to accepting hardly 0.1 %."""
+    """Falls from accepting a 10 % loss now and then to accepting hardly a 0.1 % loss."""
     return float(0.1 ** (1 + 2 * done_share))
 
 
@@ -239,7 +241,7 @@ def _best(presorted: Presorted, kinds: Kinds, fleets: Iterator[TPs]) -> TPs:
 
 
 def _planned(presorted: Presorted, kinds: Kinds, budget: GpuBudget, fleet: TPs, method: str, why: str) -> FleetPlan:
-    """Who is for the tail, and where."""
+    """The plan for a fleet: which engines are for the tail, and the node of each one."""
     engines: list[PlannedEngine] = []
     finishes_s = []
     start = 0
@@ -260,7 +262,7 @@ def usable_kinds(
     budget: GpuBudget,
     speculation: Speculation | None,
 ) -> dict[int, LoadedEngine]:
-    """Sizes that fit into a node and hold the longest context; where none holds it, the one that comes nearest."""
+    """TP sizes that fit into a node and hold the longest context; if none holds it, the one that comes nearest."""
     fitting = {tp: profile for tp, profile in profiles.items() if tp <= min(budget.gpus, budget.gpus_per_node)}
     if not fitting:
         raise ValueError(f"no engine fits into {budget.gpus} GPUs in nodes of {budget.gpus_per_node}")

@@ -1,14 +1,17 @@
 """The state machine that decides when each turn runs and where each trajectory lives.
 
-`handle(event)` is the only door: it is synchronous, changes the state and gives the actions, in order. Rules:
+`handle(event)` is the only entry point. It is synchronous: it updates the state and returns the actions to perform, in
+order. Rules:
 
 1. A turn is waiting, running or ended (state.TRANSITIONS).
-2. What is said of an unknown turn or of an earlier leg is late, and dropped.
-3. A turn that an engine failed goes elsewhere; to the same engine only after `retry_pause_s`, or when a busy one says.
-4. A trajectory is saved when a turn of it is finished.
+2. An event about an unknown turn or an earlier leg is late, and is dropped.
+3. A turn that an engine failed goes to another engine. It may return to the same one after `retry_pause_s`, or after
+   the delay that a busy engine asked for.
+4. A trajectory is saved when one of its turns finishes.
 5. An aborted trajectory stays aborted.
 
-The dispatcher decides where a waiting turn waits or goes; its rules, 6 to 10, are at the head of dispatcher.py.
+dispatcher.py decides where a waiting turn queues or runs (rules 6 to 10), admission.py whether it may enter an engine
+(rules 11 to 14).
 """
 
 from collections.abc import Iterable
@@ -50,21 +53,21 @@ from scheduling.types import (
     TurnProgressed,
 )
 
-# Between looks at the time while turns wait: leases, pauses and patience may end this much late.
+# Interval between Ticks while turns wait. Leases, pauses and patience may end this much late.
 TICK_S = 1.0
-# When a client that is refused may try again: by then turns have ended, or another engine is up.
+# How soon a refused client may try again: by then turns have ended, or another engine is up.
 REFUSED_RETRY_S = 5.0
 
 
 class Scheduler:
-    """Decides for one fleet.
+    """Schedules one fleet.
 
     Args:
-        policy: how.
-        limits: within which bounds.
-        records: trajectories of an earlier process; their homes hold as soon as those engines report.
+        policy: how turns are ordered and placed.
+        limits: the bounds.
+        records: trajectories of an earlier process. A trajectory's home is valid again as soon as that engine reports.
         at: now.
-        can_preempt: the driver performs Preempt; where it cannot, no policy preempts.
+        can_preempt: whether the driver performs Preempt. If it does not, no policy preempts.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class Scheduler:
     # --- the door -------------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> list[Action]:
-        """Take in what happened and say what to do, in order."""
+        """Apply an event. Returns the actions to perform, in order."""
         if event.at > self._at:
             self._at = self._dispatcher.at = self._admission.at = event.at
         actions: list[Action] = []
@@ -131,11 +134,11 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Turns in the queues."""
+        """Number of turns in the queues."""
         return self._queues.num_waiting
 
     def next_wakeup(self) -> float | None:
-        """When a Tick is wanted; None while there is nothing to wait for."""
+        """When the next Tick is due; None while there is nothing to wait for."""
         if self._queues.num_waiting or self._dispatcher.looks_regularly:
             return self._next_tick_at
         due_at = self._idle.next_due_at(self.limits)
@@ -213,7 +216,7 @@ class Scheduler:
         if turn is None or turn.leg != event.leg:
             return
         if turn.state is WAITING and event.fault is not Fault.CLIENT_LEFT:
-            return  # it waits because that leg failed: this was said before
+            return  # late: that leg's end is known, and the turn waits again
         engine = self._queues.engine_of.get(turn)
         wants_retry = event.can_retry and event.fault in (Fault.ENGINE, Fault.BUSY)
         is_aborted = turn.trajectory.state is ABORTED
@@ -222,7 +225,8 @@ class Scheduler:
         if wants_retry and not is_aborted and turn.num_faults < self.limits.max_attempts:
             pause_s = max(event.retry_after_s or self.limits.retry_pause_s, TICK_S if is_busy else 0.0)
             turn.avoided[self._queues.engine_of[turn].spec.engine_id] = self._at + pause_s
-            # A busy engine did nothing for the turn: it has been waiting all the time, and not for ever.
+            # A busy engine did no work for the turn, so its wait counts from the start: the queue timeout still ends
+            # it.
             self._wait_again(turn, turn.queued_at if is_busy else self._at, actions)
         else:
             self._end(turn)
@@ -324,7 +328,7 @@ class Scheduler:
         self._dispatcher.route_anew(engine, actions)
 
     def _settle_residents(self, engine: Engine) -> None:
-        """Give an engine the trajectories of an earlier process whose home it is."""
+        """Restore an engine's residents: the active trajectories of an earlier process whose home it is."""
         residents = [
             trajectory
             for trajectory in self.trajectories.values()
@@ -366,7 +370,7 @@ class Scheduler:
     # --- expiry ---------------------------------------------------------------------------------------------
 
     def _expire(self, actions: list[Action]) -> None:
-        """Finish active trajectories that are idle for too long; forget ended ones after their retention."""
+        """Finish active trajectories that were idle for too long; forget ended ones after their retention."""
         for trajectory in self._idle.to_finish(self._at, self.limits):
             self._trajectory_closed(TrajectoryClosed(self._at, trajectory.trajectory_id), actions)
         for trajectory in self._idle.to_forget(self._at, self.limits):
@@ -374,7 +378,7 @@ class Scheduler:
         self._make_room(0, actions)
 
     def _make_room(self, num_more: int, actions: list[Action]) -> None:
-        """Forget the longest idle trajectories until so many more may be kept."""
+        """Forget idle trajectories, the longest ended first, until `num_more` others fit."""
         while len(self.trajectories) + num_more > self.limits.max_trajectories:
             trajectory = self._idle.first_to_go()
             if trajectory is None:

@@ -1,4 +1,4 @@
-"""What the scheduler remembers of turns and trajectories, and their queues. Only the scheduler's parts touch it."""
+"""The scheduler's state of turns and trajectories, and the queue type. Only the scheduler's parts touch it."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -11,14 +11,15 @@ from scheduling.order import TurnFacts
 from scheduling.types import ACTIVE, Prediction, TrajectoryRecord, TrajectoryState, TurnArrived
 
 Key = tuple[int, float, int]
-"""The client's own priority, the policy's order, and the number of the turn: lower is earlier."""
+"""The client's own priority, the policy's order, and the turn's number: lower is earlier."""
 
 PartName = tuple[str, str, str, int]
-"""Of a prompt: its model, for adapters of one engine share no KV; a preamble; the group that goes on from there ("" for
-the preamble itself); and a class of size: within it prompts of a group are taken for the same."""
+"""The name of a part of a prompt. It consists of the model (adapters of one engine share no KV), the preamble, the
+group that goes on from there ("" for the preamble itself), and a size class: prompts of a group count as the same
+within one class."""
 
-# Classes are 9 % wide, for a gateway estimates lengths, a little anew each time. Far unlike ones are other prompts,
-# whatever their group says.
+# Classes are 9 % wide, because a gateway estimates lengths, slightly differently each time. Prompts of clearly
+# different lengths are different prompts, whatever their group says.
 _SIZES_PER_DOUBLING = 8
 
 _key = attrgetter("key")
@@ -45,14 +46,14 @@ class Turn:
 
     Args:
         key: waiting turns are served in the order of their keys; no two are equal.
-        queue: where it waits.
-        queued_at: since when it waits, or waited last.
+        queue: the queue that it waits in.
+        queued_at: when its present or latest wait began.
         avoided: engines that failed it, each with the instant from which it may be tried again.
-        kept_tokens: output of its earlier legs, which its next leg goes on from.
-        claim_tokens: the KV that it will hold: its prompt, what it has made, and the answer that is expected of it.
-        num_faults: legs that engines failed.
+        kept_tokens: output of its earlier legs, from which its next leg goes on.
+        claim_tokens: the KV that it will hold: its prompt, the output it has made, and its expected answer.
+        num_faults: legs that engines failed; busy engines do not count.
         began_at: when its running leg began.
-        is_pausing: its running leg was asked to stop.
+        is_pausing: whether its running leg was asked to stop.
     """
 
     turn_id: str
@@ -73,7 +74,7 @@ class Turn:
 
     @property
     def context_tokens(self) -> int:
-        """What its next leg begins with: its prompt, and what it has made."""
+        """The context that its next leg begins with: its prompt and the output it has made."""
         return self.facts.prompt_tokens + self.kept_tokens
 
     def become(self, state: TurnState) -> None:
@@ -84,12 +85,12 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
-    """One trajectory: its record in the making, its live turns, and the key of its last one.
+    """One trajectory: the data of its record, its live turns, and the key of its last turn.
 
     Args:
         prompt: the parts of its first turn's prompt that others may hold as well, each with its tokens: the preamble,
-            and what its siblings share beyond it. Empty where they are not known: no turn was asked for yet, or the
-            first one came to an earlier process, or nobody said what it shares.
+            and what its siblings share beyond it. Empty if they are unknown: no turn has been asked for yet, the first
+            one came to an earlier process, or neither preamble nor group was named.
         first_prompt_tokens: the tokens of these parts.
     """
 
@@ -112,7 +113,7 @@ class Trajectory:
 
     @classmethod
     def restored(cls, record: TrajectoryRecord, ordinal: int) -> "Trajectory":
-        """The trajectory of an earlier process."""
+        """A trajectory of an earlier process."""
         return cls(
             trajectory_id=record.trajectory_id,
             ordinal=ordinal,
@@ -129,7 +130,7 @@ class Trajectory:
         )
 
     def note_first_prompt(self, asked: TurnArrived, group_id: str) -> None:
-        """Its first turn is asked for."""
+        """Note the parts of its first turn's prompt."""
         tokens = asked.prompt_tokens
         preamble_tokens = min(asked.preamble_tokens, tokens) if asked.preamble_id else 0
         preamble_id = asked.preamble_id if preamble_tokens else ""

@@ -1,6 +1,6 @@
-"""The words of the core: what is known of engines and trajectories, events that happen, actions to perform.
+"""The vocabulary of the core: what is known of engines and trajectories, events that happen, actions to perform.
 
-All of it is data. Instants (`at`, `*_at`) are seconds on whatever clock the driver uses, and only ever grow.
+All of it is data. Instants (`at`, `*_at`) are seconds on the driver's clock, and only ever grow.
 """
 
 from collections.abc import Set
@@ -20,25 +20,25 @@ class Prediction:
 
 
 class TrajectoryState(StrEnum):
-    """`active` may send turns; a later turn opens a `finished` one again; those of an `aborted` one are refused."""
+    """`active` may send turns; a later turn reopens a `finished` one; turns of an `aborted` one are refused."""
 
     ACTIVE = "active"
     FINISHED = "finished"
     ABORTED = "aborted"
 
 
-# For where a turn passes: to look a member up in its enumeration takes as long as a call.
+# For the hot path: looking up an enum member takes as long as a call.
 ACTIVE, FINISHED, ABORTED = TrajectoryState.ACTIVE, TrajectoryState.FINISHED, TrajectoryState.ABORTED
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class TrajectoryRecord:
-    """What must outlive the process about one trajectory: never changed, though not frozen, for one is made at every
-    turn, and a frozen one would take a microsecond more.
+    """What must outlive the process about one trajectory. Never changed, though not frozen: one is made at every turn,
+    and a frozen one would take a microsecond more.
 
     Args:
-        home: the engine that it entered last, where its KV may still be; whether it is resident there is not written.
-        context_tokens: prompt and output of its last finished turn: what its KV holds.
+        home: the engine that it entered last, where its KV may still be; whether it is resident there is not recorded.
+        context_tokens: prompt and output of its last finished turn: the tokens that its KV holds.
         output_tokens: all tokens that its finished turns made.
         num_turns: its finished turns.
         predicted_tokens: its last predicted total output.
@@ -59,13 +59,13 @@ class TrajectoryRecord:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine is. A relaunched server is another engine and has another `engine_id`.
+    """What an engine is. A relaunched server is another engine with another `engine_id`.
 
     Args:
         models: names that it serves.
         slots: turns that it runs at once.
-        kv_capacity_tokens: KV tokens that it holds; 0 when it does not say, and then KV does not limit entry.
-        profile: how long it takes; None when nobody measured it.
+        kv_capacity_tokens: KV tokens that it holds; 0 if it does not report them, and then KV does not limit entry.
+        profile: its timing; None if it was not measured.
     """
 
     engine_id: str
@@ -78,7 +78,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine says of itself: turns running and waiting inside it, and KV tokens in use."""
+    """What an engine reports of itself: turns running and waiting inside it, and KV tokens in use."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -86,10 +86,10 @@ class EngineLoad:
 
 
 class Fault(StrEnum):
-    """Why a leg ended without its turn being finished."""
+    """Why a leg ended before its turn was finished."""
 
     ENGINE = "engine"  # refused, reset, died, hung or answered nonsense: another engine may do better
-    BUSY = "busy"  # the engine said 429 or 503: it may do better later
+    BUSY = "busy"  # the engine answered 429 or 503: it may do better later
     REQUEST = "request"  # the client's mistake: no engine can serve it
     CLIENT_LEFT = "client_left"
     CLOSED = "closed"  # its trajectory was aborted
@@ -104,10 +104,10 @@ class TurnArrived:
 
     Args:
         prompt_tokens: estimated tokens of its whole prompt.
-        prediction: the trajectory's total output, predicted now.
-        priority: the client's own hint, lower is earlier; it outranks the prediction.
-        preamble_id, preamble_tokens: what its prompt begins with and prompts of other groups begin with, too (system
-            prompt and tools), by a name, and how much of `prompt_tokens` that is. Looked at with a first turn.
+        prediction: the trajectory's total output, as predicted when this turn arrives.
+        priority: the client's own; lower is earlier, and it outranks the prediction.
+        preamble_id, preamble_tokens: the name of the preamble that its prompt begins with, and how many of
+            `prompt_tokens` the preamble is. Used only with a first turn.
     """
 
     at: float
@@ -146,12 +146,12 @@ class TurnFinished:
 
 @dataclass(frozen=True, slots=True)
 class TurnFailed:
-    """A turn's leg ended early, or its client left while it waited.
+    """A leg of a turn ended early, or the turn's client left while it waited.
 
     Args:
-        leg: the leg that failed; 0 for a turn that was never dispatched.
-        can_retry: nothing of this leg has reached the client.
-        retry_after_s: how long a busy engine asks to be left alone; None when it does not say.
+        leg: the leg that failed; 0 if the turn was never dispatched.
+        can_retry: whether nothing of this leg has reached the client.
+        retry_after_s: how long a busy engine asks to be left alone; None if it does not say.
     """
 
     at: float
@@ -164,9 +164,9 @@ class TurnFailed:
 
 @dataclass(frozen=True, slots=True)
 class TurnPaused:
-    """A leg was stopped as Preempt asked: the turn has made `output_tokens`, which are kept, and goes on later.
+    """A leg was stopped as Preempt asked. The turn has made `output_tokens`, which are kept, and goes on later.
 
-    What is said of its next leg counts these tokens as output too.
+    Events about its next leg count these tokens as output, too.
     """
 
     at: float
@@ -197,10 +197,10 @@ class TrajectoryClosed:
 
 @dataclass(frozen=True, slots=True)
 class EngineReported:
-    """An engine is there. With `accepting` false (cordoned, draining) it only ends what it runs.
+    """An engine is there. If not `accepting` (cordoned, draining), it only finishes what it runs.
 
     Args:
-        load: for whoever reads the event log; the scheduler goes by its own counts, which are newer.
+        load: for readers of the event log; the scheduler uses its own counts, which are newer.
     """
 
     at: float
@@ -211,7 +211,7 @@ class EngineReported:
 
 @dataclass(frozen=True, slots=True)
 class EngineLeaving:
-    """An engine that is not accepting will soon be gone: who lives there in a tool call moves while its KV is there."""
+    """An engine that is not accepting will soon be gone: its residents in a tool call move while their KV is there."""
 
     at: float
     engine_id: str
@@ -252,7 +252,7 @@ Event = (
 
 @value_class(frozen=True, slots=True)
 class Save:
-    """Write this record down, before what follows it is done."""
+    """Write this record down before what follows it is done."""
 
     record: TrajectoryRecord
 
@@ -262,8 +262,8 @@ class Dispatch:
     """Send a turn to an engine.
 
     Args:
-        leg: counts the turn's legs from 1; what is later said of the leg carries it.
-        priority: the engine's own priority, lower is earlier.
+        leg: counts the turn's legs from 1; later events about the leg carry it.
+        priority: the engine's own priority; lower is earlier.
         why: the reason in a few words, for people.
     """
 
@@ -276,7 +276,7 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Stop a running leg at its engine and say TurnFailed with this fault."""
+    """Stop a running leg at its engine and report TurnFailed with this fault."""
 
     turn_id: str
     leg: int
@@ -285,7 +285,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """Stop a running leg, keep what it made, and say TurnPaused; or TurnFinished, if that came first."""
+    """Stop a running leg, keep what it made, and report TurnPaused; or TurnFinished if that came first."""
 
     turn_id: str
     leg: int
@@ -303,7 +303,7 @@ class Refusal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Tell the client no. `retry_after_s` is None where trying again is useless."""
+    """Refuse the turn to its client. `retry_after_s` is None if trying again is useless."""
 
     turn_id: str
     refusal: Refusal
@@ -312,7 +312,7 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A trajectory in a tool call has another home: bring its KV there from `source`, as far as that can be done."""
+    """A trajectory in a tool call has a new home: bring its KV there from `source`, as far as possible."""
 
     trajectory_id: str
     source: str

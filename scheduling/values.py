@@ -1,7 +1,7 @@
-"""Dataclasses that are never changed, at the price of those that may be.
+"""Dataclasses that are never changed, at the cost of mutable ones.
 
-A turn makes a dozen of them with eighty fields in all, and to set a field takes four times as long where it is frozen.
-So the type checker sees to it that nobody changes one, and the interpreter does not look.
+A turn makes a dozen of them, with eighty fields in all, and setting a field takes four times as long if the class is
+frozen. So the type checker ensures that they do not change, and the interpreter does not check.
 """
 
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ else:
     from dataclasses import dataclass
 
     def value_class(*, frozen: bool, slots: bool):
-        """A decorator, as `dataclass` is: what it makes is equal and hashable by its fields."""
+        """A decorator like `dataclass`: instances are equal and hashable by their fields."""
         assert frozen
         return dataclass(slots=slots, unsafe_hash=True)
 
