@@ -56,7 +56,7 @@ class Passthrough:
 
     async def _ask(self, path: str, body: bytes, model: str | None) -> tuple[int, bytes]:
         """Status and body of the first answer that is no failure of its engine, else of the last. Raises Refused."""
-        members = sorted(self._fleet.serving(model), key=lambda member: member.num_legs)
+        members = sorted(self._fleet.serving(model), key=lambda member: (member.is_updating, member.num_legs))
         if not members:
             raise no_engine()
         answered: tuple[int, bytes] | None = None

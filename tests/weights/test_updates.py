@@ -4,7 +4,7 @@ import asyncio
 import functools
 import itertools
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault, SimulatedEngineSettings
 from tests.faults.asking import APIS, PATHS
 from tests.faults.asking import body_of as body_in
-from tests.support.engine import RecordedEngine, recorded_engine
+from tests.support.engine import Asked, RecordedEngine, Script, recorded_engine
 from tests.support.gateway import ADMIN, eventually, running_gateway
 from tests.weights.asking import MEAN_TOKENS, TOKENIZER, body_of, complete, engine, last_turn, said_by, update
 
@@ -87,6 +87,31 @@ async def test_every_turn_of_a_rollout_ends_well_while_updates_come(token_legs: 
             mixed += not said_by(made_by[-1:], prompt, text)
         assert mixed, "no turn was in flight at an update"
         assert (await client.get("/v1/weights")).json()["version"] == "v3"
+
+
+async def test_requests_of_no_trajectory_pass_by_an_engine_that_gets_weights() -> None:
+    """It stands still meanwhile, and has the fewest turns: the other one answers."""
+    is_over = asyncio.Event()
+
+    async def load(asked: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:
+        await is_over.wait()
+
+    async with (
+        recorded_engine(engine("vllm")) as one,
+        recorded_engine(engine("vllm")) as other,
+        running_gateway(one.url, other.url) as gateway,
+        httpx.AsyncClient(base_url=gateway.url) as client,
+    ):
+        one.scripts["/collective_rpc"] = Script(load, 500)
+        order = asyncio.create_task(update(client, "v1"))
+        await eventually(lambda: any(asked.path == "/collective_rpc" for asked in one.seen), 60)
+        for _ in range(3):
+            heard = await client.post("/tokenize", json={"model": "simulated", "prompt": "Hello"})
+            assert heard.status_code == 200, heard.text
+        asked_of = [[asked.path for asked in each.seen].count("/tokenize") for each in (one, other)]
+        is_over.set()
+        await order
+        assert asked_of == [0, 3]
 
 
 @KINDS
