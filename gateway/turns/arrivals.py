@@ -1,7 +1,7 @@
-"""What the scheduler is told of a turn that arrives: how long its prompt is, and how much work its trajectory has left.
+"""What the scheduler is told about an arriving turn: its prompt's length, and how much work its trajectory has left.
 
-A prompt's tokens are estimated, for only the engine can count them: by the trajectory's context so far, and by the
-bytes per token that finished turns had.
+Only the engine can count a prompt's tokens, so they are estimated here from the trajectory's context so far and from
+the bytes per token of finished turns.
 """
 
 from gateway.fleet.fleet import Fleet
@@ -17,17 +17,17 @@ from predictor.outcomes import outcomes
 from predictor.progress import Predictor
 from scheduling.types import ACTIVE, Prediction, TurnArrived
 
-# Of the first prompts, until the fleet's own tokenizer has been seen at work; typical of English and code.
+# For the first prompts, before the fleet's own tokenizer has been seen at work; typical of English and code.
 _BYTES_PER_TOKEN = 4.0
 
 
 class Arrivals:
-    """Says what arrives.
+    """Builds the arrival events of turns.
 
     Args:
-        groups: know who begins alike.
-        predictor: says how much work a trajectory has left.
-        reading: says it better, where it has read what is said in it; None where nobody does.
+        groups: know which prompts begin alike.
+        predictor: predicts how much work a trajectory has left.
+        reading: predicts it better, if it has read the conversation; None if no text predictor runs.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Arrivals:
         self._bytes_per_token = _BYTES_PER_TOKEN
 
     def arrival(self, turn: Turn) -> TurnArrived:
-        """The event for a turn, which gets to know its prediction."""
+        """The event for a turn; also stores the prediction in the turn."""
         ask = turn.ask
         entry = self._ledger.get(ask.trajectory_id)
         prompt_tokens = self._prompt_tokens(ask, entry)
@@ -63,17 +63,19 @@ class Arrivals:
         )
 
     def unanswered(self, ask: Ask) -> None:
-        """A turn ended without an answer: nobody waits for a trajectory that it did not begin, or that is over."""
+        """A turn ended without an answer: forget its trajectory's prediction, unless the trajectory is known and
+        active.
+        """
         entry = self._ledger.get(ask.trajectory_id)
         if entry is None or entry.record.state is not ACTIVE:
             self._predictor.dropped(ask.trajectory_id)
 
     def prompt_tokens(self, ask: Ask) -> int:
-        """The estimate, for a turn whose engine did not tell."""
+        """The estimate, for a turn whose engine did not report a count."""
         return self._prompt_tokens(ask, self._ledger.get(ask.trajectory_id))
 
     def learn(self, ask: Ask, usage: Usage) -> None:
-        """Estimate better by what an engine counted, which must be some tokens."""
+        """Improve the estimate with an engine's count, which must be at least one token."""
         self._bytes_per_token += 0.05 * (len(ask.body) / usage.prompt_tokens - self._bytes_per_token)
 
     def _prediction(self, ask: Ask, entry: Entry | None, prompt_tokens: int) -> Prediction:
@@ -86,7 +88,7 @@ class Arrivals:
         is_read = made and self._predictor.reads_outcomes
         told = outcomes(ask.request.get("messages") or ask.request.get("input")) if is_read else ()
         progress = begun(ask.trajectory_id, ask.group_id, prompt_id, prompt_tokens, entry, told)
-        prediction = self._predictor.predict(progress)  # asked always, for it learns from those that run
+        prediction = self._predictor.predict(progress)  # always asked, because it learns from running trajectories
         read = self._reading.heard(ask.trajectory_id) if self._reading is not None else None
         return read or prediction
 
@@ -104,6 +106,6 @@ class Arrivals:
 
 
 def _preamble(ask: Ask, prompt_tokens: int) -> tuple[str, int]:
-    """Its name, and how many of the prompt's tokens it is, as far as bytes tell."""
+    """The preamble's id, and its share of the prompt's tokens, estimated from bytes."""
     preamble_id, num_bytes = preamble_of(ask.request)
     return preamble_id, prompt_tokens * num_bytes // len(ask.body) if num_bytes < len(ask.body) else prompt_tokens

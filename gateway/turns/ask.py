@@ -1,4 +1,4 @@
-"""What a client asked of one turn."""
+"""What a client asks for with one turn."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from scheduling.values import value_class
 
 @value_class(frozen=True, slots=True)
 class Ask:
-    """What a client asked for.
+    """What a client asks for.
 
     Args:
         path: the API route, without an identity in front of it.
-        is_inferred: the trajectory was recognised by its conversation, or is new, without an id sent.
+        is_inferred: no id was sent: the trajectory is new, or was recognised by its conversation.
         may_be_joined: the same request again, while this one runs, is a retry.
         keeps_tokens: its tokens are kept for later turns and for a trainer.
-        wants_stream: the answer is to be a stream.
+        wants_stream: the client wants a stream.
     """
 
     api: Api

@@ -1,14 +1,15 @@
-"""One turn at token level: what was made so far, with which weights, and what of its text the client was told.
+"""One turn at token level: its tokens so far, the weights that made them, and the text that the client was told.
 
-A chain outlives its legs. Where a leg ends early, the next one goes on from the prompt and what was made after it:
+A chain outlives its legs. If a leg ends early, the next one continues from the prompt and the tokens made so far:
 
-1. Tokens whose character is not complete are made again: an engine would begin its text in the middle of it.
-2. A stop string that begins before the seam is found here, since the next engine sees only what follows it.
-3. What is held to a grammar is made again from its beginning, for the grammar's state is lost. If some of it is told,
-   the same must come again, as it does without dice; else the turn fails as any broken stream.
-4. Tokens of one event between which weights may have changed are made again, unless they are told: which of them are
-   whose, an engine says at a leg's end alone.
-5. A seed cannot give the tokens that it would have given in one piece, and penalties count from the seam on.
+1. Trailing tokens of an incomplete character are made again: an engine would begin its text in the middle of it.
+2. A stop string that begins before the seam is found here, because the next engine sees only the text after the seam.
+3. Output that is held to a grammar is made again from its beginning, because the grammar's state is lost. If some of it
+   was told, the same output must come again, as it does without sampling; otherwise the turn fails like any broken
+   stream.
+4. If the weights may have changed within an event of several tokens, the tokens from that event on are made again,
+   unless they were told: an engine reports only at a leg's end which version made which tokens.
+5. After a seam, a seed does not reproduce the tokens of an uninterrupted run, and penalties count from the seam on.
 """
 
 from array import array
@@ -20,11 +21,11 @@ from engines.tokens import Piece, Rendered
 from gateway.tokens.turn_tokens import VersionSpan
 
 _CHARACTER_TOKENS = 4
-"""At most so many tokens make a character of UTF-8, of which all but the last have no text."""
+"""At most this many tokens make one UTF-8 character; all but the last of them have no text."""
 
 
 class Diverged(Exception):
-    """What was made again is not what the client was told before."""
+    """What was made again differs from what the client was told before."""
 
 
 class Said(NamedTuple):
@@ -39,12 +40,12 @@ class Chain:
     """The tokens of a turn.
 
     Args:
-        parent: the turn whose prompt and output the prompt begins with.
-        tells: the client is told as tokens come, so nothing of it can be taken back.
+        parent: the turn whose prompt and output this prompt begins with.
+        tells: the client is told as tokens come, so none of them can be taken back.
         tells_logprobs: the client asked for log-probabilities; others may be for the record only.
 
     Attributes:
-        finish_reason: once the answer is complete.
+        finish_reason: set once the answer is complete.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class Chain:
         self.prompt_ids = prompt_ids
         self.parent = parent
         self.output_ids: list[int] = []
-        self.logprobs: list[Any] = []  # entries where the client is told of them, else numbers or entries
-        self._versions: list[VersionSpan] = []  # the last of them goes to the end of the output, whatever it says
+        self.logprobs: list[Any] = []  # entries if the client is told of them, else numbers or entries
+        self._versions: list[VersionSpan] = []  # the last span extends to the end of the output, whatever its own end
         self._texts: list[str] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -66,28 +67,28 @@ class Chain:
         self._leg_start = 0
         self._doubtful_start: int | None = None
         self._seam: _Seam | None = None
-        self._text_again = ""  # of what the client was told before, and must come again
+        self._text_again = ""  # told to the client before, so it must come again
         self._ids_again: list[int] = []
 
     def restore(self, ids: list[int], logprobs: list[Any], versions: list[VersionSpan]) -> None:
-        """Take up what an earlier process had made; nothing of it is told."""
+        """Take up what an earlier process made; none of it was told."""
         self.output_ids, self.logprobs, self._versions = ids, logprobs, versions
 
     @property
     def text(self) -> str:
-        """Of all tokens, as far as it may be told."""
+        """The text of all tokens, as far as it may be told."""
         if len(self._texts) > 1:
             self._texts = ["".join(self._texts)]
         return self._texts[0] if self._texts else ""
 
     @property
     def num_sure(self) -> int:
-        """Tokens that may be gone on from: all but those that `drop_doubtful` would drop."""
+        """How many tokens the next leg may continue from: all but those that `drop_doubtful` would drop."""
         return len(self.output_ids) if self._doubtful_start is None or self._tells else self._doubtful_start
 
     @property
     def versions(self) -> list[VersionSpan]:
-        """Which weights made the tokens, without a gap."""
+        """Which weights made the tokens, without gaps."""
         if len(self._versions) == 1 and self.output_ids:
             return [VersionSpan(self._versions[0].version, self._versions[0].start, len(self.output_ids))]
         spans = _until(len(self.output_ids), self._versions)
@@ -95,7 +96,7 @@ class Chain:
 
     @property
     def chosen_logprobs(self) -> "array[float] | None":
-        """Of the tokens; None where the engine gave none, or an earlier process asked for none of what it made."""
+        """The tokens' log-probabilities; None if the engine gave none, or an earlier process did not ask for them."""
         if not self.logprobs or len(self.logprobs) != len(self.output_ids):
             return None
         try:
@@ -105,13 +106,15 @@ class Chain:
 
     @property
     def told_logprobs(self) -> list[dict[str, Any]]:
-        """What the client may hear of them."""
+        """The log-probabilities that the client may be told."""
         return self.logprobs if self.tells_logprobs else []
 
     # --- at a seam ------------------------------------------------------------------------------------------
 
     def candidates(self) -> list[list[int]]:
-        """Outputs without their last tokens, whose texts `mend` is to be told; none where it need not be."""
+        """The output without its last 0 to 4 tokens, whose texts `mend` needs; [] if it needs none. With a grammar, the
+        output starts over.
+        """
         ids = self.output_ids
         if self.rendered.has_grammar:
             self._begin_again()
@@ -120,10 +123,10 @@ class Chain:
         return []
 
     def mend(self, texts: Sequence[str]) -> Said:
-        """Drop the tokens that have no text yet, and say what was held back, or was told to nobody.
+        """Drop the last tokens that have no text yet, and give what was held back or never told.
 
         Args:
-            texts: of the `candidates`.
+            texts: the texts of `candidates`.
 
         Raises:
             Diverged: these texts do not begin with what was told.
@@ -135,7 +138,7 @@ class Chain:
         while cut + 1 < len(texts) and texts[cut] == texts[cut + 1]:
             cut += 1
         if len(texts) == len(self.output_ids) and cut + 1 == len(texts) and not texts[cut]:
-            cut += 1  # not even the first token has a text
+            cut += 1  # not even the first token has text
         text = texts[0]
         if not text.startswith(self.text):
             raise Diverged
@@ -149,14 +152,14 @@ class Chain:
         return self._said(held, num_told)
 
     def drop_doubtful(self) -> None:
-        """Drop what came with the first event after the weights changed, and after it, where it can be made again."""
+        """Drop the first event after a change of weights and all that follows it, if it can be made again."""
         if self.num_sure < len(self.output_ids):
             self._texts = []
             self._cut(self.num_sure)
         self._doubtful_start = None
 
     def begin_leg(self) -> None:
-        """What comes now is another leg's."""
+        """The tokens that come now belong to another leg."""
         self._leg_start = len(self.output_ids)
 
     def _begin_again(self) -> None:
@@ -173,13 +176,13 @@ class Chain:
     # --- as tokens come -------------------------------------------------------------------------------------
 
     def add(self, piece: Piece, version: str) -> Said:
-        """Take what a leg made.
+        """Take tokens that a leg made.
 
         Args:
-            version: of the weights, unless the engine tells.
+            version: of the weights, unless the engine reports it.
 
         Raises:
-            Diverged: it is not what the client was told before.
+            Diverged: they differ from what the client was told before.
         """
         if piece.cached_tokens is not None and self.cached_tokens is None and not self._leg_start:
             self.cached_tokens = piece.cached_tokens
@@ -204,7 +207,7 @@ class Chain:
         return self._said(text, start)
 
     def finish(self, reason: str) -> Said:
-        """Nothing more is to be made."""
+        """End the output: no more tokens are needed."""
         self.finish_reason = reason
         return self._said(self._through_seam("") if self._seam is not None else "", len(self.output_ids))
 
@@ -218,7 +221,7 @@ class Chain:
         return Said(text, ids, self.logprobs[start:] if self.tells_logprobs else ())
 
     def _note_versions(self, piece: Piece) -> None:
-        """Take the engine's own word of a whole leg in place of what was thought of it."""
+        """Replace the assumed versions of a whole leg with those that the engine reports."""
         self._doubtful_start = None
         self._versions = _until(self._leg_start, self._versions)
         for version, first, last in piece.versions:
@@ -239,7 +242,7 @@ class Chain:
         elif self.rendered.has_grammar:
             raise Diverged
         else:
-            start = len(self.output_ids)  # the rest of a character fell otherwise, which nobody has seen
+            start = len(self.output_ids)  # the rest of a character came out differently, which nobody has seen
             self._told_ids[start:], self._ids_again = ids[:num_again], []
         return num_again
 
@@ -265,10 +268,10 @@ def _until(end: int, spans: Sequence[VersionSpan]) -> list[VersionSpan]:
 
 
 class _Seam:
-    """Looks for a stop string that begins before a seam and ends after it.
+    """Finds a stop string that begins before a seam and ends after it.
 
     Args:
-        text: all of the text before the seam, the last of which is `held`: not said yet.
+        text: all text before the seam; it ends with `held`, which was not told yet.
     """
 
     def __init__(self, text: str, held: str, stops: Sequence[str], includes_stop: bool) -> None:
@@ -282,11 +285,11 @@ class _Seam:
         self.is_passed = False
 
     def free_at_once(self) -> str:
-        """What was held and is too far from the seam to be in a stop string."""
+        """The held text that is too far from the seam to be part of a stop string."""
         return self._held[: max(len(self._held) - self._size, 0)]
 
     def feed(self, text: str, is_last: bool) -> tuple[str, str | None]:
-        """What may be said now, and the stop string that ended it."""
+        """The text that may be told now, and the stop string that ended it."""
         self._buffer += text
         found = [(at, stop) for stop in self._stops if 0 <= (at := self._buffer.find(stop)) < self._size]
         if found:

@@ -1,4 +1,4 @@
-"""One of the choices that a client asked for: its tokens, and who tells the client of them."""
+"""One of the choices that a client asked for: its tokens, and the voice that tells the client of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +12,12 @@ class Choice:
     """A choice of a turn at token level, kept from leg to leg.
 
     Attributes:
-        history: what it answers, for the turn that goes on from it; None where none can.
-        num_counted: so many of its tokens are in the turn's count.
-        num_saved: so many are written down, against the end of this process.
-        has_ended: the two below are made.
-        last: the events that end it in a stream, unless they are out.
-        whole: what it is in a whole answer.
+        history: the conversation that it answers, so that a later turn can continue from it; None if none can.
+        num_counted: how many of its tokens are in the turn's count.
+        num_saved: how many are written down, in case this process ends.
+        has_ended: `last` or `whole` is ready.
+        last: the events that end it in a stream, until they are sent.
+        whole: its part of a whole answer.
     """
 
     def __init__(self, index: int, chain: Chain, voice: TextVoice | ParsedVoice, history: History | None) -> None:

@@ -1,6 +1,6 @@
-"""One leg of one choice: what is left of it is generated and told, and its end is made ready.
+"""One leg of one choice: generates and tells what is left of it, and prepares its end.
 
-What came stays in the choice's chain when the leg ends early, and the next one goes on from there.
+If the leg ends early, its tokens stay in the choice's chain, and the next leg continues from there.
 """
 
 import asyncio
@@ -23,24 +23,24 @@ from gateway.turns.voices import ParsedVoice
 from scheduling.types import Fault
 from scheduling.values import value_class
 
-# An event costs as much for one token as for many. Who waits for the whole answer gets nothing from single ones, but
-# what is in an event that has not come is lost with its engine: a second's work.
+# An event costs the same for one token as for many. A client that waits for the whole answer gains nothing from single
+# tokens, but tokens in an event that has not arrived are lost with the engine: a second's work.
 _WHOLE_EVENT_TOKENS = 32
-# Who is told in parts, 0.1 s apart, gets one as soon: a sequence makes 20 to 100 tokens a second.
+# A client that is told in parts, 0.1 s apart, gets one just as soon: a sequence makes 20 to 100 tokens a second.
 _PART_EVENT_TOKENS = 4
 
 
 class RefusedTokens(Exception):
-    """The engine finds fault with the request before anything is made; its own route shall say which."""
+    """The engine rejects the request before anything is made; its own route shall report why."""
 
 
 @value_class(frozen=True, slots=True)
 class Place:
-    """Where a turn's leg runs, and as what.
+    """Where a turn's leg runs, and with which request id and priority.
 
     Args:
-        kept_legs: whose responses outlive this process; None where nobody keeps them.
-        note: tokens of a turn have come, which had so many before; called before they are told.
+        note: called with a turn and its earlier token count when tokens have come, before they are told.
+        kept_legs: the legs whose responses outlive this process; None if nothing keeps them.
     """
 
     routes: TokenRoutes
@@ -54,7 +54,7 @@ class Place:
 
 
 class ChoiceLeg:
-    """Runs such a leg."""
+    """Runs one leg of one choice."""
 
     def __init__(self, turn: Turn, choice: Choice, place: Place) -> None:
         self._turn = turn
@@ -66,7 +66,8 @@ class ChoiceLeg:
     async def run(self) -> None:
         """Run it to the choice's end.
 
-        Raises: LegFailed, RefusedTokens, Diverged, what HttpClient raises, and what reading nonsense raises.
+        Raises: LegFailed, RefusedTokens, Diverged, anything HttpClient raises, and the errors of parsing a malformed
+        answer.
         """
         chain, choice = self._chain, self._choice
         await self._begin()
@@ -84,7 +85,7 @@ class ChoiceLeg:
     # --- the tokens -----------------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """Go on from what was made before."""
+        """Continue from what was made before."""
         chain = self._chain
         if chain.output_ids and chain.finish_reason is None:
             chain.drop_doubtful()
@@ -93,7 +94,7 @@ class ChoiceLeg:
                 self._say(chain.finish("length"))
 
     async def _take_up(self, kept_legs: KeptLegs) -> None:
-        """Read what an earlier process had asked for, as far as it goes; the rest is asked for anew."""
+        """Read the response that an earlier process asked for, as far as it goes; the rest is asked for again."""
         response: Response | None = None
         try:
             found = await kept_legs.take_up(self._turn, self._choice, self._place.routes, self._place.member)
@@ -105,7 +106,7 @@ class ChoiceLeg:
                 await self._read(response, version)
                 response.release()
         except (*CONNECTION_FAULTS, LegFailed):
-            pass  # it may have ended long ago: what there is now is asked next
+            pass  # it may have ended long ago: what is missing is asked for next
         finally:
             if response is not None:
                 response.close()
@@ -177,7 +178,7 @@ class ChoiceLeg:
                     await turn.outlet.drain()
         if relay.error is not None:
             raise refused_leg(relay.error)
-        if self._chain.finish_reason is None:  # it said that it is done
+        if self._chain.finish_reason is None:  # it claimed to be done
             raise _broken_off()
 
     async def _mended(self) -> Said:
@@ -192,7 +193,7 @@ class ChoiceLeg:
         return self._chain.mend(routes.read_texts(body))
 
     def _say(self, said: Said) -> None:
-        """Tell what a seam set free."""
+        """Tell the client what a seam released."""
         voice, chain = self._choice.voice, self._chain
         if not self._turn.ask.wants_stream:
             return
@@ -227,8 +228,9 @@ class ChoiceLeg:
 
 
 async def run_all(legs: Iterable[ChoiceLeg]) -> None:
-    """Run legs side by side; the first that fails stops the others, which go on in the next one. None are left where a
-    turn was stopped just as its last choice had ended."""
+    """Run legs concurrently. The first failure stops the others, which continue in the next leg. There may be none, if
+    a turn was stopped just as its last choice ended.
+    """
     legs = tuple(legs)
     if len(legs) == 1:
         await legs[0].run()

@@ -1,4 +1,4 @@
-"""How turns end: what is noted where, and what the client gets last."""
+"""How turns end: what is recorded where, and what the client gets last."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -25,16 +25,17 @@ from gateway.turns.repeats import Repeats
 from gateway.turns.turn import Turn
 from scheduling.types import Dispatch, Fault, TurnFailed, TurnFinished
 
-# Turns of a conversation in its record, which is written at each one: over a restart no branch goes back further.
+# Turns of a conversation kept in its record, which is written at every turn; after a restart no branch goes back
+# further.
 _MAX_STORED_DIGESTS = 64
 
 
 class Endings:
-    """Ends turns. The scheduler, the ledger, the history, the metrics and the log hear of each one.
+    """Ends turns: informs the scheduler, the ledger, the history, the metrics and the log of each one.
 
     Args:
-        kv: knows what an engine's KV holds of a trajectory.
-        reading: reads conversations; None where nobody does.
+        kv: tracks what an engine's KV holds of a trajectory.
+        reading: reads conversations; None if no text predictor runs.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Endings:
         self._reading = reading
 
     def finished(self, turn: Turn, dispatch: Dispatch | None, outcome: Outcome) -> None:
-        """Note everywhere that a turn finished; when that is at the store, its client may know it too."""
+        """Record everywhere that a turn finished. Its client may learn it once the store has it."""
         usage = turn.usage
         prompt_tokens = usage.prompt_tokens if usage else self._arrivals.prompt_tokens(turn.ask)
         output_tokens = usage.completion_tokens if usage else turn.num_chunks
@@ -85,20 +86,20 @@ class Endings:
             self._reading.turn_ended(turn, outcome, entry, prompt_tokens + output_tokens)
 
     def broken(self, turn: Turn, dispatch: Dispatch | None) -> None:
-        """A defect ended a turn, whose exception is being handled: its slot is free all the same."""
+        """A defect ended a turn, and its exception is being handled: free its slot all the same."""
         now = self._clock()
         self._driver.post(TurnFailed(now, turn.turn_id, turn.leg, Fault.REQUEST, can_retry=False))
         self.close(turn, "failed", dispatch, internal_error(), now)
 
     def given_up(self, ask: Ask) -> None:
-        """No answer comes of it, or none that is new: its conversation can be gone on with from where it was."""
+        """The request gets no answer, or no new one: its conversation can be continued from where it was."""
         if ask.is_inferred:
             self._conversations.release(ask.trajectory_id)
 
     def close(
         self, turn: Turn, outcome: str, dispatch: Dispatch | None, refused: Refused | None, ended_at: float
     ) -> None:
-        """Put a turn that has ended into the history, however it did; its last leg was that of `dispatch`."""
+        """Add a turn that has ended, in whatever way, to the history; `dispatch` was that of its last leg."""
         if outcome != "finished":
             self.given_up(turn.ask)
             self._arrivals.unanswered(turn.ask)
@@ -128,7 +129,7 @@ class Endings:
         self._repeats.answered(turn)
 
     def tell(self, error: Exception, outlet: Outlet, request_id: str) -> None:
-        """Answer with an error, which is being handled."""
+        """Answer with an error; called while that error is being handled."""
         if not isinstance(error, Refused):
             self._log.defect(request_id)
             error = internal_error()
@@ -136,7 +137,7 @@ class Endings:
         outlet.refuse(error)
 
     async def serving(self, rest: Coroutine[Any, Any, None], client: Client, outlet: Outlet, request_id: str) -> None:
-        """Await the rest of what serves a request, and tell its client if that fails."""
+        """Await the rest of serving a request, and tell its client if that fails."""
         try:
             await rest
         except ClientLeft:

@@ -1,4 +1,4 @@
-"""What stands around every answer of a turn, in the words of its API: the events of a stream, or the whole."""
+"""What surrounds the answer of a turn, in the words of its API: the events of a stream, or a whole answer."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +18,10 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class Frame:
-    """Of chats and completions.
+    """The frame of chats and completions.
 
     Attributes:
-        num_events: those that were made, for an API that numbers them; 0 for the others.
+        num_events: how many were made, for an API that numbers them; 0 for the others.
     """
 
     num_events = 0
@@ -37,13 +37,13 @@ class Frame:
         self._wants_usage = ask.wants_usage
 
     def around_text(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and behind a text that comes alone, as JSON; nothing where an event tells more."""
+        """The bytes before and after a JSON text that comes alone; empty if an event needs more than the text."""
         before, after = self._said
         start = b'%b{"index":%d,%b' % (self._start, index, before)
         return start, after + b',"logprobs":null,"finish_reason":null}]}\n\n'
 
     def event(self, choice: Mapping[str, Any]) -> bytes:
-        """What tells a client of a stream this part of a choice."""
+        """The event that tells a stream's client this part of a choice."""
         return self._start + orjson.dumps(choice) + b"]}\n\n"
 
     def end(self, last: bytes, usage: Usage) -> bytes:
@@ -58,15 +58,15 @@ class Frame:
         return orjson.dumps({**self._head, "choices": choices, "usage": _usage(usage)})
 
     def content(self, answer: Any) -> Any:
-        """An answer as its client sends it back."""
+        """The answer as its client sends it back."""
         return answer
 
 
 class MessageFrame:
-    """Of Anthropic's messages, which are made of a chat's one choice.
+    """The frame of Anthropic's messages, which are built from a chat's one choice.
 
     Args:
-        prompt: what is known of the prompt, now.
+        prompt: gives what is known of the prompt so far.
     """
 
     num_events = 0
@@ -82,11 +82,11 @@ class MessageFrame:
         self._content: list[dict[str, Any]] = self._events.content
 
     def around_text(self, index: int) -> tuple[bytes, bytes]:
-        """Nothing: a text may have to open a block."""
+        """Empty: a text may have to open a block first."""
         return b"", b""
 
     def event(self, choice: Mapping[str, Any]) -> bytes:
-        """What tells a client of a stream this part of the choice."""
+        """The event that tells a stream's client this part of the choice."""
         delta = choice["delta"]
         if "role" in delta:
             return self._events.start(self._head, self._prompt())
@@ -97,7 +97,7 @@ class MessageFrame:
         return last + self._events.end(usage)
 
     def whole(self, choices: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
-        """A whole answer. Raises LegFailed where a call's arguments are none, as the engine's own route does."""
+        """A whole answer. Raises LegFailed if a call's arguments are not a JSON object, like the engine's own route."""
         [choice] = choices
         try:
             message = anthropic.message_of(self._head, choice, choice.get(self.stop_field), usage, self._manner)
@@ -106,7 +106,7 @@ class MessageFrame:
         self._content = message["content"]
         try:
             return orjson.dumps(message)
-        except TypeError:  # integers of more than 64 bits, and half surrogate pairs: JSON has them
+        except TypeError:  # integers of more than 64 bits and lone surrogates: JSON allows them
             return json.dumps(message).encode()
 
     def content(self, answer: Any) -> Any:
@@ -115,16 +115,16 @@ class MessageFrame:
 
 
 class ResponseFrame:
-    """Of OpenAI's responses, which are made of a chat's one choice.
+    """The frame of OpenAI's responses, which are built from a chat's one choice.
 
     Args:
-        echo: what an answer repeats of its request.
+        echo: the fields of the request that an answer repeats.
     """
 
     def __init__(
         self, ask: Ask, turn_id: str, created_at: float, manner: responses.Manner, echo: Mapping[str, Any]
     ) -> None:
-        self.stop_field = ""  # what ended an answer is not told
+        self.stop_field = ""  # this API does not report what ended an answer
         self._manner = manner
         head = {"id": f"resp_{turn_id}", "object": "response", "created_at": int(created_at), "model": ask.model}
         self._head = {**head, **echo}
@@ -133,15 +133,15 @@ class ResponseFrame:
 
     @property
     def num_events(self) -> int:
-        """Those that were made."""
+        """How many were made."""
         return self._events.num_events
 
     def around_text(self, index: int) -> tuple[bytes, bytes]:
-        """Nothing: a text may have to open an item, and events are numbered."""
+        """Empty: a text may have to open an item first, and events are numbered."""
         return b"", b""
 
     def event(self, choice: Mapping[str, Any]) -> bytes:
-        """What tells a client of a stream this part of the choice."""
+        """The event that tells a stream's client this part of the choice."""
         delta = choice["delta"]
         return self._events.start() if "role" in delta else self._events.tell(delta, choice["finish_reason"])
 
@@ -167,10 +167,10 @@ AnyFrame = Frame | MessageFrame | ResponseFrame
 def frame_of(
     ask: Ask, turn_id: str, created_at: float, stop_field: str, rendered: Rendered, prompt: Callable[[], Usage]
 ) -> AnyFrame:
-    """The one of a turn's API, in the manner of the engine that rendered it.
+    """The frame for a turn's API, in the manner of the engine that rendered it.
 
     Args:
-        prompt: what is known of the prompt, now.
+        prompt: gives what is known of the prompt so far.
     """
     is_sglang = rendered.kind == "sglang"
     if ask.api == "messages":

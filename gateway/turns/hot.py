@@ -1,16 +1,16 @@
-"""Serves the ordinary turn by callbacks: no task, no future and no wake-up between its request and its answer.
+"""Serves the ordinary turn by callbacks, with no task, future or wake-up between its request and its answer.
 
-Most turns are dispatched as soon as they arrive, to an engine with an idle connection, and are answered well. Such a
-turn is served within two callbacks: the client's bytes bring about the request to the engine, and the engine's bytes
-the answer to the client. All that decides anything is what the coroutines of running.py and legs.py use too.
+Most turns are dispatched as soon as they arrive, to an engine with an idle connection, and are answered well. Two
+callbacks serve such a turn: the client's bytes trigger the request to the engine, and the engine's bytes trigger the
+answer to the client. All decisions are made by the same code that the coroutines of running.py and legs.py use.
 
 Rules:
 
-1. Whatever is not ordinary is handed over to these coroutines, at the point where they would be awaiting the same
-   answer: a fault, an error, a client that leaves or is slow, an abort, a long silence, a shutdown. Only a plain end is
-   handled here.
+1. Everything else is handed over to these coroutines, at the point where they would be awaiting the same answer: a
+   fault, an error, a client that leaves or is slow, an abort, a long silence, a shutdown. Only a plain end is handled
+   here.
 2. Nothing here raises into a transport's callback.
-3. A turn that is not dispatched at once, or has no idle connection, or is served at token level, is none of ours.
+3. A turn that is not dispatched at once, has no idle connection, or is served at token level is not taken here.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ from gateway.turns.running import RunningTurns
 from gateway.turns.turn import Turn
 from store.port import Store
 
-# How often turns are looked at for engines that are silent; timeouts are minutes.
+# How often turns are checked for silent engines; timeouts are minutes.
 _LOOK_S = 1.0
 
 
 class HotTurns:
-    """The turns that are served by callbacks now."""
+    """The turns that callbacks serve now."""
 
     def __init__(
         self,
@@ -59,14 +59,14 @@ class HotTurns:
         self._timer: asyncio.TimerHandle | None = None
 
     def take(self, turn: Turn, client: Exchange) -> bool:
-        """Run the first leg of a turn that has arrived; False, and nothing is done, where that must be awaited."""
+        """Run the first leg of an arrived turn; False, with nothing done, if the leg must be awaited."""
         dispatch = turn.dispatch
         if dispatch is None or client.disconnected:
             return False
         turn.first_dispatch_at = self.clock()
         try:
             begun = self.legs.begin(turn, dispatch)
-        except Exception:  # a defect, which the coroutine meets too, and tells
+        except Exception:  # a defect, which the coroutine will meet and report
             return False
         if begun is None:
             return False
@@ -78,7 +78,7 @@ class HotTurns:
         return True
 
     def left(self, hot: "_HotTurn") -> None:
-        """It is over, or a coroutine goes on with it."""
+        """The turn is over, or a coroutine continues it."""
         self._taken.discard(hot)
 
     def _look(self) -> None:
@@ -91,7 +91,7 @@ class HotTurns:
 
 
 class _HotTurn:
-    """One of them, from its request to the engine until its answer has come."""
+    """One such turn, from its request to the engine until its answer has come."""
 
     __slots__ = (
         "_begun",
@@ -119,12 +119,12 @@ class _HotTurn:
         self._outcome: Outcome | None = None
         self._lent: Lent | None = None
         self._is_left = False
-        self._is_wanted = False  # by a coroutine, as soon as it is back
+        self._is_wanted = False  # by a coroutine, as soon as the stream is back
         turn.on_stop = client.hand_over = self.hand_over
         self._response.watch(self._note, turn.ask.wants_stream)
 
     def hand_over(self) -> None:
-        """Go on as a coroutine, from here; with a stream that a byte worker has, once it is back."""
+        """Continue as a coroutine from here; if a byte worker has the stream, once it is back."""
         if self._lent is not None:
             self._is_wanted = True
             self._lent.recall()
@@ -136,7 +136,7 @@ class _HotTurn:
         self._client.spawn(self._hot.endings.serving(rest, self._client, turn.outlet, turn.turn_id))
 
     def look(self, now: float) -> None:
-        """Have a coroutine see to an engine that is silent for too long."""
+        """Have a coroutine handle an engine that is silent for too long."""
         settings, turn = self._hot.settings, self._turn
         if turn.num_chunks != self._num_chunks:
             self._num_chunks, self._since = turn.num_chunks, now
@@ -148,7 +148,7 @@ class _HotTurn:
             what = "no answer within" if turn.first_byte_at is None else "no byte for"
             self._response.break_off(ResponseTimeout(f"{what} {limit_s:g} s"))
         elif self._response.has_begun and not turn.ask.wants_stream:
-            self.hand_over()  # it came in pieces with a pause between them, whose length has a limit of its own
+            self.hand_over()  # it comes in pieces with pauses between them, which have a timeout of their own
 
     def _leave(self) -> None:
         self._is_left = True
@@ -159,11 +159,11 @@ class _HotTurn:
     def _note(self) -> None:
         try:
             self._look_at_answer()
-        except Exception:  # a defect, which the coroutine meets too, and tells
+        except Exception:  # a defect, which the coroutine will meet and report
             self.hand_over()
 
     def _look_at_answer(self) -> None:
-        """Something of it came, or it broke off."""
+        """Part of the answer came, or the connection broke."""
         response = self._response
         if response.is_stuck():
             self.hand_over()
@@ -181,7 +181,7 @@ class _HotTurn:
     def _whole(self) -> None:
         turn, response = self._turn, self._response
         if turn.ask.wants_stream:
-            self.hand_over()  # a stream that ended without its end, or an error in its place
+            self.hand_over()  # a stream that ended before its end mark, or an error in its place
             return
         body = response.so_far()
         if len(body) > self._hot.max_answer_bytes:
@@ -195,24 +195,24 @@ class _HotTurn:
         self._finish(outcome)
 
     def _relayed(self, relay: Relay) -> None:
-        """The relay took an event and wants no more at once."""
+        """The relay took an event and cannot take more at once."""
         if relay.is_over and relay.reader.error is None:
             self._finish(self._hot.legs.streamed(self._turn, self._response, relay))
         elif relay.is_over or self._turn.outlet.is_full:
             self.hand_over()
         else:
             self._response.take(relay.take)
-            if self._hot.legs.lending.is_wanted:  # not here: more may have come together with this event
+            if self._hot.legs.lending.is_wanted:  # not lent here: more may have come together with this event
                 self._hot.loop.call_soon(self._lend)
 
     def _lend(self) -> None:
-        """Have a byte worker pass the stream on, if one is wanted."""
+        """Have a byte worker pass the stream on, if one is free for it."""
         relay = self._begun.relay
         if self._lent is None and relay is not None and not self._is_left:
             self._lent = self._hot.legs.lending.lend(self._turn, self._response, relay, self._back)
 
     def _back(self) -> None:
-        """A byte worker has given the stream back; the rest of it follows."""
+        """A byte worker has returned the stream; the rest of it follows."""
         self._lent = None
         if self._is_wanted:
             self.hand_over()

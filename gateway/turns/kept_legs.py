@@ -1,12 +1,12 @@
-"""Token legs whose responses outlive this process, so that nothing an engine made is made again.
+"""Token legs whose responses outlive this process, so that an engine's work is never repeated.
 
-Somebody must keep descriptors for this (`gateway/descriptors.py`): of each leg its connection, and the tape into
-which the response is read. The tape's header says whose leg it is, and what had been made before it.
+This needs a process that keeps descriptors (`gateway/descriptors.py`). Two are kept for each leg: its connection, and
+the tape into which the response is read. The tape's header names the leg, and holds what had been made before it.
 
-1. Both are in keeping before a byte of the request is sent. A request of which not all was sent made nothing.
+1. Both are in keeping before a byte of the request is sent. A request that was not sent completely made nothing.
 2. They stay there until the record has what the leg made: at the turn's end, or when the leg ended early.
-3. A response that grows above the limit is not kept any more; `save_tokens_s` bounds what is lost of it.
-4. What nobody asks for again is closed after a while, which stops its engine.
+3. A response that grows above the limit is no longer kept; `save_tokens_s` bounds what is lost of it.
+4. A leg that nobody asks for again is closed after a while, which stops its engine.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class KeptLeg:
     """A leg that an earlier process ran.
 
     Attributes:
-        made: before it, of its choice.
+        made: what its choice had before it.
         is_asked: its whole request was sent.
     """
 
@@ -66,7 +66,7 @@ class KeptLeg:
         self.is_asked = bool(tape.so_far()) or sent >= header["length"]
 
     def is_open(self) -> bool:
-        """Whether its engine has not closed the connection, as one that is gone has."""
+        """Whether the engine still holds the connection open; one that is gone has closed it."""
         try:
             return bool(self.connection.recv(1, socket.MSG_PEEK))
         except BlockingIOError:
@@ -75,7 +75,7 @@ class KeptLeg:
             return False
 
     def close(self) -> None:
-        """Have its engine stop."""
+        """Close the connection, which stops the engine."""
         shut_down(self.connection)
 
 
@@ -83,7 +83,7 @@ class KeptLegs:
     """Keeps the legs of this process, and takes up those of earlier ones.
 
     Args:
-        settled: waits so many seconds for the record to have everything.
+        settled: waits up to this many seconds until the record has everything.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class KeptLegs:
         self._settled = settled
         self._limit_bytes = settings.kept_leg_bytes
         self._timeout_s = settings.kept_leg_s
-        self._keep_timeout_s = settings.connect_timeout_s  # it is a connection to a neighbour as well
+        self._keep_timeout_s = settings.connect_timeout_s  # keeping is a connection to a local process as well
         self._turn_timeout_s = settings.turn_timeout_s
         self._waiting: dict[tuple[str, str], dict[int, KeptLeg]] = {}
         self._claimed: dict[str, dict[int, KeptLeg]] = {}
@@ -113,14 +113,15 @@ class KeptLegs:
     # --- of earlier processes -------------------------------------------------------------------------------
 
     def claim(self, turn: Turn) -> None:
-        """A turn has come again: what was kept of it is its own."""
+        """A turn has come again: give it the legs that were kept for it."""
         if self._waiting and (legs := self._waiting.pop((turn.ask.trajectory_id, digest_of(turn)), None)):
             self._claimed[turn.turn_id] = legs
             self._engines[turn.turn_id] = next(iter(legs.values())).engine_id
 
     def placed(self, turn: Turn, dispatch: Dispatch) -> Dispatch:
-        """Have a turn's first leg go on where what was kept of it runs, wherever the scheduler has room for it: its
-        engine has it anyway, also one that cannot be seen to be ready yet."""
+        """Send a turn's first leg to the engine where its kept leg runs, even if the scheduler chose another: that
+        engine already holds it. The engine need not be known to be ready yet.
+        """
         engine_id = self._engines.pop(turn.turn_id, None)
         if engine_id is None:
             return dispatch
@@ -132,7 +133,7 @@ class KeptLegs:
         return dispatch
 
     def made_before(self, turn: Turn, index: int, routes: TokenRoutes, prompt: TokenIds) -> Made | None:
-        """What a choice had before the leg that was kept; None if there is none of this prompt that can be read."""
+        """What a choice had before its kept leg; None if there is no kept leg for this prompt that can be read."""
         leg = self._claimed.get(turn.turn_id, {}).get(index)
         if leg is None:
             return None
@@ -213,7 +214,7 @@ class KeptLegs:
                 os.close(descriptor)
             if not is_kept:
                 return None
-            if choice.index in names:  # what it has made so far is in the new one's header
+            if choice.index in names:  # the new leg's header has what this choice made so far
                 self._descriptors.drop(names[choice.index])
             names[choice.index] = name
             return tape
@@ -223,8 +224,9 @@ class KeptLegs:
         )
 
     def over(self, turn: Turn) -> None:
-        """A turn has ended; what it made is on its way into the record. What it did not come to waits for another one:
-        it may have been refused, or its client gone while it waited for an engine."""
+        """A turn has ended; its output is on its way into the record. Kept legs that it did not reach wait for another
+        turn: it may have been refused, or its client may have left while it waited for an engine.
+        """
         self._engines.pop(turn.turn_id, None)
         for leg in self._claimed.pop(turn.turn_id, {}).values():
             if self._is_waiting:
@@ -235,13 +237,13 @@ class KeptLegs:
         self._drop_later()
 
     def left(self, turn: Turn, choice: Choice) -> None:
-        """A choice's leg has ended early; what it made is on its way into the record."""
+        """A choice's leg has ended early; its output is on its way into the record."""
         if name := self._names.get(turn.turn_id, {}).pop(choice.index, None):
             self._over.append(name)
             self._drop_later()
 
     async def close(self) -> None:
-        """Keep nothing any more; all that ran has ended."""
+        """Stop keeping legs; all that ran have ended."""
         self._timer.cancel()
         self._give_up()
         if self._dropping is not None:
@@ -254,7 +256,7 @@ class KeptLegs:
     async def _drop_settled(self) -> None:
         while self._over:
             names, self._over = self._over, []
-            await self._settled(self._timeout_s)  # a record that is away has it later; legs are not kept as long
+            await self._settled(self._timeout_s)  # a store that is away gets it later; legs are not kept that long
             for name in names:
                 self._descriptors.drop(name)
         self._dropping = None
@@ -277,7 +279,7 @@ def _header(turn: Turn, choice: Choice, member: Member) -> dict[str, Any]:
 
 
 def found_leg(name: str, descriptors: list[int]) -> KeptLeg | None:
-    """The leg of these descriptors, which are taken; None for what is none, or has no answer any more."""
+    """The leg of these descriptors, which are closed; None if they are not a leg, or its answer is gone."""
     connections = [number for number in descriptors if stat.S_ISSOCK(os.fstat(number).st_mode)]
     tapes = [number for number in descriptors if number not in connections]
     try:

@@ -1,7 +1,7 @@
-"""The tokens of turns on their way into the record: of one that runs now and then, of one that has ended as a whole.
+"""Writes the tokens of turns into the record: of a running turn at intervals, of an ended turn as a whole.
 
-A gateway that was killed made tokens for turns whose clients ask again. The turn is known again by its trajectory and
-its very request, and goes on from what was written down.
+When a gateway is killed, its clients ask again for turns whose tokens were partly made. Such a turn is recognised by
+its trajectory and its exact request, and continues from what was written down.
 """
 
 from collections.abc import Set
@@ -22,10 +22,10 @@ from store.port import StoreError
 
 
 class KeptTokens:
-    """Writes down and finds again.
+    """Writes tokens down and finds them again.
 
     Args:
-        legs: whose responses outlive this process; None where nobody keeps them.
+        legs: the legs whose responses outlive this process; None if nothing keeps them.
         save_s: between two writes of a turn.
         before: trajectories of an earlier process, whose turns may have been cut off with it.
     """
@@ -47,10 +47,10 @@ class KeptTokens:
         self._before = set(before)
 
     async def prepare(self, turn: Turn, may_repeat: bool) -> None:
-        """Have at hand what a turn at token level may begin with.
+        """Load what a turn at token level may begin with.
 
         Args:
-            may_repeat: the same request from before the start of this process is the same turn.
+            may_repeat: the same request from before this process started is the same turn.
         """
         trajectory_id = turn.ask.trajectory_id
         if may_repeat and self.legs is not None:
@@ -66,11 +66,11 @@ class KeptTokens:
             turn.made_before = _made(parts)
 
     def placed(self, turn: Turn, dispatch: Dispatch) -> Dispatch:
-        """Where a turn's leg is to run: one of an earlier process goes on where it still does."""
+        """Where a turn's leg is to run: a leg of an earlier process continues where it still runs."""
         return dispatch if self.legs is None else self.legs.placed(turn, dispatch)
 
     def leg_ended(self, turn: Turn) -> None:
-        """What made no end of its choice is written down, for it is not kept any more."""
+        """Write down the output of choices that did not finish, because their legs are no longer kept."""
         unfinished = [choice for choice in turn.choices if choice.chain.finish_reason is None]
         if self.legs is not None and unfinished:
             self.save(turn, at_once=True)
@@ -81,10 +81,10 @@ class KeptTokens:
         """Write down what is new of a running turn, if it is time."""
         now = self._clock()
         is_time = at_once or now - turn.saved_at >= self._save_s
-        if not is_time or turn.is_made:  # then the whole of it is kept in a moment
+        if not is_time or turn.is_made:  # a turn that is made is kept as a whole in a moment
             return
         trajectory_id, digest = turn.ask.trajectory_id, digest_of(turn)
-        if not turn.num_parts:  # a turn of the same request, which its client left, may have written some
+        if not turn.num_parts:  # an earlier turn of the same request, whose client left, may have written some
             self._partials.drop(trajectory_id, digest)
         part = orjson.dumps([_unsaved(choice) for choice in turn.choices])
         self._partials.put(trajectory_id, digest, turn.num_parts, part)
@@ -98,7 +98,7 @@ class KeptTokens:
                 self._keep(turn, choice)
 
     def over(self, turn: Turn) -> None:
-        """A turn is over, well or not."""
+        """A turn is over, finished or not."""
         if self.legs is not None:
             self.legs.over(turn)
 

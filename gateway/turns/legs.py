@@ -1,6 +1,6 @@
 """Runs one leg: sends the client's request to an engine and passes its answer on.
 
-Whatever an engine does instead of answering becomes a LegFailed that says whose fault it was.
+If an engine does not answer, whatever happened instead becomes a LegFailed that names whose fault it was.
 """
 
 import asyncio
@@ -36,12 +36,12 @@ from gateway.turns.turn import Turn
 from scheduling.types import Dispatch, Fault, TurnProgressed
 
 _ABORT_TIMEOUT_S = 5.0
-# The routes whose streams tell their usage to who asks for it; others always do.
+# The routes whose streams report usage only on request; others always do.
 _TOLD_WHEN_ASKED = frozenset({"/v1/chat/completions", "/v1/completions", VLLM_GENERATE})
 
 
 class Begun:
-    """A leg that was begun: where, and its answer if it has been asked for.
+    """A leg that has begun: where, and its response if it has been asked for.
 
     Args:
         first_version: index of the weights that its engine had then.
@@ -86,7 +86,7 @@ class Legs:
         self._aborts: set[asyncio.Task[None]] = set()
 
     def begin(self, turn: Turn, dispatch: Dispatch) -> Begun | None:
-        """Begin a leg that passes through, without waiting for anything; None where that cannot be."""
+        """Begin a leg that passes through, without waiting for anything; None if that is impossible."""
         try:
             member = self._fleet.get(dispatch.engine_id)
         except UnknownEngine:
@@ -103,11 +103,11 @@ class Legs:
         return begun
 
     def relay(self, turn: Turn) -> Relay:
-        """What passes on the stream of a leg."""
+        """The relay for the stream of a leg."""
         return Relay(turn, self._note_first_byte, self._note_progress)
 
     def ended(self, turn: Turn, begun: Begun) -> None:
-        """A leg ended with its answer, all of which has come, or been passed on: its turn is finished."""
+        """A leg ended with its whole answer received or passed on: its turn is finished."""
         turn.leg_runs_at("", False)
         turn.versions = begun.member.versions[begun.first_version :]
         self._fleet.leg_ended(begun.member, None, True)
@@ -120,7 +120,7 @@ class Legs:
         return begun
 
     async def run(self, turn: Turn, dispatch: Dispatch, begun: Begun | None = None) -> Outcome:
-        """Run a leg to its end; or one that was begun from there on.
+        """Run a leg to its end, or the rest of one that has begun.
 
         Raises:
             LegFailed: the engine or the request failed.
@@ -145,7 +145,7 @@ class Legs:
                 await self._kv.bring(turn, member)
                 outcome = await self._by_tokens(turn, dispatch, member)
                 if outcome is None:
-                    turn.begin_again()  # tokens of an earlier leg are of another answer
+                    turn.begin_again()  # tokens of an earlier leg belong to another answer
                     turn.leg_runs_at(dispatch.engine_id, False)
                     response = await self._ask(turn, dispatch, member)
                     outcome = await self._answer(turn, member, response, None)
@@ -223,7 +223,7 @@ class Legs:
             raise
 
     def whole(self, turn: Turn, status: int, body: bytes) -> Outcome:
-        """What a whole answer means. Raises LegFailed; nothing has changed then."""
+        """What a whole answer means. Raises LegFailed, with nothing changed."""
         if status != 200:
             raise refused_leg(engine_error(status, body))
         answer = read_answer(turn.ask.api, body)
@@ -279,7 +279,7 @@ class Legs:
         self._driver.post(TurnProgressed(self._clock(), turn.turn_id, turn.leg, turn.num_chunks))
 
     def _abort(self, turn: Turn, member: Member) -> None:
-        """Have an engine stop at once where a closed connection is not enough; nobody waits for it."""
+        """Stop an engine at once if closing the connection does not suffice; nobody waits for it."""
         dialect = member.dialect
         if dialect is None:
             return
@@ -288,7 +288,7 @@ class Legs:
             try:
                 await dialect.abort(member.http, _request_id(turn), _ABORT_TIMEOUT_S)
             except FAULTS:
-                return  # An engine that cannot be reached runs nothing of ours, or its watch will tell.
+                return  # An engine that cannot be reached runs none of our turns, or its watch will notice.
 
         task = asyncio.create_task(abort())
         self._aborts.add(task)
@@ -296,10 +296,12 @@ class Legs:
 
 
 def is_stream(response: Response) -> bool:
-    """Whether the body of an answer is events."""
+    """Whether the body of an answer is an event stream."""
     return response.headers.get(b"content-type", b"").find(b"event-stream") >= 0
 
 
 def _request_id(turn: Turn) -> str:
-    """One per leg: an engine may still know the turn's earlier one. The end mark guards against prefix matches."""
+    """One per leg, because an engine may still know the turn's earlier leg. Its fixed width guards against prefix
+    matches.
+    """
     return f"{turn.turn_id}-{str(turn.leg).zfill(3)}"

@@ -1,4 +1,4 @@
-"""Streams that byte workers pass on: when they get one, and who goes on when it is back (`gateway/workers/`)."""
+"""Lends streams to byte workers: when one gets a stream, and what continues it once it is back (`gateway/workers/`)."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from gateway.turns.turn import Turn
 from gateway.workers.crew import Crew, Loan
 from gateway.workers.wire import Report
 
-# A stream whose engine says something else than text again and again costs less here: a loan takes some 100 us.
+# A loan takes some 100 us, so a stream whose engine keeps sending more than plain text costs less here.
 _MAX_USELESS = 8
 
 
@@ -23,16 +23,16 @@ class Lending:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a worker is there to have more."""
+        """Whether a worker can take another stream."""
         return self._crew.hand() is not None
 
     def lend(self, turn: Turn, response: Response, relay: Relay, on_back: Callable[[], None]) -> "Lent | None":
-        """Have a worker pass this stream on from here; None where that cannot be, and then nothing has changed.
+        """Have a worker pass this stream on from here; None, with nothing changed, if that is impossible.
 
-        Not within the callback that brings bytes of it: all that came must have been passed on.
+        Not to be called within the callback that brings bytes of the stream: all that came must have been passed on.
 
         Args:
-            on_back: called when who serves the turn is to go on with it, before anything more of it comes.
+            on_back: called when the stream is to be continued here, before any more of it comes.
         """
         hand = self._crew.hand()
         if hand is None or not relay.is_lendable or relay.num_loans >= _MAX_USELESS:
@@ -51,7 +51,7 @@ class Lending:
         return lent
 
     async def until_back(self, turn: Turn, response: Response, relay: Relay, silence_timeout_s: float) -> None:
-        """Lend a stream, and wait until it is back; at once where it cannot be lent.
+        """Lend a stream, and wait until it is back; return at once if it cannot be lent.
 
         Raises: ResponseTimeout.
         """
@@ -71,7 +71,8 @@ class Lending:
         except asyncio.CancelledError:
             lent.recall()
             while not back.done():
-                # Its worker writes to the client, so nobody else may; it answers within a round of its loop, or dies.
+                # Its worker writes to the client, so nothing else may; it answers within one pass of its event loop, or
+                # dies.
                 try:
                     await asyncio.wait((back,))
                 except asyncio.CancelledError:
@@ -97,7 +98,7 @@ class Lent:
         self._begins_at = relay.reader.num_chunks
 
     def recall(self) -> None:
-        """Have it given back, soon."""
+        """Ask for it back, soon."""
         self.loan.recall()
 
     # --- Borrower -------------------------------------------------------------------------------------------
@@ -116,4 +117,4 @@ class Lent:
     def is_lost(self) -> None:
         self._metrics.lent_streams.counts["lost",] += 1
         self._on_back()
-        self._turn.outlet.cut()  # which ends the turn as a client does that leaves: it is no fault of the engine's
+        self._turn.outlet.cut()  # ends the turn as if the client had left: it is not the engine's fault

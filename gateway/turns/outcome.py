@@ -7,7 +7,7 @@ from engines.http import AnswerTooLarge, NoMoreConnections, Response, ResponseTi
 from gateway.http.errors import ApiError, api_error, engine_error
 from scheduling.types import Fault
 
-# An engine that asks for more is tried again all the same: what stands before it may say anything.
+# An engine that asks for more is tried again after this: a proxy in front of it may say anything.
 _LONGEST_PAUSE_S = 60.0
 
 
@@ -15,8 +15,8 @@ class Outcome:
     """A finished leg, whose answer's end is still to be sent.
 
     Args:
-        end: the last of the answer's bytes; all of them, of one that comes whole.
-        content: what the client will send back with its next turn.
+        end: the last bytes of the answer; all of them, if it comes whole.
+        content: gives what the client will send back with its next turn.
     """
 
     def __init__(self, end: bytes, send_end: Callable[[], object], content: Callable[[], Any]) -> None:
@@ -26,10 +26,10 @@ class Outcome:
 
 
 class LegFailed(Exception):
-    """A leg ended without its turn being finished; `error` is for the client, unless it can start over.
+    """A leg ended without finishing its turn; `error` is for the client, unless the turn can start over.
 
     Args:
-        should_retry: what the client is told of asking again, as in `Refused`.
+        should_retry: whether the client is told to retry, as in `Refused`.
 
     Attributes:
         retry_after_s: how long a busy engine asks to be left alone; None if it does not.
@@ -44,8 +44,9 @@ class LegFailed(Exception):
 
 
 class Stopped(Exception):
-    """The turn must stop where it is: its client left, it was aborted, or its engine is lost; without a fault, it is to
-    pause."""
+    """The turn must stop where it is: its client left, it was aborted, or its engine is lost. Without a fault, it must
+    pause.
+    """
 
     def __init__(self, fault: Fault | None) -> None:
         super().__init__(fault.value if fault else "pause")
@@ -60,7 +61,7 @@ def refused_leg(error: ApiError) -> LegFailed:
 
 
 def refused_by(response: Response, body: bytes) -> LegFailed:
-    """The same, of a response whose status is not 200, with the pause that it asks for."""
+    """The same for a response whose status is not 200, with the pause that it asks for."""
     failure = refused_leg(engine_error(response.status, body))
     failure.retry_after_s = pause_asked_for(response.headers)
     return failure
@@ -73,7 +74,7 @@ def pause_asked_for(headers: dict[bytes, bytes]) -> float | None:
 
 
 def failed_leg(error: Exception) -> LegFailed:
-    """What it means that an engine did not answer: whose fault that is, and what its client hears."""
+    """What it means that an engine did not answer: whose fault it is, and what its client is told."""
     match error:
         case NoMoreConnections():
             return LegFailed(Fault.BUSY, api_error(503, f"The gateway is full: {error}.", "gateway_full"))

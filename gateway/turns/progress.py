@@ -1,4 +1,4 @@
-"""What the predictor is told of a trajectory, from what the ledger knows."""
+"""What the predictor is told of a trajectory, built from what the ledger knows."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,15 +16,17 @@ def begun(
     entry: Entry | None,
     outcomes: tuple[str, ...] = (),
 ) -> Progress:
-    """A turn begins, with a prompt of `context_tokens`; of its trajectory `entry` is known, if anything.
+    """A turn begins, with a prompt of `context_tokens`.
 
     Args:
+        entry: what is known of its trajectory, if anything.
         outcomes: of its tools, for a predictor that reads them.
     """
     if entry is None or not entry.record.num_turns:
         return Progress(trajectory_id, group_id, prompt_id, context_tokens, context_tokens)
     record, turns = entry.record, entry.turns
-    # The first turn is looked for where all are there, and the last one from the end: hundreds may lie between.
+    # The first turn is searched for only if the whole history is here, and the last one from the end: hundreds may lie
+    # between.
     is_whole = record.num_turns <= len(turns) != turns.maxlen
     first = _first_finished(turns) if is_whole else None
     last = _first_finished(reversed(turns))

@@ -1,4 +1,4 @@
-"""What conversations say of the work that is left: read while their tools run, and heard when the next turn arrives."""
+"""Reads conversations to predict the work that is left: asked while tools run, used when the next turn arrives."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,15 +18,15 @@ from predictor.text import TextExample, TextPredictor, conversation_text
 from scheduling.types import Prediction
 
 Question = Callable[[], TextExample]
-"""Made where it is answered, for to read a conversation is work as well."""
+"""Made in the thread that answers it, because reading a conversation is work as well."""
 
 
 class Reading:
-    """A text predictor at work, in a thread of its own. No turn waits for it.
+    """Runs a text predictor in a thread of its own. No turn waits for it.
 
     Args:
-        predict: total output, given a conversation; some milliseconds.
-        predictor: what the text predictor starts from, and what is heard where it is late.
+        predict: total output, given a conversation; takes some milliseconds.
+        predictor: what the text predictor starts from, and what is used when it is late.
     """
 
     def __init__(self, predict: Callable[[TextExample], Prediction], predictor: Predictor) -> None:
@@ -36,11 +36,11 @@ class Reading:
 
     @property
     def counts(self) -> AsideCounts:
-        """What came of the questions so far."""
+        """What became of the questions so far."""
         return self._aside.counts
 
     def turn_ended(self, turn: Turn, outcome: Outcome, entry: Entry, context_tokens: int) -> None:
-        """A tool runs now, if the trajectory goes on: ask how much is left.
+        """If the trajectory goes on, a tool runs now: ask how much work is left.
 
         Args:
             entry: of its trajectory, with this turn in it.
@@ -59,7 +59,7 @@ class Reading:
         self._aside.begin(ask.trajectory_id, question)
 
     def heard(self, trajectory_id: str) -> Prediction | None:
-        """The answer, as the next turn arrives; None where it is not there."""
+        """The answer, as the next turn arrives; None if there is none yet."""
         return self._aside.take(trajectory_id)
 
     def dropped(self, trajectory_id: str) -> None:
@@ -67,12 +67,12 @@ class Reading:
         self._aside.dropped(trajectory_id)
 
     def close(self) -> None:
-        """No more questions."""
+        """Ask no more questions."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def reading(path: str, predictor: Predictor) -> Reading:
-    """With the model in this file. Raises ConfigError."""
+    """A reading with the model in this file. Raises ConfigError."""
     try:
         return Reading(TextPredictor.load(Path(path)).predict, predictor)
     except ImportError:
@@ -84,6 +84,6 @@ def reading(path: str, predictor: Predictor) -> Reading:
 
 
 def _said(request: dict[str, Any]) -> list[Any]:
-    """The conversation of a request, in whatever API."""
+    """The conversation of a request, in any API."""
     said = request.get("messages") or request.get("input") or prompt_of(request)
     return said if isinstance(said, list) else [said]

@@ -1,4 +1,4 @@
-"""Passes a stream's events on to the client, within the very callback that brings their bytes from the engine."""
+"""Passes a stream's events on to the client, within the callback that brings their bytes from the engine."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from gateway.http.sse import EventSplitter
 from gateway.messages.streams import StreamReader
 from gateway.turns.turn import Turn
 
-# The scheduler's view of a context may lag by this many tokens; a word per chunk would cost more than it tells.
+# The scheduler's view of a context may lag by this many tokens; reporting every chunk would cost more than it tells.
 PROGRESS_TOKENS = 64
 
 
@@ -14,12 +14,12 @@ class Relay:
     """One leg's stream.
 
     Args:
-        note_first_byte: called before the first of the answer goes out.
+        note_first_byte: called before the answer's first bytes go out.
         note_progress: called now and then, once `turn.num_chunks` has grown.
 
     Attributes:
-        is_over: the stream has ended, well or by the reader's error; what is still to be sent of it is `last`.
-        num_loans: how often somebody else has passed it on for a while.
+        is_over: the stream has ended, well or with the reader's error; its unsent rest is in `last`.
+        num_loans: how many loans in a row brought too few events to be worth it.
     """
 
     def __init__(self, turn: Turn, note_first_byte: Callable[[Turn], None], note_progress: Callable[[Turn], None]):
@@ -38,8 +38,8 @@ class Relay:
     def take(self, piece: bytes) -> bool:
         """Pass on the events that end in this piece.
 
-        Returns: whether more may come at once; not after the first, since from then on the engine must not be silent,
-            nor when the client has to be waited for, nor at the end, nor when somebody else might pass on the rest.
+        Returns: whether more may come at once. It may not after the first event, because silence is timed from then on;
+        when the client must be waited for; at the end; or when a byte worker might pass on the rest.
         Raises: EventTooLarge.
         """
         reader, turn = self.reader, self._turn
@@ -56,7 +56,7 @@ class Relay:
                 self.is_over, self.last = True, block
                 return False
             if not reader.num_chunks:
-                return True  # comments that keep a waiting stream open: nothing of an answer, so it can start over
+                return True  # comments that keep a waiting stream open are not part of an answer, so it can start over
             if turn.first_byte_at is None:
                 self._note_first_byte(turn)
             is_full = outlet.stream(block) if block else outlet.is_full
@@ -70,11 +70,13 @@ class Relay:
 
     @property
     def is_lendable(self) -> bool:
-        """Whether somebody else may pass on what comes next, as long as it is plain."""
+        """Whether a byte worker may pass on what comes next, as long as it is plain."""
         return self._is_at_start and not self.is_over and self.reader.is_plain_so_far
 
     def take_back(self, passed: bytes, num_events: int, unsent: bytes) -> None:
-        """Go on behind these events, which somebody else passed on; `unsent` of their bytes are still to be sent."""
+        """Continue after these events, which a byte worker passed on; `unsent` are those bytes of them still to be
+        sent.
+        """
         self._offer_at = 0
         self.reader.passed(passed, num_events)
         outlet = self._turn.outlet
@@ -83,7 +85,7 @@ class Relay:
         self.came(self.reader.num_chunks)
 
     def came(self, num_chunks: int) -> None:
-        """So many chunks came so far."""
+        """This many chunks came so far."""
         self._turn.num_chunks = num_chunks
         if num_chunks >= self._report_at:
             self._report_at = num_chunks + PROGRESS_TOKENS

@@ -1,8 +1,8 @@
-"""Requests that come again: one whose turn still runs joins it, one whose turn has ended gets the same answer.
+"""Repeated requests: one whose turn still runs joins it, one whose turn has ended gets the same answer.
 
-A client repeats the very same bytes. For a turn that runs, naming its trajectory is sign enough; siblings that share no
-more than a `user` ask the same question and want answers of their own. For a turn that has ended, the request must say
-that it is a retry: an agent may well ask the same question twice, for another answer.
+A client repeats exactly the same bytes. While a turn runs, a request that also names its trajectory is a repeat;
+siblings that share only a `user` ask the same question and want answers of their own. Once a turn has ended, the
+request must say that it is a retry: an agent may ask the same question twice, for another answer.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,7 @@ _RETRY_HEADERS = frozenset({b"x-stainless-retry-count", b"idempotency-key"})
 
 
 def is_retry(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether the client says that it asks again."""
+    """Whether the client says that this is a retry."""
     said = [value for name, value in headers if name in _RETRY_HEADERS]
     return any(value not in (b"", b"0") for value in said) if said else False
 
@@ -28,8 +28,8 @@ class Repeats:
     """The turns that run, and the last answer of each trajectory.
 
     Args:
-        max_answer_bytes: of the answers kept; the oldest go first.
-        max_stored_bytes: of an answer that is also stored, for a client whose gateway was killed before it got it.
+        max_answer_bytes: for all answers kept; the oldest go first.
+        max_stored_bytes: for an answer that is also stored, for a client whose gateway was killed before it got it.
     """
 
     def __init__(self, max_answer_bytes: int, max_stored_bytes: int) -> None:
@@ -50,7 +50,7 @@ class Repeats:
             del self._running[turn.ask.trajectory_id]
 
     def answered(self, turn: Turn) -> None:
-        """Its whole answer is out: keep it in case that it did not arrive."""
+        """Its whole answer is out: keep it in case it did not arrive."""
         outlet = turn.outlet
         if outlet.kept is not None:
             outlet.seal()
@@ -59,8 +59,9 @@ class Repeats:
             self.forget(turn.ask.trajectory_id)
 
     def to_store(self, turn: Turn, end: bytes) -> bytes | None:
-        """What to store of an answer of which only this end is still to be sent: a line of JSON that says whose it is,
-        then its bytes; None if it is too long."""
+        """What to store of an answer of which only this end is still to be sent: a line of JSON that identifies it,
+        then its bytes. None if it is too long.
+        """
         ask, pieces = turn.ask, turn.outlet.kept
         if pieces is None or turn.outlet.num_bytes + len(end) > self._max_stored_bytes:
             return None
@@ -87,7 +88,7 @@ class Repeats:
         return None
 
     def answer(self, ask: Ask, retries: bool) -> Outlet | None:
-        """The answer that this request had."""
+        """The answer that this request got before."""
         if not retries or ask.trajectory_id not in self._answered:
             return None
         digest, outlet, _ = self._answered[ask.trajectory_id]
@@ -107,14 +108,14 @@ def _is_same(one: Ask, other: Ask) -> bool:
 
 
 def digest_of(turn: Turn) -> str:
-    """Of a turn's whole request."""
+    """The digest of a turn's whole request."""
     turn.digest = turn.digest or _digest(turn.ask)
     return turn.digest
 
 
 def _digest(ask: Ask) -> str:
-    # Compared within a trajectory only, so who finds two requests with the same one deceives himself alone: XXH3, which
-    # takes 3 us for 100 KB, SHA-256 87.
+    # Digests are compared only within a trajectory, so a client that makes two requests collide deceives only itself.
+    # XXH3 takes 3 us for 100 KB, SHA-256 87.
     digest = xxh3_128(ask.path.encode() + b" ")
     digest.update(ask.body)
     return digest.hexdigest()

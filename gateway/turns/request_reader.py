@@ -1,4 +1,4 @@
-"""Reads what a client asks: which model, which trajectory, and how much it hurries. Nothing is awaited."""
+"""Reads what a client asks: which model, which trajectory, and how urgent it is. Nothing is awaited."""
 
 import contextlib
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ from gateway.tokens.book import TokenBook
 from gateway.turns.ask import Ask
 from gateway.turns.ids import new_id
 
-# Larger hints mean no more than this: the number goes on to engines, scaled, and must stay a 64-bit integer there.
+# Larger hints mean no more than this: engines get the number scaled, and it must stay a 64-bit integer there.
 _MAX_HINT = 1_000
 
 
@@ -28,8 +28,8 @@ class RequestReader:
     """Reads the requests of turns.
 
     Args:
-        conversations: know clients that send no id.
-        groups: know who begins alike.
+        conversations: recognise clients that send no id.
+        groups: know which prompts begin alike.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RequestReader:
         group_id = identity.group_id or self._known_group(trajectory_id) or self._groups.of(request)
         may_be_joined = identity.strong and not is_inferred
         keeps_tokens = self._has_token_legs and self._book.wants(trajectory_id, scope["headers"])
-        # By position: what is called by names pays 0.1 us for each.
+        # By position: keyword arguments cost 0.1 us each.
         return Ask(
             api,
             path,
@@ -104,7 +104,7 @@ class RequestReader:
         return model
 
     def _check_kind(self, path: str, model: str) -> None:
-        """Raises Refused where an engine may get the turn that has no such route."""
+        """Raises Refused if the turn may go to an engine that has no such route."""
         kind = "sglang" if path == SGLANG_GENERATE else "vllm"
         for member in self._fleet.members():
             is_of_model = any(model == known.model_id for known in member.models)
@@ -131,7 +131,7 @@ def parse_object(body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> dict[st
 
 
 def named(scope: Mapping[str, Any], body: bytes) -> Headers:
-    """The header that names the trajectory of a request refused early, as far as the request can be read."""
+    """The header that names the trajectory of an early refused request, if the request can be read."""
     request: dict[str, Any] = {}
     with contextlib.suppress(Refused):
         request = parse_object(body, ())
@@ -143,7 +143,9 @@ def named(scope: Mapping[str, Any], body: bytes) -> Headers:
 
 
 def _priority(identity: Identity) -> int:
-    """The scheduler's priority, lower is earlier. In hints higher is more urgent, and a strict tier goes before all."""
+    """The scheduler's priority: lower is earlier. In hints higher is more urgent, and a strict tier precedes everything
+    else.
+    """
     if identity.hints is NO_HINTS:
         return 0
     tier, priority = (max(-_MAX_HINT, min(_MAX_HINT, hint or 0)) for hint in _hints(identity))

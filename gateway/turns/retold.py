@@ -1,4 +1,4 @@
-"""What is new of a message that was read from its beginning once more, after its client was told a part of it."""
+"""What is new in a message that was read again from its beginning after its client was told a part of it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 from gateway.turns.chain import Diverged
 
 _REASONING = ("reasoning", "reasoning_content")
-"""What vLLM calls it, and SGLang."""
+"""The names that vLLM and SGLang use."""
 _BLANKS = " \t\r\n"
 
 
 def rest_of(read: Mapping[str, Any], told: Mapping[str, Any], is_whole: bool = False) -> dict[str, Any]:
-    """The delta that brings a client from what it was told to what was read.
+    """The delta from what a client was told to what was read.
 
     Args:
         read: a message, or the beginning of one.
-        told: a message as the client put it together.
-        is_whole: nothing more will be read, so all that was told must be in it, but for blanks at the end.
+        told: the message as the client has it.
+        is_whole: no more will be read, so it must contain all that was told, except for trailing blanks.
 
     Raises:
         Diverged: it is another message.
@@ -33,7 +33,7 @@ def rest_of(read: Mapping[str, Any], told: Mapping[str, Any], is_whole: bool = F
 
 
 def _known_as(name: str, told: Mapping[str, Any]) -> str:
-    """What the client knows a text by."""
+    """The name under which the client knows a text."""
     names = (name, *_REASONING) if name in _REASONING else ()
     return next((other for other in names if told.get(other)), name)
 
@@ -51,7 +51,7 @@ def _rest_of_calls(calls: list[dict[str, Any]], told: list[dict[str, Any]]) -> l
 
 
 def _behind(text: str, told: str) -> str:
-    """One reader may hold back more of a text than another did."""
+    """The rest of a text; one reader may hold back more of it than another did."""
     if told.startswith(text):
         return ""
     if not text.startswith(told):
@@ -60,7 +60,7 @@ def _behind(text: str, told: str) -> str:
 
 
 def _behind_json(text: str, told: str) -> str:
-    """The same of JSON, which one reader tells as the model wrote it and another with blanks of its own."""
+    """The rest of a JSON text, which one reader gives as the model wrote it and another with its own whitespace."""
     at, is_string, is_escaped = 0, False, False
     for mark in told:
         if not is_string:

@@ -1,6 +1,6 @@
-"""Turns under way: from their arrival at the scheduler, leg after leg, until they are over.
+"""Runs turns: from their arrival at the scheduler, leg after leg, until they are over.
 
-A turn at token level goes on from its last token on another engine; one that passes through starts over there, and only
+On another engine, a turn at token level continues from its last token. A turn that passes through starts over, and only
 while nothing of an answer is out.
 """
 
@@ -29,7 +29,7 @@ class RunningTurns:
     """Runs turns.
 
     Args:
-        repeats: may join others to a turn while it runs.
+        repeats: may join other clients to a turn while it runs.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RunningTurns:
     # --- the beginning and the end --------------------------------------------------------------------------
 
     def count(self, turn: Turn) -> None:
-        """Count it as one of its key's, until it is over or given up. Raises Refused above the limit."""
+        """Count it toward its key's limit until it is over or given up. Raises Refused above the limit."""
         num = self._num_of_key.get(turn.key, 0)
         if num >= self._max_turns_per_key:
             self._endings.given_up(turn.ask)
@@ -69,12 +69,12 @@ class RunningTurns:
         self._num_of_key[turn.key] = num + 1
 
     def give_up(self, turn: Turn) -> None:
-        """A turn that was counted does not arrive."""
+        """A counted turn does not arrive."""
         self._endings.given_up(turn.ask)
         self._num_of_key[turn.key] -= 1
 
     def arrive(self, turn: Turn, client: Client) -> None:
-        """Tell the scheduler of a turn that was counted. Raises Refused; then it is over."""
+        """Tell the scheduler of a counted turn. If this raises Refused, the turn is over."""
         ask = turn.ask
         try:
             self._staleness.check(ask.trajectory_id)
@@ -105,14 +105,14 @@ class RunningTurns:
     # --- between them ---------------------------------------------------------------------------------------
 
     async def run(self, turn: Turn, client: Client, begun: Begun | None = None) -> None:
-        """Run the legs of a turn that has arrived, until one finishes; the first may have begun."""
+        """Run the legs of an arrived turn until one finishes; the first may have begun."""
         try:
             await self._run_legs(turn, begun)
         finally:
             self.over(turn, client)
 
     async def settled(self, turn: Turn, client: Client, outcome: Outcome) -> None:
-        """Send the answer's end of a turn that has finished, once the store knows of it."""
+        """Send the end of a finished turn's answer, once the store has it."""
         try:
             await self._settle(turn, outcome)
         finally:
@@ -138,7 +138,7 @@ class RunningTurns:
             fault = (stop.fault if isinstance(stop, Stopped) else None) or Fault.CLIENT_LEFT
             now = self._clock()
             self._driver.post(TurnFailed(now, turn.turn_id, turn.leg, fault, can_retry=False))
-            if isinstance(stop, asyncio.CancelledError):  # uvicorn's, at the end of a shutdown's patience
+            if isinstance(stop, asyncio.CancelledError):  # uvicorn's, when its shutdown timeout ends
                 told = shutting_down()
                 self._endings.close(turn, "stopped", dispatch, told, now)
                 raise told from None
@@ -152,7 +152,7 @@ class RunningTurns:
         await self._settle(turn, outcome)
 
     async def _run_leg(self, turn: Turn, dispatch: Dispatch, begun: Begun | None) -> Outcome | None:
-        """How a leg finished; None where another one is to follow it, of which the scheduler knows."""
+        """How a leg finished; None if another leg follows, of which the scheduler knows."""
         try:
             if begun is None:
                 self._staleness.check_leg(turn)
@@ -172,6 +172,6 @@ class RunningTurns:
         return None
 
     async def _settle(self, turn: Turn, outcome: Outcome) -> None:
-        with suppress(asyncio.CancelledError):  # uvicorn's, at the end of a shutdown's patience: its answer is here
+        with suppress(asyncio.CancelledError):  # uvicorn's, when its shutdown timeout ends: the answer is here
             await self._store.settle(self._settings.settle_timeout_s)
         self._endings.send(turn, outcome)

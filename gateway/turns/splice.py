@@ -1,9 +1,10 @@
-"""The prompt of a later turn, made of its trajectory's own earlier tokens where the client goes on with them.
+"""Builds a later turn's prompt from its trajectory's own earlier tokens, if the client continues from them.
 
-A template renders an answer's text to tokens anew, which need not be those that were made: `ab` may have been `a` and
-`b`. With the made ones the prompt is what a trainer expects and what the engine has in its cache. Needs no tokenizer:
-the token that ends a turn cuts prompts into messages. The messages of the earlier prompt must be those of the render,
-but for answers, which begin with what opens one, and were spliced into the earlier prompt themselves.
+A template renders an answer's text to tokens again, which may differ from the tokens that were made: `ab` may have been
+`a` and `b`. With the original tokens the prompt is what a trainer expects and what the engine has in its cache. This
+needs no tokenizer: the token that ends a turn splits prompts into messages. The earlier prompt's messages must equal
+those of the render, except for answers: these begin with the tokens that open an answer, and were themselves spliced
+into the earlier prompt.
 """
 
 from engines.token_ids import TokenIds, messages, put_together
@@ -15,10 +16,10 @@ from gateway.tokens.turn_tokens import TurnTokens
 def spliced(
     book: TokenBook, trajectory_id: str, history: History | None, rendered: TokenIds
 ) -> tuple[TokenIds, str | None]:
-    """The prompt, and the turn that it goes on from; the render as it is, and None, where it is a branch.
+    """The prompt, and the turn that it continues; for a branch, the render unchanged and None.
 
     Args:
-        history: of the request; None where it has none.
+        history: of the request; None if it has none.
     """
     before = book.continued(trajectory_id, history.digests[-1]) if history and history.digests else None
     if before is None:
@@ -28,14 +29,14 @@ def spliced(
 
 
 def joined(before: TurnTokens, rendered: TokenIds) -> TokenIds | None:
-    """An earlier turn's tokens, and what is new in a render after them; None where that does not go on from them."""
+    """An earlier turn's tokens, then what is new in a render after them; None if the render does not continue them."""
     made = list(before.output_ids)
     if not made:
         return None
     prompt, output = TokenIds.of(before.prompt_ids), TokenIds.of(before.output_ids)
     if rendered.begins_with(prompt + output):
         return rendered
-    # An answer cut by its limit has no end of its own, and neither does one that ran over its end.
+    # An answer cut by its limit has no end token, nor does one that ran past its end token.
     end_of_turn = made[-1]
     if before.finish_reason == "length" or end_of_turn in made[:-1]:
         return None

@@ -1,9 +1,9 @@
-"""Whether a trajectory's tokens are of weights too old to learn from, and what then becomes of its turns.
+"""Whether a trajectory's tokens come from weights too old to learn from, and what then happens to its turns.
 
-A trajectory is as stale as its oldest token: by how many versions were set since the one that made it. Beyond
-`max_staleness`, with `stale = "refuse"`, its turns are refused, and one that runs ends with that error. With
-`stale = "restart"` only the turn that runs counts: it begins again under the new weights, unless some of its answer is
-out; then it ends with that error too.
+A trajectory is as stale as its oldest token, counted in versions set since the one that made it. Beyond
+`max_staleness`, with `stale = "refuse"`, its turns are refused, and a running one ends with that error. With `stale =
+"restart"` only the running turn counts: it begins again under the new weights; if some of its answer is out, it ends
+with that error too.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,14 +30,14 @@ class Staleness:
         self._ledger = ledger
 
     def check(self, trajectory_id: str) -> None:
-        """Raises Refused (409): a turn of this trajectory would be in vain. Not safe to repeat."""
+        """Raises Refused (409) if a turn of this trajectory would be useless. Not safe to repeat."""
         if self._limit is None or self._restarts:
             return
         if (version := self._too_old(self._made_before(trajectory_id))) is not None:
             raise Refused(self._error(version), should_retry=False)
 
     def check_leg(self, turn: Turn) -> None:
-        """Look at a turn that waited for a leg: versions may have been set meanwhile.
+        """Check a turn that waited for a leg: versions may have been set meanwhile.
 
         Raises: LegFailed: it became too stale, and cannot begin again.
         """
@@ -48,7 +48,7 @@ class Staleness:
             raise self._failed(version)
 
     def stop_stale(self, turns: Iterable[LiveTurn], member: Member) -> None:
-        """Stop what runs on an engine that took new weights and became too stale by it."""
+        """Stop turns that became too stale when their engine took new weights."""
         if self._limit is None:
             return
         for turn in turns:
@@ -59,7 +59,7 @@ class Staleness:
                 turn.stop(Fault.ENGINE)
 
     def stopped(self, turn: Turn) -> LegFailed:
-        """How the leg of such a turn ended."""
+        """How the leg of a turn stopped for staleness ended."""
         assert turn.stale_version is not None
         version, turn.stale_version = turn.stale_version, None
         if self._restarts and turn.begin_again():
@@ -70,8 +70,8 @@ class Staleness:
         return self._too_old(own if self._restarts else [*self._made_before(turn.ask.trajectory_id), *own])
 
     def _made_before(self, trajectory_id: str) -> list[str]:
-        """The versions of its tokens, as far as its history is kept; the first need not be the oldest, for a version
-        that is set again is a new one.
+        """The versions of its tokens, as far as its history is kept. The first need not be the oldest, because setting
+        a version again makes it new.
         """
         entry = self._ledger.get(trajectory_id)
         rows = entry.turns if entry is not None else ()

@@ -1,4 +1,6 @@
-"""Takes a token leg's events as they come from the engine, into the chain, and what is text at once to the client."""
+"""Takes a token leg's events as they come from the engine into the chain, and sends plain text to the client at
+once.
+"""
 
 from collections.abc import Callable
 
@@ -16,12 +18,12 @@ _DATA, _BETWEEN = b"data: ", b"\n\ndata: "
 
 
 class TokenRelay:
-    """One leg's stream of tokens; the events that end the choice are held back in it.
+    """One leg's stream of tokens; the choice holds back the events that end it.
 
     Args:
         read: the dialect's reader.
-        version: of the engine's weights, now.
-        outlet: where to tell the client as it comes; None for an answer that is told whole.
+        version: gives the current version of the engine's weights.
+        outlet: where to tell the client as tokens come; None for an answer that is told whole.
 
     Attributes:
         has_begun: a first event has come.
@@ -58,7 +60,7 @@ class TokenRelay:
         self._is_due = False
 
     def take(self, piece: bytes) -> bool:
-        """Take what comes.
+        """Take a piece of the stream.
 
         Returns: whether more may come at once, as `Relay.take` does.
         Raises: EventTooLarge, BadResponse, Diverged.
@@ -75,7 +77,7 @@ class TokenRelay:
                     self._event(data, version)
                 if self.is_over:
                     break
-        finally:  # what came before a fault is in the chain as told, so it must be
+        finally:  # the chain counts what came before a fault as told, so it must be told
             told, self._told = b"".join(self._told), []
             if self.has_begun:
                 self._note()
@@ -110,19 +112,19 @@ class TokenRelay:
 
     def _finish(self, said: Said, is_known: bool) -> None:
         self.has_finished = True
-        self.is_over = self.is_over or not is_known  # by a stop string that its engine cannot see
+        self.is_over = self.is_over or not is_known  # ended by a stop string that its engine cannot see
         if self._text is not None:
             chain = self._chain
             self._choice.last = self._text.say(said.text, said.logprobs, chain.finish_reason, chain.stop_reason)
 
     def was_heard(self) -> None:
-        """The voice has said what was due."""
+        """The voice has told what was due."""
         self._is_due = False
 
 
 def data_of_each(block: bytes) -> list[bytes]:
-    """What the events of a block say."""
-    # Engines write an event as one line; whatever else the standard allows is read the slow way.
+    """The data of each event of a block."""
+    # Engines write an event as one line; anything else that the standard allows takes the slow path.
     if block.startswith(_DATA) and block.find(b"\r") < 0:
         end = block.find(b"\n")
         lines = [block[len(_DATA) : end]]

@@ -1,4 +1,4 @@
-"""One turn of one client, from its request to its answer: what is decided of it, and what has come of it."""
+"""One turn of one client, from its request to its answer: what was decided about it, and what became of it."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from gateway.turns.outcome import Stopped
 from scheduling.types import Abort, Dispatch, Fault, Preempt, Reject
 
 Made = tuple[list[int], list[dict[str, Any]], list[VersionSpan]]
-"""Output ids, their log-probabilities if asked for, and the versions of the weights that made them."""
+"""Output ids, their log-probabilities if requested, and the versions of the weights that made them."""
 
 
 class Turn:
@@ -26,16 +26,17 @@ class Turn:
     Attributes:
         turn_id: also its request id; of fixed length, because SGLang aborts by prefix.
         num_clients: connections that wait for its answer.
-        priority: what its last leg's engine was told, lower is earlier.
+        priority: what its last leg's engine was given; lower is earlier.
         engine_id: where its leg runs; "" while none does.
-        choices: what it is to be, where it is served at token level; one, unless the client wants more.
+        choices: its choices, if it is served at token level; one, unless the client wants more.
         made_before: what an earlier process made of them.
-        kv_by: how its KV had come to that engine; "" where it had stayed.
-        versions: of weights that the engine of its last leg had meanwhile.
-        stale_version: which of these, or of its trajectory's, is so old that it was stopped; None where none is.
+        kv_by: how its KV reached that engine; "" if it was there already.
+        versions: of the weights that the engine of its last leg had during it.
+        stale_version: the version among these, or among its trajectory's, that is so old that the turn was stopped;
+            None if none is.
         last_error: why its last leg failed.
-        digest: of its request, once somebody needed it.
-        on_stop: called when it is to stop while no task awaits its leg.
+        digest: of its request, once it was needed.
+        on_stop: called when the turn must stop while no task awaits its leg.
         key: names its client's key.
     """
 
@@ -117,7 +118,7 @@ class Turn:
         self._decide()
 
     def rejected(self, reject: Reject) -> None:
-        """It will not be served."""
+        """The turn will not be served."""
         self._reject = reject
         self._decide()
 
@@ -127,12 +128,12 @@ class Turn:
             self.stop(abort.fault)
 
     def preempted(self, preempt: Preempt) -> None:
-        """Pause the running leg; one that passes through goes on to its end instead."""
+        """Pause the running leg; a leg that passes through runs to its end instead."""
         if preempt.leg == self.leg:
             self.pause()
 
     async def next_leg(self) -> Dispatch:
-        """Wait for the scheduler's word. Raises Refused, or Stopped."""
+        """Wait for the scheduler's decision. Raises Refused, or Stopped."""
         if self.dispatch is None and self._reject is None:
             self._decision = asyncio.get_running_loop().create_future()
             with self.stoppable():
@@ -151,17 +152,18 @@ class Turn:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another leg may follow one that failed: nothing of the answer is out, or its tokens are here."""
+        """Whether another leg may follow a failed one: nothing of the answer is out, or its tokens are here."""
         return bool(self.choices) or not self.outlet.has_begun
 
     def leg_runs_at(self, engine_id: str, can_pause: bool) -> None:
-        """A leg runs there, or none does where that is "". One at token level can be paused."""
+        """A leg runs at this engine; "" if none runs. A leg at token level can be paused."""
         self.engine_id, self._can_pause = engine_id, can_pause
 
     def pause(self) -> bool:
-        """Have the running leg stop with its tokens kept; the scheduler hears TurnPaused and dispatches it again.
+        """Stop the running leg and keep its tokens; the scheduler is told TurnPaused and dispatches it again.
 
-        Returns: False where it cannot, for it passes through or has no leg: then it just goes on.
+        Returns: False if the leg cannot be paused, because it passes through or there is none: then the turn just goes
+        on.
         """
         if self._can_pause:
             self.stop(None)
@@ -170,11 +172,11 @@ class Turn:
     def stop(self, fault: Fault | None) -> None:
         """Break off what is awaited within `stoppable`, now or as soon as it is entered."""
         is_first, self._is_stopping = not self._is_stopping, True
-        ends_leg = fault in (None, Fault.ENGINE)  # and others the turn
+        ends_leg = fault in (None, Fault.ENGINE)  # other faults end the turn
         if is_first or not ends_leg:
             self._fault = fault
         if ends_leg and self.dispatch is not None:
-            return  # that leg is about to begin, and ends then
+            return  # that leg is about to begin, and will end then
         if is_first and self._task is not None:
             self._task.cancel()
         elif is_first and self.on_stop is not None:
@@ -188,20 +190,20 @@ class Turn:
         return True
 
     def leg_failed(self, error: ApiError) -> None:
-        """Its leg is over: a pause, or an engine that is lost with it, has nothing more to stop."""
+        """Its leg is over, so a pause or the loss of its engine has nothing more to stop."""
         self.last_error = error
         if self._fault in (None, Fault.ENGINE):
             self._is_stopping, self._fault = False, None
 
     def left(self) -> None:
-        """One of its clients left; it stops when that was the last."""
+        """One of its clients left; the turn stops when the last one leaves."""
         self.num_clients -= 1
         if self.num_clients == 0:
             self.stop(Fault.CLIENT_LEFT)
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """What is awaited here ends with Stopped when `stop` is called; any other cancellation passes."""
+        """Code awaited here ends with Stopped when `stop` is called; any other cancellation passes."""
         self._raise_if_stopped()
         task = self._task = asyncio.current_task()
         assert task is not None
@@ -228,7 +230,7 @@ class Turn:
 
     @property
     def versions_made(self) -> list[str]:
-        """The weights that made its tokens, as far as it is served at token level."""
+        """The weights that made its tokens; [] unless it is served at token level."""
         return list(dict.fromkeys([span.version for choice in self.choices for span in choice.chain.versions]))
 
     def row(
@@ -236,7 +238,7 @@ class Turn:
     ) -> dict[str, Any]:
         """The turn as its trajectory's history shows it. Times are seconds since the epoch."""
         first_dispatch_at = self.first_dispatch_at
-        # An empty tuple where there is none: a row of plain values alone is nothing for the garbage collector.
+        # An empty tuple if there is none: the garbage collector does not track a row of plain values.
         versions = (self.versions_made if self.choices else None) or self.versions or ()
         return {
             "turn_id": self.turn_id,

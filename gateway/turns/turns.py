@@ -1,8 +1,8 @@
-"""Serves turns: reads a client's request, joins it to what it repeats, or has it run.
+"""Serves turns: reads a client's request, joins it to the turn that it repeats, or runs it.
 
-This is the hot path. What it decides is in `scheduling/`; how bytes pass is in `legs.py` and `outlet.py`.
+This is the hot path. Decisions are made in `scheduling/`; `legs.py` and `outlet.py` pass the bytes.
 
-1. A request that repeats a turn is no other turn (`repeats.py`).
+1. A request that repeats a turn is not another turn (`repeats.py`).
 2. The scheduler knows that a turn finished, and the store has it, before the client gets the answer's end.
 3. A client that leaves stops its turn, unless another one joined it.
 """
@@ -44,9 +44,9 @@ class Turns:
     """Serves the turns of all trajectories.
 
     Args:
-        repeats: know what a retried request asks again.
-        running: runs what must be awaited.
-        hot: runs what need not be.
+        repeats: know which turn or answer a repeated request asks for.
+        running: runs turns that must be awaited.
+        hot: runs turns that need no awaiting.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Turns:
         """Answer one turn request.
 
         Args:
-            client: whose raw path may hold an identity.
-            path: the API route, without it.
-            key: names the client's key, for its limit; "" when the gateway is open.
+            client: its raw path may hold an identity.
+            path: the API route, without the identity.
+            key: names the client's key, for its limit; "" if the gateway is open.
         """
         settings = self._settings
         try:
@@ -99,12 +99,12 @@ class Turns:
     def begin(
         self, client: Client, path: str, key: str, body: bytes, taker: Exchange | None = None
     ) -> Coroutine[Any, Any, None] | None:
-        """Serve a request whose body is here, as far as that needs no waiting. Raises nothing.
+        """Serve a request whose body is here, as far as possible without waiting. Raises nothing.
 
         Args:
-            taker: the client, if callbacks may see to its answer once this has returned.
+            taker: the client, if callbacks may continue its answer after this returns.
 
-        Returns: the rest, to be awaited; None where the answer is given, or callbacks see to it.
+        Returns: the rest, to be awaited; None if the answer is given, or callbacks will give it.
         """
         turn_id = new_id()
         api = TURN_ROUTES[path]
@@ -152,7 +152,7 @@ class Turns:
             self._kept_tokens.over(turn)
 
     async def _join(self, turn: Turn, client: Client) -> None:
-        """Give a client the answer of a turn that another one began."""
+        """Give a client the answer of a turn that another client began."""
         self._metrics.joined_turns.inc()
         turn.num_clients += 1
         follow = asyncio.create_task(turn.outlet.follow(client))
@@ -161,7 +161,7 @@ class Turns:
             try:
                 await asyncio.wait((follow,))
             except asyncio.CancelledError:
-                # Uvicorn's, at the end of a shutdown's patience: the turn ends, and tells both.
+                # Uvicorn's, when its shutdown timeout ends: the turn ends, and both clients are told.
                 await asyncio.wait((follow,))
             if not follow.cancelled():
                 follow.result()

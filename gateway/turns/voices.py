@@ -1,8 +1,8 @@
-"""Tells a client what a chain of token legs made: whole, or in the events of a stream. `frames.py` has the API's words.
+"""Tells a client what a chain of token legs made: whole, or as the events of a stream. `frames.py` has the API's words.
 
-Where the engine gave text beside the tokens, `TextVoice` only puts it into its frame. Where tool calls or reasoning are
-to be told apart, `ParsedVoice` has an engine read the tokens, any engine of the model, since what it needs to go on
-reading is kept here.
+If the engine gave text beside the tokens, `TextVoice` only puts it into its frame. If tool calls or reasoning must be
+separated, `ParsedVoice` has an engine read the tokens. Any engine of the model will do, because the state needed to
+continue reading is kept here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,22 +23,22 @@ from gateway.turns.retold import rest_of
 from scheduling.types import Fault
 
 _MAX_DERENDERED_BYTES = 64 * 2**20
-# A parser reads all tokens anew for each event, so events grow with the answer: the work is n log n, not n squared; and
-# each is a request, so they come no faster than an eye takes them in.
+# A parser reads all tokens again for each event, so events grow with the answer: the work is n log n, not n squared.
+# Each is also a request, so they come no faster than a reader's eye can follow.
 _SHARE_OF_ANSWER = 16
 _PAUSE_S = 0.1
 _NO_END: Mapping[str, Any] = {"finish_reason": None}
 
 
 def _chat_logprobs(request: Mapping[str, Any], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """With rivals only where they were asked for: token routes name the token itself as one (vLLM 0.32)."""
+    """With alternatives only if the client asked for them: token routes list the token itself as one (vLLM 0.32)."""
     if not request.get("top_logprobs"):
         entries = [entry | {"top_logprobs": []} for entry in entries]
     return {"content": entries}
 
 
 class TextVoice:
-    """For answers that are the very text that came."""
+    """For answers that are exactly the text that came."""
 
     def __init__(self, ask: Ask, frame: AnyFrame, index: int) -> None:
         self._request = ask.request
@@ -105,7 +105,7 @@ class TextVoice:
 
 
 class ParsedVoice:
-    """For answers that an engine must read."""
+    """For answers that an engine must parse."""
 
     def __init__(self, ask: Ask, frame: AnyFrame, index: int) -> None:
         self._request = ask.request
@@ -115,27 +115,27 @@ class ParsedVoice:
         self._due_at = 0.0
         self._said: list[int] = []
         self._state: Any = None
-        self._kind = ""  # of the engine whose state it is
+        self._kind = ""  # of the engine that gave this state
         self._message: dict[str, Any] = {"role": "assistant", "content": None}
-        self._read = self._message  # by that kind: what was told, until another kind reads all of it anew
+        self._read = self._message  # as read by that kind: what was told, until another kind reads all again
 
     def hear(self, ids: Sequence[int]) -> None:
-        """Take what is new."""
+        """Take new tokens."""
         self._unsaid += ids
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time to say it."""
+        """Whether it is time to tell them."""
         return now >= self._due_at and len(self._unsaid) > len(self._said) // _SHARE_OF_ANSWER
 
     def pause(self, now: float) -> None:
-        """Something was said: the next is due in a while."""
+        """Something was told: the next part is due after a pause."""
         self._due_at = now + _PAUSE_S
 
     async def say(self, routes: TokenRoutes, http: HttpClient, chain: Chain, timeout_s: float) -> bytes:
-        """The events for what was heard; with the finish reason when the chain has one.
+        """The events for the tokens heard, with the finish reason if the chain has one.
 
-        Raises: LegFailed, also where this kind of engine reads something else than was told as another kind read it;
-            what `_ask` and reading nonsense raise.
+        Raises: LegFailed, also if this kind of engine reads the tokens differently from what another kind told; what
+        `_ask` and malformed answers raise.
         """
         ids, reason = list(self._unsaid), chain.finish_reason
         if not ids and reason is None:
@@ -170,16 +170,16 @@ class ParsedVoice:
         return b"".join([self.frame.event(nulls | event) for event in events])
 
     def _rest_of(self, delta: dict[str, Any], is_whole: bool) -> dict[str, Any]:
-        """What is new of it to a client that was told by another kind of engine.
+        """What is new to a client that was told by another kind of engine.
 
-        A kind may tell less at first than the client knows (SGLang tells of a call when it is whole), so it is compared
-        by all that it read, each time.
+        A kind may at first tell less than the client knows (SGLang tells a call only once it is whole), so all that it
+        has read is compared each time.
         """
         _add(self._read, delta)
         try:
             return rest_of(self._read, self._message, is_whole)
         except Diverged:
-            self._kind = ""  # whoever is next reads all anew
+            self._kind = ""  # the next engine reads everything again
             error = api_error(503, "The engine reads otherwise what another kind of engine told.", "engine_unlike")
             raise LegFailed(Fault.BUSY, error) from None
 
@@ -216,7 +216,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _with_whole_calls(delta: dict[str, Any]) -> dict[str, Any]:
-    """One entry for each call, which several tokens at once may bring in parts."""
+    """One entry for each call; several tokens at once may bring a call in parts."""
     calls: dict[int, dict[str, Any]] = {}
     for call in delta.get("tool_calls", ()):
         known = calls.setdefault(call["index"], call)
@@ -228,7 +228,7 @@ def _with_whole_calls(delta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add(message: dict[str, Any], delta: Mapping[str, Any]) -> None:
-    """Put together what a client of the stream puts together."""
+    """Accumulate a delta as a client of the stream does."""
     for name, text in delta.items():
         if isinstance(text, str) and name != "role":
             message[name] = (message.get(name) or "") + text

@@ -1,12 +1,12 @@
-"""New weights for the fleet while turns run: one update at a time, many engines at once.
+"""Gives new weights to the fleet while turns run: one update at a time, many engines at once.
 
-1. An engine is told to pause, to load, to resume (see `engines/weights.py`). Meanwhile it gets no new turns; what runs
-   there just waits. The others go on.
-2. Weights from a path go to one engine first: a path that it refuses ends the update before the fleet is touched. A
-   transfer goes to all at once, for its collectives wait for each other.
+1. Each engine is told to pause, to load and to resume (see `engines/weights.py`). Meanwhile it gets no new turns, and
+   the turns that run there just wait. Other engines go on.
+2. Weights from a path go to one engine first: if it refuses the path, the update ends before the fleet is touched. A
+   transfer goes to all engines at once, because its collectives wait for each other.
 3. An engine that fails is held: it gets no turns until an update reaches it. If its weights may have been touched, its
-   turns go on elsewhere.
-4. It is idempotent by version: again, it goes to the engines that do not have it.
+   turns continue elsewhere.
+4. An update is idempotent by version: repeated, it goes to the engines that do not have it.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class Update:
     """One update, under way or ended. Times are seconds since the epoch.
 
     Args:
-        is_of_all: all engines that there were are to have it.
+        is_of_all: it was for all engines of the fleet at its start.
     """
 
     weights: NewWeights
@@ -48,19 +48,19 @@ class Update:
         if self.ended_at is None:
             return "running"
         states = {progress.state for progress in self.engines.values()}
-        is_for_nobody = self.weights.transfer is not None and "done" not in states  # who is back cannot have it
+        is_for_nobody = self.weights.transfer is not None and "done" not in states  # one that returns cannot get it
         if not states & {"failed", "untouched"} and not is_for_nobody:
             return "done"
         return "partial" if "done" in states else "failed"
 
     def serves(self, version: str, engine_ids: Sequence[str] | None) -> bool:
-        """Whether who orders this version for these engines, None for all, may wait for this update's end."""
+        """Whether a caller that orders this version for these engines (None for all) may wait for this update's end."""
         if version != self.weights.version:
             return False
         return self.is_of_all if engine_ids is None else self.engines.keys() >= set(engine_ids)
 
     def told(self) -> str:
-        """Which engines it is for, for people."""
+        """Which engines it is for, in words."""
         return "all engines" if self.is_of_all else ", ".join(self.engines)
 
     def view(self) -> dict[str, Any]:
@@ -80,8 +80,8 @@ class Weights:
     """Gives the fleet its weights.
 
     Args:
-        record: what is current, and what an earlier process was at.
-        live_turns: all turns that are being served.
+        record: the current weights, and the update that an earlier process was running.
+        live_turns: gives all turns that are being served.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class Weights:
 
         Args:
             engine_ids: which engines; None means all.
-            of_engine: what a transfer has besides for one engine, such as its rank.
+            of_engine: extra transfer fields for one engine, such as its rank.
 
         Raises:
             UnknownEngine: one of these.
-            Refused: 409 while another update runs, 400 for what an engine's kind cannot use.
+            Refused: 409 while another update runs, 400 for fields that an engine's kind cannot use.
         """
         if self._update is not None and self._update.ended_at is None:
             if self._update.serves(weights.version, engine_ids):
@@ -139,19 +139,19 @@ class Weights:
         return update
 
     async def finished(self, update: Update) -> Update:
-        """The update once it ended. Who no longer waits does not stop it."""
+        """The update once it has ended. A caller that stops waiting does not stop it."""
         while update.ended_at is None and self._task is not None:
             await asyncio.wait((self._task,))
         return update
 
     async def close(self) -> None:
-        """Break off. The record says that it was unfinished."""
+        """Break off; the record shows the update as unfinished."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
 
     def view(self) -> dict[str, Any]:
-        """The current version, who has which, and the last update."""
+        """The current version, which engine has which, and the last update."""
         current = self._record.current
         return {
             "object": "weights",
@@ -197,7 +197,7 @@ class Weights:
         await asyncio.gather(*(give(member) for member in members))
 
     async def _give(self, member: Member, update: Update, of_engine: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Give one engine the weights; whether it refused them."""
+        """Give one engine the weights; True if it refused them."""
         progress, weights = update.engines[member.engine_id], update.weights
         if _has(member, update):
             progress.state = "done"
