@@ -1,4 +1,4 @@
-"""Puts the gateway process together, in one place."""
+"""Builds the gateway process, in one place."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -51,15 +51,15 @@ from store import DEMAND, Store, StoreSettings, Stream, open_store, open_stream
 
 @asynccontextmanager
 async def gateway(settings: Settings, descriptors: DescriptorStore | None = None) -> AsyncIterator[Front]:
-    """The ASGI application of a gateway that is running: restored, and watching its engines.
+    """The ASGI application of a running gateway: restored from its store, and watching its engines.
 
-    What it opened is closed, where its start fails, too.
+    Everything it opened is closed again, also if its start fails.
 
     Args:
-        descriptors: what outlives this process; None where nobody keeps it.
+        descriptors: those that outlive this process; None if nothing keeps them.
 
     Raises:
-        ConfigError: the event log cannot be written, or the predictor's model not read.
+        ConfigError: the event log cannot be written, or the predictor's model cannot be read.
         StoreError: the store cannot be used, or is away for too long. Serving without it would lose its trajectories.
     """
     async with AsyncExitStack() as opened:
@@ -81,7 +81,7 @@ async def _serving(
     store: Store,
     stream: Stream | None,
 ) -> AsyncIterator[Front]:
-    """All parts of the gateway, on a log and a store that are open; `stream` is where to say what the rollouts need."""
+    """All parts of the gateway, given an open log and store; demand is published on `stream`, if there is one."""
     clock = started_clock()
     memory = await restored(settings, store, clock)
     ledger, book, repeats, conversations = memory.ledger, memory.book, memory.repeats, memory.conversations

@@ -1,16 +1,16 @@
-"""The gateway's clock: seconds since the epoch, so that records outlive the process, and never backwards."""
+"""The gateway's clock: seconds since the epoch, so that records outlive the process; it never runs backwards."""
 
 import time
 from collections.abc import Callable
 
 Clock = Callable[[], float]
-"""Now."""
+"""The current time."""
 
 
 def started_clock() -> Clock:
-    """Starts at the wall clock's time and goes on with the monotonic one.
+    """A clock that starts at the wall clock's time and advances with the monotonic clock.
 
-    A function, for a turn asks five times what time it is, and to call an object costs twice as much.
+    It is a function because a turn reads the time five times, and calling an object costs twice as much.
     """
     monotonic = time.monotonic
     offset_s = time.time() - monotonic()

@@ -1,5 +1,5 @@
 """The gateway's settings: from the command line, the environment (`HEDDLE_...`), a TOML file, or the defaults, in this
-order. Each field has its unit in its name and the reason of its default beside it; what is unknown stops the start.
+order. Each field has its unit in its name and the reason for its default beside it. An unknown setting stops the start.
 """
 
 import os
@@ -36,7 +36,7 @@ def _as_sent(key: SecretStr) -> SecretStr:
 
 
 Key = Annotated[SecretStr, AfterValidator(_as_sent)]
-"""As it is sent in a header; one with a line's end, as files have it, would never be met."""
+"""A key as it is sent in a header; one that ends in a newline, as read from a file, would never match."""
 
 
 def _known_profile(name: str | None) -> str | None:
@@ -70,7 +70,7 @@ class EngineSettings(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> "EngineSettings":
-        """From a URL such as `http://host:8000` or `sglang+http://host:30000`."""
+        """The settings for a URL such as `http://host:8000` or `sglang+http://host:30000`."""
         kind, plus, rest = text.partition("+")
         return cls(url=rest, kind=kind) if plus and "://" not in kind else cls(url=text)
 
@@ -82,7 +82,7 @@ class EngineSettings(BaseModel):
         return url.rstrip("/").removesuffix("/v1")
 
 
-# Read elsewhere: the file's name here, the others by the scripts in deploy/ and by the tests.
+# Read elsewhere: the file's name below, the others by the scripts in deploy/ and by the tests.
 _OTHERS = frozenset({"HEDDLE_CONFIG", "HEDDLE_WORK", "HEDDLE_VLLM_VENV", "HEDDLE_REDIS_FROM"})
 
 
@@ -105,7 +105,7 @@ def _origin(text: str) -> str:
 
 
 class Settings(BaseSettings):
-    """Everything one can set of the gateway process."""
+    """Every setting of the gateway process."""
 
     model_config = SettingsConfigDict(env_prefix="HEDDLE_", extra="forbid", frozen=True, allow_inf_nan=False)
     toml_file: ClassVar[str | None] = None
@@ -294,12 +294,12 @@ class Settings(BaseSettings):
 
     @property
     def predictor_name(self) -> str:
-        """What is set; Libra's buckets go by its trees of tool outcomes unless told otherwise."""
+        """The predictor to use: for Libra's buckets, its trees of tool outcomes unless another is set."""
         is_told = "predictor" in self.model_fields_set
         return "tree" if self.policy == CMLFQ.name and not is_told else self.predictor
 
     def token_limits(self) -> TokenLimits:
-        """The token book's part."""
+        """The settings of the token book."""
         return TokenLimits(
             keep=self.keep_tokens,
             memory_bytes=self.max_token_memory_bytes,
@@ -308,7 +308,7 @@ class Settings(BaseSettings):
         )
 
     def limits(self) -> Limits:
-        """The scheduler's part."""
+        """The settings of the scheduler."""
         return Limits(
             kv_watermark=self.kv_watermark,
             in_tool_lease_s=self.in_tool_lease_s,
@@ -327,14 +327,14 @@ class Settings(BaseSettings):
 
 
 def load_settings(config_file: str | None = None, **overrides: Any) -> Settings:
-    """Settings of this process.
+    """The settings of this process.
 
     Args:
-        config_file: a TOML file, else the one that HEDDLE_CONFIG names; every key is a field's name.
-        overrides: what the command line said; None means it said nothing.
+        config_file: a TOML file; by default the one that HEDDLE_CONFIG names. Every key is a field's name.
+        overrides: from the command line; None means not given.
 
     Raises:
-        ConfigError: a value is malformed or a key unknown, with one line that says which.
+        ConfigError: a value is malformed or a key unknown; one line says which.
     """
     config_file = config_file or os.environ.get("HEDDLE_CONFIG")
     if config_file is not None and not os.path.isfile(config_file):

@@ -1,7 +1,8 @@
-"""Pages of other origins: a dashboard in a browser, say, which may read answers only if these allow it.
+"""Serves pages of other origins, such as a dashboard in a browser, which may read answers only if this allows it.
 
-Browsers say `Origin`. Such requests go to the gateway by way of ASGI, through Starlette's middleware, which answers
-preflights and marks answers, those of turns too. All others, which is what agents send, go as they always go.
+Browsers send `Origin`. Requests with it reach the gateway over ASGI, through Starlette's middleware, which answers
+preflights and marks answers, including those of turns. All other requests, such as those of agents, take the usual
+path.
 """
 
 from collections.abc import Sequence
@@ -18,10 +19,10 @@ _SHOWN = ("x-request-id", "x-trajectory-id", "x-heddle-engine", "x-heddle-queued
 
 
 class CrossOrigin:
-    """A front that pages of some origins may ask.
+    """A front that pages of some origins may use.
 
     Args:
-        origins: each a scheme, a host and perhaps a port; `*` for all.
+        origins: each a scheme, a host and optionally a port; `*` for all.
     """
 
     def __init__(self, front: Front, origins: Sequence[str]) -> None:
@@ -34,7 +35,9 @@ class CrossOrigin:
         await (self._marked if _has_origin(scope) else self._front)(scope, receive, send)
 
     def take(self, exchange: Exchange) -> bool:
-        """As the front's, which writes below ASGI, where no answer is marked."""
+        """As the front's; it writes below ASGI, where answers are not marked, so requests with an origin are left to
+        ASGI.
+        """
         return not _has_origin(exchange.scope) and self._front.take(exchange)
 
     async def _by_asgi(self, scope: Any, receive: Any, send: Any) -> None:

@@ -1,8 +1,9 @@
-"""What the fleet's controller must know of the work at hand: what each trajectory still needs, and how far to trust it.
+"""What the fleet's controller must know of the work at hand: what each trajectory still needs, and how far to trust
+that.
 
-The controller asks for it (`GET /v1/demand`), whatever the store is, or reads it from a stream at a Redis store
-(demand_stream.py). Each look also notes what was predicted of trajectories; when they have ended, it is compared with
-what came true, for a fleet is cut anew within a rollout only on the word of a predictor that has shown its worth.
+The controller asks for it (`GET /v1/demand`) with any store, or reads it from a stream in a Redis store
+(demand_stream.py). Each look also notes what was predicted of trajectories. When they have ended, the prediction is
+compared with the outcome, because a fleet is reshaped within a rollout only if the predictor has proven itself.
 """
 
 import asyncio
@@ -21,14 +22,14 @@ from scheduling.types import TrajectoryRecord, TrajectoryState
 
 _MAX_WATCHED = 20_000
 _MAX_COMPARED = 1_000
-# Trajectories looked at in one go: 2 ms.
+# Trajectories looked at before other tasks run: 2 ms.
 _SLICE = 400
-# Below it a correlation is chance.
+# With fewer, a correlation is chance.
 _MIN_COMPARED = 8
 
 
 class Demand:
-    """The work at hand, for those who ask again and again."""
+    """The work at hand, for callers that ask repeatedly."""
 
     def __init__(self, clock: Clock, driver: Driver, ledger: Ledger) -> None:
         self._clock = clock
@@ -38,10 +39,10 @@ class Demand:
         self._compared: deque[tuple[float, float]] = deque(maxlen=_MAX_COMPARED)
 
     async def look(self, since: float = 0.0) -> dict[str, Any]:
-        """As the API shows it.
+        """The work at hand, as the API shows it.
 
-        `trajectories`: of each that is active, predicted output tokens still to come, its context now, tokens that
-        tools will still add to it, and its home. `last_rollout`: the one that ended last, if that was after `since`.
+        `trajectories`: for each active one, predicted output tokens still to come, its context now, tokens that tools
+        will still add to it, and its home. `last_rollout`: the rollout that ended last, if that was after `since`.
 
         Cost: 6,400 trajectories take about 35 ms, in slices between which turns are served.
         """
@@ -68,7 +69,7 @@ class Demand:
         }
 
     def _watch(self, record: TrajectoryRecord) -> None:
-        """Note the first prediction that is seen of a trajectory, and at its end whether it came true."""
+        """Note the first prediction seen for a trajectory; at its end, pair it with the outcome."""
         known = self._watched.get(record.trajectory_id)
         if record.state is not TrajectoryState.ACTIVE:
             self._watched.pop(record.trajectory_id, None)
@@ -91,7 +92,7 @@ def _remaining(record: TrajectoryRecord) -> dict[str, Any]:
 
 
 def _last_rollout(active: list[TrajectoryRecord], finished: list[Entry], since: float) -> dict[str, Any] | None:
-    """All of the rollout that ended last: trajectories without one count as one, of those that ended after `since`."""
+    """All of the rollout that ended last. Trajectories without a rollout count as one, if they ended after `since`."""
     going_on = {record.rollout_id for record in active}
     rollouts: defaultdict[str | None, list[Entry]] = defaultdict(list)
     for entry in finished:
@@ -107,7 +108,7 @@ def _last_rollout(active: list[TrajectoryRecord], finished: list[Entry], since: 
 
 
 def _whole(entry: Entry) -> dict[str, int]:
-    """What a trajectory that has ended came to: its first prompt, what tools added, and what it made."""
+    """What an ended trajectory came to: its first prompt, what tools added, and what it made."""
     record = entry.record
     first = (entry.turns[0].get("prompt_tokens") or 0) if entry.turns else 0
     added = max(record.context_tokens - record.output_tokens - first, 0)
@@ -115,7 +116,7 @@ def _whole(entry: Entry) -> dict[str, int]:
 
 
 def _log_pearson(pairs: "deque[tuple[float, float]]") -> float | None:
-    """Correlation of the logarithms; None where there are too few, or nothing varies."""
+    """Correlation of the logarithms; None if there are too few pairs or no variation."""
     if len(pairs) < _MIN_COMPARED:
         return None
     xs, ys = ([math.log(pair[side]) for pair in pairs] for side in (0, 1))
@@ -127,7 +128,7 @@ def _log_pearson(pairs: "deque[tuple[float, float]]") -> float | None:
 
 
 def add_demand(app: FastAPI, demand: Demand, access: Access) -> None:
-    """The route."""
+    """Add the route."""
 
     async def need_admin(request: Request) -> None:
         access.admin(request.scope["headers"])
@@ -135,5 +136,6 @@ def add_demand(app: FastAPI, demand: Demand, access: Access) -> None:
     @app.get("/v1/demand", tags=["fleet"], dependencies=[Depends(need_admin)])
     async def look(since: float = 0.0) -> dict[str, Any]:
         """What the trajectories at hand still need, and what the last rollout came to if it ended after `since`
-        (seconds since the epoch), for the fleet's controller. Needs the admin key."""
+        (seconds since the epoch), for the fleet's controller. Needs the admin key.
+        """
         return await demand.look(since)

@@ -1,11 +1,12 @@
-"""Says what the fleet's controller must know to a stream at the store's Redis, for one that does not ask this process.
+"""Publishes what the fleet's controller must know on a stream in the store's Redis, for one that does not ask this
+process.
 
 Rules:
 
-- It is looked up when it is said: after Redis was away, nothing old is said.
-- The last rollout is said until another one has ended, so that a controller that was away does not miss it; a gateway
-  that is started again goes on from what was said last.
-- A gateway that another one has taken the store from says nothing more.
+- The demand is computed when it is published: after Redis was away, nothing stale is published.
+- The last rollout is repeated until another one has ended, so that a controller that was away does not miss it. A
+  restarted gateway continues from what was last published.
+- A gateway that lost the store to another one publishes nothing more.
 """
 
 import asyncio
@@ -20,16 +21,16 @@ from store import StoreAway, StoreHealth, Stream
 
 
 async def say_demand(demand: Demand, stream: Stream, health: Callable[[], StoreHealth], interval_s: float) -> None:
-    """Say it again and again, until cancelled; then the stream is closed.
+    """Publish repeatedly until cancelled; then close the stream.
 
     Args:
-        health: of the store beside the stream.
+        health: of the store that shares this Redis.
     """
     last_rollout: dict[str, Any] | None = None
     is_resumed = False
     try:
         while True:
-            with suppress(StoreAway):  # the store's health tells of it
+            with suppress(StoreAway):  # the store's health reports it
                 if not is_resumed:
                     last_rollout, is_resumed = await _said_before(stream), True
                 found = await demand.look(last_rollout["ended_at"] if last_rollout else 0.0)
@@ -48,5 +49,5 @@ async def _said_before(stream: Stream) -> dict[str, Any] | None:
     try:
         last: dict[str, Any] | None = orjson.loads(entry.value)["last_rollout"]
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        return None  # of another version
+        return None  # written by another version
     return last

@@ -1,6 +1,6 @@
 """Descriptors that the next process finds again: systemd keeps them, or `heddle keep` (sd_notify(3), sd_listen_fds(3)).
 
-Who keeps them says so with NOTIFY_SOCKET and FDSTORE, how many there may be; systemd does from its version 254 on.
+The keeper announces itself with NOTIFY_SOCKET, and with FDSTORE how many it keeps; systemd does so from version 254 on.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import MutableMapping, Sequence
 
 _FIRST_DESCRIPTOR = 3
-# A socket of datagrams takes 10 of them until its reader comes round to them, on a busy machine after a while.
+# A datagram socket queues 10 messages until its reader takes them, which can take a while on a busy machine.
 _RETRY_S = 0.002
-# At the end of a process nobody else waits for it.
+# At the end of a process nothing else waits for it.
 _LAST_WORDS_S = 1.0
 
 
@@ -22,7 +22,7 @@ class DescriptorStore:
 
     Args:
         address: of the keeper's socket.
-        limit: of descriptors; the keeper would drop more without a word.
+        limit: how many descriptors; the keeper would silently drop more.
         found: what earlier processes left there, by name. It stays there until it is dropped.
     """
 
@@ -37,7 +37,9 @@ class DescriptorStore:
         self._address = "\0" + address[1:] if address.startswith("@") else address
 
     async def keep(self, name: str, descriptors: Sequence[int], timeout_s: float) -> bool:
-        """Put these into keeping under a new name; False where there is no room, or nobody takes them in this time."""
+        """Put these into keeping under a new name; False if there is no room, or the keeper does not take them in
+        time.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         if self._num + len(descriptors) > self._limit:
@@ -52,12 +54,12 @@ class DescriptorStore:
         return True
 
     def keep_now(self, name: str, descriptor: int) -> None:
-        """Put this one into keeping, if there is room and somebody takes it at once."""
+        """Put this one into keeping, if there is room and the keeper takes it at once."""
         if self._num < self._limit and self._sent(b"FDSTORE=1\nFDNAME=%b" % name.encode(), [descriptor]):
             self._count(name, 1)
 
     def drop(self, name: str) -> None:
-        """Have all of that name closed there; nothing if there is none."""
+        """Have the keeper close all descriptors of that name, if there are any."""
         if name in self._num_of:
             self._count(name, 0)
             self._unsent.append(b"FDSTOREREMOVE=1\nFDNAME=%b" % name.encode())
@@ -65,7 +67,7 @@ class DescriptorStore:
                 self._send_on()
 
     def close(self) -> None:
-        """Say what is still to be said; nothing more follows."""
+        """Send what is still unsent; nothing may follow."""
         self._socket.settimeout(_LAST_WORDS_S)
         while self._unsent and self._sent(self._unsent[0], ()):
             self._unsent.popleft()
@@ -83,10 +85,12 @@ class DescriptorStore:
             asyncio.get_running_loop().call_later(_RETRY_S, self._send_on)
 
     def _sent(self, message: bytes, descriptors: Sequence[int]) -> bool:
-        """Whether it went; a keeper that is gone has got it, for all that one can do."""
+        """Whether it was sent. A message without descriptors to a keeper that is gone counts as sent: nothing more can
+        be done.
+        """
         beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
         try:
-            self._socket.sendmsg([message], beside, 0, self._address)  # `send_fds` forgets the address (3.11)
+            self._socket.sendmsg([message], beside, 0, self._address)  # `send_fds` drops the address (3.11)
         except (BlockingIOError, TimeoutError):
             return False
         except OSError:
@@ -95,10 +99,11 @@ class DescriptorStore:
 
 
 def descriptor_store(environment: MutableMapping[str, str]) -> DescriptorStore | None:
-    """What this process was given, once: it is not for its children. None where nobody keeps descriptors.
+    """The descriptors that this process was given, taken once, because its children must not get them; None if nothing
+    keeps descriptors.
 
     Args:
-        environment: of the process; what was for it alone is taken out.
+        environment: of the process; variables meant for it alone are removed.
     """
     names = environment.pop("LISTEN_FDNAMES", "").split(":")
     is_ours = environment.pop("LISTEN_PID", "") == str(os.getpid())

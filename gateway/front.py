@@ -1,7 +1,7 @@
 """The gateway's ASGI application: the hot routes go straight to `turns`, all others to FastAPI.
 
-FastAPI costs 140 us a request and about as much again per 64-chunk stream; a turn needs nothing of it. The routes are
-declared there all the same, for its documentation, and answer alike if they are reached through it.
+FastAPI costs 140 us a request and about as much again per 64-chunk stream, and a turn needs nothing of it. The hot
+routes are still declared there for its documentation, and answer alike if reached through it.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ from gateway.turnlog import TurnLog
 from gateway.turns.turns import TURN_ROUTES, Turns
 
 App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
-# Health and metrics are for load balancers and scrapers, which have no keys; the docs say nothing secret.
+# Health and metrics are for load balancers and scrapers, which have no keys; the docs contain no secrets.
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/health", "/metrics", "/docs", "/openapi.json"})
 
 _ENDLESS_PATH = "/v1/events"
 
 
 class Front:
-    """Checks who asks, and sends each request where it is served.
+    """Checks who asks, and sends each request to the part that serves it.
 
     Args:
         end_watches: ends the answers that have no end of their own, before a shutdown.
@@ -56,7 +56,7 @@ class Front:
         end_watches: Callable[[], None],
     ) -> None:
         self._settings = settings
-        # Read once: to ask the settings for a value costs more than to compare it.
+        # Copied once: reading a setting costs more than comparing it.
         self._max_header_bytes, self._max_body_bytes = settings.max_header_bytes, settings.max_body_bytes
         self._access = access
         self._turns = turns
@@ -88,7 +88,7 @@ class Front:
                 self._metrics.refused.labels(str(refused.error.status)).inc()
             await self._refuse(client, api, refused)
         except asyncio.CancelledError:
-            # Uvicorn's, at the end of a shutdown's patience; turns that run tell it themselves.
+            # Uvicorn's, when its shutdown timeout ends; turns that run tell their clients themselves.
             if not isinstance(client, Exchange) or client.response_started:
                 raise
             await self._refuse(client, api, shutting_down())
@@ -110,7 +110,7 @@ class Front:
             return
         receive = await self._read(client, receive)
         request_id = os.urandom(16).hex()
-        # FastAPI's routes know no HEAD; of an answer to one the server leaves the body out.
+        # FastAPI's routes do not accept HEAD; uvicorn omits the body of its answer.
         method = "GET" if scope["method"] == "HEAD" and path != _ENDLESS_PATH else scope["method"]
         shown = {**scope, "method": method, "path": path, "raw_path": path.encode()}
         try:
@@ -119,7 +119,7 @@ class Front:
             self._log.defect(request_id)
 
     def take(self, exchange: Exchange) -> bool:
-        """Serve a turn request that is all there, without a task; False for all others, of which nothing was done."""
+        """Serve a turn request that is complete, without a task; False, with nothing done, for any other."""
         scope = exchange.scope
         path: str = scope["path"]
         if scope["method"] != "POST":
@@ -149,7 +149,9 @@ class Front:
         return num_bytes > self._max_header_bytes
 
     async def _read(self, client: Client, receive: Receive) -> Receive:
-        """Read the body, whose bounds FastAPI does not keep, and give it to FastAPI. Raises Refused, or ClientLeft."""
+        """Read the body within the limits, which FastAPI does not enforce, and hand it to FastAPI. Raises Refused, or
+        ClientLeft.
+        """
         body = await client.read(self._settings.max_body_bytes, self._settings.body_timeout_s)
         unread = [{"type": "http.request", "body": body, "more_body": False}]
 

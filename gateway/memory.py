@@ -1,4 +1,4 @@
-"""What a gateway knows of trajectories: taken up from the store when it starts, and forgotten with each of them."""
+"""What a gateway knows of trajectories: restored from the store at its start, and forgotten with each of them."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from scheduling.types import ACTIVE, FINISHED, TrajectoryRecord
 from store import Store, StoreAway, StoredTrajectory
 
 _PREDICTOR_STATE = "predictor"
-# What the predictor learned in the last seconds before a crash is learned again soon; its state can be megabytes.
+# What the predictor learned in the last seconds before a crash is soon learned again; its state can be megabytes.
 _PREDICTOR_SAVE_S = 10.0
 _STORE_RETRY_S = 0.5
 _STORE_LOOK_S = 1.0
@@ -27,7 +27,7 @@ _STORE_LOOK_S = 1.0
 
 @dataclass(frozen=True)
 class Memory:
-    """All of it, over one store.
+    """All state kept in one store.
 
     Attributes:
         records: of the trajectories of an earlier process.
@@ -42,41 +42,41 @@ class Memory:
     records: list[TrajectoryRecord]
 
     def closed(self, record: TrajectoryRecord) -> None:
-        """A trajectory's length is known; or it was aborted, and its siblings wait for no word of it."""
+        """A trajectory's length is known; or it was aborted, and no longer counts among its siblings."""
         if record.state is FINISHED:
             self.predictor.ended(ended(record))
         else:
             self.predictor.dropped(record.trajectory_id)
 
     def forget(self, trajectory_id: str) -> None:
-        """Drop what is not in the ledger, whose owner does that."""
+        """Forget what the ledger does not hold; the ledger's owner drops the rest."""
         self.conversations.forget(trajectory_id)
         self.repeats.forget(trajectory_id)
         self.book.forget(trajectory_id)
         self.predictor.dropped(trajectory_id)
 
     def rewrite(self) -> None:
-        """Tell the store everything, for it has lost what it had."""
+        """Write everything to the store again, because it lost what it had."""
         self.ledger.rewrite()
         self.book.rewrite()
         self.save_predictor()
 
     def save_predictor(self, before: bytes = b"") -> bytes:
-        """Tell the store what was learned, if that is more than what it was told before; gives what was learned."""
+        """Store and return what was learned; skip the write if it equals `before`."""
         learned = self.predictor.dump()
         if learned != before:
             self.store.put_state(_PREDICTOR_STATE, learned)
         return learned
 
     async def keep_predictor(self) -> None:
-        """Do so now and then, until cancelled."""
+        """Save the predictor at intervals, until cancelled."""
         learned = b""
         while True:
             await asyncio.sleep(_PREDICTOR_SAVE_S)
             learned = self.save_predictor(learned)
 
     async def tell_of_store(self) -> None:
-        """Log when puts no longer reach the store, and when they do again, until cancelled."""
+        """Log when puts stop reaching the store, and when they reach it again, until cancelled."""
         was_ok = True
         while True:
             health = self.store.health()
@@ -105,7 +105,7 @@ async def restored(settings: Settings, store: Store, clock: Clock) -> Memory:
         if item.answer is not None:
             repeats.restore(item.trajectory_id, item.answer)
     if learned := await store.get_state(_PREDICTOR_STATE):
-        with contextlib.suppress(ValueError):  # another kind of predictor wrote it: this one begins anew
+        with contextlib.suppress(ValueError):  # another kind of predictor wrote it: this one starts empty
             predictor.restore(learned, {record.trajectory_id for record in records if record.state is ACTIVE})
     conversations = Conversations(settings.max_conversations)
     for entry in ledger:
@@ -124,7 +124,7 @@ def _predictor(settings: Settings) -> Predictor:
 
 
 async def _load(store: Store, timeout_s: float) -> list[StoredTrajectory]:
-    """What the store has; one that is away is waited for."""
+    """What the store has; wait for a store that is away."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:
         try:

@@ -22,7 +22,7 @@ _SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800)
 
 
 class Metrics:
-    """Counts what happens; what is, is read from its owners when the page is made."""
+    """Counts events; gauges are read from their owners when the page is made."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -73,7 +73,9 @@ class Metrics:
         counts["output",] += output
 
     def kv_moved(self, outcome: str, num_tokens: int, seconds: float) -> None:
-        """KV was `fetched` from its old home, `loaded` from a tier, `prefilled` in a tool call, or that `failed`."""
+        """KV was `fetched` from its old home, `loaded` from a tier, or `prefilled` in a tool call; or the move
+        `failed`.
+        """
         self._kv_moves.counts[outcome,] += 1
         self._kv_moved_tokens.counts[outcome,] += num_tokens
         self._kv_move_seconds.observe(seconds)
@@ -81,7 +83,7 @@ class Metrics:
     def watch(
         self, scheduler: Scheduler, fleet: Fleet, ledger: Ledger, store: Store, crew: Crew, read: AsideCounts | None
     ) -> None:
-        """Show the state of these too; `read` is None where no text is read."""
+        """Also show the state of these; `read` is None if no text predictor runs."""
         self.registry.register(_State(scheduler, fleet, ledger, store, crew))
         if read is not None:
             shown = _Counts("heddle_text_predictions", "Conversations read in tool calls.", ("outcome",))
@@ -92,7 +94,8 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-# What every turn counts is kept in plain numbers: prometheus_client's own take four times as long, for they lock.
+# What every turn counts is kept in plain numbers: prometheus_client's own metrics take four times as long, because they
+# lock.
 
 
 class _Counts(Collector):
@@ -103,7 +106,7 @@ class _Counts(Collector):
         self._name, self._text, self._labels = name, text, labels
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Its values now."""
+        """Its current values."""
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
         for labels, count in self.counts.items():
             family.add_metric(labels, count)
@@ -119,12 +122,12 @@ class _Times(Collector):
         self._sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one."""
+        """Count one observation."""
         self._counts[bisect_left(_SECONDS, seconds)] += 1
         self._sum_s += seconds
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Its values now."""
+        """Its current values."""
         bounds = [*map(str, map(float, _SECONDS)), "+Inf"]
         buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum_s)
@@ -136,7 +139,7 @@ class _State(Collector):
         self._crew = crew
 
     def collect(self) -> list[GaugeMetricFamily]:
-        """Gauges of this instant."""
+        """The current gauges."""
         health = self._store.health()
         members = self._fleet.members()
         running = sum(len(engine.running) for engine in self._scheduler.engines.values())
@@ -165,7 +168,7 @@ class _State(Collector):
         )
         used = GaugeMetricFamily("heddle_engine_kv_used_ratio", "KV in use, by its own word.", labels=["engine"])
         for member in self._fleet.members():
-            # The address, not the id: a relaunched server goes on with its series.
+            # The address, not the id: a relaunched server continues the same series.
             name = [member.settings.url.partition("://")[2]]
             engine = self._scheduler.engines.get(member.engine_id)
             up.add_metric(name, float(member.state is EngineState.READY))
@@ -176,13 +179,13 @@ class _State(Collector):
 
 
 class _Readings(Collector):
-    """What came of the questions to the text predictor, which counts them itself."""
+    """What became of the questions to the text predictor, which counts them itself."""
 
     def __init__(self, shown: _Counts, counts: AsideCounts) -> None:
         self._shown, self._counts = shown, counts
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Its values now."""
+        """Its current values."""
         counts = self._counts
         named = {"in_time": counts.num_in_time, "late": counts.num_late}
         named |= {"failed": counts.num_failed, "refused": counts.num_refused}

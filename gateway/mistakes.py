@@ -1,4 +1,4 @@
-"""What is wrong with a setting, in one line."""
+"""Explains what is wrong with a setting, in one line."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,10 +7,10 @@ from pydantic import ValidationError
 
 
 def in_words(error: ValidationError, settings: Iterable[str], of_engines: Iterable[str]) -> str:
-    """Which setting, what is wrong with it, and what it was.
+    """Which setting, what is wrong with it, and its value.
 
     Args:
-        settings, of_engines: the names that there are.
+        settings, of_engines: the known names.
     """
     first = error.errors()[0]
     place = [str(part) for part in first["loc"]]
@@ -19,12 +19,12 @@ def in_words(error: ValidationError, settings: Iterable[str], of_engines: Iterab
         near = meant(place[-1], of_engines if len(place) > 1 else settings)
         return f"{where}: unknown{near}; `heddle serve --settings` lists all"
     said = first["msg"].removeprefix("Value error, ")
-    # A check of ours says itself what it was given, and keys are nobody's business.
+    # Our own checks already quote their input, and keys must not be shown.
     is_told = first["type"] in ("value_error", "missing") or any("key" in part for part in place)
     return f"{where}: {said}" if is_told else f"{where}: {said}, not {first['input']!r}"
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """A question after a name that is not known, where another one is near."""
+    """A suggestion after an unknown name; "" if no known name is close."""
     near = difflib.get_close_matches(name, known, n=1)
     return f", did you mean {near[0]}?" if near else ""

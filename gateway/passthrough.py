@@ -1,4 +1,6 @@
-"""Requests that belong to no trajectory: embeddings, tokenizing, token counts. Any engine with the model will do."""
+"""Requests that belong to no trajectory: embeddings, tokenizing, token counts. Any engine with the model can serve
+them.
+"""
 
 import asyncio
 
@@ -11,7 +13,7 @@ from gateway.http.outlet import Outlet
 from gateway.http.refusals import Refused, bad_request, no_engine, not_found
 from gateway.turns.request_reader import parse_object
 
-# An allow-list: what is not here, an engine's control routes above all, cannot be reached.
+# An allow-list: no other route of an engine, above all its control routes, can be reached.
 PASSTHROUGH_ROUTES: dict[str, Api] = {
     "/v1/embeddings": "other",
     "/v1/messages/count_tokens": "messages",
@@ -23,7 +25,7 @@ PASSTHROUGH_ROUTES: dict[str, Api] = {
 
 
 class Passthrough:
-    """Passes whole requests on, to another engine if the first one fails."""
+    """Passes whole requests on; to another engine if the first one fails."""
 
     def __init__(self, settings: Settings, fleet: Fleet) -> None:
         self._settings = settings
@@ -55,7 +57,7 @@ class Passthrough:
         outlet.whole(200, answer)
 
     async def _ask(self, path: str, body: bytes, model: str | None) -> tuple[int, bytes]:
-        """Status and body of the first answer that is no failure of its engine, else of the last. Raises Refused."""
+        """The first answer that is not its engine's failure, else the last: its status and body. Raises Refused."""
         members = sorted(self._fleet.serving(model), key=lambda member: (member.is_updating, member.num_legs))
         if not members:
             raise no_engine()

@@ -23,10 +23,11 @@ from gateway.descriptors import DescriptorStore, descriptor_store
 from gateway.http.protocol import bounded_protocol
 from gateway.turnlog import LOGGER
 
-# Above what clients and proxies pool for (nginx 60 s, openai-python 5 s): they close first, and no request is lost.
+# Longer than clients and proxies pool connections (nginx 60 s, openai-python 5 s): they close first, and no request is
+# lost.
 _KEEP_ALIVE_S = 75
 _BACKLOG = 4096
-_LISTENER = "listener"  # its name where descriptors are kept
+_LISTENER = "listener"  # its name in the descriptor store
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,10 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def serving(settings: Settings, descriptors: DescriptorStore | None = None) -> AsyncIterator[Listening]:
-    """A gateway that serves until this is left.
+    """A gateway that serves until this context is left.
 
     Args:
-        descriptors: what outlives this process; None where nobody keeps it.
+        descriptors: those that outlive this process; None if nothing keeps them.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -63,7 +64,7 @@ async def serving(settings: Settings, descriptors: DescriptorStore | None = None
         host, port = listener.getsockname()[:2]
         served = CrossOrigin(front, settings.cors_origins) if settings.cors_origins else front
         app: Any = served
-        patience_s: Any = settings.shutdown_timeout_s  # whole seconds by uvicorn's types alone
+        patience_s: Any = settings.shutdown_timeout_s  # uvicorn's types alone demand whole seconds
         protocol: Any = bounded_protocol(
             2 * settings.max_header_bytes, settings.body_timeout_s, settings.silence_timeout_s, served.take
         )
@@ -92,7 +93,7 @@ async def serving(settings: Settings, descriptors: DescriptorStore | None = None
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that connections queue up at, even before the gateway is ready. Raises ConfigError."""
+    """A socket where connections queue even before the gateway is ready. Raises ConfigError."""
     try:
         listener = bound(host, port, _BACKLOG)
     except OSError as error:
@@ -102,7 +103,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def found_listener(host: str, port: int, descriptors: DescriptorStore) -> socket.socket | None:
-    """The socket that an earlier process listened at, where who came meanwhile waits; None if that was elsewhere."""
+    """The socket that an earlier process listened at, with the connections queued since; None if its address
+    differs.
+    """
     for descriptor in descriptors.found.pop(_LISTENER, ()):
         found = socket.socket(fileno=descriptor)
         try:
@@ -111,14 +114,16 @@ def found_listener(host: str, port: int, descriptors: DescriptorStore) -> socket
                 found.setblocking(False)
                 return found
         except OSError:
-            pass  # no such host, or no socket: `bind` says what is wrong
+            pass  # no such host, or not a socket: `bind` will report it
         found.close()
         descriptors.drop(_LISTENER)
     return None
 
 
 def run(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT; turns under way may end within `shutdown_timeout_s`. A start ends at once."""
+    """Serve until SIGTERM or SIGINT. Running turns may end within `shutdown_timeout_s`; an unfinished start ends at
+    once.
+    """
 
     async def until_stopped() -> None:
         loop, stop, start = asyncio.get_running_loop(), asyncio.Event(), asyncio.current_task()
@@ -126,10 +131,10 @@ def run(settings: Settings) -> None:
 
         def stop_start() -> None:
             stop.set()
-            start.cancel()  # it may wait for its store for long
+            start.cancel()  # it may wait long for its store
 
         _on_signals(loop, stop_start)
-        gc.disable()  # what a start makes stays: collections would only look at it again and again
+        gc.disable()  # what a start creates stays: collections would only scan it again and again
         descriptors = descriptor_store(os.environ)
         try:
             async with serving(settings, descriptors) as listening:
@@ -154,9 +159,9 @@ def _on_signals(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> No
 
 
 def _spare_collector() -> None:
-    """What is here now stays, so no collection need look at it; and turns leave few cycles, so collections are rare.
+    """Exempt all present objects from collection, and collect rarely, because turns leave few cycles.
 
-    With Python's own thresholds they cost 16 to 35 us a turn; one of 10,000 young objects takes a third of a
+    With Python's own thresholds collections cost 16 to 35 us a turn; one of 10,000 young objects takes a third of a
     millisecond.
     """
     gc.freeze()
@@ -165,7 +170,9 @@ def _spare_collector() -> None:
 
 
 def _raise_file_limit() -> None:
-    """A running turn takes two descriptors: the usual soft limit of 1,024 ends at 500 turns. The hard one is ours."""
+    """A running turn takes two descriptors: the usual soft limit of 1,024 ends at 500 turns. Raise it to the hard
+    limit.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

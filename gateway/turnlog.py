@@ -14,7 +14,7 @@ LOGGER = logging.getLogger("heddle")
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: time, level, logger, message, and the fields of `extra={"fields": ...}`.
 
-    A record that brings its `lines` is those.
+    A record with an attribute `lines` becomes those lines.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -36,7 +36,7 @@ class JsonFormatter(logging.Formatter):
 
 def log_to_stderr(level: str) -> None:
     """Send this process's logs to standard error as JSON lines."""
-    # No line names its thread or process, and finding them out costs each a microsecond.
+    # No line names its thread or process, and finding them costs a microsecond per line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
@@ -47,7 +47,9 @@ _TURN = b',"level":"info","logger":"%b","message":"turn",' % LOGGER.name.encode(
 
 
 class TurnLog:
-    """Writes the line of each turn; those of one round of the event loop together, which is half of what they cost."""
+    """Writes the line of each turn. Lines of one pass of the event loop are written together, which halves their
+    cost.
+    """
 
     def __init__(self) -> None:
         self._lines: list[bytes] = []
@@ -61,12 +63,12 @@ class TurnLog:
             self._lines.append(whose[:-1] + _TURN + row[1:])
 
     def _write(self) -> None:
-        # As LOGGER.info, but without a search of the stack for the place in the code, which no line shows.
+        # As LOGGER.info, but without searching the stack for the code location, which no line shows.
         record = logging.LogRecord(LOGGER.name, logging.INFO, "", 0, "turn", (), None)
         record.lines = b"\n".join(self._lines).decode()
         self._lines.clear()
         LOGGER.handle(record)
 
     def defect(self, turn_id: str) -> None:
-        """The exception that is being handled is a defect of the gateway."""
+        """The exception being handled is a defect of the gateway."""
         LOGGER.exception("defect", extra={"fields": {"turn_id": turn_id}})

@@ -1,1 +1,1 @@
-"""Everything beside the hot routes, in FastAPI."""
+"""Everything except the hot routes, in FastAPI."""

@@ -1,4 +1,4 @@
-"""The API beside the hot routes, all of it in FastAPI: health, metrics and models here, the rest beside it."""
+"""The API beside the hot routes, all in FastAPI: health, metrics and models here, the rest in the modules beside it."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class Health:
-    """How the gateway is."""
+    """The gateway's health."""
 
     def __init__(
         self, settings: Settings, driver: Driver, fleet: Fleet, store: Store, metrics: Metrics, book: TokenBook
@@ -53,7 +53,7 @@ class Health:
         self._book = book
 
     def view(self) -> dict[str, Any]:
-        """It serves even while its store is away."""
+        """Health as the API shows it; available even while the store is away."""
         store = self._store.health()
         engines = self.fleet.members()
         return {
@@ -79,7 +79,7 @@ def build_api(health: Health, trajectories: Trajectories, engines: Engines, toke
         version="0.1.0",
         description="An OpenAI-compatible gateway for agentic RL rollouts.",
         redoc_url=None,
-        redirect_slashes=False,  # to where? The path has lost its identity, and a proxy may have another host
+        redirect_slashes=False,  # the path has lost its identity, and a proxy may have another host
         default_response_class=_Json,
         responses=_ERRORS,
     )
@@ -110,12 +110,12 @@ def _add_health(app: FastAPI, health: Health) -> None:
 
     @app.get("/health", tags=["health"], responses={503: {"description": "No engine is ready"}})
     async def engine_health() -> Response:
-        """As `/readyz`: where clients of engines look until they may begin."""
+        """Like `/readyz`: the route that clients of engines poll before they begin."""
         return await readyz()
 
     @app.get("/metrics", tags=["health"], response_class=Response)
     async def metrics() -> Response:
-        """For Prometheus."""
+        """The metrics page for Prometheus."""
         return Response(health.metrics.page(), media_type=metrics_page.CONTENT_TYPE)
 
 
@@ -164,7 +164,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = {method for route in request.app.routes for method in _methods(route, request)}
-        if "GET" in allowed and request.method != "HEAD":  # only where that is not served it comes so far (front.py)
+        if "GET" in allowed and request.method != "HEAD":  # HEAD arrives here only if GET is not served (front.py)
             allowed.add("HEAD")
         return _refused_response(method_not_allowed(request.method, request.url.path[:200], ", ".join(sorted(allowed))))
     if error.status_code == 404:
@@ -177,7 +177,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 
 def _methods(route: Any, request: Request) -> set[str]:
-    """What a route that has this request's path serves; nothing where it has another."""
+    """The methods that a route serves for this request's path; empty if its path differs."""
     return set() if route.matches(request.scope)[0] is Match.NONE else getattr(route, "methods", None) or set()
 
 

@@ -1,4 +1,4 @@
-"""The API of the fleet: its engines, and the events of the scheduler."""
+"""The API of the fleet: its engines, and the scheduler's events."""
 
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ from scheduling.types import EngineLeaving
 
 
 class NewEngine(BaseModel):
-    """An engine to take into the fleet."""
+    """An engine to add to the fleet."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -39,9 +39,9 @@ class Engines:
     """What the routes of the fleet read and do.
 
     Args:
-        access: checks the admin key of what changes the fleet.
-        heartbeat_s: of a stream of events that has nothing to tell.
-        takes_tokens: turns are served at token level where an engine can.
+        access: checks the admin key for routes that change the fleet.
+        heartbeat_s: of an event stream that is silent.
+        takes_tokens: turns are served at token level if an engine can.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Engines:
         }
 
     def move_away(self, engine_id: str) -> None:
-        """Have an engine's turns go on from their tokens elsewhere, if another one serves its models."""
+        """Have an engine's turns continue from their tokens elsewhere, if other engines serve its models."""
         member = self.fleet.cordon(engine_id, True)
         if all(self.fleet.serving(model.model_id) for model in member.models):
             for turn in self._driver.live_turns():
@@ -108,9 +108,9 @@ class Engines:
         self._begin_moves(engine_id)
 
     async def moved_away(self, engine_id: str, timeout_s: float) -> int:
-        """Cordon an engine and bring the KV of those who live there, in a tool call, to where they go on.
+        """Cordon an engine, and bring the KV of its trajectories in a tool call to where they continue.
 
-        Returns: how many moves are under way still at the timeout.
+        Returns: how many moves are still under way at the timeout.
         """
         self.fleet.cordon(engine_id, True)
         self._begin_moves(engine_id)
@@ -149,7 +149,7 @@ def _add_views(app: FastAPI, engines: Engines) -> None:
 def _add_members(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
     @app.post("/v1/engines", tags=["fleet"], status_code=201, dependencies=admin)
     async def add(engine: NewEngine) -> dict[str, Any]:
-        """Take an engine into the fleet. Needs the admin key."""
+        """Add an engine to the fleet. Needs the admin key."""
         try:
             parsed = EngineSettings.parse(engine.url)
             given = engine.model_dump(exclude={"url"}, exclude_none=True)
@@ -163,7 +163,7 @@ def _add_members(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
 
     @app.delete("/v1/engines/{engine_id}", tags=["fleet"], dependencies=admin)
     async def remove(engine_id: str) -> dict[str, Any]:
-        """Take an engine out of the fleet; turns that run there go on elsewhere. Needs the admin key."""
+        """Remove an engine from the fleet; turns that run there continue elsewhere. Needs the admin key."""
         await engines.fleet.remove(engine_id)
         return {"id": engine_id, "removed": True}
 
@@ -171,7 +171,7 @@ def _add_members(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
 def _add_cordons(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
     @app.post("/v1/engines/{engine_id}/cordon", tags=["fleet"], dependencies=admin)
     async def cordon(engine_id: str) -> dict[str, Any]:
-        """Give an engine no more turns. Needs the admin key."""
+        """Stop giving an engine turns. Needs the admin key."""
         return engines.view(engines.fleet.cordon(engine_id, True))
 
     @app.post("/v1/engines/{engine_id}/uncordon", tags=["fleet"], dependencies=admin)
@@ -183,8 +183,9 @@ def _add_cordons(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
 def _add_departures(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
     @app.post("/v1/engines/{engine_id}/drain", tags=["fleet"], dependencies=admin)
     async def drain(engine_id: str, timeout_s: Annotated[float, Query(ge=0, le=86_400)] = 600.0) -> dict[str, Any]:
-        """Cordon an engine and wait until none of its turns runs; those that can go on elsewhere now, and the KV of who
-        lives there is brought along. Needs the admin key."""
+        """Cordon an engine and wait until none of its turns runs. Turns that can continue elsewhere do so at once, and
+        the KV of its residents is brought along. Needs the admin key.
+        """
         until = engines.clock() + timeout_s
         engines.move_away(engine_id)
         drained = await engines.fleet.drained(engine_id, timeout_s)
@@ -194,8 +195,9 @@ def _add_departures(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
 
     @app.post("/v1/engines/{engine_id}/evacuate", tags=["fleet"], dependencies=admin)
     async def evacuate(engine_id: str, timeout_s: Annotated[float, Query(ge=0, le=86_400)] = 60.0) -> dict[str, Any]:
-        """Cordon an engine and bring the KV of trajectories in a tool call to engines where they go on. Those whose
-        turns run are left alone: drain it first. Needs the admin key."""
+        """Cordon an engine and bring the KV of trajectories in a tool call to the engines where they continue.
+        Trajectories whose turns run are left alone: drain the engine first. Needs the admin key.
+        """
         num_left = await engines.moved_away(engine_id, timeout_s)
         return {**engines.view(engines.fleet.get(engine_id)), "is_evacuated": not num_left}
 
@@ -203,7 +205,7 @@ def _add_departures(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
 def _add_events(app: FastAPI, engines: Engines) -> None:
     @app.get("/v1/events", tags=["fleet"], response_class=StreamingResponse)
     async def events() -> StreamingResponse:
-        """Everything the scheduler hears and decides, as it happens (SSE)."""
+        """Everything the scheduler is told and decides, as it happens (SSE)."""
 
         async def stream() -> AsyncIterator[bytes]:
             yield b": watching\n\n"

@@ -1,4 +1,4 @@
-"""What a trainer asks for: a trajectory's tokens, a rollout's as a file; and what it says: a reward."""
+"""The API for trainers: a trajectory's tokens, a rollout's tokens as a file, and rewards."""
 
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
@@ -80,7 +80,7 @@ class Tokens:
 
 
 def add_tokens(app: FastAPI, tokens: Tokens) -> None:
-    """Add the routes; before those of trajectories, whose paths would swallow these."""
+    """Add the routes; must precede those of trajectories, whose paths would swallow these."""
 
     @app.get("/v1/trajectories/{trajectory_id:path}/tokens", tags=["training"])
     async def trajectory_tokens(trajectory_id: str) -> Response:
@@ -89,7 +89,7 @@ def add_tokens(app: FastAPI, tokens: Tokens) -> None:
 
     @app.post("/v1/trajectories/{trajectory_id:path}/reward", tags=["training"])
     async def reward(trajectory_id: str, reward: Reward) -> dict[str, Any]:
-        """Say what a trajectory was worth; the last word counts."""
+        """Report what a trajectory was worth; the last reward counts."""
         return ledgers.as_json(tokens.reward(trajectory_id, reward))
 
     @app.post(
@@ -110,7 +110,7 @@ def add_tokens(app: FastAPI, tokens: Tokens) -> None:
         """The tokens of a rollout's trajectories, one record for each branch, as JSON lines or Parquet."""
         as_parquet = form == "parquet" if form else "parquet" in accept
         parts = tokens.export(rollout_id, state, as_parquet)
-        try:  # while the status can still say that the store is away
+        try:  # while the status can still report that the store is away
             first = await anext(parts, b"")
         except StoreError as error:
             raise store_away(str(error)) from error

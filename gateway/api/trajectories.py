@@ -1,4 +1,4 @@
-"""The API of trajectories and rollouts: declare, look, page, finish, abort."""
+"""The API of trajectories and rollouts: declare, show, page, finish, abort."""
 
 import os
 from heapq import nsmallest
@@ -19,12 +19,12 @@ from predictor.progress import Predictor, Progress
 from scheduling.types import Prediction, TrajectoryClosed, TrajectoryDeclared, TrajectoryState
 
 MAX_PAGE = 1000
-# What a client gave is shown within lists and records: at the depth at which JSON is no more written all of them broke.
+# What a client sent is shown within lists and records: JSON nested to the encoder's limit broke all of them.
 _LEVELS_ABOVE = 50
 
 
 def printable(text: str) -> str:
-    """An id as turns may have it. Raises ValueError."""
+    """An id in the form that turns may have. Raises ValueError."""
     if not (text.isascii() and text.isprintable()) or text != text.strip():
         raise ValueError("printable ASCII without spaces at its ends is wanted")
     return text
@@ -34,7 +34,9 @@ _Id = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(printab
 
 
 def storable(given: dict[str, Any]) -> dict[str, Any]:
-    """JSON as FastAPI reads it has numbers, strings and depths that no store can hold. Raises ValueError."""
+    """Accept JSON that a store can hold; FastAPI also reads numbers, strings and depths that none can. Raises
+    ValueError.
+    """
     shown: Any = given
     for _ in range(_LEVELS_ABOVE):
         shown = [shown]
@@ -46,7 +48,7 @@ def storable(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class Declaration(BaseModel):
-    """What a client says of a trajectory before its first turn."""
+    """What a client declares about a trajectory before its first turn."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -67,7 +69,7 @@ class Trajectories:
         self._predictor = predictor
 
     def declare(self, declaration: Declaration, keeps_tokens: bool = True) -> Entry:
-        """Make a trajectory known. Raises Refused (409) when its id is known already."""
+        """Declare a trajectory. Raises Refused (409) if its id is already known."""
         trajectory_id = declaration.id or f"t-{os.urandom(12).hex()}"
         if self._ledger.get(trajectory_id) is not None:
             raise conflict(f"The trajectory {trajectory_id!r} is there already.")
@@ -82,7 +84,7 @@ class Trajectories:
         return self.entry(trajectory_id)
 
     def entry(self, trajectory_id: str) -> Entry:
-        """Raises Refused (404)."""
+        """The entry of a trajectory. Raises Refused (404)."""
         entry = self._ledger.get(trajectory_id)
         if entry is None:
             raise not_found(f"No trajectory {trajectory_id[:256]!r}.")
@@ -95,7 +97,7 @@ class Trajectories:
         return self.entry(trajectory_id)
 
     def page(self, rollout_id: str | None, state: str | None, after: str | None, limit: int) -> dict[str, Any]:
-        """Trajectories in the order of their ids, after one of them."""
+        """One page of trajectories in the order of their ids, after a given id."""
         matching = nsmallest(
             limit + 1,
             (
@@ -151,7 +153,7 @@ class Trajectories:
         }
 
     def abort_rollout(self, rollout_id: str) -> int:
-        """Abort all active trajectories of a rollout; how many they were. Raises Refused (404)."""
+        """Abort all active trajectories of a rollout; returns how many. Raises Refused (404)."""
         records = [entry.record for entry in self._ledger if entry.record.rollout_id == rollout_id]
         if not records:
             raise not_found(f"No rollout {rollout_id[:256]!r}.")
@@ -166,9 +168,9 @@ def add_trajectories(app: FastAPI, trajectories: Trajectories) -> None:
 
     @app.post("/v1/trajectories", tags=["trajectories"], status_code=201)
     async def declare(declaration: Declaration, request: Request, response: Response) -> dict[str, Any]:
-        """Declare a trajectory before its first turn: its group, its rollout, what is expected of it.
+        """Declare a trajectory before its first turn: its group, its rollout, and its expected output.
 
-        With `Prefer: tokens=none` no tokens of it are kept.
+        With `Prefer: tokens=none` none of its tokens are kept.
         """
         keeps_tokens = wants_tokens(request.scope["headers"])
         if not keeps_tokens:
@@ -197,22 +199,22 @@ def add_trajectories(app: FastAPI, trajectories: Trajectories) -> None:
 
     @app.post("/v1/trajectories/{trajectory_id:path}/finish", tags=["trajectories"])
     async def finish(trajectory_id: str) -> dict[str, Any]:
-        """The trajectory ended well; its KV is given up."""
+        """Finish a trajectory that ended well; it gives up its KV claim."""
         return ledgers.as_json(trajectories.close(trajectory_id, abort=False))
 
     @app.delete("/v1/trajectories/{trajectory_id:path}", tags=["trajectories"])
     async def abort(trajectory_id: str) -> dict[str, Any]:
-        """Stop a trajectory: what runs is aborted, later turns are refused."""
+        """Abort a trajectory: running turns are stopped, later ones refused."""
         return ledgers.as_json(trajectories.close(trajectory_id, abort=True))
 
     @app.post("/finish_session", tags=["trajectories"])
     async def finish_session(session_id: str) -> dict[str, Any]:
-        """As `finish`, in the form that vllm-router's clients use."""
+        """Like `finish`, in the form that vllm-router's clients use."""
         return ledgers.as_json(trajectories.close(session_id, abort=False))
 
     @app.post("/programs/release", tags=["trajectories"])
     async def release_program(body: dict[str, Any]) -> dict[str, Any]:
-        """As `finish`, in the form that ThunderAgent's clients use: `{"program_id": ...}`."""
+        """Like `finish`, in the form that ThunderAgent's clients use: `{"program_id": ...}`."""
         program_id = body.get("program_id")
         if not isinstance(program_id, str):
             raise bad_request("'program_id' must be a string.", "program_id")
@@ -220,7 +222,7 @@ def add_trajectories(app: FastAPI, trajectories: Trajectories) -> None:
 
     @app.get("/v1/rollouts/{rollout_id:path}", tags=["trajectories"])
     async def rollout(rollout_id: str) -> dict[str, Any]:
-        """A rollout: how many trajectories are in which state, tokens, time."""
+        """A rollout: its trajectories by state, its tokens, its time."""
         return trajectories.rollout(rollout_id)
 
     @app.delete("/v1/rollouts/{rollout_id:path}", tags=["trajectories"])

@@ -44,7 +44,8 @@ def add_weights(app: FastAPI, weights: Weights, access: Access) -> None:
     async def update(order: Order) -> JSONResponse:
         """Give the fleet new weights while turns run; safe to repeat. Needs the admin key.
 
-        200: done, or some engines failed and are held. 202: it runs. 409: another runs. 502: no engine took them.
+        200: done, or some engines failed and are held. 202: it runs. 409: another update runs. 502: no engine took
+        them.
         """
         given = NewWeights(order.version, order.mode, order.path, order.transfer)
         begun = weights.begin(given, order.engines, order.transfer_of)
@@ -54,7 +55,7 @@ def add_weights(app: FastAPI, weights: Weights, access: Access) -> None:
 
     @app.get("/v1/weights", tags=["fleet"])
     async def current() -> dict[str, Any]:
-        """The current version, the version of each engine, and how the last update went or goes."""
+        """The current version, each engine's version, and how the last update went or goes."""
         return weights.view()
 
 

@@ -1,1 +1,1 @@
-"""A client and the way of its answer: bytes, errors, refusals."""
+"""A client's request and the path of its answer: bytes, errors, refusals."""

@@ -1,4 +1,4 @@
-"""Who may do what: client keys for using the gateway, the admin key for changing its fleet."""
+"""Who may do what: client keys to use the gateway, the admin key to change its fleet."""
 
 import hmac
 from collections.abc import Iterable
@@ -14,8 +14,8 @@ class Access:
     """Checks keys. They are compared in constant time, and never logged.
 
     Args:
-        api_keys: of clients; none leaves the client API open.
-        admin_key: without it, nothing that needs it is allowed.
+        api_keys: of clients; without any, the client API is open.
+        admin_key: without it, everything that needs it is refused.
     """
 
     def __init__(self, api_keys: Iterable[SecretStr], admin_key: SecretStr | None) -> None:
@@ -23,7 +23,7 @@ class Access:
         self._admin_key = admin_key.get_secret_value().encode() if admin_key else None
 
     def client(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """The name of the client's key, "" when the gateway is open. Raises Refused (401)."""
+        """The name of the client's key; "" if the gateway is open. Raises Refused (401)."""
         if not self._api_keys:
             return ""
         given = _given(headers)

@@ -1,4 +1,4 @@
-"""One client's request and the way of its answer, as turns see them; here over ASGI, in `exchange.py` below it."""
+"""One client's request and the path of its answer, as turns see them: here over ASGI, in `exchange.py` below it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -19,7 +19,7 @@ class ClientLeft(Exception):
 class Client(Protocol):
     """A request, and where its answer goes.
 
-    What is written is taken at once. A writer that wrote more than a little looks at `is_full` and drains.
+    Whatever is written is accepted at once. A writer of more than a little checks `is_full` and drains.
     """
 
     @property
@@ -28,22 +28,24 @@ class Client(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """Whether to drain before more is written."""
+        """Whether to drain before writing more."""
 
     async def read(self, limit_bytes: int, timeout_s: float) -> bytes:
         """The whole body of the request; once. Raises Refused (413, 408), or ClientLeft."""
 
     def when_left(self, call: Callable[[], object]) -> None:
-        """Call this if the client leaves before its answer has ended and before `unwatch`; now, if it has left."""
+        """Call this if the client leaves before its answer has ended and before `unwatch`; at once if it has already
+        left.
+        """
 
     def unwatch(self) -> None:
-        """Nobody minds any more whether it leaves."""
+        """Do not call anything if it leaves."""
 
     def start(self, status: int, headers: Headers, length: int | None) -> None:
-        """Begin the answer, whose body has this many bytes; None where that is not known."""
+        """Begin the answer, whose body has this many bytes; None if its length is unknown."""
 
     def write(self, data: bytes, more: bool) -> bool:
-        """Some of the body, of which there may be more. Nothing happens where the client has left.
+        """Write part of the body; `more` if more may follow. Does nothing if the client has left.
 
         Returns: `is_full`, now.
         """
@@ -82,7 +84,7 @@ class AsgiClient:
                 return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def _received(self, timeout_s: float) -> Message:
-        """The next message; `asyncio.timeout` would do the same at several times the cost. Raises Refused (408)."""
+        """The next message. `asyncio.timeout` would do the same at several times the cost. Raises Refused (408)."""
         task = asyncio.current_task()
         assert task is not None
         timer = asyncio.get_running_loop().call_later(timeout_s, task.cancel, self)

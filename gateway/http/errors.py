@@ -1,8 +1,8 @@
-"""Errors as clients see them: any engine's error read into one form, and written in each API's form.
+"""Errors as clients see them: any engine's error is read into one form, and written in each API's form.
 
-Rules: `type` and `code` are OpenAI's words, never an engine's; `code` is a string or null (vLLM sends a
-number); a message tells what the engine said, but no address, credential or page of HTML; its length is
-bounded. An engine that refuses the gateway's own credentials is a fault of the fleet (502), not of the client.
+Rules: `type` and `code` are OpenAI's words, never an engine's; `code` is a string or null (vLLM sends a number). A
+message tells what the engine said, but no address, credential or HTML page; its length is bounded. An engine that
+refuses the gateway's own credentials is a fault of the fleet (502), not of the client.
 """
 
 import re
@@ -13,7 +13,7 @@ import orjson
 
 Api = Literal["chat", "completions", "responses", "messages", "generate", "other"]
 
-# Enough for every validation message seen; keeps a body that an engine echoes out of logs and headers.
+# Long enough for every validation message seen; keeps a body that an engine echoes out of logs and headers.
 MAX_MESSAGE_LENGTH = 1000
 
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -42,7 +42,7 @@ _ADDRESSES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """One error. `status` is the HTTP status, of the answer or that a stream would have had."""
+    """One error. `status` is the HTTP status of the answer, or the one that a stream would have had."""
 
     status: int
     message: str
@@ -52,7 +52,7 @@ class ApiError:
 
     @property
     def is_clients_fault(self) -> bool:
-        """True where another engine would say the same, so that a retry is in vain."""
+        """True if every engine would answer the same, so that a retry is useless."""
         return 400 <= self.status < 500 and self.status not in (408, 409, 425, 429)
 
     def openai(self) -> dict[str, str | None]:
@@ -60,7 +60,7 @@ class ApiError:
 
 
 def api_error(status: int, message: str, code: str | None = None, param: str | None = None) -> ApiError:
-    """An error with the type that OpenAI gives its status."""
+    """An error with OpenAI's type for its status."""
     kind = _OPENAI_TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     return ApiError(status, message, kind, code, param)
 
@@ -68,8 +68,8 @@ def api_error(status: int, message: str, code: str | None = None, param: str | N
 def engine_error(status: int, body: bytes | dict[str, Any]) -> ApiError:
     """What an engine's error answer means to the client.
 
-    Reads vLLM's nested form, SGLang's flat one, `{"error": "text"}`, FastAPI's `detail`, plain text, HTML,
-    nothing at all. Args: status 200 for an error event within a stream: its own code counts then.
+    Reads vLLM's nested form, SGLang's flat one, `{"error": "text"}`, FastAPI's `detail`, plain text, HTML, and an empty
+    body. Args: status 200 for an error event within a stream: its own code counts then.
     """
     error = _fields(body)
     code = error.get("code")
@@ -80,7 +80,7 @@ def engine_error(status: int, body: bytes | dict[str, Any]) -> ApiError:
     if status in (401, 403):
         return api_error(502, "The engine refused the gateway's credentials.", "engine_refused")
     if status == 422:
-        status = 400  # FastAPI's status for what OpenAI answers with 400.
+        status = 400  # FastAPI's status for errors that OpenAI answers with 400.
     param = error.get("param")
     return api_error(status, message, _code(status, code, message), _clean(param)[:100] if param else None)
 
@@ -91,12 +91,12 @@ def error_body(api: Api, error: ApiError, request_id: str | None = None) -> byte
 
 
 def error_event(api: Api, error: ApiError, request_id: str | None = None, sequence_number: int = 0) -> bytes:
-    """The event that ends a broken stream, so that the SDKs raise instead of taking silence for the end.
+    """The event that ends a broken stream, so that SDKs raise instead of taking silence for the end.
 
-    The responses form has its documented flat fields, and `error` besides: the OpenAI SDK raises on that
-    alone (openai 3.52, _streaming.py). `sequence_number`: one more than the last that the client got.
-    The message begins with the status, as SDKs say it of an answer: some agents know nothing but the words, and ask
-    again where they tell of a server's fault (pi 0.73).
+    The responses form has its documented flat fields and also `error`, because the OpenAI SDK raises on that alone
+    (openai 3.52, _streaming.py). `sequence_number`: one more than the last that the client got. The message begins with
+    the status, as SDKs format errors of answers: some agents see only this text, and retry if it names a server's fault
+    (pi 0.73).
     """
     error = replace(error, message=f"{error.status} {error.message}")
     if api == "messages":
@@ -117,7 +117,7 @@ def _anthropic(error: ApiError, request_id: str | None) -> dict[str, Any]:
 
 
 def _fields(body: bytes | dict[str, Any]) -> dict[str, Any]:
-    """`message`, `param` and `code` of an error in whatever form, as far as they are there."""
+    """`message`, `param` and `code` of an error in any form, as far as present."""
     parsed: Any = body
     if isinstance(body, bytes):
         try:

@@ -1,9 +1,9 @@
-"""One request and its answer on a connection of uvicorn's, below ASGI.
+"""One request and its answer on a uvicorn connection, below ASGI.
 
 A turn needs little of what ASGI does for each message. Here a body that came with its head is read without waiting, a
-client's departure is a call instead of a task that waits for it, and head and body of an answer leave in one segment:
-together a tenth of what a turn costs. Everything else, and every route that is not hot, is served by uvicorn's own
-cycle, which this is a kind of.
+client's departure is a callback instead of a waiting task, and an answer's head and body leave in one segment: together
+they save a tenth of a turn's cost. Everything else, and every route that is not hot, is served by uvicorn's own cycle,
+of which this is a subclass.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _CLOSE = (b"connection", b"close")
 
 
 class _Unawaited:
-    """An asyncio.Event for which nobody will wait."""
+    """An asyncio.Event for which nothing will wait."""
 
     def set(self) -> None: ...
 
@@ -27,19 +27,20 @@ class _Unawaited:
 
 
 UNAWAITED = cast(asyncio.Event, _Unawaited())
-"""What an exchange has until an application is shown it: an event of its own takes 3,400 instructions more."""
+"""An exchange's event until an application sees it: creating its own takes 3,400 instructions more."""
 
 
 class Exchange(RequestResponseCycle):
     """A Client.
 
     Attributes:
-        hand_over: has what serves it without a task go on in one, so that a shutdown can wait for it and end it.
+        hand_over: moves an exchange that is served without a task into one, so that a shutdown can wait for it and end
+            it.
     """
 
     start_task: "Callable[[Exchange, Any], None]"
 
-    # Most exchanges differ from these in one or two, and are made without a constructor of their own.
+    # Most exchanges differ from these in one or two values, and do without a constructor of their own.
     hand_over: Callable[[], object] | None = None
     _on_left: Callable[[], object] | None = None
     _head = b""
@@ -54,7 +55,8 @@ class Exchange(RequestResponseCycle):
     def show(self) -> None:
         """Let the application find this below its scope: `client_of`.
 
-        Not before there is one: the two then hold each other, and wait for the garbage collector with all they hold.
+        Not called without an application: the scope and the exchange then refer to each other, and wait for the garbage
+        collector with all they hold.
         """
         self.scope["extensions"] = {_EXTENSION: {"exchange": self}}
         self.message_event = asyncio.Event()
@@ -62,7 +64,7 @@ class Exchange(RequestResponseCycle):
             self.message_event.set()
 
     def spawn(self, rest: Coroutine[Any, Any, None]) -> None:
-        """Have the server run what is left of this request, as one of its tasks."""
+        """Have the server run the rest of this request as one of its tasks."""
 
         async def serve(*_: Any) -> None:
             await rest
@@ -70,12 +72,12 @@ class Exchange(RequestResponseCycle):
         self.start_task(self, serve)
 
     def body_at_once(self, limit_bytes: int) -> bytes | None:
-        """The body of the request, if it is here and no larger."""
-        came = cast(Any, self).body  # bytes, if it is the first of it (protocol.py); by uvicorn's types it never is
+        """The body of the request, if it is here and not too large."""
+        came = cast(Any, self).body  # bytes, if it is the first piece (protocol.py); uvicorn's types say bytearray
         if self.more_body or self.disconnected or len(came) > limit_bytes:
             return None
         body, self.body = bytes(came), bytearray()
-        self.flow.resume_reading()  # it was paused for a large body, and only who reads sees a client leave
+        self.flow.resume_reading()  # a large body paused it, and only reading notices a client that leaves
         return body
 
     async def read(self, limit_bytes: int, timeout_s: float) -> bytes:
@@ -94,7 +96,7 @@ class Exchange(RequestResponseCycle):
             self._on_left = call
 
     def unwatch(self) -> None:
-        """Nobody minds any more."""
+        """Do not call anything."""
         self._on_left = None
 
     def left(self) -> None:
@@ -108,11 +110,11 @@ class Exchange(RequestResponseCycle):
             call()
 
     def start(self, status: int, headers: Headers, length: int | None) -> None:
-        """Begin the answer; its head leaves with the first of its body."""
+        """Begin the answer; its head leaves with the first bytes of its body."""
         assert not self.response_started
         self.response_started = True
         self.waiting_for_100_continue = False
-        # HTTP/1.0 has no chunks: its connection's end, which `keep_alive` says, is the stream's.
+        # HTTP/1.0 has no chunks: the stream ends with the connection, as `keep_alive` says.
         self._is_chunked = length is None and self.scope["http_version"] != "1.0"
         self._has_body = self.scope["method"] != "HEAD"
         lines = [*map(b": ".join, self.default_headers), *map(b": ".join, headers)]
@@ -127,7 +129,7 @@ class Exchange(RequestResponseCycle):
         self._head = STATUS_LINE[status] + b"\r\n".join(lines) + b"\r\n\r\n"
 
     def write(self, data: bytes, more: bool) -> bool:
-        """Some of the body; gives `is_full`."""
+        """Write part of the body; returns `is_full`."""
         if self.disconnected:
             return False
         if not self._has_body:
@@ -149,8 +151,9 @@ class Exchange(RequestResponseCycle):
         return bool(self.flow.write_paused)
 
     def lend(self) -> int | None:
-        """The descriptor of its connection, to which somebody else may write chunks until `take_back`; None where that
-        cannot be now. Who leaves is noticed here all the same."""
+        """The descriptor of its connection, to which a byte worker may write chunks until `take_back`; None if
+        impossible now. A client that leaves is still noticed here.
+        """
         transport = self.transport
         if self.disconnected or self._head or not self._is_chunked or not self._has_body or transport.is_closing():
             return None
@@ -159,12 +162,12 @@ class Exchange(RequestResponseCycle):
         return int(transport.get_extra_info("socket").fileno())
 
     def take_back(self, unsent: bytes) -> None:
-        """Go on writing; this is what nobody else has written, in chunks."""
+        """Continue writing; `unsent` are chunks that the byte worker did not write."""
         if unsent and not self.disconnected:
             self.transport.write(unsent)
 
     def cut(self) -> None:
-        """Close the connection, for what its client has got is not known."""
+        """Close the connection, because it is unknown what its client has received."""
         self.transport.abort()
 
     async def drain(self) -> None:
@@ -174,6 +177,6 @@ class Exchange(RequestResponseCycle):
 
 
 def client_of(scope: dict[str, Any], receive: Receive, send: Send) -> Client:
-    """The client behind a request: below ASGI where the server is ours."""
+    """The client behind a request: below ASGI if this gateway's own server runs it."""
     extension: dict[str, Exchange] | None = scope.get("extensions", {}).get(_EXTENSION)
     return AsgiClient(scope, receive, send) if extension is None else extension["exchange"]

@@ -1,4 +1,4 @@
-"""Keeps a stream open that has not begun: proxies cut what says nothing for a minute."""
+"""Keeps a stream open before it begins: proxies cut streams that are silent for a minute."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ class Heartbeat:
         self._timer = asyncio.get_running_loop().call_later(interval_s, self._beat)
 
     def stop(self) -> None:
-        """No more of them."""
+        """Send no more of them."""
         self._timer.cancel()
 
     def _beat(self) -> None:

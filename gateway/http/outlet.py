@@ -12,7 +12,7 @@ from gateway.http.exchange import Exchange
 from gateway.http.refusals import Refused
 
 _JSON: Headers = [(b"content-type", b"application/json")]
-# Proxies buffer and compress streams unless they are told not to.
+# Proxies buffer and compress streams unless told not to.
 _STREAM: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -22,18 +22,18 @@ HEARTBEAT = b": waiting\n\n"
 
 
 class Outlet:
-    """Sends one answer. What is sent is taken at once; who sends much drains it while `is_full`.
+    """Sends one answer. Whatever is sent is accepted at once; a sender of much drains while `is_full`.
 
     Args:
-        client: who gets it; None for an answer that was sent by an earlier process.
-        keeps: whether others may follow; `max_kept_bytes` ends that for a huge answer.
+        client: the receiver; None for an answer that an earlier process sent.
+        keeps: whether others may follow; a huge answer ends that at `max_kept_bytes`.
 
     Attributes:
         has_begun: some of the answer is out, so the turn cannot start over.
         num_events: events of the answer that are out; numbers the one that ends a broken stream.
-        num_bytes: of the answer's bodies so far.
-        kept: their pieces; None where not all are kept.
-        recall: has who passes the answer on meanwhile give it back; None while nobody does.
+        num_bytes: of the answer's body so far.
+        kept: its pieces; None if not all are kept.
+        recall: asks the byte worker that passes the answer on to return it; None while none does.
     """
 
     def __init__(self, client: Client | None, api: Api, request_id: str, keeps: bool, max_kept_bytes: int) -> None:
@@ -55,20 +55,20 @@ class Outlet:
 
     @property
     def is_open(self) -> bool:
-        """Whether the status line is out; only comments may have followed."""
+        """Whether the status line is out; only comments may have followed it."""
         return self._head is not None
 
     @property
     def is_full(self) -> bool:
-        """Whether to drain before more is sent."""
+        """Whether to drain before sending more."""
         return self._client is not None and self._client.is_full
 
     def seal(self) -> None:
-        """The answer is out: keep what a follower needs of it, and nothing of the client's connection."""
+        """The answer is out: keep what a follower needs, and let go of the client's connection."""
         self._client = None
 
     def about(self, engine_id: str, queued_s: float) -> None:
-        """Tell in the headers which engine answers and how long the turn waited for it."""
+        """Report in the headers which engine answers and how long the turn waited for it."""
         if self._head is None:
             self._about = [
                 (b"x-heddle-engine", engine_id.encode()),
@@ -82,7 +82,7 @@ class Outlet:
         self.go_on(body, more=False)
 
     def stream(self, data: bytes, more: bool = True) -> bool:
-        """Send events of a stream, after its head if they are the first; its last ones, with no more to come.
+        """Send events of a stream, with the head before the first; the last events come with `more` false.
 
         Returns: `is_full`, now.
         """
@@ -92,7 +92,7 @@ class Outlet:
         return self.go_on(data, more)
 
     def go_on(self, data: bytes, more: bool) -> bool:
-        """Send more of an answer that has begun; gives `is_full`."""
+        """Send more of an answer that has begun; returns `is_full`."""
         self._has_ended = not more
         self.num_bytes += len(data)
         if self.kept is not None:
@@ -100,18 +100,19 @@ class Outlet:
         return self._client is not None and self._client.write(data, more)
 
     def lend(self) -> int | None:
-        """The descriptor of the client's connection, for somebody else to write to until `take_back`; None where that
-        cannot be now."""
+        """The descriptor of the client's connection, to which a byte worker may write until `take_back`; None if
+        impossible now.
+        """
         if self._num_following or not self.has_begun or not isinstance(self._client, Exchange):
             return None
         return self._client.lend()
 
     def take_back(self, passed: bytes, unsent: bytes) -> None:
-        """Go on with the answer.
+        """Continue the answer.
 
         Args:
-            passed: what somebody else sent of it.
-            unsent: in chunks, the last of this that is still to be sent.
+            passed: what the byte worker took of it.
+            unsent: the end of `passed`, in chunks, which is still to be sent.
         """
         self.recall = None
         self.num_bytes += len(passed)
@@ -121,7 +122,7 @@ class Outlet:
             self._client.take_back(unsent)
 
     def cut(self) -> None:
-        """Close the client's connection: nobody knows how much of the answer it has."""
+        """Close the client's connection: it is unknown how much of the answer it has."""
         self.recall = None
         if isinstance(self._client, Exchange):
             self._client.cut()
@@ -134,7 +135,7 @@ class Outlet:
             self.go_on(HEARTBEAT, more=True)
 
     def refuse(self, refused: Refused) -> None:
-        """Send an error, as an answer if nothing is out yet, else as the stream's last event."""
+        """Send an error: as the answer if nothing is out yet, else as the stream's last event."""
         if self._head is not None:
             self.stream(error_event(self._api, refused.error, self._request_id, self.num_events), more=False)
         else:
@@ -147,7 +148,7 @@ class Outlet:
             await self._client.drain()
 
     async def follow(self, client: Client) -> None:
-        """Send another client all that was and will be sent here."""
+        """Send another client everything that was and will be sent here."""
         assert self.kept is not None
         kept, index = self.kept, 0
         self._num_following += 1
@@ -191,7 +192,7 @@ class Outlet:
 
 
 def kept_outlet(api: Api, request_id: str, trajectory_id: str, body: bytes, is_stream: bool) -> Outlet:
-    """An answer that was sent by an earlier process, to be followed."""
+    """An answer that an earlier process sent, for others to follow."""
     outlet = Outlet(None, api, request_id, keeps=True, max_kept_bytes=len(body))
     outlet.headers.append((b"x-trajectory-id", trajectory_id.encode()))
     if is_stream:

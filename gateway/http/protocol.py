@@ -1,6 +1,5 @@
-"""uvicorn's HTTP protocol, bounded while a client has not said yet what it wants: its head may be endless neither in
-size nor in time. What is no HTTP is answered in OpenAI's form. A request is an `Exchange`, so that turns can be served
-below ASGI.
+"""uvicorn's HTTP protocol, with limits on the size and time of a request's head. Input that is not HTTP is answered in
+OpenAI's form. A request is an `Exchange`, so that turns can be served below ASGI.
 """
 
 import asyncio
@@ -24,14 +23,15 @@ _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 def bounded_protocol(
     max_head_bytes: int, head_timeout_s: float, unread_timeout_s: float, take: Callable[[Exchange], bool]
 ) -> Callable[..., HttpToolsProtocol]:
-    """What makes the protocol of a connection, with these bounds; the rest of its arguments are uvicorn's.
+    """A factory of connection protocols with these limits; its other arguments are uvicorn's.
 
     Args:
-        max_head_bytes: of a request line with all headers. It guards memory only, for it is looked at as bytes come;
-            the exact limit on headers is kept, and told, where requests are served.
+        max_head_bytes: of a request line with all headers. It protects memory only, because it is checked as bytes
+            arrive; the exact limit on headers is enforced and reported by the code that serves requests.
         head_timeout_s: from the connection, or a later head's first byte, to that head's end.
-        unread_timeout_s: who has taken nothing for so long, while there is more than its connection holds, has left.
-        take: serves a request that is all there without a task; False leaves it to the application. Raises nothing.
+        unread_timeout_s: a client that takes nothing for this long, with more waiting than its connection holds, has
+            left.
+        take: serves a complete request without a task; False leaves it to the application. Raises nothing.
     """
     return partial(_BoundedProtocol, max_head_bytes, head_timeout_s, unread_timeout_s, take)
 
@@ -92,12 +92,13 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._timer = self.loop.call_later(self._head_timeout_s, self.transport.close)
 
     def _read_anew(self, data: bytes, wish: httptools.HttpParserUpgrade) -> None:
-        """Answer who wishes to speak another protocol in this one (RFC 9110, 7.8): what follows the head was taken for
-        the other protocol's, and is the rest of the request."""
-        while self.cycle.scope["method"] != "CONNECT":  # which is a wish by itself, and one that no route grants
+        """Answer a request that asks to switch protocols (RFC 9110, 7.8): the parser took what follows its head for the
+        other protocol's data, but it is the rest of the request.
+        """
+        while self.cycle.scope["method"] != "CONNECT":  # a wish by itself, which no route grants
             data = self._head_without_wish() + data[wish.args[0] :]
             self.parser = httptools.HttpRequestParser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's has it
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
             try:
                 self.parser.feed_data(data)
                 return
@@ -108,7 +109,9 @@ class _BoundedProtocol(HttpToolsProtocol):
                 wish = another
 
     def _head_without_wish(self) -> bytes:
-        """Take back the exchange that was made last; its request's head, without what asks for another protocol."""
+        """Discard the exchange made last; returns its request's head without the fields that ask for another
+        protocol.
+        """
         method, version = self.cycle.scope["method"], self.parser.get_http_version()
         before: Any = None
         if self._unserved is self.cycle:
@@ -149,8 +152,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         )
         self.cycle.start_task = self._start_asgi_task
         if before is None or before.response_complete:
-            self._unserved = self.cycle  # until all bytes that are here were read
-        else:  # pipelined: it is served when the answers before it are out
+            self._unserved = self.cycle  # served once all bytes that are here are parsed
+        else:  # pipelined: served when the answers before it are out
             self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, self.app))
 
@@ -159,15 +162,15 @@ class _BoundedProtocol(HttpToolsProtocol):
         if exchange.body or exchange.response_complete:
             super().on_body(body)
             return
-        # What comes first, and most often is all, stays the bytes that it is: uvicorn adds it to a bytearray, of which
-        # the reader then takes a copy. Of 1 MB that is 2 of 9 MB that were copied.
+        # The first piece, usually all of the body, is kept as bytes. uvicorn appends it to a bytearray, which the
+        # reader then copies: for 1 MB that is 2 of 9 MB copied.
         exchange.body = body
         if len(body) > HIGH_WATER_LIMIT:
             self.flow.pause_reading()
         exchange.message_event.set()
 
     def _scope_of(self, version: str) -> Any:
-        """ASGI's description of the request whose head is here."""
+        """ASGI's scope for the request whose head is complete."""
         path, raw_path, query = _target(self.url)
         return {
             "type": "http",
@@ -197,7 +200,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             return
         self.server_state.total_requests += 1
         self.flow.resume_reading()
-        # A timer that fires too early looks again: to set one for each answer takes 3,300 instructions.
+        # A timer that fires too early checks again: setting one for each answer takes 3,300 instructions.
         self._idle_since = self.loop.time()
         if self._idle_timer is None:
             self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._close_if_idle)
@@ -205,7 +208,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     def _close_if_idle(self) -> None:
         self._idle_timer = None
         if self._in_head or not self.cycle.response_complete:
-            return  # it is at work; the timer is set again behind the answer
+            return  # busy; the timer is set again after the answer
         left_s = self._idle_since + self.timeout_keep_alive - self.loop.time()
         if left_s > 0.0:
             self._idle_timer = self.loop.call_later(left_s, self._close_if_idle)
@@ -222,7 +225,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._unread_timer.cancel()
 
     def _expect_reads(self) -> None:
-        """The connection holds no more, so its client is to take some."""
+        """The connection's buffer is full, so its client must read some."""
         num_bytes = self.transport.get_write_buffer_size()
         self._unread_timer = self.loop.call_later(self._unread_timeout_s, self._cut_if_unread, num_bytes)
 
@@ -247,7 +250,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._refuse(bad_request(msg, code="bad_http"))
 
     def _refuse(self, refused: Refused) -> None:
-        if self.cycle is None or self.cycle.response_complete:  # else it would land within another answer
+        if self.cycle is None or self.cycle.response_complete:  # otherwise it would land inside another answer
             body = error_body("other", refused.error)
             head = b"HTTP/1.1 %d %s\r\n" % (refused.error.status, _REASONS[refused.error.status])
             head += b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
@@ -260,10 +263,10 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
 
-# Clients ask for a few routes again and again; those with an identity in their paths are all different.
+# Clients ask for a few routes again and again; paths with an identity in them all differ.
 @lru_cache(maxsize=256)
 def _target(url: bytes) -> tuple[str, bytes, bytes]:
-    """Path, path as it was sent, and query of a request's target. Raises httptools.HttpParserInvalidURLError."""
-    parsed: Any = httptools.parse_url(url)  # by its own types it always has a query, which is not so
+    """Path, path as sent, and query of a request's target. Raises httptools.HttpParserInvalidURLError."""
+    parsed: Any = httptools.parse_url(url)  # its own types claim that it always has a query, which is false
     path = parsed.path.decode("ascii")
     return unquote(path) if "%" in path else path, parsed.path, parsed.query or b""

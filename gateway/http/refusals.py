@@ -1,4 +1,4 @@
-"""The one table that turns what can go wrong into an HTTP status and an error body."""
+"""The one table that turns everything that can go wrong into an HTTP status and an error body."""
 
 from gateway.http.errors import ApiError, api_error
 from scheduling.types import Refusal
@@ -9,8 +9,8 @@ class Refused(Exception):
 
     Args:
         retry_after_s: when to try again; None says nothing. The OpenAI SDK waits at most 120 s.
-        should_retry: overrules what SDKs do by status (they retry 408, 409, 429 and 5xx).
-        more_headers: sent besides.
+        should_retry: overrides what SDKs do by status (they retry 408, 409, 429 and 5xx).
+        more_headers: sent in addition.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Refused(Exception):
         self._more_headers = more_headers
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers that tell clients about trying again, and the like."""
+        """Headers on retrying, and `more_headers`."""
         headers = list(self._more_headers)
         if self.retry_after_s is not None:
             headers.append((b"retry-after", str(max(1, round(self.retry_after_s))).encode()))
@@ -46,7 +46,7 @@ _REFUSALS = {
 
 
 def refused_turn(refusal: Refusal, retry_after_s: float | None, last_error: ApiError | None = None) -> Refused:
-    """What the scheduler refused, as its client sees it; engines that were only busy are no bad gateway."""
+    """What the scheduler refused, as its client sees it; engines that were only busy do not give a 502."""
     status, message = _REFUSALS[refusal]
     if last_error is not None and refusal in (Refusal.ENGINE_FAILED, Refusal.QUEUE_TIMEOUT):
         message = f"{message} {last_error.message}"
@@ -77,7 +77,7 @@ def unauthorised(message: str) -> Refused:
 
 
 def forbidden(message: str) -> Refused:
-    """403: another key would be needed."""
+    """403: this needs another key."""
     return Refused(api_error(403, message, "forbidden"))
 
 
@@ -93,12 +93,12 @@ def method_not_allowed(method: str, path: str, allowed: str) -> Refused:
 
 
 def not_acceptable(message: str) -> Refused:
-    """406: an answer cannot be given in this form."""
+    """406: the answer is not available in this form."""
     return Refused(api_error(406, message, "not_acceptable"))
 
 
 def conflict(message: str) -> Refused:
-    """409, and trying again does not help."""
+    """409; trying again does not help."""
     return Refused(api_error(409, message, "conflict"), should_retry=False)
 
 
@@ -125,17 +125,17 @@ def too_many_turns(limit: int) -> Refused:
 
 
 def no_engine(message: str = "No engine is ready.") -> Refused:
-    """503: nothing can serve it now."""
+    """503: no engine can serve it now."""
     return Refused(api_error(503, message, "no_engine"), retry_after_s=5.0, should_retry=True)
 
 
 def store_away(message: str) -> Refused:
-    """503: what is asked is in the store, which does not answer."""
+    """503: the answer needs the store, which does not respond."""
     return Refused(api_error(503, message, "store_away"), retry_after_s=1.0, should_retry=True)
 
 
 def shutting_down() -> Refused:
-    """503: the process ends; the one that follows it, or another, may serve the request."""
+    """503: the process is ending; its successor, or another gateway, may serve the request."""
     return Refused(api_error(503, "The gateway is shutting down.", "shutting_down"), 1.0, should_retry=True)
 
 

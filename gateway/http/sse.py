@@ -1,13 +1,13 @@
-"""Server-sent events as bytes: whole events out of what TCP delivers, never re-encoded.
+"""Server-sent events as bytes: finds whole events in what TCP delivers, and never re-encodes them.
 
-What goes in comes out, byte for byte and in order; only the cuts are moved to the ends of events.
-Lines end in LF, CRLF or CR (WHATWG HTML, server-sent events); a blank line ends an event.
+What goes in comes out, byte for byte and in order; only the cuts move to the ends of events. Lines end in LF, CRLF or
+CR (WHATWG HTML, server-sent events); a blank line ends an event.
 """
 
 import re
 from itertools import pairwise
 
-# The atomic group keeps CRLF one line end. An event that begins with LF is the rest of a CRLF split in two.
+# The atomic group keeps CRLF one line end. An event that begins with LF is the rest of a split CRLF.
 _EVENT_ENDS = re.compile(rb"(?>\r\n|\n|\r){2}")
 _LINE_ENDS = re.compile(rb"\r\n|\n|\r")
 
@@ -20,7 +20,7 @@ class EventSplitter:
     """Whole events from reads that end anywhere.
 
     Args:
-        limit: bytes that one event may have. 16 MB holds a final event that repeats a long conversation.
+        limit: bytes per event. 16 MB holds a final event that repeats a long conversation.
     """
 
     def __init__(self, limit: int = 16 * 1024 * 1024) -> None:
@@ -39,7 +39,7 @@ class EventSplitter:
         return not self._buffer and not self._ended_in_cr
 
     def feed(self, chunk: bytes) -> bytes:
-        """The whole events there are now, b"" for none. Cost: 0.2 us for a read that ends with an event."""
+        """The whole events so far, b"" if none. Cost: 0.2 us for a read that ends with an event."""
         if self.is_at_start and chunk.endswith(b"\n\n"):
             return chunk
         searched = max(len(self._buffer) - 3, 0)
@@ -58,13 +58,13 @@ class EventSplitter:
         buffer = self._buffer
         last = max(buffer.rfind(blank, searched) for blank in (b"\n\n", b"\n\r", b"\r\r"))
         if last >= 0:
-            # A CR ends the event at once, since the LF may never come; one that is here goes with it.
+            # A CR ends the event at once, because the LF may never come; an LF that is here goes with it.
             return last + 3 if buffer[last + 1 : last + 3] == b"\r\n" else last + 2
         return 1 if self._ended_in_cr and buffer.startswith(b"\n") else 0
 
 
 def split_events(block: bytes) -> list[bytes]:
-    """The events of a block of whole events, each with its blank line; b"".join gives the block back."""
+    """The events of a block of whole events, each with its blank line; joined, they give the block back."""
     if block.find(b"\r") < 0:
         if block.find(b"\n\n") == len(block) - 2:  # one event, as most blocks are
             return [block]

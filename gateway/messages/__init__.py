@@ -1,1 +1,1 @@
-"""What clients and engines say, read: whose a request is, what an answer holds."""
+"""Reads what clients and engines say: whose a request is, and what an answer holds."""

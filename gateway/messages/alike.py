@@ -1,8 +1,8 @@
-"""Chunks of a stream that differ from an earlier one in nothing but their text, as nearly all of them do."""
+"""Recognises chunks of a stream that differ from an earlier one only in their text, as nearly all do."""
 
 import re
 
-# Where an event of OpenAI's has its text; one with an escaped quote in it is no example.
+# The text of an OpenAI event; an event with an escaped quote in its text is no example.
 _TEXT = re.compile(rb'"(?:content|text|reasoning|reasoning_content)":"([^"\\]*)"')
 _LEARN_EVERY = 16
 
@@ -10,14 +10,14 @@ _LEARN_EVERY = 16
 class Alike:
     """Compares the events of one stream with an example.
 
-    An event that begins and ends as one which says nothing but text, and has no quote and no line end between, says
-    nothing but text either: no name of JSON's has room there. Cost: half of what it takes to look for those names.
+    An event that begins and ends like a text-only example, with no quote and no line end between, is text only too: it
+    has no room for another JSON name. Cost: half of searching for those names.
     """
 
     __slots__ = ("_end", "_num_unlike", "_start", "_text_at", "_text_to")
 
     def __init__(self) -> None:
-        self._start = self._end = b"\n"  # nothing that has an end begins so
+        self._start = self._end = b"\n"  # no event that ends properly begins like this
         self._text_at = self._text_to = self._num_unlike = 0
 
     def holds(self, event: bytes) -> bool:
@@ -31,9 +31,9 @@ class Alike:
         )
 
     def learn(self, event: bytes) -> None:
-        """Hear of a whole event that is unlike the example and says nothing but text: now and then it is the next one.
+        """Take a whole text-only event that is unlike the example; now and then it becomes the next example.
 
-        Not each time, for there are streams of which no event is like another.
+        Not every time, because in some streams no event is like another.
         """
         self._num_unlike += 1
         if self._num_unlike % _LEARN_EVERY != 1:

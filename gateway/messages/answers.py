@@ -1,8 +1,8 @@
-"""What an engine answered, read into OpenAI's contract: finish reasons, usage, the message itself.
+"""Reads an engine's answer into OpenAI's contract: finish reasons, usage, the message itself.
 
-Rules: `abort` and `error` are not ways to finish but faults, to retry elsewhere or to report (vLLM ends a
-paused or aborted request with status 200 and `abort`); any other reason outside OpenAI's set becomes the
-nearest in it. A body is changed only where it breaks the contract, and is the engine's own bytes otherwise.
+Rules: `abort` and `error` are not ways to finish but faults, to retry elsewhere or to report (vLLM ends a paused or
+aborted request with status 200 and `abort`). Any other reason outside OpenAI's set becomes the nearest one in it. A
+body is changed only where it breaks the contract, and is otherwise the engine's own bytes.
 """
 
 import re
@@ -19,13 +19,15 @@ _FAULTS = frozenset({"abort", "error", "cancelled", "failed"})
 _REASON_NAME = b'"finish_reason"'
 _REASON = re.compile(rb': ?"([^"]*)"')
 _USAGE_NAME = b'"usage"'
-_MAX_COUNT = 2**40  # more than any context, and few enough to be added up for ever
+_MAX_COUNT = 2**40  # more than any context, and small enough that sums cannot overflow
 _USAGE = re.compile(rb": ?(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
 
 
 @value_class(frozen=True, slots=True)
 class Usage:
-    """Tokens of one turn, each at least 0; `prompt_tokens` includes the cached, None where these are not told."""
+    """Tokens of one turn, each at least 0. `prompt_tokens` includes the cached ones; `cached_tokens` is None if
+    unknown.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -34,7 +36,7 @@ class Usage:
 
 @value_class(frozen=True, slots=True)
 class Answer:
-    """A whole answer: what the client gets, or the error that stands in its place."""
+    """A whole answer: what the client gets, or the error that it gets instead."""
 
     body: bytes
     finish_reason: str | None = None
@@ -43,10 +45,10 @@ class Answer:
 
 
 def read_answer(api: Api, body: bytes) -> Answer:
-    """A whole 200 answer. Cost: OpenAI's choices are searched, not parsed: 4 us for 3 KB, 50 us for 200 KB."""
+    """Read a whole 200 answer. Cost: OpenAI's choices are searched, not parsed: 4 us for 3 KB, 50 us for 200 KB."""
     if api in ("chat", "completions", "generate"):
         reasons = _reasons(body)
-        # An engine that breaks JSON has cut it or put something before it; what is inside was encoded as a whole.
+        # An engine that breaks JSON has cut it or put something before it; the part inside was encoded as a whole.
         if reasons and _REASONS.issuperset(reasons) and body.lstrip()[:1] == b"{" and body.rstrip()[-1:] == b"}":
             return Answer(body, reasons[0], _usage_at_end(body))
     if api == "other":
@@ -63,7 +65,7 @@ def read_answer(api: Api, body: bytes) -> Answer:
 
 
 def metas_of(parsed: object) -> list[dict[str, Any]]:
-    """What SGLang's own route says of each output, of which it lists several; nothing of an answer of another form."""
+    """The metadata of each output in an answer of SGLang's own route; empty for an answer of another form."""
     outputs = dicts(parsed if isinstance(parsed, list) else [parsed])
     return [meta for output in outputs if isinstance(meta := output.get("meta_info"), dict)]
 
@@ -76,7 +78,7 @@ def reason_of_meta(meta: dict[str, Any]) -> str | None:
 
 
 def fault_of(reason: object) -> ApiError | None:
-    """The error that a finish reason or status stands for; None where it is a way to finish."""
+    """The error that a finish reason or status stands for; None if it is a way to finish."""
     if reason == "abort" or reason == "cancelled":
         return api_error(503, "The engine aborted the request before it was finished.", "engine_aborted")
     if isinstance(reason, str) and reason in _FAULTS:
@@ -85,12 +87,12 @@ def fault_of(reason: object) -> ApiError | None:
 
 
 def openai_reason(reason: str) -> str:
-    """The finish reason in OpenAI's set: `repetition` and whatever else an engine calls an end is `stop`."""
+    """The finish reason in OpenAI's set: `repetition` and any other end that an engine names is `stop`."""
     return reason if reason in _REASONS else "stop"
 
 
 def usage_of(usage: object) -> Usage | None:
-    """A `usage` object of any API; None where it is not one. Anthropic counts cached tokens apart."""
+    """A `usage` object of any API; None if it is not one. Anthropic counts cached tokens separately."""
     if not isinstance(usage, dict):
         return None
     if _is_count(prompt := usage.get("prompt_tokens")):
@@ -106,7 +108,7 @@ def usage_of(usage: object) -> Usage | None:
 
 
 def usage_of_metas(metas: list[dict[str, Any]]) -> Usage | None:
-    """The prompt of the first output, and all that was made; the others' prompt is the same one."""
+    """The first output's prompt, which the others share, and the total of tokens made."""
     usages = [usage for meta in metas if (usage := _usage_of_meta(meta))]
     if not usages:
         return None
@@ -117,8 +119,8 @@ def usage_of_metas(metas: list[dict[str, Any]]) -> Usage | None:
 def content_of(api: Api, body: bytes) -> Content:
     """The answer that a client will send back with its next turn, from a whole body.
 
-    Returns: an assistant message (chat, messages), text, or `{"text", "token_ids"}` where the tokens are told
-    (completions, generate), or `{"id", "output"}` (responses), of the first choice; None where there is none.
+    Returns: the first choice as an assistant message (chat, messages), as text, or as `{"text", "token_ids"}` if the
+    tokens are known (completions, generate), or as `{"id", "output"}` (responses); None if there is none.
     `Conversations.remember` takes it.
     """
     try:
@@ -149,7 +151,7 @@ def content_of_parsed(api: Api, parsed: Any) -> Content:
 
 
 def made_by(text: object, token_ids: object) -> Content:
-    """What a completion made: its text, and the tokens where they are told."""
+    """What a completion made: its text, with the tokens if they are known."""
     said = text if isinstance(text, str) else ""
     if isinstance(token_ids, list) and token_ids:
         return {"text": said, "token_ids": token_ids}
@@ -157,12 +159,12 @@ def made_by(text: object, token_ids: object) -> Content:
 
 
 def dicts(value: object) -> list[dict[str, Any]]:
-    """The objects in a list, and nothing where it is no list: engines are not trusted to keep to types."""
+    """The objects in a list; empty if it is not a list, because engines are not trusted to keep to types."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _reasons(body: bytes) -> list[str]:
-    """Every choice's finish reason. `find` hops over long texts and log-probabilities as no pattern does."""
+    """Every choice's finish reason. `find` skips long texts and log-probabilities faster than any pattern."""
     reasons = []
     start = body.find(_REASON_NAME)
     while start >= 0:
@@ -208,7 +210,7 @@ def _usage_of_meta(meta: dict[str, Any]) -> Usage | None:
 
 
 def _usage_at_end(body: bytes) -> Usage | None:
-    """The usage of a chat or completions body. A quoted name cannot occur within a JSON string unescaped."""
+    """The usage of a chat or completions body. A quoted name cannot occur unescaped within a JSON string."""
     start = body.rfind(_USAGE_NAME)
     match = _USAGE.match(body, start + len(_USAGE_NAME)) if start >= 0 else None
     try:
@@ -228,5 +230,5 @@ def _cached(details: object) -> int | None:
 
 
 def _is_count(number: object) -> TypeGuard[int]:
-    """Whether it can be a number of tokens: sums of these stay in the 64 bits that JSON and stores hold."""
+    """Whether it can be a number of tokens: sums of these fit into the 64 bits that JSON and stores hold."""
     return type(number) is int and 0 <= number < _MAX_COUNT

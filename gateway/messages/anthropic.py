@@ -1,9 +1,9 @@
-"""An answer in chat's words, told in those of Anthropic's messages: whole, or delta by delta as its events.
+"""Converts an answer in chat's form into Anthropic's messages: whole, or delta by delta as events.
 
-As the engine tells it on top of its own chat route (vLLM 0.33, entrypoints/anthropic/serving.py; SGLang 0.5.23,
-srt/entrypoints/anthropic/serving.py): reasoning is a block of thinking, each call a block of its own, and what is said
-while a call is open comes behind it. Not told is how much of the prompt was written to the cache, which is in
-`input_tokens` here.
+This follows what the engines do on top of their own chat routes (vLLM 0.33, entrypoints/anthropic/serving.py; SGLang
+0.5.23, srt/entrypoints/anthropic/serving.py): reasoning is a block of thinking, each call is its own block, and text
+that comes while a call is open follows it. How much of the prompt was written to the cache is not reported; those
+tokens are in `input_tokens`.
 """
 
 import json
@@ -22,15 +22,16 @@ _DELTAS = {"thinking": "thinking_delta", "text": "text_delta", "tool_use": "inpu
 
 @value_class(frozen=True, slots=True)
 class Manner:
-    """What one kind of engine tells in its own way.
+    """How one kind of engine differs.
 
     Args:
         id_prefix: of an answer's id.
-        signs: thinking has a signature, which means nothing.
-        names_stop: the stop sequence that ended an answer is told; else it is an end as any.
-        takes_calls: a whole answer's call whose arguments are no JSON has none; else there is no answer.
-        counts_late: a stream's end tells the prompt's tokens, too, which is when vLLM knows what was cached; and that
-            nothing was, is told as well.
+        signs: thinking has a signature, which is meaningless.
+        names_stop: the stop sequence that ended an answer is reported; otherwise the answer just ended.
+        takes_calls: in a whole answer, a call whose arguments are not JSON gets empty ones; otherwise there is no
+            answer.
+        counts_late: a stream's end reports the prompt's tokens too, because vLLM knows only then what was cached; zero
+            cached tokens are also reported.
     """
 
     id_prefix: str
@@ -45,7 +46,7 @@ SGLANG = Manner("msg_", signs=False, names_stop=False, takes_calls=True, counts_
 
 
 def usage_told(usage: Usage, manner: Manner = VLLM) -> dict[str, int]:
-    """Anthropic counts cached tokens apart."""
+    """Anthropic's usage object, which counts cached tokens separately."""
     if usage.cached_tokens is None or not (usage.cached_tokens or manner.counts_late):
         return {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
     return {
@@ -56,9 +57,9 @@ def usage_told(usage: Usage, manner: Manner = VLLM) -> dict[str, int]:
 
 
 def stop_told(reason: str, stop: object, has_call: bool, is_call_whole: bool) -> dict[str, str | None]:
-    """How an answer ended, by chat's finish reason and the stop string or token that ended it.
+    """How an answer ended, from chat's finish reason and the stop string or token that ended it.
 
-    A call that a stop string cut short must not run, so then the string is told.
+    A call that a stop string cut short must not run, so the stop string is reported instead.
     """
     if reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -79,10 +80,10 @@ def message_of(
 
     Args:
         head: its id and model.
-        choice: the one of a chat's answer.
+        choice: the one choice of a chat's answer.
 
     Raises:
-        ValueError: the arguments of a call are no JSON object: it was cut, or the model may call so.
+        ValueError: the arguments of a call are not a JSON object: it was cut, or the model called it this way.
     """
     message = choice["message"]
     calls = message.get("tool_calls") or ()
@@ -99,7 +100,7 @@ def message_of(
         if arguments is None:
             raise ValueError(f"The arguments of the call of {function['name']} are no JSON object.")
         content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
-    has_call = bool(calls) and manner.names_stop  # SGLang goes by the reason alone
+    has_call = bool(calls) and manner.names_stop  # SGLang decides by the reason alone
     ended = stop_told(choice["finish_reason"], stop if manner.names_stop else None, has_call, has_call)
     return {
         "id": head["id"],
@@ -113,24 +114,24 @@ def message_of(
 
 
 class MessageEvents:
-    """The events of one stream, in their order: `start`, `tell` for each delta, `end`.
+    """The events of one stream, in order: `start`, `tell` for each delta, `end`.
 
     Attributes:
-        content: the blocks, complete as far as they are closed.
+        content: the blocks; complete once closed.
     """
 
     def __init__(self, manner: Manner = VLLM) -> None:
         self._manner = manner
         self.content: list[dict[str, Any]] = []
         self._parts: list[str] = []  # of the open block
-        self._kind = ""  # of it; "" where none is open
+        self._kind = ""  # of the open block; "" if none is open
         self._call_ids: dict[int, str] = {}
-        self._late: list[str] = []  # said while a call was open
+        self._late: list[str] = []  # text that came while a call was open
         self._ended: tuple[str, object] = ("stop", None)
-        self._call: str | None = None  # the arguments of the last one, once it is closed
+        self._call: str | None = None  # the last call's arguments, once it is closed
 
     def start(self, head: Mapping[str, Any], prompt: Usage) -> bytes:
-        """What tells that the answer begins.
+        """The event that begins the answer.
 
         Args:
             prompt: what is known of it.
@@ -140,7 +141,7 @@ class MessageEvents:
         return _event(type="message_start", message={**head, **empty, "usage": usage_told(known, self._manner)})
 
     def tell(self, delta: Mapping[str, Any], reason: str | None, stop: object) -> bytes:
-        """What a delta adds; with its finish reason if it is the last."""
+        """The events for a delta; the last delta comes with its finish reason."""
         events: list[bytes] = []
         if reason is not None:
             self._ended = reason, stop
@@ -156,7 +157,7 @@ class MessageEvents:
         return b"".join(events)
 
     def end(self, usage: Usage) -> bytes:
-        """What closes the stream."""
+        """The events that close the stream."""
         events: list[bytes] = []
         self._close(events)
         reason, stop = self._ended
@@ -224,7 +225,7 @@ class MessageEvents:
 
 
 def _reasoning(said: Mapping[str, Any]) -> str | None:
-    """vLLM's chats have it under one name, SGLang's under the other."""
+    """A message's reasoning; vLLM's chats use one name for it, SGLang's the other."""
     return said.get("reasoning") or said.get("reasoning_content")
 
 

@@ -1,17 +1,17 @@
-"""Which trajectory a request goes on with, for clients that send no identity at all.
+"""Finds the trajectory that a request continues, for clients that send no identity at all.
 
-A conversation is known by the digest of its messages and their answer. A request that repeats them and
-adds to them goes on with that trajectory. Rules:
-- A request without an answer in it is a first turn, and a first turn is always new: siblings share it.
-- Siblings with equal answers share a digest too. They are handed out in the order in which their answers
-  came, and one that is at work is not handed out again, but for the very same request: a retry.
-- A request that branches off at an earlier answer of a trajectory goes on with that trajectory, if it is
-  idle and nobody else had that answer; a branch beside a turn that runs is a new trajectory.
-- A history whose answers are changed (compacted, shortened) is unknown, hence new; but where only the last
-  answer is not what was given, what was asked before it tells: some frameworks send calls back as text. Not so
-  of a first turn, which siblings share.
+A conversation is known by the digest of its messages and their answer. A request that repeats them and adds to them
+continues that trajectory. Rules:
+- A request without an answer in it is a first turn, and a first turn is always new, because siblings share it.
+- Siblings with equal answers share a digest too. They are assigned in the order in which their answers came. A
+  trajectory that is at work is not assigned again, except for the very same request: a retry.
+- A request that branches off at an earlier answer of a trajectory continues that trajectory, if it is idle and no other
+  one had that answer. A branch beside a running turn is a new trajectory.
+- A history whose answers were changed (compacted, shortened) is unknown, hence new. But if only the last answer differs
+  from what was given, the question before it identifies the trajectory: some frameworks send calls back as text. This
+  does not hold for a first turn, which siblings share.
 
-Bounded: the least recently used trajectory is forgotten first. Nothing is lost then but the link.
+Bounded: the least recently used trajectory is forgotten first. Only the link is lost then.
 """
 
 from collections import OrderedDict, deque
@@ -39,11 +39,11 @@ class _Known:
 
 
 class Conversations:
-    """The conversations seen lately.
+    """The conversations seen recently.
 
     Args:
         limit: trajectories kept; about 2 KB each at 10 turns.
-        turns_kept: turns of a trajectory at which it can still be branched.
+        turns_kept: turns of a trajectory at which a request can still branch off.
     """
 
     def __init__(self, limit: int = 20_000, turns_kept: int = 256) -> None:
@@ -58,10 +58,10 @@ class Conversations:
         return len(self._known)
 
     def continued(self, body: Mapping[str, Any]) -> str | None:
-        """The trajectory that this request goes on with, now at work; None for a new one.
+        """The trajectory that this request continues, now at work; None for a new one.
 
-        Follow it with `remember` when the turn is answered, or `release` when it is not.
-        Cost: linear, 0.2 ms for 100 KB, 2 ms for 1 MB, on one core of a small virtual machine.
+        Follow it with `remember` once the turn is answered, or `release` if it is not. Cost: linear, 0.2 ms for 100 KB,
+        2 ms for 1 MB, on one core of a small virtual machine.
         """
         digests, whole = self._digests(body)
         for digest, is_answer in reversed(digests):
@@ -74,7 +74,7 @@ class Conversations:
         return None
 
     def remember(self, trajectory_id: str, body: Mapping[str, Any], answer: object) -> None:
-        """Note a turn's end. `answer` is what `answers.content_of` gives; None or "" only releases."""
+        """Note a turn's end. `answer` is what `answers.content_of` returns; None or "" only releases."""
         self.release(trajectory_id)
         if not answer:
             return
@@ -92,31 +92,32 @@ class Conversations:
         self._add(trajectory_id, keys)
 
     def release(self, trajectory_id: str) -> None:
-        """Note that a turn ended without an answer: the trajectory can be gone on with from where it was."""
+        """Note that a turn ended without an answer: the trajectory can be continued from where it was."""
         if known := self._known.get(trajectory_id):
             known.asking = None
 
     def forget(self, trajectory_id: str) -> None:
-        """Drop a trajectory; unknown ones are no error."""
+        """Drop a trajectory; an unknown one is no error."""
         if known := self._known.pop(trajectory_id, None):
             self._drop(trajectory_id, {key for keys in known.turns for key in keys})
 
     def dump(self, trajectory_id: str) -> str:
-        """What to store with a trajectory's last turn so that `restore` knows it; "" where nothing is known."""
+        """What to store with a trajectory's last turn for `restore`; "" if nothing is known."""
         known = self._known.get(trajectory_id)
         return " ".join(known.turns[-1]) if known and known.turns else ""
 
     def restore(self, trajectory_id: str, digests: Iterable[str]) -> None:
-        """Know a trajectory again by what `dump` gave after each of its turns, oldest first."""
+        """Restore a trajectory from what `dump` returned after each of its turns, oldest first."""
         for dumped in digests:
             if keys := tuple(dumped.split()):
                 self._add(trajectory_id, keys)
 
     def _choose(self, holders: list[str], digest: str, is_answer: bool, whole: str) -> str | None:
-        """First who waits for this very turn, then whose retry this is, then from whom it branches off.
+        """Prefer a trajectory that waits for this very turn, then the one that this retries, then the one that it
+        branches off from.
 
-        Of several who wait behind equal answers anyone will do; behind equal questions they were answered in different
-        ways, and whose answer this one was, cannot be told.
+        Of several that wait behind equal answers, any will do. Behind equal questions they were answered differently,
+        and there is no telling whose answer this is.
         """
         waiting = retry = None
         num_waiting = 0
@@ -134,7 +135,7 @@ class Conversations:
         return retry or self._branching(holders) or self._branching(self._holders.get(whole, ()))
 
     def _branching(self, holders: Sequence[str]) -> str | None:
-        """Who goes back to where it was, if nobody else was there."""
+        """The trajectory that goes back to this point, if it is idle and no other one was there."""
         return holders[0] if len(holders) == 1 and self._known[holders[0]].asking is None else None
 
     def _add(self, trajectory_id: str, keys: tuple[str, ...]) -> None:
@@ -164,7 +165,9 @@ class Conversations:
                     del self._holders[key]
 
     def _digests(self, body: Mapping[str, Any]) -> tuple[list[tuple[str, bool]], str]:
-        """Where a request may go on from, and whether that is behind an answer, in order; and the digest of all."""
+        """The points from which a request may continue, in order, each with whether it is behind an answer; and the
+        whole digest.
+        """
         if previous := body.get("previous_response_id"):
             return [(_key_of_response(previous), True)], History(body).digest()
         if (prompt := spelled(prompt_of(body))) is not None:
@@ -176,7 +179,7 @@ class Conversations:
         return digests, history.digest()
 
     def _digests_of_text(self, prompt: bytes) -> tuple[list[tuple[str, bool]], str]:
-        """The keys of every known text that this prompt may begin with: one pass, a stop at each known length."""
+        """The keys of every known text that this prompt may begin with: one pass, with a stop at each known length."""
         hasher = sha256()
         keys = []
         for start in range(0, len(prompt) + 1, _BLOCK_BYTES):
@@ -191,13 +194,13 @@ class Conversations:
         blocks, length, _ = key.split("/")
         self._remainders.setdefault(blocks, set()).add(int(length))
         self._remainders.move_to_end(blocks)
-        # A stale length costs one hash of a block at most, so they are dropped by age alone.
+        # A stale length costs at most one hash of a block, so they are dropped by age alone.
         while len(self._remainders) > self._limit:
             self._remainders.popitem(last=False)
 
 
 def _whole_text(prompt: object, answer: dict[str, Any] | str) -> bytes | None:
-    """A completion's prompt and what was made of it; None where a prompt is tokens, and those made are not told."""
+    """A completion's prompt with what was made of it; None if the prompt is tokens and those made are unknown."""
     said = prompt if isinstance(prompt, list) else None
     made = answer if isinstance(answer, str) else answer.get("text" if said is None else "token_ids")
     if said is not None:
@@ -206,7 +209,7 @@ def _whole_text(prompt: object, answer: dict[str, Any] | str) -> bytes | None:
 
 
 def _keys_of(body: Mapping[str, Any], answer: object) -> tuple[str, ...]:
-    """Of a request with its answer, and of what it asked, where that is not a first turn."""
+    """The keys of a request with its answer, and of its question unless that is a first turn."""
     history = History(body)
     answered, asked = history.digest(answer), history.digest()
     is_question = history.digests and asked != history.digests[-1]  # and not the beginning of an answer
@@ -224,7 +227,7 @@ def _key_of_text(text: bytes) -> str:
 
 
 def _text_key(blocks: str, hasher: "_Hash", rest: bytes) -> str:
-    """Digest of the whole blocks, length of the rest, digest of all: enough to find it again by one pass."""
+    """Digest of the whole blocks, length of the rest, digest of all: enough to find it again in one pass."""
     whole = hasher.copy()
     whole.update(rest)
     return f"{blocks}/{len(rest)}/{whole.hexdigest()[:DIGEST_LENGTH]}"

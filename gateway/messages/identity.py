@@ -1,9 +1,9 @@
 """Which trajectory a request belongs to, from what its client sent.
 
-Pure, and on the path of every request: one pass over the headers, a few look-ups in the body.
-Rules: the first form that matches wins, in the order of `_HEADER_FORMS` and `_body_forms`; empty and
-blank values do not match; a malformed id is the client's mistake (`IdentityError`, a 400) and never
-silently another trajectory; a malformed hint is ignored, because a hint is never a reason to refuse.
+Pure, and on the path of every request: one pass over the headers, a few look-ups in the body. Rules: the first form
+that matches wins, in the order of `_HEADER_FORMS` and `_body_forms`. Empty and blank values do not match. A malformed
+id is the client's mistake (`IdentityError`, a 400) and never silently another trajectory. A malformed hint is ignored,
+because a hint is never a reason to refuse.
 """
 
 import re
@@ -20,12 +20,12 @@ from scheduling.values import value_class
 # Longer than every id seen (two UUIDs are 73 characters), short enough for a store's key and a header.
 MAX_ID_LENGTH = 256
 
-# Engines take priorities as 32-bit integers; what does not fit is no priority.
+# Engines take priorities as 32-bit integers; a larger value is not a priority.
 _MAX_INT = 2**31 - 1
 _INTEGER = re.compile(rb"\s*-?[0-9]{1,10}\s*")
 
 _PATH_PREFIXES = ("/t/", "/sessions/")
-# Clients that take `/v1` off their base URL for these find them behind an identity, too.
+# Clients that strip `/v1` from their base URL for these routes find them behind an identity, too.
 _BESIDE_V1 = frozenset({"inference/v1/generate", "generate", "tokenize", "detokenize"})
 _HEADER_FORMS = (
     b"x-trajectory-id",
@@ -37,22 +37,22 @@ _HEADER_FORMS = (
     b"x-correlation-id",
 )
 _HEADER_LABELS = tuple((name, name.decode()) for name in _HEADER_FORMS)
-# The part of a session that runs on its own: a session's agents and threads are distinct trajectories.
+# The part of a session that runs by itself: a session's agents and threads are distinct trajectories.
 _PARTS = {b"x-claude-code-session-id": b"x-claude-code-agent-id", b"session-id": b"thread-id"}
 _PARENT_HEADERS = frozenset({b"x-claude-code-agent-id", b"x-dynamo-parent-session-id"})
 _HINT_HEADERS = frozenset({b"x-dynamo-request-priority", b"x-dynamo-request-strict-priority"})
 
 
 class IdentityError(ValueError):
-    """An id that cannot be used: the client's mistake (400). Asking again changes nothing."""
+    """An id that cannot be used: the client's mistake (400). Repeating the request changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a client says about its trajectory; None where it said nothing usable.
+    """What a client says about its trajectory; None for what it did not say, or said in an unusable form.
 
-    `priority` and `strict_priority`: higher is more urgent (Dynamo agent hints); `strict_priority` is a
-    tier that goes before any `priority`. `expected_output_tokens`: of this turn. `deadline_s`: from now.
+    `priority` and `strict_priority`: higher is more urgent (Dynamo agent hints); `strict_priority` is a tier that
+    precedes any `priority`. `expected_output_tokens`: of this turn. `deadline_s`: from now.
     """
 
     priority: int | None = None
@@ -65,7 +65,7 @@ class Hints:
 class Identity:
     """Who sent a request. `source` names the form that gave `trajectory_id`, "" if none did.
 
-    `strong` is False where one id may stand for several trajectories at once (`user`).
+    `strong` is False if one id may stand for several trajectories at once (`user`).
     """
 
     trajectory_id: str | None
@@ -86,10 +86,10 @@ def identify(path: str, headers: Iterable[tuple[bytes, bytes]], body: Mapping[st
     Args:
         path: as sent, still percent-encoded.
         headers: ASGI's pairs, names in lower case; of a repeated header the last counts.
-        body: the JSON object, {} where there is none. Its values may be of any type.
+        body: the JSON object, {} if there is none. Its values may be of any type.
     Raises:
         IdentityError: an id too long, not printable ASCII, or neither a string nor an integer.
-    Cost: 3 us with one form, 5 us with group, rollout and hints besides.
+    Cost: 3 us with one form, 5 us with group, rollout and hints as well.
     """
     sent = dict(headers)
     metadata = _object(body.get("metadata"))
@@ -116,8 +116,7 @@ def identify(path: str, headers: Iterable[tuple[bytes, bytes]], body: Mapping[st
 def strip_identity_path(path: str) -> tuple[str | None, str]:
     """The id in `/t/{id}/v1/...` or `/sessions/{id}/v1/...` and the path without it, `/v1/...`.
 
-    Any other path comes back as it is, with None. An empty id is taken off and gives None.
-    Raises: IdentityError.
+    Any other path is returned unchanged, with None. An empty id is stripped and gives None. Raises: IdentityError.
     """
     if not path.startswith(_PATH_PREFIXES):
         return None, path
@@ -177,7 +176,7 @@ def _named(sent: dict[bytes, bytes], metadata: Mapping[str, Any], header: bytes,
 
 def _parent(sent: dict[bytes, bytes], context: Mapping[str, Any], source: str) -> str | None:
     if source == "x-claude-code-session-id" and _id(sent.get(b"x-claude-code-agent-id"), source):
-        # A subagent's parent is the agent named, else the session's main agent.
+        # A subagent's parent is the named agent, else the session's main agent.
         session = _id(sent[b"x-claude-code-session-id"], source)
         return _joined(session or "", sent.get(b"x-claude-code-parent-agent-id"), source)
     return _id(sent.get(b"x-dynamo-parent-session-id"), "X-Dynamo-Parent-Session-Id") or _id(
@@ -197,7 +196,7 @@ def _hints(sent: dict[bytes, bytes], body: Mapping[str, Any], context: Mapping[s
 
 
 def _agentic_context(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`vllm_xargs.agentic_context`, which vLLM's schema lets through only as a JSON string."""
+    """`vllm_xargs.agentic_context`, which vLLM's schema allows only as a JSON string."""
     xargs = body.get("vllm_xargs")
     if not isinstance(xargs, dict):
         return _NOTHING
@@ -207,7 +206,7 @@ def _agentic_context(body: Mapping[str, Any]) -> Mapping[str, Any]:
 def _session_of(user_id: object) -> object:
     """The session in Claude Code's `metadata.user_id`: `user_..._session_<uuid>`, since 2.1.78 a JSON string.
 
-    Not a strong id: a session's subagents share it and run side by side.
+    Not a strong id: a session's subagents share it and run concurrently.
     """
     if not isinstance(user_id, str):
         return user_id
@@ -239,7 +238,7 @@ def _joined(whole: str, part: bytes | None, where: str) -> str:
 
 
 def _id(value: object, where: str) -> str | None:
-    """A clean id, or None for one that is absent or blank. ASCII, since it goes back in a header."""
+    """A clean id, or None if it is absent or blank. It must be ASCII because it is sent back in a header."""
     if value is None:
         return None
     if isinstance(value, bytes):
@@ -258,7 +257,7 @@ def _id(value: object, where: str) -> str | None:
 
 
 def _id_or_none(value: object) -> str | None:
-    """A weak id is often a person's name, not meant for us: what cannot be used is passed over."""
+    """A clean weak id, else None: it is often a person's name, not meant for the gateway, so a bad one is no error."""
     try:
         return _id(value, "")
     except IdentityError:

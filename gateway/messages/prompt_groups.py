@@ -1,8 +1,9 @@
 """Which trajectories begin alike: GRPO siblings whose client names no group, and a task that comes again.
 
-A group is what a first request says, answers included: examples of some other conversation, or a greeting that an agent
-puts there, and all its tasks would be one without what follows. But a conversation that goes on from a prompt that was
-asked before is one of that prompt, though nobody knows whose: its history was edited, say.
+A group is everything that a first request says, including answers in it. These may be examples from another
+conversation, or a greeting that an agent puts there; without what follows them, all tasks of that agent would be one
+group. But a conversation that continues a prompt asked before belongs to that prompt's group, even if its trajectory is
+unknown because, for example, its history was edited.
 
 Bounded: the prompt that was met longest ago is forgotten first.
 """
@@ -15,7 +16,7 @@ from gateway.messages.transcripts import digests_of_prompts
 
 
 class PromptGroups:
-    """The prompts asked lately.
+    """The prompts asked recently.
 
     Args:
         known: groups of an earlier process; names that clients gave do no harm.
@@ -30,7 +31,7 @@ class PromptGroups:
     def of(self, body: Mapping[str, Any]) -> str:
         """The name of a request's group: 32 hexadecimal digits.
 
-        Of the same object as the last time at no cost: a turn's beginning asks twice.
+        Repeating the call with the same object costs nothing: a beginning turn asks twice.
         """
         if body is self._last[0]:
             return self._last[1]

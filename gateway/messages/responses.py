@@ -1,8 +1,8 @@
-"""An answer in chat's words, told in those of OpenAI's responses: whole, or delta by delta as its events.
+"""Converts an answer in chat's form into OpenAI's responses: whole, or delta by delta as events.
 
-As the engine tells it of a model without reasoning (vLLM 0.32, entrypoints/openai/responses: serving.py,
-streaming_events.py; SGLang 0.5.23, srt/entrypoints/openai/serving_responses.py): a text and each call are items of
-their own, of which one is open at a time.
+This follows what the engines do for a model without reasoning (vLLM 0.32, entrypoints/openai/responses: serving.py,
+streaming_events.py; SGLang 0.5.23, srt/entrypoints/openai/serving_responses.py): a text and each call are separate
+items, and one item is open at a time.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ import orjson
 from gateway.messages.answers import Usage
 from scheduling.values import value_class
 
-# What a response repeats of its request, and what is said of what was not asked.
+# What a response repeats of its request, with defaults for fields that were not sent.
 _ECHOED: dict[str, Any] = {
     "background": False,
     "instructions": None,
@@ -30,11 +30,11 @@ _ECHOED: dict[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
-# The same of its sampling, as the engine resolved it.
+# The same for its sampling, as the engine resolved it.
 _SAMPLED = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
-# SGLang repeats these as they were asked for, and what is not asked is null but for the last ones.
+# SGLang repeats these as requested; missing ones are null, except for those in `_BY_SGLANG`.
 _REPEATED = ("instructions", "max_output_tokens", "previous_response_id", "temperature", "text", "top_p", "user")
 _BY_SGLANG: dict[str, Any] = {
     "metadata": {},
@@ -48,12 +48,12 @@ _TOOL_FIELDS = ("type", "name", "description", "parameters", "strict", "tools", 
 
 @value_class(frozen=True, slots=True)
 class Manner:
-    """What one kind of engine tells in its own way.
+    """How one kind of engine differs.
 
     Args:
-        has_phases: a text is a `commentary` before calls, else the `final_answer`; so where tools may be called, a
-            stream tells it when a call follows or it is over.
-        ends_by_status: a stream's last event is named for how it ended, not `response.completed` always.
+        has_phases: a text is a `commentary` before calls, else the `final_answer`. So if tools may be called, a stream
+            sends a text only once a call follows or it is over.
+        ends_by_status: a stream's last event is named for how it ended, instead of always `response.completed`.
     """
 
     has_phases: bool
@@ -65,21 +65,21 @@ SGLANG = Manner(has_phases=True, ends_by_status=True)
 
 
 def echo(request: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """What a response of vLLM says of its request.
+    """What a vLLM response repeats of its request.
 
     Args:
         sampling: as the engine resolved it.
     """
     echoed = {name: default if request.get(name) is None else request[name] for name, default in _ECHOED.items()}
     sampled = {name: default if sampling.get(name) is None else sampling[name] for name, default in _SAMPLED.items()}
-    # Where there is no tool to choose, vLLM says that none is to be.
+    # If there are no tools, vLLM reports "none".
     choice = (request.get("tool_choice") or "auto") if request.get("tools") else "none"
     limits = {"max_output_tokens": sampling["max_tokens"], "top_logprobs": sampling.get("logprobs")}
     return {**echoed, **sampled, **limits, "tool_choice": choice}
 
 
 def echo_of_sglang(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What a response of SGLang says of its request."""
+    """What an SGLang response repeats of its request."""
     echoed = {name: request.get(name) for name in _REPEATED}
     echoed |= {name: default if request.get(name) is None else request[name] for name, default in _BY_SGLANG.items()}
     unsaid = dict.fromkeys(_TOOL_FIELDS) | {"strict": False}
@@ -95,7 +95,9 @@ def echo_of_sglang(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def usage_told(usage: Usage, manner: Manner = VLLM) -> dict[str, Any]:
-    """Cached tokens are among those of the prompt. What vLLM counts for turns with tools of its own is empty."""
+    """The usage of a response: the prompt's tokens include the cached ones. vLLM's counts for turns with built-in tools
+    are empty.
+    """
     read: dict[str, Any] = {"cached_tokens": usage.cached_tokens or 0}
     made: dict[str, Any] = {"reasoning_tokens": 0}
     if manner.has_phases:
@@ -119,7 +121,7 @@ def response_of(
 
     Args:
         head: its id, time and model, and what it repeats of its request.
-        choice: the one of a chat's answer.
+        choice: the one choice of a chat's answer.
     """
     message, output = choice["message"], []
     calls = message.get("tool_calls") or ()
@@ -133,14 +135,14 @@ def response_of(
 
 
 class ResponseEvents:
-    """The events of one stream, in their order: `start`, `tell` for each delta, `end`.
+    """The events of one stream, in order: `start`, `tell` for each delta, `end`.
 
     Args:
-        head: as of `response_of`.
+        head: as for `response_of`.
 
     Attributes:
-        output: the items that are closed.
-        num_events: how many were made, and the number of the next one.
+        output: the closed items.
+        num_events: how many were made; also the number of the next one.
     """
 
     def __init__(self, head: Mapping[str, Any], manner: Manner = VLLM) -> None:
@@ -148,20 +150,20 @@ class ResponseEvents:
         self._head = head
         self._manner = manner
         self._holds_texts = manner.has_phases and bool(head["tools"]) and head["tool_choice"] != "none"
-        self._held: list[tuple[str, dict[str, Any]]] = []  # events of a text whose phase is not known
+        self._held: list[tuple[str, dict[str, Any]]] = []  # events of a text whose phase is not known yet
         self.num_events = 0
         self._item: dict[str, Any] | None = None  # the open one
-        self._parts: list[str] = []  # of it
+        self._parts: list[str] = []  # of the open item
         self._call_index = 0
         self._reason = "stop"
 
     def start(self) -> bytes:
-        """What tells that the answer begins."""
+        """The events that begin the answer."""
         begun = {**self._head, "status": "in_progress", "output": [], "incomplete_details": None, "usage": None}
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def tell(self, delta: Mapping[str, Any], reason: str | None) -> bytes:
-        """What a delta adds; with its finish reason if it is the last."""
+        """The events for a delta; the last delta comes with its finish reason."""
         if reason is not None:
             self._reason = reason
         told = []
@@ -181,14 +183,14 @@ class ResponseEvents:
         return b"".join(told)
 
     def end(self, usage: Usage) -> bytes:
-        """What closes the stream."""
+        """The events that close the stream."""
         closed = self._close() + self._settle("final_answer")
         response = _response(self._head, self.output, self._reason, usage, self._manner)
         ended = response["status"] if self._manner.ends_by_status else "completed"
         return closed + self._event(f"response.{ended}", response=response)
 
     def _settle(self, phase: str) -> bytes:
-        """Tell the text that was held back."""
+        """The events of the text that was held back."""
         held, self._held = self._held, []
         for _, content in held:
             if "item" in content:

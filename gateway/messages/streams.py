@@ -1,9 +1,9 @@
-"""A stream of events, watched on its way: what it says of its end, its usage and its faults.
+"""Watches a stream of events as it passes: its end, its usage and its faults.
 
-On the path of every chunk, so bytes are searched first and JSON is parsed only where a search hit. A quoted
-name such as `"error"` cannot occur within a JSON string, where quotes are escaped; a string that is nothing
-but that name can, and parsing tells the two apart. Events pass as the bytes they came in; changed are only a
-finish reason outside OpenAI's set and, taken out, a usage event that the client did not ask for, whose system
+This runs for every chunk, so bytes are searched first, and JSON is parsed only where a search hit. A quoted name such
+as `"error"` cannot occur within a JSON string, where quotes are escaped. A string that consists of that name alone can,
+and parsing tells the two apart. Events pass as the bytes in which they came, with two exceptions: a finish reason
+outside OpenAI's set is changed, and a usage event that the client did not ask for is removed, while its system
 fingerprint goes back to where it would have been.
 """
 
@@ -40,23 +40,23 @@ _MARKS = {
     "generate": re.compile(rb'"(?:error"|usage": ?\{|finish_reason": ?["{])'),
     "other": re.compile(rb'"error"'),
 }
-# An answer cut by its token limit is one all the same, and its client goes on from it.
+# An answer cut by its token limit is still an answer, and its client continues from it.
 _ENDS_OF_RESPONSES = ("response.completed", "response.incomplete")
 _LAST_OF_RESPONSES = (*_ENDS_OF_RESPONSES, "response.failed")
 
 
 class StreamReader:
-    """One answer's stream. Feed it blocks of whole events; give the client what comes back.
+    """One answer's stream. Feed it blocks of whole events; give the client what it returns.
 
     Args:
-        wants_usage: whether the client asked for the usage event; else it is taken out.
+        wants_usage: whether the client asked for the usage event; otherwise it is removed.
         keep: whether to keep the events for `content_of_stream`.
 
     Attributes:
-        error: the fault that ended the stream; nothing comes back from then on.
+        error: the fault that ended the stream; from then on nothing is returned.
         done: whether the stream's own end was seen.
         finish_reason: of the first choice that finished (Anthropic: stop reason; responses: status).
-        num_chunks: events with data so far, comments and [DONE] not counted.
+        num_chunks: events with data so far, not counting comments and [DONE].
     """
 
     def __init__(self, api: Api, wants_usage: bool = True, keep: bool = False) -> None:
@@ -74,13 +74,13 @@ class StreamReader:
         self._count_plain = plain_events(api)
         self._alike = Alike()
         self._anthropic_usage: dict[str, Any] = {}
-        # Events that finish a choice, until the usage event that the client does not get has come.
+        # Events that finish a choice, held until the usage event that the client does not get has come.
         self._held: list[tuple[bytes, dict[str, Any]]] = []
 
     def passes(self, piece: bytes) -> bool:
-        """Whether this is a single event, and one that says nothing but text: then it has been read.
+        """Whether this is a single event, and text only; if so, it counts as read.
 
-        Cost: 0.4 us, where `read` takes three times that; nearly every chunk of a stream is one.
+        Cost: 0.4 us, where `read` takes three times as long; nearly every chunk of a stream is such an event.
         """
         if not self._alike.holds(piece):
             if (
@@ -103,11 +103,11 @@ class StreamReader:
         return self._search(event) is None
 
     def read(self, block: bytes) -> bytes:
-        """What of these events goes to the client: most often the block itself. Cost: 1 us a chunk."""
+        """The part of these events that goes to the client: usually the block itself. Cost: 1 us a chunk."""
         if self.error or self.done:
             return b""
-        # The first event is parsed, for what is no answer at all can still go elsewhere; of later ones the ends are
-        # looked at, which tells [DONE] and most nonsense from JSON.
+        # The first event is parsed, because a stream that is not an answer at all can still go elsewhere. Of later ones
+        # only the ends are checked, which tells [DONE] and most nonsense from JSON.
         if self.num_chunks and (num_events := self._count_plain(block)):
             self.num_chunks += num_events
         else:
@@ -117,18 +117,18 @@ class StreamReader:
         return block
 
     def passed(self, block: bytes, num_events: int) -> None:
-        """Events that somebody else read, and found plain, and passed on."""
+        """Count events that a byte worker found plain and passed on."""
         self.num_chunks += num_events
         if self._keep:
             self.kept.append(block)
 
     @property
     def is_plain_so_far(self) -> bool:
-        """Whether nothing but text has come, and all of it went on: then somebody else may pass on what is plain."""
+        """Whether only text has come, and all of it was passed on: then a byte worker may pass on plain events."""
         return bool(self.num_chunks) and not (self.done or self.error or self.finish_reason or self._held)
 
     def end(self) -> ApiError | None:
-        """The fault of a stream whose connection has closed: its own, or that it ended without its end."""
+        """The fault of a stream whose connection has closed: its own, or that it ended without its end mark."""
         if self.error is None and not self.done:
             self.error = api_error(502, "The engine's stream broke off before its end.", "stream_broken")
         return self.error
@@ -138,7 +138,7 @@ class StreamReader:
         for event in split_events(block):
             passed.append(self._read_event(event))
             if self.error or self.done:
-                self._alike = Alike()  # like which nothing is: whatever comes now is read
+                self._alike = Alike()  # nothing is like it, so whatever comes next is read
                 break
         whole = b"".join(passed)
         return block if whole == block else whole
@@ -204,10 +204,10 @@ class StreamReader:
         return b""
 
     def _release(self, usage_event: dict[str, Any]) -> bytes:
-        """The held events, with what the usage event, which is taken out, says in their place.
+        """The held events, with the fingerprint of the removed usage event.
 
-        vLLM puts the system fingerprint into its last event, which without usage is the one that finishes
-        (vLLM 0.32, openai/chat_completion/serving.py).
+        vLLM puts the system fingerprint into its last event; without usage that is the one that finishes (vLLM 0.32,
+        openai/chat_completion/serving.py).
         """
         held, self._held = self._held, []
         fingerprint = usage_event.get("system_fingerprint")
@@ -246,9 +246,9 @@ class StreamReader:
 
 @cache
 def plain_events(api: Api) -> Callable[[bytes], int]:
-    """What counts the events of a block that says nothing but text; 0 for any other, which must be read.
+    """A function that counts the events of a text-only block; it returns 0 for any other block, which must be read.
 
-    A block begins where an event does. Cost: 0.5 us for one event of OpenAI's.
+    A block begins where an event does. Cost: 0.5 us for one OpenAI event.
     """
     search = _MARKS[api].search
     is_openai = _MARKS[api] is _OPENAI_MARKS
@@ -266,14 +266,14 @@ def plain_events(api: Api) -> Callable[[bytes], int]:
 
 
 def _is_plain(event: bytes) -> bool:
-    # What _OPENAI_MARKS looks for; a regular expression stops at every quote, and these searches do not. Four times
-    # `in` takes four times as long, for that takes its left side for a number first.
+    # What _OPENAI_MARKS searches for; a regular expression stops at every quote, and these searches do not. Four times
+    # `in` takes four times as long, because it first tries its left side as a number.
     find = event.find
     return find(b'"finish_reason":"') + find(b'"error"') + find(b'"usage"') + find(b'"finish_reason": "') == -4
 
 
 def content_of_stream(api: Api, blocks: Iterable[bytes]) -> Content:
-    """As `answers.content_of`, from the events of a finished stream; None where an engine broke the format."""
+    """As `answers.content_of`, from the events of a finished stream; None if an engine broke the format."""
     try:
         return _content(api, blocks)
     except (ValueError, TypeError, AttributeError, KeyError):
@@ -304,7 +304,7 @@ def _content(api: Api, blocks: Iterable[bytes]) -> Content:
 
 
 def _sglang_output(events: list[dict[str, Any]]) -> Content:
-    """Each event repeats all before it, unless the server was told to say only what is new."""
+    """Each event repeats everything before it, unless the server was told to send only what is new."""
     first = [event for event in events if event.get("index", 0) == 0 and "meta_info" in event]
     last = first[-1]
     num_made = len(last["output_ids"])

@@ -1,14 +1,14 @@
-"""What a conversation says, as digests that do not depend on how a client spells it.
+"""Reduces a conversation to digests that do not depend on how a client spells it.
 
-A request is read as messages. Each is brought to one spelling (a string and a list of text parts are the
-same text, None is "", tool arguments are compared as JSON), hashed into a chain, and the chain's digest
-is noted after every answer. Left out is what clients drop or change between turns: reasoning, cache
-marks, item ids, blank space at the ends. Works for chat, Anthropic messages and responses; plain
-completions have no messages and are compared as text (`gateway/messages/conversations.py`).
+A request is read as messages. Each is normalised (a string and a list of text parts are the same text, None is "", tool
+arguments are compared as JSON) and hashed into a chain, and the chain's digest is noted after every answer. Left out is
+what clients drop or change between turns: reasoning, cache marks, item ids, and whitespace at the ends. This works for
+chat, Anthropic messages and responses; plain completions have no messages and are compared as text
+(`gateway/messages/conversations.py`).
 
-Cost: linear. A conversation's digest is SHA-256 where it says which trajectory this is, for who could find another one
-with the same would go on with one that is not his (0.9 ms for 1 MB, a third of BLAKE2b's). Within a trajectory it is
-XXH3 (0.03 ms), and so is a prompt's, for it only groups.
+Cost: linear. A digest that identifies a trajectory is SHA-256, because a client that found a collision could continue
+another client's trajectory (0.9 ms for 1 MB, a third of BLAKE2b's time). Within a trajectory it is XXH3 (0.03 ms); so
+is a prompt's, which only groups.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,26 +19,26 @@ import orjson
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 _SHORT = 65_536  # characters
-DIGEST_LENGTH = 32  # hexadecimal digits kept: 128 bits, ample for a table of some million conversations.
+DIGEST_LENGTH = 32  # hexadecimal digits kept: 128 bits, ample for a table of some million conversations
 
 # Tuples, not sets: a body's `type` may be a list, which cannot be looked up in a set.
 _UNSAID = ("thinking", "redacted_thinking", "reasoning")
 _CALLS = ("function_call", "tool_use", "custom_tool_call")
 _PREAMBLES = ("tools", "functions", "system", "instructions")
-# Of completions; of vLLM's and SGLang's routes of tokens in and tokens out.
+# The fields of completions, and of vLLM's and SGLang's token routes.
 _PROMPTS = ("prompt", "token_ids", "input_ids", "text")
 _SYSTEM_ROLES = ("system", "developer")
 
 
 class History:
-    """A request's conversation, read once for all that is asked of it.
+    """A request's conversation, read once for everything that is asked of it.
 
     Args:
         hasher: a new one; XXH3 for digests that are compared within a trajectory only.
 
     Attributes:
-        digests: the chain's after each answer, oldest first.
-        asked: the chain's before each answer but the first, with how many of `digests` came before it.
+        digests: the chain's digest after each answer, oldest first.
+        asked: the chain's digest before each answer but the first, with how many of `digests` came before it.
     """
 
     def __init__(self, body: Mapping[str, Any], hasher: "Hasher | None" = None) -> None:
@@ -69,7 +69,7 @@ class History:
 
 
 def digests_of_prompts(body: Mapping[str, Any]) -> list[str]:
-    """The digests of what comes before each answer, oldest first, and of all; of a completion, of its prompt."""
+    """The digests of what precedes each answer, oldest first, and of everything; for a completion, of its prompt."""
     hasher, digests, was_answered = xxh3_128(), [], False
     prompt = prompt_of(body)
     if prompt is not None:
@@ -83,14 +83,14 @@ def digests_of_prompts(body: Mapping[str, Any]) -> list[str]:
 
 
 def prompt_of(body: Mapping[str, Any]) -> object:
-    """What a request without messages goes on from: text, or tokens, in whatever API's field; else None."""
+    """The prompt of a request without messages: text or tokens, in any API's field; else None."""
     if "messages" in body or "input" in body:
         return None
     return next((body[name] for name in _PROMPTS if body.get(name) is not None), None)
 
 
 def spelled(said: object) -> bytes | None:
-    """Text, or token ids, as bytes that begin with those of each beginning of it; None for anything else."""
+    """Text or token ids as bytes, so that a prefix stays a prefix; None for anything else."""
     if isinstance(said, str):
         return said.encode("utf-8", "replace")
     if not isinstance(said, list) or not all(type(id) is int for id in said):
@@ -102,11 +102,11 @@ def spelled(said: object) -> bytes | None:
 
 
 def preamble_of(body: Mapping[str, Any]) -> tuple[str, int]:
-    """What a prompt begins with and those of other groups begin with, too: its tools, and what the system says.
+    """The preamble of a prompt, with which those of other groups begin too: its tools, and the system prompt.
 
     Returns:
-        Its digest as it is spelled, for clients of one kind spell alike, and how many of the body's bytes it takes.
-        ("", 0) where there is none, or it is nested deeper than engines take it.
+        Its digest as spelled, because clients of one kind spell it alike, and how many of the body's bytes it takes.
+        ("", 0) if there is none, or it is nested deeper than engines accept.
     """
     said = [body[name] for name in _PREAMBLES if body.get(name)]
     messages = body.get("messages")
@@ -136,7 +136,7 @@ class Hasher(Protocol):
 
 
 def _feed(hasher: Hasher, pieces: Sequence[str]) -> None:
-    # To call it for each of many short pieces costs more than to put them together, and a copy of a megabyte 0.1 ms.
+    # Calling it for many short pieces costs more than joining them; a copy of a megabyte costs 0.1 ms.
     if sum(map(len, pieces)) < _SHORT:
         pieces = ("".join(pieces),)
     for piece in pieces:
@@ -144,7 +144,7 @@ def _feed(hasher: Hasher, pieces: Sequence[str]) -> None:
 
 
 def _messages(body: Mapping[str, Any]) -> Iterator[tuple[bool, Sequence[str]]]:
-    """(is it an answer, its one spelling in pieces) of each message, the system prompt first where it stands apart."""
+    """(is it an answer, its normalised pieces) for each message; a separate system prompt comes first."""
     messages = body.get("messages")
     if messages is None:
         messages = body.get("input")
@@ -159,7 +159,7 @@ def _messages(body: Mapping[str, Any]) -> Iterator[tuple[bool, Sequence[str]]]:
 
 
 def _message(message: object) -> tuple[bool, Sequence[str]]:
-    """One message or output item; nothing for what is not part of the conversation.
+    """One message or output item; empty if it is not part of the conversation.
 
     Every text is preceded by its length, so that none can pass for another's structure.
     """
@@ -167,7 +167,7 @@ def _message(message: object) -> tuple[bool, Sequence[str]]:
         return False, (_sized(_json(message)),)
     role, content = message.get("role"), message.get("content")
     if len(message) == 2 and isinstance(role, str) and isinstance(content, str) and role != "assistant":
-        return False, _said(role, content.strip())  # what most messages are, and the same as below
+        return False, _said(role, content.strip())  # the form of most messages; equivalent to the code below
     kind = message.get("type")
     if kind in _UNSAID:
         return False, ()
@@ -179,7 +179,7 @@ def _message(message: object) -> tuple[bool, Sequence[str]]:
     answered = role == "assistant"
     content = _text(message.get("content"))
     if answered and "</think>" in content:
-        # Reasoning that the engine left in the text; most agents cut it off before they send it back.
+        # Reasoning that the engine left in the text; most agents remove it before they send the answer back.
         content = content.rpartition("</think>")[2]
     said, text = _said(str(role), content.strip()), ""
     if "tool_call_id" in message:
@@ -196,7 +196,7 @@ def _message(message: object) -> tuple[bool, Sequence[str]]:
 
 
 def _said(role: str, text: str) -> tuple[str, str]:
-    # A long text is not copied to stand behind its length.
+    # A long text is not copied just to follow its length.
     return f"{len(role)}:{role}{len(text)}:", text
 
 
@@ -221,7 +221,7 @@ def _part(part: object, is_of_result: bool) -> str:
         return ""
     if kind in _CALLS:
         return _call(part.get("id"), part.get("name"), part.get("input"))
-    if kind == "tool_result" and not is_of_result:  # results hold none, and may pretend to for ever
+    if kind == "tool_result" and not is_of_result:  # results contain none, but may pretend to without end
         return _sized(str(part.get("tool_use_id"))) + _sized(_text(part.get("content"), True))
     return _json({key: value for key, value in part.items() if key != "cache_control"})
 
@@ -247,5 +247,5 @@ def _json(value: object) -> str:
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
     except orjson.JSONEncodeError:
-        # Nested deeper than the encoder goes, or half a surrogate pair: no engine takes it either.
+        # Nested deeper than the encoder goes, or a lone surrogate: no engine accepts it either.
         return "?"

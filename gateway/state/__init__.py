@@ -1,1 +1,1 @@
-"""What happens, in order: the scheduler is told, its actions are performed and written down."""
+"""Events in order: the scheduler is told, and its actions are performed and written down."""

@@ -1,4 +1,4 @@
-"""The only asyncio round the scheduler: gives it events, performs its actions, wakes it when it asks to be woken."""
+"""The only asyncio code around the scheduler: passes it events, performs its actions, and wakes it when it asks."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,32 +25,32 @@ from scheduling.types import (
 
 
 class LiveTurn(Protocol):
-    """A turn whose client is being served: what the scheduler decides of it arrives here."""
+    """A turn whose client is being served; the scheduler's decisions on it arrive here."""
 
     engine_id: str
 
     def pause(self) -> bool:
-        """Stop the running leg, to be dispatched again; False where it cannot."""
+        """Stop the running leg, to be dispatched again; False if it cannot be paused."""
 
     def dispatched(self, dispatch: Dispatch) -> None:
         """Run this leg."""
 
     def rejected(self, reject: Reject) -> None:
-        """It will not be served."""
+        """The turn will not be served."""
 
     def aborted(self, abort: Abort) -> None:
         """Stop the running leg."""
 
     def preempted(self, preempt: Preempt) -> None:
-        """Pause the running leg, if it can be."""
+        """Pause the running leg, if possible."""
 
 
 class Driver:
     """Connects the scheduler with the world.
 
     Args:
-        on_closed: told of every trajectory that ended, well or not.
-        on_forget: told of every trajectory that is forgotten.
+        on_closed: called with every trajectory that ended, well or not.
+        on_forget: called with every trajectory that is forgotten.
         on_move: brings a trajectory's KV to its new home.
     """
 
@@ -76,7 +76,7 @@ class Driver:
         self._timer_at = 0.0
 
     def begin(self, turn_id: str, turn: LiveTurn) -> None:
-        """Send what is decided of this turn to `turn`, until `end`."""
+        """Send decisions on this turn to `turn`, until `end`."""
         self._live[turn_id] = turn
 
     def end(self, turn_id: str) -> None:
@@ -88,22 +88,22 @@ class Driver:
         return list(self._live.values())
 
     def num_live(self) -> int:
-        """How many these are."""
+        """How many turns are live."""
         return len(self._live)
 
     def post(self, event: Event) -> None:
-        """Tell the scheduler and do what it says."""
+        """Pass an event to the scheduler and perform its actions."""
         actions = self.scheduler.handle(event)
         if self._event_log.is_on:
             self._event_log.add(event, actions)
         for action in actions:
             self._perform(action)
-        # While turns are live there is a Tick a second anyway; to ask the scheduler after every event costs 10 us.
+        # While turns are live, a Tick comes every second anyway; asking the scheduler after every event costs 10 us.
         if self._timer is None or self._timer_at > event.at + TICK_S:
             self._set_timer(event.at)
 
     def close(self) -> None:
-        """No more ticks."""
+        """Stop the ticks."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -1,9 +1,9 @@
-"""The log of what happened and what was decided: a bounded JSONL file, and a feed for those who watch.
+"""The log of events and decisions: a bounded JSONL file, and a feed for watchers.
 
-A line is `{"at", "kind": "event" | "action", "type", ...fields}`. Before the first event of a process, a line of kind
-`start` says in the file how its scheduler was made, so that `heddle simulate replay` can make it again. Watchers that
-fall behind lose the oldest lines and are told how many. A file that cannot be written any more, the disk being full, is
-given up with a word in the process's log: turns do not depend on it.
+A line is `{"at", "kind": "event" | "action", "type", ...fields}`. Before a process's first event, a line of kind
+`start` in the file records how its scheduler was created, so that `heddle simulate replay` can recreate it. Watchers
+that fall behind lose the oldest lines and are told how many. If the file cannot be written any more, for example
+because the disk is full, it is given up with one line in the process's log: turns do not depend on it.
 """
 
 import asyncio
@@ -34,11 +34,11 @@ class EventLog:
     """Writes and hands out lines; does nothing while there is neither file nor watcher.
 
     Args:
-        path: the JSONL file, or None. When it is full it becomes `path.1`, and a new one is begun.
+        path: the JSONL file, or None. A full file becomes `path.1`, and a new one is begun.
         max_bytes: size at which it is full.
 
     Attributes:
-        is_on: whether anybody reads it.
+        is_on: whether there is a file or a watcher.
     """
 
     def __init__(self, path: str | None, max_bytes: int) -> None:
@@ -53,13 +53,15 @@ class EventLog:
     def begin(
         self, at: float, policy: str, limits: Limits, records: list[TrajectoryRecord], can_preempt: bool = False
     ) -> None:
-        """Note in the file how the scheduler is made: when, with what, and which trajectories it knows."""
+        """Record in the file how the scheduler is created: when, with which settings, and which trajectories it
+        knows.
+        """
         if self._file is not None:
             start = {"at": at, "kind": "start", "policy": policy, "limits": limits, "can_preempt": can_preempt}
             self._write(orjson.dumps(start | {"records": records}, option=orjson.OPT_APPEND_NEWLINE))
 
     def add(self, event: Event, actions: list[Action]) -> None:
-        """Note an event and the actions that followed from it."""
+        """Record an event and the actions that followed from it."""
         if not self.is_on:
             return
         lines = [_line(event.at, "event", event)]
@@ -96,7 +98,7 @@ class EventLog:
             self.is_on = self._file is not None or bool(self._watchers)
 
     def end_watches(self) -> None:
-        """Let go of those who watch; a shutdown would wait for them in vain."""
+        """Release all watchers; a shutdown would wait for them forever."""
         self._has_ended = True
         for watcher in self._watchers:
             watcher.wake.set()

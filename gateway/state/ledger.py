@@ -1,5 +1,5 @@
-"""What is known of each trajectory beyond what scheduling needs: its turns, what its client declared. It feeds the API
-and the store; after a restart it is filled from the store.
+"""What is known of each trajectory beyond what scheduling needs: its turns, and what its client declared. It feeds the
+API and the store; after a restart it is filled from the store.
 """
 
 from collections import deque
@@ -16,11 +16,11 @@ class Entry:
     """One trajectory.
 
     Args:
-        record: the scheduler's last word on it.
+        record: the scheduler's latest record of it.
         turns: its ended turns, oldest first, as the API shows them.
-        declared: what its client told when it declared it: metadata and hints.
-        conversation: digests, one a turn, by which a client without an id is known again.
-        reward: what its client said that it was worth: `reward`, `components`, `metadata`.
+        declared: what its client declared: metadata and hints.
+        conversation: digests, one per turn, by which a client without an id is recognised.
+        reward: what its client reported as its worth: `reward`, `components`, `metadata`.
     """
 
     record: TrajectoryRecord
@@ -34,8 +34,8 @@ class Ledger:
     """All trajectories that are not forgotten.
 
     Args:
-        store: where it is written down.
-        max_turns_kept: history of one trajectory.
+        store: where they are written down.
+        max_turns_kept: in the history of one trajectory.
     """
 
     def __init__(self, store: Store, max_turns_kept: int) -> None:
@@ -55,7 +55,7 @@ class Ledger:
         return self._entries.get(trajectory_id)
 
     def save(self, record: TrajectoryRecord) -> TrajectoryRecord | None:
-        """Take the scheduler's record of a trajectory and write it down; gives the one before."""
+        """Take the scheduler's record of a trajectory and write it down; returns the previous one."""
         before = None
         entry = self._entries.get(record.trajectory_id)
         if entry is None:
@@ -66,26 +66,26 @@ class Ledger:
         return before
 
     def declare(self, trajectory_id: str, declared: dict[str, Any]) -> None:
-        """Note what a client says of a trajectory that was saved before."""
+        """Note what a client declares about a trajectory that was saved before."""
         entry = self._entries[trajectory_id]
         entry.declared |= declared
         self._put(entry)
 
     def rewarded(self, trajectory_id: str, reward: dict[str, Any]) -> None:
-        """Note what a client says that a trajectory was worth; the last word counts."""
+        """Note the reward that a client reports; the last one counts."""
         entry = self._entries[trajectory_id]
         entry.reward = reward
         self._put(entry)
 
     def add_turn(self, trajectory_id: str, turn: dict[str, Any], encoded: bytes | None = None) -> None:
-        """Add an ended turn to its trajectory's history; `encoded` is the JSON of it, if that is known."""
+        """Add an ended turn to its trajectory's history; `encoded` is its JSON, if known."""
         entry = self._entries.get(trajectory_id)
         if entry is not None:
             entry.turns.append(turn)
             self._store.append_turn(trajectory_id, encoded or turn)
 
     def answered(self, trajectory_id: str, answer: bytes) -> None:
-        """Write this answer down with the trajectory's next record. It is not kept here: it may be long."""
+        """Write this answer down with the trajectory's next record. It is not kept here, because it may be long."""
         self._answers[trajectory_id] = answer
 
     def forget(self, trajectory_id: str) -> None:
@@ -95,10 +95,10 @@ class Ledger:
             self._store.forget_trajectory(trajectory_id)
 
     def restore(self, stored: list[StoredTrajectory], now: float) -> list[TrajectoryRecord]:
-        """Fill an empty ledger; gives the records for the scheduler, oldest trajectory first.
+        """Fill an empty ledger; returns the records for the scheduler, oldest trajectory first.
 
         Args:
-            now: no record is later, for the clock may have been set back since.
+            now: no record may be later, because the clock may have been set back since.
 
         Raises:
             StoreCorrupt: another version wrote them.
@@ -126,7 +126,7 @@ class Ledger:
 
     def _put(self, entry: Entry) -> None:
         record = entry.record
-        # Field by field, for orjson takes twice as long to find them by itself; `_entry` is the way back.
+        # Field by field, because orjson takes twice as long to find them itself; `_entry` is the inverse.
         value = {
             "trajectory_id": record.trajectory_id,
             "group_id": record.group_id,
