@@ -1,1 +1,1 @@
-"""The engines as this process sees them, and which weights they have."""
+"""The engines as this process sees them, and their weights."""

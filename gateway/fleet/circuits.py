@@ -1,13 +1,13 @@
-"""Which engines may be used; the scheduler hears of each change.
+"""Which engines may be used; the scheduler is told of each change.
 
 The circuit of an engine opens
 
-- at once, when nothing listens at its address or another process does;
-- after some connection faults in a row, of turns or of looks;
-- when turns run in it and its token counter stands still (it hangs), whether or not it counts those turns;
+- at once, if nothing listens at its address or another process does;
+- after several connection faults in a row, of turns or of looks;
+- if turns run on it and its token counter stands still (it hangs), whether or not it counts those turns;
 
-and never because a generation is long: a turn that runs out of time is no fault of the connection. It closes at the
-first good look (`watch.py`).
+and never because a generation is long: a turn that runs out of time is not a connection fault. It closes at the first
+good look (`watch.py`).
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from scheduling.types import EngineLoad, EngineLost, EngineReported, EngineSpec,
 
 
 class Circuits:
-    """Opens and closes them.
+    """Opens and closes circuits.
 
     Args:
         post: tells the scheduler.
@@ -34,7 +34,7 @@ class Circuits:
         self._changed = asyncio.Event()
 
     def close(self, member: Member) -> bool:
-        """A look was good: the engine may be used; says whether it could not be before."""
+        """A look was good: the engine may be used. Returns whether it could not be used before."""
         was_open = member.state is not EngineState.READY
         member.state, member.num_faults = EngineState.READY, 0
         return was_open
@@ -57,11 +57,11 @@ class Circuits:
         self.changed()
 
     def send_away(self, member: Member) -> None:
-        """What runs on an engine goes on elsewhere."""
+        """Have an engine's turns continue elsewhere."""
         self._post(EngineLost(self._clock(), member.engine_id))
 
     def report(self, member: Member) -> None:
-        """Tell the scheduler how an engine is, if it may be used."""
+        """Report an engine's state to the scheduler, if the engine may be used."""
         seen = member.observation
         if member.state is not EngineState.READY or seen is None:
             return
@@ -78,10 +78,10 @@ class Circuits:
         self._post(EngineReported(self._clock(), spec, load, accepting=member.takes_turns))
 
     def changed(self) -> None:
-        """Wake who waits for a change."""
+        """Wake everything that waits for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def next_change(self) -> None:
-        """Wait until an engine is lost, is there, or has no more turns."""
+        """Wait until an engine is lost, becomes ready, or has no more turns."""
         await self._changed.wait()

@@ -1,6 +1,6 @@
-"""The engines as this process sees them: who is there, who serves what, and what was decided about each.
+"""The engines as this process sees them: which exist, what each serves, and what was decided about each.
 
-Each one is looked at every second (`watch.py`); whether it may be used is its circuit (`circuits.py`).
+Each one is looked at every second (`watch.py`); its circuit decides whether it may be used (`circuits.py`).
 """
 
 import asyncio
@@ -32,8 +32,8 @@ class Fleet:
 
     Args:
         post: tells the scheduler.
-        store: keeps which processes were seen, so that homes hold over a restart of the gateway.
-        weights: which ones an engine must have to get turns.
+        store: keeps which processes were seen, so that homes survive a restart of the gateway.
+        weights: those that an engine must have to get turns.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Fleet:
         self._watch = Watch(settings, clock, self._circuits, self._seen, weights, self._gather_models)
 
     async def start(self) -> None:
-        """Begin to look at the configured engines, and wait a moment until each was seen."""
+        """Begin to look at the configured engines, and wait briefly until each has been seen."""
         with contextlib.suppress(StoreError):
             await self._weights.restore()
             await self._seen.restore()
@@ -61,12 +61,12 @@ class Fleet:
                     await self._circuits.next_change()
 
     async def stop(self) -> None:
-        """Look no more and close all connections."""
+        """Stop looking and close all connections."""
         for member in self._members:
             await self._close(member)
 
     def add(self, engine: EngineSettings) -> Member:
-        """Take an engine into the fleet. Raises ProfileError for an unknown profile, ValueError for a known URL."""
+        """Add an engine to the fleet. Raises ProfileError for an unknown profile, ValueError for a known URL."""
         if any(member.settings.url == engine.url for member in self._members):
             raise ValueError(f"{engine.url} is in the fleet already")
         headers = (("authorization", f"Bearer {engine.api_key.get_secret_value()}"),) if engine.api_key else ()
@@ -88,7 +88,7 @@ class Fleet:
         return member
 
     async def remove(self, engine_id: str) -> None:
-        """Take an engine out of the fleet; its turns go on elsewhere."""
+        """Remove an engine from the fleet; its turns continue elsewhere."""
         member = self.get(engine_id)
         self._members.remove(member)
         self._gather_models()
@@ -97,10 +97,10 @@ class Fleet:
         await self._close(member)
 
     def cordon(self, engine_id: str, is_cordoned: bool) -> Member:
-        """Give an engine no more turns, or again."""
+        """Stop giving an engine turns, or give it turns again."""
         member = self.get(engine_id)
         member.is_cordoned = is_cordoned
-        member.recheck.set()  # one that was lost is looked at every few seconds only
+        member.recheck.set()  # a lost one is looked at only every few seconds
         self._seen.note(member)
         self._circuits.report(member)
         return member
@@ -130,7 +130,7 @@ class Fleet:
         return ""
 
     def members(self) -> list[Member]:
-        """All engines, in the order they were added."""
+        """All engines, in the order in which they were added."""
         return list(self._members)
 
     def serving(self, model: str | None) -> list[Member]:
@@ -144,19 +144,19 @@ class Fleet:
         ]
 
     def models(self) -> dict[str, Model]:
-        """Every model that an engine of the fleet serves or served when it was last seen."""
+        """Every model that an engine of the fleet serves, or served when it was last seen."""
         return self._models
 
     # --- weights --------------------------------------------------------------------------------------------
 
     def begin_update(self, member: Member) -> None:
-        """It gets weights from now on: no more turns, and no looks."""
+        """The engine begins to get weights: until the end it gets no new turns and no looks."""
         member.is_updating = member.is_in_doubt = True
         self._seen.note(member)
         self._circuits.report(member)
 
     def end_update(self, member: Member, held: str = "", keeps_turns: bool = True) -> None:
-        """It has them, or is held for a reason; without `keeps_turns`, what runs there goes on elsewhere."""
+        """The engine has the weights, or is held for a reason; without `keeps_turns`, its turns continue elsewhere."""
         member.is_updating, member.held, member.worked_at = False, held, self._clock()
         if member not in self._members:  # it was removed meanwhile
             return
@@ -177,7 +177,7 @@ class Fleet:
         member.num_legs += 1
 
     def leg_ended(self, member: Member, fault: Exception | None, has_answered: bool) -> None:
-        """It ended: by an answer, be it an error, or by a fault, or because nobody wants it any more."""
+        """A leg ended: with an answer (an error counts), with a fault, or because nobody waits for it any more."""
         member.num_legs -= 1
         if not member.num_legs:
             self._circuits.changed()
@@ -189,7 +189,7 @@ class Fleet:
             member.worked_at = self._clock()
 
     def remember(self) -> None:
-        """Write down which processes were seen; also after the store lost it."""
+        """Write down which processes were seen; also after the store lost this."""
         self._seen.remember()
 
     def _gather_models(self) -> None:

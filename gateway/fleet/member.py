@@ -27,24 +27,24 @@ class Member:
 
     Args:
         address: host, port and path of its URL.
-        run_id: whose numbers the versions of its weights have.
+        run_id: of the run that numbers the versions of its weights.
         generation: counts the processes seen at this address.
         engine_id: its address, and which process there.
-        is_cordoned: an operator, or the controller, wants it to get no more turns.
-        held: why the gateway itself gives it none: its weights are not the fleet's. "" when they are.
-        is_in_doubt: an update began and did not end well, so its weights may not be what it tells.
-        is_updating: it is being given weights. It is not looked at meanwhile, for it may stand still for minutes.
-        versions: of its weights since this process was first seen, in order; none where it does not tell.
-        cache_salt: goes with every request, so that none meets KV of other weights; "" until a version was set.
-        asks_tokens: it did not tell yet whether it has token routes, and is asked at each look.
+        is_cordoned: an operator or the controller wants it to get no more turns.
+        held: why the gateway itself gives it none: its weights are not the fleet's; "" if they are.
+        is_in_doubt: an update began and did not end well, so its weights may not be what it reports.
+        is_updating: it is being given weights. It is not looked at meanwhile, because it may stand still for minutes.
+        versions: of its weights since this process was first seen, in order; empty if it does not report them.
+        cache_salt: sent with every request, so that none reuses KV of other weights; "" until a version was set.
+        asks_tokens: whether it has token routes is still unknown, and is asked at each look.
         moves_kv: it offers KV to others and fetches theirs, as far as is known.
-        kv_tier: the KV tier that it shares with all engines that have the same; "" for none.
+        kv_tier: names the KV tier that it shares with all engines of the same value; "" for none.
         kv_offered_tokens: KV that it must keep until another engine has fetched it.
         num_legs: legs that this gateway runs on it.
-        num_held_up: of these, how many go on when their clients have taken some of their answers.
+        num_held_up: how many of these wait until their clients have taken some of their answers.
         num_faults: connection faults since the last good look or answer.
-        is_busy: turns ran when it was last looked at, by its own word or because legs of ours did.
-        worked_at: when it was last seen to get on, or to have nothing to do.
+        is_busy: at the last look turns ran, by its own count or because legs of this gateway did.
+        worked_at: when it was last seen to make progress, or to have nothing to do.
     """
 
     settings: EngineSettings
@@ -89,7 +89,7 @@ class Member:
 
     @contextmanager
     def held_up(self) -> Iterator[None]:
-        """A leg waits for its client meanwhile: that no token of it comes is not the engine's fault."""
+        """Marks a leg as waiting for its client: that no token comes meanwhile is not the engine's fault."""
         self.num_held_up += 1
         try:
             yield
@@ -98,19 +98,19 @@ class Member:
 
     @property
     def weight_version(self) -> str:
-        """Which weights its next token is made with; "" where it does not tell."""
+        """The weights that make its next token; "" if it does not report them."""
         return self.versions[-1] if self.versions else ""
 
     @property
     def takes_turns(self) -> bool:
-        """Whether new turns may go there, as far as the gateway decides it."""
+        """Whether new turns may go there, as far as the gateway decides."""
         return not (self.is_cordoned or self.held or self.is_updating)
 
     def took(self, version: str, number: int) -> None:
-        """It has these weights now; `number` is the version's, 0 if it was never set by this gateway.
+        """It has these weights now; `number` is the version's, 0 if this gateway never set it.
 
-        The salt is no name: vLLM takes no slash in one (0.33, generate/base/protocol.py), and a version that is set
-        again must not meet what it left behind, nor what another run's left in a KV tier.
+        The salt is not the version's name: vLLM accepts no slash in a salt (0.33, generate/base/protocol.py). A version
+        that is set again must not reuse the KV that it left behind, nor what another run left in a KV tier.
         """
         self.versions.append(version)
         self.cache_salt = f"w{number}-{self.run_id}" if number else ""

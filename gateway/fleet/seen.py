@@ -1,4 +1,4 @@
-"""Which process was last seen at each engine's address, written down: so homes hold over a restart of the gateway."""
+"""Records which process was last seen at each engine's address, so that homes survive a restart of the gateway."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from gateway.fleet.member import Member
 from store.port import Store
 
 _STATE_NAME = "fleet"
-# Addresses of engines that left. All of them are written at each change; and nobody still lives where one was long ago.
+# Addresses of engines that left. All are written at each change, and no trajectory still lives at one that left long
+# ago.
 _MAX_LEFT = 1_000
 
 
@@ -24,11 +25,11 @@ class Seen:
         self._seen = orjson.loads(await self._store.get_state(_STATE_NAME) or b"{}")
 
     def at(self, url: str) -> dict[str, Any]:
-        """What `note` wrote of the process there; empty for one that was never seen."""
+        """What `note` wrote about the process there; empty if none was ever seen."""
         return self._seen.get(url, {})
 
     def note(self, member: Member) -> None:
-        """Write down how an engine is now."""
+        """Write down an engine's present state."""
         self._seen[member.settings.url] = {
             "generation": member.generation,
             "started_at": member.started_at,
@@ -39,7 +40,7 @@ class Seen:
         self.remember()
 
     def left(self, member: Member) -> None:
-        """It left the fleet. Another process may come to this address; it must not get this one's id."""
+        """It left the fleet. Another process may come to this address, and must not get its id."""
         self._seen.pop(member.settings.url, None)
         self._seen[member.settings.url] = {"generation": member.generation + 1, "started_at": None}
         have_left = [url for url, known in self._seen.items() if "models" not in known]
@@ -48,5 +49,5 @@ class Seen:
         self.remember()
 
     def remember(self) -> None:
-        """Write all of it down; also after the store lost it."""
+        """Write everything down; also after the store lost it."""
         self._store.put_state(_STATE_NAME, orjson.dumps(self._seen))

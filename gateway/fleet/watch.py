@@ -1,7 +1,7 @@
-"""Looks at an engine every second, and tells how it is.
+"""Looks at each engine every second, and reports its state.
 
-An engine that comes back as another process gets a new id, for the KV of the old one is gone. It gets no turn before it
-has the fleet's weights.
+An engine that comes back as another process gets a new id, because the KV of the old one is gone. It gets no turn
+before it has the fleet's weights.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ _MAX_RECHECK_S = 5.0
 
 
 class Watch:
-    """Looks at engines, each by a task of its own.
+    """Looks at engines, each in a task of its own.
 
     Args:
-        weights: which ones an engine must have to get turns.
-        on_models: called when an engine told which models it serves.
+        weights: those that an engine must have to get turns.
+        on_models: called when an engine has reported its models.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Watch:
                 if isinstance(fault, (Asleep, EngineUnreachable)):
                     self._circuits.open(member, fault)
                     if isinstance(fault, Asleep) and member.started_at is not None:
-                        member.started_at = 0.0  # what wakes has no KV, so it counts as another process
-                elif not isinstance(fault, NoMoreConnections):  # which is no fault of the engine
+                        member.started_at = 0.0  # an engine that wakes has no KV, so it counts as another process
+                elif not isinstance(fault, NoMoreConnections):  # which is not the engine's fault
                     self._circuits.count_fault(member, fault)
                 pause_s = min(pause_s * 1.5, _MAX_RECHECK_S)
             with contextlib.suppress(TimeoutError):
@@ -82,7 +82,7 @@ class Watch:
         self._check_progress(member, observation)
         started_at = observation.started_at
         is_new_process = started_at != member.started_at or (started_at is None and member.state is EngineState.LOST)
-        if is_new_process and member.state is EngineState.READY:  # what is known here is of the one before
+        if is_new_process and member.state is EngineState.READY:  # what is known here belongs to the previous process
             self._circuits.open(member, ObservationError("another process answers"))
             await self._look(member)
             return
@@ -101,7 +101,7 @@ class Watch:
         self._circuits.report(member)
 
     async def _discover(self, member: Member) -> None:
-        """Ask a process that is new here what it is."""
+        """Ask a new process what it is."""
         timeout_s = self._settings.observe_timeout_s
         found = await discover(member.http, member.settings.kind, timeout_s)
         member.dialect, member.models = found.dialect, self._named(member, found.models)
@@ -112,7 +112,7 @@ class Watch:
         member.slots = member.settings.slots or await found.dialect.slots(member.http, timeout_s)
 
     async def _kv_ways(self, member: Member) -> KvWays:
-        """What was said of an engine, else what it tells."""
+        """What was configured for an engine, else what it reports."""
         said, told = member.settings, KvWays()
         is_vllm = member.dialect is not None and member.dialect.kind == "vllm"
         if is_vllm and (said.kv_transfer is None or said.kv_tier is None):
@@ -121,14 +121,14 @@ class Watch:
         return KvWays(fetches, told.tier if said.kv_tier is None else said.kv_tier)
 
     def _named(self, member: Member, models: tuple[Model, ...]) -> tuple[Model, ...]:
-        """The models by the names under which clients know them."""
+        """The models under the names by which clients know them."""
         if not any(self._weights.is_path(model.model_id) for model in models):
             return models
         known = self._seen.at(member.settings.url).get("models", [])
         return member.models or tuple(Model(*model) for model in known) or models
 
     def _check_progress(self, member: Member, observation: Observation) -> None:
-        """Raises ObservationError when turns run and nothing has come of it for too long."""
+        """Raises ObservationError if turns run without progress for too long."""
         before = member.observation
         now = self._clock()
         is_busy = bool(observation.num_running or member.num_legs > member.num_held_up)

@@ -1,4 +1,4 @@
-"""Which weights the fleet is to have, and in which order versions were set; it outlives the process."""
+"""Which weights the fleet must have, and in which order versions were set; it outlives the process."""
 
 import os
 from typing import Any
@@ -9,20 +9,21 @@ from engines.weights import NewWeights, UpdateMode
 from store.port import Store
 
 _STATE_NAME = "weights"
-# A run sets a version per training step, and these are written at each. Older ones count as older than all known.
+# A run sets a version per training step, and all are written each time. Dropped ones count as older than all known
+# ones.
 _MAX_VERSIONS = 1_000
 
 
 class WeightRecord:
     """The current weights, and a number for each version that was set: 1 for the first, 2 for the next.
 
-    Rules: what is current changes when an update begins, so that whoever joins meanwhile takes the new weights; an
-    update that no engine took is taken back.
+    Rules: the current version changes when an update begins, so that an engine that joins meanwhile takes the new
+    weights. An update that no engine took is taken back.
 
     Attributes:
-        current: None until a version is set. Its transfer is not kept: who joins later cannot have it.
+        current: None until a version is set. Its transfer is not kept, because engines that join later cannot get it.
         is_unfinished: an update began and was not ended; engines may be paused.
-        run_id: whose numbers these are: KV outlives stores, and another run's first version is another one.
+        run_id: of the run that these numbers belong to: KV outlives stores, and another run's first version differs.
     """
 
     def __init__(self, store: Store) -> None:
@@ -44,12 +45,12 @@ class WeightRecord:
         self._numbers, self._latest = known["numbers"], known["latest"]
         self._paths = dict.fromkeys(known["paths"])
         self.is_unfinished = known["is_unfinished"]
-        self.run_id = known.get("run_id", self.run_id)  # an older record has none
+        self.run_id = known.get("run_id", self.run_id)  # older records have none
         if (current := known["current"]) is not None:
             self.current = NewWeights(current["version"], UpdateMode(current["mode"]), current["path"])
 
     def begin(self, weights: NewWeights) -> None:
-        """These are to be the fleet's from now on."""
+        """These are the fleet's weights from now on."""
         self._before = (self.current, dict(self._numbers), self._latest)
         if self.current is None or self.current.version != weights.version:
             self._latest += 1
@@ -63,17 +64,17 @@ class WeightRecord:
         self.remember()
 
     def end(self) -> None:
-        """The update is over, for better or worse."""
+        """The update is over, successful or not."""
         self.is_unfinished = False
         self.remember()
 
     def take_back(self) -> None:
-        """No engine took them: all is as it was."""
+        """No engine took them: restore the state from before the update."""
         self.current, self._numbers, self._latest = self._before
         self.end()
 
     def number(self, version: str) -> int:
-        """Which one it was; 0 for one that was never set here, as the weights that engines start with."""
+        """The number of a version; 0 for one that was never set here, such as the weights that engines start with."""
         return self._numbers.get(version, 0)
 
     def age(self, version: str) -> int:
@@ -81,7 +82,9 @@ class WeightRecord:
         return self._latest - self.number(version)
 
     def is_path(self, model_id: str) -> bool:
-        """Whether this is no model's name but where weights lay: SGLang goes by it once it loaded them."""
+        """Whether this is not a model's name but a weights path: SGLang uses the path as its name once it has loaded
+        from it.
+        """
         return model_id in self._paths
 
     def remember(self) -> None:

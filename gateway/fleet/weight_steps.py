@@ -1,4 +1,4 @@
-"""Gives one engine weights, step by step; and what a process that is new here must do before its first turn."""
+"""Gives one engine weights, step by step; and what a new process must do before its first turn."""
 
 import time
 from dataclasses import asdict, dataclass
@@ -18,8 +18,8 @@ class Progress:
     Args:
         state: waiting, pausing, loading, resuming, done, failed; absent: it could not be asked, and takes the weights
             when it is back; untouched: it was spared, because the first engine refused them.
-        load_s: what loading took.
-        paused_s: how long it made no token.
+        load_s: how long loading took.
+        paused_s: how long it made no tokens.
     """
 
     state: str = "waiting"
@@ -35,13 +35,13 @@ class Progress:
 async def give_weights(
     member: Member, weights: NewWeights, number: int, settings: Settings, progress: Progress
 ) -> None:
-    """Pause, load, resume. Raises WeightsError, whose step says what is known of the weights; may be repeated."""
+    """Pause, load, resume. Raises WeightsError, whose step tells what is known of the weights; safe to repeat."""
     assert member.dialect is not None
     control, http = WEIGHTS[member.dialect.kind], member.http
     progress.state, began_at = "pausing", time.perf_counter()
     try:
         await control.pause(http, weights.mode, settings.weight_pause_timeout_s)
-    except WeightsError:  # it may be paused all the same; with its old weights it can go on
+    except WeightsError:  # it may be paused all the same, and can go on with its old weights
         await control.resume(http, settings.weight_pause_timeout_s)
         raise
     progress.state, paused_at = "loading", time.perf_counter()
@@ -56,7 +56,7 @@ async def give_weights(
 
 
 async def join(member: Member, record: WeightRecord, settings: Settings) -> None:
-    """Bring a process that is new here to the fleet's weights, or hold it with the reason. Raises ObservationError."""
+    """Bring a new process to the fleet's weights, or hold it with the reason. Raises ObservationError."""
     assert member.dialect is not None
     control = WEIGHTS[member.dialect.kind]
     try:
@@ -76,7 +76,7 @@ async def join(member: Member, record: WeightRecord, settings: Settings) -> None
 
 
 async def _brought_to(member: Member, wanted: NewWeights, record: WeightRecord, settings: Settings) -> str:
-    """Why it could not be, or ""."""
+    """Why it could not be brought to the weights; "" if it was."""
     assert member.dialect is not None
     has = member.weight_version
     try:

@@ -1,7 +1,7 @@
-"""What each trajectory's KV was made of and where it is: what an engine is asked for to have it brought elsewhere.
+"""What each trajectory's KV was computed from and where it is: the request that has an engine bring it elsewhere.
 
-Turns at token level are in the token book already, exact to the token. Of the others the last request is kept, up to a
-limit in bytes: its answer is not in it, and is prefilled at the new home with what the tool says.
+Turns at token level are in the token book already, exact to the token. For other turns the last request is kept, up to
+a limit in bytes. Its answer is not in it, and is prefilled at the new home with the tool's output.
 """
 
 from collections import OrderedDict
@@ -18,23 +18,23 @@ from gateway.turns.turn import Turn
 from store.port import StoreError
 
 COMPLETIONS = "/v1/completions"
-# Engines of which it is known; a fleet has 64 or so, and those that left are of use while their trajectories go on.
+# Engines whose tier is known; a fleet has 64 or so, and those that left are useful while their trajectories go on.
 _MAX_TIERS = 1_000
 
 
 @dataclass(slots=True)
 class Context:
-    """One trajectory's.
+    """One trajectory's context.
 
     Args:
         engine_id: where its last leg ran.
         num_tokens: prompt and output of its last finished turn.
-        path, body: its last request; `body` is None where its tokens are in the book, or it was dropped.
-        cache_salt: the client's own, under which alone the engine finds its KV.
-        tier: the KV tier where its last turn's engine keeps it for others, too; "" where there is none.
+        path, body: its last request; `body` is None if its tokens are in the book, or if it was dropped.
+        cache_salt: the client's own; the engine finds its KV only with it.
+        tier: the KV tier in which its last turn's engine also keeps it for others; "" if there is none.
         version: of the weights that its last turn began with.
         brought_by: how its KV came to `engine_id` for the next turn: a move's outcome, or "".
-        is_awaited: the next turn is to find it in the tier.
+        is_awaited: the next turn should find it in the tier.
     """
 
     engine_id: str
@@ -50,10 +50,10 @@ class Context:
 
 
 class Contexts:
-    """Those of all trajectories.
+    """The contexts of all trajectories.
 
     Args:
-        max_bytes: of kept requests; those used longest ago go first.
+        max_bytes: for kept requests; the least recently used go first.
         tier_of: the KV tier of an engine, by id.
     """
 
@@ -67,7 +67,7 @@ class Contexts:
         self._num_bytes = 0
 
     def get(self, trajectory_id: str) -> Context | None:
-        """A trajectory's, if a turn of it has run."""
+        """A trajectory's context, if a turn of it has run."""
         return self._contexts.get(trajectory_id)
 
     def ran(self, turn: Turn, engine_id: str) -> None:
@@ -79,7 +79,7 @@ class Contexts:
             self._contexts[turn.ask.trajectory_id] = self._new(turn, engine_id, 0, is_kept=True)
 
     def finished(self, turn: Turn, engine_id: str, num_tokens: int) -> None:
-        """A turn was finished there; what the book keeps need not be kept here."""
+        """A turn finished there; a request whose tokens the book keeps is not kept here."""
         trajectory_id = turn.ask.trajectory_id
         self._num_bytes -= self._with_body.pop(trajectory_id, 0)
         context = self._new(turn, engine_id, num_tokens, is_kept=bool(turn.choices) and turn.ask.keeps_tokens)
@@ -99,10 +99,10 @@ class Contexts:
         """The route and request whose prompt is a trajectory's context.
 
         Args:
-            turn: the one that is to run; None in a tool call.
+            turn: the turn that is about to run; None in a tool call.
 
         Returns:
-            None where nothing is known of it.
+            None if nothing is known of it.
         """
         context = self._contexts.get(trajectory_id)
         ids: Sequence[int] | None = None

@@ -1,12 +1,12 @@
-"""Brings a trajectory's KV to its new home: fetched from its old one, else loaded from a tier, else computed.
+"""Brings a trajectory's KV to its new home: fetched from the old home, else loaded from a tier, else computed.
 
-1. In a tool call, when the scheduler says Move: the old home is asked to offer the context, the new one to fetch it.
-   What cannot be fetched the new home is asked to have, with a request for one token: what a tier has that it shares
-   with the old home it loads from there, the rest it computes while the tool runs.
-2. Before a leg that runs elsewhere than the last one, where the old home still has the KV and can offer it: the same
-   fetch. Else the leg itself loads or computes it. A move of its trajectory that is under way is waited for.
-3. Nothing fails with a move. It takes `kv_move_timeout_s` at most, is counted, and then the turn computes what is
-   absent. A tier that has not got what it was to have counts as failed, too.
+1. In a tool call, when the scheduler sends Move: the old home is asked to offer the context, and the new one to fetch
+   it. If it cannot be fetched, the new home gets a request for one token with that context: what is in a tier shared
+   with the old home it loads from there, and the rest it computes while the tool runs.
+2. Before a leg that runs elsewhere than the last one, if the old home still has the KV and can offer it: the same
+   fetch. Otherwise the leg itself loads or computes it. A move of its trajectory that is under way is awaited.
+3. Nothing fails because of a move. It takes at most `kv_move_timeout_s` and is counted; then the turn computes what is
+   missing. A tier that lacks what it should have counts as failed, too.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class KvMoves:
 
     Args:
         contexts: what is to be moved.
-        is_sticky: trajectories have homes. Where they have none, nothing follows them.
+        is_sticky: trajectories have homes; without homes no KV follows them.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class KvMoves:
         under_way.task = asyncio.create_task(self._in_tool_call(under_way), name=f"move {move.trajectory_id}")
 
     def cancel(self, trajectory_id: str) -> None:
-        """The move of a trajectory is of no use any more."""
+        """The move of a trajectory is no longer useful."""
         under_way = self._under_way.pop(trajectory_id, None)
         if under_way is not None and under_way.task is not None:
             under_way.task.cancel()
@@ -94,7 +94,7 @@ class KvMoves:
         return context is not None and context.engine_id != member.engine_id and self._is_sticky
 
     async def bring(self, turn: Turn, member: Member) -> None:
-        """Have a turn's KV at the engine where a leg of it is about to run, as far as that can be done."""
+        """Bring a turn's KV to the engine where a leg of it is about to run, as far as possible."""
         trajectory_id = turn.ask.trajectory_id
         if (under_way := self._under_way.get(trajectory_id)) is not None:
             await self._end_of(under_way)
@@ -107,11 +107,11 @@ class KvMoves:
         source = self._source(context.engine_id, member)
         asked = await self.contexts.request(trajectory_id, turn) if source is not None else None
         is_brought = asked is not None and await self._counted(trajectory_id, *asked, source, member)
-        # Of a turn that goes on, engines do not tell what they found of it.
+        # For a turn that continues, engines do not report how much they found cached.
         context.is_awaited = not is_brought and not turn.choices and _can_load(context, member)
 
     def finished(self, turn: Turn, engine_id: str, num_tokens: int) -> None:
-        """A turn was finished there; the turn hears how its KV had come there, where it did not stay."""
+        """A turn finished there; note in the turn how its KV got there, unless it was there already."""
         trajectory_id = turn.ask.trajectory_id
         context = self.contexts.get(trajectory_id)
         if context is not None:
@@ -121,7 +121,7 @@ class KvMoves:
         self.contexts.finished(turn, engine_id, num_tokens)
 
     async def close(self) -> None:
-        """Let go of what is under way."""
+        """Abandon all moves under way."""
         tasks = [one.task for one in self._under_way.values() if one.task]
         for task in tasks:
             task.cancel()
@@ -149,7 +149,7 @@ class KvMoves:
                     source = self._source(move.source, target)
                     await self._counted(move.trajectory_id, *asked, source, target, prefills=True)
         except UnknownEngine:
-            return  # it left the fleet meanwhile
+            return  # an engine left the fleet meanwhile
         finally:
             if self._under_way.get(move.trajectory_id) is under_way:
                 del self._under_way[move.trajectory_id]
@@ -163,7 +163,7 @@ class KvMoves:
         target: Member,
         prefills: bool = False,
     ) -> bool:
-        """Bring it, and count how that ended; says whether it is there."""
+        """Bring it, and count the outcome; returns whether it is there."""
         began_at = self._clock()
         context = self.contexts.get(trajectory_id)
         asked = Asked(trajectory_id, path, one_token(path, request))
@@ -175,7 +175,7 @@ class KvMoves:
         except (MoveFailed, TimeoutError, ValueError, *FAULTS) as fault:
             self._note("failed", trajectory_id, source, target, seconds=self._clock() - began_at, why=fault)
         context = self.contexts.get(trajectory_id)
-        if context is not None:  # the next turn does not try again, be it as it may: it computes what is absent
+        if context is not None:  # the next turn does not try again in any case: it computes what is missing
             context.engine_id, context.brought_by = target.engine_id, outcome
         return bool(outcome)
 
@@ -202,7 +202,7 @@ class KvMoves:
         return "prefilled", got.prompt_tokens
 
     def _found(self, turn: Turn, context: Context, engine_id: str) -> None:
-        """Count what a turn found in the tier, as far as its engine told."""
+        """Count what a turn found in the tier, if its engine reported it."""
         with contextlib.suppress(UnknownEngine):
             target = self._fleet.get(engine_id)
             cached = turn.usage.cached_tokens if turn.usage else None
@@ -233,7 +233,7 @@ class KvMoves:
     # --- who and what ---------------------------------------------------------------------------------------
 
     def _source(self, engine_id: str, target: Member) -> Member | None:
-        """The engine that has the KV, if the other one can fetch it there; KV of other weights is of no use."""
+        """The engine that has the KV, if the target can fetch from it; KV of other weights is useless."""
         with contextlib.suppress(UnknownEngine):
             source = self._fleet.get(engine_id)
             can = source.moves_kv and target.moves_kv and source is not target
@@ -247,10 +247,10 @@ _NOT_IN_TIER = "the tier has not got it"
 
 
 def _can_load(context: Context, target: Member) -> bool:
-    """Whether an engine is to find a context in the tier that it shares with the one that computed it."""
+    """Whether an engine should find a context in the tier that it shares with the one that computed it."""
     return bool(context.tier) and (context.tier, context.version) == (target.kv_tier, target.weight_version)
 
 
 def _made_tokens(chain: Chain) -> int:
-    """What an earlier leg left in the cache: nothing that is sure before its first token."""
+    """How many tokens an earlier leg left in the cache; 0 before its first token, when nothing is certain."""
     return len(chain.prompt_ids) + len(chain.output_ids) if chain.output_ids else 0

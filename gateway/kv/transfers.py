@@ -1,7 +1,7 @@
-"""One context's KV brought to an engine: by requests for one token to the two engines that it concerns.
+"""Brings one context's KV to an engine, with requests for one token to the two engines involved.
 
-While blocks are offered they are counted as KV in use at the old home: until they were fetched or given back or, where
-neither can be done, until the engine's lease is over. A trajectory that stays has nothing offered.
+Offered blocks count as KV in use at the old home: until they are fetched or given back, or, if neither is possible,
+until the engine's lease is over. A trajectory that stays has nothing offered.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.member import Member
 from gateway.kv.contexts import COMPLETIONS
 
-# An offer is one token of a context that is cached: it must not wait behind turns. A prefill in a tool call must not
-# keep any turn waiting.
+# An offer is one token of a cached context: it must not wait behind turns. A prefill in a tool call must not delay any
+# turn.
 _FIRST, _LAST = -1_000_000_000, 1_000_000_000
 
 
@@ -38,7 +38,7 @@ class Asked:
 
 
 class Transfers:
-    """Asks engines."""
+    """Sends these requests to engines."""
 
     def __init__(self, settings: Settings, fleet: Fleet) -> None:
         self._settings = settings
@@ -46,20 +46,22 @@ class Transfers:
         self._given_back: set[asyncio.Task[None]] = set()
 
     async def computed(self, asked: Asked, target: Member) -> Held:
-        """Have it at an engine that must compute what it does not find, in its cache or a tier, behind all turns."""
+        """Bring it to an engine, which computes, behind all turns, what it does not find in its cache or a tier."""
         return await self._ask(target, asked, asked.request, _LAST)
 
     async def fetched(self, asked: Asked, source: Member, target: Member) -> int:
-        """Have one engine fetch it from another: tokens that are at the new home then. Raises MoveFailed."""
+        """Have one engine fetch it from another; returns how many tokens are at the new home then. Raises
+        MoveFailed.
+        """
         told = await self._ask(source, asked, offering(asked.request), _FIRST)
         if told.offer is None:
-            source.moves_kv = False  # it was said to, or thought to; and is not asked again
+            source.moves_kv = False  # it was configured or believed to; it is not asked again
             raise MoveFailed("the old home offers no KV")
         source.kv_offered_tokens += told.prompt_tokens
         is_fetched = False
         try:
             got = await self._ask(target, asked, fetching(asked.request, told.offer), _FIRST)
-            # An engine that could not fetch computes the prompt instead, and all is as well but for the time.
+            # An engine that could not fetch computes the prompt instead, which is as good but slower.
             is_fetched = got.cached_tokens is None or got.is_there
         finally:
             if is_fetched:
@@ -75,14 +77,14 @@ class Transfers:
         return got.prompt_tokens if got.cached_tokens is None else got.cached_tokens
 
     async def close(self) -> None:
-        """Let go of what is under way."""
+        """Abandon everything under way."""
         tasks = list(self._given_back)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _give_back(self, source: Member, target: Member, asked: Asked, told: Held) -> None:
-        """Free the old home of an offer that the new one did not fetch."""
+        """Release the old home from an offer that the new one did not fetch."""
         assert told.offer is not None
         giving = Asked(asked.trajectory_id, COMPLETIONS, releasing(asked.request.get("model"), told.offer))
         try:

@@ -1,1 +1,1 @@
-"""The tokens of turns that have ended, kept for later turns and for trainers."""
+"""The tokens of ended turns, kept for later turns and for trainers."""

@@ -1,11 +1,11 @@
 """The token book: the tokens of all trajectories, in memory while they are used, in the store for longer.
 
-1. Every added turn is put into the store at once; memory holds those used last, up to a limit, and the rest is read
-   from the store when it is wanted.
-2. What the store holds is limited in bytes and age. The trajectory that was added to longest ago goes first, whole: a
-   turn is kept as what it adds to its parent.
-3. Nothing is missing silently: the history of a trajectory says of which turns tokens were kept, so what is not found
-   any more was dropped.
+1. Every added turn is put into the store at once. Memory holds the most recently used ones up to a limit; the rest is
+   read from the store when needed.
+2. What the store holds is limited in bytes and age. The trajectory that was added to longest ago goes first, as a
+   whole: a turn is kept as what it adds to its parent.
+3. Nothing is missing silently: a trajectory's history records which turns' tokens were kept, so whatever is no longer
+   found was dropped.
 """
 
 from array import array
@@ -21,7 +21,7 @@ from store.port import Store, StoreError
 
 PREFIX = "tokens/"
 TURN_BYTES = 1_000
-"""What a turn costs in memory beside its tokens: the objects, the names."""
+"""What a turn costs in memory besides its tokens: objects and names."""
 _NOTHING = TokenIds(b"", 0)
 
 
@@ -30,7 +30,7 @@ class TokenLimits:
     """How much is kept.
 
     Args:
-        keep: False where nothing is.
+        keep: False to keep nothing.
         memory_bytes: in memory.
         stored_bytes: in the store.
         age_s: since the last turn of a trajectory.
@@ -49,7 +49,7 @@ class _Shelf:
     Args:
         added_at: when the last one was added, in seconds since the epoch.
         is_whole: all of them are in memory.
-        base: the root that was stored whole last, and whose prompt others need not store again.
+        base: the root that was last stored whole; other turns need not store its prompt again.
     """
 
     added_at: float
@@ -68,8 +68,8 @@ class TokenBook:
         self._ledger = ledger
         self._clock = clock
         self._limits = limits
-        self._shelves: dict[str, _Shelf] = {}  # that which was added to longest ago is first
-        self._in_memory: dict[str, None] = {}  # that which was used longest ago is first
+        self._shelves: dict[str, _Shelf] = {}  # the one that was added to longest ago is first
+        self._in_memory: dict[str, None] = {}  # the least recently used is first
         self._stored_bytes = self._memory_bytes = 0
         self.num_dropped = 0
 
@@ -83,7 +83,7 @@ class TokenBook:
         }
 
     async def restore(self) -> None:
-        """Learn what the store has; once, after the ledger was restored. Raises StoreError."""
+        """Load the sizes of what the store has; once, after the ledger was restored. Raises StoreError."""
         sizes = await self._store.piece_sizes()
         ages = {name: entry.record.last_at for name in sizes if (entry := self._ledger.get(name)) is not None}
         for trajectory_id in sizes.keys() - ages.keys():  # forgotten while the store was away
@@ -95,16 +95,18 @@ class TokenBook:
         self._bound()
 
     def wants(self, trajectory_id: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Whether a turn's tokens are to be kept: the settings, its trajectory's declaration, its own headers."""
+        """Whether a turn's tokens are to be kept: the settings, its trajectory's declaration and its own headers
+        decide.
+        """
         if not self._limits.keep or not wants_tokens(headers):
             return False
         entry = self._ledger.get(trajectory_id)
         return entry is None or entry.declared.get("tokens") != "none"
 
     async def ready(self, trajectory_id: str) -> None:
-        """Have all that is kept of a trajectory in memory; await it before `continued` and before `add`.
+        """Load everything that is kept of a trajectory into memory; await it before `continued` and before `add`.
 
-        It raises nothing: of a store that is away nothing is had.
+        Raises nothing: if the store is away, nothing is loaded.
         """
         shelf = self._shelves.get(trajectory_id)
         if shelf is None or shelf.is_whole:
@@ -122,7 +124,7 @@ class TokenBook:
     def continued(self, trajectory_id: str, history: str) -> TurnTokens | None:
         """The kept turn of this trajectory whose conversation is `history`."""
         shelf = self._shelves.get(trajectory_id)
-        if shelf is None or not history:  # "" is that of turns which nothing can continue
+        if shelf is None or not history:  # "" is the history of turns that nothing can continue
             return None
         turn = next((turn for turn in reversed(shelf.turns.values()) if turn.history == history), None)
         if turn is None:
@@ -145,9 +147,9 @@ class TokenBook:
     def add(self, tokens: TurnTokens) -> None:
         """Keep an ended turn's tokens.
 
-        A turn that is there already stays as it is. One whose parent is not in memory, or whose prompt does not begin
-        with the parent's tokens, is kept without a parent.
-        Cost: 25 us for 2,000 tokens in 32-bit arrays, 75 in lists; 100 us where 100,000 come before them.
+        A turn that is already there stays as it is. A turn whose parent is not in memory, or whose prompt does not
+        begin with the parent's tokens, is kept without a parent. Cost: 25 us for 2,000 tokens in 32-bit arrays, 75 in
+        lists; 100 us if 100,000 come before them.
         """
         trajectory_id, now = tokens.trajectory_id, self._clock()
         shelf = self._shelves.pop(trajectory_id, None) or _Shelf(now, is_whole=True)
@@ -163,7 +165,7 @@ class TokenBook:
         if base and not prompt.begins_with(base.new_ids):
             base = None
         if base and len(prompt.text) == len(base.new_ids.text):
-            prompt = base.new_ids  # one of them is enough in memory too
+            prompt = base.new_ids  # one copy is enough in memory too
         turn = kept(tokens, parent.turn_id if parent else None, prompt, before)
         if not parent and not base:
             shelf.base = turn.turn_id
@@ -186,7 +188,7 @@ class TokenBook:
             self._store.drop_pieces(trajectory_id, PREFIX)
 
     async def turns(self, trajectory_id: str) -> dict[str, KeptTurn]:
-        """All that is kept of a trajectory, by turn id, oldest first; memory stays as it is. Raises StoreError."""
+        """Everything kept of a trajectory, by turn id, oldest first; memory is unchanged. Raises StoreError."""
         self._bound()
         shelf = self._shelves.get(trajectory_id)
         if shelf is None:
@@ -217,7 +219,7 @@ class TokenBook:
                 break
             self.forget(trajectory_id)
             self.num_dropped += 1
-        while self._memory_bytes > limits.memory_bytes and len(self._in_memory) > 1:  # that which is used now stays
+        while self._memory_bytes > limits.memory_bytes and len(self._in_memory) > 1:  # the one in use stays
             trajectory_id = next(iter(self._in_memory))
             self._put_away(trajectory_id, self._shelves[trajectory_id])
 
@@ -228,7 +230,7 @@ class TokenBook:
 
 
 def wants_tokens(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether a request's headers leave its tokens to be kept: no `Prefer: tokens=none` is among them."""
+    """Whether a request's headers permit keeping its tokens: they contain no `Prefer: tokens=none`."""
     for name, value in headers:
         if name == b"prefer":
             preferences = (part.partition(b";")[0].replace(b" ", b"").lower() for part in value.split(b","))
@@ -238,12 +240,12 @@ def wants_tokens(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
 
 def choice_id(turn_id: str, index: int) -> str:
-    """Under which id the tokens of one choice of a turn are kept; the first has the turn's own."""
+    """The id under which the tokens of one choice of a turn are kept; the first choice has the turn's own id."""
     return f"{turn_id}/{index}" if index else turn_id
 
 
 def _memory_bytes(turns: Iterable[KeptTurn]) -> int:
-    """Of these; a prompt that several have is there once."""
+    """The memory of these turns; a prompt that several share counts once."""
     prompts, own_bytes = {}, 0
     for turn in turns:
         prompts[id(turn.new_ids)] = len(turn.new_ids.text)

@@ -1,7 +1,7 @@
-"""The turns of a trajectory as a trainer takes them: one sequence of tokens for each branch, from its root to its leaf.
+"""The turns of a trajectory in a trainer's form: one sequence of tokens for each branch, from its root to its leaf.
 
-A turn that several branches share is trained on once: its tokens are marked in the loss mask of the first of them, the
-one whose leaf ended first. So the masks of a trajectory mark each token that was generated exactly once.
+A turn that several branches share is trained on once: its tokens are marked only in the loss mask of the branch whose
+leaf ended first. So the masks of a trajectory mark each generated token exactly once.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from gateway.tokens.packed import KeptTurn, all_ids, chain
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A root, what continues it, and so on to a turn that none continues.
+    """A root, the turn that continues it, and so on to a turn that none continues.
 
     Args:
-        num_repeated: so many of its turns, the first ones, are in an earlier branch too.
+        num_repeated: how many of its first turns are also in an earlier branch.
     """
 
     turns: list[KeptTurn]
@@ -27,7 +27,7 @@ class Branch:
 
 
 def branches(turns: dict[str, KeptTurn]) -> list[Branch]:
-    """All branches, in the order of their leaves; the turns are in the order of their ends."""
+    """All branches, in the order of their leaves; `turns` is in the order of their ends."""
     parents = {turn.parent for turn in turns.values()}
     seen: set[str] = set()
     found = []
@@ -41,8 +41,8 @@ def branches(turns: dict[str, KeptTurn]) -> list[Branch]:
 
 
 def missing(entry: Entry, turns: dict[str, KeptTurn]) -> list[dict[str, str]]:
-    """The finished turns of a trajectory whose tokens are not there, and why: `dropped`, `not_wanted`, or
-    `no_token_legs`, for they passed through.
+    """The finished turns of a trajectory whose tokens are missing, and why: `dropped`, `not_wanted`, or, if they passed
+    through, `no_token_legs`.
     """
     return [
         {"turn_id": row["turn_id"], "why": _WHY.get(row.get("tokens", ""), "no_token_legs")}
@@ -55,7 +55,7 @@ _WHY = {"kept": "dropped", "not_wanted": "not_wanted"}
 
 
 def records(entry: Entry, turns: dict[str, KeptTurn]) -> list[dict[str, Any]]:
-    """A trajectory's branches as they are exported, arrays as numpy's; one without tokens where nothing is kept."""
+    """A trajectory's branches in exported form, with numpy arrays; one record without tokens if nothing is kept."""
     found = branches(turns)
     about = {
         "trajectory_id": entry.record.trajectory_id,
@@ -71,7 +71,7 @@ def records(entry: Entry, turns: dict[str, KeptTurn]) -> list[dict[str, Any]]:
 
 
 def tree(entry: Entry, turns: dict[str, KeptTurn]) -> dict[str, Any]:
-    """A trajectory's turns one by one, as `GET /v1/trajectories/{id}/tokens` shows them, arrays as numpy's."""
+    """A trajectory's turns one by one, as `GET /v1/trajectories/{id}/tokens` shows them, with numpy arrays."""
     return {
         "id": entry.record.trajectory_id,
         "object": "trajectory.tokens",
@@ -145,7 +145,9 @@ def _sequence(branch: Branch) -> dict[str, Any]:
 
 
 def _logprobs(turns: list[KeptTurn], num_tokens: int) -> NDArray[np.float32] | None:
-    """Of each token, 0 where it was not generated; None where they are not known of all that were."""
+    """The log-probability of each token, 0 if it was not generated; None unless they are known for all generated
+    tokens.
+    """
     aligned = np.zeros(num_tokens, np.float32)
     for turn in turns:
         if turn.logprobs is None:

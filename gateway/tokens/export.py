@@ -12,7 +12,7 @@ from gateway.tokens.branches import records
 from gateway.tokens.parquet import ParquetFile
 
 GROUP_TOKENS = 2**20
-"""Of one row group in Parquet: some 10 MB in memory, of which the columns are compressed at once."""
+"""For one row group in Parquet: some 10 MB in memory, whose columns are compressed together."""
 
 
 async def rows(entries: Iterable[Entry], book: TokenBook) -> AsyncIterator[dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""One turn's tokens as bytes: so they lie in memory, and so they are stored.
+"""One turn's tokens as bytes, in the form in which they are held in memory and stored.
 
-A turn holds what is new in its prompt, beyond the prompt and output of the turn that it continues, so that a long
-trajectory costs each of its tokens once. Ids are the digits that engines send: nothing is made of them until a trainer
-asks.
+A turn holds the part of its prompt that is new beyond the prompt and output of the turn that it continues, so that a
+long trajectory stores each of its tokens once. Ids stay the digits that engines send, and are not converted until a
+trainer asks.
 """
 
 from array import array
@@ -19,11 +19,11 @@ from scheduling.values import value_class
 
 LOGPROB_BYTES = 4
 _HEAD_LENGTH = 4
-"""Bytes that say how long the head is, which is a JSON list of the fields of KeptTurn; the rest follows it."""
+"""Bytes that hold the length of the head, which is a JSON list of the fields of KeptTurn; the rest follows it."""
 _VERSIONS = 5
-"""Where in the head the versions are."""
+"""The index of the versions in the head."""
 _FIELDS = 11
-"""Of a head. It had one less when ids were kept as 32-bit integers; it has one more, the base, in a piece with one."""
+"""Fields of a head. It had one fewer when ids were 32-bit integers; a piece with a base has one more, the base."""
 
 
 @value_class(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class KeptTurn:
     """One ended turn.
 
     Args:
-        num_before: how many tokens of its prompt are those of its parent, prompt and output; 0 without a parent.
-        new_ids: of its prompt, those that come after them.
-        floats: the log-probabilities of its output as 32-bit floats; None where the engine gave none.
+        num_before: how many tokens of its prompt are its parent's prompt and output; 0 without a parent.
+        new_ids: the ids of its prompt after these.
+        floats: the log-probabilities of its output as 32-bit floats; None if the engine gave none.
     """
 
     turn_id: str
@@ -57,7 +57,7 @@ class KeptTurn:
 
     @property
     def num_tokens(self) -> int:
-        """Of its whole prompt and its output."""
+        """Tokens of its whole prompt and its output."""
         return self.num_before + len(self.new_ids) + len(self.output_ids)
 
     @property
@@ -66,17 +66,17 @@ class KeptTurn:
 
 
 def kept(tokens: TurnTokens, parent: str | None, prompt: TokenIds, before: TokenIds) -> KeptTurn:
-    """A turn as it is kept; `decoded` makes the same of its `piece`.
+    """A turn as it is kept; `decoded` gives the same from its `piece`.
 
     Args:
         parent: the kept turn that it continues.
         prompt: all ids of its prompt.
-        before: those that are its parent's, with which it begins.
+        before: its parent's ids, with which the prompt begins.
     """
     output = TokenIds.of(tokens.output_ids)
     floats = None if tokens.logprobs is None else _floats(tokens.logprobs)
     assert floats is None or len(floats) == LOGPROB_BYTES * len(output), "one log-probability per token"
-    if before.text:  # behind the comma
+    if before.text:  # after the comma
         prompt = TokenIds(prompt.text[len(before.text) + 1 :], len(prompt) - len(before))
     return KeptTurn(
         tokens.turn_id,
@@ -93,12 +93,12 @@ def kept(tokens: TurnTokens, parent: str | None, prompt: TokenIds, before: Token
 
 
 def piece(turn: KeptTurn, base: KeptTurn | None) -> bytes:
-    """What to store of a turn: all of it, or without the beginning of its prompt, which is all of the base's.
+    """What to store of a turn: all of it, or with the base's prompt, with which its own begins, left out.
 
-    So the choices of a turn, and questions asked again, store their prompt once.
+    So the choices of a turn, and repeated questions, store their prompt once.
 
     Args:
-        base: of the same trajectory, stored whole, and a root as the turn is.
+        base: of the same trajectory, stored whole, and a root like the turn.
     """
     new, output, floats = turn.new_ids, turn.output_ids, turn.floats
     head = orjson.dumps(
@@ -117,13 +117,13 @@ def piece(turn: KeptTurn, base: KeptTurn | None) -> bytes:
             *(() if base is None else (base.turn_id,)),
         )
     )
-    head += b" " * (-len(head) % LOGPROB_BYTES)  # so that the numbers behind it lie as numbers should
+    head += b" " * (-len(head) % LOGPROB_BYTES)  # aligns the numbers after it
     text = new.text if base is None else new.text[len(base.new_ids.text) :]
     return b"".join((len(head).to_bytes(_HEAD_LENGTH), head, floats or b"", text, output.text))
 
 
 def decoded(pieces: Iterable[bytes]) -> list[KeptTurn]:
-    """The turns that all of a trajectory's pieces are, but those whose base is not there."""
+    """The turns in all of a trajectory's pieces, except those whose base is missing."""
     turns: dict[str, KeptTurn] = {}
     based: list[tuple[list[Any], bytes, int]] = []
     for data in pieces:
@@ -161,7 +161,7 @@ def _of_integers(head: list[Any], data: bytes, start: int) -> KeptTurn:
 
 
 def chain(turns: dict[str, KeptTurn], last: KeptTurn) -> list[KeptTurn]:
-    """The turns from a root to this one; each of them continues the one before."""
+    """The turns from a root to this one; each continues the one before."""
     found = [last]
     while (parent := found[-1].parent) is not None:
         found.append(turns[parent])
@@ -174,9 +174,9 @@ def all_ids(turns: Iterable[KeptTurn]) -> TokenIds:
 
 
 def rooted(turns: Iterable[KeptTurn]) -> dict[str, KeptTurn]:
-    """By id, in the order of their ends, those of the turns all of whose ancestors are there."""
+    """The turns whose ancestors are all present, by id, in the order of their ends."""
     kept: set[str] = set()
-    # A turn's parent has less before it than the turn itself.
+    # A turn's parent has fewer tokens before it than the turn itself.
     for turn in sorted(turns := list(turns), key=lambda turn: (turn.num_before, turn.ended_at)):
         if turn.parent is None or turn.parent in kept:
             kept.add(turn.turn_id)

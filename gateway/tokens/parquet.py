@@ -1,4 +1,4 @@
-"""Parquet in pieces, as they are written. pyarrow is wanted for it alone, so that a gateway does without it."""
+"""Writes Parquet in pieces, returned as they are written. Only this needs pyarrow, so a gateway can do without it."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ _COLUMNS: tuple[tuple[str, Any], ...] = (
 
 
 class ParquetFile:
-    """A Parquet file of exported branches, of which each part is given away once it is written.
+    """A Parquet file of exported branches; each part is handed out once it is written.
 
     Raises:
         ImportError: pyarrow is not installed.
@@ -55,7 +55,7 @@ class ParquetFile:
         )
 
     def add(self, rows: list[dict[str, Any]]) -> bytes:
-        """Write rows as one group; the bytes that this added to the file."""
+        """Write rows as one group; returns the bytes that this added to the file."""
         if rows:
             columns = [self._column(rows, name, kind) for name, kind in _COLUMNS]
             self._writer.write_table(self._arrow.table(columns, schema=self._schema))
@@ -85,7 +85,7 @@ class ParquetFile:
 
 
 class _Sink:
-    """What pyarrow writes to: it keeps what was written since the last look."""
+    """What pyarrow writes to: it keeps what was written since the last `take`."""
 
     closed = False
 

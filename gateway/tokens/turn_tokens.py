@@ -1,4 +1,4 @@
-"""The tokens of a turn as they were made: what a later turn is spliced from, and what a trainer learns from."""
+"""The tokens of a turn as they were made: later turns are spliced from them, and trainers learn from them."""
 
 from collections.abc import Sequence
 
@@ -19,14 +19,14 @@ class TurnTokens:
     """One ended turn at token level.
 
     Args:
-        prompt_ids: all of the prompt, as the engine saw it.
-        output_ids: what was made, the end-of-turn token included where one was made.
-        logprobs: of the chosen tokens, as many as output_ids; None where they were not asked for.
-        versions: cover output_ids without a gap, in order.
-        parent: the turn whose prompt and output this prompt begins with, token by token; None at a trajectory's first
-            turn and where the client changed its history, which begins a branch.
-        history: digest of the conversation up to and with this turn's answer, by which the next turn is known to
-            continue it.
+        prompt_ids: the whole prompt, as the engine saw it.
+        output_ids: what was made, including the end-of-turn token if one was made.
+        logprobs: of the chosen tokens, as many as output_ids; None if they were not asked for.
+        versions: cover output_ids without gaps, in order.
+        parent: the turn whose prompt and output this prompt begins with, token by token; None for a trajectory's first
+            turn, and if the client changed its history, which begins a branch.
+        history: digest of the conversation up to and including this turn's answer, by which the next turn is recognised
+            as its continuation.
         ended_at: seconds since the epoch.
     """
 

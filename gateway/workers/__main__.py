@@ -6,7 +6,7 @@ import sys
 
 from gateway.workers.worker import Worker
 
-# Who stops the gateway's whole process group lets it end its streams: a worker ends when the gateway has.
+# A signal to the gateway's whole process group must not cut its streams: a worker ends when the gateway has ended.
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
 orders, reports = (socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[1:])

@@ -1,4 +1,4 @@
-"""The gateway's side of its byte workers: starts them, lends them streams, and hears how far these are."""
+"""The gateway's side of its byte workers: starts them, lends them streams, and tracks their progress."""
 
 import asyncio
 import itertools
@@ -16,18 +16,19 @@ from gateway.http.errors import Api
 from gateway.turnlog import LOGGER
 from gateway.workers.wire import Kind, Order, Report, order, read_reports
 
-# A worker passes on some 50,000 chunks a second; scheduling and whole answers take a core long before 5 are busy.
+# A worker passes on some 50,000 chunks a second; scheduling and whole answers fill a core long before 5 workers are
+# busy.
 _MOST_BY_ITSELF = 4
 
 
 @dataclass(frozen=True, slots=True)
 class LoanLimits:
-    """Bounds of a loan.
+    """Limits of a loan.
 
     Args:
-        max_bytes: passed on of a stream, which the worker keeps until it gives the stream back.
-        answer_timeout_s: a worker that says nothing for so long, though asked, is killed; also between two tries to
-            start one.
+        max_bytes: how much of a stream a worker passes on, and keeps, before it gives the stream back.
+        answer_timeout_s: a worker that is asked and silent for this long is killed; also the pause between two attempts
+            to start one.
     """
 
     max_bytes: int
@@ -35,16 +36,16 @@ class LoanLimits:
 
 
 class Borrower(Protocol):
-    """Whose stream was lent."""
+    """The owner of a lent stream."""
 
     def counted(self, num_events: int) -> None:
-        """So many events were passed on since it was lent."""
+        """This many events were passed on since it was lent."""
 
     def is_back(self, report: Report) -> None:
         """It was given back."""
 
     def is_lost(self) -> None:
-        """Its worker died: how much of it the client has is not known."""
+        """Its worker died: how much of it the client has is unknown."""
 
 
 class Loan:
@@ -59,19 +60,19 @@ class Loan:
         self.of = of
 
     def recall(self) -> None:
-        """Have it given back, soon."""
+        """Ask for it back, soon."""
         if not self._is_recalled:
             self._is_recalled = True
             self._hand.recall(self._number)
 
 
 class Crew:
-    """All byte workers of this process. They start when they are first wanted.
+    """All byte workers of this process. They start when first needed.
 
     Args:
-        num_workers: at most; 0 lends nothing, None is for each core but the first one, up to 4.
-        above: fewer turns than this at once are no work for others.
-        num_live: how many there are now.
+        num_workers: the most there may be; 0 lends nothing, None means one for each core but the first, up to 4.
+        above: with fewer concurrent turns than this, nothing is lent.
+        num_live: gives the number of turns now.
     """
 
     def __init__(self, num_workers: int | None, above: int, num_live: Callable[[], int], limits: LoanLimits) -> None:
@@ -87,11 +88,11 @@ class Crew:
 
     @property
     def num_lent(self) -> list[int]:
-        """How many streams each worker has that is ready."""
+        """How many streams each ready worker has."""
         return [len(hand.loans) for hand in self._hands if hand.is_ready]
 
     def hand(self) -> "_Hand | None":
-        """The worker that has the least to do; None where a stream stays here."""
+        """The worker with the fewest streams; None if a stream stays here."""
         if not self._num_workers or self._num_live() < self._above or self._is_closed:
             return None
         if len(self._hands) < self._num_workers and time.monotonic() >= self._starts_at:
@@ -112,7 +113,7 @@ class Crew:
         LOGGER.error("byte worker did not start: streams stay in the gateway's own process")
 
     async def close(self) -> None:
-        """End all workers. What they still have is lost."""
+        """End all workers. Streams that they still have are lost."""
         self._is_closed = True
         for hand in list(self._hands):
             await hand.close()
@@ -147,7 +148,7 @@ class _Hand(asyncio.Protocol):
         self.is_ready = self.was_ready = False
 
     def lend(self, client: int, engine: int, api: Api, of: Borrower) -> Loan | None:
-        """Have it pass on what comes from one socket to the other; None where it takes no more now."""
+        """Have it pass on what comes from one socket to the other; None if it takes no more now."""
         number = next(self._numbers)
         if self._unsent:
             return None
@@ -159,7 +160,7 @@ class _Hand(asyncio.Protocol):
         return loan
 
     def recall(self, number: int) -> None:
-        """Have it give back this stream, or end it."""
+        """Have it give this stream back, or end it."""
         self._order(order(Order.RECALL, number))
 
     def _order(self, packet: bytes) -> None:
@@ -168,9 +169,9 @@ class _Hand(asyncio.Protocol):
             self._order_on()
 
     def _look(self) -> None:
-        """Ask it whether it is there: one that was asked twice, and has said nothing since, is not.
+        """Ask whether it responds: a worker that was asked twice and has said nothing since is killed.
 
-        Twice, for if it was this process that stood still, what the worker said meanwhile is read before the next look.
+        Twice, because if this process stood still, the worker's messages of that time are read before the next look.
         """
         if self._num_unheard == 2:
             self._process.kill()
@@ -180,7 +181,7 @@ class _Hand(asyncio.Protocol):
         self._timer = self._loop.call_later(self._limits.answer_timeout_s / 2, self._look)
 
     async def close(self) -> None:
-        """End it."""
+        """End the worker."""
         await asyncio.wait((self._opening,))
         if self._transport is not None:
             self._transport.abort()
@@ -188,7 +189,7 @@ class _Hand(asyncio.Protocol):
         await self._loop.run_in_executor(None, self._process.wait)
 
     def _end(self) -> None:
-        """Without its sockets it ends by itself; one that cannot is killed."""
+        """Without its sockets it ends by itself; it is killed in case it cannot."""
         self.is_ready = False
         self._process.kill()
         if self._timer is not None:
@@ -206,7 +207,7 @@ class _Hand(asyncio.Protocol):
             self._loop.add_writer(self._orders, self._order_on)
             return
         except OSError:
-            self._unsent.clear()  # it died, and its reports tell so
+            self._unsent.clear()  # it died, and its reports will show it
         if self._orders.fileno() >= 0:
             self._loop.remove_writer(self._orders)
 
@@ -230,7 +231,7 @@ class _Hand(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
-        self._loop.run_in_executor(None, self._process.wait)  # who ended is waited for by its parent
+        self._loop.run_in_executor(None, self._process.wait)  # its parent must wait for an ended process
         self._on_lost(self)
         loans = list(self.loans.values())
         self.loans.clear()

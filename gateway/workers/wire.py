@@ -1,7 +1,7 @@
-"""What the gateway and a byte worker say to each other.
+"""The protocol between the gateway and a byte worker.
 
-Orders are packets: each is whole, and has the descriptors that belong to it. Reports are a stream of bytes, since what
-was passed on may be long.
+Orders are packets: each is whole, and carries the descriptors that belong to it. Reports are a stream of bytes, because
+what was passed on may be long.
 """
 
 import struct
@@ -26,16 +26,16 @@ class Order(IntEnum):
     LEND = 1
     """Take the stream whose client's and engine's sockets come with this."""
     RECALL = 2
-    """Give it back; nothing if it is on its way already."""
+    """Give it back; does nothing if it is already on its way."""
     ASK = 3
-    """Say that you are there."""
+    """Report that you are alive."""
 
 
 class Kind(IntEnum):
-    """What a report is."""
+    """What a report means."""
 
     READY = 1
-    """It is there, and takes orders."""
+    """The worker is alive, and takes orders."""
     COUNT = 2
     BACK = 3
 
@@ -44,25 +44,25 @@ class Why(IntEnum):
     """Why a stream came back."""
 
     TOLD = 0
-    """The engine said something that is not just text; most often the end."""
+    """The engine sent something other than plain text; usually the end."""
     ENGINE = 1
     """The engine's connection ended, or is not HTTP."""
     CLIENT = 2
     """The client takes no more for now, or has left."""
     FULL = 3
-    """As much was passed on as the worker may keep, or it may have no more streams."""
+    """The worker has passed on as much as it may keep, or can take no more streams."""
     RECALLED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A worker's word on a stream.
+    """A worker's report on a stream.
 
     Args:
-        num_events: that were passed on since it was lent.
+        num_events: passed on since it was lent.
         passed: these events.
         unsent: the end of what was to be written to the client, in chunks, and was not.
-        unread: what came from the engine since the last event that was passed on, as it came.
+        unread: the engine's bytes since the last event that was passed on, as they came.
     """
 
     kind: Kind
@@ -100,7 +100,7 @@ def report(
 
 
 def read_reports(buffer: bytearray) -> list[Report]:
-    """The reports that are whole, which are taken out of the buffer."""
+    """The complete reports, which are removed from the buffer."""
     reports = []
     at = 0
     while len(buffer) - at >= _REPORT.size:

@@ -1,7 +1,8 @@
-"""The loop of a byte worker: from one socket to the other, as long as there is nothing but text.
+"""The loop of a byte worker: from one socket to the other, as long as only text comes.
 
-On the path of every chunk, hence descriptors and epoll instead of a framework: one call of Python for a chunk, five of
-C. A stream is always given back at the end of a chunk and of an event, so who goes on needs no state of ours.
+This runs for every chunk, so it uses descriptors and epoll instead of a framework: one Python call for a chunk, and
+five C calls. A stream is always given back at the end of a chunk and of an event, so its owner needs no state of the
+worker to continue.
 """
 
 import os
@@ -17,14 +18,15 @@ from gateway.messages.alike import Alike
 from gateway.messages.streams import plain_events
 from gateway.workers.wire import ORDER_BYTES, Kind, Order, Why, read_order, report
 
-# All that is there, so that a read ends where an engine's write did. A chunk of a stream has 200 to 300 bytes.
+# Large enough for all that is there, so that a read ends where an engine's write did. A chunk of a stream has 200 to
+# 300 bytes.
 _BUFFER = bytearray(256 * 1024)
 _BUFFERS, _VIEW = (_BUFFER,), memoryview(_BUFFER)
-# What came of an event that has not ended. A longer one is no text of a model's.
+# The bytes of an event that has not ended. A longer one is not a model's text.
 _LIMIT_UNREAD_BYTES = 256 * 1024
-# How often the gateway hears how far its streams are.
+# How often the gateway is told how far its streams are.
 _COUNT_S = 1.0
-# An engine's answer as the parser has to see it: the gateway has read its head.
+# An engine's answer as the parser must see it: the gateway has already read its head.
 _HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 _EVENT_END, _CHUNK_END = b"}\n\n\r\n", b"\r\n"
 
@@ -33,7 +35,7 @@ class Worker:
     """Passes streams on until the gateway is gone.
 
     Args:
-        orders: packets of the gateway's.
+        orders: packets from the gateway.
         reports: a stream to it.
     """
 
@@ -57,14 +59,14 @@ class Worker:
         while not self._is_ending:
             for descriptor, _ in poll(_COUNT_S if self._streams else None):
                 reader = readers.get(descriptor)
-                if reader is not None:  # else it was given back within this round
+                if reader is not None:  # otherwise it was given back in this pass
                     reader()
             if time.monotonic() >= count_at:
                 count_at = time.monotonic() + _COUNT_S
                 self._count()
 
     def give_back(self, stream: "_Stream", why: Why, unsent: bytes = b"") -> None:
-        """Have the gateway go on with a stream."""
+        """Return a stream to the gateway, which continues it."""
         del self._streams[stream.loan], self._readers[stream.engine]
         self._epoll.unregister(stream.engine)
         os.close(stream.engine)
@@ -127,7 +129,7 @@ class Worker:
 
 
 class _Stream:
-    """One that was lent."""
+    """A stream that was lent."""
 
     __slots__ = (
         "_alike",
@@ -166,7 +168,7 @@ class _Stream:
     def read(self) -> None:
         """Pass on what came, or give the stream back. Raises nothing."""
         try:
-            num_bytes = os.readv(self.engine, _BUFFERS)  # in a line of its own: within the slice mypyc has it twice
+            num_bytes = os.readv(self.engine, _BUFFERS)  # on a line of its own: mypyc duplicates it inside the slice
         except BlockingIOError:
             return
         except OSError:
@@ -177,11 +179,11 @@ class _Stream:
         data = _VIEW[:num_bytes].tobytes()
         if self.unread:
             data = self.unread + data
-        # What ends with a chunk and with an event is passed on; the rest waits, unseen by the parser.
+        # Bytes up to the end of both a chunk and an event are passed on; the rest waits, unseen by the parser.
         end = len(data) if data.endswith(_EVENT_END) else data.rfind(_EVENT_END) + len(_EVENT_END)
         if end >= len(_EVENT_END):
             block = self._body(data[:end])
-            # The body ends as the chunk does before its last two bytes: so these are the end of the chunk.
+            # The body ends with the chunk's bytes before its last two, so those two end the chunk.
             num_events = 1 if self._alike.holds(block) else self._count(block)
             if not num_events:
                 self.unread = data
@@ -194,7 +196,7 @@ class _Stream:
             self._wait()
 
     def _body(self, data: bytes) -> bytes:
-        """What these chunks hold; nothing if they are none."""
+        """The content of these chunks; empty if they are not valid."""
         try:
             self._feed(data)
         except httptools.HttpParserError:
@@ -205,7 +207,7 @@ class _Stream:
         return block
 
     def _count(self, block: bytes) -> int:
-        """Its events, if they say nothing but text; else 0."""
+        """The number of its events, if they are text only; else 0."""
         num_events = self._count_plain(block)
         if num_events == 1:
             self._alike.learn(block)
@@ -215,7 +217,7 @@ class _Stream:
         self.passed.append(block)
         self.num_events += num_events
         self._num_bytes += len(block)
-        if len(data) - len(block) != 4 + (len(block).bit_length() + 3) // 4:  # other than one chunk, and nothing else
+        if len(data) - len(block) != 4 + (len(block).bit_length() + 3) // 4:  # anything other than exactly one chunk
             data = b"%x\r\n%b\r\n" % (len(block), block)
         try:
             num_sent = os.write(self.client, data)
@@ -229,13 +231,13 @@ class _Stream:
             self._wait()
 
     def _wait(self) -> None:
-        """For the rest of an event that has begun to come, unless that is none."""
+        """Wait for the rest of an event that has begun, unless it cannot be one."""
         if self.unread.endswith(_CHUNK_END) or len(self.unread) > _LIMIT_UNREAD_BYTES:
             self._worker.give_back(self, Why.TOLD)
 
 
 class _Body:
-    """What a parser calls: nothing but the body counts, and to add it to a list is no call of Python's."""
+    """The parser's callbacks: only the body matters, and adding it to a list takes no Python call."""
 
     __slots__ = ("on_body",)
 
