@@ -1,6 +1,7 @@
 """The file that says what a fleet is: `fleet.toml`. What is malformed or unknown stops the start with one line."""
 
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, Va
 from controller.spares import SpareRule
 from controller.tending import RetryRule
 from engines.http import can_be_asked
+from engines.mistakes import first_mistake
 from engines.profiles import load_profile
 from engines.sleep import SLEEP
 from scheduling.cost import EngineProfile
@@ -36,15 +38,21 @@ def _redis_url(url: SecretStr | None) -> SecretStr | None:
                 raise BadStoreUrl
             open_store(text)
         except StoreError:
-            raise ValueError("a URL such as redis://127.0.0.1:6379/0 is wanted") from None
+            raise ValueError("must be a URL such as redis://127.0.0.1:6379/0") from None
     return url
 
 
 def _as_sent(key: SecretStr | None) -> SecretStr | None:
     text = key.get_secret_value() if key else ""
     if not (text.isascii() and text.isprintable()) or text != text.strip():
-        raise ValueError("a key is printable ASCII without blanks at its ends")
+        raise ValueError("must be printable ASCII, without spaces or line ends around it")
     return key
+
+
+def _fleet_id(text: str) -> str:
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", text):
+        raise ValueError(f"must be up to 40 lower-case letters, digits and inner hyphens, not {text!r}")
+    return text
 
 
 def _device(name: str) -> str:
@@ -110,11 +118,12 @@ class Sleeping(BaseModel):
         if not self.tp_sizes or self.level == 2 or kind == "sim":
             return
         if self.weight_bytes is None or self.host_bytes is None:
-            raise ValueError("sleep.level 1 keeps weights in host memory: say weight_bytes and host_bytes")
+            raise ValueError("sleep.level 1 keeps weights in host memory: set sleep.weight_bytes and sleep.host_bytes")
         num_engines = sum(num_devices // tp for tp in self.tp_sizes)
         if num_engines * self.weight_bytes > self.host_bytes:
             needs = f"{num_engines} x {self.weight_bytes:,} bytes"
-            raise ValueError(f"sleep: engines of TP {list(self.tp_sizes)} may keep {needs}, more than host_bytes")
+            sizes = list(self.tp_sizes)
+            raise ValueError(f"sleep: TP {sizes} may keep {needs}, more than sleep.host_bytes ({self.host_bytes:,})")
 
 
 class WarmUp(BaseModel):
@@ -185,7 +194,7 @@ class FleetFile(BaseModel):
 
     model_config = _STRICT
 
-    fleet: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", description="Its id; servers are named by it.")
+    fleet: Annotated[str, AfterValidator(_fleet_id)] = Field(description="Its id; servers are named after it.")
     model: str = Field(min_length=1, description="As the engine's own --model takes it.")
     served_name: str | None = Field(None, min_length=1, description="As clients call it; the model's by default.")
     gateway: Annotated[str, AfterValidator(_base_url)] = "http://127.0.0.1:8080"
@@ -217,37 +226,43 @@ class FleetFile(BaseModel):
         if self.launcher == "local" and len(said) != 1:
             raise ValueError(f"a local fleet needs one of gpus, devices and cpu_slots, not {said or 'none'}")
         if self.launcher != "local" and said:
-            raise ValueError(f"{said[0]} is for local fleets; {self.launcher} says itself which devices there are")
+            raise ValueError(f"{said[0]} is for local fleets only; {self.launcher} finds its devices itself")
         devices = self.local_devices
         if len(set(devices)) < len(devices):
-            raise ValueError(f"devices: one is there twice in {list(devices)}")
+            raise ValueError(f"devices: one is listed twice in {list(devices)}")
         if self.launcher == "local" and min(self.tp_sizes) > len(devices):
             raise ValueError(
-                f"no engine fits: the least of tp_sizes is {min(self.tp_sizes)}, devices are {len(devices)}"
+                f"no engine fits: the smallest of tp_sizes is {min(self.tp_sizes)}, and devices are {len(devices)}"
             )
         if too_large := [tp for tp in self.tp_sizes if tp > self.gpus_per_node]:
-            raise ValueError(f"TP {too_large[0]} is more than the {self.gpus_per_node} GPUs of a node")
+            raise ValueError(
+                f"tp_sizes: TP {too_large[0]} is more than the {self.gpus_per_node} GPUs of a node (gpus_per_node)"
+            )
         if unknown := set(self.first or ()) - set(self.tp_sizes):
             raise ValueError(f"first: TP {min(unknown)} is not among tp_sizes")
         if self.planning.is_automatic and (missing := set(self.tp_sizes) - set(self.engine.profiles)):
-            raise ValueError(f"planning needs a profile of TP {min(missing)} in engine.profiles")
+            raise ValueError(f"planning.is_automatic needs a profile of TP {min(missing)} in engine.profiles")
         if self.sleep.tp_sizes and self.launcher != "local":
-            raise ValueError(f"sleep: {self.launcher} gives a GPU to one engine, so none can sleep beside another")
+            raise ValueError(
+                f"sleep: {self.launcher} gives each GPU to one engine only, so no engine can sleep beside another"
+            )
         if self.engine.kv_transfer and self.engine.kind == "sglang":
-            raise ValueError("engine.kv_transfer: sglang has none; its engines can share a kv_tier")
+            raise ValueError("engine.kv_transfer: SGLang cannot transfer KV; its engines can share a kv_tier")
         tier = self.engine.kv_tier
         if tier is not None and not tier.is_absolute():
-            raise ValueError(f"engine.kv_tier: {tier} is not an absolute path, which all engines know")
-        if self.sleep.tp_sizes and tier and self.engine.kind != "sim":
             raise ValueError(
-                "sleep: engines that sleep beside a KV tier were never tried; have either sleep or kv_tier"
+                f"engine.kv_tier: must be an absolute path, which means the same to all engines, not {str(tier)!r}"
             )
+        if self.sleep.tp_sizes and tier and self.engine.kind != "sim":
+            raise ValueError("sleep: never tried together with engine.kv_tier; use one of the two")
         if self.sleep.tp_sizes and self.engine.kv_transfer and self.engine.kind != "sim" and not self.cpu_slots:
-            raise ValueError("sleep: what wakes has its KV elsewhere than NIXL knows; have either sleep or kv_transfer")
+            raise ValueError(
+                "sleep: engines wake with their KV where NIXL does not expect it; use sleep or engine.kv_transfer"
+            )
         self.sleep.check(self.engine.kind, self.tp_sizes, len(self.local_devices))
         for tp, name in self.engine.profiles.items():
             if load_profile(name).tp != tp:
-                raise ValueError(f"engine.profiles: {name} is of TP {load_profile(name).tp}, not {tp}")
+                raise ValueError(f"engine.profiles.{tp}: {name} is a profile of TP {load_profile(name).tp}, not {tp}")
         host, colon, port = self.listen.rpartition(":")
         if not (host and colon and port.isdecimal() and int(port) < 65_536):
             raise ValueError(f"listen: {self.listen!r} is not HOST:PORT")
@@ -292,11 +307,10 @@ def load_fleet_file(path: str | Path) -> FleetFile:
     except ValueError as error:
         raise FleetFileError(f"{path} is not TOML: {error}") from None
     if "admin_key" in content:
-        raise FleetFileError(f"{path}: admin_key does not belong into a file; set {ADMIN_KEY_VARIABLE}")
+        raise FleetFileError(f"{path}: admin_key must not be in a file; set {ADMIN_KEY_VARIABLE} in the environment")
     try:
         fleet = FleetFile(**content, admin_key=os.environ.get(ADMIN_KEY_VARIABLE) or None)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise FleetFileError(f"{path}: {f'{where}: ' if where else ''}{first['msg']}") from None
+        name, said = first_mistake(error, FleetFile)
+        raise FleetFileError(f"{path}: {f'{name}: ' if name else ''}{said}") from None
     return fleet.model_copy(update={"state_dir": (path.parent / fleet.state_dir).absolute()})

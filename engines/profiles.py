@@ -28,8 +28,9 @@ def load_profile(name: str) -> EngineProfile:
         wanted = name
     if wanted in profiles:
         return profiles[wanted]
-    near = difflib.get_close_matches(wanted, profiles, n=5, cutoff=0.4) or sorted(profiles)
-    raise ValueError(f"unknown engine profile {name!r}; did you mean one of: {', '.join(near)}")
+    near = difflib.get_close_matches(wanted, profiles, n=5)
+    hint = f"did you mean one of: {', '.join(near)}" if near else f"known: {', '.join(sorted(profiles))}"
+    raise ValueError(f"unknown engine profile {name!r}; {hint}")
 
 
 def profile_names() -> list[str]:

@@ -4,6 +4,7 @@ order. Each field has its unit in its name and the reason for its default beside
 
 import os
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
@@ -16,8 +17,8 @@ from pydantic_settings import (
 )
 
 from engines.http import can_be_asked
+from engines.mistakes import first_mistake, meant
 from engines.profiles import load_profile
-from gateway.mistakes import in_words, meant
 from gateway.tokens.book import TokenLimits
 from predictor.named import PREDICTORS
 from scheduling.limits import Limits
@@ -31,7 +32,7 @@ class ConfigError(Exception):
 def _as_sent(key: SecretStr) -> SecretStr:
     text = key.get_secret_value()
     if not (text.isascii() and text.isprintable()) or text != text.strip():
-        raise ValueError("a key is printable ASCII without blanks at its ends")
+        raise ValueError("must be printable ASCII, without spaces or line ends around it")
     return key
 
 
@@ -50,21 +51,27 @@ class EngineSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    url: str = Field(description="Base URL; `vllm+http://` and `sglang+http://` say the kind, else it is probed.")
-    kind: Literal["vllm", "sglang"] | None = None
-    slots: int | None = Field(None, ge=1, le=65_536, description="Turns at once; asked of the engine when absent.")
-    kv_capacity_tokens: int | None = Field(None, ge=1, description="Asked of the engine when absent.")
-    tp: int = Field(1, ge=1, le=1024)
+    url: str = Field(
+        description="Base URL. `vllm+http://` or `sglang+http://` names the kind; otherwise the engine is asked."
+    )
+    kind: Literal["vllm", "sglang"] | None = Field(
+        None, description="`vllm` or `sglang`; asked of the engine when unset."
+    )
+    slots: int | None = Field(None, ge=1, le=65_536, description="Concurrent turns; asked of the engine when unset.")
+    kv_capacity_tokens: int | None = Field(
+        None, ge=1, description="Tokens that its KV cache holds; asked of the engine when unset."
+    )
+    tp: int = Field(1, ge=1, le=1024, description="Tensor-parallel size.")
     profile: Annotated[str | None, AfterValidator(_known_profile)] = Field(
-        None, description="Name of the engine profile that tells how long it takes."
+        None, description="Engine profile that tells how long it takes; `heddle sim-engine --profile list` names them."
     )
     kv_transfer: Literal["nixl", "none"] | None = Field(
-        None, description="How it hands KV to others; asked of the engine when absent, of which few tell."
+        None, description="How it hands KV to other engines. Asked of the engine when unset; few report it."
     )
     kv_tier: str | None = Field(
         None,
         max_length=4096,
-        description="KV tier that it shares with all that have the same; asked of it when absent, and few tell.",
+        description="KV tier that engines of the same name share. Asked of the engine when unset; few report it.",
     )
     api_key: Key | None = Field(None, description="Sent to this engine as its bearer token.")
 
@@ -88,19 +95,25 @@ _OTHERS = frozenset({"HEDDLE_CONFIG", "HEDDLE_WORK", "HEDDLE_VLLM_VENV", "HEDDLE
 
 def _known_policy(name: str) -> str:
     if name not in POLICIES:
-        raise ValueError(f"unknown policy {name!r}{meant(name, POLICIES)}; known: {', '.join(POLICIES)}")
+        raise ValueError(f"no policy {name!r}{_choices(name, POLICIES)}")
     return name
 
 
 def _known_predictor(name: str) -> str:
     if name not in PREDICTORS:
-        raise ValueError(f"unknown predictor {name!r}{meant(name, PREDICTORS)}; known: {', '.join(PREDICTORS)}")
+        raise ValueError(f"no predictor {name!r}{_choices(name, PREDICTORS)}")
     return name
+
+
+def _choices(name: str, known: Iterable[str]) -> str:
+    """After a name that is not known: the one that was meant, and all that there are."""
+    near = meant(name, known)
+    return f"{near} Known: {', '.join(known)}" if near else f"; known: {', '.join(known)}"
 
 
 def _origin(text: str) -> str:
     if not re.fullmatch(r"\*|https?://[^/\s]+", text):
-        raise ValueError(f"{text!r} is no origin such as https://dashboard.example:3000")
+        raise ValueError(f"{text!r} is neither * nor an origin such as https://dashboard.example:3000")
     return text
 
 
@@ -111,160 +124,254 @@ class Settings(BaseSettings):
     toml_file: ClassVar[str | None] = None
 
     host: str = Field(
-        "127.0.0.1", min_length=1, description="Loopback, because a gateway without keys must not face a network."
+        "127.0.0.1",
+        min_length=1,
+        description="Address to listen on. Loopback, because a gateway without keys must not face a network.",
     )
-    port: int = Field(8080, ge=0, le=65_535)
-    engines: Annotated[tuple[EngineSettings, ...], NoDecode] = Field((), description="The fleet at start.")
-    policy: Annotated[str, AfterValidator(_known_policy)] = "heddle"
+    port: int = Field(8080, ge=0, le=65_535, description="Port to listen on; 0 takes any free one.")
+    engines: Annotated[tuple[EngineSettings, ...], NoDecode] = Field(
+        (), description="The fleet at start: URLs, or `[[engines]]` tables with the fields listed at the end."
+    )
+    policy: Annotated[str, AfterValidator(_known_policy)] = Field(
+        "heddle",
+        description="How turns are scheduled: `heddle`, or one of the policies that `heddle simulate` compares.",
+    )
     predictor: Annotated[str, AfterValidator(_known_predictor)] = Field(
-        "tabular", description='Of a trajectory\'s work; with `policy = "cmlfq"` it is `tree` unless told.'
+        "tabular",
+        description='Predicts the work of a trajectory; with `policy = "cmlfq"` it is `tree` unless set here.',
     )
-    predictor_model: str | None = Field(None, description="What it begins with: a file of `heddle predictor train`.")
+    predictor_model: str | None = Field(None, description="Start from this file, made by `heddle predictor train`.")
     text_predictor: str | None = Field(
-        None, description="What reads conversations while tools run: a file of `heddle predictor train --text`."
+        None, description="Read conversations during tool calls with this file of `heddle predictor train --text`."
     )
     store: str = Field("sqlite:heddle.sqlite3", description="`sqlite:PATH`, `redis://host:port/db` or `memory:`.")
-    store_namespace: str = Field("heddle:", min_length=1, description="Redis keys begin with it; one for each fleet.")
-    demand_interval_s: float = Field(
-        5.0, gt=0, description="Between words to the controller by a Redis store; 6,400 trajectories take 35 ms."
+    store_namespace: str = Field(
+        "heddle:", min_length=1, description="Prefix of the keys in Redis; each fleet needs its own."
     )
-    event_log: str | None = Field(None, description="JSONL file of events and actions; none by default.")
-    event_log_max_bytes: int = Field(256 * 2**20, ge=2**16, description="Then it is rotated once; two files are kept.")
+    demand_interval_s: float = Field(
+        5.0,
+        gt=0,
+        description="Between reports to the controller over Redis; one of 6,400 trajectories takes 35 ms to make.",
+    )
+    event_log: str | None = Field(None, description="JSONL file of the scheduler's events and actions.")
+    event_log_max_bytes: int = Field(
+        256 * 2**20, ge=2**16, description="At this size the event log is rotated; the last two files are kept."
+    )
 
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="`info` has a line per turn.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="`info` logs one line per turn."
+    )
 
     api_keys: Annotated[tuple[Annotated[Key, Field(min_length=1)], ...], NoDecode] = Field(
-        (), description="Client keys; none leaves it open."
+        (), description="Keys that clients must send; with none, anybody may use the gateway."
     )
-    admin_key: Key | None = Field(None, description="For what changes the fleet; without it, that is refused.")
+    admin_key: Key | None = Field(None, description="Required to change the fleet; without one, changes are refused.")
     cors_origins: Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], NoDecode] = Field(
-        (), description="Whose pages may ask from a browser, `*` for all; none, for agents are no browsers."
+        (),
+        description="Web origins whose pages may call the gateway, `*` for all. None, because agents are not browsers.",
     )
 
     max_body_bytes: int = Field(
-        64 * 2**20, ge=1024, description="A 1M-token context is about 5 MB of JSON; images more."
+        64 * 2**20,
+        ge=1024,
+        description="Largest request body. A context of 1M tokens is about 5 MB of JSON; images add more.",
     )
-    max_header_bytes: int = Field(64 * 1024, ge=1024, description="As nginx's large_client_header_buffers, 4 x 16 KB.")
-    max_answer_bytes: int = Field(64 * 2**20, ge=1024, description="Of one non-streamed answer; bounds memory.")
-    max_kept_answer_bytes: int = Field(64 * 2**20, ge=0, description="Last answers of trajectories, for retries.")
-    max_stored_answer_bytes: int = Field(64 * 2**10, ge=0, description="A longer answer is not kept over a restart.")
-    body_timeout_s: float = Field(60.0, gt=0, description="Longest silence of a client that sends its request.")
+    max_header_bytes: int = Field(
+        64 * 1024,
+        ge=1024,
+        description="Largest request header. The same as nginx's large_client_header_buffers, 4 x 16 KB.",
+    )
+    max_answer_bytes: int = Field(64 * 2**20, ge=1024, description="Largest non-streamed answer; bounds memory.")
+    max_kept_answer_bytes: int = Field(
+        64 * 2**20, ge=0, description="Memory for the last answers of trajectories, which are given again to retries."
+    )
+    max_stored_answer_bytes: int = Field(64 * 2**10, ge=0, description="A longer answer does not survive a restart.")
+    body_timeout_s: float = Field(60.0, gt=0, description="Longest pause of a client while it sends a request.")
     turn_timeout_s: float = Field(
-        14_400.0, gt=0, description="Until a first byte; a whole answer of 40K tokens at 3 tokens/s, as in vime#350."
+        14_400.0,
+        gt=0,
+        description="Longest wait for an engine's first byte: a whole answer of 40K tokens at 3 tokens/s (vime#350).",
     )
     silence_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="A stream that began and says nothing more is broken; and who takes nothing of an answer has left.",
+        description="An engine's stream that pauses longer is broken; a client that reads nothing for longer has left.",
     )
-    heartbeat_s: float = Field(10.0, gt=0, description="SSE comments while a stream waits; proxies cut at 60 s.")
-    max_turns_per_key: int = Field(20_000, ge=1, description="Of one client key at once; more get 429.")
+    heartbeat_s: float = Field(
+        10.0, gt=0, description="Between SSE comments while a stream waits; proxies cut idle connections at 60 s."
+    )
+    max_turns_per_key: int = Field(20_000, ge=1, description="Concurrent turns of one client key; more get 429.")
 
     byte_workers: int | None = Field(
-        None, ge=0, le=256, description="Processes that pass streams on; unset: a core each but one, 4 at most."
+        None, ge=0, le=256, description="Processes that pass streams on. Unset: one per core except one, at most 4."
     )
     byte_worker_turns: int = Field(
-        64, ge=0, description="Turns at once from which on streams go to them; fewer are no work for a core."
+        64, ge=0, description="Streams go to byte workers from this many concurrent turns on; fewer do not fill a core."
     )
     byte_worker_loan_bytes: int = Field(
-        64 * 2**10, ge=1024, description="Of a stream that a worker keeps, some 250 events; then it is lent anew."
+        64 * 2**10,
+        ge=1024,
+        description="What a byte worker passes on of a stream, some 250 events, before it is lent again.",
     )
     byte_worker_timeout_s: float = Field(
-        10.0, gt=0, description="A worker answers in milliseconds; one that does not is killed, with its streams."
+        10.0,
+        gt=0,
+        description="A byte worker answers in milliseconds; one that takes longer is killed with its streams.",
     )
 
     token_legs: Literal["auto", "off"] = Field(
-        "off", description="Where engines have token routes, turns go on from their last token elsewhere."
+        "off",
+        description="`auto`: with token routes, an interrupted turn continues on another engine from its last token.",
     )
     save_tokens_s: float = Field(
-        1.0, gt=0, description="How much of a turn a killed gateway may lose; a write is a few KB a turn."
+        1.0,
+        gt=0,
+        description="A killed gateway loses at most this much of a running turn; each write is a few KB per turn.",
     )
 
     kept_leg_bytes: int = Field(
-        4 * 2**20, ge=64 * 2**10, description="Of a response that outlives the gateway: 10,000 tokens of vLLM's."
+        4 * 2**20, ge=64 * 2**10, description="How much of a response may outlive the gateway: 10,000 tokens from vLLM."
     )
     kept_leg_s: float = Field(
-        60.0, gt=0, description="So long it waits for its turn to be asked for again; retries of SDKs take less."
+        60.0, gt=0, description="How long such a response waits until its turn is asked for again; SDKs retry sooner."
     )
 
-    max_waiting_turns: int = Field(20_000, ge=0, description="Above any rollout known (6,400); more get 429.")
-    queue_timeout_s: float = Field(1_800.0, gt=0, description="A rollout's step, not a client's patience.")
-    max_attempts: int = Field(3, ge=1, le=100, description="Legs that one turn may lose to engines.")
-    retry_pause_s: float = Field(2.0, ge=0, description="Before a turn goes back to an engine that failed it.")
-    preempt_after_s: float = Field(5.0, ge=0, description="A leg runs so long before a turn takes its slot.")
-    preempt_margin_tokens: float = Field(
-        4_000.0, ge=0, description="More urgent by so much predicted work; for less, two prefills are too dear."
+    max_waiting_turns: int = Field(
+        20_000, ge=0, description="Turns in the queue; more get 429. Above any known rollout (6,400)."
     )
-    trajectory_ttl_s: float = Field(3_600.0, gt=0, description="Idle that long, a trajectory is over.")
-    retention_s: float = Field(3_600.0, gt=0, description="An ended trajectory can be looked at that long.")
-    max_trajectories: int = Field(200_000, ge=1, description="Some 8 KB each in memory, and 1 KB a turn.")
-    max_turns_kept: int = Field(1_000, ge=1, description="History of one trajectory; the newest are kept.")
-    keep_tokens: bool = Field(True, description="Of turns at token level, for splicing the next one and for trainers.")
-    keep_logprobs: bool = Field(True, description="With kept tokens; engines compute them for every token then.")
+    queue_timeout_s: float = Field(
+        1_800.0, gt=0, description="Longest wait in the queue: the length of a rollout's step, not a client's patience."
+    )
+    max_attempts: int = Field(
+        3, ge=1, le=100, description="Legs that a turn may lose to failing engines before its client gets the error."
+    )
+    retry_pause_s: float = Field(2.0, ge=0, description="Before a turn goes back to an engine that failed it.")
+    preempt_after_s: float = Field(
+        5.0, ge=0, description="A leg runs at least this long before another turn may take its slot."
+    )
+    preempt_margin_tokens: float = Field(
+        4_000.0,
+        ge=0,
+        description="Predicted tokens by which a turn must be more urgent to take a slot; a swap costs two prefills.",
+    )
+    trajectory_ttl_s: float = Field(3_600.0, gt=0, description="A trajectory that is idle this long has ended.")
+    retention_s: float = Field(3_600.0, gt=0, description="How long an ended trajectory can still be read.")
+    max_trajectories: int = Field(
+        200_000, ge=1, description="Trajectories in memory: some 8 KB each, and 1 KB per turn."
+    )
+    max_turns_kept: int = Field(1_000, ge=1, description="Turns in the history of one trajectory; the newest are kept.")
+    keep_tokens: bool = Field(
+        True, description="Keep the tokens of turns at token level, to splice the next turn and for trainers."
+    )
+    keep_logprobs: bool = Field(
+        True, description="Keep their log-probabilities too, which engines then compute for every token."
+    )
     max_token_memory_bytes: int = Field(
-        512 * 2**20, ge=0, description="2,200 trajectories of 32K tokens at 7.3 bytes; more is read from the store."
+        512 * 2**20,
+        ge=0,
+        description="For kept tokens: 2,200 trajectories of 32K tokens at 7.3 bytes. The rest is read from the store.",
     )
     max_stored_token_bytes: int = Field(
         4 * 2**30,
         ge=0,
-        description="Two rollouts of 6,400 trajectories of 40K tokens at 7.3 bytes; then the oldest go.",
+        description="For kept tokens: two rollouts of 6,400 trajectories of 40K at 7.3 bytes. The oldest go first.",
     )
-    max_token_age_s: float = Field(14_400.0, gt=0, description="Since a trajectory's last turn; no trainer is so late.")
-    kv_watermark: float = Field(0.9, gt=0, le=1, description="Share of KV up to which trajectories enter an engine.")
+    max_token_age_s: float = Field(
+        14_400.0,
+        gt=0,
+        description="Tokens are dropped this long after a trajectory's last turn; no trainer reads them later.",
+    )
+    kv_watermark: float = Field(
+        0.9, gt=0, le=1, description="Share of an engine's KV up to which trajectories may enter."
+    )
     in_tool_lease_s: float | None = Field(
-        None, ge=0, description="KV is kept for a tool call that long against others; unset: what a refill costs."
+        None,
+        ge=0,
+        description="How long a trajectory in a tool call keeps its KV against others. Unset: what a refill costs.",
     )
-    entry_patience_s: float = Field(300.0, ge=0, description="After it, a waiting turn takes any idle claim.")
-    ageing_tokens_per_s: float = Field(100.0, ge=0, description="What a second of waiting counts against work.")
+    entry_patience_s: float = Field(
+        300.0, ge=0, description="A turn that has waited this long may take the KV of any trajectory in a tool call."
+    )
+    ageing_tokens_per_s: float = Field(100.0, ge=0, description="Predicted tokens that a second of waiting counts for.")
 
     kv_move_min_tokens: int = Field(
-        1_000, ge=0, description="Of KV that follows a trajectory to another engine; less is prefilled as fast."
+        1_000, ge=0, description="Least KV that follows a trajectory to another engine; less is prefilled as fast."
     )
     kv_move_timeout_s: float = Field(
-        10.0, gt=0, le=25, description="For each; 40K tokens take 0.2 to 0.7 s. Less than the engines' lease of 30 s."
+        10.0,
+        gt=0,
+        le=25,
+        description="For one move; 40K tokens take 0.2 to 0.7 s. Must be below the engines' lease of 30 s.",
     )
-    kv_moves_at_once: int = Field(8, ge=1, description="In tool calls; more only share the network.")
+    kv_moves_at_once: int = Field(
+        8, ge=1, description="Concurrent KV moves in tool calls; more only share the network."
+    )
     max_kept_request_bytes: int = Field(
-        256 * 2**20, ge=0, description="Last requests of trajectories, from which their KV is moved in a tool call."
+        256 * 2**20,
+        ge=0,
+        description="Memory for the last requests of trajectories, from which their KV is moved in a tool call.",
     )
 
-    weight_pause_timeout_s: float = Field(60.0, gt=0, description="A pause waits for one step: a long prefill.")
-    weight_load_timeout_s: float = Field(1_800.0, gt=0, description="A checkpoint of 700 GB from a shared disk.")
-    weight_loads_at_once: int = Field(16, ge=1, description="Engines that read the same checkpoint from disk together.")
+    weight_pause_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="For an engine to pause before a weight update; it finishes one step, at worst a long prefill.",
+    )
+    weight_load_timeout_s: float = Field(
+        1_800.0, gt=0, description="For an engine to load new weights; 700 GB from a shared disk take this."
+    )
+    weight_loads_at_once: int = Field(16, ge=1, description="Engines that read the same checkpoint from disk at once.")
     max_staleness: int | None = Field(
-        None, ge=0, description="Versions by which a trajectory's oldest token may be behind; none by default."
+        None,
+        ge=0,
+        description="Versions by which the weights of a trajectory's oldest token may be behind. Unset: no limit.",
     )
     stale: Literal["refuse", "restart"] = Field(
-        "refuse", description="Beyond it: refuse its turns, or only make those that run anew."
+        "refuse",
+        description="Beyond `max_staleness`: `refuse` a trajectory's turns, or `restart` only a turn that is running.",
     )
 
     default_slots: int = Field(
-        128, ge=1, description="vLLM's own default of max_num_seqs, for engines that do not tell."
+        128, ge=1, description="Slots of an engine that does not report them; vLLM's default for max_num_seqs."
     )
-    connect_timeout_s: float = Field(5.0, gt=0, description="An engine on the same network accepts in milliseconds.")
-    max_connections_per_engine: int = Field(4096, ge=1, description="Twice the largest max_num_seqs in use.")
-    max_conversations: int = Field(20_000, ge=1, description="Clients without an id that are known again; 1 KB each.")
-    observe_interval_s: float = Field(1.0, gt=0, description="Between looks at an engine's metrics.")
+    connect_timeout_s: float = Field(
+        5.0, gt=0, description="To connect to an engine; one on the same network accepts in milliseconds."
+    )
+    max_connections_per_engine: int = Field(
+        4096, ge=1, description="Connections to one engine; twice the largest max_num_seqs in use."
+    )
+    max_conversations: int = Field(
+        20_000, ge=1, description="Trajectories without an id that are recognised by their messages; 1 KB each."
+    )
+    observe_interval_s: float = Field(1.0, gt=0, description="Between reads of an engine's metrics.")
     observe_timeout_s: float = Field(
-        5.0, gt=0, description="A metrics page takes milliseconds; a busy CPU engine, 1 s."
+        5.0, gt=0, description="To read an engine's metrics: milliseconds, or 1 s on a busy CPU engine."
     )
-    faults_to_open: int = Field(3, ge=1, description="Connection faults in a row that open an engine's circuit.")
+    faults_to_open: int = Field(3, ge=1, description="Connection faults in a row after which an engine is lost.")
     stall_timeout_s: float = Field(
-        120.0, gt=0, description="Turns run and no token comes: a hung engine. Above a long prefill."
+        120.0,
+        gt=0,
+        description="An engine that runs turns but produces no token for this long hangs. Above a long prefill.",
     )
-    start_timeout_s: float = Field(5.0, ge=0, description="How long the start waits for engines before it serves.")
+    start_timeout_s: float = Field(
+        5.0, ge=0, description="How long the start waits for engines before the gateway serves without them."
+    )
     store_start_timeout_s: float = Field(
-        10.0, ge=0, description="A store restarted beside the gateway is back by then."
+        10.0,
+        ge=0,
+        description="How long the start waits for the store; one restarted beside the gateway is back by then.",
     )
-    settle_timeout_s: float = Field(0.05, ge=0, description="How long an answer's end waits for the store's ack.")
-    shutdown_timeout_s: float = Field(30.0, ge=0, description="Turns under way may end within this at SIGTERM.")
+    settle_timeout_s: float = Field(
+        0.05, ge=0, description="How long the end of an answer waits for the store to acknowledge it."
+    )
+    shutdown_timeout_s: float = Field(30.0, ge=0, description="How long running turns may take to end after SIGTERM.")
 
     @field_validator("engines", mode="before")
     @classmethod
     def _parse_engines(cls, value: Any) -> Any:
         texts = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
         if not isinstance(texts, list | tuple):
-            raise ValueError("a list of URLs or tables is wanted")
+            raise ValueError("must be a list of URLs or [[engines]] tables")
         return tuple(EngineSettings.parse(item) if isinstance(item, str) else item for item in texts)
 
     @field_validator("engines")
@@ -272,7 +379,7 @@ class Settings(BaseSettings):
     def _each_engine_once(cls, engines: tuple[EngineSettings, ...]) -> tuple[EngineSettings, ...]:
         urls = [engine.url for engine in engines]
         if twice := next((url for url in urls if urls.count(url) > 1), None):
-            raise ValueError(f"{twice} is there twice")
+            raise ValueError(f"{twice} is listed twice")
         return engines
 
     @field_validator("api_keys", "cors_origins", mode="before")
@@ -351,7 +458,10 @@ def load_settings(config_file: str | None = None, **overrides: Any) -> Settings:
     try:
         settings = sourced(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as error:
-        raise ConfigError(in_words(error, Settings.model_fields, EngineSettings.model_fields)) from None
+        name, said = first_mistake(error, Settings)
+        if said.startswith("unknown"):
+            said += f"{'' if said.endswith('?') else ';'} `heddle serve --settings` lists all"
+        raise ConfigError(f"setting {name}: {said}") from None
     except ValueError as error:
         raise ConfigError(f"configuration file {config_file}: {error}") from None
     assert isinstance(settings, Settings)

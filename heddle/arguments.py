@@ -14,6 +14,11 @@ class Parser(argparse.ArgumentParser):
     """Arguments that are wrong end the program with status 2 and one line. The usage, a page for some verbs, is
     shown by --help only."""
 
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.register("type", int, _integer)
+        self.register("type", float, _number)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
@@ -57,11 +62,19 @@ def share(text: str) -> float:
     return _checked(text, float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 
 
+def _integer(text: str) -> int:
+    return _checked(text, int, lambda _: True, "a whole number")
+
+
+def _number(text: str) -> float:
+    return _checked(text, float, math.isfinite, "a finite number")
+
+
 def out_file(text: str) -> Path:
     """A file that can be written: found out before the work, not after it."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"a file in a folder that exists is wanted, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a file in an existing folder, not {text!r}")
     return path
 
 
@@ -71,5 +84,5 @@ def _checked(text: str, kind: Callable[[str], Number], is_allowed: Callable[[Num
     except ValueError:
         value = None
     if value is None or not is_allowed(value):
-        raise argparse.ArgumentTypeError(f"{wish} is wanted, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be {wish}, not {text!r}")
     return value
