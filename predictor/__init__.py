@@ -1,1 +1,1 @@
-"""How much work a trajectory has left."""
+"""Predicts how much work a trajectory has left."""

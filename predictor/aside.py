@@ -1,4 +1,4 @@
-"""A slow predictor's answers, made while tools run: the turn that comes next never waits for one."""
+"""Answers of a slow predictor, computed while tools run, so that the next turn never waits for one."""
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -12,7 +12,7 @@ Question = TypeVar("Question")
 
 @dataclass(slots=True)
 class AsideCounts:
-    """What came of the questions: for metrics, and to see whether the executor keeps up."""
+    """What became of the questions: for metrics, and to see whether the executor keeps up."""
 
     num_in_time: int = 0
     num_late: int = 0
@@ -21,14 +21,15 @@ class AsideCounts:
 
 
 class Aside(Generic[Question]):
-    """Asks in the background when a turn ends; gives the answer at the next turn if it is there.
+    """Asks in the background when a turn ends, and gives the answer at the next turn if it is ready.
 
-    One loop calls `begin`, `take` and `dropped`; none of them waits.
+    One event loop calls `begin`, `take` and `dropped`; none of them waits.
 
     Args:
         predict: the slow predictor, called in the executor.
         executor: one thread or process is enough; its owner shuts it down.
-        max_open: questions without an answer. Beyond it new ones are refused, for a queue would only make all late.
+        max_open: limit on unanswered questions. Further ones are refused, because a queue would only make all answers
+            late.
     """
 
     def __init__(self, predict: Callable[[Question], Prediction], executor: Executor, max_open: int = 64) -> None:
@@ -40,7 +41,7 @@ class Aside(Generic[Question]):
         self.counts = AsideCounts()
 
     def begin(self, trajectory_id: str, question: Question) -> None:
-        """A turn ended and its tool runs: ask. An older question of this trajectory is void."""
+        """Ask, because a turn ended and its tool runs. An older question of this trajectory is dropped."""
         self.dropped(trajectory_id)
         self._open = [asked for asked in self._open if not asked.done()]
         if len(self._open) >= self._max_open:
@@ -50,7 +51,7 @@ class Aside(Generic[Question]):
         self._open.append(self._asked[trajectory_id])
 
     def take(self, trajectory_id: str) -> Prediction | None:
-        """The answer, once; None where none was asked, it is not there yet, or the predictor failed."""
+        """The answer, once; None if there was no question, the answer is not ready, or the predictor failed."""
         asked = self._asked.pop(trajectory_id, None)
         if asked is None:
             return None
@@ -65,6 +66,6 @@ class Aside(Generic[Question]):
         return asked.result()
 
     def dropped(self, trajectory_id: str) -> None:
-        """The trajectory ended: its answer is not wanted."""
+        """Drop the question of a trajectory that ended."""
         if asked := self._asked.pop(trajectory_id, None):
             asked.cancel()

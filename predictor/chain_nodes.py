@@ -1,11 +1,11 @@
-"""The nodes of prefix trees, and how they are written down."""
+"""The nodes of prefix trees, and how they are stored."""
 
 from array import array
 from collections.abc import Iterator, Sequence
 
 
 class Node:
-    """One chain of outcomes: the logs of what was left from there."""
+    """One chain of outcomes: the logs of the output that was left after it."""
 
     __slots__ = ("at", "children", "label", "mean", "parent", "sample", "seen", "weight")
 
@@ -27,7 +27,7 @@ class Node:
         self.mean += (log_left - self.mean) / self.weight
 
     def draw(self, value: float, size: int) -> None:
-        """Keep the value in place of the oldest of the sample."""
+        """Add a value to the sample; a full sample loses its oldest value."""
         if self.sample is None:
             self.sample = array("f")
         if len(self.sample) < size:
@@ -38,7 +38,7 @@ class Node:
 
 
 def rows_of(nodes: Sequence[Node]) -> list[list[object]]:
-    """Nodes as JSON can hold them, in their order; parents must come before their children."""
+    """Nodes as JSON values, in the order given; parents must come before their children."""
     numbers = {node: number for number, node in enumerate(nodes)}
     return [
         [
@@ -51,7 +51,7 @@ def rows_of(nodes: Sequence[Node]) -> list[list[object]]:
 
 
 def planted(top: Node, rows: list[list[object]]) -> Iterator[Node]:
-    """The nodes that a dump tells of, hung on `top`. Raises IndexError, TypeError, ValueError."""
+    """The nodes of a dump, attached to `top`. Raises IndexError, TypeError, ValueError."""
     nodes: list[Node] = []
     for parent_number, label, weight, mean, at, seen, sample in rows:
         if not isinstance(parent_number, int) or not isinstance(label, str) or not isinstance(sample, list):

@@ -1,4 +1,4 @@
-"""Is a challenger worth having beside the predictor in use? Decided from an evaluation, not from hope."""
+"""Decides from an evaluation whether a challenger is worth having beside the predictor in use."""
 
 import random
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from predictor.scoring import log_pearson, recall
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One held-out prediction of both, and what came true; tokens of total output."""
+    """One held-out prediction of each predictor, and the true value; tokens of total output."""
 
     group_id: str
     total_tokens: float
@@ -22,7 +22,7 @@ class Choice:
     """The verdict and its grounds.
 
     Args:
-        gain: log-Pearson of the challenger above the incumbent's.
+        gain: log-Pearson of the challenger less the incumbent's.
         gain_low: the gain that 97.5 % of draws of groups exceed.
         recall_gain: the same difference in recall of the longest 20 %.
     """
@@ -34,9 +34,10 @@ class Choice:
 
 
 def choose(judged: Sequence[Judged], *, min_gain: float = 0.02, num_draws: int = 200, seed: int = 0) -> Choice:
-    """Take the challenger if its order is better beyond chance, by an amount that matters, and it finds the longest.
+    """Take the challenger if it orders trajectories better, beyond chance and by enough to matter, and finds the
+    longest ones at least as well.
 
-    Whole groups are drawn, for siblings are not independent. Fewer than 20 groups decide nothing.
+    Whole groups are drawn, because siblings are not independent. Fewer than 20 groups decide nothing.
     """
     groups: dict[str, list[Judged]] = {}
     for one in judged:

@@ -1,4 +1,4 @@
-"""Compares predictors on the same trajectories: each learns on some groups and is asked about others."""
+"""Compares predictors on the same trajectories: each learns from some groups and predicts others."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +13,10 @@ from predictor.tabular import TabularPredictor
 from workloads.trajectories import Trajectory
 
 Split = tuple[Sequence[Trajectory], Sequence[Trajectory]]
-"""Trajectories to learn from before, and trajectories to be asked about; no group is in both."""
+"""Trajectories to learn from first, and trajectories to predict; no group is in both."""
 
 MIN_TRAJECTORIES = 20
-"""Of fewer trajectories a row says nothing."""
+"""A row over fewer trajectories means nothing."""
 
 _COLUMNS = ("pearson", "remaining_pearson", "kendall", "recall_20", "recall_1", "in_top_10", "under_p50", "under_p90")
 _HEADS = ("log-Pearson", "of remaining", "Kendall", "top 20 %", "top 1 %", "1 % in 10 %", "<= p50", "<= p90")
@@ -24,7 +24,7 @@ _HEADS = ("log-Pearson", "of remaining", "Kendall", "top 20 %", "top 1 %", "1 % 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How good one predictor was after one number of turns."""
+    """How good one predictor was after a number of turns."""
 
     predictor: str
     is_single: bool
@@ -33,7 +33,7 @@ class Row:
 
 
 def folds(trajectories: Sequence[Trajectory], num: int) -> list[Split]:
-    """Splits in which each group is asked about once, having been learned from in none of that split."""
+    """Splits in which each group is predicted exactly once, by a predictor that has not learned from that group."""
 
     def fold(trajectory: Trajectory) -> int:
         return zlib.crc32(trajectory.group_id.encode()) % num
@@ -45,7 +45,7 @@ def folds(trajectories: Sequence[Trajectory], num: int) -> list[Split]:
 
 
 def evaluate(splits: Sequence[Split], arrival: Arrival, names: Sequence[str] = tuple(PREDICTORS)) -> list[Row]:
-    """A row for each predictor and each single feature, per step; predictors first."""
+    """A row per step for each predictor and each single feature; predictors first."""
     rows: list[Row] = []
     for name in names:
         rows += _rows(name, PREDICTORS[name], False, splits, arrival)
@@ -55,7 +55,7 @@ def evaluate(splits: Sequence[Split], arrival: Arrival, names: Sequence[str] = t
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table per step, and what the first predictor gains over the best single feature there."""
+    """A table per step, with the first predictor's gain over the best single feature of that step."""
     parts = []
     for step in sorted({row.step for row in rows}):
         here = [row for row in rows if row.step == step]
@@ -77,7 +77,7 @@ def _rows(
         for _ in play(before, predictor, _ask(predictor), arrival):
             pass
         if not is_single:
-            # As the next rollout begins with it: all that ended is counted, also what no report came after.
+            # As the next rollout starts with it: all ends count, including those after which no report came.
             learned, predictor = predictor.dump(), make()
             predictor.restore(learned)
         said += play(asked, predictor, _ask(predictor), arrival)
@@ -108,9 +108,9 @@ def _cells(row: Row) -> list[str]:
 
 
 def _gain(rows: Sequence[Row]) -> str:
-    """One line: the first predictor against the best single feature, which may be another one for each figure.
+    """One line: the first predictor against the best single feature, which may differ from figure to figure.
 
-    A feature that goes down as length goes up is as good as one that goes up.
+    A feature that falls as length rises is as good as one that rises.
     """
     first, singles = rows[0], [row for row in rows if row.is_single]
     gains = []

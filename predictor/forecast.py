@@ -1,4 +1,4 @@
-"""A law of one trajectory's total output, as shares on the lattice."""
+"""The distribution of one trajectory's total output, as shares on the lattice."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from predictor.lattice import BINS, CENTRES, EDGES, NUM_BINS, Weights
 
-# What weights are summed with, a row per bin; from each bin on.
+# What weights are multiplied by before they are summed, one row per bin; for each first bin.
 _SUMMED = np.stack([BINS**0, BINS, BINS**2, np.array(CENTRES)], axis=1)
 _SUMMED_FROM = [_SUMMED[first:] for first in range(NUM_BINS)]
 
@@ -30,9 +30,9 @@ class Forecast:
         self.sums: list[float] = weights.dot(_SUMMED_FROM[from_bin]).tolist()
 
     def mean(self) -> float:
-        """Expected total; more than was made."""
+        """Expected total; more than the output already made."""
         total, _, _, lengths = self.sums
-        # Of the first bin some is behind.
+        # Part of the first bin is already behind.
         begins, ends = EDGES[self.from_bin], EDGES[self.from_bin + 1]
         behind = self.made_tokens - begins if self.made_tokens > begins else 0.0
         middle = (begins + behind + ends) / 2

@@ -1,9 +1,9 @@
-"""What siblings say: lengths of one group are a shared level and each trajectory's own part, both log-normal.
+"""What siblings tell: lengths of one group share a level, and each trajectory adds its own part; both are log-normal.
 
-The level of a group is inferred from its finished members, from its running ones (each tells the group what its own
-progress says of its length: a normal message, as in expectation propagation) and from the same prompt in earlier
-rollouts. How much of the variance is shared, and how far a prompt's level wanders from rollout to rollout, is learned.
-Levels are counted in bins of the lattice, which are logs of lengths.
+The level of a group is inferred from its finished members, from its running ones and from the same prompt in earlier
+rollouts. A running member tells its group what its own progress suggests of its length, in a normal message, as in
+expectation propagation. How much of the variance is shared, and how far a prompt's level drifts from rollout to
+rollout, is learned. Levels are counted in bins of the lattice, which are logs of lengths.
 """
 
 from collections import OrderedDict, deque
@@ -12,12 +12,12 @@ from typing import Any
 
 from predictor.lengths import Lengths
 
-# Groups larger than this are known well enough by their newest members; and so their level may drift.
+# The newest members tell enough of a larger group; and so its level may drift.
 _MAX_FINISHED = 32
 _MAX_PAST = 24
 _PRIOR_WEIGHT = 20.0
-# Until there are data: siblings' own share of the variance (within-group correlations are 0.24 to 0.88), and the mean
-# square by which a prompt's level moves from one rollout to the next.
+# Until there are data: the share of the variance between siblings (within-group correlations are 0.24 to 0.88), and the
+# mean square by which a prompt's level moves from one rollout to the next.
 _OWN = 0.4
 _WANDER = 0.2
 
@@ -27,11 +27,12 @@ class Group:
     """One group.
 
     Args:
-        past: number of members of the same prompt in earlier rollouts, and their mean above that of all trajectories,
-            as known when this group began.
+        past: number of members of the same prompt in earlier rollouts, and their mean less that of all trajectories, as
+            known when this group began.
         finished: the bins in which its newest members ended, and their sum.
-        num_untold: finished members that the prompt's past does not hold yet.
-        squares: sum of squares about the group's mean that is not told to all groups yet, of `num_squares` terms.
+        num_untold: finished members that the prompt's past does not include yet.
+        squares: sum of `num_squares` squares about the group's mean that are not yet included in the average over all
+            groups.
         precision, weighted: sums over the messages of running members, of which there are `num_messages`.
     """
 
@@ -51,12 +52,12 @@ class Groups:
     """All groups, and what they have in common.
 
     Args:
-        lengths: the law of all trajectories.
-        memory: comparisons of siblings over which shares of variance are averaged.
+        lengths: the distribution of all lengths.
+        memory: comparisons of siblings over which the variance between siblings and the drift of prompts are averaged.
         max_groups: groups and prompts remembered; the longest unused goes first.
 
     Attributes:
-        own_variance: between siblings; between 5 % and 95 % of the variance of all.
+        own_variance: between siblings; kept between 5 % and 95 % of the variance of all.
     """
 
     def __init__(self, lengths: Lengths, memory: float, max_groups: int) -> None:
@@ -71,12 +72,12 @@ class Groups:
         self.refresh()
 
     def refresh(self) -> None:
-        """Bring `own_variance` up to date: the law of all lengths has changed, or what is known of siblings."""
+        """Update `own_variance`, after the distribution of lengths or what is known of siblings has changed."""
         total = self._lengths.variance
         self.own_variance = min(max(self._within.mean(_OWN * total, _PRIOR_WEIGHT), 0.05 * total), 0.95 * total)
 
     def get(self, group_id: str, prompt_id: str) -> Group:
-        """The group, made where it is new."""
+        """The group, created if it is new."""
         group = self._groups.get(group_id)
         if group is None:
             past = self._prompts.get(prompt_id, (0.0, 0.0)) if prompt_id != group_id else (0.0, 0.0)
@@ -88,14 +89,14 @@ class Groups:
         return group
 
     def expectation(self, group: Group, message: tuple[float, float]) -> tuple[float, float]:
-        """Mean and variance of the bin of a member, from all members but itself.
+        """Mean and variance of a member's bin, from all other members.
 
         Args:
-            message: its own, which is left out.
+            message: the member's own, which is left out.
         """
         own = self.own_variance
         mean, variance = self._before(group, self._lengths.variance - own, own)
-        # Those that report first wrote less in their turns than those that have not reported yet.
+        # Members that report first wrote less in their turns than those that have not reported yet.
         heard = group.num_messages / (group.num_running if group.num_running > 1 else 1)
         said = group.precision - message[0]
         precision = 1.0 / variance + len(group.finished) / own + (heard * said if said > 0.0 else 0.0)
@@ -103,9 +104,10 @@ class Groups:
         return weighted / precision, 1.0 / precision + own
 
     def message(self, group: Group, old: tuple[float, float], precision: float, weighted: float) -> tuple[float, float]:
-        """A running member's new word on its bin (precision, and mean times precision), in place of its `old` one.
+        """Replace a running member's message `old` by one from its new estimate of its bin (precision, and mean times
+        precision).
 
-        Returns: what it says of the group's level, to be given as `old` the next time.
+        Returns: the message about the group's level, to be passed as `old` next time.
         """
         scale = 1.0 / (1.0 + self.own_variance * precision)
         new = (precision * scale, weighted * scale)
@@ -117,10 +119,10 @@ class Groups:
         return new
 
     def ended(self, group: Group, in_bin: int) -> None:
-        """A member ended in this bin."""
+        """Count a member that ended in this bin."""
         num = len(group.finished)
         if num:
-            # These terms add up to the sum of squares about the group's mean, in whatever order its members end.
+            # These terms add up to the sum of squares about the group's mean, in whatever order members end.
             group.squares += num / (num + 1) * (in_bin - group.finished_sum / num) ** 2
             group.num_squares += 1
         if num == _MAX_FINISHED:
@@ -130,11 +132,12 @@ class Groups:
         group.num_untold = min(group.num_untold + 1, _MAX_FINISHED)
 
     def left(self, group: Group, prompt_id: str) -> None:
-        """A member that ran has ended or was dropped. The last one completes the group: its prompt's past grows."""
+        """Remove a running member that has ended or was dropped. The last one completes the group, and its prompt's
+        past grows."""
         group.num_running -= 1
         if group.num_running:
             return
-        # Not before: those that end first are alike.
+        # Not earlier, because members that end first are alike.
         self._within.note(group.squares, group.num_squares)
         self.refresh()
         group.squares, group.num_squares = 0.0, 0
@@ -153,7 +156,7 @@ class Groups:
             self._prompts.popitem(last=False)
 
     def dump(self) -> dict[str, Any]:
-        """What was learned. What running members said is not kept: they say it again."""
+        """What was learned. Messages of running members are not kept: the members send them again."""
         groups = {name: [*group.past, *group.finished] for name, group in self._groups.items()}
         untold = {
             name: (group.num_untold, group.squares, group.num_squares)
@@ -164,7 +167,7 @@ class Groups:
         return {"averages": averages, "groups": groups, "untold": untold, "prompts": dict(self._prompts)}
 
     def restore(self, dumped: dict[str, Any]) -> None:
-        """Take up a dump. Raises KeyError, TypeError or ValueError."""
+        """Restore a dump. Raises KeyError, TypeError or ValueError."""
         groups: OrderedDict[str, Group] = OrderedDict()
         for name, (num_past, past_mean, *finished) in dumped["groups"].items():
             groups[name] = Group(
@@ -191,19 +194,19 @@ class Groups:
 
 
 class _Average:
-    """A mean of what was noted, of which about `memory` notes count; older ones fade."""
+    """A mean of noted values, of which about the last `memory` count; older ones fade."""
 
     def __init__(self, memory: float, parts: tuple[float, float] = (0.0, 0.0)) -> None:
         self._memory = memory
         self.parts = parts
 
     def note(self, value: float, num: int = 1) -> None:
-        """Take up `num` values, whose sum is `value`."""
+        """Add `num` values whose sum is `value`."""
         total, weight = self.parts[0] + value, self.parts[1] + num
         fade = min(1.0, self._memory / max(weight, 1.0))
         self.parts = (total * fade, weight * fade)
 
     def mean(self, prior: float, prior_weight: float) -> float:
-        """The mean, were `prior` noted so often before."""
+        """The mean as if `prior` had been noted `prior_weight` times before."""
         total, weight = self.parts
         return (total + prior * prior_weight) / max(weight + prior_weight, 1e-9)

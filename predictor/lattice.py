@@ -1,7 +1,7 @@
-"""Lengths on a logarithmic lattice: four bins an octave, from 4 tokens to a million, so each is a fifth longer.
+"""Lengths on a logarithmic lattice: four bins per octave, from 4 tokens to a million, so each bin is a fifth longer.
 
-Laws of lengths are kept as one number per bin. A bin is narrow beside the spread of siblings (a factor of 1.8), so
-nothing is lost, and every law is possible: no tail is assumed.
+Distributions of lengths are kept as one number per bin. A bin is narrow compared to the spread of siblings (a factor of
+1.8), so nothing is lost, and any distribution fits: no form of the tail is assumed.
 """
 
 import math
@@ -19,7 +19,7 @@ NUM_BINS = 72
 
 
 def bin_of(tokens: float) -> int:
-    """The bin of a length; the first and the last take what lies outside."""
+    """The bin of a length; lengths outside the lattice go to the first or the last bin."""
     if tokens < 4.0:
         return 0
     found = int((math.log2(tokens) - _FIRST_OCTAVE) * _PER_OCTAVE)
@@ -27,7 +27,7 @@ def bin_of(tokens: float) -> int:
 
 
 EDGES: list[float] = [2.0 ** (_FIRST_OCTAVE + n / _PER_OCTAVE) for n in range(NUM_BINS + 1)]
-"""Lengths at which bins begin, and at which the last one ends."""
+"""The lengths at which bins begin, and the one at which the last bin ends."""
 
 CENTRES = [math.sqrt(low * high) for low, high in pairwise(EDGES)]
 """The geometric middle of each bin."""
@@ -36,4 +36,4 @@ BINS: Weights = np.arange(NUM_BINS, dtype=float)
 """The number of each bin."""
 
 BINS_FROM: list[Weights] = [BINS[first:] for first in range(NUM_BINS)]
-"""The same from each bin on: a view costs as much as a subtraction, and one is wanted at every turn."""
+"""The bin numbers from each bin on: making a view takes as long as a subtraction, and every turn needs one."""

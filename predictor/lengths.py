@@ -1,12 +1,12 @@
-"""How long trajectories are in all: learned from those that run as well as from those that ended.
+"""The distribution of total lengths, learned from running trajectories as well as from those that ended.
 
-A rollout's short trajectories end first, so a mean over those that ended is too low at first and too high at last.
-Here each bin of the lattice has a hazard: of the trajectories that came as far, the share that ended there. One that
-still runs counts in every bin that it has passed (Kaplan and Meier's estimate of survival). An end is known at once,
-and that others went on only after their turns: so an end is held back until the others had the time to report.
+A rollout's short trajectories end first, so a mean over those that ended is too low at first and too high in the end.
+Here each bin of the lattice has a hazard: of the trajectories that came this far, the share that ended there. A running
+trajectory counts in every bin that it has passed (the Kaplan-Meier estimate of survival). An end is known at once, but
+that others went on is known only after their turns. So an end is held back until the others have had time to report.
 
-Nothing is assumed of the tail but what stands in until there are data: a log-normal that turns into a Pareto tail
-where its hazard is high.
+Nothing is assumed of the tail except by the prior, used until there are data: a log-normal that turns into a Pareto
+tail where its hazard is high.
 """
 
 import math
@@ -20,26 +20,26 @@ import numpy as np
 from predictor.lattice import EDGES, NUM_BINS, Weights
 
 _REFRESH_AFTER = 64
-# Hazard of half a bin's trajectories: a Pareto tail of index 4. A log-normal's own hazard grows without end.
+# Half of a bin's trajectories end there: a Pareto tail of index 4. A log-normal's own hazard grows without limit.
 _MAX_PRIOR_HAZARD = 0.5
 
 
 class Lengths:
-    """The law of total lengths: the `shares` of bins, and their `mean` and `variance` in bins.
+    """The distribution of total lengths: the `shares` of bins, and their `mean` and `variance` in bins.
 
-    `surviving` is the share of trajectories that come to each bin: the sum of shares from there on.
+    `surviving` is the share of trajectories that reach each bin: the sum of shares from there on.
 
     Args:
-        typical_tokens, spread: the log-normal that stands in for data.
-        prior_weight: trajectories that it counts as in each bin.
-        memory: trajectories that count in each bin; older ones fade, so that the law follows drift.
+        typical_tokens, spread: the log-normal used as a prior.
+        prior_weight: trajectories that the prior counts as in each bin.
+        memory: trajectories that count in each bin; older ones fade, so that the distribution follows drift.
     """
 
     def __init__(self, typical_tokens: float, spread: float, prior_weight: float, memory: float) -> None:
         self._memory = memory
         self._passed = [prior_weight] * NUM_BINS
         self._ended = [prior_weight * hazard for hazard in _log_normal_hazards(typical_tokens, spread)]
-        # Ends that are not counted yet, and after how many reports they will be.
+        # Ends that are not counted yet, each with the number of reports after which it will be.
         self._held: deque[tuple[int, int]] = deque()
         self._num_reports = 0
         self.shares: Weights
@@ -58,11 +58,11 @@ class Lengths:
             self._count(in_bin, in_bin + 1, 1.0)
 
     def ended(self, in_bin: int, num_running: int) -> None:
-        """A trajectory ended in this bin, while so many others ran."""
+        """A trajectory ended in this bin while `num_running` others ran."""
         self._held.append((self._num_reports + num_running, in_bin))
 
     def refresh(self) -> bool:
-        """Bring `shares`, `mean` and `variance` up to date, where enough is new to be worth the time; gives whether."""
+        """Update `shares`, `mean` and `variance` if enough is new to be worth the time. Returns whether it did."""
         if self._num_news < _REFRESH_AFTER:
             return False
         self._tabulate()
@@ -75,10 +75,10 @@ class Lengths:
         return {"passed": self._passed, "ended": self._ended, "held": held, "due": due}
 
     def restore(self, dumped: dict[str, Any], goes_on: bool = False) -> None:
-        """Take up a dump. Raises KeyError, TypeError or ValueError.
+        """Restore a dump. Raises KeyError, TypeError or ValueError.
 
         Args:
-            goes_on: those that ran then will report again, so that ends are held back until they do.
+            goes_on: trajectories that ran then will report again, so ends stay held back until they do.
         """
         passed, ended = [float(x) for x in dumped["passed"]], [float(x) for x in dumped["ended"]]
         if len(passed) != NUM_BINS or len(ended) != NUM_BINS:
@@ -94,7 +94,7 @@ class Lengths:
         self._tabulate()
 
     def _count(self, from_bin: int, to_bin: int, num_ended: float) -> None:
-        """A trajectory came to each of these bins, the last not included; so many ended there."""
+        """Count a trajectory in each of these bins, `to_bin` excluded; `num_ended` ended there."""
         self._num_news += to_bin - from_bin
         all_passed, all_ended, memory = self._passed, self._ended, self._memory
         for index in range(from_bin, to_bin):

@@ -11,7 +11,7 @@ PREDICTORS: dict[str, Callable[[], Predictor]] = {
     "tabular": TabularPredictor,
     "siblings": SiblingPredictor,
     "tree": TreePredictor,
-    # The tabular one with a part of it left out, to see what the part is worth.
+    # The tabular predictor without one of its parts, to see what that part is worth.
     "progress-only": lambda: TabularPredictor(TabularSettings(uses_siblings=False)),
     "siblings-only": lambda: TabularPredictor(TabularSettings(uses_pace=False)),
 }
@@ -21,10 +21,10 @@ def predictor_named(name: str, model: bytes | None = None) -> Predictor:
     """A new predictor.
 
     Args:
-        model: what `heddle predictor train` made, to begin with.
+        model: what `heddle predictor train` wrote, to start from.
 
     Raises:
-        ValueError: there is none of that name, or the model is of another kind.
+        ValueError: there is no predictor of that name, or the model is of another kind.
     """
     if name not in PREDICTORS:
         raise ValueError(f"no predictor {name!r}: choose {', '.join(PREDICTORS)}")

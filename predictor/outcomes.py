@@ -1,12 +1,12 @@
-"""What tools gave back, read from the messages themselves, each as `tool:size:status`.
+"""Outcomes of tool calls, read from the messages themselves, each as `tool:size:status`.
 
-Read are OpenAI chat (`tool_calls` and role `tool`), OpenAI Responses items (`function_call`, `function_call_output`
-and their kin) and Anthropic messages (`tool_use`, `tool_result`). Rules:
-- Agents that speak plain text send an observation as a user message. It counts as the tool `user`, where a turn
-  brings no other result: a reminder beside a tool's result is not a result.
-- Tools that ran inside the engine's own answer are not there: no gap belongs to them.
-- What failed is for `predictor/status.py` to say.
-- A malformed message is passed over. Nothing here raises.
+It reads OpenAI chat (`tool_calls` and role `tool`), OpenAI Responses items (`function_call`, `function_call_output` and
+similar ones) and Anthropic messages (`tool_use`, `tool_result`). Rules:
+- Agents that speak plain text send an observation as a user message. It counts as the tool `user` if the turn has no
+  other result: a reminder beside a tool's result is not a result.
+- Tools that ran inside the engine's own answer are not included: no gap between turns belongs to them.
+- predictor/status.py decides what failed.
+- A malformed message is skipped. Nothing here raises.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from predictor.status import status_of
 UNKNOWN_TOOL = "?"
 USER = "user"
 
-# A tool's name comes from a client: it is cut, so that no chain of outcomes grows beyond bounds.
+# A tool's name comes from a client, so it is cut: no chain of outcomes may grow without limit.
 _MAX_NAME = 48
 _NAMED_KINDS = ("function_call_output", "custom_tool_call_output")
 
@@ -28,8 +28,8 @@ class OutcomeSettings:
 
     Args:
         medium_from: shorter results are small. Libra's defaults are 500 and 5,000.
-        large_from: results from here on are large.
-        image_characters: an image counts as so many: about 750 tokens, whatever its encoding takes.
+        large_from: results of at least this length are large.
+        image_characters: what an image counts as: about 750 tokens, whatever the length of its encoding.
     """
 
     medium_from: int = 500
@@ -44,9 +44,9 @@ def outcomes(messages: object, settings: OutcomeSettings = _DEFAULTS) -> tuple[s
     """Every outcome of a conversation, oldest first.
 
     Args:
-        messages: `messages` or `input` of a request's body, as parsed.
+        messages: the parsed `messages` or `input` of a request's body.
 
-    Cost: linear in the messages; of a result's text only its ends are searched, and JSON is parsed up to 64 KB.
+    Cost: linear in the messages; only the ends of a result's text are searched, and JSON is parsed up to 64 KB.
     """
     return tuple(_read(messages, settings)) if isinstance(messages, Sequence) else ()
 
@@ -112,7 +112,7 @@ def _is_answer(message: object) -> bool:
 
 
 def _calls(answer: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """(call id, tool) of what an answer calls."""
+    """(call id, tool) of each call in an answer."""
     if isinstance(call_id := answer.get("call_id"), str):
         yield call_id, answer.get("name")
     for call in _mappings(answer.get("tool_calls")):
@@ -125,15 +125,15 @@ def _calls(answer: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 def _results(message: Mapping[str, object]) -> Iterator[_Result]:
-    """The tool results in one message that is no answer."""
+    """The tool results in a message that is not an answer."""
     kind, role = message.get("type"), message.get("role")
     if role in ("tool", "function"):
-        # LangChain's messages say `status: error`.
+        # LangChain's messages have `status: error`.
         failed = message.get("is_error") is True or message.get("status") == "error"
         yield _Result(message.get("tool_call_id"), message.get("name"), message.get("content"), failed)
     elif isinstance(kind, str) and kind.endswith("_call_output"):
         failed = message.get("status") in ("failed", "incomplete")
-        # A shell or an editor of the API's own has no name but its kind.
+        # The API's own shell or editor has no name but its kind.
         name = None if kind in _NAMED_KINDS else kind.removesuffix("_call_output")
         yield _Result(message.get("call_id"), name, message.get("output"), failed)
     else:
@@ -143,7 +143,8 @@ def _results(message: Mapping[str, object]) -> Iterator[_Result]:
 
 
 def _text(content: object, settings: OutcomeSettings) -> tuple[object, int]:
-    """A result as `status_of` reads it (its text, or data where it is no text), and its length in characters."""
+    """A result as `status_of` reads it (its text, or the data itself if it is not text), and its length in
+    characters."""
     if isinstance(content, str):
         return content, len(content)
     if isinstance(content, Mapping):
@@ -153,7 +154,7 @@ def _text(content: object, settings: OutcomeSettings) -> tuple[object, int]:
     images = sum("image" in str(part.get("type")) for part in parts)
     characters = images * settings.image_characters
     if not texts and not images and parts:
-        # A shell's output as items of their own (Responses: `shell_call_output`).
+        # A shell's output as separate items (Responses: `shell_call_output`).
         return parts, sum(len(value) for part in parts for value in part.values() if isinstance(value, str))
     text = "\n".join(map(str, texts))
     return text, characters + len(text)

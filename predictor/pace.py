@@ -1,8 +1,8 @@
-"""What a trajectory's own progress says of its length: for each bin of lengths, how such trajectories looked.
+"""What a trajectory's own progress tells of its length: for each bin of lengths, how such trajectories looked.
 
-Learned in the direction length -> look, because that is not biased by which trajectories ended first; Bayes' rule turns
-it round. A look is a few numbers. They are boiled down to the one combination that follows length best, and its law is
-kept bin by bin, so that it may rise, fall or stay as length grows (inverse regression).
+Learned in the direction length -> look, because that is not biased by which trajectories ended first; Bayes' rule
+inverts it. A look is a few numbers. They are reduced to the one combination that follows length best. The distribution
+of that combination is kept bin by bin, so it may rise, fall or stay as length grows (inverse regression).
 """
 
 import math
@@ -15,15 +15,15 @@ from predictor.lattice import NUM_BINS, Weights
 from predictor.lengths import Lengths
 from predictor.progress import Progress
 
-# Stages are 1, 2-3, 4-7, 8-15, 16-31, and 32 or more finished turns: early looks say less.
+# Stages are 1, 2-3, 4-7, 8-15, 16-31, and 32 or more finished turns: early looks tell less.
 NUM_STAGES = 6
 NUM_FEATURES = 4
 _KERNEL = ((-2, 0.3), (-1, 0.8), (0, 1.0), (1, 0.8), (2, 0.3))
-# What stands in for data in a bin, in trajectories.
+# Weight of the fitted line in a bin, in trajectories.
 _LINE_WEIGHT = 3.0
 _MIN_LEARNED = 24.0
-# Share of all lengths of which ended trajectories must have told. While only short ones have ended, whatever does not
-# look like them is strange, and says nothing of how long it is.
+# The share of all lengths that ended trajectories must cover. While only short ones have ended, a look unlike theirs is
+# merely unknown, and tells nothing of the length.
 _MIN_KNOWN = 0.8
 _REFRESH_AFTER = 32
 # Keeps a feature that hardly varies from deciding.
@@ -31,13 +31,13 @@ _RIDGE = 0.01
 
 
 def stage_of(num_turns: int) -> int:
-    """The stage of a trajectory with so many finished turns, at least 1."""
+    """The stage of a trajectory with `num_turns` finished turns, at least 1."""
     stage = num_turns.bit_length() - 1
     return stage if stage < NUM_STAGES else NUM_STAGES - 1
 
 
 def look_of(progress: Progress) -> list[float]:
-    """What is seen of a trajectory after at least one turn: its pace, last turn, tool output and failures, as logs."""
+    """The look of a trajectory after at least one turn: its pace, last turn, tool output and failures, as logs."""
     turns, made, last = progress.num_turns, progress.output_tokens, progress.last_output_tokens
     given = progress.context_tokens - progress.prompt_tokens - made
     failed = sum([not outcome.endswith(":success") for outcome in progress.outcomes]) if progress.outcomes else 0
@@ -50,10 +50,10 @@ def look_of(progress: Progress) -> list[float]:
 
 
 class Looks:
-    """The law of looks at one stage, by bin of total length.
+    """The distribution of looks at one stage, by bin of total length.
 
     Args:
-        lengths: the law of all trajectories.
+        lengths: the distribution of all lengths.
         num_features: numbers in a look.
         memory: trajectories that count in each bin; older ones fade.
     """
@@ -62,7 +62,8 @@ class Looks:
         self._lengths = lengths
         self._memory = memory
         self._size = num_features
-        # Kernel-smoothed, per bin: trajectories that ended there, those that came to this stage, and their looks' sum.
+        # Kernel-smoothed, per bin: trajectories that ended there, those of them that reached this stage, and the sum of
+        # their looks.
         self._ended = [0.0] * NUM_BINS
         self._reached = [0.0] * NUM_BINS
         self._sums = [[0.0] * num_features for _ in range(NUM_BINS)]
@@ -70,7 +71,7 @@ class Looks:
         self._bins = [0.0, 0.0, 0.0]
         self._features = [0.0] * num_features
         self._by_bin = [0.0] * num_features
-        # Products of how far two features were from their bin's mean, and how many looks they are summed over.
+        # Products of two features' distances from their bin's mean, and the number of looks summed over.
         self._products = [[0.0] * num_features for _ in range(num_features)]
         self._num_products = 0.0
         self._num_news = 0
@@ -78,7 +79,7 @@ class Looks:
         self._law: _Law | None = None
 
     def learn(self, look: list[float] | None, in_bin: int) -> None:
-        """A trajectory that ended in this bin had this look; None: it did not come to this stage."""
+        """Learn from a trajectory that ended in this bin with this look; None: it did not reach this stage."""
         self._num_news += 1
         if look is not None:
             self._learn_line(look, in_bin)
@@ -100,7 +101,7 @@ class Looks:
             self._tabulate()
 
     def likelihood(self, look: list[float], from_bin: int = 0) -> Weights | None:
-        """How likely it is to come to this stage and look so, for each bin from `from_bin`, up to a factor.
+        """The likelihood of reaching this stage with this look, for each bin from `from_bin`, up to a factor.
 
         Returns: None while too little is known.
         """
@@ -109,7 +110,7 @@ class Looks:
             return None
         score = sum(map(float.__mul__, law.direction, look))
         off = law.means[from_bin:] - score
-        # Student's law with five degrees of freedom: one odd turn must not decide.
+        # Student's t-distribution with five degrees of freedom: one odd turn must not decide.
         spread = off * off * law.scales[from_bin:] + 1.0
         likelihood: Weights = law.heights[from_bin:] / (spread * spread * spread)
         return likelihood
@@ -120,7 +121,7 @@ class Looks:
         return [*parts, self._num_products]
 
     def restore(self, dumped: list[Any]) -> None:
-        """Take up a dump. Raises TypeError or ValueError."""
+        """Restore a dump. Raises TypeError or ValueError."""
         ended, reached, sums, bins, features, by_bin, products, num_products = dumped
         if len(ended) != NUM_BINS or len(features) != self._size:
             raise ValueError("another lattice")
@@ -169,7 +170,7 @@ class Looks:
             row[index] += _RIDGE
         direction = _solve(within, slopes)
         left = sum(one * sum(map(float.__mul__, row, direction)) for one, row in zip(direction, within, strict=True))
-        # Where few came by, the line is but a guess: it may as well be flat from here on.
+        # Where few trajectories were seen, the line is only a guess: it may as well be flat from here on.
         slope = sum(map(float.__mul__, direction, slopes))
         scales = []
         for index, came in enumerate(self._reached):
@@ -177,7 +178,8 @@ class Looks:
             scales.append(1.0 / (5.0 * (left + guess * _LINE_WEIGHT / (came + _LINE_WEIGHT)) + 1e-9))
         heights, share = [], 0.5
         for came, ended, scale in zip(self._reached, self._ended, scales, strict=True):
-            # Where few ended, as of those that are a bin shorter: whoever is longer comes at least as far.
+            # Where few ended, the share of the next shorter bin is used: a longer trajectory reaches this stage at
+            # least as often.
             share = (came + 0.5 * share) / (ended + 0.5)
             heights.append(share * math.sqrt(scale))
         self._law = _Law(
@@ -190,13 +192,13 @@ class Looks:
 
 @dataclass(frozen=True, slots=True)
 class _Law:
-    """A stage's law of looks, ready for use.
+    """The distribution of looks at a stage, ready for use.
 
     Args:
         direction: weights of the features in the combination that follows length best.
         means: its mean in each bin.
-        scales: one over its variance there, and over the degrees of freedom.
-        heights: of its law at the mean, up to a factor, times the share of trajectories that come to this stage.
+        scales: 1 / (its variance there * the degrees of freedom).
+        heights: of the distribution at its mean, up to a factor, times the share of trajectories that reach this stage.
     """
 
     direction: list[float]
@@ -206,7 +208,7 @@ class _Law:
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """The solution of a system whose matrix is symmetric and positive definite (Gauss and Jordan)."""
+    """The solution of a linear system with a symmetric positive definite matrix (Gauss-Jordan)."""
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
     for i, pivot in enumerate(rows):
         pivot[:] = [value / pivot[i] for value in pivot]

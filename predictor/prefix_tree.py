@@ -1,14 +1,15 @@
-"""Predicts what a trajectory has left from the chain of what its tools gave back (C-MLFQ's prefix trees).
+"""Predicts what a trajectory has left from the chain of its tool outcomes (C-MLFQ's prefix trees).
 
-One tree is of all trajectories, and each prompt has its own. A node is a chain of outcomes; it knows the logs of the
-output that trajectories still made from there. Rules:
-- A node counts for as many visits as it had; the rest of its weight is its parent's. A chain nobody saw is its parent.
-- A prompt's node starts from what the global tree says of the same chain, moved by as much as the prompt is known to
-  differ so far. Libra forgets the global tree once a prompt has one finished sibling; here both count. How much one
-  sibling is worth is learned: the variance between siblings against the variance of all.
-- Where a law is taken from: its place is the blend above, its shape is the latest sample of the deepest well-visited
-  global node, drawn together as siblings become known.
-- Old visits fade (half-life) and lose their place in the sample; the node longest unused goes first. One bound holds
+One tree covers all trajectories, and each prompt has its own. A node is a chain of outcomes; it holds the logs of the
+output that trajectories still made after it. Rules:
+- A node counts as many visits as it had; the rest of its weight is its parent's. A chain never seen is treated as its
+  parent.
+- A prompt's node starts from the global tree's estimate for the same chain, shifted by the prompt's known difference so
+  far. Libra drops the global tree once a prompt has one finished sibling; here both count. The worth of one sibling is
+  learned: the variance between siblings against the variance of all.
+- A distribution is centred on the blend above. Its shape is the latest sample of the deepest well-visited global node,
+  narrowed as siblings become known.
+- Old visits fade (half-life) and lose their place in the sample; the longest unused node goes first. One limit holds
   for all trees together.
 
 Source: C-MLFQ of Libra (arXiv 2606.03077).
@@ -32,7 +33,7 @@ _KIND = "prefix-tree-1"
 
 @dataclass(frozen=True, slots=True)
 class TreeSettings:
-    """Assumptions until data overrule them, bounds, and what can be left out to see what it brings.
+    """Assumptions until data replace them, limits, and parts that can be left out to see what they give.
 
     Args:
         typical_tokens, spread: median and log standard deviation of total output before any trajectory has ended.
@@ -40,13 +41,13 @@ class TreeSettings:
         within_share: share of the variance that is between siblings, until learned; 0.35 at a correlation of 0.65.
         node_weight: visits that a node's parent counts as.
         memory: visits over which a global node's mean is an exponential average.
-        prompt_memory: the same of a prompt's node: two groups of 16.
+        prompt_memory: the same for a prompt's node: two groups of 16.
         half_life: ended trajectories after which a visit counts half; so a prompt's last epoch still counts.
-        sample: latest visits kept by a global node for its shape.
-        max_depth: outcomes of a chain that are looked at; all later turns share the last node.
-        max_nodes: of all trees; about 0.5 KB each.
-        max_live: trajectories whose way is remembered until they end.
-        use_outcomes: without them, a chain is the number of turns.
+        sample: latest visits that a global node keeps for its shape.
+        max_depth: outcomes of a chain that are used; all later turns share the last node.
+        max_nodes: limit for all trees together; about 0.5 KB each.
+        max_live: trajectories whose path is remembered until they end.
+        use_outcomes: if False, a chain is just the number of turns.
     """
 
     typical_tokens: float = 2_000.0
@@ -66,7 +67,7 @@ class TreeSettings:
 
 @dataclass(slots=True)
 class _Way:
-    """How a live trajectory came here: at each turn, how long its chain was and what it had made."""
+    """The path of a live trajectory: at each turn, the length of its chain and the output it had made."""
 
     chain: tuple[str, ...]
     visits: dict[int, tuple[int, int]]
@@ -74,7 +75,7 @@ class _Way:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Log of what is left, the sibling evidence behind it, and the node whose sample gives its shape."""
+    """The log of the output left, the sibling evidence behind it, and the node whose sample gives its shape."""
 
     log_left: float
     siblings: float
@@ -103,7 +104,8 @@ class TreePredictor:
         return self._settings.use_outcomes
 
     def predict(self, progress: Progress) -> Prediction:
-        """Total output: what is made and what the trees say is left. Cost: 50 us at 20 turns, on a busy core."""
+        """Total output: the output made plus what the trees predict is left. Cost: 50 us at 20 turns, on a
+        busy core."""
         chain = self._chain(progress)
         self._note(progress, chain)
         place = self._place(self._key(progress), chain)
@@ -112,7 +114,7 @@ class TreePredictor:
         return Prediction(progress.output_tokens + left, progress.output_tokens + max(p90_left, left))
 
     def ended(self, progress: Progress) -> None:
-        """Learn what was left at each turn of this trajectory."""
+        """Learn how much was left at each turn of this trajectory."""
         way = self._live.pop(progress.trajectory_id, None)
         total = progress.output_tokens
         if total <= 0:
@@ -129,7 +131,7 @@ class TreePredictor:
             self._forget_oldest()
 
     def dropped(self, trajectory_id: str) -> None:
-        """Forget its way, learn nothing."""
+        """Forget its path; learn nothing."""
         self._live.pop(trajectory_id, None)
 
     def dump(self) -> bytes:
@@ -138,7 +140,7 @@ class TreePredictor:
         return orjson.dumps({"kind": _KIND, "learned": learned, "nodes": rows_of(list(reversed(self._recent)))})
 
     def restore(self, dumped: bytes, running: Container[str] = ()) -> None:
-        """Take up a dump; live trajectories stay as they are."""
+        """Restore a dump; live trajectories stay as they are."""
         try:
             state = orjson.loads(dumped)
             if state["kind"] != _KIND:
@@ -162,7 +164,7 @@ class TreePredictor:
         return progress.prompt_id or progress.group_id
 
     def _chain(self, progress: Progress) -> tuple[str, ...]:
-        """Outcomes; where nobody reads them, turns are told apart by their number alone."""
+        """Outcomes; if they are not read, only the number of turns."""
         settings = self._settings
         if settings.use_outcomes and progress.outcomes:
             return progress.outcomes[: settings.max_depth]
@@ -175,12 +177,12 @@ class TreePredictor:
             if len(self._live) > self._settings.max_live:
                 self._live.popitem(last=False)
         way.chain = chain
-        # All turns beyond the deepest node would only crowd out other trajectories' visits.
+        # Turns beyond the deepest node would only crowd out other trajectories' visits.
         if len(way.visits) < 4 * self._settings.max_depth or progress.num_turns in way.visits:
             way.visits[progress.num_turns] = (len(chain), progress.output_tokens)
 
     def _place(self, key: str, chain: tuple[str, ...]) -> _Place:
-        """Walk down both trees at once: the global log-mean, and by how much this prompt differs."""
+        """Walk down both trees at once: the global log-mean, and how much this prompt differs."""
         settings = self._settings
         everywhere, here = self._top.child(""), self._top.child(key) if key else None
         general, weight = math.log(settings.typical_tokens), settings.prior_weight
@@ -204,9 +206,9 @@ class TreePredictor:
         return _Place(general + differs, siblings, shape)
 
     def _law(self, place: _Place) -> tuple[float, float]:
-        """Mean and 90th percentile of what is left."""
+        """Mean and 90th percentile of the output left."""
         prompt_weight = self._prompt_weight()
-        # Of a prompt without siblings, all the variance; of one with many, what is between siblings.
+        # For a prompt without siblings, all the variance; for one with many, the part between siblings.
         spread_share = math.sqrt((1 + 1 / (place.siblings + prompt_weight)) / (1 + 1 / prompt_weight))
         if place.shape is None or place.shape.sample is None:
             spread = self._settings.spread * spread_share
@@ -221,12 +223,13 @@ class TreePredictor:
         return scale * mean, scale * math.exp(spread_share * (p90 - middle))
 
     def _prompt_weight(self) -> float:
-        """How many siblings the global tree counts as. Siblings neither tell all nor nothing."""
+        """How many siblings the global tree counts as; bounded, because siblings tell neither everything nor
+        nothing."""
         between = min(max(self._total - self._within, 0.02 * self._within), 20 * self._within)
         return self._within / between
 
     def _weight(self, node: Node) -> float:
-        """Visits, as faded as they are by now."""
+        """Visits, faded to the present."""
         return node.weight * self._fade(node)
 
     def _fade(self, node: Node) -> float:
@@ -250,7 +253,7 @@ class TreePredictor:
             self._recent.move_to_end(node)
 
     def _grown(self, key: str, chain: tuple[str, ...]) -> list[Node]:
-        """The nodes of a chain from its tree's root, made where they are absent."""
+        """The nodes of a chain from its tree's root, created if absent."""
         path = []
         node = self._top
         for label in (key, *chain):
@@ -265,12 +268,12 @@ class TreePredictor:
         return path
 
     def _learn_variances(self, key: str, log_total: float) -> None:
-        """How far a total is from its siblings' mean, against how far it is from all: what siblings are worth."""
+        """Learn what siblings are worth: how far a total is from its siblings' mean, against how far it is from all."""
         root, here = self._top.child(""), self._top.child(key) if key else None
         if root is None or here is None or (num := self._weight(here)) < 0.5:
             return
         self._variance_weight = min(self._variance_weight + 1, self._settings.memory)
-        # A mean of `num` siblings is itself off by a part of the variance between them.
+        # The mean of `num` siblings itself has part of the variance between them.
         within = (log_total - here.mean) ** 2 * num / (num + 1)
         self._within = max(self._within + (within - self._within) / self._variance_weight, 1e-4)
         self._total += ((log_total - root.mean) ** 2 - self._total) / self._variance_weight

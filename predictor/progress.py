@@ -1,4 +1,4 @@
-"""What a predictor is told about a trajectory, and what it promises. The gateway and the simulator tell the same."""
+"""What a predictor is told about a trajectory, and its interface. The gateway and the simulator tell it the same."""
 
 from collections.abc import Container
 from typing import Protocol
@@ -9,18 +9,18 @@ from scheduling.values import value_class
 
 @value_class(frozen=True, slots=True)
 class Progress:
-    """One trajectory so far, told before each turn and once more at its end.
+    """One trajectory so far, passed before each turn and once more at its end.
 
     Args:
         trajectory_id: tells the running siblings of a group apart.
-        group_id: siblings answer one prompt; empty when nobody said.
-        prompt_id: the same for the same prompt in a later rollout; empty when unknown.
+        group_id: siblings answer one prompt; empty if it is unknown.
+        prompt_id: stays the same for the same prompt in a later rollout; empty if it is unknown.
         prompt_tokens: prompt of the first turn.
-        context_tokens: prompt of the turn that now begins; of an ended trajectory, all its tokens.
-        output_tokens: made so far, in all finished turns.
-        last_output_tokens: made by the last finished turn.
+        context_tokens: prompt of the turn that now begins; for an ended trajectory, all its tokens.
+        output_tokens: output of all finished turns.
+        last_output_tokens: output of the last finished turn.
         num_turns: finished turns.
-        outcomes: what the tools gave back so far, oldest first, each `tool:size:status` (predictor/outcomes.py).
+        outcomes: tool outcomes so far, oldest first, each `tool:size:status` (predictor/outcomes.py).
     """
 
     trajectory_id: str
@@ -35,19 +35,19 @@ class Progress:
 
 
 class Predictor(Protocol):
-    """Learns while it serves. Not thread-safe: one loop calls it."""
+    """Learns while it serves. Not thread-safe: one event loop calls it."""
 
     @property
     def reads_outcomes(self) -> bool:
-        """It looks at `Progress.outcomes`; for others nobody need read a conversation at every turn."""
+        """Whether it uses `Progress.outcomes`; for other predictors the conversation need not be read at every turn."""
         ...
 
     def predict(self, progress: Progress) -> Prediction:
-        """Total output of this trajectory, as predicted now; remembers how far it is, for its siblings' sake."""
+        """Total output of this trajectory, as predicted now. Remembers its progress, for its siblings' predictions."""
         ...
 
     def ended(self, progress: Progress) -> None:
-        """A trajectory ended with `progress.output_tokens` in all: learn from it, forget it."""
+        """A trajectory ended with `progress.output_tokens` in total: learn from it, then forget it."""
         ...
 
     def dropped(self, trajectory_id: str) -> None:
@@ -55,16 +55,16 @@ class Predictor(Protocol):
         ...
 
     def dump(self) -> bytes:
-        """What was learned, to be kept."""
+        """What was learned, to be stored."""
         ...
 
     def restore(self, dumped: bytes, running: Container[str] = ()) -> None:
-        """Take up what an earlier process learned.
+        """Restore what an earlier process learned.
 
         Args:
-            running: trajectories of that process that go on here; of no other one a word is awaited.
+            running: trajectories of that process that go on here; no other ones will report again.
 
         Raises:
-            ValueError: it is not a dump of this kind of predictor; nothing changed.
+            ValueError: it is not a dump of this kind of predictor; nothing has changed then.
         """
         ...

@@ -1,7 +1,7 @@
-"""Plays trajectories past a predictor in the order in which things would happen, and notes what it says.
+"""Plays trajectories to a predictor in the order in which things would happen, and records its predictions.
 
-Time is what the tokens and the tools take; engines are not modelled, so nobody waits. A sibling is finished for the
-predictor only when it would be.
+Time is what tokens and tools take; engines are not modelled, so nothing waits. The predictor sees a sibling as finished
+only when it would be.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,22 +13,22 @@ from predictor.progress import Predictor, Progress
 from workloads.trajectories import Trajectory, Turn
 
 STEPS = (0, 1, 2, 4, 8)
-"""Finished turns after which predictions are compared."""
+"""Numbers of finished turns after which predictions are compared."""
 
 Arrival = Literal["together", "chained"]
-"""All start at once, as a rollout does; or each sibling starts when the one before it has ended."""
+"""All trajectories start at once, as in a rollout; or each sibling starts when the one before it has ended."""
 
 _TOKEN_S = 0.02
-# A person who goes to lunch is not a tool; it would only keep siblings from being finished.
+# A person at lunch is not a tool; such a pause would only keep siblings from finishing.
 _MAX_TOOL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """One prediction and what came true; tokens of output.
+    """One prediction and the true value; tokens of output.
 
     Args:
-        quantiles: the 50th and the 90th percentile of the total, where the predictor tells them.
+        quantiles: the 50th and the 90th percentile of the total, if the predictor gives them.
     """
 
     step: int
@@ -43,7 +43,8 @@ Ask = Callable[[Progress], tuple[float, tuple[float, float] | None]]
 
 
 def play(trajectories: Sequence[Trajectory], predictor: Predictor, ask: Ask, arrival: Arrival) -> Iterator[Said]:
-    """What `ask` said at each of STEPS. `predictor` is told every turn and every end; `ask` may look into it."""
+    """The predictions of `ask` at each of STEPS. `predictor` is told every turn and every end; `ask` may read its
+    state."""
     waiting: dict[str, list[Trajectory]] = {}
     heap: list[tuple[float, int, Progress, Trajectory]] = []
     for number, trajectory in enumerate(trajectories):
@@ -83,7 +84,8 @@ def _beginning(trajectory: Trajectory) -> Progress:
 
 
 def _after(progress: Progress, done: Turn, trajectory: Trajectory) -> Progress:
-    """What it is told when that turn is done; not summed anew, for there are trajectories of thousands of turns."""
+    """What it is told after that turn; updated rather than summed again, because some trajectories have thousands of
+    turns."""
     num_turns = progress.num_turns + 1
     given = trajectory.turns[num_turns].new_tokens if num_turns < len(trajectory.turns) else 0
     return replace(

@@ -1,4 +1,4 @@
-"""How good predictions were: correlation, order, the longest found, and whether quantiles keep their word."""
+"""How good predictions were: correlation, order, recall of the longest, and whether quantiles hold."""
 
 import math
 from bisect import bisect_left, bisect_right, insort
@@ -10,15 +10,15 @@ from predictor.replay import Said
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Predictions after one number of turns, over the trajectories that had more.
+    """Predictions after a given number of turns, over the trajectories that had more.
 
     Args:
         pearson: correlation of the logs of predicted and true total output.
-        remaining_pearson: the same of what was left.
-        kendall: tau-b of totals; 1 where every pair is in order.
+        remaining_pearson: the same for the output left.
+        kendall: tau-b of totals; 1 if every pair is in order.
         recall_20, recall_1: share of the longest 20 % and 1 % that are among as many predicted longest.
         in_top_10: share of the longest 1 % that are among the predicted longest 10 %.
-        under_p50, under_p90: share of totals not above that percentile; None where the predictor tells none.
+        under_p50, under_p90: share of totals not above that percentile; None if the predictor gives none.
     """
 
     num: int
@@ -36,7 +36,8 @@ def score(said: Sequence[Said], *, is_total: bool = True) -> Score:
     """The figures for predictions of one step.
 
     Args:
-        is_total: they are of the total, so that what was made is taken off for the remaining; a mere feature is not.
+        is_total: predictions are of the total, so the output made is subtracted for the remaining output; a mere
+            feature is not.
     """
     truth = [float(one.total_tokens) for one in said]
     predicted = [one.predicted_tokens for one in said]
@@ -58,7 +59,7 @@ def score(said: Sequence[Said], *, is_total: bool = True) -> Score:
 
 
 def log_pearson(predicted: Sequence[float], truth: Sequence[float]) -> float:
-    """Correlation of logs; 0 where one of them is constant."""
+    """Correlation of logs; 0 if one of them is constant."""
     xs = [math.log(max(x, 1.0)) for x in predicted]
     ys = [math.log(max(y, 1.0)) for y in truth]
     mean_x, mean_y = math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)
@@ -68,7 +69,7 @@ def log_pearson(predicted: Sequence[float], truth: Sequence[float]) -> float:
 
 
 def kendall(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Kendall's tau-b: ties count neither way. 0 where one of them is constant."""
+    """Kendall's tau-b: ties count neither way. 0 if one of them is constant."""
     order = sorted(range(len(xs)), key=lambda index: xs[index])
     before: list[float] = []
     balance = 0
@@ -87,7 +88,7 @@ def kendall(xs: Sequence[float], ys: Sequence[float]) -> float:
 def recall(predicted: Sequence[float], truth: Sequence[float], longest: float, among: float) -> float:
     """Share of the `longest` part by truth that is in the `among` part by prediction.
 
-    As many as are just as long as the last of the longest count among them (a limit on output makes such); predicted
+    Trajectories exactly as long as the last of the longest also count (a limit on output produces such ties); predicted
     ties are shared out evenly.
     """
     shortest = sorted(truth, reverse=True)[math.ceil(longest * len(truth)) - 1]
@@ -101,7 +102,7 @@ def recall(predicted: Sequence[float], truth: Sequence[float], longest: float, a
 
 
 def _runs(order: Sequence[int], values: Sequence[float]) -> list[tuple[float, list[int]]]:
-    """Neighbours in `order` with equal values, together."""
+    """Neighbours in `order` with equal values, grouped."""
     runs: list[tuple[float, list[int]]] = []
     for index in order:
         if runs and runs[-1][0] == values[index]:

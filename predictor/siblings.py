@@ -1,7 +1,7 @@
-"""Predicts a trajectory's total output from its finished siblings and from what it has made so far.
+"""Predicts a trajectory's total output from its finished siblings and from the output it has made so far.
 
 Sibling lengths are by far the best predictor (log-Pearson 0.67 to 0.86 from one sibling, MCPMark trajectories); prompt
-length is worthless (0.12). Totals are taken as log-normal with a spread between groups and a spread within: a group's
+length is worthless (0.12). Totals are assumed log-normal with a spread between groups and a spread within. A group's
 log-mean is shrunk towards that of all groups, and the prediction is conditioned on the output already made.
 """
 
@@ -19,18 +19,18 @@ from scheduling.types import Prediction
 _NORMAL = NormalDist()
 _P90 = _NORMAL.inv_cdf(0.9)
 _SQRT_2 = math.sqrt(2)
-_LEAST = 1e-300  # 37 deviations up: a total that nobody predicted, and then what was made says more
+_LEAST = 1e-300  # 37 deviations up: an unpredicted total; the output already made then tells more
 
 
 @dataclass(frozen=True, slots=True)
 class SiblingSettings:
-    """Assumptions until data overrule them, and bounds.
+    """Assumptions until data replace them, and limits.
 
     Args:
         typical_tokens: median total output before any trajectory has ended.
         spread: standard deviation of log totals; 0.97 in long-tailed rollouts (policy study).
-        within_share: share of that variance between siblings; 0.35 where the within-group correlation is 0.65.
-        prior_weight: finished trajectories that `typical_tokens` counts as, so that the first one does not overrule it.
+        within_share: share of that variance between siblings; 0.35 at a within-group correlation of 0.65.
+        prior_weight: finished trajectories that `typical_tokens` counts as, so that the first one does not replace it.
         memory: finished trajectories over which the global mean is an exponential average, so that it follows drift.
         max_groups: groups remembered; the longest unused goes first.
     """
@@ -66,7 +66,7 @@ class SiblingPredictor:
         return _above(mean, math.sqrt(within + 1 / precision), progress.output_tokens)
 
     def ended(self, progress: Progress) -> None:
-        """Learn from a trajectory that ended; one that made nothing says nothing."""
+        """Learn from a trajectory that ended; one without output is ignored."""
         if not progress.output_tokens:
             return
         group_id, log_total = progress.group_id, math.log(progress.output_tokens)
@@ -79,16 +79,16 @@ class SiblingPredictor:
             self._groups.popitem(last=False)
 
     def dropped(self, trajectory_id: str) -> None:
-        """Running trajectories are not remembered here, so there is nothing to forget."""
+        """Nothing to forget: running trajectories are not remembered here."""
 
     def dump(self) -> bytes:
-        """What was learned, to be kept."""
+        """What was learned, to be stored."""
         return orjson.dumps(
             {"global_log": self._global_log, "num_seen": self._num_seen, "groups": list(self._groups.items())}
         )
 
     def restore(self, dumped: bytes, running: Container[str] = ()) -> None:
-        """Take up what an earlier process learned. Raises ValueError where the dump is of another kind."""
+        """Restore what an earlier process learned. Raises ValueError if the dump is of another kind."""
         state = orjson.loads(dumped)
         try:
             groups = OrderedDict((group_id, (int(num), float(total))) for group_id, (num, total) in state["groups"])
@@ -111,5 +111,5 @@ def _above(mean: float, spread: float, floor: int) -> Prediction:
 
 
 def _beyond(z: float) -> float:
-    """The probability of a normal above `z`; one minus the distribution has no digits left from 6 on."""
+    """The probability of a normal above `z`; 1 minus the distribution function has no digits left from 6 on."""
     return math.erfc(z / _SQRT_2) / 2

@@ -39,7 +39,8 @@ FEATURES: dict[str, Feature] = {
 
 
 class Single:
-    """Takes one feature for the total, as it is. Where it is not to be had, the geometric mean of all that ended."""
+    """Uses one feature as the total, unchanged. If the feature is not available, the geometric mean of all
+    that ended."""
 
     reads_outcomes = False
 
@@ -65,7 +66,7 @@ class Single:
         self._num_ended += 1
 
     def dropped(self, trajectory_id: str) -> None:
-        """Running trajectories are not remembered here."""
+        """Nothing to forget: running trajectories are not remembered here."""
 
     def dump(self) -> bytes:
         """Nothing: it is for comparison only."""

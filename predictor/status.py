@@ -1,8 +1,8 @@
-"""Did a tool succeed, fail or run out of time? Read from what it gave back.
+"""Whether a tool succeeded, failed or timed out, read from its result.
 
 A mention of an error is not an error: agents read files, logs and web pages full of that word. So, in this order:
-1. what says it as data: JSON fields (`error`, `exit_code`, `success`, ...), and the engine API's own error flag;
-2. an exit code in the first or last lines, as tools' wrappers write it; 0 is a success whatever stands between;
+1. statements in data: JSON fields (`error`, `exit_code`, `success`, ...), and the engine API's own error flag;
+2. an exit code in the first or last lines, as tool wrappers write it; 0 is a success whatever else the text has;
 3. words with which a failure begins or ends, at the start of a line: `Error: ...`, a traceback, `fatal: ...`.
 Only the ends of a text are searched, so the cost of a long one is bounded.
 """
@@ -17,13 +17,13 @@ SUCCESS = "success"
 FAILURE = "failure"
 TIMEOUT = "timeout"
 
-# Longer texts are files rather than a tool's own report; parsing them would cost more than they tell.
+# Longer texts are files rather than a tool's own report; parsing them costs more than they tell.
 _MAX_JSON = 65_536
 _EDGE_LINES = 4
 _EDGE_CHARACTERS = 600
 # A traceback is longer than the last lines; its frames seldom exceed this.
 _TAIL_CHARACTERS = 6_000
-# What `timeout` of GNU coreutils exits with.
+# The exit code of GNU coreutils' `timeout`.
 _TIMEOUT_EXIT_CODE = 124
 
 _EXIT_CODE = re.compile(
@@ -31,7 +31,7 @@ _EXIT_CODE = re.compile(
     r"(?:exit(?:ed with)?[ _-]?(?:code|status)|exited with|return[ _-]?code)\W{1,3}(-?\d{1,10})\b",
     re.IGNORECASE | re.MULTILINE,
 )
-# A `#` begins a heading or a comment, hence a document.
+# A `#` begins a heading or a comment, hence the text is a document.
 _BEGINS = re.compile(
     r"[^\w#]{0,4}(?:"
     r"(?:[A-Za-z_][\w.]{0,80})?(?:Error|Exception)(?:\(|:|$)"
@@ -72,8 +72,8 @@ def status_of(result: object, is_error: bool = False) -> str:
     """`success`, `failure` or `timeout`.
 
     Args:
-        result: its text, or the data itself where a client sends no text.
-        is_error: what the message says of itself. False tells nothing: clients write it by default.
+        result: its text, or the data itself if a client sends no text.
+        is_error: the message's own flag. False tells nothing: clients write it by default.
     """
     text = result if isinstance(result, str) else ""
     data = _parsed(text) if text else result
@@ -93,7 +93,7 @@ def status_of(result: object, is_error: bool = False) -> str:
 
 
 def _parsed(text: str) -> object:
-    """The JSON object or array that a text is; None for any other text."""
+    """The JSON object or array that a text holds; None for any other text."""
     start = text[:64].lstrip()[:1]
     if start not in ("{", "[") or len(text) > _MAX_JSON:
         return None
@@ -105,7 +105,7 @@ def _parsed(text: str) -> object:
 
 
 def _told_by(data: object, depth: int = 2) -> str | None:
-    """What the fields of a report say; None where none of them is about success."""
+    """What the fields of a report state; None if none of them is about success."""
     if isinstance(data, list):
         return _worst(_told_by(item, depth - 1) for item in islice(data, 8)) if depth else None
     if not isinstance(data, Mapping):
@@ -128,7 +128,7 @@ def _told_by(data: object, depth: int = 2) -> str | None:
 
 
 def _is_bad(value: object) -> bool:
-    """An `error` field that says something; "none" and "null" are how some tools write nothing."""
+    """Whether an `error` field has content; some tools write "none" or "null" for nothing."""
     return bool(value) and not (isinstance(value, str) and value.strip().lower() in ("", "none", "null", "false"))
 
 
@@ -153,7 +153,7 @@ def _edges(text: str) -> str:
     if len(text) <= _EDGE_CHARACTERS:
         tail = text.rstrip().rsplit("\n", _EDGE_LINES)[-_EDGE_LINES:] if text.count("\n") >= _EDGE_LINES else []
     else:
-        # What is cut off in the middle of a line is not a line's start.
+        # A line cut off in the middle has no line start.
         tail = text[-_EDGE_CHARACTERS:].rstrip().split("\n")[1:][-_EDGE_LINES:]
     return "\n".join((*head, *tail))
 
@@ -163,7 +163,7 @@ def _begins_badly(text: str, edges: str) -> bool:
 
 
 def _mentions_timeout(data: object) -> bool:
-    """Whether the error that a report tells of is a timeout."""
+    """Whether the error in a report is a timeout."""
     if not isinstance(data, Mapping):
         return False
     return any(_MENTIONS_TIMEOUT.search(str(data.get(key))[:_EDGE_CHARACTERS]) for key in _ERROR_KEYS)

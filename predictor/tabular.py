@@ -1,11 +1,11 @@
 """Predicts a trajectory's total output from its siblings, its prompt's past, and its own progress.
 
-Everything is learned while it serves. Bayes' rule on a lattice of lengths, in four factors:
+Everything is learned while it serves, by Bayes' rule on a lattice of lengths, in four factors:
 
-- the law of all lengths, by hazards, so that running trajectories count (lengths.py);
-- what siblings say, finished and running, and the same prompt in earlier rollouts (groups.py);
-- what the trajectory's own pace says (pace.py);
-- that it is longer than what it has made.
+- the distribution of all lengths, by hazards, so that running trajectories count (lengths.py);
+- its siblings, finished and running, and the same prompt in earlier rollouts (groups.py);
+- the trajectory's own pace (pace.py);
+- its length is at least the output it has made.
 """
 
 import math
@@ -25,23 +25,23 @@ from predictor.progress import Progress
 from scheduling.types import Prediction
 
 _KIND = "tabular-1"
-# A trajectory is nothing like its siblings once in so many: it hangs, or its tool is broken.
+# The share of trajectories that are nothing like their siblings: one hangs, or its tool is broken.
 _ODD = 0.02
-# A bin is as sure as it gets.
+# No estimate is more certain than about one bin.
 _MIN_VARIANCE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class TabularSettings:
-    """Assumptions until data overrule them, and bounds.
+    """Assumptions until data replace them, and limits.
 
     Args:
         typical_tokens: median total output before anything is known.
-        spread: standard deviation of log totals then; long-tailed rollouts have about 1.
+        spread: standard deviation of log totals before anything is known; long-tailed rollouts have about 1.
         prior_weight: trajectories that these two count as, in each bin of lengths.
         memory: trajectories that count in each bin; older ones fade, so that drift is followed.
         max_groups: groups and prompts remembered; the longest unused goes first.
-        max_running: running trajectories remembered, in case nobody tells of their end.
+        max_running: running trajectories remembered, in case their end is never reported.
         uses_siblings, uses_pace: a part can be left out, to see what it is worth.
     """
 
@@ -69,7 +69,7 @@ class _Running:
 class TabularPredictor:
     """Learns from each trajectory at each turn; predicts at every turn."""
 
-    reads_outcomes = False  # beside the pace they tell nothing more (docs/simulating.md)
+    reads_outcomes = False  # they add nothing to the pace (docs/simulating.md)
 
     def __init__(self, settings: TabularSettings | None = None) -> None:
         self._settings = settings = settings or TabularSettings()
@@ -78,7 +78,8 @@ class TabularPredictor:
         self._looks = [Looks(self._lengths, NUM_FEATURES, settings.memory) for _ in range(NUM_STAGES)]
         self._prompts = Looks(self._lengths, 1, settings.memory)
         self._running: OrderedDict[str, _Running] = OrderedDict()
-        # How far an earlier process had heard of those that ran: that is in the law of lengths already.
+        # The bins that trajectories of an earlier process had reported; the distribution of lengths already includes
+        # them.
         self._heard: dict[str, int] = {}
 
     def predict(self, progress: Progress) -> Prediction:
@@ -88,7 +89,7 @@ class TabularPredictor:
         return Prediction(mean, p90 if p90 > mean else mean)
 
     def forecast(self, progress: Progress) -> Forecast:
-        """The law of the total output, as known now."""
+        """The distribution of the total output, as known now."""
         running = self._progressed(progress)
         group = running.group
         if self._lengths.refresh():
@@ -114,7 +115,7 @@ class TabularPredictor:
         return forecast
 
     def ended(self, progress: Progress) -> None:
-        """Learn from a trajectory that ended; one that made nothing says nothing."""
+        """Learn from a trajectory that ended; one without output is ignored."""
         if not progress.output_tokens:
             self.dropped(progress.trajectory_id)
             return
@@ -128,7 +129,7 @@ class TabularPredictor:
         self.dropped(progress.trajectory_id)
 
     def dropped(self, trajectory_id: str) -> None:
-        """Forget a trajectory that did not end by itself. That it came so far stays known."""
+        """Forget a trajectory that did not end by itself. What it reported so far still counts."""
         self._heard.pop(trajectory_id, None)
         running = self._running.pop(trajectory_id, None)
         if running is not None:
@@ -149,7 +150,7 @@ class TabularPredictor:
         )
 
     def restore(self, dumped: bytes, running: Container[str] = ()) -> None:
-        """Take up a dump. Raises ValueError where it is of another kind; nothing changed."""
+        """Restore a dump. Raises ValueError, with nothing changed, if it is of another kind."""
         state = orjson.loads(dumped)
         if not isinstance(state, dict) or state.get("kind") != _KIND:
             raise ValueError(f"not what a {_KIND} predictor learned")
@@ -196,10 +197,10 @@ class TabularPredictor:
         return running
 
     def _prior(self, from_bin: int, mean: float, variance: float) -> Weights:
-        """Share of each bin from `from_bin` on, where siblings make its mean and variance what they are.
+        """Share of each bin from `from_bin` on, given the mean and variance that the siblings give.
 
-        The law of all lengths, times what siblings say: the normal law that turns the mean and variance of all into
-        theirs. So without siblings it is the law of all, whatever its shape.
+        The distribution of all lengths, times what the siblings tell: the normal distribution that turns the mean and
+        variance of all into theirs. So without siblings it is the distribution of all, whatever its shape.
         """
         lengths = self._lengths
         shares = lengths.shares[from_bin:]
@@ -207,7 +208,7 @@ class TabularPredictor:
         if said < 1e-6:
             return shares.copy()
         peak = (mean / variance - lengths.mean / lengths.variance) / said
-        # One array from here to the end: to make another one takes as long as to compute it.
+        # One array from here to the end: allocating another takes as long as the computation.
         weights: Weights = BINS_FROM[from_bin] - peak
         weights *= weights
         weights *= -0.5 * said
@@ -219,9 +220,10 @@ class TabularPredictor:
 
 
 def _said(forecast: Forecast, mean: float, variance: float) -> tuple[float, float]:
-    """What a trajectory's own progress adds to what its siblings said of its bin.
+    """What a trajectory's own progress adds to what its siblings tell of its bin.
 
-    Returns: precision, and mean times precision, of the normal law that turns N(mean, variance) into the forecast.
+    Returns: precision, and mean times precision, of the normal distribution that turns N(mean, variance) into the
+    forecast.
     """
     total, first, second, _ = forecast.sums
     first /= total

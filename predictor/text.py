@@ -1,8 +1,9 @@
-"""Predicts what a trajectory has left from what is said in it (as Heddle's predictor does), beside the tabular one.
+"""Predicts what a trajectory has left from its text (as the Heddle paper's predictor does), beside the tabular
+predictor.
 
-The network starts from the tabular prediction where one is given and learns what the text adds to it. torch is loaded
-at the first use only. A prediction takes milliseconds: it is made while the tool runs (`predictor/aside.py`), and only
-where `predictor/choice.py` finds that it pays.
+The network starts from the tabular prediction if there is one, and learns what the text adds to it. torch is loaded on
+first use only. A prediction takes milliseconds, so it is made while the tool runs (`predictor/aside.py`), and only if
+`predictor/choice.py` finds that it pays.
 """
 
 import json
@@ -26,12 +27,12 @@ _SAID = ("role", "name", "content", "text", "reasoning_content", "arguments", "i
 
 @dataclass(frozen=True, slots=True)
 class TextExample:
-    """A conversation at the begin of a turn, and what came of it.
+    """A conversation at the start of a turn, and its outcome.
 
     Args:
         group_id: examples of a group are never split between training and its check.
-        total_tokens: output of the whole trajectory; 0 where it is to be predicted.
-        base_tokens: the tabular prediction of the total; 0 where there is none. All examples or none have one.
+        total_tokens: output of the whole trajectory; 0 if it is to be predicted.
+        base_tokens: the tabular prediction of the total; 0 if there is none. Either all examples have one or none has.
     """
 
     text: str
@@ -44,7 +45,8 @@ class TextExample:
 
 @dataclass(frozen=True, slots=True)
 class TrainingReport:
-    """What training came to; the loss is a normal law's of logs, in nats an example, on groups held out."""
+    """The result of training. The loss is that of a normal distribution of logs, in nats per example, on held-out
+    groups."""
 
     num_examples: int
     num_held_out: int
@@ -54,7 +56,7 @@ class TrainingReport:
 
 
 def conversation_text(messages: object) -> str:
-    """The begin and the end of a conversation's text: the task, and where it stands now. Bounded."""
+    """The beginning and the end of a conversation's text: the task, and where it stands now. Bounded."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return ""
     head = "\n".join(_taken(_strings(messages), _HEAD_CHARACTERS))[:_HEAD_CHARACTERS]
@@ -63,7 +65,7 @@ def conversation_text(messages: object) -> str:
 
 
 def read_examples(path: Path) -> list[TextExample]:
-    """Examples from JSON lines whose fields are those of `TextExample`; `messages` may stand for `text`.
+    """Examples from JSON lines with the fields of `TextExample`; `messages` may replace `text`.
 
     Raises:
         OSError, ValueError: it cannot be read; the message names the line.
@@ -85,7 +87,7 @@ def read_examples(path: Path) -> list[TextExample]:
 def train_text(
     examples: Sequence[TextExample], out: Path, *, seed: int = 0, max_epochs: int = 20, max_s: float = 60.0
 ) -> TrainingReport:
-    """Train on examples and write the predictor to `out`. A seventh of the groups checks when to stop.
+    """Train on examples and write the predictor to `out`. A seventh of the groups decides when to stop.
 
     Raises:
         ValueError: fewer than 50 examples, or fewer than 5 groups.
@@ -120,7 +122,7 @@ class TextPredictor:
 
     @classmethod
     def load(cls, path: Path) -> "TextPredictor":
-        """What `train_text` wrote. Raises OSError, ValueError or ImportError (torch is not installed)."""
+        """The predictor that `train_text` wrote. Raises OSError, ValueError or ImportError (torch is not installed)."""
         from predictor import text_model
 
         modules, about = text_model.load(path)
@@ -174,7 +176,7 @@ def _log_left(example: TextExample) -> float:
 
 
 def _strings(value: object, backwards: bool = False, depth: int = 6) -> Iterator[str]:
-    """What is said in a value, in order; a message's other fields say nothing."""
+    """The text in a value, in order; other fields of a message hold none."""
     if isinstance(value, str):
         yield value
     elif depth and isinstance(value, list | tuple):
@@ -187,7 +189,7 @@ def _strings(value: object, backwards: bool = False, depth: int = 6) -> Iterator
 
 
 def _taken(strings: Iterator[str], characters: int) -> Iterator[str]:
-    """Strings until so many characters are there."""
+    """Strings until they have `characters` characters."""
     for string in strings:
         yield string
         characters -= len(string)

@@ -1,7 +1,7 @@
-"""The network of the text predictor. The only file that knows torch, which is optional: `pip install heddle[text]`.
+"""The network of the text predictor. The only file that uses torch, which is optional: `pip install heddle[text]`.
 
-A convolution over hashed words, pooled apart over a conversation's head and its tail, beside a few numbers; what comes
-out is the mean and the spread of the log of the remaining output. Small enough to train on a CPU in a minute.
+A convolution over hashed words, pooled separately over a conversation's head and tail, plus a few numbers. The output
+is the mean and the spread of the log of the remaining output. Small enough to train on a CPU in a minute.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ _MIN_SPREAD, _MAX_SPREAD = 0.05, 2.0
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One example as numbers: hashed words, beside them numbers, and the log that the network's answer adds to."""
+    """One example as numbers: hashed words, further numbers, and the log that the network's output is added to."""
 
     words: list[int]
     numbers: list[float]
@@ -31,7 +31,8 @@ class Row:
 
 Modules = Any
 
-# The other cores are the gateway's and its engines'; and threads that wait for each other on a busy machine are slow.
+# The other cores belong to the gateway and its engines, and threads that wait for each other on a busy machine are
+# slow.
 torch.set_num_threads(1)
 
 
@@ -49,14 +50,14 @@ def new_modules(seed: int) -> Modules:
 
 
 def hash_of(word_checksum: int) -> int:
-    """The word's row in the table; 0 is for no word."""
+    """The word's row in the table; row 0 means no word."""
     return word_checksum % (_NUM_HASHES - 1) + 1
 
 
 def train(
     modules: Modules, rows: Sequence[Row], held_out: Sequence[Row], max_epochs: int, is_time_up: Callable[[], bool]
 ) -> tuple[float, int]:
-    """Fit to `rows`, keep what is best on `held_out`: its loss (nats an example) and the epoch."""
+    """Fit to `rows`; keep the state that is best on `held_out`. Returns its loss (nats per example) and its epoch."""
     optimizer = torch.optim.AdamW(modules.parameters(), lr=2e-3, weight_decay=0.02)
     best, best_loss, best_epoch = _state(modules), _loss_of(modules, held_out), 0
     for epoch in range(1, max_epochs + 1):
@@ -77,7 +78,7 @@ def train(
 
 
 def laws(modules: Modules, rows: Sequence[Row]) -> list[tuple[float, float]]:
-    """(mean, spread) of the log of what is left, of each row."""
+    """(mean, spread) of the log of the output left, for each row."""
     modules.eval()
     with torch.inference_mode():
         means, spreads = _forward(modules, rows)
@@ -114,7 +115,7 @@ def _forward(modules: Modules, rows: Sequence[Row]) -> tuple[Any, Any]:
 
 
 def _loss(modules: Modules, rows: Sequence[Row]) -> Any:
-    """Negative log-likelihood of a normal law of logs."""
+    """Negative log-likelihood of a normal distribution of logs."""
     means, spreads = _forward(modules, rows)
     truth = torch.tensor([row.log_left for row in rows], dtype=torch.float32)
     return (((truth - means) / spreads) ** 2 / 2 + spreads.log()).mean()

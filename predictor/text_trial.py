@@ -1,4 +1,5 @@
-"""Whether a text predictor is worth having: trained on most groups, and judged on the others beside the tabular one."""
+"""Whether a text predictor is worth having: trained on most groups, judged on the others beside the tabular
+predictor."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,11 +12,11 @@ from predictor.tabular import TabularPredictor
 from predictor.text import TextExample, TextPredictor, TrainingReport, train_text
 
 NUM_FOLDS = 5
-"""Parts that groups are dealt into; a fifth of the groups judges. No group is in two parts."""
+"""Parts into which groups are dealt; one fifth of the groups judges. No group is in two parts."""
 
 
 def try_text(examples: Sequence[TextExample], out: Path, *, seed: int = 0) -> tuple[TrainingReport, Choice]:
-    """Train on four fifths of the groups, judge on the rest; `out` is written, and stays only where it was chosen.
+    """Train on four fifths of the groups, judge on the rest; `out` is written, and is kept only if it was chosen.
 
     Raises:
         ValueError: too few examples, or one of unknown length.
@@ -39,9 +40,10 @@ def try_text(examples: Sequence[TextExample], out: Path, *, seed: int = 0) -> tu
 
 
 def beside_tabular(examples: Sequence[TextExample]) -> list[TextExample]:
-    """Each example with what the tabular predictor says of it, which has learned from groups of other parts alone.
+    """Each example with the prediction of a tabular predictor that has learned only from groups of other parts.
 
-    Examples that have a `base_tokens` of their own, as a gateway's predictor gave them, are taken as they are.
+    If all examples have a `base_tokens` of their own, as a gateway's predictor gave them, they are returned as they
+    are.
     """
     if all(example.base_tokens > 0 for example in examples):
         return list(examples)
@@ -66,7 +68,7 @@ def beside_tabular(examples: Sequence[TextExample]) -> list[TextExample]:
 
 
 def _trajectories(examples: Sequence[TextExample]) -> Iterator[list[int]]:
-    """Where the examples of each trajectory stand, early turns first."""
+    """The positions of each trajectory's examples, early turns first."""
     found: dict[str, list[int]] = {}
     for number, example in enumerate(examples):
         found.setdefault(_name(example), []).append(number)
@@ -75,7 +77,7 @@ def _trajectories(examples: Sequence[TextExample]) -> Iterator[list[int]]:
 
 
 def _name(example: TextExample) -> str:
-    """Siblings differ in what they came to."""
+    """A name for the trajectory: siblings differ in their total."""
     return f"{example.group_id}/{example.total_tokens}"
 
 

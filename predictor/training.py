@@ -1,6 +1,6 @@
-"""Trains a predictor on what was: recorded trajectories, or the gateway's own event log.
+"""Trains a predictor on the past: recorded trajectories, or the gateway's own event log.
 
-The model is what the predictor would have learned had it served them, so that there is one way to learn.
+The model is what the predictor would have learned had it served them, so there is only one way to learn.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from workloads.trajectories import Trajectory
 
 
 def learn_trajectories(predictor: Predictor, trajectories: Sequence[Trajectory]) -> int:
-    """Let the predictor live through trajectories that all start at once; how many they were."""
+    """Play trajectories that all start at once to the predictor. Returns their number."""
     for _ in play(
         trajectories, predictor, lambda progress: (predictor.predict(progress).total_tokens, None), "together"
     ):
@@ -24,10 +24,10 @@ def learn_trajectories(predictor: Predictor, trajectories: Sequence[Trajectory])
 
 
 def learn_events(predictor: Predictor, path: Path) -> int:
-    """Let the predictor live through an event log of the gateway, gzipped or not; how many trajectories ended in it.
+    """Play a gateway's event log, gzipped or not, to the predictor. Returns how many trajectories ended in it.
 
     Raises:
-        ValueError: a line is not one of an event log, or the file is damaged; the message names file and line.
+        ValueError: a line does not belong to an event log, or the file is damaged; the message names file and line.
         OSError: it cannot be read.
     """
     log = _Log(predictor)
@@ -49,7 +49,7 @@ class _Log:
         self.num_ended = 0
 
     def take(self, line: dict[str, Any]) -> None:
-        if line.get("kind") == "start":  # how the scheduler was made; a log has one for each process that wrote it
+        if line.get("kind") == "start":  # how the scheduler was made; one line for each process that wrote the log
             return
         match line["type"]:
             case "TurnArrived":
