@@ -1,4 +1,4 @@
-"""Records that outlive a process: one port, an embedded store and Redis behind it."""
+"""Records that outlive a process: one port, with an embedded store and Redis behind it."""
 
 from store.factory import open_store, open_stream
 from store.port import (

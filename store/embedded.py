@@ -1,13 +1,14 @@
-"""The embedded store: one SQLite file in WAL mode, owned by one process.
+"""The embedded store: one SQLite file in WAL mode, owned by one process. (Pieces have a file of their own:
+piece_file.py.)
 
-What it promises: a put is in the kernel's page cache when it has settled, at the end of the event loop's round, so it
-survives SIGKILL of the process. A power cut or a kernel crash may take the last moments, never the file's consistency
-(`synchronous=NORMAL`: the WAL is synced before it is copied into the database).
+What it promises: a settled put is in the kernel's page cache. A put settles at the end of the event loop's iteration,
+so it survives SIGKILL of the process. A power cut or a kernel crash may lose the last moments, but never the file's
+consistency (`synchronous=NORMAL`: the WAL is synced before it is copied into the database).
 
-How puts stay cheap on the event loop: those of one round are one transaction, written when it ends with one call for
-each statement, a few pages appended to the WAL. Rows
-are in order of arrival, so that most puts touch the last pages only; which rows belong to which trajectory is known
-in memory. The WAL is copied back by a thread with its own connection, so that no put waits for a sync.
+Why puts are cheap on the event loop: the puts of one iteration are one transaction, written at its end with one call
+per statement, which appends a few pages to the WAL. Rows are in order of arrival, so most puts touch only the last
+pages; which rows belong to which trajectory is kept in memory. A thread with its own connection checkpoints the WAL, so
+no put waits for a sync.
 """
 
 import asyncio
@@ -45,22 +46,24 @@ FORGET_TURN = "DELETE FROM turn WHERE number = ?"
 FORGET_STRAYS = "DELETE FROM turn WHERE record NOT IN (SELECT number FROM record)"
 PUT_STATE = "INSERT OR REPLACE INTO state VALUES (?, ?)"
 IN_THIS_ORDER = (PUT_RECORD, PUT_TURN, PUT_STATE, FORGET_TURN, FORGET_RECORD)
-"""As one transaction runs them: numbers are not used again, so what is forgotten is not put after it."""
+"""The order within one transaction: numbers are not reused, so nothing forgotten is put after it."""
 
 PAGE_BYTES = 4_096
 
 CHECKPOINT_EVERY = 1_000
-"""Pages between checkpoints, which is SQLite's own default too: the WAL stays at some 8 MB. Most puts are one page or
-two and count as one; what is learned can be megabytes."""
+"""Pages between checkpoints, which is also SQLite's default: the WAL stays at some 8 MB. Most puts are one page or two
+and count as one; learned state can be megabytes."""
 
 MAX_PAGES_BEHIND = 4_000
-"""When the disk has not finished a checkpoint by then, puts wait for it; only tens of thousands a second get there."""
+"""If the disk has not finished a checkpoint after this many pages, puts wait for it; only tens of thousands of puts a
+second get there."""
 
 MAX_WAL_PAGES = 8_000
-"""Copying beside running puts never empties the WAL; at 32 MB it is emptied, for which a put may wait once."""
+"""Checkpoints beside running puts never empty the WAL; at 32 MB it is emptied, for which a put may wait once."""
 
 BUSY_TIMEOUT_S = 2.0
-"""How long a put may wait for that; the copy takes some 10 ms, a slow disk's sync a few times that."""
+"""How long a put may wait while the WAL is emptied; the copy takes some 10 ms, a slow disk's sync several
+times that."""
 
 
 @dataclass(slots=True)
@@ -219,7 +222,7 @@ class EmbeddedStore:
     def _read_rows(self) -> None:
         by_number: dict[int, _Rows] = {}
         try:
-            # A disk that was full for a moment may have taken a turn and not the record before it.
+            # A disk that was full for a moment may have taken a turn but not the record before it.
             self._database.execute(FORGET_STRAYS)
             for number, trajectory_id in self._database.execute("SELECT number, trajectory_id FROM record"):
                 self._rows[trajectory_id] = by_number[number] = _Rows(number)
@@ -242,7 +245,7 @@ class EmbeddedStore:
             self._loop.call_soon(self._commit)
 
     def _commit(self) -> None:
-        """Write what was put in this round of the event loop; those who settle wait for it."""
+        """Write the puts of this iteration of the event loop; callers of `settle` wait for it."""
         if not self._has_waiting:
             return
         try:
@@ -254,7 +257,7 @@ class EmbeddedStore:
                 self._database.execute("ROLLBACK")
             self._note_fault(fault)
         for committed in self._unsettled:
-            if not committed.done():  # nobody gave up waiting
+            if not committed.done():  # its caller still waits
                 committed.set_result(None)
         self._unsettled.clear()
         calls, self._when_committed = self._when_committed, []
@@ -263,7 +266,7 @@ class EmbeddedStore:
         self._checkpoint_if_due()
 
     def _write_waiting(self) -> None:
-        """Within a transaction. Whether or not it succeeds, nothing waits any more."""
+        """Within a transaction. Afterwards nothing waits, whether or not it succeeded."""
         self._has_waiting = False
         waiting = [(statement, rows) for statement, rows in self._waiting.items() if rows]
         self._waiting = {statement: [] for statement in IN_THIS_ORDER}
@@ -272,7 +275,7 @@ class EmbeddedStore:
             self._pages_since_checkpoint += len(rows)
 
     def _checkpoint_if_due(self) -> None:
-        """Outside of a transaction: a checkpoint that empties the WAL waits for the one that writes."""
+        """Outside a transaction: a checkpoint that empties the WAL waits for running writes."""
         if self._pages_since_checkpoint < CHECKPOINT_EVERY:
             return
         if self._checkpoint and not self._checkpoint.done():
@@ -283,14 +286,14 @@ class EmbeddedStore:
         self._checkpoint = self._checkpointer.submit(_checkpoint, self._path)
 
     def _note_fault(self, fault: sqlite3.Error) -> None:
-        # Serving goes on without the record, which is rewritten once it takes writes again.
+        # Serving continues without the record, which is rewritten once it takes writes again.
         self._fault = f"embedded store {self._path} takes no writes: {fault}"
         self._num_dropped += 1
         if not self._heal_timer:
             self._heal_timer = self._loop.call_later(self._heal_every_s, self._heal)
 
     def _heal(self) -> None:
-        """Replace all trajectories by what the owner puts now, in one transaction; try again later if it fails."""
+        """Replace all trajectories by what the owner puts now, in one transaction; if it fails, try again later."""
         self._heal_timer = None
         self._commit()
         self._fault = ""
@@ -308,19 +311,21 @@ class EmbeddedStore:
         except sqlite3.Error as fault:
             with suppress(sqlite3.Error):
                 self._database.execute("ROLLBACK")
-            self._rows = rows  # they are in the file still
+            self._rows = rows  # they are still in the file
             self._note_fault(fault)
         self._checkpoint_if_due()
         if not self._fault:
             self._num_losses += 1
 
 
-# sqlite3 takes these as they are; for each value that is bytes it looks for an adapter, in vain, which costs more.
+# sqlite3 takes these as they are. For each value that is bytes it looks for an adapter, finds none, and that costs
+# more.
 _blob = bytearray
 
 
 def _lock(path: Path) -> IO[str]:
-    # The lock is the kernel's, so it ends with the process however that dies; the number in the file is for people.
+    # The lock is the kernel's, so it ends with the process, however the process dies; the number in the file is for
+    # people.
     lock_file = open(f"{path}.lock", "a+")  # noqa: SIM115
     try:
         fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)

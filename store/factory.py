@@ -1,4 +1,4 @@
-"""Which store a URL names: the one place where stores are chosen."""
+"""The store that a URL names: the only place where stores are chosen."""
 
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
@@ -12,7 +12,7 @@ from store.stream import Stream
 
 FORMS = "sqlite:PATH, memory:, redis://[user:password@]host[:port][/db] or rediss://...[?ssl_ca_certs=FILE&...]"
 
-# What the client's library takes besides would let it be another client, or a password be where none is looked for.
+# Other options of the client library would allow another client, or a password where nobody looks for one.
 TLS_OPTIONS = frozenset(
     {"ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"}
 )
@@ -25,7 +25,7 @@ def open_store(url: str, settings: StoreSettings | None = None) -> Store:
         url: `sqlite:PATH`, `memory:`, `redis://host:port/db` or `rediss://...`, which may have TLS_OPTIONS.
 
     Raises:
-        BadStoreUrl: the URL has none of these forms. The message repeats no password.
+        BadStoreUrl: the URL has none of these forms. The message contains no password.
     """
     settings = settings or StoreSettings()
     scheme, _, rest = url.partition(":")
@@ -41,8 +41,8 @@ def open_store(url: str, settings: StoreSettings | None = None) -> Store:
 
 
 def open_stream(url: str, name: str, settings: StoreSettings | None = None) -> Stream | None:
-    """The stream of that name beside the store that the URL names; None: this store has none, for it is in a process of
-    its own, which can be asked itself.
+    """The stream of that name on the server that the store URL names. None: the store has none, because it belongs to a
+    single process, which can be asked directly.
 
     Raises:
         BadStoreUrl: see `open_store`.

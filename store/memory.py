@@ -1,6 +1,6 @@
-"""The store that forgets at exit: for tests, for simulated runs, and as the double of the others.
+"""The store that is lost at exit: for tests, for simulated runs, and as the double of the others.
 
-It keeps JSON text, not the caller's objects, so that it fails and copies exactly where the others do.
+It keeps JSON text, not the caller's objects, so it fails and copies exactly where the others do.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from store.settings import StoreSettings
 
 
 class MemoryStore:
-    """A Store in plain dictionaries; everything put is at the record at once, until the process ends."""
+    """A Store in plain dictionaries; every put is in the record at once, until the process ends."""
 
     def __init__(self, settings: StoreSettings) -> None:
         self._max_turns = settings.max_turns_kept

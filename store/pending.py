@@ -1,8 +1,8 @@
-"""What waits to be sent to Redis: the latest record and answer, the newest turns, pieces and a forgetting, of
-each trajectory.
+"""Puts that wait to be sent to Redis: for each trajectory its latest record and answer, its newest turns, its pieces,
+and whether it is forgotten.
 
-Rules: puts of one trajectory coalesce; the order between trajectories does not matter; count and bytes are bounded,
-and what has waited longest is dropped first, and counted.
+Rules: puts of one trajectory coalesce. The order between trajectories does not matter. Count and bytes are bounded; the
+trajectory that has waited longest is dropped first, and counted.
 """
 
 import time
@@ -15,17 +15,17 @@ from typing import Literal, NamedTuple
 from store.settings import StoreSettings
 
 ENTRY_BYTES = 500
-"""What an entry costs beside its values: the object, its deque, the key."""
+"""The cost of an entry beyond its values: the object, its deque, the key."""
 
 
 class Operation(NamedTuple):
-    """One step of a batch; safe to apply only in its place, once."""
+    """One step of a batch; safe to apply only in its place, and once."""
 
     name: Literal["record", "answer", "turn", "piece", "drop", "state", "forget", "clear", "sweep"]
     id: str
     value: bytes
     part: str = ""
-    """The name of a piece, or how the names of those to be dropped begin."""
+    """The name of a piece, or the prefix of the names to drop."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Pending:
         self.num_puts = 0
         self.num_dropped = 0
         self.since = 0.0
-        """When the oldest put was made, on the monotonic clock; 0 when there is none."""
+        """When the oldest put was made, on the monotonic clock; 0 if there is none."""
 
     def __len__(self) -> int:
         return len(self._entries) + len(self._states)
@@ -105,10 +105,10 @@ class Pending:
         self._states[name] = value  # a handful of names, so not bounded
 
     def replace_all(self, rewrite: Callable[[], None]) -> None:
-        """Let `rewrite` put everything there is, without bound, and clear the record just before that is sent.
+        """Let `rewrite` put everything there is, without a limit, and clear the record just before that is sent.
 
-        What waits is dropped: it is put again, or is of a trajectory that was forgotten. Not all pieces are put again,
-        so those of trajectories that have no record then are swept away behind it.
+        Waiting puts are dropped: they are put again, or belong to a trajectory that was forgotten. Not all pieces are
+        put again, so pieces of trajectories without a record are swept away afterwards.
         """
         self._note_put()
         self._entries, self._num_bytes = {}, 0
@@ -119,7 +119,7 @@ class Pending:
             self._bounded = True
 
     def take(self) -> Iterator[list[Operation]]:
-        """Empty the queue into batches of about `batch_bytes`; a larger single value is a batch of its own."""
+        """Empty the queue into batches of about `batch_bytes`; a single larger value ends its batch."""
         entries, states, clear = self._entries, self._states, self._clear
         self._entries, self._states, self._clear = {}, {}, False
         self._num_bytes, self.since = 0, 0.0

@@ -1,8 +1,8 @@
-"""Where the embedded store keeps pieces: an SQLite file of its own, written by a thread.
+"""The embedded store's pieces: an SQLite file of their own, written by a thread.
 
-Why apart from the records: pieces are a hundred times larger, so that a check of the whole file at the start, and a
-checkpoint beside running puts, would take seconds. The thread lets SQLite copy the WAL back by itself; the event loop
-only queues. The file grows to what was kept at once and never shrinks; its room is used again.
+They are separate from the records because they are a hundred times larger: a check of the whole file at the start, and
+a checkpoint beside running puts, would take seconds. The thread lets SQLite checkpoint the WAL by itself; the event
+loop only queues. The file grows to the most that was kept at once and never shrinks; its space is reused.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from store.settings import StoreSettings
 
 FORMAT = 1
 
-# The index holds all that the start must know, so that it need not read the pieces.
+# The index holds everything that the start needs, so pieces need not be read.
 SCHEMA = """
     CREATE TABLE IF NOT EXISTS piece (
         number INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, name TEXT NOT NULL,
@@ -36,7 +36,7 @@ GET = "SELECT name, value FROM piece WHERE trajectory_id = ? AND substr(name, 1,
 SIZES = "SELECT trajectory_id, sum(num_bytes) FROM piece GROUP BY trajectory_id"
 
 STEP_BYTES = 100
-"""What a queued step costs beside its value."""
+"""The cost of a queued step beyond its value."""
 
 _Result = TypeVar("_Result")
 
@@ -48,7 +48,7 @@ class _Step(NamedTuple):
 
 
 class PieceFile:
-    """Pieces in one SQLite file. The lock of the store that it belongs to is its own too."""
+    """Pieces in one SQLite file, which is protected by the lock of the store it belongs to."""
 
     def __init__(self, path: Path, settings: StoreSettings) -> None:
         self._path = path
@@ -108,12 +108,13 @@ class PieceFile:
         return await self._in_thread(lambda: dict(self._database.execute(SIZES)))
 
     async def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until what was put so far is written; False after that time, and at once where nothing is written."""
+        """Wait until everything put so far is written. False after `timeout_s`, or at once while nothing can be
+        written."""
         if self._num_written < self._num_steps and not self.fault:
             loop = asyncio.get_running_loop()
             written = loop.create_future()
             self._waiting.append((self._num_steps, written))
-            # asyncio's own ways to wait for so long cost 20 us more.
+            # asyncio's own ways to wait with a timeout cost 20 us more.
             timer = None if timeout_s is None else loop.call_later(timeout_s, _give_up, written)
             try:
                 if not await written:
@@ -125,7 +126,7 @@ class PieceFile:
 
     async def close(self) -> None:
         if not await self.settle() and self._steps:
-            with suppress(sqlite3.Error):  # the last try: what the disk does not take now is lost
+            with suppress(sqlite3.Error):  # the last attempt: whatever the disk does not take now is lost
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._write, list(self._steps))
         self._writer.cancel()
         with suppress(asyncio.CancelledError):
@@ -189,7 +190,7 @@ class PieceFile:
     def _tell(self, all_of_them: bool = False) -> None:
         while self._waiting and (all_of_them or self._waiting[0][0] <= self._num_written):
             _, written = self._waiting.popleft()
-            if not written.done():  # nobody gave up waiting
+            if not written.done():  # its caller still waits
                 written.set_result(True)
 
     async def _in_thread(self, work: Callable[[], _Result]) -> _Result:

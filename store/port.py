@@ -1,14 +1,15 @@
-"""What every store gives: a record of trajectories, their turns, and small named blobs, that outlives the process.
+"""The interface of every store: a record of trajectories, their turns, and small named blobs, that outlives the
+process.
 
 Rules:
-- Puts are synchronous, wait for no network and raise for no operating fault: `health()` says what went wrong.
-- Records and turns are JSON objects that the store does not look into; they are copied at the put. Beside its record a
-  trajectory may have an answer: bytes, because as text within JSON 15 KB of events cost 100 us more.
-- Large things of a trajectory are pieces: bytes under a name, each put once, read when they are wanted and not at the
-  start. What is lost of them is not healed, unless the owner has them still and puts them again.
+- Puts are synchronous, wait for no network and raise for no operating fault: `health()` reports what went wrong.
+- Records and turns are JSON objects whose content the store does not read; they are copied at the put. Beside its
+  record, a trajectory may have an answer. It is bytes, because as text within JSON 15 KB of events cost 100 us more.
+- Large data of a trajectory are pieces: bytes under a name, each put once, read on demand and not at the start. Lost
+  pieces are not healed, unless the owner still has them and puts them again.
 - One process owns a record. A second one is refused (embedded) or takes over, and the first is fenced off (Redis).
-- What the record may have lost (a full queue, a Redis restarted without its data, a full disk) is healed by the
-  owner: it puts everything again when `on_loss` calls it.
+- If the record may have lost something (a full queue, a Redis restarted without its data, a full disk), the owner heals
+  it: it puts everything again when `on_loss` calls it.
 """
 
 from collections.abc import Callable
@@ -30,14 +31,14 @@ class StoredTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class StoreHealth:
-    """How well the record keeps up with what was put.
+    """How well the record keeps up with the puts.
 
     Args:
         ok: Puts reach the record.
         detail: One sentence for a person; no secrets.
-        num_pending: Trajectories and state blobs with something that is not at the record yet.
-        lag_s: Age of the oldest put that is not at the record yet; 0 when there is none.
-        num_dropped: Trajectories whose pending puts were dropped since the start.
+        num_pending: Trajectories and state blobs with something that is not in the record yet.
+        lag_s: Age of the oldest put that is not in the record yet; 0 if there is none.
+        num_dropped: How often pending puts were dropped since the start.
         num_losses: How often the record was found to lack something that was put.
     """
 
@@ -50,7 +51,7 @@ class StoreHealth:
 
 
 class StoreError(Exception):
-    """The store cannot do what was asked; the message says why and what to do."""
+    """The store cannot do what was asked; the message states why and what to do."""
 
 
 class BadStoreUrl(StoreError, ValueError):
@@ -79,7 +80,7 @@ def encoded(json: Json) -> bytes:
 
 
 class Store(Protocol):
-    """The record of one process: restore with `open` and `load`, then put, and `settle` where it must be safe."""
+    """The record of one process: restore with `open` and `load`, then put, and `settle` when a put must be safe."""
 
     async def open(self) -> None:
         """Take ownership of the record; once in the life of a store.
@@ -89,18 +90,18 @@ class Store(Protocol):
         """
 
     async def load(self) -> list[StoredTrajectory]:
-        """Everything at the record, in no order. A trajectory of which only turns were put has an empty record.
+        """Everything in the record, in no order. A trajectory of which only turns were put has an empty record.
 
         Raises:
-            StoreAway: the record cannot be read now. StoreCorrupt: it can be read, but not understood.
+            StoreAway: the record cannot be read now.
+            StoreCorrupt: it can be read, but not understood.
         """
 
     def on_loss(self, rewrite: Callable[[], None]) -> None:
-        """Have `rewrite` called, on the loop, when the record may lack something that was put.
+        """Have `rewrite` called, on the event loop, when the record may lack something that was put.
 
-        It must put, synchronously, everything that is to be found after a restart: the trajectories at the record
-        are cleared just before. Named blobs and pieces stay where they were not lost too, so it should put those again
-        as well.
+        It must put, synchronously, everything that must be found after a restart: the trajectories in the record are
+        cleared just before. Named blobs and pieces that were not lost stay, but it should put those again, too.
         """
 
     def put_trajectory(self, trajectory_id: str, record: Json, answer: bytes | None = None) -> None:
@@ -110,16 +111,16 @@ class Store(Protocol):
         """Add a turn to the trajectory's history, of which the newest `max_turns_kept` stay."""
 
     def forget_trajectory(self, trajectory_id: str) -> None:
-        """Remove record, history, answer and pieces; nothing happens when there are none."""
+        """Remove record, history, answer and pieces; does nothing if there are none."""
 
     def put_piece(self, trajectory_id: str, name: str, data: bytes) -> None:
-        """Keep these bytes of a trajectory. A name that is there already keeps what it has."""
+        """Keep these bytes of a trajectory. An existing name keeps its bytes."""
 
     def drop_pieces(self, trajectory_id: str, prefix: str = "") -> None:
-        """Remove the trajectory's pieces whose names begin so."""
+        """Remove the trajectory's pieces whose names start with `prefix`."""
 
     async def get_pieces(self, trajectory_id: str, prefix: str = "") -> dict[str, bytes]:
-        """The trajectory's pieces whose names begin so, by name, in no order.
+        """The trajectory's pieces whose names start with `prefix`, by name, in no order.
 
         Raises:
             StoreAway: the record cannot be read now.
@@ -143,23 +144,25 @@ class Store(Protocol):
         """
 
     async def settle(self, timeout_s: float) -> bool:
-        """Wait until everything put so far is at the record.
+        """Wait until everything put so far is in the record.
 
         Returns:
-            False after `timeout_s`, or at once when the store is known to be away.
+            False after `timeout_s`, or at once if the store is known to be away.
 
-        Cost: nothing when nothing is pending; concurrent callers share one flush (embedded: one round of the loop).
+        Cost: nothing when nothing is pending; concurrent callers share one flush (embedded: one iteration of the event
+        loop).
         """
 
     def when_settled(self, call: Callable[[], None]) -> bool:
-        """Call this once everything put so far is at the record: now, or at the end of this round of the loop.
+        """Call `call` once everything put so far is in the record: now, or at the end of this iteration of the event
+        loop.
 
         Returns:
-            False, and nothing is called, where that may take longer: then `settle` is to be awaited.
+            False, with nothing called, if that may take longer: then await `settle`.
         """
 
     def health(self) -> StoreHealth:
         """How well the record keeps up; reads memory only."""
 
     async def close(self) -> None:
-        """Settle for a moment, then give the record back."""
+        """Settle for a moment, then release the record."""

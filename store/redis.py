@@ -1,18 +1,19 @@
 """The Redis store: the record of a gateway on a server that outlives its machine. Redis 6.2 or later, not Cluster.
 
-How it writes: puts coalesce in memory per trajectory; a flusher sends them as numbered batches as soon as there are
-any, and what is put while one is under way forms the next. A batch is one script, so it is applied whole; the
-server keeps the number of the last one, so it is applied once, however often it is sent.
+How it writes: puts coalesce in memory per trajectory. A flusher sends them as numbered batches as soon as there are
+any; puts made while one batch is being sent form the next. A batch is one script, so it is applied as a whole. The
+server keeps the number of the last batch, so each is applied once, however often it is sent.
 
 What that number tells:
-- the same number: the answer to an earlier try was lost, nothing is to be done;
+- the same number: the reply to an earlier attempt was lost, and nothing is left to do;
 - another writer: a later process owns the record, and this one stops writing;
 - a gap, an earlier writer or nothing: the server came back with less than it had confirmed, so the owner is asked to
-  put everything again; the old trajectories are cleared just before that, and pieces of no trajectory just after it.
-  The same happens when puts had to be dropped. The server notes it until then, for the answer that tells it may be lost
-  as well. While nothing is put, the last number is sent with an empty batch: then one less is a gap, too.
+  put everything again. The old trajectories are cleared just before that, and pieces of no trajectory just after it.
+  The same happens when puts had to be dropped. The server remembers the loss until then, because the reply that reports
+  it may be lost as well. While nothing is put, the last number is sent with an empty batch; then a lower number is a
+  gap, too.
 
-Which of two writers is the later one is told by when they claimed the record, by the server's clock.
+Of two writers, the later one is the one that claimed the record later by the server's clock.
 
 Keys, after the namespace: `records` (hash: trajectory id to JSON; also the index), `turns:ID` (list of JSON), `answers`
 (hash), `pieces:ID` (hash), `sizes` (hash: trajectory id to bytes of its pieces), `states` (hash), `owner` (hash:
@@ -39,7 +40,7 @@ from store.settings import StoreSettings
 FORMAT = b"1"
 
 FIRST_BATCH = 1
-"""The number that a claim leaves at the server; a server without data counts as being at -1, so they never meet."""
+"""The number that a claim leaves on the server. A server without data counts as -1, so the two never match."""
 
 CLAIM = """
 local time = redis.call('TIME')
@@ -159,9 +160,9 @@ class RedisStore:
             parts = [ids[start : start + at_once] for start in range(0, len(ids), at_once)]
             for number, some in enumerate(parts):
                 records, answers, turns = await (ahead or self._read(some))
-                # The server sends the next part while this one is parsed here.
+                # The server sends the next part while this one is parsed.
                 ahead = asyncio.create_task(self._read(parts[number + 1])) if number + 1 < len(parts) else None
-                await asyncio.sleep(0)  # it is asked for now
+                await asyncio.sleep(0)  # so that its request is sent now
                 for trajectory_id, record, answer, of_it in zip(some, records, answers, turns, strict=True):
                     if record is not None:
                         as_dict, history = orjson.loads(b"[%b,[%b]]" % (record, b",".join(of_it)))
@@ -239,7 +240,7 @@ class RedisStore:
         return None if value is None else bytes(value)
 
     def when_settled(self, call: Callable[[], None]) -> bool:
-        return False  # the network is always longer
+        return False  # the network always takes longer
 
     async def settle(self, timeout_s: float) -> bool:
         wanted = self._pending.num_puts
@@ -304,9 +305,9 @@ class RedisStore:
         self._progress = asyncio.get_running_loop().create_future()
 
     async def _flush(self) -> None:
-        """Bring everything put so far to the record; with nothing to send, look whether it is still there.
+        """Write everything put so far to the record; with nothing to send, check that it is still there.
 
-        Safe to repeat after a fault: what was not confirmed stays in the outbox under its number.
+        Safe to repeat after a fault: unconfirmed batches stay in the outbox under their numbers.
         """
         if not self._claimed_at:
             await self._claim()
@@ -347,7 +348,7 @@ class RedisStore:
             self._wanted.set()
 
     async def _claim(self) -> None:
-        """Become the writer of this namespace. Safe to repeat: no batch is sent before."""
+        """Become the writer of this namespace. Safe to repeat: no batch is sent before the claim."""
         owner = self._key("owner")
         known = await asked(self._redis.hget(owner, "format"))
         if known not in (None, FORMAT):

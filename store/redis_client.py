@@ -1,4 +1,5 @@
-"""The client of a Redis server, and what it means that the server is away: the one place that knows the library."""
+"""The client of a Redis server, and which faults mean that the server is away: the only place that knows the
+library."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -19,10 +20,10 @@ FAULTS = (RedisError, OSError, TimeoutError)
 
 
 def redis_client(url: str, settings: StoreSettings) -> Redis:
-    """A client that is not connected yet and repeats nothing: only who calls it knows what is safe to send again.
+    """A client that is not connected yet and repeats nothing: only its caller knows what is safe to send again.
 
     Raises:
-        StoreError: the URL is malformed. The message repeats no password.
+        StoreError: the URL is malformed. The message contains no password.
     """
     try:
         redis = Redis.from_url(
@@ -31,29 +32,30 @@ def redis_client(url: str, settings: StoreSettings) -> Redis:
             socket_connect_timeout=settings.connect_timeout_s,
             retry=Retry(NoBackoff(), 0),
         )
-        redis.connection_pool.make_connection()  # type: ignore[no-untyped-call] # for what is wrong with its options
+        redis.connection_pool.make_connection()  # type: ignore[no-untyped-call] # to find faults in its options
         return redis
     except (ValueError, RedisError) as fault:
         raise StoreError(f"Redis URL for {place_of(url)}: {fault}") from None
 
 
 async def let_go(redis: Redis) -> None:
-    """Connect anew the next time: after a failover the old connection leads to a server that is but a replica."""
+    """Make the next call connect again: after a failover the old connection leads to a server that is only a
+    replica."""
     with suppress(*FAULTS):
         await redis.connection_pool.disconnect(inuse_connections=False)
 
 
 async def asked(request: Awaitable[Any]) -> Any:
-    """What the server answers.
+    """The server's reply.
 
-    The library asks by `asyncio.wait_for`, which in Python 3.11 swallows a cancellation that comes just as it ends: of
-    cancellations at each step of the event loop a third.
+    The library uses `asyncio.wait_for`, which in Python 3.11 swallows a cancellation that arrives just as it ends. With
+    a cancellation at each step of the event loop, a third were swallowed.
 
     Raises:
         asyncio.CancelledError: the task was cancelled meanwhile, whatever the library made of it.
     """
     task = asyncio.current_task()
-    assert task is not None  # nothing is awaited outside of one
+    assert task is not None  # nothing is awaited outside a task
     num_cancelled = task.cancelling()
     try:
         return await request

@@ -1,7 +1,7 @@
-"""A short stream at a Redis server, from the process that knows something to one that wants the newest of it.
+"""A short stream on a Redis server, from the process that knows something to one that needs the newest state of it.
 
-It is no record: what was said before is worth nothing once there is something newer, so a few entries are kept for
-people who look, and nothing waits for a Redis that is away. How old an entry is is told by the server's clock alone.
+It is not a record: an older entry is worth nothing once there is a newer one. So only a few entries are kept, for
+people who look, and nothing waits for a Redis that is away. An entry's age is measured by the server's clock alone.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from store.settings import StoreSettings
 DEMAND = "demand"
 """The stream of what the gateway's work demands of the fleet, as JSON: see `GET /v1/demand`."""
 
-# Of 6,400 trajectories each is 1 MB.
+# Each is 1 MB at 6,400 trajectories.
 MAX_ENTRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What was said, and how many seconds ago."""
+    """An entry's value, and its age in seconds."""
 
     value: bytes
     age_s: float
@@ -39,7 +39,7 @@ class Stream:
         self._key = settings.namespace + name
 
     async def add(self, value: bytes) -> None:
-        """Say this; what is older than the last few entries goes."""
+        """Add an entry; only the last few entries are kept."""
         try:
             await asked(self._redis.xadd(self._key, {"value": value}, maxlen=MAX_ENTRIES, approximate=False))
         except FAULTS as fault:
@@ -47,7 +47,7 @@ class Stream:
             raise self._away(fault) from fault
 
     async def newest(self) -> Entry | None:
-        """What was said last; None: nothing ever was."""
+        """The newest entry; None if there never was one."""
         try:
             async with self._redis.pipeline(transaction=True) as pipe:
                 pipe.xrevrange(self._key, count=1)
