@@ -1,1 +1,1 @@
-"""Virtual time around the very same scheduler: what it would do on a fleet that nobody has to pay for."""
+"""The scheduler that ships, in virtual time: what it would do on a fleet that nobody has to pay for."""

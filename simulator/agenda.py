@@ -1,11 +1,11 @@
-"""What will happen, by virtual time; of what happens at one instant, first what was noted first."""
+"""Coming events in virtual time; events at the same instant happen in the order in which they were noted."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
 
 
 class Agenda:
-    """A heap of things to do, and the time."""
+    """A heap of coming events, and the current time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -13,11 +13,11 @@ class Agenda:
         self._serial = 0
 
     def note(self, at: float, happens: Callable[[str], None], name: str = "") -> None:
-        """At that time, call `happens(name)`."""
+        """At time `at`, call `happens(name)`."""
         self._serial += 1
         heappush(self._heap, (at, self._serial, happens, name))
 
     def go_on(self) -> None:
-        """Do what comes next."""
+        """Advance to the next event and run it."""
         self.now, _, happens, name = heappop(self._heap)
         happens(name)

@@ -1,4 +1,4 @@
-"""One agent of a simulated rollout: where it stands in its trajectory, and what its turns took so far."""
+"""One agent of a simulated rollout: its position in its trajectory, and the time its turns have taken so far."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,16 +15,16 @@ from workloads.trajectories import Trajectory, Turn
 
 UNKNOWN_STATUS = "?"
 CHARACTERS_PER_TOKEN = 4
-# An engine's work for a turn goes with the pieces of its context; groups with prompts of so many lengths are rare.
+# An engine's work for a turn grows with the pieces of its context; groups with prompts of this many lengths are rare.
 _MAX_PROMPT_PIECES = 32
 
 
 def shared_prompts(trajectories: Iterable[Trajectory]) -> dict[str, tuple[Piece, ...]]:
-    """Of each group, the prompt of its siblings: they begin alike, as far as the shorter one goes.
+    """For each group, the prompt that its siblings share, as far as the shorter one goes.
 
-    First the preamble, which other groups have as well; what siblings of one group do not all have of it is theirs.
-    Cut at the lengths that siblings have, or at some of them where there are many, so that a short one's prompt is
-    whole pieces of a longer one's.
+    First comes the preamble, which other groups have as well; the part of it that not all siblings of a group have
+    counts as the group's own. The prompt is cut at the lengths that siblings have, or at some of them if there are
+    many, so that a short one's prompt consists of whole pieces of a longer one's.
     """
     lengths: dict[str, set[int]] = {}
     preambles: dict[str, int] = {}
@@ -36,7 +36,7 @@ def shared_prompts(trajectories: Iterable[Trajectory]) -> dict[str, tuple[Piece,
 
 
 def preamble_id(tokens: int) -> str:
-    """What the scheduler is told: of all agents of a workload, preambles of one length are one."""
+    """The preamble's name for the scheduler: within a workload, preambles of one length are the same."""
     return f"preamble of {tokens}" if tokens else ""
 
 
@@ -49,26 +49,26 @@ def _pieces(group_id: str, preamble_tokens: int, ends: Sequence[int]) -> tuple[P
 
 @dataclass(slots=True, eq=False)
 class Agent:
-    """A trajectory on its way.
+    """A running trajectory.
 
     Args:
         prompt: its group's, as `shared_prompts` cuts it.
-        turn: index of the turn that is asked for or, while a tool runs, comes next.
+        turn: index of the turn that it asks for or, while a tool runs, of the next one.
         context_tokens: prompt of that turn.
         made_tokens: output of the finished turns.
-        leg: of the turn, as the scheduler counts; 0 until it was dispatched.
+        leg: of the turn, as the scheduler counts; 0 until it is dispatched.
         engine_id: where the turn runs; between turns, where the last one ran.
         priority: of the turn at its engine.
         is_asking: a turn of it is waiting or running.
-        is_on_engine: an engine was given the turn.
+        is_on_engine: the turn was submitted to an engine.
         is_admitted: the engine runs it.
-        arrives_at: when its request, and KV that is on its way, will be at the engine.
-        brings_kv: there is such KV.
-        since: when its present waiting, or its present run on an engine, began.
-        rested_at: when its last turn ended, or this one was paused: all its KV had been made.
+        arrives_at: when its request, and any KV in transfer, reaches the engine.
+        brings_kv: KV is in transfer to the engine.
+        since: when its current wait, or its current run on an engine, began.
+        rested_at: when its last turn ended, or this one was paused: the time by which all its KV existed.
         num_retries: how often it asked for this turn again.
-        is_pausing: its leg is being stopped, and what it made is kept.
-        kept_tokens: output that earlier legs of this turn made.
+        is_pausing: its leg is being stopped, and its output is kept.
+        kept_tokens: output of earlier legs of this turn.
     """
 
     trajectory: Trajectory
@@ -106,7 +106,7 @@ class Agent:
 
     @property
     def has_leg(self) -> bool:
-        """Whether an engine has the turn, or it is on the way there."""
+        """Whether an engine has the turn, or the turn is on its way to one."""
         return self.is_on_engine or self.arrives_at is not None
 
     @property
@@ -115,9 +115,10 @@ class Agent:
         return self.trajectory.turns[self.turn]
 
     def pieces(self, num_tokens: int) -> Sequence[Piece]:
-        """What the first so many tokens of its context fill: as much of the group's prompt as it has, then its own.
+        """The pieces that the first `num_tokens` tokens of its context fill: as much of the group's prompt as it has,
+        then its own.
 
-        Its own is one piece, which grows: one for each turn would cost the square of the turns.
+        Its own is one piece that grows: one piece per turn would cost the square of the turns.
         """
         pieces: list[Piece] = []
         left = num_tokens
@@ -128,24 +129,24 @@ class Agent:
             pieces.append(piece)
             left -= piece[1]
         if left:
-            # Not the id alone: a trajectory may have the name of a group, its own above all.
+            # Not the id alone: a trajectory may be named like a group, above all like its own.
             pieces.append(((self.trajectory.group_id, self.trajectory.trajectory_id), left))
         return pieces
 
     def take_prompt(self, at: float) -> None:
-        """Ask for the next turn: what its tool gave back, or at first the prompt, joins the context."""
+        """Ask for the next turn: the tool's output, or at first the prompt, joins the context."""
         self.context_tokens += self.now_asks.new_tokens if self.turn else self.trajectory.context_tokens
         self.is_asking = True
         self.since = at if self.turn else 0.0
         self.num_retries = 0
 
     def ask(self) -> None:
-        """The turn begins, or begins anew after it was rejected."""
+        """Begin the turn, or begin it again after it was rejected."""
         self.leg = 0
         self.kept_tokens = 0
 
     def begin_leg(self, dispatch: Dispatch) -> None:
-        """The turn goes to an engine."""
+        """Send the turn to an engine."""
         self.num_moves += self.engine_id is not None and self.engine_id != dispatch.engine_id
         self.num_legs += 1
         self.leg = dispatch.leg
@@ -153,13 +154,13 @@ class Agent:
         self.priority = dispatch.priority
 
     def admit(self, at: float) -> None:
-        """The engine begins to run the turn."""
+        """Note that the engine begins to run the turn."""
         self.queued_s += at - self.since
         self.since = at
         self.is_admitted = True
 
     def interrupt(self, at: float) -> None:
-        """The turn waits again, here or in its engine's queue, or is over."""
+        """Note that the turn waits again, here or in its engine's queue, or is over."""
         if self.is_admitted:
             self.engine_s += at - self.since
         else:
@@ -168,7 +169,7 @@ class Agent:
         self.is_admitted = False
 
     def pause(self, at: float, num_generated: int) -> int:
-        """The leg was stopped after so many tokens. Gives the tokens that are kept of all legs."""
+        """Stop the leg after `num_generated` tokens. Returns the tokens kept over all legs."""
         self.is_pausing = self.is_on_engine = False
         self.rested_at = at
         self.arrives_at = None
@@ -177,7 +178,7 @@ class Agent:
         return self.kept_tokens
 
     def finish_turn(self, at: float, timed_out_s: float | None) -> float:
-        """The turn is done: its answer joins the context.
+        """Finish the turn: its answer joins the context.
 
         Args:
             timed_out_s: the tool hangs, and ends after this long.
@@ -193,7 +194,7 @@ class Agent:
         self.is_asking = self.is_on_engine = self.is_pausing = False
         if self.turn == len(self.trajectory.turns):
             return 0.0
-        # Of a simulated tool only the size of its result is known, and that it timed out.
+        # A simulated tool has only the size of its result, and whether it timed out.
         characters = self.now_asks.new_tokens * CHARACTERS_PER_TOKEN
         status = UNKNOWN_STATUS if timed_out_s is None else TIMEOUT
         self.tool_outcomes.append(tool_outcome(UNKNOWN_TOOL, characters, status))
@@ -202,7 +203,7 @@ class Agent:
         return tool_s
 
     def progress(self, tells_outcomes: bool) -> Progress:
-        """What a predictor is told before the turn, and at the end; of tool outcomes only one that reads them."""
+        """What a predictor is told before the turn, and at the end; tool outcomes only if it reads them."""
         return Progress(
             trajectory_id=self.trajectory.trajectory_id,
             group_id=self.trajectory.group_id,
@@ -216,14 +217,14 @@ class Agent:
         )
 
     def note_prediction(self, prediction: Prediction) -> None:
-        """Remember what was predicted before this turn was first asked for, if it is one of those that reports show."""
+        """Record the prediction made before this turn was first asked for, if reports show this turn."""
         if self.turn in PREDICTED_TURNS and not self.num_retries:
             self.predictions.append(
                 PredictionMade(self.turn, self.made_tokens, prediction.total_tokens, prediction.p90_tokens)
             )
 
     def outcome(self) -> TrajectoryOutcome:
-        """How it went."""
+        """The trajectory's outcome."""
         assert self.ending is not None
         return TrajectoryOutcome(
             trajectory_id=self.trajectory.trajectory_id,

@@ -1,16 +1,18 @@
-"""Makespans that no policy can beat, so that regret is a number. Optimistic: what is left may be out of anyone's reach.
+"""Makespans that no policy can beat, so that regret is a number. Optimistic: the rest may be out of reach for any
+policy.
 
-Two bounds, of which the larger counts:
+There are two bounds, and the larger one counts:
 
-* the critical path: the longest trajectory alone on the engine that is best for it, with its tools;
+* the critical path: the longest trajectory alone on its best engine, with its tools;
 * the work: no engine has more than its time. A decoded token costs what it adds to its step, and its share of the
-  step's base: in a step the shares of the slots, and the shares of the KV cache, are at most 1 in sum, and so is any
-  mixture of both. Siblings share the KV of their prompt, so only what is a trajectory's own has a share. Prompts are
-  prefilled once for each group, and all else only where it is new.
+  step's base. Within one step, the shares of the slots and the shares of the KV cache each sum to at most 1, and so
+  does any mixture of both. Siblings share the KV of their prompt, so only a trajectory's own KV has a share. Prompts
+  are prefilled once per group, and everything else only when it is new.
 
-On a fleet of unlike engines the work is shared out fractionally (any weights on the engines whose shares of the total
-are 1 give a bound; the best ones are searched). For the best fleet of so many GPUs each turn costs GPU-seconds at the
-TP degree that is cheapest for it, so it holds for fleets that change, too. A turn counts as being made on one engine.
+On a fleet of unlike engines the work is shared out fractionally. Any weights on the engines whose shares of the total
+sum to 1 give a bound; the best weights are searched. For the best fleet of a given number of GPUs, each turn costs
+GPU-seconds at the TP degree that is cheapest for it, so the bound also holds for fleets that change. A turn is assumed
+to run on one engine.
 """
 
 from collections.abc import Sequence
@@ -33,7 +35,7 @@ NUM_WEIGHT_STEPS = 200
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """All turns as columns: whose they are, decoded tokens, contexts, prompt tokens to prefill, in thousands."""
+    """All turns as columns: owner, decoded tokens, contexts, and, in thousands, prompt tokens to prefill."""
 
     owner: NDArray[np.int64]
     decoded: Floats
@@ -47,7 +49,7 @@ class _Turns:
 def fleet_bound_s(
     trajectories: Sequence[Trajectory], fleet: Sequence[EngineProfile], speculation: Speculation | None = None
 ) -> float:
-    """Seconds below which no policy can end these trajectories on this fleet."""
+    """Seconds below which no policy can finish these trajectories on this fleet."""
     kinds = list(dict.fromkeys(fleet))
     numbers = np.array([fleet.count(kind) for kind in kinds], dtype=float)
     turns = _columns(trajectories)
@@ -62,7 +64,7 @@ def best_fleet_bound_s(
     gpus: int,
     speculation: Speculation | None = None,
 ) -> float:
-    """The same for any fleet of so many GPUs whose engines have these profiles, one for each TP degree."""
+    """The same for any fleet of `gpus` GPUs whose engines have these profiles, one for each TP degree."""
     turns = _columns(trajectories)
     path_s = _critical_path_s(turns, profiles, speculation)
     works = [
@@ -91,7 +93,7 @@ def _columns(trajectories: Sequence[Trajectory]) -> _Turns:
             decoded = turn.output_tokens - 1  # the first token comes with the prefill
             products = decoded * context + decoded * (decoded + 1) / 2
             own_products = products - decoded * trajectory.context_tokens
-            tool_s = turn.tool_s if index < len(trajectory.turns) - 1 else 0.0  # nobody waits for the last tool
+            tool_s = turn.tool_s if index < len(trajectory.turns) - 1 else 0.0  # nothing waits for the last tool
             rows.append((owner, decoded, products, own_products, new / 1000, before / 1000, tool_s))
             context += turn.output_tokens
     owner_column, *columns = np.array(rows, dtype=float).T
@@ -106,13 +108,14 @@ def _prefill_s(turns: _Turns, profile: EngineProfile) -> Floats:
 
 def _critical_path_s(turns: _Turns, profiles: Sequence[EngineProfile], speculation: Speculation | None) -> float:
     """The longest trajectory alone, each turn on the engine that is best for it."""
-    # Who is slowed by speculation is not where the batch is too large for it.
+    # If speculation slows an engine down, a batch too large for it does not speculate.
     faster = max(speculation.speed_up, 1.0) if speculation else 1.0
     alone = []
     for profile in profiles:
         per_token_ms = profile.decode_base_ms + profile.decode_per_sequence_ms
         decode_ms = per_token_ms * turns.decoded + profile.decode_per_kv_ktoken_ms * turns.kv_products / 1000
-        # A group's prompt may come from a sibling's cache, so the path does not count it; later ones are its own.
+        # A group's prompt may come from a sibling's cache, so the path does not count it; later prompts are the
+        # trajectory's own.
         prefill_s = np.where(turns.before_ktokens > 0, _prefill_s(turns, profile), 0.0)
         alone.append(decode_ms / 1000 / faster + prefill_s)
     return float(np.bincount(turns.owner, _least(alone) + turns.tool_s).max())
@@ -123,7 +126,7 @@ def _least(rows: Sequence[Floats]) -> Floats:
 
 
 def _work_s(turns: _Turns, profile: EngineProfile, kv_share: float, speculation: Speculation | None) -> Floats:
-    """Engine seconds that each turn takes at least, if a step's base is shared out by this mixture."""
+    """Least engine seconds that each turn takes if a step's base is shared out by this mixture."""
     own_ms = profile.decode_per_sequence_ms * turns.decoded + profile.decode_per_kv_ktoken_ms * turns.kv_products / 1000
     by_kv = turns.own_kv_products / profile.kv_capacity_tokens
     by_slots = turns.decoded / profile.slots
@@ -137,8 +140,8 @@ def _work_s(turns: _Turns, profile: EngineProfile, kv_share: float, speculation:
 def _shared_out_s(costs: Floats, numbers: Floats) -> float:
     """Least time in which `numbers` engines of each kind can do work whose `costs` are rows of kinds (fractionally).
 
-    By duality the maximum over weights v with sum(numbers * v) = 1 of sum over the work of min over kinds of v * cost;
-    every v gives a bound, so the search need not be exact.
+    By duality, it is the maximum over weights v with sum(numbers * v) = 1 of sum over the work of min over kinds of v *
+    cost. Every v gives a bound, so the search need not be exact.
     """
     loads = np.ones(len(numbers)) / numbers.sum()
     best = 0.0

@@ -1,6 +1,6 @@
-"""The few shapes that plots are made of, as SVG text. Plain numbers in, markup out; nothing is read or written.
+"""The few shapes that plots consist of, as SVG text. Plain numbers in, markup out; nothing is read or written.
 
-A chart is a white card, so that it reads the same on light and dark pages. Colours are those of docs/picture.svg.
+A chart is a white card, so it looks the same on light and dark pages. Colours are those of docs/picture.svg.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From values to pixels.
+    """Maps values to pixels.
 
     Args:
         start, end: pixels of `low` and `high`.
@@ -32,7 +32,7 @@ class Axis:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """The pixel of a value; what lies beyond an end is put on it."""
+        """The pixel of a value; a value beyond an end is put on that end."""
         low, high, value = (
             (math.log(self.low), math.log(self.high), math.log(max(value, self.low)))
             if self.is_log
@@ -68,7 +68,7 @@ def card(width: float, height: float, title: str, body: Iterable[str], subtitle:
 def text(
     x: float, y: float, words: str, *, anchor: str = "start", fill: str = INK, size: int = 13, weight: int = 400
 ) -> str:
-    """One line of words."""
+    """One line of text."""
     more = f' font-size="{size}"' if size != 13 else ""
     more += f' font-weight="{weight}"' if weight != 400 else ""
     more += f' text-anchor="{anchor}"' if anchor != "start" else ""
@@ -76,7 +76,7 @@ def text(
 
 
 def box(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:
-    """A filled rectangle; `title` shows when the pointer is on it."""
+    """A filled rectangle; `title` is shown when the pointer is on it."""
     inner = f"<title>{escape(title)}</title>" if title else ""
     return f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}" fill="{fill}">{inner}</rect>'
 
@@ -90,7 +90,7 @@ def line(
     fill: str = "none",
     title: str = "",
 ) -> str:
-    """Straight lines from point to point; with a `fill`, the area that they enclose, too."""
+    """Straight lines from point to point; with a `fill`, also the area that they enclose."""
     path = "M" + "L".join(f"{_n(x)} {_n(y)}" for x, y in points)
     dashes = ' stroke-dasharray="6 4"' if is_dashed else ""
     inner = f"<title>{escape(title)}</title>" if title else ""
@@ -129,7 +129,7 @@ def frame(x: Axis, y: Axis, x_name: str, y_name: str, *, x_unit: str = "", y_uni
 
 
 def legend(x: float, y: float, entries: Iterable[tuple[str, str]]) -> list[str]:
-    """Colours and what they stand for, one beside the other."""
+    """Colours and their meanings, side by side."""
     shapes = []
     for colour, words in entries:
         shapes.append(box(x, y - 9, 18, 9, colour))
@@ -148,5 +148,5 @@ def _label(value: float) -> str:
 
 
 def _n(value: float) -> str:
-    """A number as short as it may be: a tenth of a pixel is enough."""
+    """A number, as short as possible: a tenth of a pixel is precise enough."""
     return f"{value:.1f}".removesuffix(".0")

@@ -1,4 +1,4 @@
-"""What the rows of a study say: makespans, paired ratios, and which fleets and baselines are best in hindsight."""
+"""What the rows of a study show: makespans, paired ratios, and which fleets and baselines are best in hindsight."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
-        """None of nothing."""
+        """None if there are no values."""
         return cls(fmean(values), min(values), max(values), len(values)) if values else None
 
 
 class Results:
-    """What the rows say."""
+    """What the rows show."""
 
     def __init__(self, rows: Mapping[Job, Row]) -> None:
         self.rows = rows
@@ -48,14 +48,14 @@ class Results:
         return Spread.of(list(self._by_seed(case, choice).values()))
 
     def ratio(self, case: Case, slower: Choice | None, faster: Choice | None) -> Spread | None:
-        """How many times as long the first takes, over the seeds that both have."""
+        """How many times as long the first one takes, over the seeds that both have."""
         if slower is None or faster is None:
             return None
         above, below = self._by_seed(case, slower), self._by_seed(case, faster)
         return Spread.of([above[seed] / below[seed] for seed in above if seed in below])
 
     def to_bound(self, case: Case, choice: Choice | None) -> Spread | None:
-        """Over the bound of the best fleet of these GPUs."""
+        """The makespan over the bound of the best fleet of these GPUs."""
         if choice is None:
             return None
         rows = [self.rows.get(Job(case, choice.policy, choice.tp, seed, choice.predictor)) for seed in SEEDS]
@@ -66,7 +66,8 @@ class Results:
         return None if tp is None else Choice(policy, tp, predictor)
 
     def best_baseline(self, case: Case) -> Choice | None:
-        """The least mean over the seeds that all leading baselines have; None before each was tried."""
+        """The baseline with the least mean over the seeds that all leading baselines have; None before each
+        was tried."""
         choices = [choice for policy in leaders(case, self.done) if (choice := self.best(case, policy)) is not None]
         runs = {choice: self._by_seed(case, choice) for choice in choices}
         common = set.intersection(*(set(by_seed) for by_seed in runs.values())) if runs else set()
@@ -86,13 +87,13 @@ class Results:
         return Spread.of([uniform[seed] / row.makespan_s for seed, row in runs.items() if seed in uniform])
 
     def slowest_policy(self, case: Case) -> Choice | None:
-        """Of all baselines at their best, the one that is behind with the first seed that each has."""
+        """Of all baselines, each at its best, the slowest one with the first seed that each has."""
         choices = [choice for policy in baselines() if (choice := self.best(case, policy)) is not None]
         firsts = {choice: min(self._by_seed(case, choice).items())[1] for choice in choices}
         return max(firsts, key=lambda choice: firsts[choice]) if firsts else None
 
     def worst_baseline(self, case: Case) -> Choice | None:
-        """The slowest policy and fleet of all."""
+        """The slowest combination of policy and fleet."""
         tried = [
             (spread.mean, policy, tp)
             for policy in baselines()
@@ -107,8 +108,8 @@ class Results:
 
 
 def ablation_ratios(results: Results, case: Case) -> dict[str, dict[str, Spread]]:
-    """By mechanism: how much longer Heddle takes `without` it, and how much sticky round robin takes without it
-    `alone`: above 1 it pays. All on Heddle's best fleet."""
+    """By mechanism: how much longer Heddle takes `without` it, and how much longer sticky round robin takes without it
+    than with it `alone`. Above 1 the mechanism pays. All runs are on Heddle's best fleet."""
     ours = results.best(case, HEDDLE.name)
     if ours is None:
         return {}

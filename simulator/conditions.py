@@ -1,4 +1,4 @@
-"""Under which conditions a rollout is played: what engines can do beyond the plain, and what goes wrong."""
+"""The conditions of a rollout: optional features of engines, and what goes wrong."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -9,12 +9,12 @@ from scheduling.scaling import Role
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """KV that is sent to a trajectory's new engine when it moves; one transfer at a time for each engine.
+    """KV that is sent to a trajectory's new engine when it moves; each engine handles one transfer at a time.
 
-    Where computing the context anew would be sooner, that is done instead.
+    If computing the context again would be faster, that is done instead.
 
     Args:
-        start_s: before the first byte comes; 50 ms is an assumption of the performance model.
+        start_s: time before the first byte arrives; 50 ms is an assumption of the performance model.
         bytes_per_s: 25 to 35 GB/s are assumed for GPUDirect over 400 Gb/s; 9 GB/s fit 200 Gb/s, 20 GB/s one node.
     """
 
@@ -27,13 +27,13 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What goes wrong, by the run's seed.
+    """What goes wrong, drawn from the run's seed.
 
     Args:
-        leaving_share: trajectories whose client departs, before a turn of theirs is over, without a word.
+        leaving_share: trajectories whose client leaves without notice before one of their turns is over.
         deaths_per_hour: engines that die, in the whole fleet; one of those alive is drawn. Its KV is lost.
-        relaunch_s: until a dead engine is back, cold, as another one; 45 s is a pessimistic cold start.
-        slow_start_s: engines report themselves at times drawn from 0 to this. 0: all at once.
+        relaunch_s: time until a dead engine is back, cold, as another one; 45 s is a pessimistic cold start.
+        slow_start_s: engines first report at times drawn from 0 to this. 0: all at once.
         tool_timeout_share: tool calls that hang until `tool_timeout_s` are over.
         turn_retries: how often a client asks again for a turn that the scheduler rejected.
     """
@@ -56,15 +56,15 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Reshape:
-    """The fleet may be cut anew while the rollout runs.
+    """The fleet may be reshaped while the rollout runs.
 
     Args:
-        every_s: so often a plan is made.
-        first_s: until the first one; None: as long as between others.
-        relaunch_s: until an engine that was cut anew serves; 45 cold, 10.8 activated, 3 woken.
-        expected_s: what a plan counts for that, where who plans knows no better; None: what it takes.
-        min_gain_share: of the time that is left, beyond the relaunch.
-        roles: speculation is what engines that are launched for the tail have, and no others: drafting costs memory.
+        every_s: interval between plans.
+        first_s: time until the first plan; None: `every_s`.
+        relaunch_s: time until a reshaped engine serves; 45 cold, 10.8 activated, 3 woken.
+        expected_s: what a plan assumes for that time, if the planner knows no better; None: `relaunch_s`.
+        min_gain_share: required gain beyond the relaunch, as a share of the time left.
+        roles: only engines launched for the tail have speculation, because drafting costs memory.
     """
 
     every_s: float = 30.0
@@ -88,8 +88,8 @@ class Conditions:
     """Features of all engines, KV transfers, faults, and changes of the fleet.
 
     Args:
-        transfer: None: contexts are computed anew at the new engine.
-        reshape: None: the fleet stays.
+        transfer: None: contexts are computed again on the new engine.
+        reshape: None: the fleet does not change.
     """
 
     features: Features = field(default_factory=Features)
@@ -98,7 +98,7 @@ class Conditions:
     reshape: Reshape | None = None
 
     def features_of(self, role: Role) -> Features:
-        """What an engine has that is launched in this role."""
+        """The features of an engine that is launched in this role."""
         is_plain = self.reshape is not None and self.reshape.roles and role is not Role.TAIL
         return replace(self.features, speculation=None) if is_plain else self.features
 

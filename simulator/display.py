@@ -1,4 +1,4 @@
-"""Runs for people: progress while they are played, and a table of what they came to."""
+"""Runs for people: progress while they are played, and a table of their results."""
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
@@ -13,18 +13,18 @@ from simulator.scenario import Scenario
 from workloads.trajectories import Workload
 
 REDRAW_EVERY = 64
-"""Trajectories between two changes of the bar, which cost more than an event of the rollout."""
+"""Trajectories between two updates of the bar, because an update costs more than an event of the rollout."""
 
 
 WIDE = 124
-"""Columns of a console that takes the whole table side by side."""
+"""Columns of a console that fits the whole table side by side."""
 
 NUM_NARROW = 4
-"""Figures beside policy and fleet that 80 columns take; the others are in tables below."""
+"""Figures that fit beside policy and fleet in 80 columns; the others go into tables below."""
 
 
 class RunProgress:
-    """A bar for all runs, and one for the trajectories of the run that is played."""
+    """A bar for all runs, and one for the trajectories of the current run."""
 
     def __init__(self, num_runs: int, console: Console) -> None:
         columns = (
@@ -46,7 +46,7 @@ class RunProgress:
         self._progress.stop()
 
     def begin(self, title: str, num_trajectories: int) -> Callable[[float], None]:
-        """A run begins; what it gives is to be called at the end of each trajectory."""
+        """Begin a run. Returns the function to call at the end of each trajectory."""
         self._progress.reset(self._one, description=title, total=num_trajectories)
         num_ended = 0
 
@@ -59,7 +59,7 @@ class RunProgress:
         return ended
 
     def end(self, title: str, run: Run) -> None:
-        """A run is over. One line stays of it, so that long scenarios give answers all along, in a file too."""
+        """End a run, and leave one line about it, so that long scenarios give results all along, in a file too."""
         self._progress.advance(self._all)
         self._console.print(
             f"{title}: {_seconds(run.outcome.makespan_s)} s, {run.regret:.2f} times the bound{_lost(run)}",
@@ -69,7 +69,7 @@ class RunProgress:
 
 
 def print_head(scenario: Scenario, workload: Workload, console: Console) -> None:
-    """Say what is played."""
+    """Print what is played."""
     console.print(f"{scenario.name}: {scenario.about}" if scenario.about else scenario.name)
     console.print(
         f"{len(workload.trajectories):,} trajectories, {workload.num_turns:,} turns, "
@@ -143,7 +143,7 @@ def _lost(run: Run) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    """A tenth is precise enough for a rollout, and nothing for one that takes less than ten."""
+    """A tenth of a second is precise enough for a rollout, but not for one that takes less than ten seconds."""
     return f"{seconds:,.1f}" if seconds >= 10 else f"{seconds:.3f}"
 
 

@@ -1,4 +1,4 @@
-"""The engines of a simulated rollout: how they start, die, come back, and make room for a fleet that is cut anew."""
+"""The engines of a simulated rollout: how they start, die, come back, and give way to a reshaped fleet."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,14 +16,14 @@ MODEL = "simulated"
 
 
 class EngineRoom:
-    """Owns the engines, those that are gone included.
+    """Owns the engines, including those that are gone.
 
     Args:
-        family: profiles of which a fleet that is cut anew may be made.
+        family: profiles of which a reshaped fleet may be made.
         by_priority: engines sort their queues by priority.
-        handle: tells the scheduler.
-        pause_legs: stops what runs on an engine that a controller retires, tokens kept.
-        remaining: what is left to do of each trajectory, as predicted.
+        handle: passes an event to the scheduler.
+        pause_legs: stops what runs on an engine that a controller retires, keeping its tokens.
+        remaining: the predicted remaining work of each trajectory.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class EngineRoom:
         self._num_launching = 0
 
     def open(self, fleet: Sequence[EngineProfile], *, may_change: bool) -> float:
-        """Start the first engines, and note what will become of them; says when all of them will have started.
+        """Start the first engines and schedule deaths and reshapes. Returns when all engines will have started.
 
         Args:
-            may_change: the fleet is cut anew, where the conditions say so.
+            may_change: the fleet is reshaped if the conditions include it.
         """
         nodes = [0] * len(fleet)
         if self._conditions.reshape is not None and may_change:
@@ -113,7 +113,7 @@ class EngineRoom:
         host.end(self._agenda.now)
         self._handle(EngineLost(self._agenda.now, host.engine_id))
 
-    # --- a fleet that is cut anew ---------------------------------------------------------------------------
+    # --- a fleet that is reshaped ---------------------------------------------------------------------------
 
     def _note_reshape(self, reshaper: Reshaper, after_s: float) -> None:
         self._agenda.note(self._agenda.now + after_s, lambda _: self._reshape(reshaper))
@@ -136,7 +136,7 @@ class EngineRoom:
             self._launch(engine_id, profile, place, reshaper.settings.relaunch_s)
 
     def _retire(self, host: Host) -> None:
-        """Stop an engine as a controller does: nothing new comes, what runs there is paused, it is gone."""
+        """Stop an engine as a controller does: it accepts nothing new, what runs there is paused, then it is gone."""
         self._handle(EngineReported(self._agenda.now, _spec(host), accepting=False))
         self._pause_legs(host)
         self._lose(host)

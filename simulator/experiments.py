@@ -1,8 +1,8 @@
 """`python -m simulator.experiments`: plays the study, two rollouts at a time, and keeps every result.
 
-A result is a line of `.work/experiments/rows.jsonl`, under the job and a hash of the sources it came from: a study that
-is stopped goes on, and what other code made is never mixed in unless `--any-source` says so. Of the scenarios that
-plots show, the runs of the first seed are kept whole.
+A result is a line of `.work/experiments/rows.jsonl`, with its job and a hash of the sources it came from. So a stopped
+study continues where it was, and results of other code are never mixed in, except with `--any-source`. For the
+scenarios that plots show, the runs of the first seed are kept whole.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _SOURCES = (
     "workloads/*.py",
     "simulator/*.py",
 )
-# What chooses and shows results does not change them.
+# Files that choose and show results do not change them.
 _NOT_SOURCES = {
     *("study.py", "experiments.py", "comparison.py", "results_page.py", "showcase.py", "plots.py", "chart.py"),
     *("display.py", "fidelity.py"),
 }
-# A trainer waits for its rollout as long as it takes; the half hour of a gateway would end it for slow policies.
+# A trainer waits for its rollout as long as it takes; a gateway's half hour would end it for slow policies.
 _QUEUE_TIMEOUT_S = 24 * 3_600.0
 _SUMMARY = (
     *("num_trajectories", "num_finished", "p95_trajectory_s", "p99_trajectory_s", "mean_queued_s"),
@@ -57,7 +57,7 @@ _SUMMARY = (
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is made of a scenario: so many times fewer trajectories and GPUs, and a trace where it has no agents."""
+    """Changes to a scenario: `shrink` times fewer trajectories and GPUs, and a trace if it has no agents."""
 
     shrink: int = 1
     trace: str | None = None
@@ -65,12 +65,12 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What is to be played, and where everything lies.
+    """What is to be played, and where everything is.
 
     Args:
-        scenarios: the folder of their files.
+        scenarios: the folder of scenario files.
         folder: where results are kept.
-        source: what `source_hash` said.
+        source: the value of `source_hash`.
     """
 
     cases: tuple[Case, ...]
@@ -116,15 +116,15 @@ class Cache:
                 case = Case(**{**job["case"], "tps": tuple(job["case"]["tps"])})
                 row = Row(job=Job(**{**job, "case": case}), **fields)
             except (ValueError, KeyError, TypeError):
-                continue  # of a run that was killed while it wrote, or in an older form
+                continue  # from a run that was killed while it wrote, or in an older form
             yield row
 
 
 def run_all(study: Study, cache: Cache, budget_s: float, num_processes: int = NUM_PROCESSES) -> int:
-    """Play what is missing until nothing is, or the time is used up; runs that have begun end.
+    """Play missing jobs until none is left or the time is used up; runs that have begun are finished.
 
     Returns:
-        How many are still missing, as far as that can be told.
+        How many are still missing, as far as that is known.
     """
     ends_at = time.monotonic() + budget_s
     commit = commit_of(_ROOT)
@@ -154,7 +154,7 @@ def run_all(study: Study, cache: Cache, budget_s: float, num_processes: int = NU
 
 
 def play(job: Job, study: Study, commit: str) -> Row:
-    """One rollout, start to end; of several epochs all, and the last one counts."""
+    """One rollout from start to end; with several epochs all of them, and the last one counts."""
     began_at = time.process_time()
     path = study.scenarios / f"{job.case.name}.toml"
     scenario = read_scenario(path, study.size)
@@ -164,7 +164,7 @@ def play(job: Job, study: Study, commit: str) -> Row:
         fleet = next(fleet for fleet in scenario.fleets() if fleet.profiles[0].tp == job.tp)
     workloads = _workloads(path, study.size, job.seed)
     name = scenario.predictor if job.predictor == LEARNED else job.predictor
-    # What is cheapest to ask serves those that do not look.
+    # Policies that use no predictions get the cheapest predictor.
     predictor = experienced(scenario, CLAIRVOYANT if job.policy in BLIND else name, workloads, job.seed)
     limits = replace(scenario.limits, queue_timeout_s=_QUEUE_TIMEOUT_S)
     policy, conditions = policy_named(job.policy), scenario.conditions
@@ -213,14 +213,15 @@ def read_scenario(path: Path, size: Size) -> Scenario:
     if workload.law is None and workload.trace is None:
         workload = replace(workload, trace=size.trace)
     if size.shrink > 1 and workload.trajectories and fleet.gpus:
-        gpus = max(1, fleet.gpus // size.shrink)  # and as many trajectories for each as before
+        gpus = max(1, fleet.gpus // size.shrink)  # and as many trajectories per GPU as before
         workload = replace(workload, trajectories=workload.trajectories * gpus // fleet.gpus)
         fleet = replace(fleet, gpus=gpus, tp=tuple(tp for tp in fleet.tp if gpus % tp == 0))
     return replace(scenario, workload=workload, fleet=fleet)
 
 
 def read_cases(folder: Path, size: Size) -> list[Case]:
-    """A case for each scenario with homogeneous fleets, main ones first; those that need a trace only with one."""
+    """A case for each scenario with homogeneous fleets, main ones first; scenarios that need a trace only if there is
+    one."""
     cases = []
     for path in sorted(folder.glob("*.toml")):
         scenario = read_scenario(path, size)
@@ -233,7 +234,7 @@ def read_cases(folder: Path, size: Size) -> list[Case]:
 
 
 def source_hash(root: Path = _ROOT) -> str:
-    """Stands for everything that a result depends on, scenarios apart."""
+    """A hash of everything that a result depends on, except scenarios."""
     digest = hashlib.sha256()
     for pattern in _SOURCES:
         for path in sorted(root.glob(pattern)):
@@ -243,7 +244,7 @@ def source_hash(root: Path = _ROOT) -> str:
 
 
 def commit_of(root: Path) -> str:
-    """The commit, marked where files differ from it; empty outside of a checkout."""
+    """The commit, marked if files differ from it; empty outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=7"]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout.strip()
 

@@ -1,4 +1,4 @@
-"""Whether the simulator can be believed: its engine against measured rows, a closed form and a published crossover.
+"""Whether the simulator can be trusted: its engine against measured rows, a closed form and a published crossover.
 
 Run: python -m simulator.fidelity > fidelity.md
 
@@ -21,7 +21,7 @@ from scheduling.cost import EngineProfile
 MEASURED = Path("tests/simulator/measured_tpot.csv")
 # Below this, a measured time per token is mostly other requests' prefill.
 MIN_OUTPUT_TOKENS = 512
-# Rounds of the closed loop: the first and the last are thrown away.
+# Rounds of the closed loop; the first and the last are discarded.
 NUM_ROUNDS = 6
 
 # Libra (arXiv 2606.03077), 8 A800, Qwen3-14B, batch 512: tokens/s on 8 engines of TP 1 and on one of TP 8.
@@ -30,7 +30,7 @@ LIBRA_LENGTHS = {"short": (64, 2_048), "long": (16_384, 32_768)}
 CROSSOVER_BATCH = 512
 # vLLM's default of max_num_seqs on a server with A100s.
 CROSSOVER_SLOTS = 256
-# NVLink of an A800 has 400 GB/s where an A100's has 600.
+# An A800's NVLink has 400 GB/s, an A100's 600.
 A800_ALL_REDUCE = 600 / 400
 
 
@@ -48,10 +48,10 @@ class MeasuredRow:
 
 @dataclass(frozen=True, slots=True)
 class TpotCheck:
-    """A measured point and what the simulated engine makes of it.
+    """A measured point and the simulated engine's result for it.
 
     Args:
-        excluded: why it does not count; None where it does.
+        excluded: why it does not count; None if it does.
     """
 
     row: MeasuredRow
@@ -60,7 +60,7 @@ class TpotCheck:
 
     @property
     def error(self) -> float:
-        """Relative; positive where the simulation is slower."""
+        """Relative; positive if the simulation is slower."""
         return self.simulated_ms / self.row.tpot_ms - 1
 
 
@@ -102,7 +102,7 @@ def read_measured(path: Path = MEASURED) -> list[MeasuredRow]:
 
 
 def check_tpot(rows: Iterable[MeasuredRow]) -> list[TpotCheck]:
-    """Every row, simulated. Excluded rows are simulated too."""
+    """Every row, simulated, including excluded ones."""
     return [_tpot_check(row) for row in rows]
 
 
@@ -112,9 +112,9 @@ def mape(checks: Sequence[TpotCheck]) -> float:
 
 
 def simulated_tpot_ms(profile: EngineProfile, input_tokens: int, output_tokens: int, num_requests: int) -> float:
-    """Time per output token in the steady state, while every request that ends is followed by another.
+    """Time per output token in the steady state, in which every finished request is followed by another.
 
-    The first ones have answers of staggered lengths, so that ends, and with them prefills, are spread over time.
+    The first requests have answers of staggered lengths, so that ends, and with them prefills, are spread over time.
     """
     engine = SimulatedEngine(profile)
     first_token_at: dict[str, float] = {}
@@ -141,10 +141,10 @@ def simulated_tpot_ms(profile: EngineProfile, input_tokens: int, output_tokens: 
 
 
 def closed_form_makespan_s(profile: EngineProfile, output_tokens: Sequence[int]) -> float:
-    """The makespan of sequences that start together where neither KV nor prompts cost anything.
+    """The makespan of sequences that start together, if neither KV nor prompts cost anything.
 
     `sum_j L_j (tau(j) - tau(j-1))`, with L_j the j-th longest and tau(j) the step of j sequences (TailSieve). The first
-    token of each comes out of the prefill's step, which decodes nothing: so one step of 0, and L_j - 1 tokens.
+    token of each comes from the prefill's step, which decodes nothing: so there is one step of 0, and L_j - 1 tokens.
     """
     longest_first = sorted(output_tokens, reverse=True)
     steps = [0.0, *(profile.decode_step_s(num, 0) for num in range(1, len(longest_first) + 1))]
@@ -153,7 +153,7 @@ def closed_form_makespan_s(profile: EngineProfile, output_tokens: Sequence[int])
 
 
 def makespan_s(profile: EngineProfile, sequences: Iterable[tuple[int, int]]) -> tuple[float, int]:
-    """How long an engine takes for sequences of (prompt, output) tokens that come together, and its preemptions."""
+    """How long an engine takes for sequences of (prompt, output) tokens that arrive together, and its preemptions."""
     engine = SimulatedEngine(profile)
     for number, (prompt_tokens, output_tokens) in enumerate(sequences):
         engine.submit(0.0, SimulatedSequence(str(number), prompt_tokens, output_tokens, lambda _: ()))
@@ -167,8 +167,8 @@ def makespan_s(profile: EngineProfile, sequences: Iterable[tuple[int, int]]) -> 
 def check_crossover(seed: int = 0) -> list[CrossoverCheck]:
     """Libra's motivation, on profiles of an A800: which lengths are faster on 8 engines of TP 1, and which on TP 8.
 
-    The paper does not say how much of a length is prompt. Here a quarter is; the direction is the same from a tenth to
-    a half.
+    The paper does not tell how much of a length is prompt. Here it is a quarter; the direction is the same from a tenth
+    to a half.
     """
     checks = []
     for name, (least, most) in LIBRA_LENGTHS.items():
@@ -181,17 +181,17 @@ def check_crossover(seed: int = 0) -> list[CrossoverCheck]:
 
 
 def a800_profile(tp: int) -> EngineProfile:
-    """Qwen3-14B on A800s: an A100 whose all-reduces of large messages take half as long again.
+    """Qwen3-14B on A800s: an A100 whose all-reduces of large messages take 1.5 times as long.
 
-    What a sequence or a prompt token costs at a TP size beyond its share of the cost at TP 1 is taken for all-reduce.
-    An estimate: nobody measured it.
+    The cost of a sequence or a prompt token at a TP size beyond its share of the cost at TP 1 is attributed to
+    all-reduce. An estimate, not a measurement.
     """
     single, profile = load_profile("qwen3-14b-a100-tp1"), load_profile(f"qwen3-14b-a100-tp{tp}")
 
     def slowed(cost: float, single_cost: float) -> float:
         return cost + (A800_ALL_REDUCE - 1) * max(0.0, cost - single_cost / tp) if tp > 1 else cost
 
-    # The engine's own overhead, which no profile splits from the kernel's, is the same at every TP size.
+    # The engine's own overhead, which no profile separates from the kernel's, is the same at every TP size.
     overhead_ms = 0.031
     per_sequence_ms = slowed(profile.decode_per_sequence_ms - overhead_ms, single.decode_per_sequence_ms - overhead_ms)
     return replace(
@@ -213,7 +213,7 @@ def main() -> None:
 
 
 def _tpot_check(row: MeasuredRow) -> TpotCheck:
-    # The measured servers took any number of requests; the profile's slots are a setting of ours.
+    # The measured servers took any number of requests; the profile's slots are our own setting.
     profile = replace(load_profile(f"qwen3-32b-h100-tp{row.tp}"), slots=max(row.num_requests, 256))
     simulated_ms = simulated_tpot_ms(profile, row.input_tokens, row.output_tokens, row.num_requests)
     excluded = None

@@ -1,4 +1,4 @@
-"""One engine of a simulated rollout, with what a report wants to know of it."""
+"""One engine of a simulated rollout, with the data that a report needs."""
 
 from engines.simulated.features import Features
 from engines.simulated.model import SimulatedEngine
@@ -13,7 +13,7 @@ class Host:
     """An engine from its start to its end.
 
     Args:
-        due_at: when something of it changes next, as far as the rollout's heap was told.
+        due_at: when something in it changes next, as last put on the rollout's agenda.
         ended_at: when it died.
     """
 
@@ -30,7 +30,7 @@ class Host:
         self._sample_at = began_at
 
     def sample(self, at: float, kv_claimed_tokens: int) -> None:
-        """Note how full it is, if the last sample is old enough."""
+        """Record how full it is, if the last sample is old enough."""
         if at < self._sample_at:
             return
         self._sample_at = at + SAMPLE_S
@@ -42,7 +42,7 @@ class Host:
         timeline.kv_claimed_share.append(kv_claimed_tokens / self.profile.kv_capacity_tokens)
 
     def end(self, at: float) -> None:
-        """It dies, and all that it ran with it."""
+        """End it, and everything that it ran."""
         self.ended_at = at
         self.due_at = None
 

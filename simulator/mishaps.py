@@ -1,4 +1,5 @@
-"""Dice for what goes wrong. Every trajectory has its own, so that the same ones leave whatever the policy does."""
+"""Random draws for what goes wrong. Every trajectory has its own generator, so the same ones leave under
+every policy."""
 
 import random
 
@@ -18,7 +19,7 @@ class Mishaps:
         self._dice = random.Random(f"engines/{seed}")
 
     def leaving(self, trajectory: Trajectory) -> tuple[int, float] | None:
-        """The turn that its client does not wait for, and when it leaves after it asked; None if it stays."""
+        """The turn that its client does not wait for, and how long after asking it leaves; None if it stays."""
         if not self.faults.leaving_share:
             return None
         dice = random.Random(f"leaving/{self._seed}/{trajectory.trajectory_id}")
@@ -34,7 +35,7 @@ class Mishaps:
         return dice.random() < self.faults.tool_timeout_share
 
     def next_death_s(self) -> float | None:
-        """How long until the next engine dies; None: never."""
+        """Time until the next engine dies; None: never."""
         return self._dice.expovariate(self.faults.deaths_per_hour / 3600) if self.faults.deaths_per_hour else None
 
     def one_of(self, engine_ids: list[str]) -> str:
@@ -42,5 +43,5 @@ class Mishaps:
         return self._dice.choice(engine_ids)
 
     def start_s(self) -> float:
-        """How long after the rollout's start an engine is there."""
+        """Time from the rollout's start until an engine is there."""
         return self._dice.uniform(0.0, self.faults.slow_start_s) if self.faults.slow_start_s else 0.0

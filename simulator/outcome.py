@@ -1,4 +1,4 @@
-"""What a simulated rollout came to: figures for tables, and timelines for plots, with their JSON form.
+"""The result of a simulated rollout: figures for tables, and timelines for plots, with their JSON form.
 
 The JSON of `heddle simulate --json FILE` is
 
@@ -11,7 +11,7 @@ and a RUN is `run_json` of one outcome: the labels `policy, fleet, predictor, se
   num_legs, num_moves, engine` (index into `engines`, of the last one), in the order of their start;
 * `engines`: a list of `{id, profile, tp, slots, kv_capacity_tokens, began_at, ended_at, num_preemptions, timeline}`,
   whose `timeline` has the columns `at, num_running, num_waiting, kv_share, kv_claimed_share`;
-* `predictions`: `trajectory` (index), `turn, made, total, p90`: what was predicted before turns 0, 1, 2, 4 and 8.
+* `predictions`: `trajectory` (index), `turn, made, total, p90`: the predictions made before turns 0, 1, 2, 4 and 8.
 
 Times are virtual seconds since the rollout's start; an engine that outlived it has no `ended_at` (null).
 """
@@ -38,10 +38,10 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PredictionMade:
-    """What was predicted before a turn.
+    """A prediction made before a turn.
 
     Args:
-        made_tokens: output that the trajectory had.
+        made_tokens: the trajectory's output at that time.
         total_tokens, p90_tokens: its predicted total.
     """
 
@@ -53,17 +53,17 @@ class PredictionMade:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryOutcome:
-    """One trajectory's way through the rollout.
+    """One trajectory's course through the rollout.
 
     Args:
         ended_at: when its last turn ended; all trajectories start at 0.
-        queued_s: time that its turns waited, here or in an engine's queue, and for KV that was on its way.
+        queued_s: time that its turns waited in the scheduler, in an engine's queue, or for KV in transfer.
         engine_s: time in which an engine ran them, prefill included.
         tool_s: time in tools.
-        num_legs: turns, and what preemption and dead engines made of them.
+        num_legs: turns, plus the extra legs caused by preemption and dead engines.
         num_moves: turns that began on another engine than the one before.
-        engine_id: where its last turn ran; None when none did.
-        num_pauses: legs that the scheduler preempted, their tokens kept.
+        engine_id: where its last turn ran; None if none did.
+        num_pauses: legs that the scheduler preempted, with their tokens kept.
     """
 
     trajectory_id: str
@@ -96,7 +96,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutcome:
-    """One engine's part in the rollout; `ended_at` is None when it outlived it."""
+    """One engine's part in the rollout; `ended_at` is None if it outlived the rollout."""
 
     engine_id: str
     profile: str
@@ -114,7 +114,7 @@ class EngineOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Makespans that no policy can beat: on this fleet, and on the best fleet of as many GPUs (None: not asked)."""
+    """Makespans that no policy can beat: on this fleet, and on the best fleet of as many GPUs (None: not computed)."""
 
     fleet_s: float
     best_fleet_s: float | None = None
@@ -122,7 +122,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a rollout came to. Times in seconds since its start."""
+    """The result of a rollout. Times in seconds since its start."""
 
     policy: str
     trajectories: tuple[TrajectoryOutcome, ...]
@@ -135,7 +135,7 @@ class Outcome:
 
     @property
     def num_preemptions(self) -> int:
-        """By engines that ran out of KV."""
+        """Preemptions by engines that ran out of KV."""
         return sum(engine.num_preemptions for engine in self.engines)
 
     @property
@@ -161,12 +161,12 @@ class Outcome:
         return sum(engine.num_cached_tokens for engine in self.engines) / prompt_tokens if prompt_tokens else 0.0
 
     def ended_share_at(self, share: float) -> float:
-        """When so large a share of the trajectories had ended."""
+        """When this share of the trajectories had ended."""
         ends = sorted(trajectory.ended_at for trajectory in self.trajectories)
         return ends[max(math.ceil(share * len(ends)) - 1, 0)]
 
     def summary(self) -> dict[str, float | int]:
-        """The figures, by the names that the JSON has."""
+        """The figures, by their names in the JSON."""
         trajectories = self.trajectories
         return {
             "makespan_s": self.makespan_s,
@@ -190,7 +190,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What tells a run from the others."""
+    """What distinguishes a run from the others."""
 
     policy: str
     fleet: str
@@ -200,7 +200,7 @@ class Labels:
 
 
 def run_json(labels: Labels, outcome: Outcome, bounds: Bounds) -> dict[str, Any]:
-    """One run in the form that the module's docstring says."""
+    """One run in the form described in the module's docstring."""
     index_of = {engine.engine_id: index for index, engine in enumerate(outcome.engines)}
     return {
         "policy": labels.policy,

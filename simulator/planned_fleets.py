@@ -1,7 +1,7 @@
-"""Fleets that are planned before a rollout, as a controller would plan them: for the work of the rollout before it.
+"""Fleets that are planned before a rollout, as a controller would plan them: for the work of the previous rollout.
 
-The plan is told the true lengths of that rollout, which had other prompts. So it knows the law of lengths, and not who
-of the coming rollout will be long.
+The plan uses the true lengths of that rollout, which had other prompts. So it knows the distribution of lengths, but
+not which trajectories of the coming rollout will be long.
 """
 
 from scheduling.estimate import Remaining
@@ -14,17 +14,17 @@ from workloads.trajectories import Trajectory
 PLANNED, MIXED = "planned", "mixed"
 
 _LEAST_GAIN = {PLANNED: MIXED_FLEET_GAIN, MIXED: 0.0}
-"""What a mixed fleet must promise over the best homogeneous one: what a controller asks for, or nothing."""
+"""What a mixed fleet must promise over the best homogeneous one: what a controller requires, or nothing."""
 
 
 def planned_fleet(scenario: Scenario, kind: str, seed: int) -> Fleet:
-    """What `scheduling.scaling.plan` makes of the scenario's GPUs.
+    """The fleet that `scheduling.scaling.plan` makes of the scenario's GPUs.
 
     Args:
         kind: PLANNED, or MIXED: whatever fleet promises most.
 
     Raises:
-        ValueError: the scenario has no earlier rollout, or no GPUs to cut.
+        ValueError: the scenario has no earlier rollout, or no GPUs to divide.
     """
     earlier, gpus = scenario.earlier_workloads(seed), scenario.fleet.gpus
     if not earlier or gpus is None:

@@ -25,7 +25,7 @@ from simulator.chart import (
 )
 
 _WIDTH = 980.0
-# Of pale to dark: how full an engine is, in fifths.
+# From pale to dark: how full an engine is, in fifths.
 _SHADES = ("#eef3f8", "#c6d8e8", "#8fb2d1", "#4f83b1", "#1f4d79")
 _OVERFULL = "#a33c3c"
 _BINS = 160
@@ -48,9 +48,9 @@ class EngineUse:
     """How full one engine was.
 
     Args:
-        at: when it was looked at, ascending; a value holds until the next.
-        kv_share: of its KV cache that is used, and
-        running_share: of its slots; both as long as `at`.
+        at: sample times, ascending; a value holds until the next.
+        kv_share: share of its KV cache in use; as long as `at`.
+        running_share: share of its slots in use; as long as `at`.
     """
 
     at: Sequence[float]
@@ -79,7 +79,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What was predicted before one step: totals, 90th percentiles, and what was true, in columns of equal length."""
+    """The predictions before one step: totals, 90th percentiles, and true values, in columns of equal length."""
 
     step: int
     totals: Sequence[float]
@@ -88,14 +88,15 @@ class Predicted:
 
     @property
     def covered_share(self) -> float:
-        """How many true totals are not above their predicted 90th percentile; 0.9 where that is calibrated."""
+        """Share of true totals that are not above their predicted 90th percentile; 0.9 if the percentile is
+        calibrated."""
         return sum(true <= p90 for true, p90 in zip(self.true, self.p90s, strict=True)) / max(len(self.true), 1)
 
 
 def completion(curves: Sequence[Curve], bound_s: float, title: str) -> str:
-    """Trajectories over time, one curve for each policy, and the bound as a line.
+    """Trajectories over time, one curve per policy, and the bound as a line.
 
-    How many are done, and beside it, on a log scale that shows the tail, how many are not.
+    The left plot shows how many are done. The right one shows how many are not, on a log scale that shows the tail.
     """
     height = 440.0
     end_s = 1.02 * max(max(curve.ended_at) for curve in curves)
@@ -109,7 +110,7 @@ def completion(curves: Sequence[Curve], bound_s: float, title: str) -> str:
     shapes.append(
         text(left.at(bound_s) - 6, done.start - 8, f"bound {bound_s:,.0f} s", anchor="end", fill=RED, size=12)
     )
-    # The first curve is what the page is about: it is drawn last.
+    # The first curve is the one the page is about, so it is drawn last.
     for curve, colour in reversed(list(zip(curves, colours, strict=False))):
         corners = _corners(curve)
         for x, y, kind in ((left, done, "done"), (right, open_, "open")):
@@ -120,7 +121,8 @@ def completion(curves: Sequence[Curve], bound_s: float, title: str) -> str:
 
 
 def timeline(panels: Sequence[Panel], title: str) -> str:
-    """Each engine a strip, over time: how much of its KV is used; below, how many turns all engines run."""
+    """Each engine as a strip over time: how much of its KV is used. Below, the share of all engines' slots that run a
+    turn."""
     x = Axis(0, 1.02 * max(panel.makespan_s for panel in panels), 70, _WIDTH - 30)
     shades = ("KV to 20 %", "40 %", "60 %", "80 %", "98 %", "full")
     shapes = legend(70, 72, zip((*_SHADES, _OVERFULL), shades, strict=True))
@@ -160,10 +162,10 @@ def ablation(groups: Sequence[tuple[str, Sequence[Bar]]], title: str, subtitle: 
 
 
 def calibration(steps: Sequence[Predicted], title: str, max_dots: int = 1_500) -> str:
-    """Predicted against true totals, a panel for each step: on the diagonal a prediction is right.
+    """Predicted against true totals, one panel per step; a prediction on the diagonal is exact.
 
     Args:
-        max_dots: of a panel; every so many-th trajectory is shown.
+        max_dots: per panel; every n-th trajectory is shown.
     """
     everything = [value for step in steps for value in (*step.totals, *step.true)]
     low, high = max(1.0, min(everything)), max(everything)
@@ -185,7 +187,7 @@ def calibration(steps: Sequence[Predicted], title: str, max_dots: int = 1_500) -
 
 
 def _corners(curve: Curve) -> list[tuple[float, float]]:
-    """When which share was done, in percent: of many trajectories every so many-th, of the last hundred each."""
+    """Points of time and percentage done: every n-th of many trajectories, and each of the last hundred."""
     ends = sorted(curve.ended_at)
     every = max(1, len(ends) // 200)
     numbers = sorted({*range(every - 1, len(ends), every), *range(max(0, len(ends) - 100), len(ends))})
@@ -193,7 +195,7 @@ def _corners(curve: Curve) -> list[tuple[float, float]]:
 
 
 def _strips(panel: Panel, x: Axis, top: float, strip: float) -> list[str]:
-    """Pieces of one shade are joined, and all of one shade are one element: small files."""
+    """Pieces of one shade are joined, and all pieces of a shade are one element, for small files."""
     pieces: dict[str, list[tuple[float, float, float]]] = {}
     width_s = panel.makespan_s / _BINS
     for number, engine in enumerate(panel.engines):

@@ -1,4 +1,4 @@
-"""Predictors that know what is to come, wholly or in part: what prediction is worth is measured against them."""
+"""Predictors that know the truth, wholly or in part: the references for what prediction is worth."""
 
 import math
 import random
@@ -24,7 +24,7 @@ class Oracle:
         self._totals = {t.trajectory_id: float(t.output_tokens) for t in trajectories}
 
     def predict(self, progress: Progress) -> Prediction:
-        """The total output that it will come to."""
+        """The true total output."""
         total = self._totals[progress.trajectory_id]
         return Prediction(total, total)
 
@@ -43,11 +43,11 @@ class Oracle:
 
 
 class Noisy(Oracle):
-    """Predicts remaining work with an error of its own making.
+    """Predicts remaining work with a simulated error.
 
-    The log of the remaining output is seen through normal noise, of such a spread that truth and observation correlate
-    by `correlation`; the prediction is the mean of the truth given what is seen, so it is calibrated and shrunk towards
-    the mean of all. The noise of a trajectory goes on from turn to turn (autoregressive, 0.7).
+    The log of the remaining output is observed through normal noise, with a spread such that truth and observation
+    correlate by `correlation`. The prediction is the mean of the truth given the observation, so it is calibrated and
+    shrunk towards the mean of all. A trajectory's noise carries over from turn to turn (autoregressive, 0.7).
 
     Args:
         correlation: log-Pearson of observed and true remaining work, in (0, 1].
@@ -64,7 +64,7 @@ class Noisy(Oracle):
         self._noise: dict[str, float] = {}
 
     def predict(self, progress: Progress) -> Prediction:
-        """What it has made, and the expected remaining output given what is seen of it."""
+        """The output already made, plus the expected remaining output given the observation."""
         share = self._correlation**2  # of the variance that is explained
         remaining = max(self._totals[progress.trajectory_id] - progress.output_tokens, 1.0)
         noise = self._next_noise(progress.trajectory_id)

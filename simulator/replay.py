@@ -1,10 +1,10 @@
-"""A scheduler's log played again: the same events must lead to the same actions, byte for byte.
+"""Plays a scheduler's log again: the same events must lead to the same actions, byte for byte.
 
-A log is what the gateway's event log and `heddle simulate --log` write: a JSON line for each event, `{"at", "kind":
-"event", "type", ...fields}`, followed by a line of kind `action` for each action. A first line `{"kind": "start",
-"policy", "limits", "can_preempt", "records"}` says how the scheduler was made, and another one that a new process made
-another; where there is none, the log must begin with an empty scheduler, and the caller says which policy it had. Lines
-of other kinds are passed over. It may be gzipped.
+A log is what the gateway's event log and `heddle simulate --log` write: a JSON line for each event,
+`{"at", "kind": "event", "type", ...fields}`, followed by a line of kind `action` for each action. A line
+`{"kind": "start", "policy", "limits", "can_preempt", "records"}` at the head tells how the scheduler was made; each
+further one means that a new process made a new scheduler. Without such a line, the log must begin with an empty
+scheduler, and the caller names its policy. Lines of other kinds are skipped. The file may be gzipped.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _EVENTS = {kind.__name__: kind for kind in get_args(Event)}
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first line at which a replay decides otherwise; None stands for no further action."""
+    """The first line at which a replay decides differently; None means no further action."""
 
     line_number: int
     event: bytes
@@ -39,7 +39,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay came to: how much was the same before the difference, if there is one."""
+    """The result of a replay: how much agreed before the difference, if there is one."""
 
     num_events: int
     num_actions: int
@@ -47,7 +47,7 @@ class Replayed:
 
 
 class LogWriter:
-    """Writes a rollout's log; to be given to a `Rollout` as its `log`."""
+    """Writes a rollout's log; passed to a `Rollout` as its `log`."""
 
     def __init__(self, path: Path, policy: Policy, limits: Limits) -> None:
         self._file: BinaryIO = path.open("wb")
@@ -75,7 +75,7 @@ def replay(path: Path, policy_name: str | None = None) -> Replayed:
     """Plays a log again until it ends or something differs.
 
     Args:
-        policy_name: what the log had, if it does not say so itself; None: the default policy.
+        policy_name: the policy of the log, if the log does not name it; None: the default policy.
 
     Raises:
         ValueError: a line is malformed, the file is damaged, there is no event, or no such policy.

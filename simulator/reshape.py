@@ -1,6 +1,6 @@
-"""The fleet cut anew while a rollout runs: what a controller would make of it, asked at intervals.
+"""Reshapes the fleet while a rollout runs, as a controller would, at intervals.
 
-An engine that is relaunched keeps no KV; turns that run on it keep their tokens and go elsewhere, or wait.
+A relaunched engine keeps no KV; turns that run on it keep their tokens and go elsewhere, or wait.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,18 +19,18 @@ from simulator.conditions import Reshape
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What to do: nodes whose engines stop, and those that take their place."""
+    """What to do: nodes whose engines stop, and the engines that take their place."""
 
     nodes: frozenset[int]
     launches: tuple[PlannedEngine, ...]
 
 
 class Reshaper:
-    """Plans against the engines that are there.
+    """Plans a change from the present engines.
 
     Args:
         profiles: one for each TP degree.
-        speculation: what engines have that decode speculatively; with `settings.roles` only those of the tail.
+        speculation: that of engines that decode speculatively; with `settings.roles` only those of the tail do.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Reshaper:
         return self._profiles[engine.tp]
 
     def change(self, remaining: Sequence[Remaining], engines: Iterable[PlannedEngine]) -> Change | None:
-        """What to change now, for these trajectories; None: nothing that pays.
+        """The change to make now for these trajectories; None if nothing pays.
 
         Args:
-            engines: those that are there.
+            engines: the present ones.
         """
         present = FleetPlan(tuple(sorted(engines, key=lambda one: -one.tp)), 0.0, "", "")
         rule, cost_s = ReshapeRule(self.settings.min_gain_share), self.settings.expected_s
@@ -72,14 +72,14 @@ class Reshaper:
         return Change(nodes, tuple(one for one in wanted.engines if one.node in nodes))
 
     def _with_roles(self, wanted: FleetPlan, present: FleetPlan) -> FleetPlan:
-        """A node is launched for the tail as a whole, and stays so; where speculation is no role, none is."""
+        """A node is launched for the tail as a whole, and stays so; without `settings.roles`, none is."""
         both = (*wanted.engines, *present.engines) if self.settings.roles else ()
         tail = {one.node for one in both if one.role is Role.TAIL}
         engines = (replace(one, role=Role.TAIL if one.node in tail else Role.BULK) for one in wanted.engines)
         return replace(wanted, engines=tuple(engines))
 
     def _estimate_s(self, remaining: Sequence[Remaining], fleet: FleetPlan) -> float:
-        """With the best partition on the engines that are there."""
+        """The makespan with the best partition on the present engines."""
         presorted = Presorted(remaining)
         return presorted.bound_s([presorted.filler(self._loaded(one)) for one in fleet.engines])
 

@@ -1,4 +1,4 @@
-"""docs/results-simulated.md from the rows of a study: tables, plots, and in words what does not pay.
+"""docs/results-simulated.md from the rows of a study: tables, plots, and sentences on what does not pay.
 
 Every sentence follows from the figures beside it. Ratios are paired: the same workload, seed by seed.
 """
@@ -15,16 +15,16 @@ from simulator.planned_fleets import MIXED, PLANNED
 from simulator.showcase import draw_plots
 from simulator.study import CLAIRVOYANT, MECHANISMS, Case, Job, Row, baselines, variants
 
-# Means that differ by less say nothing (policy study: with three seeds, 2 %).
+# Smaller differences of means tell nothing (policy study: with three seeds, 2 %).
 _SAME = 0.01
 
 
 def write_page(rows: Mapping[Job, Row], cases: Sequence[Case], folder: Path, path: Path, command: str) -> None:
-    """The page and, in `plots/` beside it, its plots.
+    """Writes the page and, in `plots/` beside it, its plots.
 
     Args:
         folder: where the study keeps the runs that plots show.
-        command: what makes the page.
+        command: the command that makes the page.
     """
     results = Results(rows)
     plots = draw_plots(results, cases, folder, path.parent / "plots")
@@ -73,7 +73,7 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 
 def _commits(results: Results, rows: Mapping[Job, Row]) -> str:
-    """Of the rows that are shown: those on the TP degree that is best in hindsight."""
+    """The commits of the rows that are shown: those on the TP degree that is best in hindsight."""
     kinds: dict[str, set[str]] = {}
     for job, row in rows.items():
         best = results.best(job.case, job.policy, job.predictor)
@@ -194,7 +194,7 @@ def _planned(results: Results, cases: Sequence[Case]) -> str:
 
 
 def _in_words(results: Results, cases: Sequence[Case]) -> str:
-    """What the tables say about where Heddle and its mechanisms do not pay."""
+    """What the tables show about where Heddle and its mechanisms do not pay."""
     sentences, level, unsure = [], [], []
     for case in cases:
         best = results.best_baseline(case)
@@ -220,7 +220,7 @@ def _in_words(results: Results, cases: Sequence[Case]) -> str:
 
 
 def _verdicts(mechanism: str, results: Results, cases: Sequence[Case]) -> list[str]:
-    """Where Heddle is no slower without it."""
+    """The cases in which Heddle is no slower without the mechanism."""
     costs, same = [], []
     for case in cases:
         pair = ablation_ratios(results, case).get(mechanism)

@@ -1,11 +1,11 @@
 """One rollout in virtual time: agents, the scheduler that ships, and simulated engines.
 
-Everything that happens is in one agenda, ordered by time. An engine's model says when something of it changes next; the
-agenda may hold an older word of it, which is then passed over. Pure but for its own state: the same workload, fleet,
+All events are in one agenda, ordered by time. An engine's model reports when something in it changes next. The agenda
+may hold an outdated time for it, which is skipped. There is no input but the arguments: the same workload, fleet,
 policy and seed give the same result.
 
-Agents behave like clients of the gateway, and this like the gateway: a leg that an engine lost is told as failed and
-may be retried; a turn that is rejected is asked for again, a few times; a client that leaves says nothing more.
+Agents behave like clients of the gateway, and this module like the gateway. A leg that an engine lost is reported as
+failed and may be retried. A rejected turn is asked for again, a few times. A client that leaves sends nothing more.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ Log = Callable[[Event, list[Action]], None]
 
 
 def too_long_for(workload: Workload, fleet: Sequence[EngineProfile]) -> str | None:
-    """Which trajectories the KV of some engine cannot hold, in a sentence; None where each holds every one."""
+    """A sentence about the trajectories that some engine's KV cannot hold; None if every engine can hold each one."""
     smallest = min(fleet, key=lambda profile: profile.kv_capacity_tokens)
     room = smallest.kv_capacity_tokens
     if workload.max_context_tokens <= room:
@@ -68,13 +68,13 @@ class Rollout:
         fleet: the profile of each engine.
         oracle: predictions are the true lengths.
         conditions: what engines can do, and what goes wrong.
-        family: profiles of which a fleet that is cut anew may be made.
-        seed: of the dice for what goes wrong.
+        family: profiles of which a reshaped fleet may be made.
+        seed: for the draws of what goes wrong.
         on_ended: called with the virtual time whenever a trajectory has ended, for progress bars.
-        log: told every event with the actions that followed from it.
+        log: called with every event and the actions that followed from it.
 
     Raises:
-        ValueError: `too_long_for` has something to say.
+        ValueError: a trajectory is too long for an engine (`too_long_for`).
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class Rollout:
             pause_legs=self._pause_legs,
             remaining=self._remaining,
         )
-        # Who pins trajectories where they enter would pin them all to the first engine that is there: its rollout
-        # begins when all are. Engines that come later get none, so its fleet is not cut anew. Who pauses trajectories
-        # sends them anywhere.
+        # A policy that pins trajectories where they enter would pin all of them to the first engine that starts. So its
+        # rollout begins when all engines are there. Engines that come later would get no trajectory, so its fleet is
+        # not reshaped. A policy that pauses trajectories sends them anywhere.
         is_pinning = policy.is_sticky and not policy.holds_turns
         all_are_there_at = self._engines.open(fleet, may_change=not is_pinning or policy.residency is not None)
         self._begin_at = all_are_there_at if is_pinning else 0.0
@@ -262,7 +262,7 @@ class Rollout:
         for event in host.engine.advance(self._agenda.now):
             agent = self._agents[event.id]
             if agent.ending is not None:
-                continue  # it left, and the engine ends its step
+                continue  # its client left, and the engine finishes its step
             match event.kind:
                 case "admitted":
                     agent.admit(event.at)
@@ -293,7 +293,7 @@ class Rollout:
         agent = self._agents[_trajectory_of(turn_id)]
         assert agent.turn_id == turn_id and agent.leg == leg and agent.engine_id is not None
         agent.is_pausing = True
-        if agent.is_on_engine:  # told when the step ends, if the turn is not finished with it
+        if agent.is_on_engine:  # reported when the step ends, unless it finishes the turn
             host = self._engines.hosts[agent.engine_id]
             host.engine.abort(self._agenda.now, agent.trajectory.trajectory_id)
             self._note_due(host)
@@ -301,7 +301,7 @@ class Rollout:
             self._agenda.note(self._agenda.now, self._paused_early, turn_id)
 
     def _paused_early(self, turn_id: str) -> None:
-        """It was still on its way."""
+        """The leg was still on its way to the engine."""
         agent = self._agents[_trajectory_of(turn_id)]
         if agent.is_pausing and agent.turn_id == turn_id:
             self._paused(agent, self._agenda.now, 0)

@@ -23,12 +23,12 @@ PREDICTORS: dict[str, Callable[[], Predictor]] = {
     "tabular": TabularPredictor,
     "tree": TreePredictor,
 }
-"""Those that learn, by name; `oracle` and `noisy:CORRELATION` know the truth."""
+"""The predictors that learn, by name; `oracle` and `noisy:CORRELATION` know the truth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one policy came to on one fleet with one seed, in the last epoch."""
+    """The result of one policy on one fleet with one seed, in the last epoch."""
 
     labels: Labels
     outcome: Outcome
@@ -36,7 +36,7 @@ class Run:
 
     @property
     def regret(self) -> float:
-        """The makespan in terms of the bound on this fleet."""
+        """The makespan over the bound on this fleet."""
         return self.outcome.makespan_s / self.bounds.fleet_s
 
 
@@ -55,9 +55,9 @@ def play(
 
     Args:
         workloads: `scenario.workloads(seed)`; they are the same for every policy, so the caller keeps them.
-        bounds: `bounds_of` the last of them, likewise.
-        on_ended: told the virtual time whenever a trajectory of the last epoch has ended.
-        log: told the events and actions of the last epoch.
+        bounds: `bounds_of` the last of them, kept for the same reason.
+        on_ended: called with the virtual time whenever a trajectory of the last epoch has ended.
+        log: called with the events and actions of the last epoch.
 
     Raises:
         ValueError: there is no such policy or predictor, or an engine is too small for a trajectory.
@@ -86,17 +86,17 @@ def play(
 def bounds_of(scenario: Scenario, fleet: Fleet, workload: Workload) -> Bounds:
     """Makespans that no policy beats on this workload."""
     speculation = scenario.features.speculation
-    if scenario.faults.tool_timeout_share:  # a call that hangs is over then, however long it would have taken
+    if scenario.faults.tool_timeout_share:  # a call that hangs ends then, however long it would have taken
         workload = workload.with_max_tool_s(scenario.faults.tool_timeout_s)
     trajectories = workload.trajectories
     best_s = best_fleet_bound_s(trajectories, fleet.family, fleet.gpus, speculation)
-    if scenario.reshape is not None:  # a fleet that changes is bound by the best only
+    if scenario.reshape is not None:  # only the best fleet bounds a fleet that changes
         return Bounds(best_s, best_s)
     return Bounds(fleet_bound_s(trajectories, fleet.profiles, speculation), best_s)
 
 
 def policy_named(name: str) -> Policy:
-    """The policy of that name. Raises ValueError, which lists them."""
+    """The policy of that name. Raises ValueError with the list of names."""
     if name not in POLICIES:
         near = difflib.get_close_matches(name, POLICIES, n=1)
         meant = f", did you mean {near[0]}?" if near else ""
@@ -108,10 +108,10 @@ def experienced(scenario: Scenario, name: str, workloads: Sequence[Workload], se
     """A predictor of that name that has learned from the scenario's earlier rollouts.
 
     Args:
-        workloads: those to come; who knows the truth knows theirs.
+        workloads: the coming ones; predictors that know the truth know theirs.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no predictor of that name.
     """
     predictor = predictor_named(name, [t for workload in workloads for t in workload.trajectories], seed)
     if name in PREDICTORS and scenario.earlier:
@@ -121,7 +121,7 @@ def experienced(scenario: Scenario, name: str, workloads: Sequence[Workload], se
 
 @lru_cache(maxsize=8)
 def _learned(scenario: Scenario, name: str, seed: int) -> bytes:
-    """What a predictor learns from earlier rollouts: the order of events, without engines: nobody waits."""
+    """What a predictor learns from earlier rollouts: events in order, without engines, so nothing waits."""
     predictor = PREDICTORS[name]()
 
     def ask(progress: Progress) -> tuple[float, None]:
@@ -137,7 +137,7 @@ def predictor_named(name: str, trajectories: Sequence[Trajectory], seed: int) ->
     """A new predictor of that name: one of `PREDICTORS`, `oracle`, or `noisy:CORRELATION`.
 
     Raises:
-        ValueError: there is none of that name, or the correlation is not in (0, 1].
+        ValueError: there is no predictor of that name, or the correlation is not in (0, 1].
     """
     kind, separator, parameter = name.partition(":")
     if name == "oracle":

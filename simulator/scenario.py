@@ -1,10 +1,10 @@
 """A scenario: which agents, on which fleets, under which policies. Read from TOML; a fleet file is one without agents.
 
 name = "coding-14b"
-policies = ["heddle", "verl"]               # the first is what the others are compared with
+policies = ["heddle", "verl"]               # the others are compared with the first
 seeds = [1, 2, 3]
 predictor = "tabular"                       # or siblings, tree, oracle, noisy:0.7
-earlier = 1                                 # rollouts of other prompts that the predictor has learned from
+earlier = 1                                 # rollouts of other prompts that the predictor learned from
 epochs = 1                                  # rollouts of the same prompts in a row; the last one counts
 
 [workload]
@@ -36,13 +36,13 @@ from workloads.laws import draw, law_named
 from workloads.traces import load_trace
 from workloads.trajectories import Workload
 
-# Seeds of earlier rollouts; nobody asks for one of these.
+# Offset of the seeds of earlier rollouts; no scenario uses such seeds.
 _OTHER_SEEDS = 1_000_000
-# More is a slip, not a workload.
+# Larger values are a slip, not a workload.
 _MAX_SCALE = 1e6
 _MAX_PREAMBLE_TOKENS = 1_000_000
-# A trainer waits for its rollout as long as it takes. A gateway's limits would end trajectories of those policies alone
-# that keep turns in its queue: what is in an engine's queue waits without one.
+# A trainer waits for its rollout as long as it takes. A gateway's limits would end trajectories only under policies
+# that keep turns in the gateway's queue: turns in an engine's queue wait without a limit.
 _PATIENCE: Mapping[str, int] = {"queue_timeout_s": 10**9, "max_waiting_turns": 10**9}
 
 
@@ -53,10 +53,11 @@ class WorkloadSettings:
     Args:
         law: as `workloads.laws.law_named` knows it, such as `coding-heavy`.
         trace: a file of this project's trace form, relative to the working directory.
-        trajectories: so many; of a trace at most so many, in whole groups drawn by the seed. None: all of a trace.
-        scale, tool_scale: multiply lengths and tool times; tool times as lengths where `tool_scale` is not given.
+        trajectories: their number; for a trace the largest number, in whole groups drawn by the seed. None: all of a
+            trace.
+        scale, tool_scale: multiply lengths and tool times; without `tool_scale`, tool times scale like lengths.
         max_context_tokens, max_turns, max_tool_s: of a trace, see `workloads.traces.load_trace`.
-        preamble_tokens: so much is put before every first prompt, the same for all: system prompt and tools.
+        preamble_tokens: length of the text before every first prompt, the same for all: system prompt and tools.
     """
 
     law: str | None = None
@@ -83,7 +84,7 @@ class WorkloadSettings:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """So many engines of one profile."""
+    """`count` engines of one profile."""
 
     profile: str
     count: int = 1
@@ -120,7 +121,7 @@ class Fleet:
     """Engines under a name for tables.
 
     Args:
-        family: profiles of the same model and GPU at all TP degrees: what a best fleet might be made of.
+        family: profiles of the same model and GPU at all TP degrees, of which a best fleet might be made.
     """
 
     name: str
@@ -134,7 +135,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """All of it; see the module's head. Later fields are tables of their own."""
+    """The whole scenario; see the module's docstring. Later fields are tables of their own."""
 
     fleet: FleetSettings
     name: str = "unnamed"
@@ -157,7 +158,7 @@ class Scenario:
         assert self.earlier >= 0, "earlier: at least 0"
         assert 0 < self.limits.kv_watermark <= 1, "limits.kv_watermark: a share above 0, 1 at most"
         for limit, value in asdict(self.limits).items():
-            # JSON has no infinity, and the log of a run says its limits.
+            # JSON has no infinity, and the log of a run contains its limits.
             assert value is None or 0 <= value < math.inf, f"limits.{limit}: at least 0, and finite"
         has_one_rollout = self.epochs == 1 and not self.earlier
         assert has_one_rollout or self.workload.law is not None, "epochs need a law, as does earlier"
@@ -170,12 +171,12 @@ class Scenario:
         """The fleets that each policy is tried on.
 
         Raises:
-            ValueError: there is no such profile, or a fleet cannot do what the scenario says.
+            ValueError: there is no such profile, or a fleet cannot do what the scenario requires.
         """
         if self.fleet.engines:
             kinds = [(engines, load_profile(engines.profile)) for engines in self.fleet.engines]
             stems = {engines.profile.removesuffix(f"-tp{profile.tp}") for engines, profile in kinds}
-            # Unlike in nothing but their TP degree: that is the shortest name, and tables have many columns.
+            # If engines differ only in TP degree, that is the shortest name; tables have many columns.
             names = [f"{e.count} x {f'TP{profile.tp}' if len(stems) == 1 else e.profile}" for e, profile in kinds]
             return [self._fleet(" + ".join(names), [profile for e, profile in kinds for _ in range(e.count)])]
         assert self.fleet.gpus is not None
@@ -254,7 +255,7 @@ def load_scenario(path: Path) -> Scenario:
     """The scenario, or the fleet, that a file describes.
 
     Raises:
-        ValueError: it is malformed; the message says where.
+        ValueError: it is malformed; the message states where.
         OSError: it cannot be read.
     """
     try:
@@ -262,7 +263,7 @@ def load_scenario(path: Path) -> Scenario:
         if isinstance(limits := table.get("limits"), dict):
             table["limits"] = {**_PATIENCE, **limits}
         return from_table(Scenario, {"name": path.stem, **table})
-    except ValueError as error:  # TOML that does not parse is one, too
+    except ValueError as error:  # malformed TOML also raises a ValueError
         raise ValueError(f"{path}: {error}") from error
 
 

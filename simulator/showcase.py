@@ -18,10 +18,10 @@ CALIBRATED_TURNS = (0, 4)
 
 
 def draw_plots(results: Results, cases: Sequence[Case], folder: Path, plots: Path) -> list[tuple[str, str]]:
-    """Write what can be drawn.
+    """Write all plots whose data are there.
 
     Returns:
-        File names, each with what it shows.
+        File names, each with its title.
     """
     drawn: dict[str, tuple[str, str]] = {}
     for case in cases:
@@ -39,7 +39,7 @@ def draw_plots(results: Results, cases: Sequence[Case], folder: Path, plots: Pat
 
 
 def _of_case(results: Results, case: Case, folder: Path) -> dict[str, tuple[str, str]]:
-    """File names, titles and plots; none while a run is missing that they show."""
+    """File names, titles and plots; none while a run that they show is missing."""
     choices = (
         results.best(case, HEDDLE.name),
         results.best_baseline(case),

@@ -1,9 +1,9 @@
 """What is simulated for docs/results-simulated.md: scenarios, policies, fleets and seeds, and in which order.
 
-A *case* is a scenario of `scenarios/`. Every policy plays it on each of its homogeneous fleets with the first seed;
-with the other seeds on those fleets alone that came within `CONTENDER_SHARE` of its best, for a fleet that is worse
-than that with one seed is not the best of five. Baselines that came near the best one go first. Everything here is
-pure: what is to be run next follows from what has been run, so a study that is stopped goes on where it was.
+A *case* is a scenario of `scenarios/`. Every policy plays it on each of its homogeneous fleets with the first seed.
+With the other seeds it plays only on fleets that came within `CONTENDER_SHARE` of its best, because a fleet that is
+worse than that with one seed is not the best of five. Baselines that came near the best one go first. Everything here
+is pure: the next runs follow from those that are done, so a stopped study continues where it was.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLIND = (
     *("round-robin", "slime", "power-of-two", "cache-aware"),
     *("verl", "verl-hybrid", "vllm-router", "thunderagent"),
 )
-"""Baselines that look at no prediction, so that none need be made for them: a third of the time of a rollout."""
+"""Baselines that use no prediction, so none is computed for them: predictions are a third of a rollout's time."""
 
 LEARNED, CLAIRVOYANT = "learned", "oracle"
 """Predictors: the scenario's own, and one that is told the true lengths."""
@@ -44,10 +44,10 @@ MAIN = (
 """The scenarios of the first table, the most telling first."""
 
 SHOWN = ("coding-14b", "coding-32b")
-"""Those whose runs are kept whole, for plots: one in which KV binds little, and one in which it binds."""
+"""Scenarios whose runs are kept whole, for plots: one in which KV hardly binds, and one in which it binds."""
 
 SCALED = ("coding-14b", "coding-32b", "coding-light-14b", "coding-14b-speculation")
-"""Those that Heddle also plays on fleets that were planned for them."""
+"""Scenarios that Heddle also plays on fleets that were planned for them."""
 
 ABLATED = ("coding-14b", "coding-32b", "coding-light-14b", "math-14b")
 
@@ -57,9 +57,9 @@ class Case:
     """A scenario, by the name of its file.
 
     Args:
-        digest: of all that the scenario says, so that results of another form of it do not count.
-        tps: of its fleets.
-        num_trajectories, gpus: how large it is, in words for the page.
+        digest: of the scenario's content, so that results of another version of it do not count.
+        tps: TP degrees of its fleets.
+        num_trajectories, gpus: its size, for the page.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Job:
     """One simulated rollout.
 
     Args:
-        tp: of all engines; 0 where `fleet` says how they are planned (planned_fleets.py).
+        tp: of all engines; 0 if `fleet` names how they are planned (planned_fleets.py).
     """
 
     case: Case
@@ -106,9 +106,9 @@ class Row:
     """One result.
 
     Args:
-        bound_s, best_fleet_bound_s: makespans that nobody can beat on this fleet, and on any of so many GPUs.
+        bound_s, best_fleet_bound_s: makespans that no policy can beat on this fleet, and on any fleet of as many GPUs.
         figures: some of `Outcome.summary`.
-        took_s: of one core's time.
+        took_s: time of one core.
         fleet: its engines, in words.
     """
 
@@ -127,7 +127,8 @@ Makespans = Mapping[Job, float]
 
 
 def baselines() -> tuple[str, ...]:
-    """What others do: the policies that do not hold KV as Heddle does. The rest are Heddle with one thing changed."""
+    """Policies of other systems: those that do not hold KV as Heddle does. The rest are Heddle with one thing
+    changed."""
     return tuple(name for name, policy in POLICIES.items() if policy.residency is not HEDDLE.residency)
 
 
@@ -137,11 +138,11 @@ def variants() -> tuple[str, ...]:
 
 
 def ablations() -> dict[str, Policy]:
-    """Heddle without each of its mechanisms, and each alone on top of sticky round robin."""
+    """Heddle without each of its mechanisms, and each mechanism alone on top of sticky round robin."""
     without = [
         replace(HEDDLE, name=f"without {name}", **{field: getattr(VERL, field)}) for name, field in MECHANISMS.items()
     ]
-    # An order needs turns to order, and residency turns to hold back.
+    # An order needs turns to order, and residency needs turns to hold back.
     alone = [
         replace(VERL, name=f"{name} alone", holds_turns=True, **{field: getattr(HEDDLE, field)})
         for name, field in MECHANISMS.items()
@@ -155,7 +156,7 @@ def policy_named(name: str) -> Policy:
 
 
 def jobs(cases: Sequence[Case], seeds: Sequence[int], done: Makespans) -> Iterator[Job]:
-    """All that is to be run and can be told already, the most valuable first. What is done is among it."""
+    """All jobs that are known already, the most valuable first, including those that are done."""
     main = [case for case in cases if case.is_main]
     others = [case for case in cases if not case.is_main]
     compared = (HEDDLE.name, *baselines())
@@ -195,7 +196,8 @@ def best_tp(case: Case, policy: str, done: Makespans, predictor: str = LEARNED) 
 
 
 def leaders(case: Case, done: Makespans) -> tuple[str, ...]:
-    """Baselines that may be the best: those that came near it with the first seed. None before all were tried."""
+    """Baselines that may be the best: those that came near the best with the first seed. Empty before all
+    were tried."""
     first = {policy: _first(case, policy, done) for policy in baselines()}
     known = {policy: makespan_s for policy, makespan_s in first.items() if makespan_s is not None}
     if len(known) < len(first):
@@ -220,7 +222,7 @@ def _clairvoyant(case: Case, seeds: Sequence[int], done: Makespans) -> Iterator[
 
 
 def _ablated(case: Case, seeds: Sequence[int], done: Makespans) -> Iterator[Job]:
-    """All on the fleet that is best for Heddle, and what they are measured against."""
+    """All ablations on the fleet that is best for Heddle, with the runs they are compared with."""
     tp = best_tp(case, HEDDLE.name, done) if case.is_ablated else None
     if tp is not None:
         names = (HEDDLE.name, VERL.name, *ablations())
@@ -244,7 +246,7 @@ def _by_seed(case: Case, policy: str, tp: int, done: Makespans, predictor: str =
 
 
 def _contenders(case: Case, policy: str, done: Makespans, predictor: str = LEARNED) -> set[int]:
-    """Fleets that may be the policy's best; nothing before all were tried with one seed."""
+    """Fleets that may be the policy's best; none before all were tried with one seed."""
     by_tp = {tp: _by_seed(case, policy, tp, done, predictor) for tp in case.tps}
     if not all(by_tp.values()):
         return set()
@@ -253,7 +255,7 @@ def _contenders(case: Case, policy: str, done: Makespans, predictor: str = LEARN
 
 
 def _worst(case: Case, policies: Sequence[str], done: Makespans) -> list[tuple[str, int]]:
-    """The slowest of what was tried with one seed, which is a row of its own: at most one."""
+    """The slowest of the runs with one seed, which has a row of its own: at most one."""
     tried = {
         (policy, tp): min(runs.items())[1]
         for policy in policies

@@ -1,4 +1,5 @@
-"""Tables of TOML and JSON made dataclasses: what is unknown, missing or of the wrong kind is said in one line."""
+"""Turns tables of TOML and JSON into dataclasses; an unknown key, a missing one or a wrong type is reported in one
+line."""
 
 import difflib
 import types
@@ -12,13 +13,13 @@ Kind = TypeVar("Kind")
 
 
 def from_table(kind: type[Kind], table: object, where: str = "") -> Kind:
-    """A dataclass of that kind, its fields named as the table's keys; tables in it become dataclasses in it.
+    """A dataclass of that kind whose fields are the table's keys; nested tables become nested dataclasses.
 
     Args:
-        where: the table's name with a dot behind it, for messages.
+        where: the table's name followed by a dot, for messages.
 
     Raises:
-        ValueError: saying which key is wrong and how.
+        ValueError: the message names the wrong key and what is wrong with it.
     """
     if not isinstance(table, dict):
         raise ValueError(f"{where.rstrip('.')}: a table is wanted, not {table!r}")

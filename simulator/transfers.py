@@ -1,4 +1,4 @@
-"""KV on its way from a trajectory's old engine to its new one."""
+"""KV in transfer from a trajectory's old engine to its new one."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ from simulator.host import Host
 
 
 class Transfers:
-    """The links of a fleet: each engine sends or takes one trajectory's KV at a time.
+    """The links of a fleet: each engine sends or receives one trajectory's KV at a time.
 
-    A transfer may begin with the tool call before the turn, as a gateway that plans ahead would begin it: what the tool
-    hides of it costs nothing.
+    A transfer may begin with the tool call before the turn, as a gateway that plans ahead would begin it: the part that
+    the tool hides costs nothing.
     """
 
     def __init__(self, settings: Transfer | None) -> None:
@@ -22,7 +22,7 @@ class Transfers:
         """When the KV of these pieces is there, if it is sent.
 
         Returns:
-            None when computing what the new engine lacks would be sooner, or there is nothing to send: it stays.
+            None if computing what the new engine lacks would be faster, or if there is nothing to send: the KV stays.
         """
         if self._settings is None:
             return None
