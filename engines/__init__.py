@@ -1,1 +1,1 @@
-"""One model server seen from outside: how vLLM and SGLang are spoken to, and a simulated server of both dialects."""
+"""A model server seen from outside: how to talk to vLLM and SGLang, and a simulated server of both dialects."""

@@ -1,8 +1,8 @@
-"""Server processes that belong to this one: nothing of them outlives its purpose.
+"""Server processes that belong to this one, none of which outlives its purpose.
 
-Each runs in a process group of its own under a small guard process, which kills the whole group when the server ends (a
-dead engine core would leave its worker behind) and when this process ends, however it ends (the guard reads end-of-file
-from a pipe that only this process holds).
+Each runs in its own process group under a small guard process. The guard kills the whole group when the server ends (a
+dead engine core would leave its worker behind), and when this process ends for any reason (the guard then reads
+end-of-file from a pipe that only this process holds).
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from pathlib import Path
 
 POLL_S = 0.2
 PROGRESS_S = 5.0
-NUM_LOG_LINES = 30  # enough to show a Python traceback's end
+NUM_LOG_LINES = 30  # enough to show the end of a Python traceback
 
 Progress = Callable[[str], None]
 """Called with a line for a person to read."""
@@ -46,20 +46,22 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A server process. `pid` is its process group's leader."""
+    """A server process. `pid` is that of its process group's leader."""
 
     pid: int
     process: asyncio.subprocess.Process
     log_path: Path
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To every process of the server: SIGKILL is a lost machine, SIGSTOP one that hangs until SIGCONT."""
+        """Signal every process of the server: SIGKILL simulates a lost machine, SIGSTOP one that hangs until
+        SIGCONT.
+        """
         os.killpg(self.pid, number)
 
     async def until_ready(
         self, name: str, urls: Sequence[str], timeout_s: float, on_progress: Progress = lambda _: None
     ) -> None:
-        """Wait until all of these URLs answer. Raises LaunchError if it ends first or takes too long."""
+        """Wait until all these URLs answer. Raises LaunchError if the server ends first or takes too long."""
         began_at = told_at = time.monotonic()
         while not await asyncio.to_thread(_answer, urls):
             now = time.monotonic()
@@ -74,7 +76,7 @@ class Child:
         on_progress(f"{name}: ready after {time.monotonic() - began_at:.0f} s")
 
     def end_of_log(self) -> str:
-        """The last lines that it wrote."""
+        """The last lines of its log."""
         lines = self.log_path.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]
         return "\n".join([f"{self.log_path} ends with:", *lines])
 
@@ -86,7 +88,7 @@ async def child(
     """A server that is started here and stopped at the end: SIGTERM, then SIGKILL for whatever is left of its group.
 
     Args:
-        environment: the whole of it; None passes this process's on.
+        environment: all of it; None passes on this process's.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:
@@ -105,9 +107,9 @@ async def child(
 
 
 def free_port() -> int:
-    """One that is free, and that no other process is given by chance while nobody listens there.
+    """A free port that no other process is likely to be given before a server listens there.
 
-    The system gives connections, and servers that take any port, one from 32768 on.
+    The system assigns ports from 32768 on to connections, and to servers that take any port.
     """
     while True:
         port = random.randrange(10_000, 32_768)

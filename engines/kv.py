@@ -1,13 +1,14 @@
-"""How a context's KV gets from one engine to another: two requests for one token each.
+"""Transfers a context's KV from one engine to another, with a request for one token to each.
 
-The engine that has it is asked first, with `do_remote_decode`: it answers from its cache, keeps the blocks for a lease,
-and says how they can be fetched. What it said goes with the same request to the other engine, which fetches them over
-NIXL and keeps them as its own prefix cache; then the blocks are free again. Without an answer of the first, the second
-request is a prefill. An offer that was not fetched after all is given back with a third. Any route of an OpenAI-style
-server will do: the prompt is what counts.
+The engine that has the KV is asked first, with `do_remote_decode`. It answers from its cache, keeps the blocks for a
+lease, and tells how to fetch them. That goes with the same request to the other engine, which fetches the blocks over
+NIXL and keeps them as its own prefix cache; then the blocks are free again. If the first engine gives no offer, the
+second request is a prefill. An offer that was not fetched is given back with a third request. Any route of an
+OpenAI-style server works, because only the prompt matters.
 
-Source: vLLM 0.32 and 0.33, kv_connector/v1/nixl/pull_scheduler.py. Its other way, that every answer pins its blocks
-until a time-out (`bidirectional_kv_xfer`), is not used: nobody can free them earlier, and most trajectories stay.
+Source: vLLM 0.32 and 0.33, kv_connector/v1/nixl/pull_scheduler.py. Its other mode, in which every answer pins its
+blocks until a timeout (`bidirectional_kv_xfer`), is not used: the blocks cannot be freed earlier, and most trajectories
+stay.
 """
 
 import os
@@ -18,9 +19,9 @@ from typing import Any
 import orjson
 
 LEASE_S = 30.0
-"""vLLM's `kv_lease_duration`: so long blocks that were offered are kept if nobody fetches them."""
+"""vLLM's `kv_lease_duration`: how long offered blocks are kept if no engine fetches them."""
 
-# What makes an answer longer, dearer or a stream; none of it is in the prompt.
+# Fields that make an answer longer, more expensive or a stream; none of them affects the prompt.
 _ABOUT_THE_ANSWER = (
     "background",
     "best_of",
@@ -55,12 +56,12 @@ _OFFER: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What an engine says of a context after a request for one token.
+    """What an engine reports of a context after a request for one token.
 
     Args:
         prompt_tokens: the context's size.
-        cached_tokens: how much of it was there, or was fetched; None where it does not tell.
-        offer: how another engine can fetch it; None where it cannot.
+        cached_tokens: how much of it was there, or was fetched; None if the engine does not report it.
+        offer: how another engine can fetch it; None if it cannot.
     """
 
     prompt_tokens: int
@@ -69,43 +70,43 @@ class Held:
 
     @property
     def is_there(self) -> bool:
-        """Whether it was there or fetched, and not computed, as far as the engine tells."""
+        """Whether it was there or fetched, and not computed, as far as the engine reports."""
         return self.cached_tokens is not None and is_mostly(self.cached_tokens, self.prompt_tokens)
 
 
 def is_mostly(cached_tokens: int, context_tokens: int) -> bool:
-    """Whether so much of a context means that it was not computed anew: what its siblings share is less."""
+    """Whether this much of a context means that it was not computed again: its siblings share less than that."""
     return 2 * cached_tokens >= context_tokens
 
 
 def one_token(path: str, request: Mapping[str, Any]) -> dict[str, Any]:
-    """The request of a turn, asking for one token only."""
+    """A turn's request, changed to ask for one token."""
     asked = {name: value for name, value in request.items() if name not in _ABOUT_THE_ANSWER}
     return asked | {"max_output_tokens" if path.endswith("/responses") else "max_tokens": 1}
 
 
 def offering(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Such a request to the engine that has the KV, to have it offered."""
+    """Such a request to the engine that has the KV, so that it offers the KV."""
     return {**request, "kv_transfer_params": dict(_OFFER)}
 
 
 def fetching(request: Mapping[str, Any], offer: Mapping[str, Any]) -> dict[str, Any]:
-    """Such a request to the engine that is to have the KV."""
+    """Such a request to the engine that will get the KV."""
     return {**request, "kv_transfer_params": dict(offer)}
 
 
 def releasing(model: object, offer: Mapping[str, Any]) -> dict[str, Any]:
-    """A request to any engine that could have fetched an offer, by which the one that made it is free of it.
+    """A request to any engine that could have fetched an offer; it releases the engine that made the offer.
 
-    It has one token as its prompt, and so fetches one block; whoever fetched is done, however little it was. The salt
-    is its own, so that no other request ever finds that block in the cache.
+    Its prompt is one token, so it fetches one block; any fetch, however small, ends the offer. Its salt is unique, so
+    that no other request ever finds that block in the cache.
     """
     salt = os.urandom(16).hex()
     return fetching({"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0, "cache_salt": salt}, offer)
 
 
 def held(answer: bytes) -> Held:
-    """What came of any of them. Raises ValueError for nonsense."""
+    """What an answer to any of them reports. Raises ValueError if it is malformed."""
     try:
         told = orjson.loads(answer)
         usage = told["usage"]

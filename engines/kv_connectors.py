@@ -1,9 +1,9 @@
-"""How a server's KV gets to others: what it is started with for that, and what it tells of it.
+"""How a server's KV reaches other servers: the flags that it is started with, and what it reports of them.
 
-Two ways, and a server may have both. Over *NIXL* another one fetches a context from it, while it lives (see `kv.py`).
-In a *KV tier*, a folder that servers share, each finds what any of them computed, of the same model, block by block,
-whether it still lives or not. vLLM's goes through host memory, in which loads and stores wait for the disk; SGLang's is
-its HiCache.
+There are two ways, and a server may have both. Over *NIXL*, another server fetches a context from it while it lives
+(see `kv.py`). In a *KV tier*, a folder that servers share, each finds the KV that any of them computed for the same
+model, block by block, whether that server still lives or not. vLLM's tier goes through host memory, where loads and
+stores wait for the disk; SGLang's is its HiCache.
 
 Source: vLLM 0.32 and 0.33, v1/kv_offload/tiering/, kv_connector/v1/multi_connector.py; SGLang 0.5.23,
 mem_cache/hicache_storage.py.
@@ -19,9 +19,11 @@ import orjson
 from engines.http import FAULTS, HttpClient
 
 SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL"
-"""Environment variables that begin so say where a server tells others of its memory: `_HOST` and `_PORT`."""
+"""Prefix of the environment variables for the address where a server describes its memory to others: `_HOST`,
+`_PORT`.
+"""
 
-# Where KV cannot be had it is computed, which is not vLLM's default.
+# KV that cannot be loaded is computed, which is not vLLM's default.
 _COMMON: Mapping[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
 Connector = dict[str, Any]
@@ -29,11 +31,11 @@ Connector = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class KvWays:
-    """How a server's KV gets to others.
+    """How a server's KV reaches other servers.
 
     Args:
-        fetches: over NIXL; it offers its own, and fetches theirs.
-        tier: the KV tier that it shares with all that tell the same; "" for none.
+        fetches: over NIXL: it offers its own KV, and fetches that of others.
+        tier: the KV tier that it shares with all servers that report the same; "" for none.
     """
 
     fetches: bool = False
@@ -41,7 +43,7 @@ class KvWays:
 
 
 def nixl_connector(has_gpu: bool) -> Connector:
-    """vLLM offers and fetches KV."""
+    """vLLM offers and fetches KV over NIXL."""
     return {"kv_connector": "NixlConnector", **_COMMON, **({} if has_gpu else {"kv_buffer_device": "cpu"})}
 
 
@@ -49,7 +51,7 @@ def tier_connector(folder: Path, host_bytes: int, has_gpu: bool) -> Connector:
     """vLLM shares its KV in a folder, with servers of any TP size.
 
     Args:
-        host_bytes: of /dev/shm that one server takes; a context that does not fit in there is not found.
+        host_bytes: of /dev/shm that one server takes; a context that does not fit into it is not found.
     """
     spec = {"spec_name": "TieringOffloadingSpec"}
     if not has_gpu:  # see deploy/vllm_cpu_tier.py
@@ -57,9 +59,9 @@ def tier_connector(folder: Path, host_bytes: int, has_gpu: bool) -> Connector:
     extra: dict[str, Any] = {
         **spec,
         "cpu_bytes_to_use": host_bytes,
-        # Without it what a turn made would be absent when the next one comes.
+        # Otherwise a turn's output would be missing when the next turn comes.
         "offload_prompt_only": False,
-        # Without it servers of another TP size may take the bytes for something else: answers were altered (0.32).
+        # Otherwise servers of another TP size may misread the bytes: answers were altered (0.32).
         "canonical_layout": True,
         "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
     }
@@ -67,7 +69,7 @@ def tier_connector(folder: Path, host_bytes: int, has_gpu: bool) -> Connector:
 
 
 def kv_transfer_config(connectors: Sequence[Connector]) -> Connector | None:
-    """vLLM's `kv_transfer_config`; of several, the first one that has something is taken."""
+    """vLLM's `kv_transfer_config`; of several connectors, the first that has a context provides it."""
     if len(connectors) < 2:
         return connectors[0] if connectors else None
     device = {"kv_buffer_device": "cpu"} if any("kv_buffer_device" in one for one in connectors) else {}
@@ -76,24 +78,24 @@ def kv_transfer_config(connectors: Sequence[Connector]) -> Connector | None:
 
 
 def vllm_flags(connectors: Sequence[Connector], engine_id: str) -> tuple[str, ...]:
-    """What `vllm serve` is started with for them.
+    """The flags of `vllm serve` for these connectors.
 
     Args:
-        engine_id: unique for ever; names its part of /dev/shm, too.
+        engine_id: never reused; also names its part of /dev/shm.
     """
     config = kv_transfer_config(connectors)
     return ("--kv-transfer-config", orjson.dumps(config | {"engine_id": engine_id}).decode()) if config else ()
 
 
 def left_in_memory(engine_id: str) -> str:
-    """Pattern of the files that a vLLM server with a tier leaves in /dev/shm when it is killed: all its host memory."""
+    """Pattern of the files that a killed vLLM server with a tier leaves in /dev/shm: all its host memory."""
     return f"/dev/shm/vllm_offload_{engine_id}*.mmap"
 
 
 def sglang_tier(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str]]:
     """Flags and environment of an SGLang server that shares its KV in a folder, with servers of the same TP size.
 
-    What waits for a request's KV to be loaded is the request alone (`wait_complete`).
+    Only the request itself waits for its KV to be loaded (`wait_complete`).
     """
     flags = (
         *("--enable-hierarchical-cache", "--hicache-write-policy", "write_through"),
@@ -103,12 +105,12 @@ def sglang_tier(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str]]:
 
 
 def tier_name(kind: str, folder: Path, tp: int) -> str:
-    """The tier that a server of this TP size shares through a folder."""
+    """The name of the tier that a server of this TP size shares through a folder."""
     return f"{folder}:tp{tp}" if kind == "sglang" else str(folder)
 
 
 async def kv_ways(http: HttpClient, timeout_s: float) -> KvWays:
-    """Those of a vLLM server, as far as it tells: only one in development mode does."""
+    """How a vLLM server's KV reaches others, as far as it reports: only a server in development mode does."""
     try:
         status, body = await http.get("/server_info?config_format=json", timeout_s)
         if status != 200:
@@ -121,7 +123,7 @@ async def kv_ways(http: HttpClient, timeout_s: float) -> KvWays:
 
 
 def ways_told(config: Mapping[str, Any], tp: int) -> KvWays:
-    """Those of a server of this TP size whose `kv_transfer_config` is that. Raises what a wrong type raises."""
+    """The same from a server's TP size and `kv_transfer_config`. Raises whatever a wrong type raises."""
     extra = config.get("kv_connector_extra_config") or {}
     if config.get("kv_connector") == "MultiConnector":
         ways = [ways_told(one, tp) for one in extra["connectors"]]

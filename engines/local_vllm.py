@@ -16,7 +16,7 @@ from engines.children import Child, LaunchError, Progress, child, free_port
 from engines.kv_connectors import SIDE_CHANNEL, Connector, left_in_memory, nixl_connector, tier_connector, vllm_flags
 
 DEFAULT_VENV = Path(".venv-vllm")
-_TIER_HOST_BYTES = 64 * 2**20  # four of the longest contexts of the tests
+_TIER_HOST_BYTES = 64 * 2**20  # four of the tests' longest contexts
 START_TIMEOUT_S = 600.0  # Two servers at once take about 45 s on 2 cores; on a busy machine or a cold disk, minutes.
 
 
@@ -26,12 +26,12 @@ class LocalVllm:
 
     Args:
         port: 0 takes a free one.
-        max_num_seqs: slots, that is turns that run at once.
+        max_num_seqs: slots: turns that run at once.
         num_kv_blocks: KV capacity in blocks of 32 tokens; the default holds 8 full contexts.
-        kv_transfer: it offers its KV to others, and fetches theirs, over NIXL.
+        kv_transfer: whether it offers its KV to others, and fetches theirs, over NIXL.
         kv_tier: folder in which it shares its KV with others.
         keep_alive_s: how long the server keeps an idle connection. The default is vLLM's own.
-        extra_args: further flags for the server; later ones win over the ones set here.
+        extra_args: further flags for the server; later ones override those set here.
     """
 
     model_dir: Path
@@ -71,13 +71,13 @@ class LocalVllm:
     def environment(self) -> dict[str, str]:
         return {
             **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; otherwise 92 % of the machine's memory
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # Binding wants a NUMA node per shard.
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the default is 92 % of the machine's memory
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # Binding needs a NUMA node per shard.
             "OMP_NUM_THREADS": "1",
-            # Without this an engine of TP 1 has its worker in a process of its own, which takes 18 s of CPU time to
-            # start and keeps a core busy for a second behind each step. TP 2 has two of them either way.
+            # Without this an engine of TP 1 runs its worker in a separate process, which takes 18 s of CPU time to
+            # start and keeps a core busy for a second after each step. TP 2 has two workers either way.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            # A server's further processes have what the first one imported (see deploy/install-vllm-cpu.sh).
+            # A server's further processes inherit the first one's imports (see deploy/install-vllm-cpu.sh).
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",
             # Without this the first request with log-probabilities compiles for 19 s while everything waits.
             "TORCH_COMPILE_DISABLE": "1",
@@ -98,13 +98,15 @@ class LocalEngine:
     server: Child
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To every process of the server: SIGKILL is a lost machine, SIGSTOP one that hangs until SIGCONT."""
+        """Signal every process of the server: SIGKILL simulates a lost machine, SIGSTOP one that hangs until
+        SIGCONT.
+        """
         self.server.send_signal(number)
 
 
 @asynccontextmanager
 async def launch(spec: LocalVllm, log_path: Path, on_progress: Progress = print) -> AsyncIterator[LocalEngine]:
-    """Starts one server, waits until it answers, and stops it at the end.
+    """Start one server, wait until it answers, and stop it at the end.
 
     Raises:
         LaunchError: it ended, or did not answer within START_TIMEOUT_S.
@@ -118,7 +120,7 @@ async def launch(spec: LocalVllm, log_path: Path, on_progress: Progress = print)
 async def launch_all(
     specs: Sequence[LocalVllm], log_dir: Path, on_progress: Progress = print
 ) -> AsyncIterator[list[LocalEngine]]:
-    """Starts servers at the same time (two take little longer than one) and stops them at the end. Order is kept.
+    """Start servers concurrently (two take little longer than one) and stop them at the end. Order is kept.
 
     Raises:
         LaunchError: one of them ended, or did not answer within START_TIMEOUT_S; the others are stopped.
@@ -138,7 +140,7 @@ async def launch_all(
 
 @asynccontextmanager
 async def _running(spec: LocalVllm, log_path: Path) -> AsyncIterator[LocalEngine]:
-    # vLLM cannot be told to take any port and report it.
+    # vLLM cannot take any free port and report it.
     port = spec.port or free_port()
     try:
         async with child(spec.command(port), log_path, spec.environment()) as server:

@@ -1,4 +1,4 @@
-"""Tells what an unknown server is: which dialect it speaks, which models it serves, whether it has token routes."""
+"""Finds out what an unknown server is: its dialect, its models, and whether it has token routes."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ DIALECTS: dict[str, type[Vllm] | type[Sglang]] = {Vllm.kind: Vllm, Sglang.kind: 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model of an engine, as its `/v1/models` says."""
+    """One model of an engine, as its `/v1/models` reports it."""
 
     model_id: str
     max_context_tokens: int | None
@@ -29,10 +29,10 @@ class Discovery:
 
 
 async def discover(http: HttpClient, kind: str | None, timeout_s: float) -> Discovery:
-    """Ask a server for its models and, unless `kind` says it, for its dialect.
+    """Ask a server for its models and, unless `kind` is given, for its dialect.
 
     Raises:
-        ObservationError: it answers, but not as a model server does. What HttpClient raises, otherwise.
+        ObservationError: it answers, but not as a model server does. Otherwise what HttpClient raises.
     """
     status, body = await http.get("/v1/models", timeout_s)
     if status != 200:
@@ -53,7 +53,7 @@ async def discover(http: HttpClient, kind: str | None, timeout_s: float) -> Disc
 async def tells_tokens(dialect: Dialect, http: HttpClient, timeout_s: float) -> bool:
     """Ask a server for its token routes.
 
-    Returns: whether it told; one that broke off offers none, and is to be asked again.
+    Returns: whether it answered; a server that broke off counts as having none, and must be asked again.
     Raises: EngineUnreachable, NoMoreConnections.
     """
     try:

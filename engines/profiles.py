@@ -1,4 +1,4 @@
-"""Reads engine profiles: the ones in `engines/profiles/`, and those of a user's own TOML file in the same form."""
+"""Reads engine profiles: those in `engines/profiles/`, and those in a user's own TOML file of the same form."""
 
 import difflib
 import tomllib
@@ -14,10 +14,10 @@ def load_profile(name: str) -> EngineProfile:
     """The profile of that name, such as `qwen3-14b-h100-tp1`.
 
     Args:
-        name: a name of `profile_names()`, or `path/to/file.toml:name` for a profile of one's own.
+        name: a name of `profile_names()`, or `path/to/file.toml:name` for your own profile.
 
     Raises:
-        ValueError: there is no such profile or file, or the file is malformed; the message names the nearest.
+        ValueError: there is no such profile or file, or the file is malformed; the message names the nearest ones.
     """
     path, separator, in_file = name.rpartition(":")
     if separator and path.endswith(".toml"):

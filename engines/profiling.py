@@ -1,9 +1,9 @@
-"""Fits an engine profile to measured batches: what to measure, what the simulated engine makes of it, and the fit.
+"""Fits an engine profile to measured batches: what to measure, what the simulated engine predicts, and the fit.
 
 Pure: no clock, no sockets; `heddle profile` measures. The wall time of a batch is linear in the profile's coefficients,
-for which steps follow on which depends on lengths and slots alone. So the simulated engine itself, with one coefficient
-set to 1 and the others to 0, gives the columns of the least squares: a fit is the simulator turned round, with chunked
-prefill and shrinking batches in it.
+because the sequence of steps depends on lengths and slots alone. So the simulated engine itself, with one coefficient
+set to 1 and the others to 0, gives the columns of the least-squares problem: a fit inverts the simulator, including
+chunked prefill and shrinking batches.
 """
 
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ from scheduling.cost import EngineProfile
 BLOCK_TOKENS = 16  # of the prefix cache
 NUM_COEFFICIENTS = 5  # of decode: base, per sequence, per KV; of prefill: linear, quadratic
 _NUM_REWEIGHTINGS = 20
-_SMALL_RESIDUAL = 1e-3  # Relative errors below a per mille count as none.
+_SMALL_RESIDUAL = 1e-3  # Relative errors below one per mille count as zero.
 Matrix = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Like requests sent at once.
+    """Identical requests sent at once.
 
     Args:
-        is_cached: their prompts were sent just before, so that hardly anything is prefilled; else they are new.
+        is_cached: their prompts were sent just before, so that hardly anything is prefilled; otherwise they are new.
     """
 
     num_sequences: int
@@ -43,7 +43,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A batch and the seconds from its sending to the end of its last answer."""
+    """A batch, and the seconds from its sending to the end of its last answer."""
 
     batch: Batch
     wall_s: float
@@ -51,11 +51,11 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A profile, and how well it explains what was measured.
+    """A profile, and how well it explains the measurements.
 
     Args:
-        predicted_s: of each measurement, in their order.
-        mape: mean absolute error of the predictions, as a share of what was measured.
+        predicted_s: for each measurement, in their order.
+        mape: mean absolute percentage error of the predictions, as a share of the measured times.
     """
 
     profile: EngineProfile
@@ -64,13 +64,14 @@ class Fit:
 
 
 def plan(slots: int, kv_capacity_tokens: int, max_context_tokens: int, *, is_quick: bool) -> list[Batch]:
-    """Batches that tell the coefficients apart, to be measured in this order.
+    """Batches that distinguish the coefficients, to be measured in this order.
 
-    Single prefills of several lengths; then, at several batch sizes and contexts, a prefill and answers to the same
-    prompts. Were those prompts new, a large batch would nearly all be prefill, and say little of what its KV costs.
+    First single prefills of several lengths; then, at several batch sizes and contexts, a prefill and answers to the
+    same prompts. If those prompts were new, a large batch would be nearly all prefill, and show little of the cost of
+    its KV.
 
     Raises:
-        ValueError: the engine holds so little that there is nothing to vary.
+        ValueError: the engine holds too little to vary anything.
     """
     output_tokens = 64 if is_quick else 128
     room = min(max_context_tokens, kv_capacity_tokens)
@@ -82,7 +83,7 @@ def plan(slots: int, kv_capacity_tokens: int, max_context_tokens: int, *, is_qui
         # Nine tenths: the engine may round blocks up, and must not preempt.
         share = min(room, kv_capacity_tokens * 9 // 10 // num_sequences)
         answers = [(tokens, output_tokens) for tokens in _spread(64, min(longest, share - output_tokens), 3)]
-        # A longer answer tells what a step takes from what a request takes.
+        # A longer answer separates the cost of a step from that of a request.
         answers.append((64, 4 * output_tokens))
         for prompt_tokens, num_tokens in answers:
             if 64 <= prompt_tokens <= share - num_tokens:
@@ -94,19 +95,19 @@ def plan(slots: int, kv_capacity_tokens: int, max_context_tokens: int, *, is_qui
 def fit(measurements: Sequence[Measurement], engine: EngineProfile) -> Fit:
     """The non-negative coefficients with the least mean absolute relative error.
 
-    Absolute and not squared, so that a batch that a busy machine spoilt has no more say than any other.
+    Absolute, not squared, so that a batch spoilt by a busy machine counts no more than any other.
 
     Args:
         engine: gives name, slots, capacity and source; its coefficients are replaced.
 
     Raises:
-        ValueError: there are too few different batches to tell the coefficients apart.
+        ValueError: there are too few different batches to distinguish the coefficients.
     """
     if len({measurement.batch for measurement in measurements}) <= NUM_COEFFICIENTS:
         raise ValueError(f"{NUM_COEFFICIENTS + 1} different batches are wanted, not {len(measurements)}")
     walls = np.array([measurement.wall_s for measurement in measurements])
     columns = np.array([[*response(engine, measurement.batch), 1e-3] for measurement in measurements])
-    # Dividing by the wall time makes a second of a long batch count as much as a millisecond of a short one.
+    # Dividing by the wall time gives a second of a long batch the same weight as a millisecond of a short one.
     solution = _least_absolute(columns / walls[:, None], np.ones(len(walls)))
     predicted = columns @ solution
     *coefficients, request_ms = map(float, solution)
@@ -116,7 +117,7 @@ def fit(measurements: Sequence[Measurement], engine: EngineProfile) -> Fit:
 
 
 def response(engine: EngineProfile, batch: Batch) -> list[float]:
-    """Seconds that each coefficient adds to a batch when it is 1, by the simulated engine."""
+    """The seconds that each coefficient adds to a batch when it is 1, by the simulated engine."""
     units = np.eye(NUM_COEFFICIENTS).tolist()
     return [simulated_s(_with_coefficients(engine, unit), batch) for unit in units]
 
@@ -153,7 +154,7 @@ kv_capacity_tokens = {profile.kv_capacity_tokens}, request_ms = {_number(profile
 
 
 def _play(engine: SimulatedEngine, at: float, batch: Batch) -> float:
-    """When a batch ends that begins `at`; the n-th prompts of all batches have the same tokens."""
+    """When a batch that begins `at` ends; the n-th prompts of all batches have the same tokens."""
 
     kept_tokens = batch.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
@@ -191,7 +192,7 @@ def _spread(least: int, most: int, count: int) -> list[int]:
 
 
 def _least_absolute(columns: Matrix, wanted: Matrix) -> Matrix:
-    """The non-negative solution with the least absolute residuals: least squares, weighted anew each time."""
+    """The non-negative solution with the least absolute residuals: least squares, reweighted in each iteration."""
     weights = np.ones(len(wanted))
     for _ in range(_NUM_REWEIGHTINGS):
         solution = _non_negative_least_squares(columns * weights[:, None], wanted * weights)
@@ -201,7 +202,7 @@ def _least_absolute(columns: Matrix, wanted: Matrix) -> Matrix:
 
 
 def _non_negative_least_squares(columns: Matrix, wanted: Matrix) -> Matrix:
-    """The best solution without negative numbers: with six columns, all 63 choices of them are tried."""
+    """The best solution without negative numbers: with six columns, all 63 subsets are tried."""
     best, least = np.zeros(columns.shape[1]), float(wanted @ wanted)
     for size in range(1, columns.shape[1] + 1):
         for chosen in combinations(range(columns.shape[1]), size):

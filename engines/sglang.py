@@ -1,4 +1,4 @@
-"""SGLang's dialect, as of 0.5.23: priorities travel in the body, and an abort is asked for by request id.
+"""SGLang's dialect, as of 0.5.23: priorities travel in the body, and an abort is requested by request id.
 
 Start it with `--enable-priority-scheduling --schedule-low-priority-values-first`, so that lower is earlier as in vLLM.
 """
@@ -19,7 +19,7 @@ _TAGGED = frozenset({"/v1/chat/completions", "/v1/completions", SGLANG_GENERATE}
 
 
 class Sglang:
-    """Speaks to `python -m sglang.launch_server`."""
+    """Talks to `python -m sglang.launch_server`."""
 
     kind = "sglang"
 

@@ -1,14 +1,14 @@
-"""Anthropic's requests as the chats that SGLang makes of them (SGLang 0.5.23, srt/entrypoints/anthropic/serving.py).
+"""Converts Anthropic's requests into chats as SGLang does (SGLang 0.5.23, srt/entrypoints/anthropic/serving.py).
 
-Its token routes know chats, so the conversion of its own `/v1/messages` is done here. What depends on the model's
-template, on its toggle of reasoning, or on more than text passes through.
+SGLang's token routes know only chats, so the conversion of its `/v1/messages` is repeated here. Requests that depend on
+the model's template, on its reasoning toggle, or on more than text pass through.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-# The fields that its schema takes and this conversion does not look at; those of another type are its to refuse.
+# The fields that its schema accepts and this conversion does not read; the engine refuses those of another type.
 _TYPES: dict[str, tuple[type, ...]] = {
     "betas": (list,),
     "max_tokens": (int,),
@@ -22,18 +22,18 @@ _TYPES: dict[str, tuple[type, ...]] = {
 _ROUTED = ("bootstrap_host", "data_parallel_rank", "disagg_prefill_dp_rank", "routed_dp_rank")
 _GIVEN = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "stop_sequences": "stop"}
 # Parsers whose detector puts reasoning of earlier turns back between <think> and </think>. DeepSeek-V3.2's template,
-# which is Python, takes it otherwise, and goes by the same parser's name as V3.
+# which is Python, handles it differently, under the same parser name as V3.
 _WRAPPED = ("glm45", "qwen3", "qwen3-thinking", "step3")
 
 
 def chat_of_messages(request: Mapping[str, Any], reasoning_parser: str | None) -> dict[str, Any] | None:
-    """Such a request as a chat; None for one that only the engine's own route serves.
+    """Such a request as a chat; None if only the engine's own route serves it.
 
-    Raises: AttributeError, KeyError, TypeError or ValueError for what the engine would refuse.
+    Raises: AttributeError, KeyError, TypeError or ValueError for requests that the engine would refuse.
     """
     config = request.get("output_config") or {}
     if request.get("thinking") is not None or config.get("effort") is not None:
-        return None  # which template variable they become is the template's
+        return None  # the template decides which of its variables they become
     if not has_types(request, _TYPES) or any(request.get(name) is not None for name in _ROUTED):
         return None
     messages = _messages(request, reasoning_parser)
@@ -56,7 +56,7 @@ def chat_of_messages(request: Mapping[str, Any], reasoning_parser: str | None) -
 
 
 def has_types(request: Mapping[str, Any], types: Mapping[str, tuple[type, ...]]) -> bool:
-    """Whether these fields, where they are given, are of these types; a truth value is no number."""
+    """Whether these fields, if given, are of these types; a boolean is not a number."""
     given = ((request[name], kinds) for name, kinds in types.items() if request.get(name) is not None)
     return all(isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)) for value, kinds in given)
 
@@ -68,7 +68,7 @@ def _messages(request: Mapping[str, Any], reasoning_parser: str | None) -> list[
     for message in request["messages"]:
         role, content = message["role"], message["content"]
         if role == "system":
-            return None  # in its place or at the head, as the template has it
+            return None  # whether in its place or at the start depends on the template
         if isinstance(content, str):
             messages.append({"role": role, "content": content})
             continue
@@ -86,7 +86,7 @@ def _system(given: str | Sequence[Mapping[str, Any]] | None) -> str:
 
 
 def _of_user(content: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Its texts and tool results, each in its place."""
+    """Its texts and tool results, in order."""
     messages: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     for block in content:
@@ -108,7 +108,7 @@ def _of_assistant(content: Sequence[Mapping[str, Any]], reasoning_parser: str | 
         return None
     thoughts = [block["thinking"] for block in content if block["type"] == "thinking" and block["thinking"]]
     parts: list[dict[str, Any]] = []
-    if thoughts and reasoning_parser is not None:  # a server without one drops them
+    if thoughts and reasoning_parser is not None:  # a server without a parser drops them
         if reasoning_parser not in _WRAPPED:
             return None
         parts.append({"type": "text", "text": "<think>" + "\n".join(thoughts) + "\n</think>"})
@@ -121,14 +121,14 @@ def _of_assistant(content: Sequence[Mapping[str, Any]], reasoning_parser: str | 
 
 
 def _said(role: str, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One text alone is told without its part."""
+    """A single text is sent as a string, without a part."""
     if not parts:
         return []
     return [{"role": role, "content": parts[0]["text"] if len(parts) == 1 else parts}]
 
 
 def _result(content: Any) -> str | list[dict[str, Any]] | None:
-    """What a tool gave; None where it is more than text."""
+    """A tool's result; None if it is more than text."""
     if content is None or isinstance(content, str):
         return content or ""
     if any(block["type"] != "text" for block in content):
@@ -150,7 +150,7 @@ def _call(block: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any] | None:
     if tool.get("type") not in (None, "custom") or tool.get("defer_loading") is not None:
-        return None  # the engine leaves out tools of Anthropic's own, and shows some of the others late
+        return None  # the engine omits Anthropic's own tools, and shows some of the others late
     schema = tool["input_schema"]
     if not isinstance(schema, dict):
         raise TypeError("a schema is an object")

@@ -1,7 +1,7 @@
 """Reads the events of SGLang's native stream (SGLang 0.5.23, srt/managers/tokenizer_manager.py).
 
-Each has the text, the ids and the log-probabilities of all tokens so far or, where the server was started with
-`--incremental-streaming-output`, of the new ones.
+Each event has the text, the ids and the log-probabilities of all tokens so far; if the server was started with
+`--incremental-streaming-output`, of the new tokens only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class EventReader:
         meta = event["meta_info"]
         reason = meta["finish_reason"]
         kind, matched = (reason["type"], reason.get("matched")) if reason else (None, None)
-        if kind == "abort":  # in an incremental stream it says the last token again, and the text from the start
+        if kind == "abort":  # in an incremental stream an abort repeats the last token, and the text from the start
             return Piece([], finish_reason=_abort(reason))
         ids, text = event["output_ids"], event["text"]
         rated, rivals = meta.get("output_token_logprobs"), meta.get("output_top_logprobs")
@@ -41,7 +41,7 @@ class EventReader:
             text if self._has_text else "",
             self._entries(rated, rivals) if rated is not None else None,
             kind,
-            # A token that ends every answer is no reason worth telling; one that the client named is.
+            # A token that ends every answer is not worth reporting; one that the client named is.
             matched if isinstance(matched, str) or matched in self._stop_ids else None,
             tuple((span["version"], span["start"], span["end"]) for span in spans),
             meta.get("cached_tokens"),
@@ -52,7 +52,7 @@ class EventReader:
 
 
 def _abort(reason: Mapping[str, Any]) -> str:
-    """An abort for what the request itself is would be the same anywhere."""
+    """An abort that the request itself causes would be the same on any engine."""
     return "error" if reason.get("status_code") == 400 else "abort"
 
 
@@ -66,5 +66,5 @@ def _entries(rated: Sequence[Sequence[Any]], rivals: Sequence[Any] | None) -> li
 
 def _entry(logprob: float, _: int, text: str | None) -> dict[str, Any]:
     said = text or ""
-    # Part of a character has no text of its own, and its bytes are not told.
+    # Part of a character has no text of its own, and its bytes are not reported.
     return {"token": said, "logprob": logprob, "bytes": None if "\ufffd" in said else list(said.encode())}

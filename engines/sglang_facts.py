@@ -1,4 +1,4 @@
-"""What an SGLang server says of itself that its token routes depend on (0.5.23, srt/entrypoints/http_server.py)."""
+"""What an SGLang server reports that its token routes depend on (0.5.23, srt/entrypoints/http_server.py)."""
 
 from dataclasses import dataclass
 
@@ -13,13 +13,13 @@ DETOKENIZE = "/v1/detokenize"
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server says of itself.
+    """What a server reports of itself.
 
     Args:
-        is_incremental: an event of a stream has only what is new, not all from the start.
+        is_incremental: a stream's event has only what is new, not everything from the start.
         has_own_defaults: a chat that does not name its sampling parameters gets the model's.
-        has_preferred: a response that does not, gets those of an option.
-        is_storing: responses are kept, but those whose client says that they need not be.
+        has_preferred: a response that does not name them gets those of an option.
+        is_storing: responses are kept, unless their client declines.
     """
 
     context_tokens: int
@@ -32,7 +32,7 @@ class ServerFacts:
 
 
 class NoTokenRoutes(Exception):
-    """The server has none; the message says why."""
+    """The server has no token routes; the message says why."""
 
 
 async def facts_of(http: HttpClient, timeout_s: float) -> ServerFacts:

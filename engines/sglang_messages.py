@@ -1,8 +1,8 @@
-"""Reads a message with tool calls and reasoning out of tokens, by SGLang's own parsers (SGLang 0.5.23).
+"""Parses tool calls and reasoning out of tokens, with SGLang's own parsers (SGLang 0.5.23).
 
-Its routes `/separate_reasoning` and `/parse_function_call` read a whole text. While an answer is still made, its
-reasoning and its content up to the first call are told as they come, without what may be the beginning of a marker;
-calls are told whole, at the end. So only parsers are used here whose marker is known and stands before all calls.
+Its routes `/separate_reasoning` and `/parse_function_call` parse a whole text. While an answer is still being made, its
+reasoning and its content up to the first call are sent as they come, without anything that may be the beginning of a
+marker; calls are sent whole, at the end. So only parsers are supported whose marker is known and precedes all calls.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +15,8 @@ from engines.token_ids import TokenIds, with_ids
 from engines.tokens import Asking, Delta, Whole, has_tools
 from engines.upstream import Upstream
 
-# What stands before the first call, by parser (function_call/*_detector.py). Left out are those that make a grammar
-# for calls that the model is free not to make, number their calls over the history, or have no such marker.
+# The marker before the first call, by parser (function_call/*_detector.py). Not supported are parsers that make a
+# grammar for optional calls, number their calls across the history, or have no such marker.
 _CALL_MARKERS = {
     "deepseekv3": "<｜tool▁calls▁begin｜>",
     "deepseekv31": "<｜tool▁calls▁begin｜>",
@@ -29,13 +29,13 @@ _CALL_MARKERS = {
     "qwen3_coder": "<tool_call>",
     "step3": "<｜tool_calls_begin｜>",
 }
-# Parsers of reasoning between these two (parser/reasoning_parser.py).
+# Parsers of reasoning between these two markers (parser/reasoning_parser.py).
 _THINK, _END_OF_THINKING = "<think>", "</think>"
 _THINKERS = ("deepseek-r1", "deepseek-v3", "glm45", "qwen3", "qwen3-thinking", "step3")
 
 
 class MessageReader:
-    """Reads by one server's parsers, by their names; None for none."""
+    """Parses with one server's parsers, given by name; None for no parser."""
 
     def __init__(self, tool_parser: str | None, reasoning_parser: str | None) -> None:
         self._tool_parser = tool_parser
@@ -43,7 +43,7 @@ class MessageReader:
 
     @property
     def limits(self) -> str:
-        """Which requests are beyond it."""
+        """Which requests it cannot parse."""
         if self.passed:
             return f"all chats pass through: {self.passed}"
         if self._tool_parser is None:
@@ -54,7 +54,7 @@ class MessageReader:
 
     @property
     def passed(self) -> str:
-        """Why all chats are beyond it; "" where they are not."""
+        """Why it can parse no chat at all; "" if it can."""
         is_known = self._reasoning_parser in (None, *_THINKERS)
         return "" if is_known else f"--reasoning-parser {self._reasoning_parser} is not among those known"
 
@@ -63,7 +63,7 @@ class MessageReader:
         return has_tools(request) or self._separates(request)
 
     def can_read(self, request: Mapping[str, Any]) -> bool:
-        """Whether it can be read here, and the chat route would hold it to no grammar of its own."""
+        """Whether it can be parsed here, and the chat route would impose no grammar of its own."""
         if self._separates(request) and self._reasoning_parser not in _THINKERS:
             return False
         if not has_tools(request):
@@ -100,7 +100,7 @@ class MessageReader:
     async def delta(
         self, ask: Asking, request: Mapping[str, Any], tail: TokenIds, last: Delta
     ) -> tuple[dict[str, Any], Any]:
-        """What new tokens add to the message, and the state: all ids so far, and what was said of them."""
+        """What new tokens add to the message, and the state: all ids so far, and what was sent of them."""
         before = last.state or {"ids": [], "reasoning_content": "", "content": ""}
         ids = [*before["ids"], *last.ids]
         is_ended = last.finish_reason == "stop" and not isinstance(last.stop_reason, str)
@@ -117,7 +117,7 @@ class MessageReader:
         else:
             reasoning, content = await self._separated(ask, request, text)
             _, calls = await self._parsed(ask, request, content)
-            if calls or (marker and last.finish_reason == "length"):  # a call that was cut is no text
+            if calls or (marker and last.finish_reason == "length"):  # a call that was cut is not text
                 content = content.partition(marker)[0].rstrip()
         said = {"reasoning_content": reasoning, "content": content}
         delta: dict[str, Any] = {
@@ -134,7 +134,7 @@ class MessageReader:
         return self._reasoning_parser is not None and request.get("separate_reasoning") is not False
 
     async def _text(self, ask: Asking, request: Mapping[str, Any], tail: TokenIds, ids: Sequence[int]) -> str:
-        """The text behind the prompt; with the beginning of the reasoning, where it is the prompt's last word."""
+        """The text after the prompt; preceded by the reasoning marker if the prompt ends with it."""
         skips_special = request.get("skip_special_tokens") is not False and not has_tools(request)
         call = {"tokens": [tail, tail + ids], "skip_special_tokens": skips_special}
         before, text = orjson.loads(await ask(Upstream("/v1/detokenize", b"", with_ids(call))))["text"]

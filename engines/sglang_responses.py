@@ -1,7 +1,7 @@
-"""Requests to /v1/responses as the chats that SGLang makes of them (0.5.23, srt/entrypoints/openai).
+"""Converts requests to /v1/responses into chats as SGLang does (0.5.23, srt/entrypoints/openai).
 
-Its token routes know chats, so the conversion of its own route is done here. What it would remember, tools that are no
-functions, and what depends on the model's template pass through.
+SGLang's token routes know only chats, so the conversion of its own route is repeated here. Requests that it would have
+to remember, tools that are not functions, and everything that depends on the model's template pass through.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ import orjson
 
 from engines.sglang_anthropic import has_types
 
-# As its schema has them; what is of another type is its to refuse, and what is not in it is ignored.
+# As its schema has them; it refuses values of another type, and ignores unknown fields.
 _TYPES: dict[str, tuple[type, ...]] = {
     "cache_salt": (str,),
     "chat_template_kwargs": (dict,),
@@ -58,18 +58,18 @@ _BEYOND = (
 _SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _TOOL_FIELDS = ("name", "description", "parameters", "strict")
 _HEADROOM = 2
-"""So many tokens of `max_output_tokens` are not made."""
+"""This many tokens of `max_output_tokens` are not made."""
 _NOTHING = (None, "")
 _LABEL = "Developer instructions:\n"
 
 
 def chat_of_response(request: Mapping[str, Any], is_storing: bool) -> dict[str, Any] | None:
-    """Such a request as a chat; None for one that only the engine's own route serves.
+    """Such a request as a chat; None if only the engine's own route serves it.
 
     Args:
-        is_storing: the server keeps responses, but those of which the client says that it need not.
+        is_storing: the server keeps responses, unless their client declines.
 
-    Raises: AttributeError, KeyError, TypeError or ValueError for what the engine would refuse.
+    Raises: AttributeError, KeyError, TypeError or ValueError for requests that the engine would refuse.
     """
     if not has_types(request, _TYPES) or any(request.get(name) for name in _BEYOND):
         return None
@@ -107,7 +107,7 @@ def _messages(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         if message is None:
             return None
         messages.append(message)
-    # With several, where they stand depends on the template; so does what becomes of one that has parts.
+    # With several, their positions depend on the template; so does the handling of one that has parts.
     if any(message["role"] == "system" for message in messages[1:]):
         return None
     if messages and messages[0]["role"] == "system" and not isinstance(messages[0]["content"], str):
@@ -116,7 +116,7 @@ def _messages(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _message(item: Mapping[str, Any]) -> dict[str, Any] | None:
-    """One item as a message; None for one of another kind than these."""
+    """One item as a message; None for any other kind."""
     match item.get("type"):
         case "function_call":
             function = {"name": item["name"], "arguments": _arguments(item.get("arguments"))}
@@ -151,7 +151,7 @@ def _said(item: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _arguments(given: Any) -> str:
-    """JSON of an object, whatever was said."""
+    """An object as JSON, whatever was sent."""
     if isinstance(given, dict):
         return orjson.dumps(given).decode()
     try:
@@ -162,7 +162,7 @@ def _arguments(given: Any) -> str:
 
 
 def _merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What an assistant said and called in one phase as one message."""
+    """What an assistant said and called in one phase, merged into one message."""
     merged: list[dict[str, Any]] = []
     for message in messages:
         last = merged[-1] if merged else {}

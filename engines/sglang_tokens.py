@@ -1,9 +1,9 @@
 """SGLang's token routes: `/v1/tokenize`, `/generate` with `input_ids`, `/v1/detokenize` (0.5.23, srt/entrypoints).
 
-`/v1/tokenize` takes a chat's body as it is and gives the prompt that the chat route would make of it; messages and
-responses are made chats before (`sglang_anthropic.py`, `sglang_responses.py`). `/generate` knows no chat: its sampling
-parameters are made here as that route makes them (openai/protocol.py), and what it would make a grammar of its own for
-passes through. `sglang_messages.py` reads tool calls and reasoning.
+`/v1/tokenize` takes a chat's body unchanged and returns the prompt that the chat route would make of it; messages and
+responses are converted into chats first (`sglang_anthropic.py`, `sglang_responses.py`). `/generate` does not know
+chats: its sampling parameters are built here as the chat route builds them (openai/protocol.py), and requests for which
+that route would make its own grammar pass through. `sglang_messages.py` parses tool calls and reasoning.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from engines.upstream import SGLANG_GENERATE, Upstream, salted
 
 _CHATS = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
-# What the server puts in where `/generate` is not told; a server may have others of its own, so all are told.
+# The defaults of `/generate`; a server may have others of its own, so all are sent.
 _DEFAULTS: dict[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -32,10 +32,10 @@ _DEFAULTS: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-# These the model's generation_config.json may set for a chat, unless the server was told otherwise.
+# The model's generation_config.json may set these for a chat, unless the server is told otherwise.
 _SET_BY_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _ALIKE = (*_DEFAULTS, "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "logit_bias", "regex", "ebnf")
-# What these fields ask for is not done, or not told, by `/generate` as it is asked here; or it changes the render.
+# `/generate` as used here does not do or report what these fields ask for; or they change the render.
 _BEYOND = (
     "add_generation_prompt",
     "add_special_tokens",
@@ -60,13 +60,13 @@ _BEYOND = (
     "stop_regex",
     "watermark",
 )
-# Others are for the engine's own route to refuse.
+# The engine's own route refuses lower values.
 _LOWEST = {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 0, "top_logprobs": 0, "seed": -(2**63)}
-_TAIL_TOKENS = 16  # of the prompt, for the text of a token depends on the ones before it
+_TAIL_TOKENS = 16  # of the prompt, because a token's text depends on the tokens before it
 
 
 class SglangTokens:
-    """Speaks to `python -m sglang.launch_server`."""
+    """Talks to `python -m sglang.launch_server`."""
 
     kind = "sglang"
     stop_field = "matched_stop"
@@ -78,7 +78,7 @@ class SglangTokens:
 
     @property
     def limits(self) -> str:
-        """Which requests pass through all the same, beside those of any engine."""
+        """Which requests pass through anyway, in addition to those of any engine."""
         limits = [self._messages.limits] if self._messages.limits else []
         if self._facts.has_own_defaults:
             limits.append(f"a chat must name {', '.join(_SET_BY_MODEL)} (or start it with --sampling-defaults openai)")
@@ -91,7 +91,7 @@ class SglangTokens:
 
     @property
     def passed(self) -> Mapping[str, str]:
-        """The APIs whose answers cannot be made of its tokens, and why."""
+        """The APIs whose answers cannot be built from its tokens, and why."""
         if self._messages.passed:
             return dict.fromkeys(("chat", "messages", "responses"), self._messages.passed)
         passed = {}
@@ -125,10 +125,10 @@ class SglangTokens:
                 ids = TokenIds.of(made["tokens"])
             return self._rendered(is_chat, asked, ids)
         except (AttributeError, TypeError, ValueError):
-            return None  # malformed, which the engine's own route says in its own words
+            return None  # malformed, which the engine's own route reports in its own words
 
     def _chat_of(self, path: str, request: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """A request in the words of the routes that `/v1/tokenize` knows; None where it has none in them."""
+        """A request in the form of the routes that `/v1/tokenize` knows; None if it has no such form."""
         if path in (_CHATS, _COMPLETIONS):
             return request
         try:
@@ -145,7 +145,7 @@ class SglangTokens:
         if is_chat and self._facts.has_own_defaults and any(request.get(name) is None for name in _SET_BY_MODEL):
             return None
         needs_parser = is_chat and self._messages.is_needed(request)
-        # With reasoning the grammar would begin behind it, and beside tools it forbids them: both are the chat route's.
+        # With reasoning a grammar must begin after it, and with tools it forbids them; both are left to the chat route.
         if needs_parser and (grammar or not self._messages.can_read(request)):
             return None
         wanted = request.get("max_tokens")
@@ -155,7 +155,7 @@ class SglangTokens:
         num_logprobs = _num_logprobs(request, is_chat)
         includes_stop = bool(request.get("no_stop_trim") or request.get("include_stop_str_in_output"))
         given = {name: request[name] for name in _ALIKE if request.get(name) is not None}
-        orjson.dumps([given, request.get("extra_key")])  # a TypeError where it is too deep to be sent on
+        orjson.dumps([given, request.get("extra_key")])  # a TypeError if it is too deep to be sent on
         further = {"no_stop_trim": includes_stop, "sampling_seed": request.get("seed")}
         sampling = {**_DEFAULTS, **given, **grammar, **further}
         stop = request.get("stop") or ()
@@ -185,7 +185,7 @@ class SglangTokens:
             "min_new_tokens": max(rendered.min_tokens - leg.num_made, 0),
         }
         if sampling["sampling_seed"] is not None:
-            # Its dice depend on a token's place in the sequence too, so a later leg throws as the first would have.
+            # Its sampling also depends on a token's position, so a later leg samples as the first would have.
             sampling["sampling_seed"] += leg.index
         if rendered.needs_parser:
             sampling["skip_special_tokens"] = False
@@ -229,7 +229,7 @@ class SglangTokens:
 
 
 def _is_within(request: Mapping[str, Any]) -> bool:
-    """Whether it asks for what `/generate` gives, by values of the right kind."""
+    """Whether it asks only for what `/generate` can do, with values of the right type."""
     for name, lowest in _LOWEST.items():
         value = request.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < lowest):
@@ -238,16 +238,16 @@ def _is_within(request: Mapping[str, Any]) -> bool:
     if not isinstance(salt, str | None) or not isinstance(stop, str | list | None):
         return False
     if ":" in (request.get("model") or "") or request.get("tool_choice") not in (None, "none", "auto"):
-        return False  # behind the colon is a LoRA adapter
+        return False  # a LoRA adapter follows the colon
     for message in request.get("messages") or ():
         content = message.get("content")
         if isinstance(content, list) and any(part.get("type") != "text" for part in content):
-            return False  # an image is no token of the render
+            return False  # an image is not in the render's tokens
     return not any(request.get(name) not in (None, False) for name in _BEYOND)
 
 
 def _grammar(request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The sampling parameter that holds an answer to a form; None for one that only the chat route makes."""
+    """The sampling parameter that constrains an answer's format; None if only the chat route can build it."""
     form = request.get("response_format") or {}
     match form.get("type") if isinstance(form, dict) else "":
         case None | "text":
@@ -261,7 +261,7 @@ def _grammar(request: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _num_logprobs(request: Mapping[str, Any], is_chat: bool) -> int | None:
-    """How many rivals are to be named with each token; None for no log-probabilities."""
+    """How many alternatives to report with each token; None for no log-probabilities."""
     if is_chat:
         return (request.get("top_logprobs") or 0) if request.get("logprobs") else None
     number = request.get("logprobs")

@@ -1,11 +1,11 @@
-"""Puts an engine to sleep and wakes it: it gives its GPUs' memory back and keeps its processes, so that another engine
-may use the GPUs meanwhile, and the way back takes seconds in place of a start.
+"""Puts an engine to sleep and wakes it. A sleeping engine frees its GPUs' memory and keeps its processes, so that
+another engine can use the GPUs meanwhile, and waking takes seconds instead of a start.
 
 Asleep it has no KV, and answers nothing that needs tokens. Levels are vLLM's:
 
-- 1: the weights wait in host memory, a whole copy for each engine;
-- 2: they are dropped. Waking loads the checkpoint again that the engine was started with, and says so: its weights are
-  called `AS_STARTED` then, so whoever knows of newer ones sees that it does not have them.
+- 1: the weights stay in host memory, a whole copy for each engine;
+- 2: they are dropped. Waking reloads the checkpoint that the engine was started with and says so: its weights are then
+  called `AS_STARTED`, so a gateway with newer weights sees that the engine lacks them.
 """
 
 from collections.abc import Mapping
@@ -20,24 +20,24 @@ _MAX_TOLD = 300
 
 
 class SleepFault(Exception):
-    """Falling asleep or waking did not work; what the engine is now is not known. May be repeated."""
+    """Falling asleep or waking failed; the engine's state is unknown. Safe to repeat."""
 
 
 class CannotSleep(SleepFault):
-    """The engine answered that it has no such thing; it would say the same again."""
+    """The engine answered that it cannot sleep; it would answer the same again."""
 
 
 class Sleep(Protocol):
     """How one kind of engine does it. Nothing may run on it. Every method raises SleepFault, and may be repeated.
 
     Attributes:
-        levels: that it has.
+        levels: those that it supports.
     """
 
     levels: frozenset[int]
 
     def flags(self, level: int, has_gpu: bool) -> tuple[list[str], dict[str, str]]:
-        """Flags and environment of a server that is to sleep."""
+        """Flags and environment of a server that can sleep."""
         ...
 
     async def fall_asleep(self, http: HttpClient, level: int, timeout_s: float) -> None:
@@ -45,13 +45,14 @@ class Sleep(Protocol):
         ...
 
     async def wake(self, http: HttpClient, level: int, timeout_s: float) -> None:
-        """Returns when it can make tokens. `level`: that at which it fell asleep."""
+        """Returns when it can make tokens. `level`: the one at which it fell asleep."""
         ...
 
 
 class VllmSleep:
-    """vLLM 0.32 and 0.33 in development mode. Without a GPU it stands still and gives nothing back: there the flag is
-    refused at the start, and without the flag `/sleep` works but for the memory."""
+    """vLLM 0.32 and 0.33 in development mode. Without a GPU an engine stops but frees nothing: a start with the flag is
+    refused there, and without the flag `/sleep` works except for the memory.
+    """
 
     levels = frozenset({1, 2})
 
@@ -62,7 +63,7 @@ class VllmSleep:
         await _post(http, f"/sleep?level={level}&mode=abort", None, timeout_s)
 
     async def wake(self, http: HttpClient, level: int, timeout_s: float) -> None:
-        if level == 2:  # it says that it sleeps until the end, so nobody takes it for ready before
+        if level == 2:  # it reports that it sleeps until the end, so nothing takes it for ready before
             await _post(http, "/wake_up?tags=weights", None, timeout_s)
             await _post(http, "/update_weight_version", {"new_version": AS_STARTED}, timeout_s)
             await _post(http, "/collective_rpc", {"method": "reload_weights"}, timeout_s)
@@ -72,7 +73,7 @@ class VllmSleep:
 
 
 class SglangSleep:
-    """SGLang 0.5.23, level 1 only: weights loaded again from a disk would rename the model that it serves."""
+    """SGLang 0.5.23, level 1 only: reloading weights from disk would rename the model that it serves."""
 
     levels = frozenset({1})
 

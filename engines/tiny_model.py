@@ -1,11 +1,11 @@
 """A tiny random language model that a real engine can serve: no download, no GPU, the same bytes for the same seed.
 
 It has the Llama architecture with 2 layers and 0.4 M float32 parameters, so an engine takes its ordinary code paths
-(grouped-query attention, paged KV, tensor parallelism of 1 or 2) at a few milliseconds a token. (Not Qwen2, for which
-transformers 5 ignores a model's own tokenizer, and its stand-in changes some Unicode characters.) A token is one byte,
-except for a few characters of several bytes that are one token each.
+(grouped-query attention, paged KV, tensor parallelism of 1 or 2) at a few milliseconds a token. (Not Qwen2: for it
+transformers 5 ignores a model's own tokenizer, and its substitute changes some Unicode characters.) A token is one
+byte, except for a few multi-byte characters that are one token each.
 
-What it says means nothing, but it says it in a useful way:
+Its output is meaningless, but useful in form:
 
 * Only whole characters and the end of the turn are ever chosen, so greedy text is valid UTF-8.
 * Every choice depends on the whole context, so a wrong KV cache shows, and greedy text does not loop.
@@ -34,13 +34,13 @@ MLP_SIZE = 2 * HIDDEN_SIZE
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 WIDE_CHARACTERS = "éß世界🙂"
-"""Characters of two to four bytes that the model can say, so that real streams carry them."""
+"""Characters of two to four bytes that the model can output, so that real streams contain them."""
 
 # Standard deviations of the weights, each over the square root of its fan-in, and the base of the rotary embedding,
 # found by measurement on random, structured and monotonous contexts of up to 4,000 tokens. With the usual base of
-# 10,000 or smaller queries and keys, greedy text loops and no longer depends on distant tokens. With these it does
-# neither, and computing the same context in other chunks changes logits by at most 1e-4, while the chosen token leads
-# by 1.4 in the median and by less than 0.02 in one case of 100.
+# 10,000, or with smaller queries and keys, greedy text loops and no longer depends on distant tokens. With these values
+# it does neither. Computing the same context in other chunks changes logits by at most 1e-4, while the chosen token
+# leads by 1.4 in the median and by less than 0.02 in one case of 100.
 QUERY_KEY_SCALE = 2.5
 ROTARY_BASE = 30.0
 VALUE_SCALE = 1.0
@@ -67,7 +67,7 @@ CHAT_TEMPLATE = """\
 
 
 def make_tiny_model(directory: str | Path, seed: int = 0) -> Path:
-    """Writes the model into `directory`, made if absent, and returns it. Takes about half a second."""
+    """Write the model into `directory`, created if absent, and return the directory. Takes about half a second."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     vocabulary, merges = _byte_pairs()

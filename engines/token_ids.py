@@ -1,9 +1,9 @@
-"""Token ids on their way between engines and the store: as the digits that they came in.
+"""Token ids on their way between engines and the store: kept as the digits in which they came.
 
-A prompt has thousands of them, comes anew with every turn and goes on up to three times. As a list they would be as
-many objects at every turn; as 32-bit integers they would be a third smaller, but to read them out of an answer's digits
-takes seven times as long as all else that is done with them (26 ns an id). So they are numbers only where somebody
-counts on them: a trainer's export, which asks once.
+A prompt has thousands of them, arrives again with every turn and is sent on up to three times. A list would create that
+many objects at every turn. 32-bit integers would be a third smaller, but parsing them from an answer's digits takes
+seven times as long as everything else done with them (26 ns an id). So they become numbers only where someone computes
+with them: in a trainer's export, which happens once.
 """
 
 from array import array
@@ -16,22 +16,23 @@ import orjson
 from numpy.typing import NDArray
 
 ID_BYTES = 4
-"""Of an id as an integer."""
+"""Size of an id as an integer."""
 _COMMA = ord(",")
-_COMMAS = np.array(_COMMA, np.uint8)  # to make an array of an integer takes half as long as to compare with it
+_COMMAS = np.array(_COMMA, np.uint8)  # made once: to convert an integer takes half as long as the comparison
 _NINE, _NO_DIGITS = ord("9") - _COMMA, (b"-", b".", b"/")
-"""How far the nine is from the comma, and what is between them besides the digits. They are found: `in` tries them as
-integers first, which takes seven times as long (2,000 instructions)."""
+"""The nine's distance from the comma, and the characters between them that are not digits. Those are searched with
+`find`: `in` first tries them as integers, which takes seven times as long (2,000 instructions).
+"""
 # Of an id and its comma: the largest vocabularies have some 260,000 tokens.
 _LETTERS = 7
 
 
 class TokenIds(Sequence[int]):
-    """Some of them, that never change.
+    """An immutable sequence of token ids.
 
     Args:
-        text: in decimal, with commas between them and no blanks.
-        number: how many they are, where it is known.
+        text: in decimal, separated by commas, without blanks.
+        number: how many there are, if known.
     """
 
     __slots__ = ("_number", "text")
@@ -42,9 +43,9 @@ class TokenIds(Sequence[int]):
 
     @classmethod
     def of(cls, ids: Sequence[int]) -> "TokenIds":
-        """These. Raises TypeError or ValueError for what is none."""
+        """These ids as TokenIds. Raises TypeError or ValueError if they are not ids."""
         try:
-            if isinstance(ids, list):  # asked first: of another class, a Sequence must think whether it is one
+            if isinstance(ids, list):  # checked first: for other classes the check against Sequence is expensive
                 return cls(orjson.dumps(array("I", ids).tolist())[1:-1], len(ids))
             if isinstance(ids, TokenIds):
                 return ids
@@ -59,11 +60,11 @@ class TokenIds(Sequence[int]):
         return np.fromstring(self.text, np.uint32, sep=",") if self.text else np.empty(0, np.uint32)
 
     def begins_with(self, others: "TokenIds") -> bool:
-        """Whether these are the first of them; all are, too."""
+        """Whether `others` is a prefix of these; equal counts too."""
         return _begins_with(self.text, others.text)
 
     def tail(self, number: int) -> "TokenIds":
-        """The last ones, some more than so many, or all."""
+        """At least this many of the last ids, or all."""
         cut = len(self.text) - _LETTERS * number
         return self if cut <= 0 else TokenIds(self.text[self.text.index(b",", cut - 1) + 1 :])
 
@@ -97,7 +98,7 @@ class TokenIds(Sequence[int]):
 
 
 def messages(ids: TokenIds, end_of_turn: int) -> list[TokenIds]:
-    """Cut behind each such token; what follows the last one comes last, if only nothing.
+    """The ids, cut after each such token; the part after the last one comes last, even if it is empty.
 
     Cost: 0.3 ms for 100,000 ids and 100 cuts.
     """
@@ -110,18 +111,18 @@ def messages(ids: TokenIds, end_of_turn: int) -> list[TokenIds]:
 
 
 def put_together(parts: Iterable[TokenIds]) -> TokenIds:
-    """One after the other."""
+    """The concatenation of these."""
     parts = [part for part in parts if part.text]
     return TokenIds(b",".join([part.text for part in parts]), sum(map(len, parts)))
 
 
 def with_ids(call: Any) -> bytes:
-    """JSON of what has TokenIds in it."""
+    """JSON of a value that contains TokenIds."""
     return orjson.dumps(call, default=_fragment)
 
 
 def with_prompt(call: dict[str, Any], name: str, ids: TokenIds) -> tuple[bytes, ...]:
-    """JSON of a call, and these ids as its last field, in pieces: `with_ids` copies them three times."""
+    """JSON of a call, with these ids as its last field, in pieces: `with_ids` would copy them three times."""
     return b'%b,"%b":[' % (orjson.dumps(call)[:-1], name.encode()), ids.text, b"]}"
 
 
@@ -132,9 +133,10 @@ def _fragment(value: object) -> orjson.Fragment:
 
 
 def cut_ids(answer: bytes, name: str) -> tuple[Any, TokenIds | None]:
-    """An answer's JSON with its one list of this name empty, and the ids of that; None where it has no such one.
+    """An answer's JSON with its only list of this name emptied, and the ids of that list; None if there is no such
+    list.
 
-    Raises: ValueError for what is no JSON.
+    Raises: ValueError if it is not JSON.
     Cost: 2 ns an id.
     """
     mark = b'"%b":[' % name.encode()  # within a string the quotes would be escaped
@@ -150,12 +152,12 @@ def cut_ids(answer: bytes, name: str) -> tuple[Any, TokenIds | None]:
 
 
 def _num_ids(text: bytes) -> int | None:
-    """How many ids it is; None for what is no list of them."""
+    """How many ids it has; None if it is not a list of ids."""
     if not text:
         return 0
-    marks = np.frombuffer(text, np.uint8) - _COMMAS  # 0 is a comma, and what comes before it is above the nine
-    # To look so takes a quarter of what it takes to see of each letter whether it is a digit; to find where the most is
-    # takes half of what it takes to find the most.
+    marks = np.frombuffer(text, np.uint8) - _COMMAS  # 0 is a comma; characters before it wrap around to above the nine
+    # This check takes a quarter of the time of testing each character for being a digit; finding the maximum's position
+    # takes half the time of finding the maximum.
     if marks[marks.argmax()] > _NINE or max(map(text.find, _NO_DIGITS)) >= 0:
         return None
     pairs = marks[1:] | marks[:-1]
@@ -169,5 +171,5 @@ def _num_commas(text: bytes) -> int:
 
 
 def _begins_with(text: bytes, start: bytes) -> bool:
-    """Whether it does where a number ends."""
+    """Whether it does, and the prefix ends where a number ends."""
     return text.startswith(start) and (not start or len(text) == len(start) or text[len(start)] == _COMMA)

@@ -1,7 +1,7 @@
 """What an engine offers at token level: a request to prompt ids, ids to further ids, ids to an answer.
 
-A turn that is served so can stop at any token and go on from there, on any engine of the same model. Each method pair
-is one request and the reading of its answer; the gateway sends it.
+A turn that is served this way can stop at any token and continue from there, on any engine of the same model. Each pair
+of methods builds one request and reads its answer; the gateway sends it.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from scheduling.values import value_class
 
 Event = Mapping[str, Any]
 Asking = Callable[[Upstream], Awaitable[bytes]]
-"""Sends a request to an engine and gives the body of its answer, if that is a good one."""
+"""Sends a request to an engine and returns the body of a successful answer."""
 
 
 @value_class(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class Rendered:
     """A request at token level.
 
     Args:
-        kind: of the engine that rendered it, and whose kind can be sent the `call`.
-        call: what the engine is to be sent with the ids, in its own words.
-        stop: strings that end the answer; with `includes_stop` they belong to it.
-        needs_parser: the text holds tool calls or reasoning, which only the engine can tell apart.
-        has_grammar: the answer is held to a grammar, whose state is lost where a leg ends.
-        chat: what `derender` is to know of the request.
+        kind: of the engine that rendered it; only that kind can be sent the `call`.
+        call: what the engine is sent with the ids, in its own form.
+        stop: strings that end the answer; with `includes_stop` they are part of it.
+        needs_parser: the text contains tool calls or reasoning, which only the engine can separate.
+        has_grammar: the answer is held to a grammar, whose state is lost when a leg ends.
+        chat: what `derender` must know of the request.
     """
 
     kind: str
@@ -48,12 +48,12 @@ class TokenLeg:
     """What one leg asks for.
 
     Args:
-        prompt_ids: the prompt and all that was made after it.
+        prompt_ids: the prompt and all tokens made after it.
         num_made: how many of them were made.
-        index: which choice it is of those that the client wants; each is asked for by itself.
-        cache_salt: KV is shared only under the same salt; "" for none but the client's own.
-        event_tokens: how many tokens one event may have; 1 where the client waits for each.
-        wants_logprobs: of the chosen tokens, even where the request asks for none.
+        index: which of the client's choices it is; each is requested separately.
+        cache_salt: KV is shared only under the same salt; "" adds none to the client's own.
+        event_tokens: how many tokens one event may have; 1 if the client waits for each.
+        wants_logprobs: of the chosen tokens, even if the request does not ask for them.
     """
 
     request_id: str
@@ -69,12 +69,12 @@ class TokenLeg:
 
 @value_class(frozen=True, slots=True)
 class Piece:
-    """What one event of a leg's stream says.
+    """What one event of a leg's stream contains.
 
     Args:
-        text: what came to the text by these tokens; "" where a parser is needed.
-        logprobs: for each token its entry in the engine's form, or the number alone; None where not asked for.
-        versions: weight version, first and last + 1 of the leg's tokens; told at the end, if at all.
+        text: what these tokens add to the text; "" if a parser is needed.
+        logprobs: each token's entry in the engine's form, or only the number; None if not asked for.
+        versions: weight version, first and last + 1 of the leg's tokens; reported at the end, if at all.
     """
 
     ids: list[int]
@@ -87,7 +87,7 @@ class Piece:
 
 
 class ErrorEvent(Exception):
-    """An event that says what went wrong, in place of tokens."""
+    """An event that reports an error instead of tokens."""
 
     def __init__(self, event: Event) -> None:
         super().__init__("the stream ended with an error")
@@ -103,14 +103,14 @@ def parsed(data: bytes) -> Event:
 
 
 class TokenRoutes(Protocol):
-    """How one kind of engine is spoken to at token level.
+    """How to talk to one kind of engine at token level.
 
     Attributes:
-        stream_form: what the streams of engines that have the same can be read by.
-        stop_field: what an answer's choice calls the stop string or token that ended it.
-        limits: which requests only the engine's own routes can serve, for people to read; "" where there is no more
-            to say than of any engine.
-        passed: the APIs whose answers cannot be made of its tokens, and why.
+        stream_form: engines with the same form have streams that the same reader can read.
+        stop_field: the field of an answer's choice for the stop string or token that ended it.
+        limits: for people to read: which requests only the engine's own routes can serve; "" if there are none beyond
+            those of any engine.
+        passed: the APIs whose answers cannot be built from its tokens, and why.
     """
 
     @property
@@ -129,11 +129,11 @@ class TokenRoutes(Protocol):
     def passed(self) -> Mapping[str, str]: ...
 
     def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream | None:
-        """Ask for the prompt ids of a request; None where there is nothing to ask."""
+        """Ask for the prompt ids of a request; None if there is nothing to ask."""
         ...
 
     def rendered(self, path: str, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
-        """What came of it, b"" where nothing was asked; None for a request that only the engine's own route serves."""
+        """The result, from b"" if nothing was asked; None for a request that only the engine's own route serves."""
         ...
 
     def generate(self, rendered: Rendered, leg: TokenLeg) -> Upstream:
@@ -141,12 +141,12 @@ class TokenRoutes(Protocol):
         ...
 
     def reader(self, rendered: Rendered, only_numbers: bool) -> Callable[[bytes], Piece]:
-        """Reads the data of the events of one such stream.
+        """A reader of the data of one such stream's events.
 
         Args:
-            only_numbers: nobody is told more of a log-probability than the number.
+            only_numbers: only the number of each log-probability is needed.
 
-        The reader raises ErrorEvent; ValueError, KeyError, TypeError or AttributeError for nonsense.
+        The reader raises ErrorEvent; ValueError, KeyError, TypeError or AttributeError for malformed events.
         """
         ...
 
@@ -155,19 +155,20 @@ class TokenRoutes(Protocol):
         ...
 
     def read_texts(self, answer: bytes) -> list[str]:
-        """What came of it; a character that is not complete is not in it."""
+        """The texts, without incomplete characters."""
         ...
 
     async def derender(
         self, ask: Asking, rendered: Rendered, prompt_ids: TokenIds, last: "Whole | Delta"
     ) -> tuple[dict[str, Any], Any]:
-        """The message that an output is, whole or what some tokens add to it.
+        """The message that an output forms: whole, or what some tokens add to it.
 
         Args:
             rendered: by an engine of the same kind.
 
-        Returns: the choice of an OpenAI answer or chunk, and the state to ask on with, of an engine of the same kind.
-        Raises: what `ask` does; KeyError, IndexError, TypeError or ValueError for nonsense.
+        Returns: the choice of an OpenAI answer or chunk, and the state for the next call, to an engine of the same
+        kind.
+        Raises: what `ask` does; KeyError, IndexError, TypeError or ValueError for malformed answers.
         """
         ...
 
@@ -184,10 +185,10 @@ class Whole:
 
 @value_class(frozen=True, slots=True)
 class Delta:
-    """New tokens of an output that is streamed.
+    """New tokens of a streamed output.
 
     Args:
-        state: what `derender` gave for the tokens before; None at the first.
+        state: what `derender` returned for the tokens before; None for the first.
     """
 
     ids: Sequence[int]

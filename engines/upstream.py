@@ -1,4 +1,4 @@
-"""Requests to an engine: what a leg is to ask, and the client's body turned into the engine's."""
+"""Requests to an engine: what a leg asks for, and how the client's body becomes the engine's."""
 
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -9,16 +9,16 @@ import orjson
 from engines.http import Body
 from scheduling.values import value_class
 
-# The routes of tokens in and tokens out, which each kind has for itself.
+# The routes with tokens in and tokens out, of which each kind has its own.
 VLLM_GENERATE = "/inference/v1/generate"
 SGLANG_GENERATE = "/generate"
 
-# What vLLM takes (0.33, entrypoints/generate/base/protocol.py); SGLang takes any length.
+# vLLM's limit (0.33, entrypoints/generate/base/protocol.py); SGLang takes any length.
 _MAX_SALT_LENGTH = 128
 
 
 class TooDeep(ValueError):
-    """A request cannot be written anew: JSON is read to a greater depth than it is written. The client's mistake."""
+    """A request cannot be re-encoded: JSON is read to a greater depth than it is written. The client's mistake."""
 
 
 @value_class(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Leg:
         priority: lower is earlier.
         body: the client's request body, as it came.
         request: the same, parsed.
-        counts_tokens: the answer is a stream that would not tell its usage unless asked.
-        cache_salt: keeps its KV apart from that of other weights; "" sends none.
+        counts_tokens: the answer is a stream that reports usage only if asked.
+        cache_salt: separates its KV from that of other weights; "" sends none.
     """
 
     path: str
@@ -54,9 +54,9 @@ class Upstream:
 
 
 def with_fields(body: bytes, request: Mapping[str, Any], fields: Mapping[str, Any]) -> bytes:
-    """The body with `fields` set: spliced in before its first member, so that the rest stays as it came.
+    """The body with `fields` set: inserted before its first member, so that the rest stays as it came.
 
-    A field that the client set too is replaced, at the price of encoding the whole body anew. Raises TooDeep.
+    If the client also set one of the fields, it is replaced, at the cost of re-encoding the whole body. Raises TooDeep.
     """
     if not fields:
         return body
@@ -70,9 +70,9 @@ def with_fields(body: bytes, request: Mapping[str, Any], fields: Mapping[str, An
 
 
 def salted(request: Mapping[str, Any], cache_salt: str) -> dict[str, Any]:
-    """The field that keeps a request's KV apart: this salt, behind the client's own; nothing for "".
+    """The field that separates a request's KV: this salt, after the client's own; {} for "".
 
-    A salt of its own that vLLM would not take stays as it is, for the engine to refuse.
+    A client's salt that vLLM would not accept is left unchanged, for the engine to refuse.
     """
     own = request.get("cache_salt")
     if not cache_salt or (own is not None and not isinstance(own, str)) or len(own or "") > _MAX_SALT_LENGTH:
@@ -84,10 +84,10 @@ def salted(request: Mapping[str, Any], cache_salt: str) -> dict[str, Any]:
 
 
 def stream_options(leg: Leg) -> dict[str, Any]:
-    """The field that makes an OpenAI stream tell its usage in a last chunk.
+    """The field that makes an OpenAI stream report its usage in a last chunk.
 
-    A malformed one stays as it is, for the engine to refuse. Continuous usage is off unless the client asked for usage,
-    which is how the engines read it (vLLM 0.33, entrypoints/openai/api_utils.py).
+    A malformed field is left unchanged, for the engine to refuse. Continuous usage is off unless the client asked for
+    usage, which is how the engines read it (vLLM 0.33, entrypoints/openai/api_utils.py).
     """
     given = leg.request.get("stream_options")
     options = {} if given is None else given

@@ -15,7 +15,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class Vllm:
-    """Speaks to `vllm serve`, started with `--scheduling-policy priority` (with fcfs it ignores priorities)."""
+    """Talks to `vllm serve`, started with `--scheduling-policy priority` (with fcfs it ignores priorities)."""
 
     kind = "vllm"
 
@@ -30,14 +30,14 @@ class Vllm:
         )
 
     def upstream(self, leg: Leg) -> Upstream:
-        # Headers, not body fields: the body stays as it came, and the header outranks a priority in it.
+        # Headers, not body fields: the body stays as it came, and the header overrides a priority in it.
         headers = (
             f"x-request-id: {leg.request_id}\r\n"
             f"x-vllm-priority: {leg.priority}\r\n"
             f"x-session-id: {leg.trajectory_id}\r\n"
         )
         body = leg.body
-        # Of this route alone the header says nothing of the priority (0.33, scale_out/token_in_token_out/serving.py).
+        # On this route alone the header does not set the priority (0.33, scale_out/token_in_token_out/serving.py).
         said = {"priority": leg.priority} if leg.path == VLLM_GENERATE else {}
         if leg.counts_tokens or leg.cache_salt or said:
             body = with_fields(body, leg.request, said | stream_options(leg) | salted(leg.request, leg.cache_salt))
@@ -67,7 +67,7 @@ class Vllm:
         )
 
     async def slots(self, http: HttpClient, timeout_s: float) -> int | None:
-        # Only a server in development mode tells its configuration.
+        # Only a server in development mode reports its configuration.
         status, body = await http.get("/server_info?config_format=json", timeout_s)
         if status != 200:
             return None
@@ -95,7 +95,7 @@ def _kv_capacity(text: str) -> int | None:
 
 
 def _metric_sum(page: str, name: str) -> float | None:
-    """The sum of all series of one Prometheus metric; None if it is absent. Cost: a search, for pages have 80 KB.
+    """The sum of all series of one Prometheus metric; None if it is absent. Cost: a search, because pages have 80 KB.
 
     Raises:
         ObservationError: a series has no finite value.

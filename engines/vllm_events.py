@@ -1,6 +1,6 @@
-"""vLLM's token events as far as they are wanted: of what stands beside a log-probability no object is made.
+"""vLLM's token events, decoded only as far as needed: no objects are made for the data beside a log-probability.
 
-The fields have the names and the types of its own (vLLM 0.32, entrypoints/scale_out/token_in_token_out/protocol.py).
+The fields have vLLM's names and types (vLLM 0.32, entrypoints/scale_out/token_in_token_out/protocol.py).
 """
 
 from msgspec import Struct
@@ -8,13 +8,13 @@ from msgspec.json import Decoder
 
 
 class Entry(Struct, gc=False):
-    """One token's."""
+    """One token's entry."""
 
     logprob: float
 
 
 class Logprobs(Struct, gc=False):
-    """Of an event's tokens."""
+    """The log-probabilities of an event's tokens."""
 
     content: list[Entry] | None
 
@@ -28,7 +28,7 @@ class Span(Struct, gc=False):
 
 
 class Choice(Struct, gc=False):
-    """The tokens that are new."""
+    """The new tokens of a choice."""
 
     token_ids: list[int] | None
     finish_reason: str | None
@@ -46,4 +46,4 @@ class TokenEvent(Struct, gc=False):
 
 
 numbers_of = Decoder(TokenEvent).decode
-"""Reads an event's data. Raises ValueError for what is none."""
+"""Decodes an event's data. Raises ValueError if it is not an event."""

@@ -1,8 +1,8 @@
-"""What vLLM's parsers are to know of a request, as a chat: all but what was said.
+"""What vLLM's parsers must know of a request, as a chat without its texts.
 
-Of the messages a parser reads only how many calls are in them, by which some number the next ones (vLLM 0.33,
-parser/utils.py); the others would be sent, read and checked for nothing at every part of an answer. Anthropic's
-requests become chats as vLLM makes them (entrypoints/anthropic/serving.py), as far as a parser looks at them.
+From the messages a parser reads only how many calls they contain, by which some parsers number the next ones (vLLM
+0.33, parser/utils.py); everything else would be sent, read and checked for nothing with every part of an answer.
+Anthropic's requests become chats as in vLLM (entrypoints/anthropic/serving.py), as far as a parser reads them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,19 +14,19 @@ _TOOL_CHANGES = ("tool_addition", "tool_removal")
 
 
 def chat_of_chat(request: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat without what was said."""
+    """A chat without its texts."""
     answers = (message for message in request["messages"] if message.get("role") == "assistant")
     num_calls = sum(len(message.get("tool_calls") or ()) for message in answers)
     return {**request, "messages": asked_after(num_calls)}
 
 
 def chat_of_messages(request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A request of Anthropic's messages as such a chat; None for one that only the engine's own route serves.
+    """A request of Anthropic's messages as such a chat; None if only the engine's own route serves it.
 
-    Raises: AttributeError, KeyError or TypeError for what the engine would have refused.
+    Raises: AttributeError, KeyError or TypeError for requests that the engine would have refused.
     """
     thinking, config = request.get("thinking") or {}, request.get("output_config") or {}
-    # How a model is kept from thinking depends on its template, or on an option of the server.
+    # How to disable a model's thinking depends on its template, or on an option of the server.
     if thinking.get("type") == "disabled" or any(_changes_tools(message) for message in request["messages"]):
         return None
     tools = [_tool(tool) for tool in request.get("tools") or ()]
@@ -50,7 +50,7 @@ def chat_of_messages(request: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def asked_after(number: int) -> list[dict[str, Any]]:
-    """A conversation in which so many calls were made."""
+    """A conversation with this many calls."""
     asked = {"role": "user", "content": ""}
     return [asked, {"role": "assistant", "content": "", "tool_calls": [_CALL] * number}] if number else [asked]
 
@@ -66,7 +66,7 @@ def _num_uses(messages: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _changes_tools(message: Mapping[str, Any]) -> bool:
-    """Only a system message may have it."""
+    """Only a system message may change tools."""
     return message["role"] == "system" and any(part.get("type") in _TOOL_CHANGES for part in _parts(message))
 
 

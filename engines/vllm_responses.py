@@ -1,8 +1,8 @@
-"""What vLLM's parsers are to know of a request to /v1/responses, as a chat: all but what was said.
+"""What vLLM's parsers must know of a request to /v1/responses, as a chat without its texts.
 
-Its tools are chat's without a level (vLLM 0.32, entrypoints/openai/responses/protocol.py). Served so is who keeps the
-conversation himself, and everybody where the engine keeps nothing: unless it was started with
-VLLM_ENABLE_RESPONSES_API_STORE=1, it takes `store` for false whatever it says, and tells nobody (serving.py).
+Its tools are a chat's, one level flatter (vLLM 0.32, entrypoints/openai/responses/protocol.py). This serves clients
+that keep the conversation themselves, and all clients if the engine keeps nothing: unless it was started with
+VLLM_ENABLE_RESPONSES_API_STORE=1, it silently treats `store` as false (serving.py).
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any
 from engines.vllm_messages import asked_after
 
 _CHOICES = ("auto", "none", "required")
-# What an answer made of tokens does not have, or the engine would have to remember.
+# What an answer built from tokens lacks, or the engine would have to remember.
 _BEYOND_TOKENS = (
     "background",
     "enable_response_messages",
@@ -24,10 +24,10 @@ _BEYOND_TOKENS = (
 
 
 def chat_of_response(request: Mapping[str, Any], is_storing: bool) -> dict[str, Any] | None:
-    """Such a request as a chat; None for one that only the engine's own route serves.
+    """Such a request as a chat; None if only the engine's own route serves it.
 
     Args:
-        is_storing: the server keeps responses, but those of which the client says that it need not.
+        is_storing: the server keeps responses, unless their client declines.
     """
     if (is_storing and request.get("store") is not False) or any(request.get(name) for name in _BEYOND_TOKENS):
         return None

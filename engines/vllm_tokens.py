@@ -1,8 +1,8 @@
 """vLLM's token routes: render, generate, derender (vLLM 0.32, entrypoints/scale_out; `--enable-scale-out`).
 
-Where no parser is needed, generate gives text beside the ids (`output_mode: text`): the very text of its own chat
-route, stop strings held back and cut off. Where one is, the ids go to derender, which reads a whole output at once, or
-new tokens after a replay of all before them.
+If no parser is needed, generate returns text beside the ids (`output_mode: text`): exactly the text of vLLM's chat
+route, with stop strings held back and cut off. Otherwise the ids go to derender, which parses a whole output at once,
+or new tokens after a replay of all before them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,23 +22,24 @@ from engines.vllm_responses import chat_of_response
 _RESPONSES = "/v1/responses"
 _RENDER = "/v1/completions/render"
 _DERENDER = "/v1/completions/derender"
-# Those of other APIs came later than the first two.
+# These came later than the routes of chats and completions.
 _FURTHER = {"messages": "/v1/messages/render", "responses": "/v1/responses/render"}
 _LIMITS = {
     "messages": "messages with thinking disabled pass through",
     "responses": "responses of models that think pass through",
 }
 _LIMIT_OF_STORING = "responses pass through without `store: false`"
-# Nothing is generated for it: a server that keeps no responses has no background, another one has not this response.
+# Nothing is generated for it: a server that keeps no responses has no background mode, and one that does lacks this
+# response.
 _IN_BACKGROUND = b'{"input":"","background":true,"store":true,"previous_response_id":"resp_0"}'
-# Of the prompt, for a parser that goes by the last special token in it, and for the text of the first token.
+# Of the prompt, for a parser that uses the last special token in it, and for the text of the first token.
 _TAIL_TOKENS = 512
-# What render says of a request besides, and generate wants to hear again.
+# Further fields of the render that generate needs.
 _PASSED_ON = ("model", "reasoning_ended", "reasoning_parser_kwargs", "cache_salt")
 
 
 async def token_routes(http: HttpClient, timeout_s: float) -> "VllmTokens | None":
-    """A server's, where it has them and does not forbid them."""
+    """A server's token routes, if it has them and does not forbid them."""
     for path in (_RENDER, _DERENDER):
         if not await has_route(http, path, timeout_s):
             return None
@@ -47,7 +48,7 @@ async def token_routes(http: HttpClient, timeout_s: float) -> "VllmTokens | None
 
 
 async def _is_storing(http: HttpClient, timeout_s: float) -> bool:
-    """Whether a server may keep responses; one that does not know what it was asked does."""
+    """Whether a server may keep responses; one that does not understand the question counts as keeping them."""
     status, body = await told(http, _RESPONSES, _IN_BACKGROUND, timeout_s)
     try:
         return status != 400 or orjson.loads(body)["error"]["param"] != "background"
@@ -56,7 +57,7 @@ async def _is_storing(http: HttpClient, timeout_s: float) -> bool:
 
 
 class VllmTokens:
-    """Speaks to `vllm serve --enable-scale-out`."""
+    """Talks to `vllm serve --enable-scale-out`."""
 
     kind = stream_form = "vllm"
     stop_field = "stop_reason"
@@ -74,7 +75,7 @@ class VllmTokens:
         try:
             chat = _chat_of(path, request, self._is_storing)
         except (AttributeError, KeyError, TypeError):
-            return None  # malformed, which the engine's own route says in its own words
+            return None  # malformed, which the engine's own route reports in its own words
         if chat is None:
             return None
         made, ids = cut_ids(answer, "token_ids")
@@ -87,7 +88,7 @@ class VllmTokens:
         if ids is None or made["token_ids"]:
             ids = TokenIds.of(made["token_ids"])
         if path == _RESPONSES and made.get("reasoning_parser_kwargs") is not None:
-            return None  # a response tells how many of its tokens were thought
+            return None  # a response reports how many of its tokens were reasoning
         sampling = made["sampling_params"]
         needs_parser = has_tools(chat) or made.get("reasoning_parser_kwargs") is not None
         stop = sampling.get("stop") or ()
@@ -110,7 +111,8 @@ class VllmTokens:
             sampling["max_tokens"] = rendered.max_tokens - leg.num_made
             sampling["min_tokens"] = max(rendered.min_tokens - leg.num_made, 0)
         if sampling.get("seed") is not None:
-            # As vLLM gives each choice its own; and in a later leg the dice would fall as they did at the start.
+            # vLLM also gives each choice its own seed; and with the same seed a later leg would repeat the samples of
+            # the start.
             sampling["seed"] += leg.index + leg.num_made
         if leg.wants_logprobs and sampling.get("logprobs") is None:
             sampling["logprobs"] = 0
@@ -146,10 +148,10 @@ class VllmTokens:
         self, ask: Asking, rendered: Rendered, prompt_ids: TokenIds, last: Whole | Delta
     ) -> tuple[dict[str, Any], Any]:
         chat, ids = rendered.chat, last.ids
-        # All of a prompt is read only for whether it left reasoning open.
+        # The whole prompt is needed only to tell whether it left reasoning open.
         before = prompt_ids if "reasoning_parser_kwargs" in rendered.call else prompt_ids.tail(_TAIL_TOKENS)
         if last.finish_reason == "stop" and not isinstance(last.stop_reason, str):
-            # The token that ended the answer is no part of its text, but where that was asked for.
+            # The token that ended the answer is not part of its text, unless the request asked for it.
             ids = ids if chat.get("include_stop_str_in_output") else ids[:-1]
         if isinstance(last, Delta):
             return await self._derender_delta(ask, chat, before, last, ids)
@@ -159,7 +161,7 @@ class VllmTokens:
         choice = _choice(ids, last)
         if last.logprobs is not None:
             choice["logprobs"] = {"content": last.logprobs}
-        # Here, and nowhere else, a parser looks for the prompt.
+        # Only here does a parser look for the prompt.
         made = _response("whole", choice) | {"prompt_token_ids": before}
         whole = await _asked(ask, {"chat_request": chat, "generate_response": made})
         return _called(chat, whole["choices"][0]), None
@@ -167,8 +169,9 @@ class VllmTokens:
     async def _derender_delta(
         self, ask: Asking, chat: Mapping[str, Any], prompt_ids: TokenIds, last: Whole | Delta, ids: Sequence[int]
     ) -> tuple[dict[str, Any], Any]:
-        """What comes with the end is read by itself, one token or none, as the chat route does: where the name of a
-        call and the end come at once, the parser takes it for a call without arguments and says so (hermes)."""
+        """The tokens that come with the end are parsed separately (one or none), as the chat route does: if a call's
+        name and the end come together, the parser takes it for a call without arguments (hermes).
+        """
         state, before = (last.state if isinstance(last, Delta) else None), {}
         call: dict[str, Any] = {"chat_request": chat, "stream": True, "prompt_token_ids": prompt_ids}
         alone = 1 if last.finish_reason is not None and len(ids) == len(last.ids) else 0
@@ -184,7 +187,7 @@ class VllmTokens:
 
 
 def _chat_of(path: str, request: Mapping[str, Any], is_storing: bool) -> Mapping[str, Any] | None:
-    """What its parsers are to know; None for a request that only its own route serves."""
+    """What its parsers must know; None for a request that only its own route serves."""
     if path == "/v1/messages":
         return chat_of_messages(request)
     if path == _RESPONSES:
@@ -193,15 +196,16 @@ def _chat_of(path: str, request: Mapping[str, Any], is_storing: bool) -> Mapping
 
 
 def _joined(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Two deltas as one: what both have is a text or a list."""
+    """Two deltas merged into one: fields in both are texts or lists, and are concatenated."""
     both = {name: before[name] + after[name] for name in before.keys() & after.keys() if before[name] and after[name]}
     told = [(name, value) for delta in (before, after) for name, value in delta.items() if value]
     return dict(told) | both
 
 
 def _called(chat: Mapping[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
-    """The choice of a whole answer with what the chat route says of calls, and derender does not (0.33,
-    openai/chat_completion/serving.py): whether they are why it ended, and the first alone where one is wanted."""
+    """The choice of a whole answer, with what the chat route adds for calls and derender does not (0.33,
+    openai/chat_completion/serving.py): whether calls ended it, and only the first call if only one is wanted.
+    """
     chosen, calls, reason = chat.get("tool_choice"), choice["message"].get("tool_calls"), choice["finish_reason"]
     if (calls and chosen in (None, "auto")) or (chosen == "required" and reason == "stop"):
         choice["finish_reason"] = "tool_calls"
@@ -223,8 +227,9 @@ def _response(request_id: str, choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _piece_of_numbers(data: bytes) -> Piece:
-    """With the log-probabilities' numbers alone: to make objects of all that an event says of them takes as long as all
-    else of it, or twice."""
+    """A piece with only the numbers of the log-probabilities: creating objects for everything that an event says of
+    them takes as long as the rest of the event, or twice as long.
+    """
     try:
         event = numbers_of(data)
     except ValueError:

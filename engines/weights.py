@@ -1,13 +1,13 @@
-"""Gives an engine new weights while requests are in flight: what vLLM and SGLang are asked to do, step by step.
+"""Gives an engine new weights while requests are in flight: the calls to vLLM and SGLang, step by step.
 
-`pause`, `load`, `resume`. What runs keeps its tokens through all of it. Its KV is
+The steps are `pause`, `load`, `resume`. Running requests keep their tokens throughout. Their KV is
 
-- `keep`: kept as well, so the pause is as long as the load, and tokens that follow are made from KV of both versions;
-- `restart`: computed anew under the new weights, so that tokens that follow are those of an engine that had the new
-  weights from that token on. The engine does it itself: it takes its running requests back into its queue.
+- `keep`: kept as well, so the pause is as long as the load, and later tokens are made from KV of both versions;
+- `restart`: recomputed under the new weights, so that later tokens are those of an engine that had the new weights from
+  that token on. The engine does this itself: it puts its running requests back into its queue.
 
-Nothing that begins later may meet KV of the old weights. On vLLM the gateway's `cache_salt` sees to that: every route
-takes one, and with running requests the cache cannot be cleared. SGLang's `/v1/messages` takes no salt (0.5.23,
+A later request must never use KV of the old weights. On vLLM the gateway's `cache_salt` ensures this: every route takes
+a salt, and the cache cannot be cleared while requests run. SGLang's `/v1/messages` takes no salt (0.5.23,
 entrypoints/anthropic/protocol.py), so there the cache is flushed, for which nothing may run: both modes retract.
 """
 
@@ -24,7 +24,7 @@ _MAX_TOLD = 500
 
 
 class UpdateMode(StrEnum):
-    """What becomes of the KV of requests that run."""
+    """What happens to the KV of running requests."""
 
     KEEP = "keep"
     RESTART = "restart"
@@ -32,11 +32,11 @@ class UpdateMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NewWeights:
-    """Weights that an engine is to have.
+    """Weights for an engine.
 
     Args:
-        version: their name; the engine tells it with the tokens that they make.
-        path: where they lie, as the engine sees its disk. None: they come by `transfer`.
+        version: their name; the engine reports it with the tokens that they make.
+        path: where they are, as the engine sees its disk. None: they come by `transfer`.
         transfer: for the engine's own transfer calls, in its kind's form (see `VllmWeights` and `SglangWeights`).
     """
 
@@ -50,8 +50,8 @@ class WeightsError(Exception):
     """A step failed.
 
     Args:
-        step: `pause`, `load`, `resume` or `version`. Before `load` the weights are as they were.
-        is_refusal: the engine answered, and said no; another engine would likely say the same.
+        step: `pause`, `load`, `resume` or `version`. Before `load` the weights are unchanged.
+        is_refusal: the engine answered and refused; another engine would probably refuse too.
     """
 
     def __init__(self, step: str, message: str, is_refusal: bool) -> None:
@@ -64,19 +64,19 @@ class Weights(Protocol):
     """How one kind of engine gets new weights. Every method raises WeightsError, and may be repeated."""
 
     async def version(self, http: HttpClient, timeout_s: float) -> str | None:
-        """The version of the weights that it has, by its own word; None where it does not tell."""
+        """The version of its weights, as it reports it; None if it does not."""
         ...
 
     async def pause(self, http: HttpClient, mode: UpdateMode, timeout_s: float) -> None:
-        """Stop making tokens; what runs and what comes waits."""
+        """Stop making tokens; running and new requests wait."""
         ...
 
     async def load(self, http: HttpClient, weights: NewWeights, timeout_s: float) -> None:
-        """Take the weights and their version. Only when paused."""
+        """Load the weights and their version. Only when paused."""
         ...
 
     async def resume(self, http: HttpClient, timeout_s: float) -> None:
-        """Go on with what waits."""
+        """Continue the waiting requests."""
         ...
 
 
@@ -84,7 +84,7 @@ class VllmWeights:
     """vLLM 0.32 and 0.33 in development mode (`VLLM_SERVER_DEV_MODE=1`).
 
     A transfer is `{"init_info": {...}, "update_info": {...}}`, for a server started with `--weight-transfer-config`;
-    without `init_info` the connection to the trainer is there already.
+    without `init_info` the connection to the trainer already exists.
     """
 
     async def version(self, http: HttpClient, timeout_s: float) -> str | None:
@@ -121,7 +121,7 @@ class SglangWeights:
     """SGLang 0.5.23.
 
     A transfer is `{"distributed": {...}}`, `{"tensor": {...}}` or `{"ipc": {...}}`, the body of that
-    `/update_weights_from_...`; besides, `init` is the body of `/init_weights_update_group` where the group is new.
+    `/update_weights_from_...`; `init` is the body of `/init_weights_update_group`, if the group is new.
     """
 
     async def version(self, http: HttpClient, timeout_s: float) -> str | None:
@@ -157,7 +157,7 @@ WEIGHTS: Mapping[str, Weights] = {"vllm": VllmWeights(), "sglang": SglangWeights
 
 
 def transfer_fields(kind: str) -> frozenset[str]:
-    """The fields of which a transfer for this kind must have one."""
+    """The fields of which a transfer for this kind must have at least one."""
     return frozenset({"update_info"}) if kind == "vllm" else frozenset({"distributed", "tensor", "ipc"})
 
 

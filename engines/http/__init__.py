@@ -1,16 +1,16 @@
 """The one HTTP client of this project: pooled keep-alive connections to one engine, over httptools.
 
-An asyncio.Protocol that hands bytes to its reader as they come, because the HTTP client is most of what a gateway in
-Python costs per request. From the ground up:
+An asyncio.Protocol that hands bytes to its reader as they come, because the HTTP client is most of a Python gateway's
+cost per request. From the bottom up:
 
 - `faults.py`: what a request may raise, and whose fault that is;
 - `response.py`: an answer, awaited or called back, as its bytes come;
 - `connection.py`: a socket's bytes, parsed into the response that they belong to;
 - `pool.py`: the connections to one engine, idle for less than its keep-alive;
-- `client.py`: requests, sent once more where a reused connection had been closed;
-- `kept.py`, `tape.py`: one whose response outlives the process.
+- `client.py`: requests, sent once more if a reused connection had been closed;
+- `kept.py`, `tape.py`: a connection whose response outlives the process.
 
-Who can do without a coroutine sends with `post_now` and is called back (`Response.watch`).
+A caller that needs no coroutine sends with `post_now` and is called back (`Response.watch`).
 """
 
 from engines.http.client import Body, HttpClient, can_be_asked

@@ -1,7 +1,7 @@
-"""Requests to one engine: written, sent on a connection of the pool, and sent once more where that had been closed.
+"""Requests to one engine: written, sent on a pooled connection, and sent once more if that had been closed.
 
-A reused connection may have been closed by the engine meanwhile. If it ends before a byte of the answer came, nothing
-was served, and the request is sent once more on a new one.
+The engine may have closed a reused connection meanwhile. If it ends before a byte of the answer came, nothing was
+served, and the request is sent once more on a new one.
 """
 
 import asyncio
@@ -16,20 +16,20 @@ from engines.http.pool import HttpLimits, Pool
 from engines.http.response import Response
 from engines.http.tape import Tape
 
-# Heads of requests that are kept ready: there are some ten targets without a query.
+# Request heads that are cached: there are some ten targets without a query.
 _MAX_STARTS = 64
-# A longer body is sent as it is, behind its head: to copy it costs more than to send in pieces.
+# A longer body is sent separately after its head: copying it costs more than sending it in pieces.
 _COPIED_BYTES = 16 * 1024
 
 Body = bytes | tuple[bytes, ...]
-"""Of a request; in pieces where that saves its sender from joining them."""
+"""A request's body; in pieces if that saves its sender from joining them."""
 
 
 def can_be_asked(url: str) -> bool:
-    """Whether a base URL names a server and nothing else, in what a request's head may have."""
+    """Whether a base URL names a server and nothing else, in characters that a request's head may have."""
     try:
         parts = urlsplit(url)
-        host, port = (parts.hostname or "").encode("idna"), parts.port  # a resolver's own way to read a host
+        host, port = (parts.hostname or "").encode("idna"), parts.port  # as a resolver reads a host
     except ValueError:
         return False
     is_plain = url.isascii() and url.isprintable() and " " not in url
@@ -41,8 +41,8 @@ class HttpClient:
     """Requests to one engine.
 
     Args:
-        base_url: scheme, host and port; a path is put before every target.
-        limits: bounds.
+        base_url: scheme, host and port; its path is put before every target.
+        limits: of connections and time.
         headers: sent with every request, such as the engine's own API key.
     """
 
@@ -62,11 +62,11 @@ class HttpClient:
     async def request(
         self, method: str, target: str, body: Body = b"", headers: bytes = b"", timeout_s: float | None = None
     ) -> Response:
-        """Send a request and give its response as soon as the head is there.
+        """Send a request and return its response as soon as its head has arrived.
 
         Args:
             target: path and query.
-            headers: further header lines, each ended by CRLF.
+            headers: further header lines, each ending in CRLF.
             timeout_s: longest wait for the head; None waits as long as the engine lives.
 
         Raises:
@@ -86,20 +86,20 @@ class HttpClient:
         return await _begun(connection.send(data), timeout_s)
 
     def post_now(self, target: str, body: Body, headers: bytes) -> Response | None:
-        """Send a POST on an idle connection; None where there is none. Nothing of its response has come yet."""
+        """Send a POST on an idle connection; None if there is none. Nothing of its response has come yet."""
         connection = self._pool.take()
         return None if connection is None else connection.send(self._request("POST", target, body, headers))
 
     async def post_kept(
         self, target: str, body: Body, headers: bytes, timeout_s: float, keep: Keep, on_full: Callable[[], None]
     ) -> Response:
-        """As `request`, on a connection of its own, whose response outlives this process if `keep` takes it.
+        """As `request`, on a separate connection, whose response outlives this process if `keep` takes it.
 
-        One of TLS cannot: who has only the socket cannot read it.
+        A TLS connection cannot be kept: the socket alone does not suffice to read it.
 
         Args:
-            keep: is given the length of what is sent, too.
-            on_full: the response grew too long to be kept.
+            keep: is also given the number of bytes to be sent.
+            on_full: called if the response grew too long to be kept.
         """
         if not self._pool.is_plain:
             return await self.request("POST", target, body, headers, timeout_s)

@@ -1,6 +1,6 @@
 """One connection to an engine: bytes from the socket through httptools into the response that they belong to.
 
-What is no answer to what was asked closes it: bytes that nobody asked for, two answers to one request, a head without
+Anything that is not an answer to a request closes it: unsolicited bytes, two answers to one request, a head without
 end.
 """
 
@@ -21,7 +21,7 @@ class Connection(asyncio.Protocol):
 
     Args:
         on_idle: called when it may be used again.
-        on_lost: called when it may not, once.
+        on_lost: called once, when it may not.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Connection(asyncio.Protocol):
     ) -> None:
         self._on_idle = on_idle
         self._on_lost = on_lost
-        self.loop = loop  # to ask for the running one costs a system call each time
+        self.loop = loop  # asking for the running loop costs a system call each time
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._response: Response | None = None
@@ -55,28 +55,29 @@ class Connection(asyncio.Protocol):
         return response
 
     def expect(self) -> Response:
-        """The response to a request that was written, or is going to be."""
+        """The response to a request that was or will be written."""
         assert self._transport is not None
         response = self._response = Response(self._transport, self.loop, self)
-        self.on_body = response.feed  # from the parser straight to the reader: it is called for each chunk
+        self.on_body = response.feed  # straight from the parser to the reader: it is called for each chunk
         self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
         return response
 
     def lend(self) -> int | None:
-        """The descriptor of its socket, which is not read here until `give_back`; None where nobody can go on reading:
-        in the middle of a chunk, or of TLS."""
+        """The descriptor of its socket, which is not read here until `give_back`; None if a byte worker could not
+        continue: within a chunk, or with TLS.
+        """
         transport = self._transport
         if transport is None or transport.is_closing() or transport.get_extra_info("sslcontext") is not None:
             return None
-        # A body whose last event has ended ends before the last two of these bytes, which so are the end of a chunk.
+        # When an event ends the data read so far, a body ends before the last two of these bytes, so they end a chunk.
         if self._response is None or not self._last_read.endswith(b"\n\n\r\n"):
             return None
         transport.pause_reading()
         return int(transport.get_extra_info("socket").fileno())
 
     def give_back(self, unread: bytes) -> None:
-        """Go on reading; these came meanwhile, since the end of a chunk."""
+        """Continue reading; `unread` came meanwhile, since the end of a chunk."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
             if unread:
@@ -93,7 +94,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, but not by inheritance
 
     def data_received(self, data: bytes) -> None:
-        if self._parser is None:  # bytes that nobody asked for
+        if self._parser is None:  # unsolicited bytes
             self.abort()
             return
         response = self._response
@@ -131,7 +132,7 @@ class Connection(asyncio.Protocol):
     # --- httptools ----------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        if self._response is None:  # a second answer to one request: what would come next is anyone's guess
+        if self._response is None:  # a second answer to one request: what would follow is unknown
             self._keeps_alive = False
             self.abort()
 

@@ -1,4 +1,4 @@
-"""What a request may raise, by whose fault it is. Foreign exceptions end here: nobody else sees a socket's errors."""
+"""What a request may raise, and whose fault it is. Foreign exceptions end here: no caller sees a socket's errors."""
 
 
 class EngineUnreachable(Exception):
@@ -6,7 +6,7 @@ class EngineUnreachable(Exception):
 
 
 class NoMoreConnections(Exception):
-    """This process may open no more connections: no fault of the engine, and nothing was sent; safe to repeat later."""
+    """This process may open no more connections. Not the engine's fault, and nothing was sent; safe to repeat later."""
 
 
 class ConnectionBroken(Exception):
@@ -14,7 +14,7 @@ class ConnectionBroken(Exception):
 
 
 class BadResponse(Exception):
-    """What came is not HTTP, or not what was asked for."""
+    """The answer is not HTTP, or not what was asked for."""
 
 
 class AnswerTooLarge(Exception):
@@ -26,7 +26,7 @@ class ResponseTimeout(Exception):
 
 
 CONNECTION_FAULTS = (EngineUnreachable, ConnectionBroken, BadResponse)
-"""What says that a server is not well."""
+"""The faults that show that a server is not well."""
 
 FAULTS = (*CONNECTION_FAULTS, ResponseTimeout, AnswerTooLarge, NoMoreConnections)
-"""All that a request may raise."""
+"""Everything that a request may raise."""

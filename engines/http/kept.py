@@ -1,7 +1,7 @@
-"""A connection whose response outlives this process: its bytes go onto a tape, and somebody else has both, too.
+"""A connection whose response outlives this process: its bytes go onto a tape, and a keeper holds both, too.
 
-Somebody else: who keeps the socket's descriptor and the tape's for the next process. So to close a socket here ends
-nothing, and an engine would go on for nobody: it is shut down.
+The keeper holds the socket's descriptor and the tape's for the next process. Closing a socket here would therefore end
+nothing, and an engine would continue for nobody: it is shut down instead.
 """
 
 import array
@@ -19,17 +19,18 @@ from engines.http.response import Response
 from engines.http.tape import Tape
 
 Keep = Callable[[socket.socket, int], Awaitable[Tape | None]]
-"""Puts a socket, to which so many bytes are going to be sent and none were yet, into keeping; the tape for what
-comes, None where it cannot."""
+"""Puts a socket, to which this many bytes will be sent and none were yet, into keeping; returns the tape for the
+response, None if it cannot.
+"""
 
-# Bytes read at once where there is no tape (any more).
+# Bytes read at once if there is no tape (any more).
 _SCRATCH_BYTES = 64 * 1024
 # `tcpi_bytes_acked` in `struct tcp_info` (linux/tcp.h, since 4.1).
 _BYTES_ACKED = struct.Struct("120xQ")
 
 
 class KeptConnection(asyncio.BufferedProtocol):
-    """Reads a connection into a tape, and hands on what came.
+    """Reads a connection into a tape, and passes on what came.
 
     Args:
         connection: whose bytes these are.
@@ -38,7 +39,7 @@ class KeptConnection(asyncio.BufferedProtocol):
 
     Attributes:
         response: of that request.
-        on_full: called once when the tape is full: the response cannot be read back any more.
+        on_full: called once when the tape is full: the response can no longer be read back.
     """
 
     def __init__(self, connection: Connection, tape: Tape | None = None, is_found: bool = False) -> None:
@@ -79,18 +80,19 @@ class KeptConnection(asyncio.BufferedProtocol):
 
 
 def shut_down(connection: socket.socket) -> None:
-    """End a connection, whoever else has its descriptor."""
+    """End a connection, even if another process has its descriptor."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # it had ended before
+        pass  # it had already ended
     finally:
         connection.close()
 
 
 def bytes_sent(connection: socket.socket) -> int:
-    """How much was written to it since it was made, and one: the difference of two counts is exact, also between two
-    processes. Raises OSError where the system does not tell."""
+    """How many bytes were written to it since it was opened, plus one: the difference of two counts is exact, also
+    between two processes. Raises OSError if the system does not report it.
+    """
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     if len(info) < _BYTES_ACKED.size:
         raise OSError("the system does not count bytes")

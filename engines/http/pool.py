@@ -1,4 +1,4 @@
-"""The connections to one engine: those in use, and those that wait to be used again.
+"""The connections to one engine: those in use, and those that wait to be reused.
 
 A connection idles for less than the engines' keep-alive (5 s), so a request hardly ever meets a closed socket.
 """
@@ -18,10 +18,10 @@ from engines.http.tape import Tape
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Bounds of the client.
+    """Limits of the client.
 
     Args:
-        connect_timeout_s: an engine on the same network accepts in milliseconds; 5 s is a dead one.
+        connect_timeout_s: an engine on the same network accepts in milliseconds; one that takes 5 s is dead.
         max_idle_s: below the 5 s after which vLLM's and SGLang's uvicorn close an idle connection.
         max_connections: per engine; twice the largest `max_num_seqs` in use, and few enough for 64 engines under the
             usual limit of a million file descriptors.
@@ -36,7 +36,7 @@ class Pool:
     """Keeps the connections.
 
     Args:
-        tls: None speaks plain HTTP.
+        tls: None for plain HTTP.
     """
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, limits: HttpLimits) -> None:
@@ -50,7 +50,7 @@ class Pool:
         self._reaper: asyncio.TimerHandle | None = None
 
     def take(self) -> Connection | None:
-        """An idle connection; None where there is none."""
+        """An idle connection; None if there is none."""
         while self._idle:
             connection = self._idle.pop()
             idle_s = connection.loop.time() - connection.idle_since
@@ -60,17 +60,18 @@ class Pool:
         return None
 
     async def connect(self) -> Connection:
-        """A new one. Raises EngineUnreachable, NoMoreConnections."""
+        """A new connection. Raises EngineUnreachable, NoMoreConnections."""
         loop = asyncio.get_running_loop()
         connection = Connection(loop, self._keep, self._all.discard)
         await self._open(connection, lambda: connection, None)
         return connection
 
     async def connect_kept(self, found: tuple[socket.socket, Tape] | None = None) -> KeptConnection:
-        """A new one for a single request whose response is to outlive this process; or one that did. Raises as above.
+        """A new connection for one request whose response outlives this process, or one found from an earlier process.
+        Raises as above.
 
         Args:
-            found: of an earlier process, whose request was sent; the connection has its response.
+            found: from an earlier process, which sent its request; the connection has its response.
         """
         connection = Connection(asyncio.get_running_loop(), Connection.abort, self._all.discard)
         kept = KeptConnection(connection, found[1] if found else None, is_found=found is not None)

@@ -1,12 +1,12 @@
 """The answer to one request, as its reader sees it.
 
-A reader awaits (`begun`, `piece`, `pour`, `body`), or is called back (`watch`, `take`); it may begin to await the same
-response at any time. Rules:
+A reader awaits (`begun`, `piece`, `pour`, `body`), or is called back (`watch`, `take`); it may switch to awaiting the
+same response at any time. Rules:
 
 1. Reading stops while the reader is slow, so an answer never piles up in memory.
-2. Leaving a response before its end closes its connection; that is how an engine learns to stop.
-3. Behind the last event of a stream comes an empty chunk. A released response lets it come, so that the connection
-   is used again, but nobody waits for it.
+2. Leaving a response before its end closes its connection; that tells the engine to stop.
+3. After the last event of a stream comes an empty chunk. A released response lets it arrive, so that the connection can
+   be reused, but nothing waits for it.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ TRAILER_TIMEOUT_S = 1.0
 
 
 class Lender(Protocol):
-    """A connection that somebody else may read from for a while."""
+    """A connection that a byte worker may read from for a while."""
 
     def lend(self) -> int | None:
-        """The descriptor of its socket, which is not read here until `give_back`; None where that cannot be now."""
+        """The descriptor of its socket, which is not read here until `give_back`; None if impossible now."""
 
     def give_back(self, unread: bytes) -> None:
-        """Go on reading; these bytes came meanwhile, and begin with a chunk."""
+        """Continue reading; these bytes came meanwhile, and begin with a chunk."""
 
 
 class Response:
-    """An answer in the making: status and headers are there, the body is read piece by piece.
+    """An answer in progress: status and headers are there once it has begun, and the body is read piece by piece.
 
     Attributes:
-        has_answered: some of it came, if only a part of its head.
+        has_answered: some of it came, even if only part of its head.
         has_begun: its head came.
         is_complete: all of it has come.
     """
@@ -84,9 +84,9 @@ class Response:
     # --- for a reader that is called back ---------------------------------------------------------------------
 
     def watch(self, on_news: Callable[[], None], tells_head: bool) -> None:
-        """Call this when a body that nothing takes piles up, or the end came, and if so wanted when the head came.
+        """Call this when an untaken body piles up, when the end came, and, if `tells_head`, when the head came.
 
-        A reader that begins to await lets go before.
+        A reader calls `let_go` before it begins to await.
         """
         self._on_news, self._tells_head = on_news, tells_head
 
@@ -95,39 +95,40 @@ class Response:
         self._take = take
 
     def let_go(self) -> None:
-        """Call nobody any more, neither with news nor with bytes."""
+        """Make no more calls, neither with news nor with bytes."""
         self._on_news = self._take = None
 
     def is_stuck(self) -> bool:
-        """Whether no more of it comes unless somebody awaits it: it broke, and who awaits gets the reason, or it is
-        not read on until what came is taken."""
+        """Whether nothing more comes unless the response is awaited: either it broke, and awaiting it raises the
+        reason, or reading has stopped until the untaken bytes are taken.
+        """
         return self._error is not None or self._buffered > HIGH_WATER_BYTES
 
     @property
     def was_stale(self) -> bool:
-        """Whether it was asked for on a connection that had been closed meanwhile: safe to repeat."""
+        """Whether the request was sent on a connection that had been closed meanwhile: safe to repeat."""
         return isinstance(self._error, ConnectionBroken) and not self.has_answered
 
     def so_far(self) -> bytes:
-        """What came of the body and nothing has taken; it stays here."""
+        """The untaken bytes of the body; they stay here."""
         pieces = self._pieces
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def lend(self) -> int | None:
-        """The descriptor of its connection, for somebody else to read on from here; None where that cannot be now.
+        """The descriptor of its connection, for a byte worker to continue reading from here; None if impossible now.
 
-        Nothing comes until it is given back. To close it meanwhile would not end it.
+        Nothing comes until it is given back. Closing the response meanwhile would not end it.
         """
         if self._pieces or self.is_complete or self._error is not None:
             return None
         return self._lender.lend()
 
     def give_back(self, unread: bytes) -> None:
-        """Go on with these bytes of the connection, which nobody else has read."""
+        """Continue with these bytes of the connection, which the byte worker read but did not pass on."""
         self._lender.give_back(unread)
 
     def break_off(self, error: Exception) -> None:
-        """Have who awaits it get this."""
+        """Fail the response with this error."""
         self.finish(error)
         self._transport.abort()
 
@@ -159,7 +160,7 @@ class Response:
     async def pour(self, take: Callable[[bytes], bool], timeout_s: float) -> bool:
         """Give the body's bytes to `take` as they come, within the callback that brings them, until it returns False.
 
-        A reader that awaits `piece` is woken for each of them, which costs more than most do with it.
+        A reader that awaits `piece` is woken for each piece, which costs more than most do with it.
 
         Returns: False at the body's end, else True.
         Raises: as `piece` does, and what `take` raises.
@@ -182,7 +183,7 @@ class Response:
 
     async def body(self, limit_bytes: int, timeout_s: float) -> bytes:
         """The whole body. Raises as `piece` does, and AnswerTooLarge above the limit."""
-        if self.is_complete and self._buffered <= min(limit_bytes, HIGH_WATER_BYTES):  # as most that are not streams
+        if self.is_complete and self._buffered <= min(limit_bytes, HIGH_WATER_BYTES):  # most non-streamed answers
             return self.so_far()
         pieces: list[bytes] = []
         size = 0
@@ -201,7 +202,7 @@ class Response:
             self._transport.abort()
 
     def release(self) -> None:
-        """Leave it, knowing that all that matters has come."""
+        """Leave it after everything that matters has come."""
         if not self.is_complete:
             self._released = True
             self._loop.call_later(TRAILER_TIMEOUT_S, self._give_up)
@@ -222,7 +223,7 @@ class Response:
         try:
             if take(data):
                 return
-        except Exception as error:  # the reader's; it is told where it waits
+        except Exception as error:  # the reader's; raised where it waits
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_exception(error)
             elif self._on_news is not None:
@@ -232,7 +233,7 @@ class Response:
 
     def _pile_up(self, data: bytes) -> None:
         if self.is_complete or self._error is not None:
-            return  # of a second answer to one request
+            return  # part of a second answer to one request
         self._pieces.append(data)
         self._buffered += len(data)
         is_piled_up = self._buffered > HIGH_WATER_BYTES
@@ -266,7 +267,7 @@ class Response:
         return bool(self._pieces)
 
     def _taken(self) -> None:
-        """All that is here was taken."""
+        """Everything that is here was taken."""
         self._pieces.clear()
         if self._buffered > HIGH_WATER_BYTES:
             self._read_on()
@@ -291,7 +292,7 @@ class Response:
         waiter = self._waiter = self._loop.create_future()
         if timeout_s is not None:
             self._timeout_s, self._deadline = timeout_s, self._loop.time() + timeout_s
-            # A timer that fires too early looks again; a new one for each chunk would cost more.
+            # A timer that fires too early checks again; setting one for each chunk would cost more.
             if self._timer is None or self._timer.when() > self._deadline:
                 self._set_timer()
         try:

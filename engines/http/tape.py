@@ -1,11 +1,11 @@
 """All bytes of one response, in memory that outlives the process that reads them.
 
-The socket is read straight into it, so there is no moment at which a byte is neither in the socket nor here. How much
-was read is not written down, for the process may die before it could: HTTP and JSON have no NUL, and behind what was
-read the memory is empty.
+The socket is read straight into it, so at no moment is a byte neither in the socket nor here. How much was read is not
+recorded, because the process may die before it could do so: HTTP and JSON contain no NUL, and the memory after the read
+bytes is empty.
 
-A page that is not there yet is given to the process while the kernel copies into it, and a process that is being
-killed gets none: bytes could be here and in the socket too. So pages are touched before they are read into.
+A missing page is allocated while the kernel copies into it, and a process that is being killed gets none: bytes could
+then be both here and in the socket. So pages are touched before they are read into.
 """
 
 import mmap
@@ -13,18 +13,18 @@ import os
 import struct
 
 _PAGE_BYTES = mmap.PAGESIZE
-# Read at once: some fifty events. More would be memory that most legs never fill.
+# Read at once: some fifty events. More would allocate memory that most legs never fill.
 _ROOM_BYTES = 4 * _PAGE_BYTES
 _LENGTH = struct.Struct("<Q")
 
 
 class Tape:
-    """What was read of a response so far, behind a header that says whose it is.
+    """What was read of a response so far, after a header that identifies it.
 
     Args:
-        descriptor: of its memory; it stays the caller's.
+        descriptor: of its memory; it remains the caller's.
         start: where the response begins.
-        end: where what was read ends.
+        end: where the read bytes end.
     """
 
     def __init__(self, descriptor: int, size: int, start: int, end: int) -> None:
@@ -35,11 +35,11 @@ class Tape:
         self._touched = end // _PAGE_BYTES * _PAGE_BYTES
 
     def so_far(self) -> bytes:
-        """All that was read."""
+        """Everything that was read."""
         return bytes(self._view[self._start : self._end])
 
     def room(self) -> memoryview:
-        """Where to read on; nothing where it is full."""
+        """Where to read to next; empty if it is full."""
         room = self._view[self._end : self._end + _ROOM_BYTES]
         until = self._end + len(room)
         while self._touched < until:
@@ -48,13 +48,13 @@ class Tape:
         return room
 
     def taken(self, num_bytes: int) -> bytes:
-        """What was just read there."""
+        """The bytes just read there."""
         start, self._end = self._end, self._end + num_bytes
         return bytes(self._view[start : self._end])
 
 
 def new_tape(header: bytes, limit_bytes: int) -> tuple[Tape, int]:
-    """An empty one for a response of so many bytes, and the descriptor of its memory. Raises OSError."""
+    """An empty tape for a response of up to this many bytes, and the descriptor of its memory. Raises OSError."""
     descriptor = os.memfd_create("tape")
     try:
         start = _LENGTH.size + len(header)
@@ -67,13 +67,13 @@ def new_tape(header: bytes, limit_bytes: int) -> tuple[Tape, int]:
 
 
 def found_tape(descriptor: int) -> tuple[Tape, bytes]:
-    """What another process had written, and its header. Raises OSError; ValueError for what is no tape."""
+    """A tape that another process wrote, and its header. Raises OSError; ValueError if it is not a tape."""
     size = os.fstat(descriptor).st_size
     length = os.pread(descriptor, _LENGTH.size, 0)
     if len(length) < _LENGTH.size or (start := _LENGTH.size + _LENGTH.unpack(length)[0]) > size:
         raise ValueError("no tape")
     header = os.pread(descriptor, start - _LENGTH.size, _LENGTH.size)
-    # Memory that nothing was written to is a hole, which need not be looked through.
+    # Unwritten memory is a hole, which need not be scanned.
     filled = os.lseek(descriptor, start - 1, os.SEEK_HOLE) - start
     read = _pread_all(descriptor, filled, start).rstrip(b"\0")
     return Tape(descriptor, size, start, start + len(read)), header
