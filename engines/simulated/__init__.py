@@ -1,1 +1,1 @@
-"""A model server without a model: the timing, the KV cache and the protocol of vLLM or SGLang, at any speed."""
+"""A model server without a model: the timing, KV cache and protocol of vLLM or SGLang, at any speed."""

@@ -1,4 +1,4 @@
-"""What the simulated model answers: the whole is decided before the first step, for nothing later can change it."""
+"""What the simulated model answers: all of it is decided before the first step, because nothing later can change it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ class Wish:
         max_tokens: at least 1.
         schema: the answer is JSON that this schema accepts. None: free text.
         tools: OpenAI tool definitions.
-        tool_choice: `none`, `auto`, `required`, or a function's name behind `=`.
-        num_logprobs: rivals listed with each token. None: no log-probabilities.
+        tool_choice: `none`, `auto`, `required`, or a function's name after `=`.
+        num_logprobs: alternatives listed with each token. None: no log-probabilities.
     """
 
     max_tokens: int
@@ -43,11 +43,11 @@ class Answer:
     """A whole answer.
 
     Args:
-        texts: what each token adds to the text; a stop string and what follows it are cut off.
+        texts: what each token adds to the text; a stop string and everything after it are cut off.
         stop_reason: the stop string or token id that ended it.
-        call: the tool call it is, if its text is one.
+        call: the tool call in its text, if it is one.
         is_named_call: the request named the tool.
-        logprobs: for each token its log-probability, and rivals with theirs, itself first.
+        logprobs: for each token its log-probability, and alternatives with theirs, the token itself first.
     """
 
     token_ids: list[int]
@@ -71,11 +71,11 @@ def answer(
     """The answer to a prompt, a pure function of its arguments.
 
     Args:
-        weights: what greedy text depends on; the form of JSON and tool calls does not.
-        made: an answer by other weights, of which `num_made` tokens are there already; it goes on from there.
+        weights: greedy text depends on them; the form of JSON and tool calls does not.
+        made: an answer by other weights, of which `num_made` tokens exist already; the answer continues from there.
 
     Raises:
-        ValueError: the prompt holds an id that is no token, or a schema is not understood.
+        ValueError: the prompt contains an id that is not a token, or a schema is not understood.
     """
     if structured := _structured_text(prompt, wish, _salt(wish, "default")):
         text, call = structured
@@ -96,7 +96,7 @@ def answer(
 def _salt(wish: Wish, weights: str) -> int:
     if wish.index == 0 and wish.seed is None and weights == "default":
         return 0
-    # Choices with a seed have the next seeds, as in vLLM (0.33, v1/engine/parallel_sampling.py).
+    # Choices with a seed use successive seeds, as in vLLM (0.33, v1/engine/parallel_sampling.py).
     dice = f"{wish.index}/None" if wish.seed is None else f"0/{wish.seed + wish.index}"
     return crc32(f"{dice}/{weights}".encode())
 
@@ -144,7 +144,7 @@ def _stopped_at(
     tokenizer: Tokenizer,
     logprobs: list[tuple[float, list[tuple[int, float]]]] | None,
 ) -> Answer:
-    """The answer whose text ends before the stop string, or behind it."""
+    """The answer whose text ends before the stop string, or after it."""
     length = text.rfind(stop) + (len(stop) if wish.include_stop else 0)
     texts = []
     for part in tokenizer.texts(token_ids):
@@ -154,9 +154,10 @@ def _stopped_at(
 
 
 def _structured_text(prompt: list[int], wish: Wish, salt: int) -> tuple[str, ToolCall | None] | None:
-    """The text of an answer that has a form, and the tool call it is; None for free text.
+    """The text of an answer with a form, and the tool call in it; None for free text.
 
-    It depends on the prompt without what was already made of the answer, so that a resumed answer goes on the same.
+    It depends on the prompt without the part of the answer already made, so that a resumed answer continues
+    identically.
     """
     if wish.schema is None and (not wish.tools or wish.tool_choice == "none"):
         return None
@@ -181,7 +182,7 @@ def _call(wish: Wish, seed: int) -> ToolCall:
 
 
 def _after_last_turn(prompt: list[int]) -> list[int]:
-    """What stands behind the last token that opens an assistant's message."""
+    """The tokens after the last one that opens an assistant's message."""
     for i in range(len(prompt) - 1, -1, -1):
         if prompt[i] == ASSISTANT:
             return prompt[i + 1 :]

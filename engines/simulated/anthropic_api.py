@@ -48,7 +48,7 @@ async def _messages(service: EngineService, dialect: Dialect, exchange: Exchange
 
 
 def chat_of(service: EngineService, body: Body) -> tuple[list[int], int, Body]:
-    """A request as a chat: its prompt, how long its answer may be, and what else it asks."""
+    """A request as a chat: its prompt, the limit of its answer, and its other fields."""
     prompt, max_tokens = _prompt(service, body), integer(body, "max_tokens", lowest=1)
     if max_tokens is None:
         raise InvalidField("max_tokens", "Field required")
@@ -81,7 +81,7 @@ def _prompt(service: EngineService, body: Body) -> list[int]:
 
 
 def _chat_messages(message: Body) -> list[Body]:
-    """One of Anthropic's messages as OpenAI's: tool results become messages of their own."""
+    """One of Anthropic's messages as OpenAI's: tool results become separate messages."""
     content = message.get("content")
     if not isinstance(content, list):
         return [message]
@@ -126,7 +126,7 @@ def _stop_reason(generation: Generation) -> str:
 
 
 def _usage(service: EngineService, generation: Generation) -> Body:
-    """Tokens that were not cached count as written to the cache as far as they fill its blocks."""
+    """Tokens that were not cached count as written to the cache as far as they fill whole blocks."""
     block = service.settings.block_size
     created = max(generation.prompt_tokens // block * block - generation.cached_tokens, 0)
     return {
@@ -184,7 +184,7 @@ class _MessageStream:
         begin, end = self._seen, generation.num_done
         events = []
         if begin == 0 and (end > 0 or generation.ended_at is not None):
-            # Nobody knows yet what was cached; the last event tells.
+            # What was cached is not known yet; the last event reports it.
             usage = {"input_tokens": generation.prompt_tokens, "output_tokens": 0}
             message = _envelope(self._service, self._running, [], None, usage) | {"stop_sequence": None}
             events.append(_event({"type": "message_start", "message": message}))

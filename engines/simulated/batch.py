@@ -1,8 +1,8 @@
-"""The batch of a simulated engine: who runs, how far each one is, and for how many steps that goes on alike.
+"""The batch of a simulated engine: which sequences run, their progress, and for how many steps nothing changes.
 
-All running sequences make one token per step. A step also prefills up to `chunk_tokens` of the prompts that are not
-cached, first admitted first; the step that ends a prefill makes the sequence's first token. Nothing is stepped through:
-who decodes is known by the step in which it would have made its token 0, and by the one in which it finishes.
+All running sequences make one token per step. A step also prefills up to `chunk_tokens` of uncached prompts, first
+admitted first; the step that ends a prefill makes the sequence's first token. Steps are not simulated one by one: a
+decoding sequence is represented by the step in which it would have made its token 0, and the step in which it finishes.
 """
 
 import heapq
@@ -13,7 +13,7 @@ from engines.simulated.sequence import SimulatedSequence
 
 
 class Progress:
-    """How far one sequence is, in the batch or in the queue."""
+    """The progress of one sequence, in the batch or in the queue."""
 
     __slots__ = (
         "born_step",
@@ -38,7 +38,7 @@ class Progress:
 
     @property
     def num_tokens(self) -> int:
-        """Of its prompt and what it made, while it does not decode."""
+        """Tokens of its prompt and its output, while it does not decode."""
         return self.sequence.num_prompt_tokens + self.num_generated
 
 
@@ -46,7 +46,7 @@ class Batch:
     """All running sequences.
 
     Attributes:
-        num_generated_tokens: made so far, by whoever ran.
+        num_generated_tokens: made so far, by all sequences that ran.
     """
 
     def __init__(self, chunk_tokens: int) -> None:
@@ -58,23 +58,23 @@ class Batch:
         self._num_steps = 0
         self._prefills: deque[Progress] = deque()
         self._chunks: list[tuple[Progress, int]] = []  # what each of the steps under way prefills
-        self._finishes: list[tuple[int, int, Progress]] = []  # heap; may hold some that left already
+        self._finishes: list[tuple[int, int, Progress]] = []  # heap; may contain some that already left
 
     def num_generated(self, progress: Progress, num_done: int = 0) -> int:
-        """Output tokens that a sequence has, `num_done` steps after those that were passed."""
+        """A sequence's output tokens, `num_done` steps after those already passed."""
         if progress.finish_step < 0:
             return progress.num_generated
         return self._num_steps + num_done - progress.born_step
 
     def enter(self, progress: Progress, num_tokens: int, prefill_s: float) -> None:
-        """Take a sequence in, which has so many tokens to prefill."""
+        """Add a sequence with this many tokens to prefill."""
         progress.prefill_left = num_tokens
         progress.prefill_s_per_token = prefill_s / num_tokens
         self._prefills.append(progress)
         self.running[progress.sequence.id] = progress
 
     def leave(self, progress: Progress) -> None:
-        """Take a sequence out, between two steps."""
+        """Remove a sequence, between two steps."""
         if progress.finish_step < 0:
             self._prefills.remove(progress)
         else:
@@ -87,9 +87,10 @@ class Batch:
     # --- steps ----------------------------------------------------------------------------------------------
 
     def plan(self, num_free_tokens: int) -> tuple[int, float]:
-        """For how many steps nothing changes, and what each of them prefills, in seconds.
+        """For how many steps nothing changes, and how long the prefill in each of them takes, in seconds.
 
-        Steps are alike until someone finishes, a prefill chunk differs, or the KV memory is full. 0: nobody runs.
+        Steps are alike until a sequence finishes, a prefill chunk differs, or the KV memory is full. 0 steps: nothing
+        runs.
         """
         self._chunks, steps = self._next_chunks()
         if self.num_decoding:
@@ -101,7 +102,7 @@ class Batch:
         return steps, sum(tokens * progress.prefill_s_per_token for progress, tokens in self._chunks)
 
     def pass_steps(self, num_steps: int) -> int:
-        """So many of the steps that were planned are over; gives how many tokens those made who decode."""
+        """Pass this many of the planned steps; returns how many tokens the decoding sequences made in them."""
         made = num_steps * self.num_decoding
         self._num_steps += num_steps
         self.num_generated_tokens += made
@@ -109,7 +110,7 @@ class Batch:
         return made
 
     def end_prefills(self, num_steps: int) -> list[Progress]:
-        """Those whose prefill ended with these steps; they made a token, and decode from now on."""
+        """The sequences whose prefill ended with these steps; each made a token, and decodes from now on."""
         ended = []
         for progress, tokens in self._chunks if num_steps else ():
             progress.prefill_left -= tokens * num_steps
@@ -120,7 +121,7 @@ class Batch:
         return ended
 
     def next_finished(self) -> Progress | None:
-        """One that has made all its tokens and is still here."""
+        """A sequence that has made all its tokens and is still here."""
         while self._finishes and self._finishes[0][0] <= self._num_steps:
             finish_step, _, progress = heapq.heappop(self._finishes)
             if progress.finish_step == finish_step:

@@ -1,9 +1,9 @@
-"""Continuous batching: who enters the batch, who is preempted, and who leaves it, at a boundary between two steps.
+"""Continuous batching: which sequence enters the batch, is preempted, or leaves it, between two steps.
 
-* A sequence enters if a slot and KV for its whole prompt are free; while the first one in the queue does not fit,
-  nobody enters. Its prompt counts as cached from then on.
-* When the running sequences cannot grow by one token, the least urgent of them is preempted: its KV becomes evictable,
-  it queues again and computes its tokens anew, except for those that are still cached.
+* A sequence enters if a slot and KV for its whole prompt are free; while the first one in the queue does not fit, none
+  enters. Its prompt counts as cached from then on.
+* If the running sequences cannot grow by one token, the least urgent is preempted: its KV becomes evictable, it queues
+  again, and it recomputes those of its tokens that are no longer cached.
 """
 
 import heapq
@@ -21,12 +21,12 @@ class Batching:
     """Fills the batch from the queue.
 
     Args:
-        order, preempt_margin: as `SimulatedEngine` takes them.
+        order, preempt_margin: as in `SimulatedEngine`.
 
     Attributes:
         waiting: sequences in the queue.
         events: what happened, in order of time; the owner takes them.
-        has_ended_some: one of them is the end of a sequence that ran.
+        has_ended_some: they include the end of a sequence that ran.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Batching:
         self._preempt_margin = preempt_margin
         self._speculation = features.speculation
         self._host_tier = features.host_tier
-        self._queue: list[tuple[tuple[int, float, int], Progress]] = []  # heap; may hold some that left already
+        self._queue: list[tuple[tuple[int, float, int], Progress]] = []  # heap; may contain some that already left
         self._doomed: list[Progress] = []  # aborted, but in the batch until the step ends
         self._serial = 0
         self._now = 0.0
@@ -61,14 +61,14 @@ class Batching:
     # --- the queue ------------------------------------------------------------------------------------------
 
     def submit(self, at: float, sequence: SimulatedSequence) -> bool:
-        """Put a sequence into the queue; says whether it may enter at the next boundary."""
+        """Put a sequence into the queue; returns whether it may enter at the next boundary."""
         self._serial += 1
         priority = sequence.priority if self._order == "priority" else 0
         self._push(Progress(sequence, (priority, at, self._serial)))
         return len(self._batch.running) < self._profile.slots or self._preempt_margin is not None
 
     def abort(self, at: float, id: str) -> bool:
-        """End a sequence that waits now, or one that runs when the step ends; False where there is none."""
+        """End a waiting sequence now, or a running one when the step ends; False if there is none."""
         self._now = at
         if progress := self.waiting.pop(id, None):
             self._record("aborted", progress)
@@ -85,7 +85,7 @@ class Batching:
     # --- the end of steps -----------------------------------------------------------------------------------
 
     def end(self, at: float, num_steps: int) -> None:
-        """Credit steps that are over to everyone in the batch, and take out who has finished or was aborted."""
+        """Credit finished steps to everything in the batch, and remove finished and aborted sequences."""
         self._now = at
         self._kv.grow(self._batch.pass_steps(num_steps))
         for progress in self._batch.end_prefills(num_steps):
@@ -96,7 +96,7 @@ class Batching:
         self.remove_aborted(at)
 
     def remove_aborted(self, at: float) -> None:
-        """Take out who was aborted while it ran."""
+        """Remove sequences that were aborted while they ran."""
         self._now = at
         for progress in self._doomed:
             if progress.sequence.id in self._batch.running:
@@ -104,13 +104,13 @@ class Batching:
         self._doomed = []
 
     def preempt_all(self, at: float) -> None:
-        """Put all that run back into the queue."""
+        """Put all running sequences back into the queue."""
         self._now = at
         for progress in list(self._batch.running.values()):
             self._preempt(progress)
 
     def _leave(self, progress: Progress, kind: Literal["preempted", "finished", "aborted"]) -> None:
-        """Take a sequence out of the batch; its full pieces stay behind as cache."""
+        """Take a sequence out of the batch; its full pieces remain as cache."""
         room, progress.room = progress.room, None
         assert room is not None
         if progress.finish_step < 0:
@@ -125,9 +125,9 @@ class Batching:
     # --- the beginning of steps -----------------------------------------------------------------------------
 
     def begin(self, at: float) -> Steps | None:
-        """Decide the batch, and how many like steps follow; None where nobody runs.
+        """Decide the batch, and how many identical steps follow; None if nothing runs.
 
-        A step that preempts admits nobody, unless the batch would be empty and the engine stand still.
+        A step that preempts admits nothing, unless the batch would be empty and the engine would stand still.
         """
         self._now = at
         preempted = self._preempt_for_growth()
@@ -152,7 +152,9 @@ class Batching:
         return Steps(self._now, num_steps, decode_s + prefill_s, growth_s)
 
     def _preempt_for_growth(self) -> bool:
-        """Preempt the least urgent until everyone who decodes can make one more token; says whether it had to."""
+        """Preempt the least urgent until every decoding sequence can make one more token; returns whether any was
+        preempted.
+        """
         preempted = False
         while self._batch.num_decoding and self._kv.num_free < self._batch.num_decoding:
             self._preempt(max(self._batch.running.values(), key=_urgency))

@@ -32,7 +32,7 @@ def render(
     """The prompt's token ids.
 
     Raises:
-        ValueError: a message has no known role, or its content is of no known form.
+        ValueError: a message has an unknown role, or its content an unknown form.
     """
     ids: list[int] = []
     if tools:
@@ -56,7 +56,7 @@ def render(
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content: a string, nothing, or a list of parts; images become a placeholder.
+    """The text of a message's content: a string, None, or a list of parts; images become a placeholder.
 
     Raises:
         ValueError: it is something else.
@@ -85,7 +85,7 @@ def _part_text(part: Any) -> str:
 
 
 def call_text(call: ToolCall) -> str:
-    """How the model writes a tool call (Hermes form)."""
+    """A tool call as the model writes it (Hermes form)."""
     return call_head(call.name) + call.arguments + CALL_TAIL
 
 
@@ -97,6 +97,6 @@ CALL_TAIL = "}\n</tool_call>"
 
 
 def parse_call(text: str) -> ToolCall | None:
-    """The tool call that an answer's text is, if it is one, complete."""
+    """The tool call in an answer's text, if the text is one complete call."""
     found = _CALL.fullmatch(text)
     return ToolCall(orjson.loads(found[1]), found[2]) if found else None

@@ -75,7 +75,7 @@ async def _detokenize(service: EngineService, dialect: Dialect, exchange: Exchan
 
 
 async def _embeddings(service: EngineService, dialect: Dialect, exchange: Exchange) -> None:
-    """Vectors that are equal for equal texts, and mean nothing else."""
+    """Vectors that are equal for equal texts, and otherwise meaningless."""
     body = await exchange.json()
     dialect.check_model(body)
     prompts = prompts_of(service, body, "input")

@@ -1,4 +1,4 @@
-"""What differs between vLLM's and SGLang's server on routes that both have."""
+"""How vLLM's and SGLang's servers differ on routes that both have."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from engines.simulated.exchange import ApiError, Exchange
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What differs in the answers of OpenAI's routes.
+    """How the answers of OpenAI's routes differ.
 
     Args:
         fingerprint: `system_fingerprint` of whole answers and, in a stream, of the last chunk that is not [DONE].
-        usage_elsewhere: in the chunks without usage of a stream that has one with it.
-        answer_nulls, choice_nulls, message_fields: fields of whole answers without anything to say here.
+        usage_elsewhere: bytes in the chunks without usage, in a stream that reports usage.
+        answer_nulls, choice_nulls, message_fields: fields of whole answers that are empty here.
         call_content: the content of a message that is a tool call.
         named_call_reason: the finish reason of a call to the tool that the request named.
     """
@@ -30,24 +30,24 @@ class Shape:
 
 
 class Dialect(Protocol):
-    """How one kind of engine speaks."""
+    """How one kind of engine answers."""
 
     shape: Shape
 
     def error_body(self, error: ApiError, path: str) -> bytes:
-        """The body of an answer that is an error."""
+        """The body of an error answer."""
 
     def error_event(self, error: ApiError) -> bytes:
-        """The server-sent event by which a stream that already began tells of an error."""
+        """The server-sent event with which a running stream reports an error."""
 
     def answer_id(self, exchange: Exchange, body: dict[str, Any], prefix: str) -> str:
-        """The id of the answer, by which it can also be aborted."""
+        """The answer's id, by which it can also be aborted."""
 
     def priority(self, exchange: Exchange, body: dict[str, Any]) -> int:
-        """The request's priority; lower goes earlier, whatever the engine's own sign is."""
+        """The request's priority; lower is earlier, whatever the engine's own sign."""
 
     def check_model(self, body: dict[str, Any]) -> None:
-        """Raises ApiError for a model that is not served here, if this engine minds."""
+        """Raises ApiError for a model that is not served here, if this engine checks."""
 
     def check_chat(self, body: dict[str, Any]) -> None:
         """Raises ApiError for combinations of a chat's fields that this engine refuses."""
@@ -56,7 +56,7 @@ class Dialect(Protocol):
         """Lets a request in: may wait, or raise ApiError, which is answered with its HTTP status."""
 
     def late_refusal(self) -> ApiError | None:
-        """A refusal that comes when a stream has already answered 200."""
+        """A refusal that comes after a stream has already answered 200."""
 
     def final_fields(self, stop_reason: str | int | None) -> dict[str, Any]:
-        """What a choice carries beside its finish reason."""
+        """The fields that accompany a choice's finish reason."""

@@ -1,4 +1,4 @@
-"""One HTTP request and its answer over bare ASGI, with the ways in which a fault can spoil it."""
+"""One HTTP request and its answer over bare ASGI, including the ways in which a fault can spoil it."""
 
 import asyncio
 import socket
@@ -18,7 +18,7 @@ _SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
 class ApiError(Exception):
-    """An answer that is an error; the dialect writes its body."""
+    """An error answer; the dialect writes its body."""
 
     def __init__(self, status: int, message: str, type: str = "BadRequestError", param: str | None = None) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class InvalidField(ApiError):
 
 
 class AnswerSpoiled(Exception):
-    """A fault has taken care of the answer; nothing more is to be sent."""
+    """A fault has handled the answer; nothing more is to be sent."""
 
 
 class Exchange:
@@ -52,14 +52,14 @@ class Exchange:
         self._send = send
         self._watch: asyncio.Future[Message] | None = None
         self.has_started = False
-        self.further_headers: list[tuple[bytes, bytes]] = []  # of an answer that is whole
-        # Set by faults: what comes instead of the chunk of this number.
+        self.further_headers: list[tuple[bytes, bytes]] = []  # of a whole answer
+        # Set by faults: what replaces the chunk of this number.
         self.break_at_chunk: int | None = None
         self.break_with: Literal["close", "reset", "nonsense"] = "close"
         self._num_chunks = 0
 
     def header(self, name: bytes) -> str | None:
-        """A request header, by its name in lower case."""
+        """A request header, by its lower-case name."""
         for key, value in self._headers:
             if key == name:
                 return value.decode("latin-1")
@@ -77,7 +77,7 @@ class Exchange:
         """The body's JSON object.
 
         Raises:
-            ApiError: it is none.
+            ApiError: it is not one.
         """
         raw = await self.body()
         try:
@@ -134,9 +134,9 @@ class Exchange:
             pass
 
     def close_connection(self, *, reset: bool) -> None:
-        """Closes the connection under the answer's feet.
+        """Closes the connection in the middle of the answer.
 
-        ASGI has no word for it, so this reaches for the transport behind uvicorn's `send`.
+        ASGI has no means for this, so it uses the transport behind uvicorn's `send`.
 
         Raises:
             AnswerSpoiled: always.

@@ -1,4 +1,4 @@
-"""Things that go wrong on purpose: set when the engine is built, or at any time by `POST /simulate/faults`."""
+"""Deliberate faults: set when the engine is built, or at any time by `POST /simulate/faults`."""
 
 import asyncio
 import random
@@ -14,7 +14,7 @@ _KINDS = ("refuse", "error", "slow", "hang", "reset", "die", "nonsense", "html")
 
 
 class FaultBox:
-    """The faults in force, and the dice that decide whom they meet."""
+    """The active faults, and the random numbers that decide which requests they hit."""
 
     def __init__(self, faults: Sequence[Fault], seed: int) -> None:
         self._dice = random.Random(seed)
@@ -23,7 +23,7 @@ class FaultBox:
         self._set(faults)
 
     async def meet(self, exchange: Exchange) -> None:
-        """Lets the first fault happen that is due for this request; a request meets one at most."""
+        """Lets the first fault happen that is due for this request; a request meets at most one."""
         for number, fault in enumerate(self._faults):
             left = self._left[number]
             if not exchange.path.startswith(fault.path) or left == 0:
@@ -35,7 +35,7 @@ class FaultBox:
                 return
 
     def routes(self) -> dict[tuple[str, str], Callable[[Exchange], Awaitable[None]]]:
-        """Routes to see, replace and remove faults."""
+        """Routes to show, replace and remove faults."""
         path = "/simulate/faults"
         return {("GET", path): self._show, ("POST", path): self._replace, ("DELETE", path): self._remove}
 

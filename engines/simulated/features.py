@@ -1,4 +1,4 @@
-"""What an engine may have beyond a plain one: speculative decoding, and a second tier for KV."""
+"""Optional features of an engine: speculative decoding, and a second tier for KV."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ class Speculation:
     """Speculative decoding while the batch is small enough to have compute to spare.
 
     Args:
-        speed_up: how much faster decode steps are; 1.6 is what drafts that are accepted at usual rates give.
-        max_batch: in steps of at most so many sequences.
+        speed_up: how much faster decode steps are; drafts accepted at usual rates give 1.6.
+        max_batch: applies to steps of at most this many sequences.
     """
 
     speed_up: float = 1.6
@@ -21,11 +21,11 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class HostTier:
-    """Host memory that takes evicted KV; what is found there is copied back instead of computed anew.
+    """Host memory that takes evicted KV; KV found there is copied back instead of recomputed.
 
     Args:
-        capacity_tokens: KV tokens that it holds, the least recently evicted go first.
-        bytes_per_s: of copies to the engine, which nothing overlaps.
+        capacity_tokens: KV tokens that it holds; the least recently evicted go first.
+        bytes_per_s: of copies to the engine, which do not overlap with anything.
     """
 
     capacity_tokens: int
@@ -37,7 +37,7 @@ class HostTier:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """An engine's features; None: it has not got it."""
+    """An engine's features; None means that it lacks one."""
 
     speculation: Speculation | None = None
     host_tier: HostTier | None = None

@@ -1,4 +1,4 @@
-"""Reads fields of request bodies, and refuses wrong types the way the engines do: with 400."""
+"""Reads fields of request bodies, and refuses wrong types as the engines do: with 400."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from engines.simulated.exchange import ApiError, InvalidField
 Body = dict[str, Any]
 
 ANY_OBJECT: Body = {"type": "object", "properties": {"answer": {"type": "string"}}}
-"""The form of an answer that may be any object."""
+"""The schema of an answer that may be any object."""
 
 _MAX_LOGPROBS = 20  # vLLM's --max-logprobs
-_MAX_CHOICES = 128  # each is made in full before the first step
+_MAX_CHOICES = 128  # each is generated in full before the first step
 
 
 def integer(body: Body, name: str, default: int | None = None, lowest: int | None = None) -> int | None:
-    """A whole number, or the default where it is absent or null."""
+    """An integer, or the default if it is absent or null."""
     value = body.get(name)
     if value is None:
         return default
@@ -36,7 +36,7 @@ def flag(body: Body, name: str, default: bool = False) -> bool:
 
 
 def items(body: Body, name: str) -> list[Any]:
-    """A list that must be there."""
+    """A required list."""
     value = body.get(name)
     if not isinstance(value, list):
         raise InvalidField(name, "Field required" if value is None else "Input should be a valid list")
@@ -44,7 +44,7 @@ def items(body: Body, name: str) -> list[Any]:
 
 
 def mapping(body: Body, name: str) -> Body:
-    """An object, empty where it is absent or null."""
+    """An object; empty if it is absent or null."""
     value = body.get(name)
     if value is None:
         return {}
@@ -83,7 +83,7 @@ def wishes_of(body: Body, max_tokens: int, num_logprobs: int | None) -> list[Wis
 
 
 def _list_of(body: Body, name: str, kind: type) -> list[Any]:
-    """A list of one type, empty where it is absent or null."""
+    """A list of one type; empty if it is absent or null."""
     value = body.get(name)
     if value is None:
         return []
@@ -104,7 +104,7 @@ def _check_numbers(body: Body) -> None:
 
 
 def _schema(body: Body) -> dict[str, Any] | None:
-    """The JSON schema that the answer must match, however it is asked for."""
+    """The JSON schema that the answer must match, in whichever form it is requested."""
     form = mapping(body, "response_format")
     if form.get("type") == "json_object":
         return ANY_OBJECT
@@ -129,6 +129,6 @@ def _tool_choice(choice: Any, tools: Any) -> str:
 
 
 def function_of(tool: Body) -> Body:
-    """The function that a tool is: OpenAI's chat form has it inside, the responses form is it."""
+    """The function of a tool: OpenAI's chat form nests it, the responses form is it."""
     function = tool.get("function", tool)
     return function if isinstance(function, dict) else {}

@@ -1,7 +1,7 @@
-"""Values that are valid for a JSON schema, as short as may be and always the same for the same seed.
+"""Values that are valid for a JSON schema, as short as possible and always the same for the same seed.
 
 Covers what tool definitions and structured outputs use: types, properties, required, enum, const, anyOf, oneOf, allOf,
-$ref into the same document, arrays, and the bounds of numbers, strings and arrays. `pattern` and `not` are not obeyed.
+$ref into the same document, arrays, and the bounds of numbers, strings and arrays. `pattern` and `not` are ignored.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any
 
 Schema = dict[str, Any]
 
-_MAX_DEPTH = 12  # a recursive schema ends here; what is optional is left out below half of it
+_MAX_DEPTH = 12  # a recursive schema ends here; optional parts are omitted from half of it on
 
 _FORMATS = {
     "date": "2026-01-02",
@@ -67,7 +67,7 @@ def _resolved(schema: Schema, seed: int, root: Schema, depth: int) -> Schema:
         if "$ref" in schema:
             schema = _merged(_lookup(schema["$ref"], root), {k: v for k, v in schema.items() if k != "$ref"})
         elif alternatives := schema.get("anyOf") or schema.get("oneOf"):
-            # The last alternative of a recursive schema is usually the end of it (null, or a leaf).
+            # The last alternative of a recursive schema usually ends it (null, or a leaf).
             chosen = alternatives[-1 if depth > _MAX_DEPTH // 2 else seed % len(alternatives)]
             rest = {k: v for k, v in schema.items() if k not in ("anyOf", "oneOf")}
             schema = _merged(rest, chosen if isinstance(chosen, dict) else {})

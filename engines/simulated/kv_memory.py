@@ -1,6 +1,7 @@
-"""The KV memory of a simulated engine: the prefix cache, what running sequences have beside it, and what is free.
+"""The KV memory of a simulated engine: the prefix cache, the KV that running sequences hold beside it, and what is
+free.
 
-Evictable KV counts as free: it goes, the least recently used first, as soon as more is held than there is room for.
+Evictable KV counts as free: it goes, least recently used first, as soon as more is held than there is room for.
 """
 
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ class Room(NamedTuple):
 
     Args:
         num_tokens: of the pieces.
-        num_cached: tokens of its beginning that need not be computed, in whole blocks.
-        num_copied: of these, what came back from the host.
+        num_cached: tokens at its beginning that need not be computed, in whole blocks.
+        num_copied: how many of these came back from the host.
     """
 
     pieces: Sequence[Piece]
@@ -50,15 +51,15 @@ class KvMemory:
         return self._capacity_tokens - self._cache.num_pinned_tokens - self._own_tokens
 
     def num_cached(self, pieces: Sequence[Piece]) -> int:
-        """Tokens at the front of these pieces that are here."""
+        """Tokens at the front of these pieces that are cached."""
         return self._cache.probe(pieces)[0]
 
     # --- running sequences ----------------------------------------------------------------------------------
 
     def enter(self, pieces: Sequence[Piece], num_tokens: int, num_kept_free: int) -> Room | None:
-        """Room for a sequence of `num_tokens`, of which these pieces are full, and for the token that it makes next.
+        """Room for a sequence of `num_tokens`, of which these pieces are full, and for its next token.
 
-        Returns: None where that leaves fewer than `num_kept_free` tokens.
+        Returns: None if that would leave fewer than `num_kept_free` tokens.
         """
         in_pieces = sum(size for _, size in pieces)
         present, pin_growth = self._cache.probe(pieces)
@@ -68,19 +69,19 @@ class KvMemory:
         copied = 0
         if self._has_host:
             present, copied = self._cache.probe_host(pieces)
-        # The last token is always computed, for its output is the next one.
+        # The last token is always computed, because its output is the next token.
         cached = min(present, num_tokens - 1) // self._block_tokens * self._block_tokens
         self._cache.pin(pieces)
         self.grow(own)
         return Room(pieces, in_pieces, cached, copied)
 
     def grow(self, num_tokens: int) -> None:
-        """Running sequences have so many more of their own."""
+        """Running sequences hold this many more tokens of their own."""
         self._own_tokens += num_tokens
         self._evict_overdraft()
 
     def leave(self, room: Room, num_tokens: int, filled: Sequence[Piece] = ()) -> None:
-        """A sequence that held `num_tokens` leaves; the pieces that it filled stay behind as cache."""
+        """A sequence that held `num_tokens` leaves; the pieces that it filled remain as cache."""
         self._own_tokens -= num_tokens - room.num_tokens
         self._cache.pin(filled)
         self._cache.unpin(filled)
@@ -89,7 +90,7 @@ class KvMemory:
     # --- other engines --------------------------------------------------------------------------------------
 
     def keep(self, pieces: Sequence[Piece], num_promised: int) -> bool:
-        """Pin pieces; False where there is no room for them beside `num_promised` tokens."""
+        """Pin pieces; False if there is no room for them beside `num_promised` tokens."""
         if not self._fits(pieces, num_promised):
             return False
         self._cache.pin(pieces)
@@ -101,14 +102,14 @@ class KvMemory:
         self._cache.unpin(pieces)
 
     def adopt(self, pieces: Sequence[Piece], num_promised: int) -> None:
-        """Take pieces that were computed elsewhere, if there is room for them beside `num_promised` tokens."""
+        """Add pieces that were computed elsewhere, if there is room for them beside `num_promised` tokens."""
         if self._fits(pieces, num_promised):
             self._cache.pin(pieces)
             self._cache.unpin(pieces)
             self._evict_overdraft()
 
     def clear(self) -> None:
-        """Forget all that nobody pins."""
+        """Drop everything that is not pinned."""
         self._cache.clear()
 
     def _fits(self, pieces: Sequence[Piece], num_promised: int) -> bool:

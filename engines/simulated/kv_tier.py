@@ -1,9 +1,9 @@
-"""How simulated servers share their KV in a folder, as vLLM's file tier behind `OffloadingConnector` does (vLLM 0.33).
+"""How simulated servers share their KV in a folder, like vLLM's file tier behind `OffloadingConnector` (vLLM 0.33).
 
-A file for each whole block, named by its tokens, all tokens before them, the salt and the model: whoever computed it,
-the others find it. The files are empty, for what stands for KV here is that it is there. A request's blocks are looked
-up before it is queued, and written when it has ended, for as long as it ran. Nothing is ever removed: as with the real
-one, that is the business of who owns the folder; what is gone is computed anew.
+There is one file for each whole block, named by its tokens, all tokens before them, the salt and the model, so every
+server finds a block that any server computed. The files are empty: their existence stands for KV. A request's blocks
+are looked up before it is queued, and written when it has ended, as far as it ran. Nothing is ever removed: as with the
+real tier, that is up to the folder's owner; missing blocks are recomputed.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ _LOAD_S_PER_TOKEN = 3.2e-5
 
 
 class KvTier:
-    """One server's way to the folder.
+    """One server's access to the folder.
 
     Args:
-        model: what the server loaded; others share nothing with it, whatever their name is.
+        model: what the server loaded; it is shared only with servers of the same model, whatever their name.
     """
 
     def __init__(self, live: LiveEngine, folder: Path, model: str, speed_up: float) -> None:
@@ -35,7 +35,9 @@ class KvTier:
         folder.mkdir(parents=True, exist_ok=True)
 
     async def loaded(self, asked: Asked) -> None:
-        """Have the beginning of a request's first prompt in the cache, as far as the folder has it and it is absent."""
+        """Load the beginning of a request's first prompt into the cache, as far as the folder has it and the cache
+        lacks it.
+        """
         prompt, size = asked.prompts[0], self._live.block_size
         pieces = blocks_of(prompt, size, asked.cache_salt)
         num_here = num_there = self._live.num_cached(pieces) // size
@@ -50,7 +52,7 @@ class KvTier:
             self.num_loaded_tokens += num_tokens
 
     def keep(self, running: Running) -> None:
-        """Write what a request's choices computed: their prompts, and all but the last token of what they made."""
+        """Write what a request's choices computed: their prompts, and all but the last token of their outputs."""
         asked, running.is_kept = running.asked, True
         for generation, prompt in zip(running.generations, asked.prompts, strict=True):
             if generation.admitted_at is None:
@@ -62,7 +64,7 @@ class KvTier:
                     path.touch()
 
     def _files(self, ids: Sequence[int], salt: str) -> Iterator[Path]:
-        """Of each whole block of a sequence, in order."""
+        """The file of each whole block of a sequence, in order."""
         size, packed = self._live.block_size, array("I", ids).tobytes()
         name = blake2b(f"{self._model}\0{size}\0{salt}".encode(), digest_size=16).digest()
         for block in range(len(ids) // size):

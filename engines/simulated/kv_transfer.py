@@ -1,8 +1,8 @@
-"""How simulated vLLM servers hand KV to each other, as `NixlConnector` with `kv_both` does (vLLM 0.33, nixl/).
+"""How simulated vLLM servers hand KV to each other, like `NixlConnector` with `kv_both` (vLLM 0.33, nixl/).
 
-A request with `do_remote_decode` leaves its prompt's KV pinned for a lease, and its answer says how to fetch it; one
-with `do_remote_prefill` fetches it before it is queued, over HTTP between the two servers in place of NIXL. What cannot
-be fetched is computed, for the real one is started with `kv_load_failure_policy: recompute`.
+A request with `do_remote_decode` leaves its prompt's KV pinned for a lease, and its answer tells how to fetch it. A
+request with `do_remote_prefill` fetches it before it is queued, over HTTP between the two servers instead of NIXL. KV
+that cannot be fetched is computed, because the real server is started with `kv_load_failure_policy: recompute`.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class _Offer:
 
 
 class KvTransfer:
-    """One server's offers, and what it fetches from others.
+    """One server's offers, and its fetches from others.
 
     Args:
         lease_s: virtual seconds for which an offer stands.
@@ -47,7 +47,7 @@ class KvTransfer:
         self._offers: dict[str, _Offer] = {}
 
     async def fetched(self, asked: Asked) -> None:
-        """Have the KV here that a request says where to find, if it is there still."""
+        """Fetch the KV to which a request refers, if it is still there."""
         params = asked.kv_transfer or {}
         if not params.get("do_remote_prefill"):
             return
@@ -66,7 +66,7 @@ class KvTransfer:
             self.num_fetched_tokens += len(prompt)
 
     def offered(self, running: Running, exchange: Exchange) -> Mapping[str, Any] | None:
-        """What the answer of a request says of its KV; None where nothing was asked for."""
+        """What a request's answer tells about its KV; None if the request did not ask."""
         asked = running.asked
         if not (asked.kv_transfer or {}).get("do_remote_decode"):
             return None
@@ -91,7 +91,7 @@ class KvTransfer:
         }
 
     async def fetch(self, exchange: Exchange) -> None:
-        """The route by which another server fetches; then the blocks are free."""
+        """The route by which another server fetches; the blocks are free afterwards."""
         offer = self._free(exchange.path.rpartition("/")[2])
         if offer is None:
             raise ApiError(404, "no such offer, or its lease is over")

@@ -1,4 +1,6 @@
-"""The virtual engine in real time: one timer wakes at the next due moment and serves everybody whose tokens are due."""
+"""The virtual engine in real time: one timer wakes at the next due moment and serves every request whose tokens are
+due.
+"""
 
 import asyncio
 from array import array
@@ -10,7 +12,9 @@ from engines.simulated.prefix_cache import Piece
 from engines.simulated.sequence import PauseMode, SequenceEvent, SimulatedSequence
 
 _TICK_S = 0.001
-"""Streams are served no oftener than this: timers are no finer, and at a high speed-up they would do nothing else."""
+"""Streams are served no more often than this: timers are no finer, and a high speed-up would leave time for nothing
+else.
+"""
 
 
 class Signal:
@@ -37,7 +41,7 @@ class Signal:
 
 
 class Generation:
-    """One choice of a request on its way. Times are virtual seconds; None: not yet."""
+    """One choice of a running request. Times are virtual seconds; None: not yet."""
 
     __slots__ = (
         "admitted_at",
@@ -66,14 +70,14 @@ class Generation:
         self.first_token_at: float | None = None
         self.ended_at: float | None = None
         self.num_done = 0
-        self.num_before = 0  # tokens that were made by earlier weights
+        self.num_before = 0  # tokens that earlier weights made
         self.versions: list[tuple[str, int]] = []  # of weights, each with its first token
         self.cached_tokens = 0
         self.num_preemptions = 0
         self.is_aborted = False
 
     def weight_versions(self) -> list[dict[str, object]]:
-        """Which weights made its tokens so far: spans without a gap, as both engines tell them."""
+        """Which weights made its tokens so far: spans without gaps, as both engines report them."""
         ends = [start for _, start in self.versions[1:]] + [self.num_done]
         return [
             {"version": version, "start": start, "end": end}
@@ -118,7 +122,7 @@ class LiveEngine:
         self._arm()
 
     def go_on(self, generation: Generation, prompt: Sequence[int], priority: int, cache_salt: str) -> None:
-        """Has a generation, whose answer was changed from `num_done` on, go on with it. Its KV stays as it is."""
+        """Continues a generation whose answer was changed from `num_done` on. Its KV is unchanged."""
         made, old_id = generation.num_done, generation.id
         ids = generation.answer.token_ids
         generation.num_before, generation.id = made, f"{old_id}+"
@@ -133,11 +137,11 @@ class LiveEngine:
         self._serve_due()
 
     def num_made(self, generation: Generation) -> int:
-        """Tokens that a generation under way has by now."""
+        """The tokens that a running generation has now."""
         return generation.num_before + self.engine.num_generated(generation.id)
 
     def abort(self, id: str) -> None:
-        """Ends a generation early; one that is over already is left alone."""
+        """Ends a generation early; ignores one that is already over."""
         if id in self._generations:
             self.engine.abort(self.now(), id)
             self._serve_due()
@@ -151,7 +155,7 @@ class LiveEngine:
         self._serve_due()
 
     async def stilled(self) -> None:
-        """Returns when the step under way at a pause that keeps has ended."""
+        """Returns when the step that was running at a `keep` pause has ended."""
         while (due_at := self.engine.next_step_at()) is not None:
             await asyncio.sleep(max(due_at - self.now(), 0.0) / self._speed_up)
             self._virtual_now = max(self._virtual_now, due_at)
@@ -169,23 +173,23 @@ class LiveEngine:
         return self.engine.num_cached(self.now(), pieces)
 
     def adopt(self, pieces: Sequence[Piece]) -> None:
-        """Take KV into the cache that was computed elsewhere, as far as there is room."""
+        """Adds KV that was computed elsewhere to the cache, as far as there is room."""
         self.engine.adopt(self.now(), pieces)
         self._serve_due()
 
     def keep(self, pieces: Sequence[Piece]) -> bool:
-        """Pin cached KV until it is let go; False where there is no room."""
+        """Pins cached KV until it is let go; False if there is no room."""
         is_kept = self.engine.keep(self.now(), pieces)
         self._serve_due()
         return is_kept
 
     def let_go(self, pieces: Sequence[Piece]) -> None:
-        """Unpin what was kept."""
+        """Unpins what was kept."""
         self.engine.let_go(self.now(), pieces)
         self._serve_due()
 
     def settle(self) -> None:
-        """Brings the engine, and what its counts say, up to the present."""
+        """Brings the engine and its counts up to the present."""
         self._serve_due()
 
     def now(self) -> float:
@@ -209,7 +213,7 @@ class LiveEngine:
 
     def _note(self, event: SequenceEvent) -> None:
         generation = self._generations.get(event.id)
-        if generation is None:  # it goes on as another sequence
+        if generation is None:  # it continues as another sequence
             return
         match event.kind:
             case "admitted":
@@ -229,7 +233,7 @@ class LiveEngine:
                 generation.signal.set()
 
     def _arm(self) -> None:
-        """Sets the timer to the next moment at which somebody gets something."""
+        """Sets the timer to the next moment at which a request gets something."""
         due_at = self.engine.next_event_at()
         if due_at is not None and self._streams:
             step_at = self.engine.next_step_at() or due_at
@@ -258,7 +262,7 @@ def blocks_of(prompt: Sequence[int], block_size: int, salt: str) -> Sequence[Pie
 
 
 class _Blocks:
-    """The prefix-cache blocks of one sequence, keyed by a hash chain, made when they are asked for."""
+    """The prefix-cache blocks of one sequence, keyed by a hash chain, made on demand."""
 
     __slots__ = ("_block_size", "_bytes", "_pieces")
 

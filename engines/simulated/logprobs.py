@@ -20,7 +20,7 @@ def chat_logprobs(tokenizer: Tokenizer, generation: Generation, begin: int, end:
 
 
 def token_logprobs(generation: Generation, begin: int, end: int) -> dict[str, Any] | None:
-    """The form of vLLM's token route, which has ids and no texts."""
+    """The form of vLLM's token route, which has ids but no texts."""
     logprobs = generation.answer.logprobs
     if logprobs is None:
         return None

@@ -1,4 +1,4 @@
-"""Totals over finished requests, and the Prometheus text form."""
+"""Totals over finished requests, and the Prometheus text format."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -30,7 +30,7 @@ _SECONDS = (
 
 
 class Histogram:
-    """Counts by upper bound, as Prometheus wants them."""
+    """Counts by upper bound, in Prometheus's form."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -45,7 +45,7 @@ class Histogram:
 
 
 class Totals:
-    """What finished requests leave behind; all times are virtual seconds."""
+    """Statistics of finished requests; all times are virtual seconds."""
 
     def __init__(self) -> None:
         self.num_finished: Counter[str] = Counter()
@@ -58,7 +58,7 @@ class Totals:
         self.decode_time = Histogram()
 
     def count(self, generation: Generation) -> None:
-        """Takes in a generation that is over: it ended, or its client is gone."""
+        """Counts a generation that is over: it ended, or its client left."""
         cut_off = generation.is_aborted or generation.ended_at is None
         reason = "abort" if cut_off else generation.answer.finish_reason
         self.num_finished[reason] += 1
@@ -75,7 +75,7 @@ class Totals:
 
 
 class Exposition:
-    """Prometheus text, family by family; `labels` stand on every sample."""
+    """Prometheus text, family by family; `labels` are on every sample."""
 
     def __init__(self, labels: str) -> None:
         self._labels = labels
@@ -91,7 +91,7 @@ class Exposition:
             self._sample(name, value, f'{label}="{key}"')
 
     def of_process(self, name: str, value: float) -> None:
-        """A gauge of the process, which has no labels."""
+        """A gauge of the process, without labels."""
         self._lines += [f"# TYPE {name} gauge", f"{name} {value}"]
 
     def counter(self, name: str, value: float) -> None:

@@ -1,16 +1,16 @@
 """A model server in virtual time: what it runs at any moment, and how many tokens each sequence has.
 
-Pure: no clock, no sockets. Every method takes `at` in seconds, which never goes back. The HTTP server drives it
-in real time, and a simulator in virtual time.
+Pure: no clock, no sockets. Every method takes `at` in seconds, which never goes back. The HTTP server drives it in real
+time, and a simulator in virtual time.
 
-After vLLM's V1 scheduler, a file for each part:
-* `batching.py`: who enters the batch, who is preempted, who leaves it;
-* `batch.py`: who runs and how far each one is; chunked prefill beside decoding, one token per step;
-* `kv_memory.py`: whose KV is where; `prefix_cache.py`: what is cached, pinned or evictable, and a host's tier behind;
-* `steps.py`: how long a step takes is `EngineProfile.decode_step_s`, and the prefill time of its chunks added to it;
-* here: time. Between changes of the batch nothing is stepped through (see `Steps`). With a host tier, evicted KV that
-  is wanted again is copied back, which takes engine time like prefill; with speculation, steps of small batches are
-  shorter.
+It follows vLLM's V1 scheduler, with a file for each part:
+* `batching.py`: which sequences enter the batch, are preempted, or leave it;
+* `batch.py`: which sequences run, and their progress; chunked prefill beside decoding, one token per step;
+* `kv_memory.py`: whose KV is where; `prefix_cache.py`: what is cached, pinned or evictable, and a host tier behind it;
+* `steps.py`: a step takes `EngineProfile.decode_step_s` plus the prefill time of its chunks;
+* here: time. Between changes of the batch, steps are not simulated one by one (see `Steps`). With a host tier, evicted
+  KV that is needed again is copied back, which takes engine time like prefill; with speculation, steps of small batches
+  are shorter.
 
 Cost: O(log B) per change of the batch, and O(pieces) per admission and end.
 """
@@ -31,9 +31,9 @@ class SimulatedEngine:
     """One engine with its queue, batch and KV cache.
 
     Args:
-        order: how the queue is sorted, and who is preempted first (the other end).
-        preempt_margin: a waiting sequence that finds no room takes the place of a running one whose priority
-            number is higher by more than this (SGLang's rule; its default is 10). None: it waits (vLLM's rule).
+        order: how the queue is sorted; preemption starts at the other end.
+        preempt_margin: a waiting sequence that finds no room replaces a running one whose priority number is higher by
+            more than this (SGLang's rule; its default is 10). None: it waits (vLLM's rule).
         chunk_tokens: prompt tokens prefilled per step.
         block_tokens: prefix hits and evictions count in whole blocks.
         features: what it has beyond a plain engine.
@@ -53,10 +53,10 @@ class SimulatedEngine:
         self._kv = KvMemory(profile.kv_capacity_tokens, block_tokens, features.host_tier)
         self._batch = Batch(chunk_tokens)
         self._batching = Batching(profile, self._batch, self._kv, order, preempt_margin, features)
-        self._held: dict[str, SimulatedSequence] = {}  # came during a pause that takes nobody
+        self._held: dict[str, SimulatedSequence] = {}  # arrived during a pause that admits none
         self._paused: PauseMode | None = None
         self._now = 0.0
-        self._run: Steps | None = None  # like steps that follow until the batch changes
+        self._run: Steps | None = None  # identical steps that follow until the batch changes
 
     # --- what comes from outside ----------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class SimulatedEngine:
             self._change_batch()
 
     def abort(self, at: float, id: str) -> None:
-        """Ends a sequence: one that runs leaves the batch when the step ends. Unknown ids are ignored."""
+        """Ends a sequence: a running one leaves the batch when the step ends. Unknown ids are ignored."""
         self._run_until(at)
         if self._batching.abort(at, id):
             self._change_batch()
@@ -87,7 +87,7 @@ class SimulatedEngine:
             self._batching.events.append(SequenceEvent(at, id, "aborted", 0))
 
     def pause(self, at: float, mode: PauseMode) -> None:
-        """Stops taking sequences, and aborts those it has, lets them finish (wait), or freezes them (keep)."""
+        """Stops taking sequences, and aborts those present, lets them finish (wait), or freezes them (keep)."""
         self._run_until(at)
         self._paused = mode
         if mode == "abort":
@@ -96,7 +96,7 @@ class SimulatedEngine:
         self._change_batch()
 
     def resume(self, at: float) -> None:
-        """Goes on after a pause, with the sequences that came meanwhile behind the others."""
+        """Continues after a pause; sequences that came meanwhile queue after the others."""
         self._run_until(at)
         self._paused = None
         held, self._held = self._held, {}
@@ -106,7 +106,9 @@ class SimulatedEngine:
         self._change_batch()
 
     def retract(self, at: float) -> None:
-        """Takes all that runs back into the queue, to compute its KV anew; between two steps of a pause that keeps."""
+        """Puts all running sequences back into the queue, to recompute their KV; between two steps of a `keep`
+        pause.
+        """
         self._run_until(at)
         assert self._run is None, "a step is under way"
         self._batching.preempt_all(at)
@@ -114,7 +116,7 @@ class SimulatedEngine:
     # --- its KV cache ---------------------------------------------------------------------------------------
 
     def clear_prefix_cache(self, at: float) -> bool:
-        """Forgets all cached prefixes, unless a running sequence uses some; says whether it did."""
+        """Drops all cached prefixes, unless sequences are running; returns whether it did."""
         self._run_until(at)
         if self._batch.running:
             return False
@@ -122,20 +124,20 @@ class SimulatedEngine:
         return True
 
     def num_cached(self, at: float, pieces: Sequence[Piece]) -> int:
-        """Tokens at the front of these pieces that its KV cache has."""
+        """Tokens at the front of these pieces that are in its KV cache."""
         self._run_until(at)
         return self._kv.num_cached(pieces)
 
     def adopt(self, at: float, pieces: Sequence[Piece]) -> None:
-        """Take KV that was computed elsewhere into the cache; dropped where running sequences leave no room for it."""
+        """Adds KV that was computed elsewhere to the cache; dropped if running sequences leave no room for it."""
         self._run_until(at)
         self._kv.adopt(pieces, self._num_made())
 
     def keep(self, at: float, pieces: Sequence[Piece]) -> bool:
-        """Pin pieces until they are let go, for another engine is to fetch them; False where there is no room."""
+        """Pins pieces until they are let go, because another engine will fetch them; False if there is no room."""
         self._run_until(at)
         made = self._num_made()
-        if self._is_in_step():  # whose tokens come before anybody can be preempted for them
+        if self._is_in_step():  # its tokens come before anything can be preempted for them
             made += self._batch.num_decoding
         is_kept = self._kv.keep(pieces, made)
         if is_kept:
@@ -143,7 +145,7 @@ class SimulatedEngine:
         return is_kept
 
     def let_go(self, at: float, pieces: Sequence[Piece]) -> None:
-        """Unpin what was kept."""
+        """Unpins what was kept."""
         self._run_until(at)
         self._kv.let_go(pieces)
         self._change_batch()
@@ -151,7 +153,7 @@ class SimulatedEngine:
     # --- what it tells --------------------------------------------------------------------------------------
 
     def advance(self, at: float) -> list[SequenceEvent]:
-        """Runs until `at`; gives what happened since the last call, in order of time."""
+        """Runs until `at`; returns what happened since the last call, in order of time."""
         self._run_until(at)
         batching = self._batching
         events, batching.events = batching.events, []
@@ -160,7 +162,7 @@ class SimulatedEngine:
 
     @property
     def has_ended_some(self) -> bool:
-        """Whether `advance` has the end of a sequence to tell."""
+        """Whether `advance` has the end of a sequence to report."""
         return self._batching.has_ended_some
 
     def next_event_at(self) -> float | None:
@@ -168,11 +170,11 @@ class SimulatedEngine:
         return self._run.end_of(self._run.num_steps) if self._run else None
 
     def next_step_at(self) -> float | None:
-        """When the current step ends, and with it the next tokens appear. None: it idles."""
+        """When the current step ends and the next tokens appear. None: it idles."""
         return self._run.end_of(self._run.num_done + 1) if self._run else None
 
     def num_generated(self, id: str) -> int:
-        """Output tokens that a sequence has which the engine holds."""
+        """The output tokens of a sequence that the engine holds."""
         progress = self._batch.running.get(id) or self._batching.waiting.get(id)
         return self._batch.num_generated(progress, self._num_done()) if progress else 0
 
@@ -189,7 +191,7 @@ class SimulatedEngine:
         return self._paused
 
     def counts(self) -> EngineCounts:
-        """Gauges and totals at the time of the last call that had one."""
+        """Gauges and totals at the time of the last timed call."""
         made, batching = self._num_made(), self._batching
         return EngineCounts(
             num_running=len(self._batch.running),
@@ -213,7 +215,7 @@ class SimulatedEngine:
         self._now = at
 
     def _change_batch(self) -> None:
-        """Lets the batch change when the current step ends, which is now if the engine stands between two steps."""
+        """Lets the batch change when the current step ends; at once if the engine is between two steps."""
         run = self._run
         if run and self._is_in_step():
             run.num_steps = run.num_done + 1
@@ -240,5 +242,5 @@ class SimulatedEngine:
         return self._run.num_done if self._run else 0
 
     def _num_made(self) -> int:
-        """Tokens that the steps under way have made; they are not in the batch's numbers yet."""
+        """Tokens that the running steps have made; they are not in the batch's counts yet."""
         return self._num_done() * self._batch.num_decoding

@@ -97,7 +97,7 @@ def chat_asked(service: EngineService, dialect: Dialect, exchange: Exchange, bod
 
 
 def chat_prompt(service: EngineService, body: Body) -> list[int]:
-    """The prompt of a chat body: its messages through the template, or SGLang's `input_ids` as they are."""
+    """The prompt of a chat body: its messages through the template, or SGLang's `input_ids` unchanged."""
     if service.settings.dialect == "sglang" and body.get("input_ids") is not None:
         return prompts_of(service, body, "input_ids")[0]
     tools = body.get("tools") if body.get("tool_choice") != "none" else None
@@ -121,7 +121,7 @@ async def run(
     stream: Callable[[Running], EventStream],
     whole: Callable[[Running], Body],
 ) -> None:
-    """Runs what was asked for, and answers in one of the two ways."""
+    """Runs the request, and answers as a stream or as a whole."""
     await dialect.admit(asked.is_stream)
     refusal = dialect.late_refusal()
     if refusal is not None and not asked.is_stream:
@@ -144,7 +144,7 @@ async def run(
             if service.kv is not None:
                 running.kv_offer = service.kv.offered(running, exchange)
             if service.tier is not None:
-                service.tier.keep(running)  # before anybody asks elsewhere for what follows
+                service.tier.keep(running)  # before a client asks another server for the continuation
             await exchange.respond_json(whole(running))
     finally:
         service.abort(running)
@@ -156,7 +156,7 @@ async def _send_stream(running: Running, exchange: Exchange, events: EventStream
     is_over = False
     while not is_over:
         await running.signal.wait()
-        is_over = running.is_over  # before the events: it may end while a slow reader takes them
+        is_over = running.is_over  # read before the events: it may end while a slow reader takes them
         if new := events.new_events():
             await exchange.write(new)
     await exchange.write(events.last_events())

@@ -1,6 +1,6 @@
 """Server-sent events of chat and completion streams.
 
-Events are put together from bytes: to make a dictionary per token would cost more than everything else about it.
+Events are assembled from bytes: creating a dictionary per token would cost more than everything else about it.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from engines.simulated.text import Tokenizer
 DONE = b"data: [DONE]\n\n"
 
 ChoiceBytes = Callable[[Tokenizer, Generation, str, int, int], bytes]
-"""What a choice says with tokens `begin` to `end` of its answer, as the inside of a JSON object."""
+"""The part of a choice for tokens `begin` to `end` of its answer, as the inside of a JSON object."""
 
 
 class OpenAIStream:
@@ -58,7 +58,7 @@ class OpenAIStream:
         self._head = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
 
     def new_events(self) -> list[bytes]:
-        """Events for what is new since the last call: one per token, or one per call where chunks have an interval."""
+        """Events for what is new since the last call: one per token, or one per call if chunks have an interval."""
         events: list[bytes] = []
         for index, generation in enumerate(self._running.generations):
             begin, end = self._seen[index], generation.num_done
@@ -72,7 +72,7 @@ class OpenAIStream:
             else:
                 for at in range(begin, end):
                     is_last = has_ended and at + 1 == end
-                    # A token that only begins a tool call says nothing yet; vLLM sends no event for it.
+                    # A token that only begins a tool call adds nothing yet; vLLM sends no event for it.
                     if generation.answer.call is None or is_last or self._says_something(generation, at):
                         events.append(self._token_event(index, generation, at, at + 1, is_last))
             if has_ended and not self._has_ended[index]:
@@ -110,7 +110,7 @@ class OpenAIStream:
             choice += b',"finish_reason":null'
         if self._wants_ids:
             choice += b',"token_ids":' + orjson.dumps(generation.answer.token_ids[begin:end])
-        # The fingerprint is with what ends the answer: the finish reason, or the usage behind it.
+        # The fingerprint goes with what ends the answer: the finish reason, or the usage after it.
         return self._event(index, end, choice + b"}", self._fingerprint if is_last and not self._include_usage else b"")
 
     def _event(self, index: int, end: int, choice: bytes, extra: bytes = b"") -> bytes:

@@ -25,7 +25,7 @@ def chat_finish_reason(generation: Generation, shape: Shape) -> str:
 
 
 def call_id_of(answer_id: str, index: int, shape: Shape) -> str:
-    """The id of the tool call that a choice is."""
+    """The id of the tool call in a choice."""
     return f"{shape.call_id_prefix}{crc32(f'{answer_id}-{index}'.encode()):08x}"
 
 
@@ -46,7 +46,7 @@ def text_of(generation: Generation) -> str:
 
 
 def message_of(generation: Generation, call_id: str, shape: Shape) -> Body:
-    """The assistant's message that a choice has come to."""
+    """The assistant's message of a choice so far."""
     call = generation.answer.call
     if call is None or finish_reason(generation) != "tool_calls":
         return {"role": "assistant", "content": text_of(generation), **shape.message_fields}
@@ -56,7 +56,7 @@ def message_of(generation: Generation, call_id: str, shape: Shape) -> Body:
 
 
 def call_fragment(generation: Generation, begin: int, end: int) -> tuple[bool, str]:
-    """What tokens `begin` to `end` of a tool call say: whether its name ends in them, and which arguments."""
+    """The part of a tool call in tokens `begin` to `end`: whether its name ends in them, and which arguments."""
     call = generation.answer.call
     assert call is not None
     texts = generation.answer.texts

@@ -1,11 +1,11 @@
-"""The KV cache of a simulated engine, as far as prefixes go: which tokens are present, pinned, or evictable.
+"""The prefix cache of a simulated engine: which tokens are present, pinned, or evictable.
 
 Contents are abstract. A sequence of tokens is cut into *pieces*, and a piece's key names the whole prefix that ends
-with it, so that equal keys mean equal contents up to there. An HTTP server cuts blocks of 16 tokens and keys them by
-a hash chain; a simulator whose tokens have no contents uses one piece per turn, keyed by trajectory and turn.
+with it, so equal keys mean equal contents up to there. An HTTP server cuts blocks of 16 tokens and keys them by a hash
+chain; a simulator whose tokens have no contents uses one piece per turn, keyed by trajectory and turn.
 
-Rules: pinned pieces are never evicted; among the others the least recently used goes first, and the end of a
-sequence before its beginning, so a piece is never present without the ones before it.
+Rules: pinned pieces are never evicted. Among the others the least recently used goes first, and the end of a sequence
+before its beginning, so a piece is never present without the ones before it.
 """
 
 from collections import OrderedDict
@@ -19,8 +19,8 @@ class PrefixCache:
     """Counts tokens by piece. The owner keeps `num_tokens` within its capacity by calling `evict`.
 
     Args:
-        host_capacity_tokens: a second tier that takes what is evicted, whole pieces of it; the piece that was evicted
-            longest ago goes first. What is used again stays there, too.
+        host_capacity_tokens: a second tier that takes evicted pieces, always whole; the least recently evicted goes
+            first. A piece that is used again stays there, too.
     """
 
     def __init__(self, host_capacity_tokens: int = 0) -> None:
@@ -69,7 +69,7 @@ class PrefixCache:
     def pin(self, pieces: Sequence[Piece]) -> None:
         """Makes the pieces present and keeps them until they are unpinned as often as they were pinned.
 
-        A piece that is present with more tokens than wanted, and that nobody pins, loses the rest.
+        An unpinned piece that is present with more tokens than needed loses the rest.
         """
         present, pins, idle = self._present, self._pins, self._idle
         for key, size in pieces:
@@ -87,7 +87,7 @@ class PrefixCache:
             self.num_tokens += size - held
 
     def unpin(self, pieces: Sequence[Piece]) -> None:
-        """Takes back one pin of each piece; what nobody pins stays until it is evicted."""
+        """Removes one pin of each piece; unpinned pieces stay until they are evicted."""
         pins, idle = self._pins, self._idle
         for key, _ in reversed(pieces):
             if pins[key] > 1:
@@ -98,7 +98,7 @@ class PrefixCache:
                 self.num_pinned_tokens -= self._present[key]
 
     def evict(self, num_tokens: int, block_tokens: int) -> None:
-        """Gives back at least `num_tokens` of unpinned pieces, in whole blocks from a piece's end."""
+        """Frees at least `num_tokens` of unpinned pieces, in whole blocks from a piece's end."""
         wanted = -(-num_tokens // block_tokens) * block_tokens
         while wanted > 0:
             key = next(iter(self._idle))
@@ -117,7 +117,7 @@ class PrefixCache:
                 return
 
     def clear(self) -> None:
-        """Forgets everything that nobody pins."""
+        """Drops everything that is not pinned."""
         for key in self._idle:
             self.num_tokens -= self._present.pop(key)
         self._idle.clear()

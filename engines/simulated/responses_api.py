@@ -47,7 +47,7 @@ async def _responses(service: EngineService, dialect: Dialect, exchange: Exchang
 
 
 def chat_of(service: EngineService, body: Body) -> tuple[list[int], int | None, Body]:
-    """A request as a chat: its prompt, how long its answer may be, and what else it asks."""
+    """A request as a chat: its prompt, the limit of its answer, and its other fields."""
     try:
         tools = [_tool(tool) for tool in body.get("tools") or []]
         prompt = render(_messages(body), tools, service.tokenizer)
@@ -89,7 +89,7 @@ def _messages(body: Body) -> list[Body]:
                 messages.append({"role": "tool", "content": item.get("output")})
             case "message":
                 messages.append({"role": item.get("role"), "content": item.get("content")})
-            case _:  # reasoning and the like is no part of this model's prompt
+            case _:  # reasoning and the like is not part of this model's prompt
                 continue
     return messages
 
@@ -101,7 +101,7 @@ def _format(body: Body) -> Body | None:
     return form or None
 
 
-# For turns with tools of the engine's own.
+# For turns with the engine's own tools.
 _PROMPTED: Body = {"input_tokens_per_turn": [], "cached_tokens_per_turn": []}
 _MADE: Body = {"output_tokens_per_turn": [], "tool_output_tokens_per_turn": []}
 _ECHOED = {
@@ -181,7 +181,7 @@ def _whole(service: EngineService, body: Body, running: Running) -> Body:
 
 
 class _ResponseStream:
-    """The events of one response with one output item, or with none where a call was cut before it had a name."""
+    """The events of one response with one output item, or with none if a call was cut before it had a name."""
 
     def __init__(self, service: EngineService, body: Body, running: Running) -> None:
         self._service = service
@@ -219,7 +219,7 @@ class _ResponseStream:
             events.append(self._event("response.content_part.done", **place, part=_part(said)))
         events += [self._event("response.output_item.done", output_index=0, item=item) for item in output]
         response = _response(self._service, self._body, self._running, status, output)
-        # Both engines end so, whatever the status inside says.
+        # Both engines end this way, whatever the status inside is.
         return [*events, self._event("response.completed", response=response)]
 
     def _text_events(self, first: int, last: int) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""A request's choices: as they were asked for, and on their way."""
+"""A request's choices: as requested, and while they run."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ class Asked:
         id: the answer's id, by which the request can be aborted.
         prompts: one for each wish; choices of the same prompt share its list.
         prompt_tokens: of all prompts, each counted once.
-        priority: lower goes earlier, whatever the dialect's own sign is.
+        priority: lower is earlier, whatever the dialect's own sign.
         kv_transfer: vLLM's `kv_transfer_params`.
     """
 
@@ -33,7 +33,7 @@ class Asked:
 
 
 class Running:
-    """The choices of one request on their way."""
+    """The choices of one running request."""
 
     __slots__ = ("asked", "created", "generations", "is_kept", "kv_offer", "over", "signal")
 

@@ -1,6 +1,7 @@
-"""What goes into the simulated engine, and what it tells.
+"""The inputs of the simulated engine, and its outputs.
 
-Sequences and events are named tuples: they are made by the hundred thousand, three times as fast as frozen dataclasses.
+Sequences and events are named tuples: they are created by the hundred thousand, three times as fast as frozen
+dataclasses.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +22,8 @@ class SimulatedSequence(NamedTuple):
         id: unique among the sequences that the engine still holds.
         num_prompt_tokens: at least 1.
         num_output_tokens: tokens it makes before it finishes, at least 1.
-        pieces: for a number of tokens, the pieces that its first so many tokens fill; see `PrefixCache`.
-        priority: lower goes earlier; ignored when the engine's order is fcfs.
+        pieces: given a number of tokens, the pieces that its first that many tokens fill; see `PrefixCache`.
+        priority: lower is earlier; ignored if the engine's order is fcfs.
     """
 
     id: str
@@ -36,7 +37,7 @@ class SequenceEvent(NamedTuple):
     """Something that happened to a sequence.
 
     Args:
-        num_generated: output tokens it has by now.
+        num_generated: its output tokens by then.
         num_cached: prompt tokens found in the prefix cache; for `admitted` only.
     """
 
@@ -49,7 +50,7 @@ class SequenceEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
-    """Gauges and totals since the start, as an engine's metrics give them."""
+    """Gauges and totals since the start, as in an engine's metrics."""
 
     num_running: int
     num_waiting: int

@@ -74,9 +74,9 @@ def build_app(settings: SimulatedEngineSettings) -> App:
 
 @contextlib.asynccontextmanager
 async def serve_engine(settings: SimulatedEngineSettings, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-    """Runs a simulated engine in this process; gives its base URL without `/v1`. Port 0: any free one.
+    """Runs a simulated engine in this process; yields its base URL without `/v1`. Port 0: any free one.
 
-    To leave the context is to kill the engine: what is under way breaks off.
+    Leaving the context kills the engine: everything under way breaks off.
     """
     sock = bound(host, port)
     server = _QuietServer(_config(settings))
@@ -91,7 +91,7 @@ async def serve_engine(settings: SimulatedEngineSettings, host: str = "127.0.0.1
         server.should_exit = True
         server.force_exit = True
         await task
-        # An engine that is gone answers nobody: connections in use break, as when a process dies.
+        # A dead engine answers nothing: connections in use break, as when a process dies.
         for connection in list(server.server_state.connections):
             connection.transport.abort()
         if tasks := list(server.server_state.tasks):
@@ -108,7 +108,7 @@ def run(settings: SimulatedEngineSettings, address: socket.socket) -> None:
 
 
 class _QuietServer(uvicorn.Server):
-    """A server that leaves the process's signals alone, for it shares the process."""
+    """A server that leaves the signals alone, because it shares its process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -134,7 +134,7 @@ def _options(settings: SimulatedEngineSettings) -> dict[str, Any]:
 
 
 async def _answer_unknown_route(exchange: Exchange, paths: set[str]) -> None:
-    """In the web framework's form, which knows no API."""
+    """Answer in the web framework's own form, regardless of the API."""
     if exchange.path in paths:
         await exchange.respond_json({"detail": "Method Not Allowed"}, 405)
     else:

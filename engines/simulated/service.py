@@ -1,6 +1,6 @@
 """What every route of a simulated engine uses: the live engine, the tokenizer, the totals, and admission.
 
-It does not know HTTP: a dialect does. `begin` is the one way to start a request's choices.
+It does not know HTTP; the dialects do. `begin` is the only way to start a request's choices.
 """
 
 import os
@@ -20,7 +20,7 @@ from engines.simulated.text import Tokenizer
 
 
 class EngineService:
-    """One simulated engine with what surrounds it."""
+    """One simulated engine and everything around it."""
 
     def __init__(self, settings: SimulatedEngineSettings) -> None:
         profile = settings.profile
@@ -47,8 +47,10 @@ class EngineService:
         self.started_at = time.time()
 
     def check_queue(self) -> None:
-        """Raises:
-        ApiError: 503, the queue is full.
+        """Check that the queue has room.
+
+        Raises:
+            ApiError: 503, the queue is full.
         """
         limit = self.settings.max_num_queued
         counts = self.live.engine.counts()
@@ -57,7 +59,7 @@ class EngineService:
             raise ApiError(503, "The request queue is full.", "Service Unavailable")
 
     def answer_limit(self, prompt: Sequence[int], wanted: int | None) -> int:
-        """How many tokens the answer may have: what is wanted, as far as the context has room (vLLM), or else all room.
+        """How many tokens the answer may have: as requested, or all room if nothing is; vLLM cuts a request to the room.
 
         Raises:
             ApiError: 400, prompt and answer do not fit.
@@ -88,7 +90,7 @@ class EngineService:
         """Starts the choices; if the client leaves, they are aborted.
 
         Raises:
-            ApiError: 400, the prompt holds an id that is no token.
+            ApiError: 400, the prompt contains an id that is not a token.
         """
         signal = Signal()
         generations = []
@@ -111,7 +113,7 @@ class EngineService:
         return running
 
     def load_weights(self, weights: str) -> None:
-        """Other weights: what is under way goes on under them from its next token. Only in a pause."""
+        """Load other weights: running generations continue under them from their next token. Only in a pause."""
         self.weights = weights
         self.live.settle()
         for asked, generation, prompt, wish in self._under_way():
@@ -121,7 +123,7 @@ class EngineService:
             self.live.go_on(generation, prompt, asked.priority, asked.cache_salt)
 
     def name_weights(self, version: str) -> None:
-        """The version that answers tell from the next token on."""
+        """Set the version that answers report from the next token on."""
         self.weight_version = version
         self.live.settle()
         for _, generation, _, _ in self._under_way():
@@ -150,7 +152,7 @@ class EngineService:
             self.totals.count(generation)
 
     def abort(self, running: Running) -> int:
-        """Aborts a request's choices; gives how many still ran."""
+        """Aborts a request's choices; returns how many still ran."""
         alive = [generation for generation in running.generations if generation.ended_at is None]
         for generation in alive:
             self.live.abort(generation.id)

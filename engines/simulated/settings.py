@@ -1,4 +1,4 @@
-"""Everything one can set of a simulated engine server."""
+"""Every setting of a simulated engine server."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,15 +12,15 @@ FaultKind = Literal["refuse", "error", "slow", "hang", "reset", "die", "nonsense
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that goes wrong with requests.
+    """A fault in requests.
 
     Args:
         kind: `refuse` answers 503 and `error` 500; `slow` waits `delay_s` before the first byte; `hang` never answers;
-            `reset` resets the connection, and `die` closes it in mid-body; `nonsense` answers 200 with broken JSON
-            (in a stream: one broken event), and `html` 502 with a page of HTML.
+            `reset` resets the connection, and `die` closes it in the middle of the body; `nonsense` answers 200 with
+            broken JSON (in a stream: one broken event), and `html` 502 with an HTML page.
         after_chunks: for `reset` and `die` in a stream, the chunks sent before. 0: `reset` sends nothing at all.
         delay_s: real seconds, for `slow`.
-        probability: of each request to meet it.
+        probability: that a request meets it.
         count: how many requests meet it before it is over. None: no limit.
         path: it meets requests whose path begins with this.
         retry_after_s: for `refuse`, how long it asks to be left alone.
@@ -41,28 +41,29 @@ class SimulatedEngineSettings:
 
     Args:
         speed_up: virtual seconds per real second.
-        max_model_len: tokens of prompt and answer together; no more than fits into the profile's KV cache.
+        max_model_len: tokens of prompt and answer together; at most what fits into the profile's KV cache.
         block_size: tokens per prefix-cache block.
         scheduling_policy: `priority` sorts by the requests' priority numbers.
-        low_priority_values_first: SGLang's `--schedule-low-priority-values-first`; vLLM always has it so.
-        preemption_threshold: SGLang's, by how much a newcomer must be more urgent to take a running one's place.
-        incremental_streaming_output: SGLang's flag for native streams; without it each event repeats all before.
-        sampling_defaults: SGLang's, which it only tells of; the simulated model has no parameters of its own.
-        tool_call_parser, reasoning_parser: SGLang's names of them.
-        response_store: vLLM's VLLM_ENABLE_RESPONSES_API_STORE and SGLang's --enable-response-store, of which it only
-            tells: no response is kept.
+        low_priority_values_first: SGLang's `--schedule-low-priority-values-first`; vLLM always works this way.
+        preemption_threshold: SGLang's: how much more urgent a new request must be to replace a running one.
+        incremental_streaming_output: SGLang's flag for native streams; without it each event repeats everything before.
+        sampling_defaults: SGLang's, which it only reports; the simulated model has no parameters of its own.
+        tool_call_parser, reasoning_parser: SGLang's parser names.
+        response_store: vLLM's VLLM_ENABLE_RESPONSES_API_STORE and SGLang's --enable-response-store, which it only
+            reports: no response is kept.
         max_num_queued: requests waiting and running before new ones get 503. None: no limit.
         chunk_interval_s: real seconds between the chunks of a stream, with several tokens in one. 0: a chunk per token.
-        mean_output_tokens: how long an answer is on average when the request does not limit it.
-        weight_version: of the weights it starts with; they enter every answer, so that answers of other weights differ.
-        weight_load_s: virtual seconds that other weights take to load.
+        mean_output_tokens: the average length of an answer that the request does not limit.
+        weight_version: of the weights it starts with; they affect every answer, so that answers of other weights
+            differ.
+        weight_load_s: virtual seconds that loading other weights takes.
         sleep_s: virtual seconds that falling asleep takes, and waking.
-        api_key: clients of `/v1` and `/inference` must send it. None: anyone may.
-        keep_alive_s: idle connections are closed after this long; 5 s as the real engines have it.
-        kv_transfer: vLLM's NixlConnector is there: KV can be offered and fetched.
+        api_key: clients of `/v1` and `/inference` must send it. None: no key is needed.
+        keep_alive_s: idle connections are closed after this long; 5 s as in the real engines.
+        kv_transfer: vLLM's NixlConnector is enabled: KV can be offered and fetched.
         kv_tier: folder in which it shares its KV with other servers, as with vLLM's file tier. None: it shares none.
         kv_lease_s: virtual seconds for which an offer stands; the real one's `kv_lease_duration`.
-        seed: of the dice for faults.
+        seed: of the random numbers for faults.
     """
 
     dialect: Literal["vllm", "sglang"] = "vllm"

@@ -1,7 +1,7 @@
 """`/v1/messages` as SGLang serves it on top of its chat route (0.5.23, srt/entrypoints/anthropic/serving.py).
 
-Its answers differ from vLLM's: a stop sequence is an `end_turn`, cached tokens are told with the first event, a block
-is opened by what it says first, and what its schema does not know (`ignore_eos`) counts for nothing.
+Its answers differ from vLLM's: a stop sequence is an `end_turn`, cached tokens are reported with the first event, a
+block opens with its first content, and fields that its schema does not know (`ignore_eos`) are ignored.
 """
 
 import json
@@ -68,7 +68,7 @@ async def _count_tokens(service: EngineService, dialect: Dialect, exchange: Exch
 
 
 def _prompt(service: EngineService, body: Body) -> tuple[list[int], list[Body]]:
-    """What the model is told, and its tools."""
+    """The model's prompt, and its tools."""
     thinking = mapping(body, "thinking")
     if thinking and thinking.get("type") != "disabled" and service.settings.reasoning_parser is None:
         raise ApiError(400, "Anthropic thinking is not supported for models without a reasoning parser")
@@ -81,7 +81,7 @@ def _prompt(service: EngineService, body: Body) -> tuple[list[int], list[Body]]:
 
 
 def _chat(body: Body) -> list[Body]:
-    """The messages as chat's; system messages all at the head, for a template that knows no others."""
+    """The messages as chat messages; system messages all at the head, for a template that accepts no others."""
     given, chat = body.get("system") or "", []
     system = (
         [block["text"] for block in given if block["text"]]
@@ -102,7 +102,7 @@ def _chat(body: Body) -> list[Body]:
 
 
 def _of_blocks(role: str, blocks: Iterable[Body]) -> list[Body]:
-    """One message; a tool's result is one of its own, in its place."""
+    """One message; a tool's result becomes a separate message, in its place."""
     chat: list[Body] = []
     said: str = ""
     calls: list[Body] = []

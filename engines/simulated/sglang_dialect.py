@@ -1,4 +1,4 @@
-"""SGLang's server as far as it differs: errors, ids, priorities and metrics (SGLang 0.5.23, srt/entrypoints/)."""
+"""SGLang's server where it differs: errors, ids, priorities and metrics (SGLang 0.5.23, srt/entrypoints/)."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ _UNGUARDED = ("/health", "/ready", "/ping", "/metrics")
 
 
 class SglangDialect:
-    """How SGLang speaks."""
+    """How SGLang answers."""
 
     shape = _SHAPE
 
@@ -53,7 +53,7 @@ class SglangDialect:
         return b"data: " + orjson.dumps({"error": {"object": "error", **_error(error)}}) + b"\n\n"
 
     def is_guarded(self, path: str) -> bool:
-        """Whether the API key is asked for."""
+        """Whether the API key is required."""
         return path not in _UNGUARDED
 
     def answer_id(self, exchange: Exchange, body: Body, prefix: str) -> str:
@@ -66,10 +66,10 @@ class SglangDialect:
         return given if self._service.settings.low_priority_values_first else -given
 
     def check_model(self, body: Body) -> None:
-        """Any model name is taken."""
+        """Accepts any model name."""
 
     def check_chat(self, body: Body) -> None:
-        """Nothing beyond the types."""
+        """Checks nothing beyond the types."""
 
     async def admit(self, is_stream: bool) -> None:
         await self._may_enter.wait()
@@ -85,14 +85,14 @@ class SglangDialect:
         return {"matched_stop": stop_reason}
 
     def stop_entry(self) -> None:
-        """New requests wait in the HTTP server from now on."""
+        """Makes new requests wait in the HTTP server from now on."""
         self._may_enter.clear()
 
     def allow_entry(self) -> None:
         self._may_enter.set()
 
     def metrics(self) -> bytes:
-        """The exposition that SGLang gives with `--enable-metrics`, as far as it is simulated."""
+        """SGLang's metrics with `--enable-metrics`, as far as they are simulated."""
         service = self._service
         service.live.settle()
         counts, totals = service.live.engine.counts(), service.totals
@@ -119,7 +119,7 @@ class SglangDialect:
 
 
 def cache_hit_rate(service: EngineService) -> float:
-    """Share of looked-up prompt tokens that the prefix cache had, since the start."""
+    """Share of looked-up prompt tokens that were in the prefix cache, since the start."""
     counts = service.live.engine.counts()
     return counts.num_prefix_hits / counts.num_prefix_queries if counts.num_prefix_queries else 0.0
 

@@ -1,4 +1,4 @@
-"""SGLang's native `/generate`: text or token ids in, text and token ids out; a stream repeats what it said before."""
+"""SGLang's native `/generate`: text or token ids in, text and token ids out; a stream repeats its earlier output."""
 
 from functools import partial
 from typing import Any
@@ -151,9 +151,10 @@ def _finish_reason(generation: Generation) -> Body:
 
 
 class _GenerateStream:
-    """Events of a native stream: everything said so far, or only what is new where the server is set so.
+    """Events of a native stream: all output so far, or only what is new if the server is configured that way.
 
-    One for each token, or for `interval` of them; the first comes at once. Where chunks have an interval, for all new.
+    One event for each token, or for `interval` of them; the first comes at once. If chunks have an interval, one for
+    everything new.
     """
 
     def __init__(self, service: EngineService, names_tokens: bool, interval: int, running: Running) -> None:
@@ -186,7 +187,7 @@ class _GenerateStream:
         return b"data: " + orjson.dumps(answer) + b"\n\n"
 
     def _last_of_aborted(self, index: int, generation: Generation) -> bytes:
-        """All of the text, in any stream; and in an incremental one the last token once more."""
+        """All of the text, in any stream; in an incremental one also the last token once more."""
         done = generation.num_done
         answer = _answer(self._service, self._names_tokens, self._running, index, 0, done)
         if self._is_incremental:

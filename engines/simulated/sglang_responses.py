@@ -1,7 +1,7 @@
 """`/v1/responses` as SGLang serves it (0.5.23, srt/entrypoints/openai/serving_responses.py, protocol.py).
 
-Its answers differ from vLLM's: two tokens of the limit are not made, texts have a phase, a stream ends with an event of
-its status, and the request is repeated as it was asked. None is kept.
+Its answers differ from vLLM's: two tokens of the limit are not made, texts have a phase, a stream ends with an event
+named for its status, and the request's fields are repeated as sent. No response is kept.
 """
 
 from collections.abc import Iterable
@@ -63,7 +63,7 @@ async def _responses(service: EngineService, dialect: Dialect, exchange: Exchang
 
 
 def _prompt(service: EngineService, body: Body) -> tuple[list[int], list[Body], Any]:
-    """What the model is told, its tools, and which of them it is to call."""
+    """The model's prompt, its tools, and the tool choice."""
     choice = body.get("tool_choice", "auto")
     if isinstance(choice, dict):
         choice = {"type": "function", "function": {"name": choice.get("name")}}
@@ -81,7 +81,7 @@ def _tool(tool: Body) -> Body:
 
 
 def _chat(body: Body) -> list[Body]:
-    """The input's items as chat messages, those of one answer in one; system messages at the head."""
+    """The input's items as chat messages, those of one answer merged; system messages at the head."""
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list):
@@ -192,9 +192,9 @@ def _whole(service: EngineService, body: Body, running: Running) -> Body:
 
 
 class _ResponseStream:
-    """The events of one response with one output item, or with none where a call was cut before it had a name.
+    """The events of one response with one output item, or with none if a call was cut before it had a name.
 
-    Where tools may be called, what belongs to a text is told at the end: its phase is known then.
+    If tools may be called, a text's events are sent at the end, when its phase is known.
     """
 
     def __init__(self, service: EngineService, body: Body, running: Running) -> None:

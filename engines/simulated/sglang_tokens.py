@@ -1,4 +1,4 @@
-"""SGLang's routes from tokens to text, and from text to what a message holds (SGLang 0.5.23, srt/entrypoints)."""
+"""SGLang's routes from tokens to text, and from text to the parts of a message (SGLang 0.5.23, srt/entrypoints)."""
 
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ def tools_in(prompt: list[int], tokenizer: Tokenizer) -> list[Body]:
 
 
 async def _detokenize(service: EngineService, exchange: Exchange) -> None:
-    """One text, or one for each list of ids; a character that is not complete is a replacement character."""
+    """One text, or one for each list of ids; an incomplete character becomes a replacement character."""
     body = await exchange.json()
     tokens = items(body, "tokens")
     lists: list[Any] = tokens if tokens and isinstance(tokens[0], list) else [tokens]
@@ -56,7 +56,7 @@ async def _detokenize(service: EngineService, exchange: Exchange) -> None:
 
 
 async def _parse_function_call(service: EngineService, exchange: Exchange) -> None:
-    """What of a text is no call, and the calls; an incomplete one is text."""
+    """The part of a text that is not a call, and the calls; an incomplete call is text."""
     body = await exchange.json()
     text = _text(body)
     if body.get("tool_call_parser") != service.settings.tool_call_parser:
@@ -71,7 +71,9 @@ async def _parse_function_call(service: EngineService, exchange: Exchange) -> No
 
 
 async def _separate_reasoning(service: EngineService, exchange: Exchange) -> None:
-    """As the detectors do that are not forced: reasoning is what a marker opens, to its end or to the text's."""
+    """Like the detectors that are not forced: reasoning runs from its opening marker to its closing one, or to the
+    text's end.
+    """
     body = await exchange.json()
     text = _text(body)
     if body.get("reasoning_parser") != service.settings.reasoning_parser:

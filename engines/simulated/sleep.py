@@ -1,7 +1,7 @@
 """Routes that put a simulated engine to sleep, in the forms of vLLM (0.33, serve/dev/sleep) and SGLang (0.5.23).
 
-Asleep it answers as the real ones do: it is healthy, lists its models, and makes no token. Its KV is gone; weights that
-were dropped are gone as well, so what is generated after a waking that forgets to load them is not what it was.
+Asleep it behaves like the real ones: it is healthy, lists its models, and makes no tokens. Its KV is gone. Dropped
+weights are gone as well, so if a waking forgets to reload them, the output differs.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class VllmSleepRoutes:
         await exchange.respond_json({"status": "sleeping", "level": int(level)})
 
     async def wake_up(self, exchange: Exchange) -> None:
-        """Of one that sleeps, a tag wakes that part: its weights come back, and it sleeps on."""
+        """On a sleeping engine a tag wakes only that part: its weights come back, and it stays asleep."""
         tag = query_value(exchange, "tags", "")
         if tag != "weights":
             await _wake(self._service)
@@ -62,7 +62,7 @@ class VllmSleepRoutes:
         await exchange.respond_json({"status": status, "tags": [tag] if tag else None})
 
     async def is_sleeping(self, exchange: Exchange) -> None:
-        """Also while it is only paused."""
+        """True also while it is only paused."""
         is_still = self._service.sleep_level is not None or self._service.live.engine.paused is not None
         await exchange.respond_json({"is_sleeping": is_still})
 

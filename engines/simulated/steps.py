@@ -1,4 +1,4 @@
-"""Like steps of one batch, in closed form: `n` steps take `n * first + growth * n * (n - 1) / 2`."""
+"""Consecutive steps of one batch, in closed form: `n` steps take `n * first + growth * n * (n - 1) / 2`."""
 
 import math
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ class Steps:
 
     Args:
         start_at: seconds.
-        num_steps: after so many the batch changes; may be lowered, not below `num_done`.
-        first_s: how long the first one takes.
-        growth_s: how much longer each is than the one before, for the KV cache grows.
+        num_steps: after this many the batch changes; may be lowered, not below `num_done`.
+        first_s: duration of the first step.
+        growth_s: how much longer each step is than the one before, because the KV cache grows.
         num_done: steps that are over.
     """
 
@@ -23,16 +23,16 @@ class Steps:
     num_done: int = 0
 
     def end_of(self, num_steps: int) -> float:
-        """When the first so many steps are over."""
+        """When the first `num_steps` steps are over."""
         return self.start_at + num_steps * self.first_s + self.growth_s * (num_steps * (num_steps - 1) / 2)
 
     def pass_until(self, at: float) -> bool:
-        """Counts the steps that are over at `at`, a step that ends just then included; says whether all are."""
+        """Count the steps that are over at `at`, including one that ends exactly then; returns whether all are over."""
         if at >= self.end_of(self.num_steps):
             self.num_done = self.num_steps
             return True
-        # The quadratic's root, in the form that stays exact when growth is nearly nothing; then corrected
-        # so that it agrees with end_of to the last bit.
+        # The quadratic's root, in the form that stays exact if growth is nearly zero; then corrected so that it agrees
+        # with end_of to the last bit.
         half = self.growth_s / 2
         linear = self.first_s - half
         elapsed = at - self.start_at

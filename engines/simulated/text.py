@@ -1,12 +1,12 @@
-"""Text of the simulated model: a reversible tokenizer, and a continuation that depends on the tokens so far only.
+"""Text of the simulated model: a reversible tokenizer, and a continuation that depends only on the tokens so far.
 
 A token is up to four printable ASCII characters with an optional space before them, up to four control characters or
-spaces, or up to three bytes of anything else; its id contains its bytes, so there is no vocabulary to load. Ids below
-128 are special and have no text. What the model says are words that are one token each, so that its answer, sent back
-as a message, gives the same tokens and meets the prefix cache.
+spaces, or up to three bytes of anything else. Its id contains its bytes, so there is no vocabulary to load. Ids below
+128 are special and have no text. The model outputs words that are one token each, so that its answer, sent back as a
+message, gives the same tokens and hits the prefix cache.
 
 The next token is drawn from a checksum of all tokens before it. So a generation that is cut off and resumed from its
-own prefix, on whatever engine, goes on exactly as it would have.
+own prefix, on any engine, continues exactly as it would have.
 """
 
 import codecs
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from zlib import crc32
 
 END, SYSTEM, USER, ASSISTANT, TOOL = 1, 2, 3, 4, 5
-"""Special tokens: the end of a message, and what begins one by each role."""
+"""Special tokens: the end of a message, and the beginning of one for each role."""
 
 _MAX_ID = 2**31 - 1
 _SPACE_FLAG = 1 << 29
@@ -38,7 +38,7 @@ _MEMO_LIMIT = 200_000  # pieces and ids; about 30 MB
 
 
 class _PieceIds(dict[bytes, int]):
-    """Ids of pieces seen so far; a dictionary hit costs a tenth of making the id."""
+    """Ids of pieces seen so far; a dictionary hit costs a tenth of computing the id."""
 
     def __missing__(self, piece: bytes) -> int:
         if len(self) >= _MEMO_LIMIT:
@@ -69,11 +69,11 @@ class Tokenizer:
         return known
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of tokens; ids that are special or no token of ours have none."""
+        """The text of tokens; special and unknown ids have none."""
         return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """What each token adds to the text; a character that needs several tokens comes with the last of them."""
+        """What each token adds to the text; a character of several tokens comes with the last of them."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         last = len(ids) - 1
         return [decoder.decode(self.bytes_of(id), final=i == last) for i, id in enumerate(ids)]
@@ -105,7 +105,7 @@ class Continuation:
     Args:
         prefix: packed token ids.
         salt: what else the answer depends on: seed, choice index, weight version. 0 is the greedy answer.
-        mean_tokens: how long an answer is on average when nothing else ends it.
+        mean_tokens: the average length of an answer that nothing else ends.
     """
 
     def __init__(self, prefix: bytes, salt: int, mean_tokens: int) -> None:
@@ -114,7 +114,7 @@ class Continuation:
         self._end_below = (1 << 24) // max(mean_tokens, 1)
 
     def next(self, may_end: bool) -> int:
-        """The next token; `END` only where the answer may end."""
+        """The next token; `END` only if the answer may end."""
         draw = ((self._checksum ^ self._salt) * 0x9E3779B1) & 0xFFFFFFFF
         draw ^= draw >> 15
         if may_end and (draw & 0xFFFFFF) < self._end_below:
@@ -125,12 +125,12 @@ class Continuation:
         return _SAID[word]
 
     def log_probability(self, rank: int) -> float:
-        """A made-up log-probability of the token said last, or of a rival of that rank."""
+        """A made-up log-probability of the last token, or of an alternative of that rank."""
         return -((self._checksum >> 7) % 1000 + 1) / 2000 - 1.5 * rank
 
 
 def rival(id: int, rank: int) -> int:
-    """A token that could have been said instead."""
+    """An alternative to a token."""
     return _SAID[(id * 31 + rank * 17) % len(_SAID)]
 
 

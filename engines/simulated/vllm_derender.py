@@ -43,7 +43,7 @@ async def _derender_chat(service: EngineService, exchange: Exchange) -> None:
                 "index": choice.get("index", 0),
                 "message": message,
                 "logprobs": _chat_logprobs(service.tokenizer, choice.get("logprobs")),
-                "finish_reason": choice.get("finish_reason"),  # a call is no reason of its own here
+                "finish_reason": choice.get("finish_reason"),  # a call does not change the reason here
                 "stop_reason": choice.get("stop_reason"),
             }
         )
@@ -98,7 +98,7 @@ def _may_be_call(text: str, request: Body) -> bool:
 def _call_delta(
     tokenizer: Tokenizer, body: Body, before: Sequence[int], ids: Sequence[int], reason: str | None
 ) -> tuple[Body, str | None]:
-    """The function's name once it is whole, and what there is of its arguments."""
+    """The function's name once it is complete, and its arguments so far."""
     text = _parsed_text(tokenizer, ids)
     names = [tool["function"]["name"] for tool in items(mapping(body, "chat_request"), "tools")]
     name = next((name for name in names if text.startswith(call_head(name))), None)
@@ -119,7 +119,7 @@ def _call_delta(
 
 
 def _arguments(text: str) -> str:
-    """The text without what may be the tail of a call, of which no character is told before its end."""
+    """The text without a possible tail of a call, no character of which is sent before the call's end."""
     for length in range(min(len(CALL_TAIL), len(text)), 0, -1):
         if text.endswith(CALL_TAIL[:length]):
             return text[:-length]
@@ -136,12 +136,12 @@ def _choices(made: Body, may_be_empty: bool = False) -> list[Body]:
 
 
 def _parsed_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """What a parser sees: as it may look for special tokens, they are told, the end of the turn among them."""
+    """What a parser sees: special tokens are included, because it may look for them, and so is the end of the turn."""
     return tokenizer.decode(ids) + ("<|im_end|>" if ids and ids[-1] == END else "")
 
 
 def _whole_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text so far; a character that is not complete is left out."""
+    """The text so far, without an incomplete character."""
     return b"".join(map(tokenizer.bytes_of, ids)).decode("utf-8", "ignore")
 
 

@@ -1,4 +1,4 @@
-"""vLLM's server as far as it differs: errors, ids, priorities, metrics and control routes (vLLM 0.33, entrypoints/)."""
+"""vLLM's server where it differs: errors, ids, priorities, metrics and control routes (vLLM 0.33, entrypoints/)."""
 
 import os
 from urllib.parse import parse_qs
@@ -26,7 +26,7 @@ _SHAPE = Shape(
 
 
 class VllmDialect:
-    """How vLLM speaks."""
+    """How vLLM answers."""
 
     shape = _SHAPE
 
@@ -45,7 +45,7 @@ class VllmDialect:
         return b"data: " + orjson.dumps({"error": _error(error)}) + b"\n\n"
 
     def is_guarded(self, path: str) -> bool:
-        """Whether the API key is asked for; control routes never ask."""
+        """Whether the API key is required; control routes never require it."""
         return path.startswith(_GUARDED)
 
     def answer_id(self, exchange: Exchange, body: Body, prefix: str) -> str:
@@ -90,7 +90,7 @@ class VllmDialect:
         return {"stop_reason": stop_reason}
 
     def metrics(self) -> bytes:
-        """The exposition that vLLM gives, as far as it is simulated."""
+        """vLLM's metrics, as far as they are simulated."""
         service = self._service
         service.live.settle()
         counts, totals = service.live.engine.counts(), service.totals

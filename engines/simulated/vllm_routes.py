@@ -46,11 +46,11 @@ def vllm_routes(service: EngineService, dialect: VllmDialect) -> Routes:
     }
 
 
-_HOST_BYTES = 2**30  # which nothing here is bound by
+_HOST_BYTES = 2**30  # which limits nothing here
 
 
 class _Control:
-    """Routes that change or show the engine itself. vLLM asks no key for them."""
+    """Routes that change or show the engine itself. vLLM requires no key for them."""
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
@@ -118,7 +118,7 @@ class _Control:
 
 
 def _kv_transfer_config(settings: SimulatedEngineSettings) -> dict[str, Any] | None:
-    """As the real one tells it; with both ways there is one connector of two."""
+    """As the real server reports it; with both ways there is one connector that combines two."""
     connectors = [nixl_connector(has_gpu=True)] if settings.kv_transfer else []
     if settings.kv_tier is not None:
         connectors.append(tier_connector(settings.kv_tier, _HOST_BYTES, has_gpu=True))

@@ -1,5 +1,6 @@
-"""vLLM's token routes: a request to tokens, tokens to tokens (vLLM 0.33, scale_out/). `vllm_derender.py` has the way
-back to an answer."""
+"""vLLM's token routes: a request to tokens, tokens to tokens (vLLM 0.33, scale_out/). `vllm_derender.py` converts
+tokens back to an answer.
+"""
 
 import os
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from engines.simulated.vllm_derender import derender_routes
 from engines.simulated.vllm_dialect import VllmDialect
 
 ChatOf = Callable[[EngineService, Body], tuple[list[int], int | None, Body]]
-"""A request as a chat: its prompt, how long its answer may be, and what else it asks."""
+"""A request as a chat: its prompt, the limit of its answer, and its other fields."""
 
 
 def token_routes(service: EngineService, dialect: VllmDialect) -> Routes:
@@ -40,7 +41,7 @@ def token_routes(service: EngineService, dialect: VllmDialect) -> Routes:
 
 
 async def _render_chat(service: EngineService, dialect: VllmDialect, exchange: Exchange) -> None:
-    """What `/inference/v1/generate` is to be sent for a chat body."""
+    """What to send to `/inference/v1/generate` for a chat body."""
     body = await exchange.json()
     dialect.check_model(body)
     dialect.check_chat(body)
@@ -53,7 +54,7 @@ async def _render_chat(service: EngineService, dialect: VllmDialect, exchange: E
 async def _render_as_chat(
     service: EngineService, dialect: VllmDialect, chat_of: ChatOf, id_prefix: str, exchange: Exchange
 ) -> None:
-    """The same for a body that is a chat in another API's words."""
+    """The same for a body that is a chat in another API's form."""
     body = await exchange.json()
     dialect.check_model(body)
     prompt, max_tokens, chat = chat_of(service, body)
@@ -186,7 +187,7 @@ def _whole_tokens(service: EngineService, body: Body, running: Running) -> Body:
 
 
 class TokenStream:
-    """Events of a token stream: one per token, or fewer where chunks or the request have an interval."""
+    """Events of a token stream: one per token, or fewer if chunks or the request have an interval."""
 
     def __init__(self, service: EngineService, body: Body, running: Running) -> None:
         self._service = service
@@ -212,7 +213,7 @@ class TokenStream:
         return events
 
     def _end_of_chunk(self, begin: int, generation: Generation) -> int | None:
-        """Where the chunk ends that begins there; None while it is not full. The first token comes at once."""
+        """Where the chunk that begins there ends; None while it is not full. The first token comes at once."""
         done = generation.num_done
         if self._merges:
             return done

@@ -1,8 +1,8 @@
 """Routes that give a simulated engine other weights, in the forms of vLLM (0.33, entrypoints/rl) and SGLang (0.5.23).
 
 Weights are named by the last part of their path, or by the version that comes with a transfer. Text depends on the
-weights that are loaded, and answers tell the version that was set, as with a real engine these are two things: an
-engine that has one without the other shows in tests. A path whose last part begins with `missing` is not there.
+loaded weights, and answers report the version that was set. As with a real engine these are separate, so that tests
+show an engine that has one without the other. A path whose last part begins with `missing` does not exist.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class VllmWeightRoutes:
         body = await exchange.json()
         if body.get("method") == "reload_weights":
             path = mapping(body, "kwargs").get("weights_path") if "kwargs" in body else None
-            # Without a path it is the checkpoint again that the engine was started with.
+            # Without a path this is the checkpoint that the engine was started with.
             await _load(self._service, _at(str(path)) if path else self._service.settings.weight_version)
             await exchange.respond_json({"results": [None]})
             return
