@@ -47,20 +47,20 @@ def _head(results: Results, rows: Mapping[Job, Row], command: str) -> str:
     seeds = ", ".join(map(str, sorted({job.seed for job in rows})))
     sizes = sorted({f"{case.num_trajectories:,} trajectories on {case.gpus} GPUs" for case in cases})
     minutes = sum(row.took_s for row in rows.values()) / 60
-    warning = "" if len(sources) <= 1 else f" **The rows come from {len(sources)} states of the sources.**"
+    warning = "" if len(sources) <= 1 else f" **The rows come from {len(sources)} versions of the sources.**"
     unfinished = [job for job, row in rows.items() if row.figures["num_finished"] < row.figures["num_trajectories"]]
     if unfinished:
         names = ", ".join(sorted({job.case.name for job in unfinished}))
         warning += f" **{len(unfinished)} rollouts lost trajectories ({names}).**"
-    played = f"{len(rows):,} rollouts, {minutes:,.0f} minutes of one core; {'; '.join(sizes)}.{warning}"
+    played = f"{len(rows):,} rollouts, {minutes:,.0f} minutes of one core: {'; '.join(sizes)}.{warning}"
     made_by = f"*`{command}`, seeds {seeds}; commits: {_commits(results, rows)}*"
     return f"""# Simulated results
 
-The scheduler that ships, in virtual time (`simulator/`), on engines after measured profiles; nothing on this page ran
-on a GPU. Makespans in virtual seconds. Each policy, Heddle and the baselines alike, has the homogeneous TP degree that
-is its best in hindsight, and as many slots per GPU as any other. Ratios are paired by seed: mean (smallest to largest).
-The clairvoyant is Heddle with true lengths; the bound is what no policy on any fleet of these GPUs can beat. Other
-measurements, and what all this comes to: [results.md](results.md).
+The scheduler that ships, run in virtual time (`simulator/`) on engines modelled after measured profiles. Nothing on
+this page ran on a GPU. Makespans are virtual seconds. Each policy, Heddle and the baselines alike, has the homogeneous
+TP degree that is its best in hindsight, and the same number of slots per GPU. Ratios are paired by seed: mean (smallest
+to largest). The clairvoyant is Heddle with true lengths; the bound is a makespan that no policy on any fleet of these
+GPUs can beat. [results.md](results.md) has the summary and the other measurements.
 
 {_wrapped(played)}
 
@@ -117,9 +117,7 @@ def _against_baselines(results: Results, cases: Sequence[Case]) -> str:
 
 
 def _all_policies(results: Results, cases: Sequence[Case]) -> str:
-    words = (
-        "How many times as long as Heddle each takes, paired by seed; in brackets its TP. Bold: it beats Heddle.\n\n"
-    )
+    words = "Each policy's makespan divided by Heddle's, paired by seed; its TP in brackets. Bold: it beats Heddle.\n\n"
     return "## Every policy at its best TP\n\n" + words + _matrix(results, cases, baselines())
 
 
@@ -127,7 +125,7 @@ def _variants(results: Results, cases: Sequence[Case]) -> str:
     shown = [case for case in cases if any(results.best(case, name) for name in variants())]
     if not shown:
         return ""
-    words = "Residency, placement and all else are Heddle's; the name says what is another's.\n\n"
+    words = "Residency, placement and all else are Heddle's, except what the name states.\n\n"
     return "## Heddle with one thing changed\n\n" + words + _matrix(results, shown, variants())
 
 
@@ -159,8 +157,8 @@ def _ablations(results: Results, cases: Sequence[Case]) -> str:
         return ""
     lines = [
         "## What each mechanism is worth\n",
-        "On Heddle's best fleet. *Needed*: how much longer Heddle takes without it. *Alone*: how much longer sticky",
-        "round robin (`verl`) takes than with it alone. Above 1 it pays.\n",
+        "On Heddle's best fleet. *Needed*: makespan without the mechanism, divided by Heddle's. *Alone*: makespan of",
+        "sticky round robin (`verl`), divided by its makespan with this mechanism alone. Above 1 the mechanism pays.\n",
         f"| mechanism | {' | '.join(f'{case.name}: needed | alone' for case in tables)} |",
         "|---" * (2 * len(tables) + 1) + "|",
     ]
@@ -177,9 +175,10 @@ def _planned(results: Results, cases: Sequence[Case]) -> str:
         return ""
     lines = [
         "## Fleets that are planned\n",
-        "Heddle on what `scheduling.scaling.plan` makes of the GPUs when it is told the lengths of an earlier rollout",
-        "of other prompts. *Planned*: a mixed fleet only where that promises 5 %. *Mixed*: whatever promises most.",
-        "x: how many times as long the best homogeneous fleet in hindsight takes; below 1 the plan loses.\n",
+        "Heddle on the fleet that `scheduling.scaling.plan` chooses for the GPUs from the lengths of an earlier",
+        "rollout of other prompts. *Planned*: a mixed fleet only if it promises 5 %. *Mixed*: whatever promises most.",
+        "x: makespan on the best homogeneous fleet in hindsight, divided by that on the planned fleet; below 1 the plan",
+        "loses.\n",
         "| case | best homogeneous, s | planned | x | mixed | x |",
         "|---" * 6 + "|",
     ]
@@ -211,7 +210,7 @@ def _in_words(results: Results, cases: Sequence[Case]) -> str:
     if level:
         sentences.append(f"Heddle gains nothing over the best baseline: {', '.join(level)}.")
     if unsure:
-        sentences.append(f"Heddle gains in the mean, but not with every seed: {', '.join(unsure)}.")
+        sentences.append(f"Heddle gains on average, but not with every seed: {', '.join(unsure)}.")
     for name in MECHANISMS:
         sentences += _verdicts(name, results, cases)
     if not sentences:
