@@ -177,8 +177,8 @@ def _planned(results: Results, cases: Sequence[Case]) -> str:
         "## Fleets that are planned\n",
         "Heddle on the fleet that `scheduling.scaling.plan` chooses for the GPUs from the lengths of an earlier",
         "rollout of other prompts. *Planned*: a mixed fleet only if it promises 5 %. *Mixed*: whatever promises most.",
-        "x: makespan on the best homogeneous fleet in hindsight, divided by that on the planned fleet; below 1 the plan",
-        "loses.\n",
+        "x: makespan on the best homogeneous fleet in hindsight, divided by that on the planned fleet; below 1 the",
+        "plan loses.\n",
         "| case | best homogeneous, s | planned | x | mixed | x |",
         "|---" * 6 + "|",
     ]
