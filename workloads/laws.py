@@ -1,11 +1,10 @@
-"""Workloads drawn from laws: how long trajectories are, how alike siblings are, how slow tools are.
+"""Workloads drawn from laws: lengths of trajectories, similarity of siblings, times of tools.
 
-A trajectory's total output is log-normal (or Pareto) and capped. Siblings share a prompt and part of their
-length: the intraclass correlation of log length. The number of turns follows the length. One seed gives one
-workload.
+A trajectory's total output is log-normal (or Pareto) and capped. Siblings share a prompt and part of their length: the
+intraclass correlation of log length. The number of turns follows the length. One seed gives one workload.
 
-The agents (coding, search, math) are those that Heddle (arXiv 2603.28101) and Libra (arXiv 2606.03077)
-measure; the figures are this project's own laws, for its simulations and its load tests alike.
+The agents (coding, search, math) are those that Heddle (arXiv 2603.28101) and Libra (arXiv 2606.03077) measure. The
+figures are this project's own, for its simulations and its load tests alike.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class Law:
         pareto_alpha: Tail index (Pareto tail); the mean is `pareto_min_tokens * alpha / (alpha - 1)`.
         pareto_min_tokens: Shortest total output (Pareto tail).
         max_output_tokens: Cap of the total output.
-        sibling_correlation: Correlation of the normal scores of siblings' lengths; for the log-normal tail
-            that is the intraclass correlation of log output.
-        output_tokens_per_turn: A turn for so many tokens of output, within the bounds on turns.
+        sibling_correlation: Correlation of the normal scores of siblings' lengths; for the log-normal tail it is the
+            intraclass correlation of log output.
+        output_tokens_per_turn: Output tokens for each turn, within the bounds on turns.
         mean_tool_s, tool_sigma: Log-normal tool times.
     """
 
@@ -91,7 +90,7 @@ def law_named(name: str) -> Law:
     """The law called `coding`, `search` or `math`, or with a tail: `coding-heavy`.
 
     Raises:
-        ValueError: If there is none of that name; the message lists them.
+        ValueError: If there is no law of that name; the message lists them.
     """
     agent, _, tail = name.partition("-")
     if agent not in LAWS or (tail and tail not in TAILS):
@@ -102,13 +101,12 @@ def law_named(name: str) -> Law:
 def draw(
     law: Law, num_trajectories: int, seed: int, *, scale: float = 1.0, tool_scale: float | None = None, epoch: int = 0
 ) -> Workload:
-    """Trajectories of the law, group after group; the last group is cut where the number does not divide.
+    """Trajectories of the law, group after group; the last group is cut short if the number is no multiple of its size.
 
     Args:
-        epoch: Later epochs have the same prompts, as hard as before, and other trajectories. Their ids end in
-            `@EPOCH`.
-        scale: Multiplies lengths after the draw, for real engines that are small; the number of turns stays.
-        tool_scale: Multiplies tool times. None: as lengths.
+        epoch: Later epochs have the same prompts, equally hard, and other trajectories. Their ids end in `@EPOCH`.
+        scale: Multiplies lengths after the draw, for small real engines; the number of turns stays.
+        tool_scale: Multiplies tool times. None: `scale`.
     """
     dice = random.Random(seed)
     trajectories: list[Trajectory] = []
@@ -117,7 +115,7 @@ def draw(
         context_tokens = dice.randint(law.min_context_tokens, law.max_context_tokens)
         shared_score = dice.gauss(0.0, 1.0)
         members = _draw_members(law, shared_score, dice)
-        if epoch:  # those above are drawn all the same, so that the next group's prompt is the same
+        if epoch:  # the draw above is still needed, so that the next group's prompt stays the same
             members = _draw_members(law, shared_score, random.Random(f"{prompt_id}@{epoch}"))
         suffix = f"@{epoch}" if epoch else ""
         trajectories += [
@@ -159,7 +157,7 @@ def _draw_turns(law: Law, output_tokens: int, dice: random.Random) -> tuple[Turn
 
 
 def _shared_out(total: int, weights: list[float]) -> list[int]:
-    """`total` cut into integers of at least 1 in proportion to the weights; they sum to `total` exactly."""
+    """`total` divided into integers of at least 1 in proportion to the weights; they sum to `total` exactly."""
     spare = total - len(weights)
     assert spare >= 0, "fewer tokens than turns"
     ends = [0]

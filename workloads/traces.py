@@ -3,11 +3,11 @@
     {"trajectory_id": "a-0", "group_id": "a", "context_tokens": 900,
      "turns": [{"new_tokens": 0, "output_tokens": 154, "tool_s": 3.0}, ...]}
 
-Other fields are ignored, but for `preamble_tokens`: how much of the first prompt is the same in all groups, system
-prompt and tools. A trajectory without `group_id` is a group of its own. What joins before the first turn is part of the
-first prompt. A recorded call that wrote nothing counts as one token: an engine cannot write fewer. Recorded
-agents are mostly larger than the engine at hand, so a trace can be cut and scaled; each step uses the same factors for
-every trajectory. Another format needs a function from a line to a `Trajectory`, and nothing else.
+Other fields are ignored, except `preamble_tokens`: how much of the first prompt is the same in all groups (system
+prompt and tools). A trajectory without `group_id` is a group of its own. Tokens that join before the first turn are
+part of the first prompt. A recorded call without output counts as one token: an engine cannot write fewer. Recorded
+agents are mostly larger than the engine at hand, so a trace can be cut and scaled, each time by the same factors for
+every trajectory. Another format needs only a function from a line to a `Trajectory`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from workloads.trajectories import Trajectory, Turn, Workload
 
 LineParser = Callable[[str], Trajectory]
 
-# A context of a million tokens is long, and a tool call of a year; what is far above is a slip, not a workload.
+# A context of a million tokens is long, and so is a tool call of a year; anything far above is a slip, not a workload.
 _MAX_TOKENS = 10**9
 _MAX_TOOL_S = 1e9
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read: the message names the file, the line and what is wrong with it."""
+    """A trace that cannot be read: the message names the file, the line and the fault."""
 
 
 def load_trace(
@@ -53,15 +53,15 @@ def load_trace(
     """A recorded workload, cut and scaled in the order of the arguments below.
 
     Args:
-        limit: So many trajectories at most, in whole groups drawn with `seed`. None: all.
-        max_turns: Later turns are left out. None: none are.
+        limit: Most trajectories to take, in whole groups drawn with `seed`. None: all.
+        max_turns: Later turns are left out. None: all turns stay.
         scale: Multiplies every length.
         max_context_tokens: The context of the model: lengths are scaled until all fit (`Workload.fitted`).
-        tool_scale: Multiplies every tool time. None: as lengths.
+        tool_scale: Multiplies every tool time. None: `scale`.
         max_tool_s: Longer tool calls are shortened to this, after scaling.
 
     Raises:
-        TraceError: If a line is malformed or nothing is in the file.
+        TraceError: If a line is malformed or the file is empty.
         ValueError: If a trajectory has more turns than `max_context_tokens` can hold.
         OSError: If the file cannot be read.
     """
@@ -82,10 +82,10 @@ def load_trace(
 
 
 def read_trajectories(path: Path, parse: LineParser) -> Iterator[Trajectory]:
-    """The trajectories of a file, in its order. Empty lines are passed over.
+    """The trajectories of a file, in its order. Empty lines are skipped.
 
     Raises:
-        TraceError: At the first line that `parse` refuses, where an id comes twice, and if the file is damaged.
+        TraceError: At the first line that `parse` refuses or whose id is repeated, and if the file is damaged.
     """
     seen: set[str] = set()
     with open_text(path) as lines:
@@ -104,7 +104,7 @@ def read_trajectories(path: Path, parse: LineParser) -> Iterator[Trajectory]:
 
 @contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
-    """The lines of a file, gzipped or not, whatever its name says.
+    """The lines of a file, gzipped or not, whatever its name.
 
     Raises:
         TraceError: While it is read, if it is not text or is damaged.
@@ -133,7 +133,7 @@ def _is_text(line: bytes) -> bool:
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """What is in a file, gzipped or not, whatever its name says.
+    """The content of a file, gzipped or not, whatever its name.
 
     Raises:
         TraceError: While it is read, if it is damaged.
@@ -150,7 +150,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """The lines of a file of JSON objects: number, bytes with this project's line end, and what they say.
+    """The lines of a file of JSON objects: number, bytes with this project's line end, and the object.
 
     Raises:
         ValueError: While it is read, if a line is no JSON object; the message names file and line.
@@ -173,7 +173,7 @@ def parse_line(line: str) -> Trajectory:
     """The trajectory that a line of this project's trace form describes.
 
     Raises:
-        ValueError: Saying which field is missing or wrong.
+        ValueError: The message states which field is missing or wrong.
     """
     record = parse_json(line)
     _expect(isinstance(record, dict), "not a JSON object")
@@ -194,10 +194,10 @@ def parse_line(line: str) -> Trajectory:
 
 
 def parse_json(text: str) -> Any:
-    """What a JSON text says.
+    """The value of a JSON text.
 
     Raises:
-        ValueError: It says nothing; with the place.
+        ValueError: It is not JSON; the message states the place.
     """
     try:
         return json.loads(text)
@@ -219,7 +219,7 @@ def _turn(record: Any, where: str) -> Turn:
 def _text(record: dict[str, Any], field: str) -> str:
     value = record.get(field)
     _expect(isinstance(value, str) and value != "", f"{field}: a text is wanted, not {value!r}")
-    # JSON can escape half of a surrogate pair, which no encoding can write again.
+    # JSON can escape half of a surrogate pair, which no encoding can write.
     text = str(value)
     _expect(not any("\ud800" <= letter <= "\udfff" for letter in text), f"{field}: not Unicode: {text!r}")
     return text

@@ -1,8 +1,8 @@
 """What agents do, as data: a workload is trajectories, a trajectory is turns. No clock, no sockets.
 
-Lengths are in tokens, times in seconds. The prompt of turn k is everything before it: the first prompt, and
-of each earlier turn its answer and what its tool gave back. `new_tokens` of a turn is what joined the prompt
-just before it, so it is 0 at the first turn.
+Lengths are in tokens, times in seconds. The prompt of turn k is everything before it: the first prompt, then the answer
+and the tool output of each earlier turn. A turn's `new_tokens` are those that joined the prompt just before it, so they
+are 0 at the first turn.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-# A chat template writes role marks round every message, which lengths here do not count. ChatML, the form of
-# Qwen's templates, writes 5 tokens a message and 3 to begin an answer, and a turn adds two messages; the rest
-# is a margin.
+# A chat template writes role marks around every message, which lengths here do not include. ChatML, the form of Qwen's
+# templates, writes 5 tokens per message and 3 to begin an answer, and a turn adds two messages; the rest is a margin.
 TEMPLATE_TOKENS_PER_TURN = 20
 
 
@@ -24,8 +23,8 @@ class Turn:
 
     Args:
         new_tokens: Tokens that join the prompt before this turn: the last tool's output. 0 at the first turn.
-        output_tokens: Tokens the model writes, at least 1.
-        tool_s: Seconds the tool takes after this turn; 0 where none follows.
+        output_tokens: Tokens that the model writes, at least 1.
+        tool_s: Seconds that the tool takes after this turn; 0 if none follows.
     """
 
     new_tokens: int
@@ -35,10 +34,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One agent episode. `context_tokens` is the prompt of the first turn; a `group_id` makes siblings.
+    """One agent episode. `context_tokens` is the prompt of the first turn; siblings have the same `group_id`.
 
     Args:
-        preamble_tokens: So much of the first prompt is the same in all groups: system prompt and tools.
+        preamble_tokens: The part of the first prompt that is the same in all groups: system prompt and tools.
     """
 
     trajectory_id: str
@@ -82,7 +81,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Workload:
-    """Trajectories in the order in which they start, under a name that says where they come from."""
+    """Trajectories in the order in which they start, under a name that tells their source."""
 
     name: str
     trajectories: tuple[Trajectory, ...]
@@ -105,7 +104,7 @@ class Workload:
 
     @cached_property
     def max_context_tokens(self) -> int:
-        """The longest context any trajectory reaches, chat template not counted."""
+        """The longest context that any trajectory reaches, without the chat template."""
         return max((trajectory.total_tokens for trajectory in self.trajectories), default=0)
 
     @cached_property
@@ -117,7 +116,7 @@ class Workload:
         return {group_id: tuple(siblings) for group_id, siblings in members.items()}
 
     def scaled(self, *, prompts: float = 1.0, outputs: float = 1.0, tools: float = 1.0) -> Workload:
-        """Every trajectory multiplied by the same factors, so orders and tails stay but for rounding."""
+        """Every trajectory multiplied by the same factors, so orders and tails stay, except for rounding."""
         return self._with(t.scaled(prompts=prompts, outputs=outputs, tools=tools) for t in self.trajectories)
 
     def with_max_turns(self, max_turns: int) -> Workload:
@@ -125,7 +124,7 @@ class Workload:
         return self._with(replace(t, turns=t.turns[:max_turns]) for t in self.trajectories)
 
     def with_preamble(self, tokens: int) -> Workload:
-        """Before every first prompt so many tokens that all have alike: system prompt and tools."""
+        """Puts `tokens` common tokens before every first prompt: system prompt and tools."""
         if not tokens:
             return self
         return self._with(
@@ -134,14 +133,14 @@ class Workload:
         )
 
     def with_max_tool_s(self, max_tool_s: float) -> Workload:
-        """No tool takes longer than this; shorter ones stay as they are."""
+        """Limits every tool call to this time; shorter ones stay as they are."""
         return self._with(
             replace(t, turns=tuple(replace(turn, tool_s=min(turn.tool_s, max_tool_s)) for turn in t.turns))
             for t in self.trajectories
         )
 
     def sampled(self, limit: int, seed: int) -> Workload:
-        """At most `limit` trajectories: whole groups drawn at random, the last of them cut."""
+        """At most `limit` trajectories: whole groups drawn at random, the last group cut short."""
         group_ids = list(self.groups)
         random.Random(seed).shuffle(group_ids)
         chosen = [trajectory for group_id in group_ids for trajectory in self.groups[group_id]][:limit]
@@ -151,17 +150,16 @@ class Workload:
     def fitted(self, max_context_tokens: int) -> Workload:
         """The workload with every trajectory within a model's context, template included.
 
-        Two factors, the same for all trajectories: answers are scaled only if some trajectory's answers alone
-            fill more
-        than half of the room, then prompts and tool outputs until every trajectory fits. So the order of
-        total answers and the order of total prompts stay, but for rounding; what each is of the whole may
-        change.
+        There are two factors, the same for all trajectories. Answers are scaled only if the answers of some trajectory
+        alone fill more than half of the room. Then prompts and tool outputs are scaled until every trajectory fits. So
+        the order of total answers and the order of total prompts stay, except for rounding; the share of each in the
+        whole may change.
 
         Raises:
             ValueError: If a trajectory has so many turns that no factor helps: cut turns first.
         """
         for trajectory in self.trajectories:
-            # One token for each answer and each tool's output is the least there can be.
+            # One token per answer and per tool output is the least possible.
             if _room(trajectory, max_context_tokens) < 2 * len(trajectory.turns) + 1:
                 raise ValueError(
                     f"{trajectory.trajectory_id}: {len(trajectory.turns)} turns do not fit into a context of "
@@ -191,7 +189,7 @@ def _room(trajectory: Trajectory, max_context_tokens: int) -> int:
 
 
 def _factor(lengths: list[int], room: int, least: int) -> float:
-    """A factor up to 1 with which the lengths, rounded and none below `least`, fit into `room`."""
+    """A factor of at most 1 with which the lengths, rounded and none below `least`, fit into `room`."""
     if sum(max(least, length) for length in lengths) <= room:
         return 1.0
     # Rounding and the least length add at most one token to each.

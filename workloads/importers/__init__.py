@@ -1,4 +1,4 @@
-"""Public trace forms and engines' logs: told apart, and read as workloads. Our own form is `workloads.traces`."""
+"""Public trace forms and engines' logs: recognised, and read as workloads. Our own form is in `workloads.traces`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def import_trace(path: Path, format_name: str | None = None) -> Workload:
     """The workload of a file in one of the forms of `READERS`.
 
     Args:
-        format_name: The name of the form. None: it is told from the content.
+        format_name: The name of the form. None: recognised from the content.
 
     Raises:
-        TraceError: If the form is not known, a line is malformed, nothing is in the file, or what it says cannot be
-            written as a trace.
+        TraceError: If the form is not known, a line is malformed, the file is empty, or its content cannot be written
+            as a trace.
         OSError: If the file cannot be read.
     """
     workload = READERS[format_name or detect_format(path)](path)
@@ -47,10 +47,10 @@ def import_trace(path: Path, format_name: str | None = None) -> Workload:
 
 
 def detect_format(path: Path) -> str:
-    """The name of the form that a file, or a folder of files, is in.
+    """The name of the form of a file, or of a folder of files.
 
     Raises:
-        TraceError: If it is none of them; the message lists them.
+        TraceError: If it is in none of the known forms; the message lists them.
         OSError: If the file cannot be read.
     """
     if path.is_dir():
@@ -60,7 +60,7 @@ def detect_format(path: Path) -> str:
         if number == _LINES_LOOKED_AT:
             break
         head.append(line)
-        # The order matters: a line of vLLM's JSON log is a JSON object too.
+        # The order matters: a line of vLLM's JSON log is also a JSON object.
         with read_at(where):
             name = "vllm-log" if is_vllm_line(line) else "sglang-log" if is_sglang_line(line) else _form_of_object(line)
         if name == _OWN_FORM:

@@ -1,8 +1,8 @@
-"""From single calls, as other programs record them, to trajectories.
+"""Turns single calls, as other programs record them, into trajectories.
 
-Most public traces know requests, not trajectories. Where a trace names sessions, the calls of a session are its
-strands: an agent and its helpers share a session, but not a context. Where it names none, a call continues the one
-whose prompt and answer it repeats. A trajectory here only grows, so a context that an agent cut down begins a new one.
+Most public traces record requests, not trajectories. If a trace names sessions, the calls of a session are divided into
+strands: an agent and its helpers share a session, but not a context. If it names none, a call continues the one whose
+prompt and answer it repeats. A trajectory here only grows, so a context that an agent cut down begins a new one.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from itertools import pairwise
 
 from workloads.trajectories import Trajectory, Turn, Workload
 
-# How fast an engine is taken to have written where a trace has no end times; the rest of the time between two calls
-# counts as the tool's. A dense model of 30 billion parameters on a busy H100 server writes some 50 tokens a second.
+# The assumed output rate of an engine, for traces without end times; the rest of the time between two calls counts as
+# the tool's. A dense model of 30 billion parameters on a busy H100 server writes some 50 tokens a second.
 ASSUMED_TOKENS_PER_S = 50.0
-# A call that keeps less than this share of the context before it is another strand, or begins after a compaction.
+# A call that keeps less than this share of the previous context is another strand, or begins after a compaction.
 _MIN_KEPT_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request and its answer. None: the trace does not say.
+    """One request and its answer. None: the trace does not tell.
 
     Args:
-        blocks: One number for each whole block of the prompt, which stands for everything up to its end.
+        blocks: One number for each whole block of the prompt, which identifies everything up to the block's end.
         started_at_s, ended_at_s: On any clock that all calls share.
-        waited_s: From the end of the call before it in its strand to its own start.
+        waited_s: From the end of the previous call in its strand to its own start.
     """
 
     prompt_tokens: int
@@ -40,7 +40,7 @@ class Call:
 
 
 def whole_blocks(hash_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The blocks of a prompt without its last, which may be partial and then is another one in the next prompt."""
+    """The blocks of a prompt without its last one, which may be partial and then differs in the next prompt."""
     return hash_ids[:-1]
 
 
@@ -59,7 +59,7 @@ def workload_of_sessions(
     """The strands of each session, `session-0`, `session-1` and so on.
 
     Args:
-        groups: The group of a session; one that is not in it is a group of its own.
+        groups: The group of each session; a session that is not in it is a group of its own.
     """
     group_of = groups or {}
     return Workload(
@@ -91,7 +91,7 @@ def workload_by_prefix(name: str, calls: Iterable[Call]) -> Workload:
 def _strands_of_session(calls: Sequence[Call]) -> list[list[Call]]:
     strands: list[list[Call]] = []
     for call in calls:
-        # Of strands that fit equally well, the latest.
+        # Among strands that fit equally well, the latest.
         strand = max(reversed(strands), key=lambda strand: _kept_share(strand[-1], call), default=None)
         if strand is None or _kept_share(strand[-1], call) < _MIN_KEPT_SHARE:
             strands.append([call])
@@ -101,7 +101,7 @@ def _strands_of_session(calls: Sequence[Call]) -> list[list[Call]]:
 
 
 def _kept_share(last: Call, call: Call) -> float:
-    """How much of the prompt of `last` the prompt of `call` begins with."""
+    """The share of the prompt of `last` with which the prompt of `call` begins."""
     if not last.blocks or not call.blocks:
         return min(1.0, call.prompt_tokens / max(last.prompt_tokens, 1))
     kept = 0
@@ -114,7 +114,7 @@ def _kept_share(last: Call, call: Call) -> float:
 
 @dataclass(slots=True)
 class _Open:
-    """Strands that a call may continue, as their last prompts end with the same block.
+    """Strands that a call may continue, because their last prompts end with the same block.
 
     Args:
         least_tokens: A shorter prompt continues none of them. Thousands of requests may have one prompt.
@@ -178,7 +178,7 @@ def _trajectory(trajectory_id: str, group_id: str, strand: Sequence[Call]) -> Tr
 
 
 def _gap_s(last: Call, call: Call) -> float:
-    """What the tool took between two calls."""
+    """The tool's time between two calls."""
     if call.waited_s is not None:
         return call.waited_s
     if call.started_at_s is None or last.started_at_s is None:

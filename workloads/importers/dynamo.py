@@ -1,12 +1,12 @@
-"""Dynamo's agentic turns: one turn a line, with what it waits for.
+"""Dynamo's agentic turns: one turn per line, with the turns it waits for.
 
     {"request_id": "r2", "session_id": "s1", "input_length": 800, "max_output_tokens": 40, "hash_ids": [11, 22],
      "delay_after_dependencies_ms": 200, "wait_for": ["r1"], "priority": 0}
 
 The fields are those of `AgenticTurnTrace` (dynamo_mocker::loadgen) or of `AgenticMooncakeRow` (dynamo-data-gen): its
 older rows have `delay` and `tool_wait_ms` beside `wait_for`, its newer ones `dependencies` and a header line. A turn
-without a session belongs to that of the first turn it waits for. That a session waits for another one (a helper's
-answer) is lost: trajectories of a workload do not wait for each other. So are priorities.
+without a session belongs to the session of the first turn it waits for. A session's wait for another one (a helper's
+answer) is lost, because trajectories of a workload do not wait for each other. So are priorities.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_dynamo(path: Path) -> Workload:
 
 
 def _in_order(records: Sequence[Record]) -> Iterator[Record]:
-    """As in the file, but each turn after those that it waits for."""
+    """In the file's order, except that each turn comes after those that it waits for."""
     index_of: dict[str, int] = {}
     for index, record in enumerate(records):
         request_id = record.name("request_id")
@@ -89,7 +89,7 @@ def _call(record: Record) -> Call:
 
 
 def _delay_ms(record: Record) -> float:
-    """What a turn waits after its dependencies: the tool's time, in whatever fields it is."""
+    """The wait of a turn after its dependencies: the tool's time, whichever fields hold it."""
     names = ("delay_after_dependencies_ms", "delay", "delay_ms", "tool_wait_ms")
     delays = [record.number(name) for name in names if record.has(name)]
     after = [dependency.number("delay_ms") for dependency in record.records("dependencies")]

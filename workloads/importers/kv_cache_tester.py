@@ -4,9 +4,11 @@
       {"t": 0.0, "type": "s", "in": 25259, "out": 86, "hash_ids": [1, 2, 3], "api_time": 5.8, "think_time": 0.0},
       {"t": 9.1, "type": "subagent", "agent_id": "agent_001", "requests": [...]}]}
 
-Seconds. `think_time` is what the agent took before the request, its tool; older traces have start times alone. Requests
-of a helper agent (`subagent`) are nested and become trajectories of the same group. Older traces hold each turn twice,
-streamed and not: the second is the complete one. Source: kv-cache-tester, docs/trace_replay_tester.md.
+Times are in seconds. `think_time` is the time before the request (its tool's); older traces have only start times.
+Requests of a helper agent (`subagent`) are nested and become trajectories of the same group. Older traces hold each
+turn twice, streamed and not: the second is the complete one.
+
+Source: kv-cache-tester, docs/trace_replay_tester.md.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from workloads.importers.records import Record, read_lines
 from workloads.traces import TraceError, parse_json
 from workloads.trajectories import Trajectory, Workload
 
-# Of the files in a folder that are read.
+# Endings of the files in a folder that are read.
 _ENDINGS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 
@@ -28,7 +30,7 @@ def read_kv_cache_tester(path: Path) -> Workload:
     """The workload of one conversation, of JSON lines of conversations, or of a folder of such files, gzipped or not.
 
     Raises:
-        TraceError: If a file is malformed or an id comes twice; the message names the request and the field.
+        TraceError: If a file is malformed or an id is repeated; the message names the request and the field.
         OSError: If the file cannot be read.
     """
     trajectories: list[Trajectory] = []
@@ -47,7 +49,7 @@ def read_kv_cache_tester(path: Path) -> Workload:
 
 
 def _conversations(path: Path) -> Iterator[Record]:
-    """One from each file that is a JSON document, one from each line of the others."""
+    """One from each file that is a JSON document, one from each line of the other files."""
     for file in _files(path):
         lines = list(read_lines(file))
         if lines and _is_document(lines[0][1]):

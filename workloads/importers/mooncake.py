@@ -2,11 +2,12 @@
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353, 2354]}
 
-Milliseconds; one hash id for each 512 tokens of the prompt, equal where the prompt is equal up to there. A trace with
-`session_id` and `delay`, as load generators extend the form, is read by session; else calls are joined by content.
-A row of a session is its whole prompt, or only what joined it since the answer before: generators write both, and no
-field says which. Where more than a quarter of the later rows do not go on from the row before, all are taken for what
-joined. `group_id` groups sessions.
+Times are in milliseconds. There is one hash id per 512 tokens of the prompt; ids are equal if prompts are equal up to
+there. A trace with `session_id` and `delay`, with which load generators extend the form, is read by session; else calls
+are joined by content. A row of a session holds its whole prompt, or only what joined since the previous answer:
+generators write both, and no field tells which. If more than a quarter of the later rows do not continue the row
+before, all rows are read as what joined. `group_id` groups sessions.
+
 Source: Mooncake (FAST 2025), its published traces; AIPerf, trace replay; Dynamo, `TraceFileFormat`.
 """
 
@@ -42,8 +43,8 @@ def read_mooncake(path: Path) -> Workload:
                 groups[session_id] = record.name("group_id")
         else:
             calls.append(_call(record))
-    # Not every trace is sorted; sorting is stable, so calls of one instant keep their order. Rows that say how long
-    # they wait for the row before need no time, and stand in their order.
+    # Not every trace is sorted. Sorting is stable, so calls at the same instant keep their order. Rows that give their
+    # wait after the previous row need no time, and keep their order.
     for one in (calls, *sessions.values()):
         if all(call.started_at_s is not None for call in one):
             one.sort(key=lambda call: call.started_at_s or 0.0)
@@ -56,10 +57,10 @@ def read_mooncake(path: Path) -> Workload:
 
 
 def _are_additions(sessions: Iterable[Sequence[Call]]) -> bool:
-    """Whether too many rows do not go on from the row before to be whole prompts.
+    """Whether too many rows do not continue the row before, so rows cannot be whole prompts.
 
-    Prompts that only grow go on in nearly all rows; a context that was cut down keeps its beginning at least. Lengths
-    of additions are as often smaller than the one before as larger.
+    Prompts that only grow continue in nearly all rows; a context that was cut down keeps at least its beginning.
+    Lengths of additions are as often smaller than the one before as larger.
     """
     goes_on = [_goes_on(last, call) for calls in sessions for last, call in pairwise(calls)]
     return sum(goes_on) < _LEAST_SHARE_THAT_GOES_ON * len(goes_on)
@@ -72,7 +73,7 @@ def _goes_on(last: Call, call: Call) -> bool:
 
 
 def _whole_prompts(additions: Sequence[Call]) -> list[Call]:
-    """Each row's prompt with everything before it. Blocks of later rows say nothing of what is before them."""
+    """Each row's prompt with everything before it. Blocks of later rows tell nothing of what is before them."""
     calls = [additions[0]]
     for addition in additions[1:]:
         last = calls[-1]

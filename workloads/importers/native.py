@@ -1,4 +1,4 @@
-"""Writes workloads in the form that `workloads.traces` reads, and says beforehand whether that can be done."""
+"""Writes workloads in the form that `workloads.traces` reads, and checks beforehand that this is possible."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from workloads.trajectories import Trajectory, Workload
 
 
 def write_trace(workload: Workload, path: Path) -> None:
-    """One trajectory a line, gzipped where the name ends in `.gz`. The same workload gives the same bytes."""
+    """One trajectory per line, gzipped if the name ends in `.gz`. The same workload gives the same bytes."""
     content = "".join(f"{_line_of(trajectory)}\n" for trajectory in workload.trajectories).encode()
-    # Gzip writes the time into its head unless it is told one.
+    # Gzip writes the current time into its header unless it is given one.
     path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
 
 def check_writable(workload: Workload, path: Path) -> None:
-    """Assure that what is written of it can be read again.
+    """Checks that the written workload can be read again.
 
     Args:
-        path: Where the workload comes from, for the message.
+        path: The workload's source, for the message.
 
     Raises:
-        TraceError: A length or a time is a slip, a name is none, or two trajectories have the same.
+        TraceError: A length or a time is out of range, a name is empty or not Unicode, or two trajectories have the
+            same name.
     """
     seen: set[str] = set()
     for trajectory in workload.trajectories:

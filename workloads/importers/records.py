@@ -1,4 +1,4 @@
-"""Reads the files that importers are given, and says which line and which field is wrong."""
+"""Reads the files that importers are given; errors name the line and the field."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workloads.traces import TraceError, open_text, parse_json
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Each line that is not empty, with the words that say where it is. Files may be gzipped.
+    """Each line that is not empty, with a text that states its place. Files may be gzipped.
 
     Raises:
         TraceError: If it is not text, or damaged.
@@ -36,7 +36,8 @@ def read_records(path: Path) -> Iterator[Record]:
 
 @contextmanager
 def read_at(where: str) -> Iterator[None]:
-    """Says where a line stands whose numbers or times are none: logs are cut, and lines of many processes mixed.
+    """Adds the place of a line to errors about its numbers or times: logs are cut, and lines of many processes are
+    mixed.
 
     Raises:
         TraceError: In place of any other ValueError.
@@ -50,7 +51,7 @@ def read_at(where: str) -> Iterator[None]:
 
 
 class Record:
-    """A JSON object and where it stands. A field that is missing or wrong raises `TraceError` with its name."""
+    """A JSON object and its place. A missing or wrong field raises `TraceError` with its name."""
 
     def __init__(self, fields: Any, where: str) -> None:
         if not isinstance(fields, dict):
@@ -68,19 +69,19 @@ class Record:
         return cls(fields, where)
 
     def has(self, name: str) -> bool:
-        """Whether the field is there; null counts as missing, as it does in these formats."""
+        """Whether the field is there; null counts as missing, as in these formats."""
         return self.fields.get(name) is not None
 
     def first_of(self, *names: str) -> str:
-        """The name that this record uses of several that mean the same; the first where it uses none."""
+        """The name that this record uses, of several with the same meaning; the first if it uses none."""
         return next((name for name in names if self.has(name)), names[0])
 
     def count(self, name: str) -> int:
         value = self.fields.get(name)
-        # A table with gaps makes its whole numbers 52.0.
+        # Tables with gaps write their whole numbers as 52.0.
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        # JSON's true is an int to Python.
+        # In Python, JSON's true is an int.
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise self.error(name, "a whole number from 0 is wanted")
         return value
@@ -98,32 +99,32 @@ class Record:
         return value
 
     def name(self, field: str) -> str:
-        """A text, or a whole number as one: some number what others name."""
+        """A text, or a whole number as a text: some programs number what others name."""
         value = self.fields.get(field)
         return str(value) if type(value) is int else self.text(field)
 
     def counts(self, name: str) -> tuple[int, ...]:
-        """A list of whole numbers; empty where the field is missing."""
+        """A list of whole numbers; empty if the field is missing."""
         values = self.fields[name] if self.has(name) else []
         if not isinstance(values, list) or not all(type(value) is int for value in values):
             raise self.error(name, "a list of whole numbers is wanted")
         return tuple(values)
 
     def names(self, name: str) -> tuple[str, ...]:
-        """A list of texts, or of whole numbers as texts; empty where the field is missing."""
+        """A list of texts, or of whole numbers as texts; empty if the field is missing."""
         values = self.fields[name] if self.has(name) else []
         if not isinstance(values, list) or not all(isinstance(value, str) or type(value) is int for value in values):
             raise self.error(name, "a list of texts is wanted")
         return tuple(map(str, values))
 
     def records(self, name: str) -> list[Record]:
-        """A list of objects; empty where the field is missing."""
+        """A list of objects; empty if the field is missing."""
         values = self.fields[name] if self.has(name) else []
         if not isinstance(values, list):
             raise self.error(name, "a list is wanted")
         return [Record(value, f"{self.where}, {name}[{index}]") for index, value in enumerate(values)]
 
     def error(self, name: str, wish: str) -> TraceError:
-        """What is wrong with a field."""
+        """The error about a field."""
         value = repr(self.fields.get(name))
         return TraceError(f"{self.where}, {name}: {wish}, not {value if len(value) <= 60 else value[:57] + '...'}")

@@ -4,8 +4,9 @@
         {'id': 'r1', 'prompt_tokens': 50, 'completion_tokens': 15, 'e2e_latency': 0.18, ...}}
     {"timestamp": "2026-11-21T08:02:44.5", "event": "request.finished", "rid": "r1", "obj": {...}, "out": {...}}
 
-Lengths are in every log; which calls belong together is seen only from prompts, which come whole with
+Lengths are in every log. Which calls belong together is known only from prompts, which are complete with
 `--log-requests-level 3`, or from the ids of SGLang's own sessions. Other calls become trajectories of one turn.
+
 Source: SGLang, srt/utils/request_logger.py.
 """
 
@@ -25,7 +26,7 @@ from workloads.trajectories import Workload
 _FINISHED = "Finish: obj="
 _AT = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 _QUOTED = r"('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
-# What follows the value tells a whole one from one that was cut in the middle (`'...' ... '...'`).
+# The text after the value tells a whole value from one that was cut in the middle (`'...' ... '...'`).
 _TEXT = re.compile(rf"[(, ]text={_QUOTED}[,)]")
 _INPUT_IDS = re.compile(r"[(, ]input_ids=\[([\d, ]*)\][,)]")
 _SESSION = re.compile(rf"session_params=\{{[^}}]*'id': {_QUOTED}")
@@ -33,7 +34,7 @@ _RID = re.compile(rf"rid={_QUOTED}")
 _META = re.compile(r"'(prompt_tokens|completion_tokens|e2e_latency|response_sent_to_client_ts)': ([\d.]+)")
 _BLOCK_TOKENS = 16
 _BLOCK_CHARACTERS = 64
-# At level 2, JSON values longer than twice this keep so much of either end, with dots between.
+# At level 2, JSON values longer than twice this keep this much of either end, with dots between.
 _CUT_LENGTH = 1024
 
 
@@ -91,7 +92,7 @@ def _from_json(record: Record) -> tuple[str | None, Call] | None:
 
 
 def _content(asked: Record) -> Sequence[int] | str:
-    """Token ids or text; nothing where it was cut."""
+    """Token ids or text; nothing if it was cut."""
     ids = asked.fields.get("input_ids")
     if ids:
         return () if isinstance(ids, list) and "..." in ids else asked.counts("input_ids")

@@ -3,9 +3,10 @@
     (APIServer pid=7) DEBUG 11-21 05:00:30 [logger.py:55] Request r1 details: prompt: 'Hi', prompt_token_ids: [1], ...
     (APIServer pid=7) DEBUG 11-21 05:00:31 [logger.py:101] Generated response r1 details: output_token_ids: [4, 5]
 
-Token ids, without which there are no lengths, come with `--enable-log-requests --enable-log-outputs --log-level DEBUG`,
-no `--max-log-len`, and for streams `--enable-log-deltas`. Older versions print them in `Received request`. Text lines
-have no year and whole seconds, so tool times are as coarse. Requests without an answer in the log are left out.
+Lengths need token ids, which are logged with `--enable-log-requests --enable-log-outputs --log-level DEBUG`, without
+`--max-log-len`, and for streams with `--enable-log-deltas`. Older versions print them in `Received request`. Text lines
+have no year and only whole seconds, so tool times are as coarse. Requests without an answer in the log are left out.
+
 Source: vLLM 0.32, entrypoints/serve/utils/request_logger.py.
 """
 
@@ -65,7 +66,7 @@ def read_vllm_log(path: Path) -> Workload:
 
 
 def _take(line: str, where: str, requests: dict[str, _Request]) -> None:
-    """Note what a line says of a request, if it is about one."""
+    """Record what a line contains about a request, if it is about one."""
     message = _message(line)
     if message is None:
         return
@@ -78,7 +79,7 @@ def _take(line: str, where: str, requests: dict[str, _Request]) -> None:
 
 
 def _message(line: str) -> tuple[float, str, str, str | None, str] | None:
-    """When, what, of which request, which part of a stream, and the rest; None if it is another line."""
+    """Time, kind, request, part of a stream, and the rest; None if the line is about something else."""
     if line.startswith("{"):
         try:
             record = json.loads(line)
@@ -97,7 +98,7 @@ def _message(line: str) -> tuple[float, str, str, str | None, str] | None:
 
 
 def _note_answer(request: _Request, at_s: float, part: str | None, text: str, where: str) -> None:
-    """Deltas add up; the line that completes a stream has ids of its own only where there were no deltas."""
+    """Deltas add up; the line that completes a stream has ids of its own only if there were no deltas."""
     ids = _ids(_OUTPUT_IDS, text)
     length = _STREAM_LENGTH.search(text)
     if ids is not None:
@@ -108,7 +109,7 @@ def _note_answer(request: _Request, at_s: float, part: str | None, text: str, wh
 
 
 def _ids(pattern: re.Pattern[str], text: str) -> list[int] | None:
-    # The last match: what a prompt quotes comes before it.
+    # The last match: a quote in a prompt comes before it.
     matches = pattern.findall(text)
     return [int(number) for number in matches[-1].split(",") if number.strip()] if matches else None
 
