@@ -1,4 +1,4 @@
-"""The controller's own HTTP API: how the fleet is, what a plan would do, and what operators ask for."""
+"""The controller's own HTTP API: the state of the fleet, what a plan would do, and operators' requests."""
 
 import hmac
 import time
@@ -14,7 +14,7 @@ from controller.will import Refused
 
 
 class Scale(BaseModel):
-    """A fleet by the TP sizes of its engines, none only with `empty`; or `plans`: let plans decide again."""
+    """A fleet by the TP sizes of its engines (an empty one only with `empty`), or `plans`: let plans decide again."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -24,7 +24,7 @@ class Scale(BaseModel):
 
 
 class DrainOne(BaseModel):
-    """A server to take away."""
+    """A server to drain and stop."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -32,7 +32,7 @@ class DrainOne(BaseModel):
 
 
 def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
-    """The application. Without an admin key it tells, and changes nothing."""
+    """The application. Without an admin key it is read-only."""
     app = FastAPI(title="Heddle fleet controller", version="0.1.0", redoc_url=None)
 
     @app.exception_handler(_No)
@@ -50,18 +50,18 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
 
     @app.get("/healthz")
     async def healthz() -> dict[str, Any]:
-        """Whether the process lives, and its alarms."""
+        """Whether the process is alive, and its alarms."""
         found = alarms(controller, time.time())
         return {"status": "alarm" if found else "ok", "alarms": found}
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics for Prometheus."""
         return Response(_metrics(controller), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/fleet")
     async def fleet() -> dict[str, Any]:
-        """How the fleet is."""
+        """The state of the fleet."""
         return status(controller, time.time())
 
     @app.get("/v1/plan")
@@ -78,7 +78,7 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
 
     @app.post("/v1/scale", dependencies=admin)
     async def scale(asked: Scale) -> dict[str, Any]:
-        """Have a fleet of these sizes, until another is asked for; or let plans decide. Needs the admin key."""
+        """Set a fleet of these sizes, until another one is requested; or let plans decide. Needs the admin key."""
         will = controller.will
         if (asked.tps is None) != asked.plans:
             raise _No(400, "Give either 'tps' or 'plans'.")
@@ -94,7 +94,7 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
 
     @app.post("/v1/drain", dependencies=admin)
     async def drain(asked: DrainOne) -> dict[str, Any]:
-        """Drain and stop a server; its devices rest until the fleet is scaled. Needs the admin key."""
+        """Drain and stop a server; its devices stay unused until the fleet is scaled. Needs the admin key."""
         try:
             controller.ask(controller.will.drained(asked.server, controller.in_sight()))
         except Refused as no:
@@ -105,7 +105,7 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
 
 
 class _No(Exception):
-    """An error answer."""
+    """An error response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Puts a controller together, in one place: lease, journal, launcher, gateway, demand and loop."""
+"""Assembles a controller, in one place: lease, journal, launcher, gateway, demand and loop."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ LOGGER = logging.getLogger("heddle.controller")
 
 
 def launcher_of(fleet: FleetFile) -> Launcher:
-    """The launcher that the file names. Raises FleetFileError where its options are wrong."""
+    """The launcher that the file names. Raises FleetFileError if its options are wrong."""
     try:
         match fleet.launcher:
             case "local":
@@ -39,7 +39,7 @@ def launcher_of(fleet: FleetFile) -> Launcher:
 
 @asynccontextmanager
 async def controller(fleet: FleetFile, launcher: Launcher) -> AsyncIterator[Controller]:
-    """A controller with the fleet's lease, for which it waits; its loop is not run.
+    """A controller that holds the fleet's lease, for which it waits; its loop is not started.
 
     Raises:
         FleetFileError: its folder cannot be used.

@@ -1,18 +1,19 @@
-"""The command and environment of an engine server, with what makes its start fast where that is safe.
+"""The command and environment of an engine server, with options that make its start faster if they are safe.
 
 vLLM (0.33, docs of `vllm serve` and its environment variables):
-- a fixed KV size (`--kv-cache-memory-bytes`) where the file gives one, so that nothing is profiled; else the result of
-  profiling is kept (`VLLM_ENABLE_STARTUP_PLAN`);
-- compiled code is kept, in a folder for each TP size: its key covers the TP size, so one folder would grow with all;
-- engines that may sleep are started for it;
-- KV is offered to other servers over NIXL, or shared with them in a tier, where the file says so: a change of the
-  fleet moves it then;
-- priorities, cached tokens and token routes are on, which the gateway uses.
+- A fixed KV size (`--kv-cache-memory-bytes`) if the file gives one, so that nothing is profiled. Otherwise the result
+  of profiling is kept (`VLLM_ENABLE_STARTUP_PLAN`).
+- Compiled code is kept, in one folder per TP size: its key covers the TP size, so a single folder would grow with all
+  sizes.
+- Engines that may sleep are started with sleep enabled.
+- If the file asks for it, KV is offered to other servers over NIXL, or shared with them in a tier. A change of the
+  fleet then moves the KV.
+- Priorities, cached tokens and token routes are on, because the gateway uses them.
 
-SGLang (0.5.23): our own warm-up request takes the place of the server's (`--skip-server-warmup`), compiled kernels are
-kept by the same rule.
+SGLang (0.5.23): our own warm-up request replaces the server's (`--skip-server-warmup`); compiled kernels are kept by
+the same rule.
 
-Neither has anything that changes what an engine answers.
+No option here changes what an engine answers.
 """
 
 import sys
@@ -35,7 +36,7 @@ from engines.sleep import SLEEP
 
 
 def server_spec(fleet: FleetFile, wanted: Wanted, asleep: Iterable[str] = ()) -> ServerSpec:
-    """What the launcher is told.
+    """The specification for the launcher.
 
     Args:
         asleep: ids of servers that sleep.
@@ -79,7 +80,7 @@ def _vllm(fleet: FleetFile, wanted: Wanted) -> tuple[list[str], dict[str, str]]:
     if fleet.engine.kv_transfer == "nixl":
         environment |= {f"{SIDE_CHANNEL}_HOST": "{host}", f"{SIDE_CHANNEL}_PORT": "{kv_port}"}
         if fleet.cpu_slots:
-            environment["UCX_TLS"] = "tcp,self,shm"  # it looks for GPUs and their networks otherwise
+            environment["UCX_TLS"] = "tcp,self,shm"  # otherwise it looks for GPUs and their networks
     if wanted.tp in fleet.engine.kv_bytes_by_tp:
         command += ["--kv-cache-memory-bytes", str(fleet.engine.kv_bytes_by_tp[wanted.tp])]
     elif fleet.engine.is_fast_start:
@@ -128,7 +129,7 @@ def _sim(fleet: FleetFile, wanted: Wanted) -> tuple[list[str], dict[str, str]]:
 
 
 def _connectors(fleet: FleetFile) -> list[Connector]:
-    """By which vLLM's KV gets to other servers: what still lives is asked first."""
+    """The connectors that bring vLLM's KV to other servers: servers that are still alive are asked first."""
     engine, has_gpu = fleet.engine, not fleet.cpu_slots
     connectors = [nixl_connector(has_gpu)] if engine.kv_transfer == "nixl" else []
     if engine.kv_tier is not None:

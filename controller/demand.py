@@ -1,8 +1,8 @@
-"""What there is to do, as the gateway tells it: asked of itself, or read from the stream at its store's Redis.
+"""The work at hand, as the gateway reports it: requested from it, or read from the stream on its store's Redis.
 
-Both tell the same. Who asks gets it as it is now, and needs the gateway's address and admin key; who reads needs only
-Redis, and gets what was said some seconds ago. What is older than a bound, or was never said, is no demand: nothing is
-planned then, and what runs goes on.
+Both report the same. A request gives the present state, and needs the gateway's address and admin key. The stream needs
+only Redis, and gives a state that is some seconds old. A report that is older than a limit, or that never came, is no
+demand: nothing is planned then, and running engines go on.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,13 @@ _UNKNOWN = "what the gateway says is not understood: is it of another version?"
 
 
 class DemandAway(Exception):
-    """Nobody says what there is to do, or nobody has for too long; the message says who, and why. Ask again later."""
+    """There is no report of the work at hand, or none for too long; the message names the source and the cause. Retry
+    later."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastRollout:
-    """What each trajectory of a rollout came to, from its start.
+    """The final lengths of each trajectory of a rollout, from its start.
 
     Args:
         ended_at: by the gateway's clock, seconds since the epoch.
@@ -36,10 +37,10 @@ class LastRollout:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What there is to do: one for each active trajectory; and how well such predictions came true so far.
+    """The work at hand, one entry per active trajectory, and how accurate such predictions were so far.
 
     Args:
-        last_rollout: None: none has ended since it was asked for.
+        last_rollout: None: none has ended since the time that the caller gave.
     """
 
     remaining: tuple[Remaining, ...]
@@ -49,7 +50,7 @@ class Work:
 
 
 class Demand(Protocol):
-    """Where the controller hears of work."""
+    """A source of reports about the work."""
 
     async def work(self, since: float = 0.0) -> Work:
         """The work at hand, and the last rollout if it ended after `since`. Raises DemandAway."""
@@ -58,7 +59,7 @@ class Demand(Protocol):
 
 
 class AskedDemand:
-    """Of the gateway itself, with whatever store.
+    """Requests the demand from the gateway itself, whatever its store.
 
     Args:
         gateway: closed by its owner.
@@ -80,10 +81,10 @@ class AskedDemand:
 
 
 class ReadDemand:
-    """From the stream of one gateway.
+    """Reads the demand from one gateway's stream.
 
     Args:
-        max_age_s: what was said longer ago is not acted on.
+        max_age_s: older reports are not acted on.
     """
 
     def __init__(self, stream: Stream, max_age_s: float) -> None:
@@ -109,7 +110,7 @@ class ReadDemand:
 
 
 def demand_of(table: DemandTable, gateway: GatewayClient) -> Demand:
-    """The one that the fleet file names."""
+    """The source that the fleet file names."""
     settings = StoreSettings(namespace=table.namespace)
     stream = open_stream(table.redis.get_secret_value(), DEMAND, settings) if table.redis else None
     return ReadDemand(stream, table.max_age_s) if stream else AskedDemand(gateway)

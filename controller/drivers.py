@@ -1,7 +1,7 @@
-"""Carries single steps out: against the launcher, the gateway and the new server. Each is safe to repeat.
+"""Carries out single steps: with the launcher, the gateway and the new server. Each one is safe to repeat.
 
-What takes long is measured, and written down for the next plan's relaunch cost: `drain` (until no turn runs),
-`move` (of KV), `stop`, `start` (launch until warm), `sleep`, `wake` and `register` (until the gateway gives it turns).
+Slow phases are measured, and recorded for the relaunch cost of the next plan: `drain` (until no turn runs), `move` (of
+KV), `stop`, `start` (launch until warm), `sleep`, `wake` and `register` (until the gateway gives it turns).
 """
 
 import asyncio
@@ -48,7 +48,7 @@ Mover = Callable[[str], Awaitable[None]]
 
 
 async def move_nothing(_: str) -> None:
-    """Trajectories are prefilled at their new home."""
+    """Does nothing: trajectories are prefilled at their new home."""
 
 
 class StartFailed(Exception):
@@ -56,11 +56,11 @@ class StartFailed(Exception):
 
 
 class Drivers:
-    """What steps are carried out with.
+    """Carries out steps.
 
     Args:
         mover: moves KV away from a drained engine.
-        clock: gives wall-clock seconds, for the journal.
+        clock: returns wall-clock seconds, for the journal.
     """
 
     def __init__(
@@ -84,10 +84,11 @@ class Drivers:
         self._began: dict[tuple[str, str], float] = {}
 
     async def perform(self, step: Step) -> None:
-        """Carry a step out, with a record before it and one after.
+        """Carry out a step, with a record before it and one after it.
 
         Raises:
-            StartFailed: a server did not get ready, or did not wake. LaunchFailed: it could not even be launched.
+            StartFailed: a server did not become ready, or did not wake.
+            LaunchFailed: it could not even be launched.
             SleepFault, CannotSleep: it did not fall asleep.
             GatewayAway, GatewayRefused: see there.
         """
@@ -101,12 +102,12 @@ class Drivers:
         self._journal.write(**step_record("done", step, self._clock(), **more))
 
     def note(self, one: Seen) -> None:
-        """Take notice of what ends by itself: a server that was registered serves now."""
+        """Note what ends by itself: a server that was registered now serves."""
         if one.is_serving:
             self._ended("register", one.server_id, one.tp)
 
     async def sleeps(self, server_id: str) -> bool:
-        """Whether a server says that it sleeps; only vLLM tells."""
+        """Whether a server reports that it sleeps; only vLLM does."""
         url = await self._url(server_id)
         if url is None or not self._fleet.sleep.tp_sizes or self._fleet.engine.kind == "sglang":
             return False
@@ -204,7 +205,7 @@ class Drivers:
     async def _register(self, server_id: str) -> None:
         url, tp = await self._url(server_id), await self._tp(server_id)
         for other, taken in self._journal.state.urls.items():
-            if taken == url and other != server_id:  # an address that was used before
+            if taken == url and other != server_id:  # an earlier server had this address
                 await self._at_gateway(other, self._gateway.remove)
                 self._journal.write(**step_record("done", Remove(other), self._clock()))
         engine = self._fleet.engine
@@ -220,7 +221,7 @@ class Drivers:
         await self._gateway.add({name: value for name, value in said.items() if value is not None})
 
     async def _told(self, server_id: str, act: Callable[[HttpClient, int, float], Awaitable[None]]) -> None:
-        """Have the server itself do something. Raises SleepFault."""
+        """Make the server itself do something. Raises SleepFault."""
         url = await self._url(server_id)
         if url is None:
             raise SleepFault("it has no address")
@@ -254,7 +255,7 @@ class Drivers:
         self._began[phase, server_id] = time.monotonic()
 
     def _ended(self, phase: str, server_id: str, tp: int) -> None:
-        """Write a phase down; one that began under another controller is not measured."""
+        """Record a phase; one that began under another controller is not measured."""
         began_at = self._began.pop((phase, server_id), None)
         if began_at is not None and tp:
             seconds = round(time.monotonic() - began_at, 3)

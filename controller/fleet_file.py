@@ -1,4 +1,4 @@
-"""The file that says what a fleet is: `fleet.toml`. What is malformed or unknown stops the start with one line."""
+"""The file that describes a fleet: `fleet.toml`. What is malformed or unknown stops the start with one line."""
 
 import os
 import re
@@ -97,7 +97,7 @@ class EngineTable(BaseModel):
 
 
 class Sleeping(BaseModel):
-    """Which engines fall asleep, and are not stopped, when the fleet changes."""
+    """Which engines are put to sleep, instead of stopped, when the fleet changes."""
 
     model_config = _STRICT
 
@@ -127,7 +127,7 @@ class Sleeping(BaseModel):
 
 
 class WarmUp(BaseModel):
-    """The request that a new engine serves before its first turn; it compiles what is compiled late."""
+    """The request that a new engine serves before its first turn; it triggers late compilation."""
 
     model_config = _STRICT
 
@@ -137,7 +137,7 @@ class WarmUp(BaseModel):
 
 
 class Limits(BaseModel):
-    """Bounds of what the controller waits for and repeats."""
+    """Limits on what the controller waits for and repeats."""
 
     model_config = _STRICT
 
@@ -160,7 +160,7 @@ class Limits(BaseModel):
 
 
 class Planning(BaseModel):
-    """When the fleet is cut anew without being asked."""
+    """When the fleet is reshaped without a request."""
 
     model_config = _STRICT
 
@@ -176,7 +176,7 @@ class Planning(BaseModel):
 
 
 class DemandTable(BaseModel):
-    """Where the controller hears what there is to do."""
+    """Where the controller gets the demand from."""
 
     model_config = _STRICT
 
@@ -190,7 +190,7 @@ class DemandTable(BaseModel):
 
 
 class FleetFile(BaseModel):
-    """Everything one can say of a fleet."""
+    """All settings of a fleet."""
 
     model_config = _STRICT
 
@@ -284,17 +284,17 @@ class FleetFile(BaseModel):
         return RetryRule(self.limits.max_tries, self.limits.back_off_s, self.limits.max_back_off_s)
 
     def profiles(self) -> dict[int, EngineProfile]:
-        """Of each TP size that has one, with the slots that engines are launched with."""
+        """The profile of each TP size that has one, with the slots that engines are launched with."""
         return {tp: load_profile(self.engine.profiles[tp]) for tp in self.tp_sizes if tp in self.engine.profiles}
 
 
 def engine_kind(kind: str) -> str:
-    """Whose control routes an engine of the file has: simulated ones are launched as vLLM."""
+    """The kind whose control routes an engine of the file has: simulated ones are launched as vLLM."""
     return "vllm" if kind == "sim" else kind
 
 
 def load_fleet_file(path: str | Path) -> FleetFile:
-    """The fleet of a file; relative paths in it are relative to it. The admin key comes from the environment.
+    """The fleet of a file; relative paths in it are relative to the file. The admin key comes from the environment.
 
     Raises:
         FleetFileError: it cannot be read, or something in it is wrong.

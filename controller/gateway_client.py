@@ -12,21 +12,21 @@ _TIMEOUT_S = 10.0
 
 
 class GatewayAway(Exception):
-    """The gateway was not heard. Nothing may be concluded from that, least of all that its engines are idle."""
+    """The gateway did not answer. Nothing follows from that, least of all that its engines are idle."""
 
 
 class GatewayRefused(Exception):
-    """The gateway said no; the message is its own. Repeating helps once its cause is gone, such as a wrong key."""
+    """The gateway refused; the message is its own. Repeating helps only once the cause is gone, such as a wrong key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An engine as the gateway has it.
+    """An engine as the gateway reports it.
 
     Args:
-        is_starting: the gateway has not seen it yet.
-        is_cordoned: it gets no turns, by an operator's word, ours, or because the gateway holds it back.
-        num_turns: running on it, by the gateway's count or, while it is seen, its own.
+        is_starting: the gateway has not observed it yet.
+        is_cordoned: it gets no turns: an operator or the controller cordoned it, or the gateway holds it back.
+        num_turns: turns that run on it, by the gateway's count or, while it is ready, its own if that is larger.
     """
 
     engine_id: str
@@ -58,16 +58,17 @@ class GatewayClient:
         return await self._ask("GET", f"/v1/demand?since={since!r}")
 
     async def add(self, engine: dict[str, Any]) -> None:
-        """Take an engine into the fleet: its `url`, and what else is to be said. Known already, it stays as it is."""
+        """Add an engine to the fleet: its `url` and further fields. An engine that is already known stays as it is."""
         if all(one.url != engine["url"] for one in await self.engines()):
             await self._ask("POST", "/v1/engines", orjson.dumps(engine))
 
     async def drain(self, engine_id: str) -> None:
-        """Give it no more turns, and have those that can go on elsewhere now; waits for none."""
+        """Stop giving it turns, and move those that can go on elsewhere now; does not wait for any of them."""
         await self._ask("POST", f"/v1/engines/{quote(engine_id, safe='')}/drain?timeout_s=0")
 
     async def evacuate(self, engine_id: str, timeout_s: float) -> None:
-        """Bring the KV of those who live there to where they go on; what takes longer than `timeout_s` is left."""
+        """Move the KV of trajectories that live there to their new homes; what takes longer than `timeout_s`
+        is left."""
         target = f"/v1/engines/{quote(engine_id, safe='')}/evacuate?timeout_s={timeout_s:g}"
         await self._ask("POST", target, timeout_s=timeout_s + _TIMEOUT_S)
 
@@ -91,7 +92,7 @@ class GatewayClient:
         if response.status >= 500:
             raise GatewayAway(f"{method} {target}: status {response.status}")
         if response.status == 404 and method != "GET":
-            return None  # it is gone already
+            return None  # it is already gone
         try:
             answer = orjson.loads(said)
         except orjson.JSONDecodeError:
@@ -114,6 +115,6 @@ def _member(one: dict[str, Any]) -> Member:
 
 
 def _message(answer: Any) -> str:
-    """Of an error in a gateway's form; "" of another one."""
+    """The message of an error in a gateway's form; "" for any other form."""
     error = answer.get("error") if isinstance(answer, dict) else None
     return str(error.get("message") or "") if isinstance(error, dict) else ""

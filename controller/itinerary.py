@@ -1,4 +1,4 @@
-"""What will happen if all goes well: for explaining a change before it is made, and for refusing one that cannot be."""
+"""What will happen if all goes well: to explain a change before it is made, and to refuse an impossible one."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,9 +32,9 @@ def itinerary(
     min_engines: int = 0,
     max_starting: int = 8,
 ) -> list[list[Step]]:
-    """All rounds of steps until the fleet is as wanted, if each goes well and every turn ends.
+    """All rounds of steps until the fleet is as wanted, if each one goes well and every turn ends.
 
-    Where `min_engines` forbids the change, the last round leaves something undone: see `is_reached`.
+    If `min_engines` forbids the change, the last round leaves something undone: see `is_reached`.
     """
     rounds = []
     now = _drained(seen)
@@ -54,7 +54,7 @@ def is_reachable(
     min_engines: int = 0,
     max_starting: int = 8,
 ) -> bool:
-    """Whether the change can be made without fewer than `min_engines` serving on the way."""
+    """Whether the change is possible with at least `min_engines` serving all the time."""
     now = list(seen)
     for steps in itinerary(wanted, seen, spares=spares, min_engines=min_engines, max_starting=max_starting):
         for step in steps:
@@ -63,12 +63,12 @@ def is_reachable(
 
 
 def _drained(seen: Sequence[Seen]) -> list[Seen]:
-    """When the turns have ended of those that get no more."""
+    """The servers once all turns on cordoned ones have ended."""
     return [replace(one, num_turns=0) if one.is_cordoned else one for one in seen]
 
 
 def after(step: Step, seen: Sequence[Seen]) -> list[Seen]:
-    """What will be seen when a step went well."""
+    """What will be seen after a step went well."""
     if isinstance(step, Launch):
         others = [one for one in seen if one.server_id != step.server_id]
         return [*others, Seen(step.server_id, step.wanted.tp, step.wanted.devices)]

@@ -1,8 +1,9 @@
-"""What the controller must know after SIGKILL and cannot see: a file of records, each on the disk before what it says.
+"""What the controller must know after SIGKILL and cannot observe: a file of records, each on disk before what it
+describes.
 
-The fleet itself is seen at the launcher and the gateway. Here is the rest: what is wanted and what was wanted before,
-which engines this controller drained, moved and stopped, which failed, and how long each phase took. Records are JSON
-lines; the state is their fold, and nothing else changes it. A last line that is torn was never acted upon.
+The fleet itself is observed at the launcher and the gateway. The journal holds the rest: the wanted fleet and the one
+before, which engines this controller drained, moved and stopped, which failed, and how long each phase took. Records
+are JSON lines. The state is their fold, and nothing else changes it. A torn last line was never acted on.
 """
 
 import json
@@ -16,9 +17,10 @@ from controller import rollouts
 from controller.rollouts import History
 from controller.steps import Rest, Wanted
 
-MAX_TIMES_KEPT = 5  # of one phase and TP size: the median follows a change of disk or model soon
+MAX_TIMES_KEPT = 5  # per phase and TP size: the median soon follows a change of disk or model
 MAX_FAILURES_KEPT = 20
-# Of the file; a rollout is noted with 120 KB, and all that a start must read is the state, in half of that.
+# Limit of the file. A rollout is recorded with 120 KB, and a start has to read only the state, which takes half of
+# that.
 _MAX_BYTES = 4 * 2**20
 
 Json = dict[str, Any]
@@ -27,7 +29,7 @@ Of = TypeVar("Of")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A server that ended, or never answered, though it was wanted."""
+    """A wanted server or a spare that ended, or never answered."""
 
     server_id: str
     tp: int
@@ -38,22 +40,22 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the records say.
+    """The fold of the records.
 
     Args:
         wanted: the fleet that should be there.
-        proven: the last fleet that was reached; it comes back when another does not start. Empty: there was none.
-        is_manual: an operator chose the fleet; plans are made, but not acted upon.
-        spares: servers that should be there asleep; none of them is wanted.
-        sleepless: why none may sleep, by an engine's own word; "": they may.
-        rest: servers that are not awake: `asleep`, or `between` where one was told to fall asleep or to wake.
-        levels: at which each server fell asleep last, whatever the file says by now.
+        proven: the last fleet that was reached; it is restored if another one does not start. Empty: there was none.
+        is_manual: an operator chose the fleet; plans are made, but not acted on.
+        spares: servers that should be there, asleep; none of them is in `wanted`.
+        sleepless: why no server may sleep, as an engine reported it; "": they may.
+        rest: servers that are not awake: `asleep`, or `between` if one was told to fall asleep or to wake.
+        levels: the level at which each server last fell asleep, whatever the file says now.
         resting: devices that an operator took out of use.
         urls: where servers were registered at the gateway, by server id.
-        num_tries: starts of a server that failed, counted over those that took its place, by server id.
+        num_tries: failed starts of a server, including those of the servers it replaced, by server id.
         begun: steps begun and not known to be done, for people.
-        phase_s: the last times of each phase and TP size, such as ("start", 2), of engines of `kind`.
-        kind: of the engines that were measured; times of another kind are forgotten.
+        phase_s: the last times of each phase and TP size, such as ("start", 2), for engines of `kind`.
+        kind: the kind of the measured engines; times of another kind are dropped.
         blocked_tps: sizes that failed to start for good; not planned until an operator scales.
         history: of rollouts.
     """
@@ -84,7 +86,7 @@ class State:
 
 
 def fold(state: State, record: Json) -> State:
-    """The state after one more record. Unknown kinds are of a later version, and skipped."""
+    """The state after one more record. Unknown kinds come from a later version and are skipped."""
     match record["kind"]:
         case "state":
             return _loaded(record["state"])
@@ -114,7 +116,7 @@ def fold(state: State, record: Json) -> State:
 
 
 def _wanted(state: State, record: Json) -> State:
-    """What is absent from the record stays as it is; what is wanted is no spare any more."""
+    """Fields absent from the record stay as they are; a wanted server is no longer a spare."""
     wanted = _servers(record["wanted"])
     spares = _servers(record["spares"]) if "spares" in record else state.spares
     return replace(
@@ -141,7 +143,7 @@ def _measured(state: State, record: Json) -> State:
 
 
 def _begun(state: State, record: Json) -> State:
-    """A drain counts from its beginning: it may have happened though nobody could write that it was done."""
+    """A drain counts from its beginning: it may have happened even though its end was never recorded."""
     server_id = record["server_id"]
     match record["step"]:
         case "Drain":
@@ -176,7 +178,7 @@ def _done(state: State, record: Json) -> State:
 
 
 def _gone(state: State, server_ids: set[str]) -> State:
-    """Neither wanted nor anywhere to be seen: nothing about them matters any more."""
+    """Servers that are neither wanted nor seen anywhere: nothing about them matters any more."""
     return replace(
         state,
         drained=state.drained - server_ids,
@@ -201,7 +203,7 @@ class Journal:
     """The records of one fleet, and their fold.
 
     Args:
-        path: the file; its folder is made. Only the holder of the fleet's lease may open it.
+        path: the file; its folder is created. Only the holder of the fleet's lease may open it.
 
     Raises:
         ValueError: the file is damaged before its last line.
@@ -212,12 +214,12 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.state = read_state(path)
         written = path.read_bytes() if path.exists() else b""
-        # What a reader may find torn is written anew, whole.
+        # What a reader may find torn is rewritten as a whole.
         self._file = self._begun_anew(written[: written.rfind(b"\n") + 1])
         self._shorten()
 
     def write(self, **record: Any) -> State:
-        """Put a record onto the disk; on return it survives a power cut. Gives the state after it."""
+        """Write a record to disk; once this returns, the record survives a power cut. Returns the state after it."""
         self._file.write(_line(record))
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -229,13 +231,13 @@ class Journal:
         self._file.close()
 
     def _shorten(self) -> None:
-        """Where the records have become too many, put the state in their place."""
+        """If the file has grown too large, replace the records by the state."""
         if self._file.tell() > _MAX_BYTES:
             self._file.close()
             self._file = self._begun_anew(_line({"kind": "state", "state": dumped(self.state)}))
 
     def _begun_anew(self, written: bytes) -> BinaryIO:
-        """The file with just this in it: all of it, or none if the machine dies meanwhile."""
+        """Replace the content of the file by `written`: all of it, or nothing if the machine dies meanwhile."""
         draft = self._path.with_suffix(".draft")
         with draft.open("wb") as file:
             file.write(written)
@@ -251,7 +253,7 @@ class Journal:
 
 
 def read_state(path: Path) -> State:
-    """What a journal says, whoever writes it. Raises ValueError: see `Journal`."""
+    """The state in a journal, whichever process writes it. Raises ValueError: see `Journal`."""
     state = State()
     for record in _records(path):
         state = fold(state, record)

@@ -2,11 +2,11 @@
 
 Rules:
 
-- A device is one of a node's GPUs, "node/number". The controller chooses the node and how many; which of its GPUs
-  these are is the choice of the node's device plugin.
-- A Pod is its server's only record: its specification is an annotation, its labels say whose it is. There is no
-  Service: a Pod that is never restarted keeps its address.
-- A Pod is never deleted by force. Where a lost node cannot confirm its end, that is said, and a person decides.
+- A device is one of a node's GPUs, "node/number". The controller chooses the node and the number of GPUs; the node's
+  device plugin chooses which ones.
+- A Pod is its server's only record: its specification is an annotation, and its labels name the fleet. There is no
+  Service, because a Pod that is never restarted keeps its address.
+- A Pod is never deleted by force. If a lost node cannot confirm its end, that is reported, and a person decides.
 """
 
 import asyncio
@@ -41,14 +41,14 @@ class KubernetesLauncher:
 
     Args:
         template: a Pod manifest; see `kubernetes_pod`.
-        kubeconfig: file; None inside a cluster is the Pod's own account, and else ~/.kube/config.
+        kubeconfig: file. None: inside a cluster the Pod's own account, else ~/.kube/config.
         context: of the kubeconfig; None is its current one.
-        resource: what the nodes' device plugin calls a GPU.
+        resource: the device plugin's name for a GPU.
         nodes: label selector of the nodes to use, such as "pool=rollout"; "" is all that have the resource.
         port: of each server.
-        owner: name of a ConfigMap; when it is deleted, the engines are too. "" is nobody.
-        confirm_timeout_s: how long a node may take beyond a server's grace: unmounting a network disk, or giving GPU
-            memory back, takes a while.
+        owner: name of a ConfigMap whose deletion also deletes the engines. "": none.
+        confirm_timeout_s: how long a node may take beyond a server's grace: unmounting a network disk, or freeing GPU
+            memory, takes a while.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class KubernetesLauncher:
             kubernetes.config.load_incluster_config(client_configuration=configuration)
         else:
             kubernetes.config.load_kube_config(kubeconfig, context, configuration)
-        configuration.retries = False  # A request that changes something is not repeated unseen.
+        configuration.retries = False  # The client must not silently repeat a request that changes something.
         self._client = kubernetes.client.ApiClient(configuration)
         self._core = kubernetes.client.CoreV1Api(self._client)
 
     def inventory(self) -> tuple[str, ...]:
-        """The GPUs of each node that is ready and takes Pods, node by node. Asks the API server."""
+        """The GPUs of each node that is ready and accepts Pods, node by node. Queries the API server."""
         devices = []
         for name, node in sorted(self._read_nodes(self._nodes).items()):
             if _is_ready(node) and not (node.get("spec") or {}).get("unschedulable"):
@@ -85,7 +85,7 @@ class KubernetesLauncher:
         return tuple(devices)
 
     async def launch(self, spec: ServerSpec) -> Server:
-        """Create a server's Pod, or give the one of this id that is there.
+        """Create a server's Pod, or return the existing one of this id.
 
         Raises:
             LaunchFailed: a device is unknown or held, or the API server refused the Pod.
@@ -99,7 +99,7 @@ class KubernetesLauncher:
         """All servers of a fleet whose Pods exist, oldest first.
 
         Raises:
-            ConnectionError: the API server cannot be asked; safe to repeat.
+            ConnectionError: the API server cannot be reached; safe to repeat.
         """
         try:
             return await asyncio.to_thread(self._find, f"{FLEET_LABEL}={fleet_id}")
@@ -107,11 +107,11 @@ class KubernetesLauncher:
             raise ConnectionError(f"Kubernetes: {_words(error)}") from error
 
     async def stop(self, server_id: str, grace_s: float) -> None:
-        """Delete a server's Pod and wait until its node says that it has ended.
+        """Delete a server's Pod and wait until its node confirms that it has ended.
 
         Raises:
-            TimeoutError: the node has not said so; safe to repeat.
-            ConnectionError: the API server cannot be asked; safe to repeat.
+            TimeoutError: the node has not confirmed it; safe to repeat.
+            ConnectionError: the API server cannot be reached; safe to repeat.
         """
         try:
             await asyncio.to_thread(self._stop, server_id, grace_s)
@@ -154,18 +154,18 @@ class KubernetesLauncher:
 
     def _stop(self, server_id: str, grace_s: float) -> None:
         name = pod_name(server_id)
-        # A grace of 0 would be a deletion by force: the Pod is forgotten while it runs.
+        # A grace of 0 would be a forced deletion: the Pod is forgotten while it still runs.
         grace = max(1, math.ceil(grace_s))
         deadline = time.monotonic() + grace + self._confirm_timeout_s
         pod = self._read_pod(name)
         if pod is None or not is_of(pod, server_id):
             return
-        # All in the body: where there is one, the API server does not look at the query.
+        # All in the body: if there is one, the API server ignores the query.
         how = {"gracePeriodSeconds": grace, "preconditions": {"uid": pod["metadata"]["uid"]}}
         try:
             self._core.delete_namespaced_pod(name, self._namespace, body=how, _request_timeout=REQUEST_TIMEOUT_S)
         except ApiException as error:
-            if error.status not in (404, 409):  # It has gone meanwhile.
+            if error.status not in (404, 409):  # It is already gone.
                 raise
         while (there := self._read_pod(name)) is not None and there["metadata"]["uid"] == pod["metadata"]["uid"]:
             if time.monotonic() > deadline:
@@ -183,7 +183,7 @@ class KubernetesLauncher:
                 pod["metadata"]["name"], self._namespace, container=container, _preload_content=False, **options
             )
         except ApiException:
-            return ()  # Its node is not heard, or the container's log is gone with it.
+            return ()  # Its node does not answer, or the container's log is gone with it.
         return tuple(answer.data.decode(errors="replace").splitlines())
 
     def _owner_reference(self) -> Json:
@@ -217,7 +217,7 @@ class KubernetesLauncher:
 def kubernetes_launcher(fleet: object, options: Mapping[str, Any]) -> Launcher:
     """The launcher of a fleet file with launcher = "kubernetes"; the options are KubernetesLauncher's arguments.
 
-    `template` is the path of a YAML file there.
+    `template` there is the path of a YAML file.
 
     Raises:
         ValueError: an option is unknown, or the template or the kubeconfig cannot be used.
@@ -232,7 +232,7 @@ def kubernetes_launcher(fleet: object, options: Mapping[str, Any]) -> Launcher:
 
 
 def _node_cause(pod: Json, nodes: Mapping[str, Json]) -> str:
-    """What became of a Pod's node, once Kubernetes has given the Pod up; a node may be out of sight for a while."""
+    """What happened to a Pod's node, once Kubernetes has given the Pod up; a node may be unreachable for a while."""
     name = pod["spec"].get("nodeName")
     if name and name not in nodes:
         return f"its node {name} is gone"

@@ -1,7 +1,7 @@
-"""The Pod of an engine server, and what a Pod tells of its server. Pure: dictionaries in, dictionaries out.
+"""The Pod of an engine server, and the server that a Pod describes. Pure: dictionaries in, dictionaries out.
 
-A Pod is made of a template, a Pod manifest of the operator's (image, volumes, tolerations, security), whose first
-container is the engine's. Set over it are names, labels, command, GPUs, node and restart policy; see `engine_pod`.
+A Pod is made from a template: the operator's Pod manifest (image, volumes, tolerations, security), whose first
+container is the engine's. Names, labels, command, GPUs, node and restart policy are set on top of it; see `engine_pod`.
 """
 
 import copy
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 FLEET_LABEL, SPEC_ANNOTATION = "heddle/fleet", "heddle/spec"
 MANAGED = {"app.kubernetes.io/name": "heddle-engine", "app.kubernetes.io/managed-by": "heddle-controller"}
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
-# NIXL's, by which other servers ask for a server's memory.
+# NIXL's port, at which other servers ask for a server's memory.
 _KV_PORT = 5600
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
@@ -28,9 +28,9 @@ def engine_pod(spec: ServerSpec, template: Mapping[str, Any], resource: str, por
     """The Pod to create.
 
     Args:
-        resource: what the node's device plugin calls a GPU, such as nvidia.com/gpu. The plugin also decides which of
-            the node's GPUs the container sees, so nothing is pinned here.
-        port: that the server listens on; each Pod has an address of its own.
+        resource: the device plugin's name for a GPU, such as nvidia.com/gpu. The plugin also decides which of the
+            node's GPUs the container sees, so nothing is pinned here.
+        port: on which the server listens; each Pod has an address of its own.
 
     Raises:
         ValueError: the fleet's id cannot be a label, or the devices are on several nodes.
@@ -45,7 +45,7 @@ def engine_pod(spec: ServerSpec, template: Mapping[str, Any], resource: str, por
     metadata["name"] = pod_name(spec.server_id)
     metadata.setdefault("labels", {}).update({**MANAGED, FLEET_LABEL: spec.fleet_id})
     metadata.setdefault("annotations", {})[SPEC_ANNOTATION] = json.dumps(asdict(spec), sort_keys=True)
-    # The controller is the only writer of the fleet: what has ended stays ended, and tells why.
+    # The controller is the only writer of the fleet: a Pod that has ended stays ended, and shows why.
     pod["spec"]["restartPolicy"] = "Never"
     on_node = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": sorted(nodes)}]}
     required = {"nodeSelectorTerms": [on_node]}
@@ -57,7 +57,7 @@ def engine_pod(spec: ServerSpec, template: Mapping[str, Any], resource: str, por
 
 
 def pod_name(server_id: str) -> str:
-    """A name that Kubernetes takes: the server's id, or where that cannot be one, something like it."""
+    """A name that Kubernetes accepts: the server's id, or a similar name if the id cannot be one."""
     if _NAME.fullmatch(server_id):
         return server_id
     readable = re.sub(r"[^a-z0-9]+", "-", server_id.lower()).strip("-")[:50]
@@ -65,7 +65,7 @@ def pod_name(server_id: str) -> str:
 
 
 def is_of(pod: Mapping[str, Any], server_id: str) -> bool:
-    """Whether a Pod is this server's, and not somebody else's of the same name."""
+    """Whether a Pod belongs to this server, and not to something else of the same name."""
     return SPEC_ANNOTATION in pod["metadata"].get("annotations", {}) and spec_of(pod).server_id == server_id
 
 
@@ -78,7 +78,7 @@ def server_of(pod: Mapping[str, Any], last_lines: tuple[str, ...], node_cause: s
     """The server as its Pod shows it.
 
     Args:
-        node_cause: what became of its node, in words; "" while that is well.
+        node_cause: what happened to its node, in words; "" while the node is well.
     """
     status = pod.get("status") or {}
     state, cause = ServerState.STARTING, ""
@@ -96,13 +96,13 @@ def server_of(pod: Mapping[str, Any], last_lines: tuple[str, ...], node_cause: s
 
 
 def _fill_container(container: Json, spec: ServerSpec, resource: str, port: int) -> None:
-    # Kubernetes fills "$(POD_IP)" in; any other "$(" is the engine's and must stay.
+    # Kubernetes fills in "$(POD_IP)"; any other "$(" belongs to the engine and must stay.
     escaped = (argument.replace("$(", "$$(") for argument in spec.command)
     container["command"] = [part.replace("{port}", str(port)).replace("{host}", "$(POD_IP)") for part in escaped]
     container.pop("args", None)
     environment = {"POD_IP": {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}}
     environment |= {entry["name"]: entry for entry in container.get("env", [])}
-    places = {"{host}": "$(POD_IP)", "{kv_port}": str(_KV_PORT)}  # a Pod has its ports for itself
+    places = {"{host}": "$(POD_IP)", "{kv_port}": str(_KV_PORT)}  # a Pod shares its ports with nobody
     environment |= {
         name: {"name": name, "value": places.get(value) or value.replace("$(", "$$(")}
         for name, value in spec.environment.items()
@@ -111,7 +111,7 @@ def _fill_container(container: Json, spec: ServerSpec, resource: str, port: int)
     container["ports"] = [{"name": "http", "containerPort": port}]
     container.setdefault("readinessProbe", {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5})
     resources = container.setdefault("resources", {})
-    # What is not divisible must be asked for and limited alike.
+    # Indivisible resources need equal requests and limits.
     for kind in ("requests", "limits"):
         resources.setdefault(kind, {})[resource] = str(len(spec.devices))
 
@@ -127,7 +127,7 @@ def _exit_cause(pod: Mapping[str, Any]) -> str:
 
 
 def _why_it_waits(status: Mapping[str, Any]) -> tuple[str, ...]:
-    """What Kubernetes says of a Pod that does not run: no room, no image."""
+    """Kubernetes' reasons why a Pod does not run: no room, no image."""
     conditions = [each for each in status.get("conditions") or () if each["status"] == "False"]
     if status.get("phase") != "Pending":
         return ()

@@ -1,8 +1,9 @@
-"""Which devices each engine of a planned fleet gets: as many engines as possible stay where they are.
+"""Which devices each engine of a planned fleet gets; as many engines as possible stay where they are.
 
-Engines get aligned blocks, as a buddy allocator gives them: TP 4 begins at device 0, 4, 8, ... of its node, where
-neighbours are best connected. An engine that is there already stays if one of its size is wanted and no larger one
-needs its devices. New ones get the blocks for which the least has to end: of what is wanted still, then of the rest.
+Engines get aligned blocks, as in a buddy allocator: TP 4 begins at device 0, 4, 8, ... of its node, where neighbours
+are best connected. An existing engine stays if one of its size is wanted and no larger one needs its devices. New
+engines get the blocks for which the fewest engines have to end: those that are still wanted count first, then the
+others.
 """
 
 from collections import Counter, defaultdict
@@ -18,7 +19,7 @@ Block = tuple[str, ...]
 
 
 class DoesNotFit(ValueError):
-    """The engines do not fit onto the devices. The message says what is wanted of how many."""
+    """The engines do not fit onto the devices. The message gives the sizes and the number of devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,9 @@ class Floor:
     """The devices that may be used, node by node.
 
     Args:
-        devices: all of the inventory, in its order. Where names begin with a node's and a slash, those are the nodes.
-        devices_per_node: of a node, where names do not say.
-        resting: those that are not to be used now.
+        devices: the whole inventory, in its order. If names start with a node's name and a slash, these are the nodes.
+        devices_per_node: of a node, if names do not tell.
+        resting: devices that must not be used now.
     """
 
     devices: tuple[str, ...]
@@ -43,7 +44,7 @@ class Floor:
         return [self.devices[start : start + size] for start in range(0, len(self.devices), size)]
 
     def blocks(self, tp: int) -> list[Block]:
-        """Aligned blocks of so many devices, on no node's edge and without one that rests."""
+        """Aligned blocks of `tp` devices, each within one node and without resting devices."""
         blocks = [node[start : start + tp] for node in self.nodes() for start in range(0, len(node) - tp + 1, tp)]
         return [block for block in blocks if not self.resting & set(block)]
 
@@ -55,12 +56,13 @@ def lay_out(
     new_id: Callable[[], str],
     asleep: Sequence[Wanted] = (),
 ) -> list[Wanted]:
-    """The servers of a fleet: those of `current` that stay, of `asleep` that wake, and new ones with ids of `new_id`.
+    """The servers of a fleet: those of `current` that stay, those of `asleep` that wake, and new ones with ids of
+    `new_id`.
 
     Args:
         tps: sizes of the engines, each a power of two.
-        current: what is wanted now, then what still runs besides; of two on the same device one can stay at most.
-        asleep: what holds no device, and may come in place of a new one.
+        current: what is wanted now, then what else still runs; of two on the same device at most one can stay.
+        asleep: servers that hold no device, and may take the place of a new one.
 
     Raises:
         DoesNotFit: too many devices, or no aligned block is left.
@@ -72,7 +74,7 @@ def lay_out(
     try:
         return _laid_out(wanted, there, asleep, floor, new_id)
     except DoesNotFit:
-        # Those that began when the inventory was another one may lie across two blocks.
+        # Engines that began under another inventory may lie across two blocks.
         aligned = {block for tp in wanted for block in floor.blocks(tp)}
         return _laid_out(wanted, [one for one in there if one.devices in aligned], asleep, floor, new_id)
 
@@ -80,7 +82,7 @@ def lay_out(
 def _laid_out(
     wanted: Counter[int], there: Sequence[Wanted], asleep: Sequence[Wanted], floor: Floor, new_id: Callable[[], str]
 ) -> list[Wanted]:
-    """Largest first: whichever block one takes, as many are left for the smaller ones."""
+    """Largest first: whichever block one takes, the number left for smaller ones is the same."""
     laid: list[Wanted] = []
     taken = set(floor.resting)
     sleeper_on = {one.devices: one for one in asleep}
@@ -105,9 +107,9 @@ def _laid_out(
 def _cheapest(
     blocks: Iterable[Block], number: int, wanted: Mapping[int, int], there: Iterable[Wanted], sleeps: Container[Block]
 ) -> Iterator[Block]:
-    """So many blocks for engines of one size, where these are there and may stay. Their price is devices of smaller
-    ones that then cannot; whether one must be started; and how many end for it: where none does, it starts while they
-    serve, and can fetch their KV."""
+    """`number` blocks for engines of one size, given the servers that are there and may stay. A block's price is, in
+    this order: the devices of smaller engines that then cannot stay, whether an engine must be started, and how many
+    end for it. If none ends, the new engine starts while they serve, and can fetch their KV."""
     on: dict[str, set[Wanted]] = defaultdict(set)
     spare = Counter({tp: -count for tp, count in wanted.items()})
     for one in there:
@@ -126,7 +128,7 @@ def _cheapest(
     heapify(heap)
     while number:
         known, place, block = heappop(heap)
-        if (now := price(block)) > known:  # those before took what was to spare
+        if (now := price(block)) > known:  # blocks chosen before used up the spare engines
             heappush(heap, (now, place, block))
             continue
         for one in set().union(*(on[device] for device in block)):

@@ -1,7 +1,9 @@
-"""One controller acts, others wait: a lock on a file beside the journal, which the system gives back at any death.
+"""One controller acts, others wait: a lock on a file beside the journal, which the system releases when its holder
+dies.
 
-The file must be on a disk that all controllers of the fleet share and that knows flock (local disks, NFS 4). There is
-no time-out, hence nothing to fence: a controller that hangs keeps its lease, and only its end gives it to another.
+The file must be on a disk that all controllers of the fleet share and that supports flock (local disks, NFS 4). There
+is no timeout, so nothing has to be fenced: a controller that hangs keeps its lease, and only its end frees it for
+another.
 """
 
 import asyncio
@@ -21,7 +23,7 @@ class Lease:
         self._file: IO[str] | None = None
 
     def try_take(self) -> bool:
-        """Take it if nobody holds it."""
+        """Take it if it is free. Returns whether it was."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = self._path.open("a")
         try:
@@ -36,12 +38,12 @@ class Lease:
         return True
 
     async def take(self) -> None:
-        """Wait until it is ours."""
+        """Wait until this process holds it."""
         while not self.try_take():  # noqa: ASYNC110 (flock has no event for it, but a thread that waits)
             await asyncio.sleep(_POLL_S)
 
     def holder(self) -> str:
-        """Process id of who holds it, for people; "" if unknown."""
+        """Process id of the holder, for people; "" if unknown."""
         try:
             return self._path.read_text().strip()
         except OSError:

@@ -1,12 +1,12 @@
-"""The process above one local server: runs it, says how it ended, and outlives the controller that launched it.
+"""The process above one local server: runs it, records how it ended, and outlives the controller that launched it.
 
-Run as a script (`python local_guard.py FOLDER`) with nothing but the standard library, so that it starts in 30 ms. It
-detaches itself into a session of its own; all processes of the server are in that session. Rules:
+It runs as a script (`python local_guard.py FOLDER`) with only the standard library, so it starts in 30 ms. It detaches
+into its own session, which contains all processes of the server. Rules:
 
 - It holds the folder's `lock` for as long as it lives, so a second guard of the same server ends at once.
-- Where `stop` lies in the folder, no server is started any more.
-- The server's log is bounded: when it is full, it becomes `log.1` in place of the one before, and goes on empty.
-- The server dies with the guard; when the server ends, the guard kills what is left of the session, itself last.
+- If the folder contains `stop`, no server is started any more.
+- The server's log is bounded: when it is full, it replaces `log.1`, and the log starts again empty.
+- The server dies with the guard. When the server ends, the guard kills the rest of the session, itself last.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
-_LOG_LOOK_S = 5.0  # Between looks at the log's size: an engine that writes all it can has written 1 GB by then.
+_LOG_LOOK_S = 5.0  # Between checks of the log's size: an engine that writes all it can has written 1 GB by then.
 
 
 def main(folder: Path) -> None:
@@ -49,7 +49,7 @@ def main(folder: Path) -> None:
 
 
 def _run(folder: Path, server: dict[str, object]) -> str:
-    """Run the server until it ends; how it ended, in words."""
+    """Run the server until it ends. Returns how it ended, in words."""
     with (folder / "log").open("ab") as log:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(log.fileno(), stream.fileno())
@@ -69,20 +69,20 @@ def _run(folder: Path, server: dict[str, object]) -> str:
 
 
 def _inherited() -> dict[str, str]:
-    """The launcher's environment without our own settings: an engine needs no admin key."""
+    """The launcher's environment without Heddle's settings: an engine needs no admin key."""
     return {name: value for name, value in os.environ.items() if not name.startswith("HEDDLE_")}
 
 
 def _keep_log_bounded(log: Path, max_bytes: int) -> None:
-    """For as long as this process lives."""
+    """Runs for as long as this process lives."""
     while True:
         rotate(log, max_bytes)
         time.sleep(_LOG_LOOK_S)
 
 
 def rotate(log: Path, max_bytes: int) -> None:
-    """Begin a log anew if it is full. Its writers go on with it, for it is opened for appending; what they write in the
-    moment between is lost."""
+    """Start a log again if it is full. Its writers continue with it, because it is open for appending; whatever they
+    write during the change is lost."""
     if log.stat().st_size > max_bytes:
         shutil.copyfile(log, log.with_name("log.1"))
         os.truncate(log, 0)
@@ -93,14 +93,14 @@ def _die_with_parent() -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a file so that it is there whole or not at all."""
+    """Write a file so that it is there as a whole or not at all."""
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(value))
     draft.rename(path)
 
 
 def started(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when there is none, or it has ended."""
+    """When a process started, in clock ticks since boot; None if there is none, or it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -109,7 +109,7 @@ def started(pid: int) -> int | None:
 
 
 def boot_id() -> str:
-    """Names the machine's present boot: process ids mean nothing in another one."""
+    """Identifies the machine's current boot: process ids mean nothing in another one."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

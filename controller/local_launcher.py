@@ -1,15 +1,15 @@
 """Launches servers as processes of this machine, each pinned to its devices.
 
-All that is known of a server lies in a folder of its own below the run folder, so any controller finds it:
+Everything known of a server is in its own folder below the run folder, so any controller finds it:
 
-    <run folder>/<fleet id>/<server id>/server.json    what was asked for: spec, port, command, environment
+    <run folder>/<fleet id>/<server id>/server.json    what was requested: spec, port, command, environment
                                         process.json   its guard's pid, start time and boot (local_guard.py)
                                         exit.json      how it ended
-                                        stop           somebody wanted its end: it is never started again
+                                        stop           its end was requested: it is never started again
                                         lock           held by its guard, so that there is one
                                         log, log.1     its output; the second is older
 
-A server runs while anything is left in its guard's session. A pid is believed only together with its start time and
+A server runs while anything is left in its guard's session. A pid counts only together with its start time and
 the machine's boot.
 """
 
@@ -38,7 +38,7 @@ from engines.children import free_port
 NUM_LAST_LINES = 30  # enough to show a Python traceback's end
 _TAIL_BYTES = 16 * 1024
 _POLL_S = 0.02
-# Logs of servers that were stopped; older ones go when another is launched.
+# Limit of stopped servers whose logs are kept; older ones go when another server is launched.
 MAX_STOPPED_KEPT = 50
 
 
@@ -46,10 +46,12 @@ class LocalLauncher:
     """Processes of this machine.
 
     Args:
-        run_dir: where servers are written down; one for each machine, for it is also what keeps devices apart.
+        run_dir: where servers are recorded; one per machine, because it also keeps devices apart.
         devices: the inventory, such as `("0", "1", "2", "3")` for GPUs, or any names for CPU slots.
-        pin_variable: environment variable that gets a server's devices. None: nothing to pin to, such as CPU slots.
-        max_log_bytes: of a server's log; then it is begun anew, and the old one is kept until the next time.
+        pin_variable: environment variable that gets a server's devices. None: there is nothing to pin, as with CPU
+            slots.
+        max_log_bytes: limit of a server's log; a full one is started again, and the old one is kept until the next
+            time.
     """
 
     def __init__(
@@ -70,10 +72,10 @@ class LocalLauncher:
         return self._devices
 
     async def launch(self, spec: ServerSpec) -> Server:
-        """Start a server, or give the one of this id that is or was there.
+        """Start a server, or return the one of this id that is or was there.
 
         Raises:
-            LaunchFailed: a device is unknown, or another server, of whatever fleet, holds it and does not sleep.
+            LaunchFailed: a device is unknown, or another server, of any fleet, holds it and does not sleep.
         """
         return await asyncio.to_thread(self._launch, spec)
 
@@ -110,7 +112,7 @@ class LocalLauncher:
                 self._check_devices(spec, servers)
                 self._write(folder, spec, {server.url for server in servers})
                 self._prune(spec.fleet_id)
-        # Outside the lock, and again where an earlier launch broke off here: the guard knows whether it is too late.
+        # Outside the lock, and again if an earlier launch broke off here: the guard knows whether it is too late.
         guard = [sys.executable, "-I", "-S", str(Path(local_guard.__file__)), str(folder)]
         subprocess.run(guard, stdin=subprocess.DEVNULL, check=True)
         return _server(folder, self._sessions.look())
@@ -125,7 +127,7 @@ class LocalLauncher:
 
     def _write(self, folder: Path, spec: ServerSpec, taken_urls: set[str | None]) -> None:
         port = free_port()
-        while _url(port) in taken_urls:  # given to a server that does not listen yet
+        while _url(port) in taken_urls:  # assigned to a server that does not listen yet
             port = free_port()
         pinned = {self._pin_variable: ",".join(spec.devices)} if self._pin_variable else {}
         draft = folder.with_name(f".{folder.name}")
@@ -148,7 +150,7 @@ class LocalLauncher:
         look, folders = self._sessions.look(), self._folders(fleet_id)
         stopped = [folder for folder in folders if (folder / "stop").exists() and not _lives(folder, look)]
         for folder in stopped[:-MAX_STOPPED_KEPT]:
-            hidden = folder.with_name(f".{folder.name}")  # at once: nobody reads half of it
+            hidden = folder.with_name(f".{folder.name}")  # atomically: no reader sees half of it
             folder.rename(hidden)
             shutil.rmtree(hidden, ignore_errors=True)
 
@@ -159,7 +161,7 @@ class LocalLauncher:
         for folder in self._folders(fleet_id):
             with contextlib.suppress(FileNotFoundError):
                 server = _server(folder, look)
-                (folder / "server.json").stat()  # else it was cleared away while it was read
+                (folder / "server.json").stat()  # if missing, it was removed while it was read
                 servers.append(server)
         return servers
 
@@ -167,13 +169,13 @@ class LocalLauncher:
         """Folders of servers, oldest first; of every fleet for `*`."""
         written = []
         for path in self._run_dir.glob(f"{fleet_id}/[!.]*/server.json"):
-            with contextlib.suppress(FileNotFoundError):  # cleared away meanwhile
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 written.append((path.stat().st_mtime_ns, path.parent))
         return [folder for _, folder in sorted(written)]
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """One launch at a time, so that none takes devices that another is about to take."""
+        """One launch at a time, so that none takes devices that another one is about to take."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         with (self._run_dir / "launching").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -217,7 +219,7 @@ def _remove_leavings(folder: Path) -> None:
 
 
 def _is_guarded(folder: Path) -> bool:
-    """Whether a guard lives or is about to. Only where `stop` lies: a guard that meets our lock here gives up."""
+    """Whether a guard lives or is about to. Call only if `stop` exists: a guard that meets this lock gives up."""
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -227,7 +229,7 @@ def _is_guarded(folder: Path) -> bool:
 
 
 def _lives(folder: Path, look: Look) -> bool:
-    """Whether the guard or anything in its session is there."""
+    """Whether the guard or anything in its session is alive."""
     process = _read_process(folder)
     if not process or process["boot"] != local_guard.boot_id():
         return False
@@ -237,7 +239,7 @@ def _lives(folder: Path, look: Look) -> bool:
 
 
 def _left(folder: Path, look: Look) -> tuple[int | None, list[int]] | None:
-    """The guard, and all living processes of a server that is being stopped; None: nothing is left, or will come."""
+    """The guard, and all living processes of a server that is being stopped; None if nothing is left or will come."""
     is_guarded = _is_guarded(folder)
     process = _read_process(folder)
     if not process or process["boot"] != local_guard.boot_id():
@@ -265,7 +267,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _last_lines(log: Path) -> tuple[str, ...]:
     tail = _tail(log)
-    if len(tail) < _TAIL_BYTES:  # it may have been begun anew a moment ago
+    if len(tail) < _TAIL_BYTES:  # it may have been rotated a moment ago
         tail = _tail(log.with_name("log.1")) + tail
     return tuple(tail.decode(errors="replace").splitlines()[-NUM_LAST_LINES:])
 

@@ -1,7 +1,7 @@
-"""Which processes of this machine are left of a server: those of its guard's session.
+"""Which processes of a server are left on this machine: those of its guard's session.
 
-All of /proc is looked through for that, so one look serves for all servers of a list; and of those who begin a look at
-the same time, 64 servers that stop at once, all who wait share the next one.
+Finding them takes a scan of all of /proc, so one scan serves all servers of a list. Callers that wait for a scan at the
+same time, such as 64 servers that stop at once, share the next one.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ Table = Mapping[int, tuple[tuple[int, int], ...]]
 
 
 class Sessions:
-    """The living processes of every session. Threads may share one.
+    """The living processes of every session. Threads may share one instance.
 
     Args:
-        read: looks through /proc.
+        read: scans /proc.
     """
 
     def __init__(self, read: Callable[[], Table] | None = None) -> None:
@@ -30,11 +30,11 @@ class Sessions:
         self._table: Table = {}
 
     def look(self) -> "Look":
-        """What is there from now on."""
+        """A view of the processes from now on."""
         return Look(self)
 
     def table(self) -> Table:
-        """Process ids and when each began, by session; as it was at one moment after this call."""
+        """Process ids and when each one began, by session, as of one moment after this call."""
         asked_at = time.monotonic()
         with self._lock:
             if self._began_at < asked_at:
@@ -44,7 +44,7 @@ class Sessions:
 
 
 class Look:
-    """One look, taken when it is first needed."""
+    """One scan, made when it is first needed."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
@@ -54,10 +54,10 @@ class Look:
         """Ids of a session's living processes.
 
         Args:
-            session: its number, which was the process id of who began it.
+            session: its number, which was the process id of its first process.
             since: when that process began, in ticks since boot.
         """
-        # A session's number is free for others only when nobody is left in it; then its leader is another process.
+        # A session's number is free for others only when nothing is left in it; then its leader is another process.
         if local_guard.started(session) not in (None, since):
             return []
         if self._table is None:
@@ -66,7 +66,7 @@ class Look:
 
 
 def read_processes() -> Table:
-    """All processes of this machine, by session. Cost: some 50 us for each."""
+    """All processes of this machine, by session. Cost: some 50 us each."""
     table: dict[int, tuple[tuple[int, int], ...]] = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

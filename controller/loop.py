@@ -1,13 +1,13 @@
-"""The controller: looks at the fleet, decides what is wanted, and takes the steps that lead there, again and again.
+"""The controller: observes the fleet, decides what is wanted, and takes the steps that lead there, again and again.
 
-Everything is decided from what is seen now and from the journal, so a controller that was killed goes on where the
-fleet is. Rules:
+Everything is decided from what is observed now and from the journal, so a controller that was killed continues from the
+fleet's present state. Rules:
 
 - Only the holder of the lease acts.
-- What cannot be seen is not judged: while gateway or launcher are not heard, nothing is launched, drained or stopped;
-  while nobody says what there is to do, nothing is planned. Engines work on.
-- One step at a time for each server; those of different servers are taken at the same time.
-- A look that was overtaken by the end of a step or by a change of mind is thrown away.
+- What cannot be observed is not judged. While gateway or launcher do not answer, nothing is launched, drained or
+  stopped; while the demand is unknown, nothing is planned. Engines keep working.
+- One step at a time for each server; steps of different servers run concurrently.
+- An observation is discarded if a step ended or the decision changed meanwhile.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Controller:
     """One fleet.
 
     Args:
-        clock: gives wall-clock seconds.
+        clock: returns wall-clock seconds.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Controller:
     # --- the loop -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Go on until cancelled. Engines stay as they are."""
+        """Run until cancelled. Engines stay as they are."""
         try:
             while True:
                 await self.tick()
@@ -87,7 +87,7 @@ class Controller:
             await self.close()
 
     async def tick(self) -> None:
-        """Look once, decide, and begin what can be begun."""
+        """Observe once, decide, and begin every step that can be begun."""
         before = self._num_changes
         if not await self.look() or before != self._num_changes:
             return
@@ -100,10 +100,10 @@ class Controller:
             self._act()
 
     async def look(self) -> bool:
-        """See the fleet; False if that was not possible."""
+        """Observe the fleet. Returns False if that was not possible."""
         try:
             self.servers = await self._launcher.find(self.fleet.fleet)
-        except Exception as fault:  # whatever Ray's or Kubernetes' client raises: it is out of sight
+        except Exception as fault:  # whatever Ray's or Kubernetes' client raises: it cannot be observed
             self._alarm("launcher_away", f"{type(fault).__name__}: {fault}")
             return False
         self._clear("launcher_away")
@@ -122,13 +122,13 @@ class Controller:
         return True
 
     def in_sight(self) -> list[Seen]:
-        """What was seen last. Raises Refused before the first look: nobody may decide blindly."""
+        """The last observation. Raises Refused before the first one: no decision may be made blindly."""
         if not self.has_looked:
             raise Refused(f"the fleet was not seen yet: {'; '.join(self.alarms.values()) or 'wait a second'}")
         return self.seen
 
     def ask(self, records: Sequence[Json]) -> None:
-        """Have what `will` decided."""
+        """Record and apply what `will` decided."""
         for record in records:
             self.journal.write(**record)
             if record["kind"] == "wanted":
@@ -136,7 +136,7 @@ class Controller:
             self._changed()
 
     async def close(self) -> None:
-        """Let go of what is under way; the next controller goes on with it."""
+        """Cancel the running steps; the next controller continues them."""
         tasks = [task for _, task in self._tasks.values()]
         for task in tasks:
             task.cancel()
@@ -155,13 +155,13 @@ class Controller:
         noted = {*state.drained, *state.moved, *state.stopped, *state.rest, *state.urls, *state.begun}
         if gone := sorted(noted - known - self._tasks.keys()):
             self.journal.write(kind="gone", server_ids=gone)
-        for one in self.seen:  # a controller that was killed behind its request may not have written that it was done
+        for one in self.seen:  # a controller killed after its request may not have recorded it
             if one.server_id in state.urls and one.server_id not in wanted_ids and not (one.held or one.is_member):
                 self.journal.write(**step_record("done", Remove(one.server_id), self._clock()))
         self._watch_drains()
 
     async def _begin(self) -> None:
-        """A fleet without a journal: what runs is adopted, else the first fleet is wanted."""
+        """A fleet without a journal: running servers are adopted; if there are none, the first fleet is wanted."""
         alive = [one for one in self.seen if one.is_alive]
         asleep = {one.server_id for one in alive if await self._drivers.sleeps(one.server_id)}
         for server_id in asleep:
@@ -182,7 +182,7 @@ class Controller:
         return tend(state, ended, alive, self._clock(), self.fleet.retry_rule, new_id, serial)
 
     async def _plan(self) -> None:
-        """Make a plan when it is time, and act on it if that is wanted and the fleet is at rest."""
+        """Make a plan when it is due, and act on it if that is enabled and the fleet is at rest."""
         planning, now = self.fleet.planning, time.monotonic()
         if not self.fleet.engine.profiles or now - self._planned_at < planning.interval_s:
             return
@@ -201,7 +201,7 @@ class Controller:
             self._consider(self.will.proposed(work))
 
     def _plan_next(self, last: LastRollout) -> None:
-        """Plan for the next rollout, on the word of the last."""
+        """Plan for the next rollout, from the lengths of the last ones."""
         history = rollouts.after(self.journal.state.history, last.trajectories, last.ended_at)
         self.journal.write(kind="rollouts", history=rollouts.dumped(history))
         proposal = self.will.proposed_next()
@@ -211,7 +211,7 @@ class Controller:
             self.journal.write(kind="rollouts", history=rollouts.dumped(history))
 
     def _consider(self, proposal: Proposal | str) -> bool:
-        """Carry a proposal out if it is worth it and nothing forbids it; whether it is."""
+        """Carry out a proposal if it is worth it and nothing forbids it. Returns whether it is carried out."""
         if _why(proposal) != _why(self.proposal):
             LOGGER.info("plan", extra={"fields": {"why": _why(proposal)}})
         self.proposal = proposal

@@ -1,10 +1,10 @@
-"""Which fleet the work wants, and whether a change pays. Pure; the searches are those of `scheduling.scaling`.
+"""The best fleet for the work, and whether a change pays. Pure; the searches are those of `scheduling.scaling`.
 
-There are two occasions. While a rollout goes on, the work at hand is planned for: a change must leave a clear gain when
-the relaunch is paid, and the predictor must have shown that it can be trusted. When one has ended, the next is planned
-for, on the word of what rollouts came to lately: nothing is predicted, and the gain comes again with each rollout, but
-the fleet stays as long as lengths stay. Rules of both: `scheduling.reshaping`. A relaunch takes as long as it took here
-before.
+There are two occasions. During a rollout, the plan is for the work at hand: a change must leave a clear gain after the
+relaunch is paid, and the predictor must have shown that it can be trusted. After a rollout, the plan is for the next
+one, based on the lengths of recent rollouts. Nothing is predicted then, and the gain comes again with each rollout, but
+the fleet stays as long as lengths stay. The rules of both are in `scheduling.reshaping`. A relaunch is assumed to take
+as long as it took here before.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from scheduling.reshaping import BETWEEN_ROLLOUTS, COLD_RELAUNCH_S, ReshapeRule,
 from scheduling.row import LoadedEngine
 from scheduling.scaling import makespan_s, plan, usable_kinds
 
-# Of a sleeping engine, before any was measured: weights of 28 GB come from host memory in 1 to 6 s.
+# Wake time of an engine before any was measured: weights of 28 GB come from host memory in 1 to 6 s.
 WAKE_S = 6.0
 
 PhaseTimes = Mapping[tuple[str, int], Sequence[float]]
@@ -32,13 +32,13 @@ PhaseTimes = Mapping[tuple[str, int], Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A fleet, and what speaks for it and against it.
+    """A fleet, and the case for and against it.
 
     Args:
         tps: its TP sizes, largest first.
-        current_s: estimated time that the work takes on the fleet as it is; infinite where there is none.
-        planned_s: the same on the proposed one, once it is there.
-        relaunch_s: until it is there.
+        current_s: estimated time of the work on the present fleet; infinite if there is none.
+        planned_s: the same on the proposed fleet, once it is there.
+        relaunch_s: time until it is there.
         is_worth_it: whether to change.
         why: the reason in a few words, for people.
     """
@@ -52,7 +52,7 @@ class Proposal:
 
     @property
     def gain_s(self) -> float:
-        """What is left when the relaunch is paid."""
+        """What is left after the relaunch is paid."""
         return self.current_s - self.planned_s - self.relaunch_s
 
 
@@ -69,7 +69,7 @@ def propose(
     Args:
         profiles: of the TP sizes that engines may have.
         rule: what a change must promise.
-        min_trajectories: fewer are no reason to plan.
+        min_trajectories: with fewer, no plan is made.
 
     Cost: as `scheduling.scaling.plan`; 6,400 trajectories take 40 ms.
     """
@@ -88,14 +88,14 @@ def propose(
 def propose_next(
     state: State, profiles: Mapping[int, EngineProfile], floor: Floor, rule: ReshapeRule = BETWEEN_ROLLOUTS
 ) -> Proposal | str:
-    """The fleet for the next rollout, or the reason why none is proposed. At least one rollout has ended."""
+    """The fleet for the next rollout, or the reason why none is proposed. At least one rollout must have ended."""
     history = state.history
     trajectories = history.next_rollout()
     about = f"the next rollout: {len(trajectories)} trajectories like those of the last {len(history.alike)} rollouts"
     if not history.is_for_other_lengths():
         if present_tps(state) == history.chosen_tps:
             return f"{about}, for which the fleet was chosen"
-        rule = replace(rule, num_rollouts=1)  # it was cut anew on the way, and will be again
+        rule = replace(rule, num_rollouts=1)  # it was reshaped on the way, and will be again
     return _weighed(about, trajectories, state, profiles, floor, rule)
 
 
@@ -105,10 +105,10 @@ def present_tps(state: State) -> tuple[int, ...]:
 
 
 def relaunch_s(phase_s: PhaseTimes, current: Sequence[int], wanted: Sequence[int], asleep: Sequence[int] = ()) -> float:
-    """Seconds from the end of the old engines until the new ones serve, as measured here, else as known of others.
+    """Seconds from the end of the old engines until the new ones serve, as measured here, else as known from elsewhere.
 
     Args:
-        asleep: TP sizes of engines that sleep: as many of the new ones are woken, not launched.
+        asleep: TP sizes of sleeping engines: as many of the new ones are woken, not launched.
     """
     leaving, coming = Counter(current) - Counter(wanted), Counter(wanted) - Counter(current)
     woken = coming & Counter(asleep)
@@ -126,7 +126,8 @@ def _weighed(
     floor: Floor,
     rule: ReshapeRule,
 ) -> Proposal | str:
-    """The best fleet for these trajectories, and whether it is worth the change; not what the predictor is worth."""
+    """The best fleet for these trajectories, and whether the change pays; whether the predictor can be trusted is left
+    out."""
     usable = {tp: profile for tp, profile in profiles.items() if tp not in state.blocked_tps}
     num_gpus = len(floor.devices) - len(floor.resting)
     budget = GpuBudget(num_gpus, min(floor.devices_per_node, num_gpus))
@@ -167,7 +168,7 @@ def _register_s(phase_s: PhaseTimes, tp: int) -> float:
 
 
 def _median(phase_s: PhaseTimes, phase: str, tp: int, default_s: float) -> float:
-    """Of the last times of this size; before the first, the longest of the sizes that were measured."""
+    """The median of the last times of this size; if there is none, the longest median of the measured sizes."""
     if times := phase_s.get((phase, tp)):
         return median(times)
     return max((median(times) for (other, _), times in phase_s.items() if other == phase), default=default_s)

@@ -2,10 +2,10 @@
 
 Rules:
 
-- A device is one of a node's logical GPUs, "node name-id/number". The controller chooses the node and how many; which
-  of its GPUs these are is Ray's choice (CUDA_VISIBLE_DEVICES), so that no other job of the cluster ever shares one.
-- A server stays on one node (STRICT_PACK). With `across_nodes` it may span several (PACK, a bundle for each): then the
-  command runs once on each, with "{node_rank}", "{num_nodes}", "{head_host}" and "{head_port}" filled in.
+- A device is one of a node's logical GPUs, "node name-id/number". The controller chooses the node and the number of
+  GPUs. Ray chooses which ones (CUDA_VISIBLE_DEVICES), so no other job of the cluster ever shares one.
+- A server stays on one node (STRICT_PACK). With `across_nodes` it may span several (PACK, one bundle per node). The
+  command then runs once on each, with "{node_rank}", "{num_nodes}", "{head_host}" and "{head_port}" filled in.
 - Ray restarts nothing: the controller is the only writer of the fleet.
 """
 
@@ -35,11 +35,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from controller import ray_server
 from controller.ray_server import NAMESPACE, Keeper, Part, Records, all_records
 
-# Of servers that have ended; older ones are forgotten when another is launched.
+# Limit of ended servers; older ones are forgotten when another is launched.
 MAX_ENDED_KEPT = 50
 # A worker process starts in a second; a loaded node takes longer.
 KEEPER_TIMEOUT_S = 120.0
-LOOK_TIMEOUT_S = 10.0  # A node that is cut off must not keep the others from being seen.
+LOOK_TIMEOUT_S = 10.0  # A node that is cut off must not keep the others from being observed.
 _POLL_S = 0.02
 
 
@@ -73,10 +73,10 @@ class RayLauncher:
         return tuple(f"{_name(node)}/{i}" for node in nodes for i in range(int(node["Resources"].get("GPU", 0))))
 
     async def launch(self, spec: ServerSpec) -> Server:
-        """Start a server, or give the one of this id that is or was there.
+        """Start a server, or return the one of this id that is or was there.
 
         Raises:
-            LaunchFailed: a device is unknown, on another node than the first, or held; or Ray does not give it.
+            LaunchFailed: a device is unknown, held, or on another node than the first; or Ray does not give it.
         """
         try:
             return await asyncio.to_thread(self._launch, spec)
@@ -84,10 +84,10 @@ class RayLauncher:
             raise LaunchFailed(f"Ray: {error}") from error
 
     async def find(self, fleet_id: str) -> list[Server]:
-        """All servers of a fleet that are written down.
+        """All servers of a fleet that are recorded.
 
         Raises:
-            ConnectionError: Ray cannot be asked; safe to repeat.
+            ConnectionError: Ray cannot be reached; safe to repeat.
         """
         try:
             return await asyncio.to_thread(lambda: _servers(all_records(fleet_id)))
@@ -98,7 +98,7 @@ class RayLauncher:
         """SIGTERM, then SIGKILL to all its processes; returns when its placement group is gone.
 
         Raises:
-            ConnectionError: Ray cannot be asked; safe to repeat.
+            ConnectionError: Ray cannot be reached; safe to repeat.
         """
         try:
             await asyncio.to_thread(_stop, server_id, grace_s)
@@ -119,7 +119,7 @@ class RayLauncher:
         return server
 
     def _checked(self, spec: ServerSpec) -> dict[str, int]:
-        """How many devices of which node (by its Ray id); the first device's node comes first."""
+        """The number of devices on each node (by Ray id); the first device's node comes first."""
         if unknown := set(spec.devices) - set(self.inventory()):
             raise LaunchFailed(f"no such device in the Ray cluster: {', '.join(sorted(unknown))}")
         node_ids = {_name(node): node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -131,11 +131,11 @@ class RayLauncher:
             if held and server.state is not ServerState.EXITED:
                 raise LaunchFailed(f"{server.spec.server_id} holds {', '.join(sorted(held))}")
             if held:
-                _release(server.spec.server_id)  # Its keeper may have died before it could give them back.
+                _release(server.spec.server_id)  # Its keeper may have died before it could release them.
         return dict(num_devices)
 
     def _start(self, spec: ServerSpec, records: Records) -> None:
-        """Reserve the GPUs and start the keepers, as far as that has not been done."""
+        """Reserve the GPUs and start the keepers, as far as not done yet."""
         node_ids = (records.read("server") or {})["node_ids"]
         group = _group(spec.server_id) or _reserve(spec.server_id, node_ids)
         if not group.wait(self._reserve_timeout_s):
@@ -163,7 +163,7 @@ class RayLauncher:
             except RayError:
                 if records.read("exit") is None:
                     raise
-                return  # It has ended already, and says why.
+                return  # It has already ended, and recorded why.
 
 
 def ray_launcher(fleet: object, options: Mapping[str, Any]) -> Launcher:
@@ -179,7 +179,7 @@ def ray_launcher(fleet: object, options: Mapping[str, Any]) -> Launcher:
 
 
 def _servers(all_of: Sequence[Records]) -> list[Server]:
-    """As they are now, oldest first."""
+    """The servers as they are now, oldest first."""
     nodes = {node["NodeID"]: node for node in ray.nodes()}
     written = [(records, asked) for records in all_of if (asked := records.read("server"))]
     written.sort(key=lambda pair: pair[1]["at"])
@@ -192,7 +192,7 @@ def _server(
     records: Records, asked: dict[str, Any], keeper: Any, last_lines: tuple[str, ...], nodes: Mapping[str, Any]
 ) -> Server:
     spec = loaded_spec(asked["spec"])
-    # Read after the keeper was looked up: where it has gone meanwhile, it has left its last words.
+    # Read after the keeper was looked up: if it is gone by now, it has left its last record.
     process, ended = records.read("process") or {}, records.read("exit")
     state, cause = ServerState.RUNNING if process else ServerState.STARTING, ""
     if ended is not None:
@@ -206,7 +206,7 @@ def _server(
 
 
 def _last_lines(keepers: Mapping[Records, Any]) -> dict[Records, tuple[str, ...]]:
-    """Of those that answer in time."""
+    """The last lines of the servers whose keepers answer in time."""
     asked = {keeper.last_lines.remote(): records for records, keeper in keepers.items()}
     if not asked:
         return {}
@@ -228,7 +228,7 @@ def _stop(server_id: str, grace_s: float) -> None:
         keepers = [_keeper(server_id, rank) for rank in range(len(asked["node_ids"]))]
         stopping = [keeper.stop.remote(grace_s) for keeper in keepers if keeper is not None]
         if stopping:
-            # A keeper on a lost node never answers; one that has started to stop ends with its placement group.
+            # A keeper on a lost node never answers; one that has begun to stop ends with its placement group.
             ray.wait(stopping, num_returns=len(stopping), timeout=grace_s + LOOK_TIMEOUT_S)
         _release(server_id)
         (server,) = _servers([records])
@@ -236,7 +236,7 @@ def _stop(server_id: str, grace_s: float) -> None:
 
 
 def _release(server_id: str) -> None:
-    """Give its GPUs back and wait until they are, and with them its actors are gone."""
+    """Release its GPUs, and wait until they are free and its actors are gone."""
     group = _group(server_id)
     if group is not None:
         remove_placement_group(group)

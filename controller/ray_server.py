@@ -1,12 +1,13 @@
-"""What stands above one server on its Ray node: an actor that owns its processes and writes down how they end.
+"""The actor above one server on its Ray node: it owns the server's processes and records how they end.
 
-It is sent to the node by value, so a node needs Ray and the engine, not Heddle: nothing of Heddle is imported here.
+It is sent to the node by value, so a node needs Ray and the engine, but not Heddle: nothing of Heddle is imported here.
 Rules:
 
-- What is known of a server lies in the key-value store of Ray's head (`Records`), so it outlives every process.
-- A process lives no longer than its keeper: a guard kills its process group when the keeper's end of a pipe closes.
-- When the process ends, by itself or not, the keeper writes down why, and then gives its GPUs back, which ends it too.
-- Where "stop" is written down, no process is started any more.
+- What is known of a server is in the key-value store of Ray's head (`Records`), so it outlives every process.
+- A process does not outlive its keeper: a guard kills the process group when the keeper's end of a pipe closes.
+- When the process ends, for whatever reason, the keeper records why. Then it releases its GPUs, which also ends the
+  keeper.
+- If "stop" is recorded, no process is started any more.
 """
 
 import contextlib
@@ -30,13 +31,13 @@ from ray.util.placement_group import get_current_placement_group, remove_placeme
 
 NAMESPACE = "heddle"
 NUM_LAST_LINES = 30  # enough to show a Python traceback's end
-MAX_LOGS_KEPT = 50  # on each node; older ones go when another server starts
+MAX_LOGS_KEPT = 50  # per node; older ones go when another server starts
 _TAIL_BYTES = 16 * 1024
 _POLL_S = 0.02
-_KILLED_TIMEOUT_S = 10.0  # A process whose GPU memory is being given back takes seconds to die.
+_KILLED_TIMEOUT_S = 10.0  # A process whose GPU memory is being freed takes seconds to die.
 
-# Not the keeper's child: of an actor that is killed, Ray kills the children, and nobody would kill the rest. Says its
-# process group, and at last how the server ended.
+# Not the keeper's child: when an actor is killed, Ray kills its children, and nothing would kill the rest. Prints its
+# process group, and at the end how the server ended.
 _GUARD = """
 import os, signal, subprocess, sys, threading
 
@@ -62,18 +63,18 @@ os.killpg(0, signal.SIGKILL)
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What is written down of one server. Kinds: "server" (asked for), "process" (started), "stop" (wanted), "exit"."""
+    """The records of one server. Kinds: "server" (requested), "process" (started), "stop" (requested), "exit"."""
 
     fleet_id: str
     server_id: str
 
     def read(self, kind: str) -> dict[str, Any] | None:
-        """What was written, if anything."""
+        """The record, if there is one."""
         written = internal_kv._internal_kv_get(self._key(kind), namespace=NAMESPACE)
         return None if written is None else json.loads(written)
 
     def write_once(self, kind: str, **value: Any) -> bool:
-        """Write, unless it is there already: whether it was this that was written."""
+        """Write unless it exists. Returns whether this call wrote it."""
         return not internal_kv._internal_kv_put(self._key(kind), json.dumps(value), False, namespace=NAMESPACE)
 
     def erase(self) -> None:
@@ -86,7 +87,7 @@ class Records:
 
 
 def all_records(fleet_id: str | None = None) -> list[Records]:
-    """Of each server of a fleet that is written down; None: of every fleet."""
+    """The records of each server of a fleet; None: of every fleet."""
     prefix = "server/" if fleet_id is None else f"server/{quote(fleet_id, safe='')}/"
     keys = internal_kv._internal_kv_list(prefix, namespace=NAMESPACE)
     return [Records(*map(unquote, key.decode().split("/")[1:])) for key in keys]
@@ -94,7 +95,7 @@ def all_records(fleet_id: str | None = None) -> list[Records]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One node's part of a server: all of it, unless the server was asked to span nodes.
+    """One node's part of a server: all of it, unless the server spans nodes.
 
     Args:
         head: address of rank 0 for the other ranks, "host:port"; "" for rank 0, which chooses it.
@@ -106,7 +107,7 @@ class Part:
 
 
 class Keeper:
-    """The actor. Its placement group is its own: it ends with it."""
+    """The actor. Its placement group is its own: the keeper ends with it."""
 
     def __init__(
         self, records: Records, part: Part, command: Sequence[str], environment: Mapping[str, str], log_dir: str
@@ -143,7 +144,7 @@ class Keeper:
             return ()
 
     def stop(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL. The call may end with the actor's own end."""
+        """SIGTERM, then SIGKILL. The call may end because the actor ends."""
         if self._pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGTERM)
@@ -161,7 +162,7 @@ class Keeper:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         for old in sorted(self._log.parent.glob("*.log"), key=lambda path: path.stat().st_mtime)[:-MAX_LOGS_KEPT]:
             old.unlink(missing_ok=True)
-        # Ray says how many threads an actor without CPUs of its own may have: one. That is not meant for engines.
+        # Ray sets the threads of an actor without its own CPUs to one, which is not meant for engines.
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         pinned = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ray.get_gpu_ids()))}
         with self._log.open("wb") as log:
@@ -175,7 +176,7 @@ class Keeper:
             )
         assert self._guard.stdout is not None
         self._pid = int(self._guard.stdout.readline() or 0)
-        self._guard.wait()  # It has left a process of its own behind, which holds the pipes.
+        self._guard.wait()  # It leaves a detached process behind, which holds the pipes.
 
     def _until_it_ends(self) -> None:
         cause = "stopped before it began"

@@ -1,4 +1,4 @@
-"""The records that a journal is made of, as they are written; `journal.fold` reads them."""
+"""The records of a journal, as they are written; `journal.fold` reads them."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -15,8 +15,8 @@ def step_record(kind: str, step: Step, at: float, **more: Any) -> Json:
 
 
 def wanted_record(wanted: Iterable[Wanted], serial: int, at: float, why: str, **more: Any) -> Json:
-    """The record of a decision. `more`: see `State`; what is not there stays as it is. What a plan counted for the
-    relaunch, `counted_s`, is for who reads the journal."""
+    """The record of a decision. `more`: see `State`; absent fields stay as they are. A plan's assumed relaunch time,
+    `counted_s`, is for people who read the journal."""
     return {
         "kind": "wanted",
         "at": at,
@@ -28,12 +28,12 @@ def wanted_record(wanted: Iterable[Wanted], serial: int, at: float, why: str, **
 
 
 def spares_record(spares: Iterable[Wanted], **more: Any) -> Json:
-    """The record of what is to be kept asleep from now on. `more`: `sleepless`, see `State`."""
+    """The record of the servers to keep asleep from now on. `more`: `sleepless`, see `State`."""
     return {"kind": "spares", "spares": [asdict(one) for one in spares], **more}
 
 
 def new_ids(fleet_id: str, state: State) -> tuple[Callable[[], str], Callable[[], int]]:
-    """Gives ids that no server of this fleet ever had, and the serial number to write down with them.
+    """Returns a source of ids that no server of this fleet ever had, and the serial number to record with them.
 
     A few random digits keep them apart from those of a journal that was moved away.
     """

@@ -1,4 +1,4 @@
-"""What the controller would do now, told without doing anything: for `heddle controller --dry-run`."""
+"""What the controller would do now, without doing anything: for `heddle controller --dry-run`."""
 
 import time
 from collections.abc import Sequence
@@ -19,10 +19,11 @@ from scheduling.fleets import largest_first
 
 
 async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
-    """Lines for a person: how the fleet is, what the plan is and why, and each step to it.
+    """Lines for a person: the state of the fleet, the plan and its reason, and each step to it.
 
     Raises:
-        GatewayAway, GatewayRefused, DemandAway: see there. ValueError: the journal is damaged.
+        GatewayAway, GatewayRefused, DemandAway: see there.
+        ValueError: the journal is damaged.
     """
     state = read_state(fleet.state_dir / "journal.jsonl")
     key = fleet.admin_key.get_secret_value() if fleet.admin_key else None

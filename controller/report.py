@@ -1,4 +1,4 @@
-"""How the fleet is, as JSON and in words: for the controller's HTTP API and the commands `heddle fleet`."""
+"""The state of the fleet, as JSON and in words: for the controller's HTTP API and the commands `heddle fleet`."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -37,7 +37,7 @@ def status(controller: Controller, now: float) -> Json:
 
 
 def alarms(controller: Controller, now: float) -> dict[str, str]:
-    """What a person should know of, by name; each is explained in docs/controller.md."""
+    """What a person should know, by name; each alarm is explained in docs/controller.md."""
     state = controller.journal.state
     found = dict(controller.alarms)
     if state.sleepless:
@@ -54,7 +54,7 @@ def alarms(controller: Controller, now: float) -> dict[str, str]:
 
 
 def proposal_json(proposal: Proposal | str) -> Json:
-    """A plan, or why there is none."""
+    """A plan, or the reason why there is none."""
     if isinstance(proposal, str):
         return {"why": proposal}
     gain_s = proposal.gain_s if proposal.current_s < float("inf") else None
@@ -63,7 +63,7 @@ def proposal_json(proposal: Proposal | str) -> Json:
 
 
 def in_words(rounds: Sequence[Sequence[Step]], state: State, seen: Sequence[Seen]) -> list[str]:
-    """A line for each step: what, why, and how long it took lately."""
+    """A line for each step: what, why, and how long it took recently."""
     tps = {one.server_id: one.tp for one in seen}
     woken = set()
     lines = []
@@ -94,7 +94,7 @@ _WHY = {
 def _line(step: Step, tp: int, state: State, is_woken: bool) -> str:
     name, why, phase = _WHY[type(step).__name__]
     if is_woken and isinstance(step, MakeReady):
-        phase = None  # a start took that long, and it was not started
+        phase = None  # that is the time of a start, and it was woken
     where = f" on {','.join(step.wanted.devices)}" if isinstance(step, Launch) else ""
     size = f" (TP {tp}{where})" if tp else ""
     times = state.phase_s.get((phase, tp), ()) if phase else ()

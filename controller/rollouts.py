@@ -1,7 +1,7 @@
-"""What the last rollouts came to: what the fleet of the next one is planned for. Pure.
+"""The lengths of the last rollouts, for which the fleet of the next one is planned. Pure.
 
-Rollouts whose lengths are alike are taken together, the last few of them; when lengths drift by more than chance, all
-before is forgotten.
+The last few rollouts with similar lengths are taken together. When lengths drift by more than chance, everything before
+is forgotten.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Any
 from scheduling.estimate import Remaining
 from scheduling.reshaping import BETWEEN_ROLLOUTS, has_drifted
 
-# Points of one rollout that are kept: its quantiles, 0.2 % apart; 12 KB in the journal.
+# Points kept of one rollout: its quantiles, 0.2 % apart; 12 KB in the journal.
 MAX_POINTS = 500
 # As many rollouts as a change is expected to serve.
 MAX_ROLLOUTS = BETWEEN_ROLLOUTS.num_rollouts
@@ -26,18 +26,18 @@ class Sample:
 
     Args:
         points: output tokens, tokens of the first prompt, and tokens that tools added.
-        num_trajectories: how many they stand for.
+        num_trajectories: how many trajectories the points stand for.
     """
 
     points: tuple[Point, ...]
     num_trajectories: int
 
     def lengths(self, num: int | None = None) -> list[int]:
-        """Output tokens of so many trajectories; None: of as many as there were."""
+        """Output tokens of `num` trajectories; None: of as many as there were."""
         return [point[0] for point in self._spread(num)]
 
     def trajectories(self, num: int | None = None) -> list[Remaining]:
-        """The same as work, from its start."""
+        """The same trajectories as work, from their start."""
         return [Remaining(output, first, added, first) for output, first, added in self._spread(num)]
 
     def _spread(self, num: int | None) -> list[Point]:
@@ -66,25 +66,26 @@ class History:
         return self.alike[-1].num_trajectories
 
     def next_rollout(self) -> list[Remaining]:
-        """What the next one will be like: as many as in the newest, of all that are alike in equal parts."""
+        """The expected next rollout: as many trajectories as in the newest, drawn from all similar ones in
+        equal parts."""
         total, count = self.num_trajectories, len(self.alike)
         parts = [total * (index + 1) // count - total * index // count for index in range(count)]
         return [one for sample, num in zip(self.alike, parts, strict=True) for one in sample.trajectories(num)]
 
     def is_for_other_lengths(self) -> bool:
-        """Whether the newest rollout's lengths are others than those that the fleet was chosen for."""
+        """Whether the newest rollout's lengths differ from those that the fleet was chosen for."""
         return self.chosen_for is None or _differ(self.chosen_for, self.alike[-1])
 
 
 def after(history: History, trajectories: Sequence[Remaining], ended_at: float) -> History:
-    """With one more rollout; at least one trajectory."""
+    """The history with one more rollout, of at least one trajectory."""
     newest = _sample(trajectories)
     alike = history.alike if history.alike and not _differ(history.alike[-1], newest) else ()
     return replace(history, alike=(*alike, newest)[-MAX_ROLLOUTS:], ended_at=ended_at)
 
 
 def chosen(history: History, tps: Sequence[int]) -> History:
-    """With this fleet for the newest rollout's lengths, changed for it or kept."""
+    """The history with this fleet for the newest rollout's lengths, whether changed or kept."""
     return replace(history, chosen_tps=tuple(tps), chosen_for=history.alike[-1])
 
 
@@ -94,7 +95,7 @@ def dumped(history: History) -> Json:
 
 
 def loaded(fields: Json) -> History:
-    """The inverse of `dumped`; what else an earlier version wrote is passed over."""
+    """The inverse of `dumped`; other fields that an earlier version wrote are ignored."""
     alike, chosen_for = map(_loaded, fields["alike"]), fields["chosen_for"]
     return History(
         tuple(alike), fields["ended_at"], tuple(fields["chosen_tps"]), _loaded(chosen_for) if chosen_for else None

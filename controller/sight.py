@@ -1,4 +1,4 @@
-"""What is seen of the fleet: launcher, gateway and journal put together, server by server. Pure."""
+"""The observed fleet: launcher, gateway and journal combined, server by server. Pure."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -16,11 +16,12 @@ def put_together(
     launched: Collection[str] = (),
     launching: Iterable[Launch] = (),
 ) -> list[Seen]:
-    """Every server that the launcher has, is launching, or that the gateway has from us.
+    """Every server that the launcher has or is launching, or that the gateway has from this controller.
 
     Args:
         ready: ids of servers that this process saw answer.
-        launched: ids of servers that this process launched to the end; an earlier one may have broken off.
+        launched: ids of servers whose launch this process completed; a launch by an earlier process may have broken
+            off.
         launching: launches under way, which the launcher may not show yet.
     """
     by_url = {member.url: member for member in members}
@@ -31,7 +32,7 @@ def put_together(
     shown_urls = {server.url for server in servers}
     for server_id, url in state.urls.items():
         if server_id not in seen and url in by_url and url not in shown_urls:
-            # Its launcher has forgotten it, so it holds nothing.
+            # Its launcher has forgotten it, so it holds no device.
             seen[server_id] = Seen(server_id, 0, (), is_alive=False, is_member=True, was_stopped=True)
     return list(seen.values())
 
@@ -40,7 +41,7 @@ def _seen(
     server: Server, by_url: dict[str, Member], state: State, ready: Collection[str], launched: Collection[str]
 ) -> Seen:
     server_id = server.spec.server_id
-    # Only what was registered counts as a member: another server may have had this address before.
+    # Only a registered server counts as a member: another server may have had this address before.
     member = by_url.get(server.url or "") if server_id in state.urls else None
     is_alive = server.state is not ServerState.EXITED
     rest = Rest(state.rest.get(server_id, Rest.AWAKE))
@@ -50,7 +51,7 @@ def _seen(
         devices=server.spec.devices,
         is_alive=is_alive,
         is_begun=server.state is not ServerState.STARTING or server_id in launched,
-        # It is registered when it is ready; a gateway that was restarted is told again at once.
+        # It is registered when it is ready; after a restart the gateway is told again at once.
         is_ready=is_alive and rest is Rest.AWAKE and (server_id in ready or server_id in state.urls),
         is_registered=server_id in state.urls,
         is_member=member is not None,

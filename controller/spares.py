@@ -1,8 +1,8 @@
 """Which servers are kept asleep beside the fleet, so that its next shape is woken and not launched. Pure.
 
-Of each TP size that may sleep there is one server at most on each aligned block of devices, awake or asleep: what
-leaves the fleet falls asleep, and what it wants again wakes. With `is_ahead` those that never served are started too,
-when their devices are free anyway: before the first fleet.
+For each TP size that may sleep there is at most one server on each aligned block of devices, awake or asleep. A server
+that leaves the fleet falls asleep; one that is wanted again wakes. With `is_ahead`, servers that never served are also
+started when their devices are free anyway: before the first fleet.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,10 +14,10 @@ from controller.steps import Wanted
 
 @dataclass(frozen=True, slots=True)
 class SpareRule:
-    """Who may sleep.
+    """Which servers may sleep.
 
     Args:
-        tps: sizes; none: every server that leaves is stopped.
+        tps: sizes; empty: every server that leaves is stopped.
         is_ahead: start one on each block of these sizes before it is wanted.
     """
 
@@ -28,7 +28,7 @@ class SpareRule:
 def spares_beside(
     wanted: Sequence[Wanted], there: Iterable[Wanted], floor: Floor, rule: SpareRule, new_id: Callable[[], str]
 ) -> list[Wanted]:
-    """The servers to be kept asleep beside those that are wanted; none beside an empty fleet.
+    """The servers to keep asleep beside the wanted ones; none beside an empty fleet.
 
     Args:
         there: servers that are alive or about to be, spares before others: of two on the same devices one stays.

@@ -1,22 +1,22 @@
-"""What to do next to make the fleet that is seen the fleet that is wanted: pure, and decided anew from what is seen.
+"""The next steps from the observed fleet to the wanted fleet: pure, and decided each time from what is observed.
 
     leaving server:   Drain -> (its turns end) -> MoveKv -> Stop -> Remove       or, of a spare, Sleep -> Remove
     coming server:    Launch -> MakeReady -> Register                            or, of a spare, Wake -> Register
 
-There is no position in a plan to be lost: every step follows from what the launcher and the gateway show now, is safe
-to repeat, and a controller that was killed anywhere goes on where the fleet is. Rules:
+There is no position in a plan that could be lost. Every step follows from what the launcher and the gateway show now,
+and is safe to repeat. A controller that was killed at any point continues from the fleet's present state. Rules:
 
-- A server is stopped, or put to sleep, only when the gateway has no turn on it. One is launched, or woken, only on
-  devices that no other holds; asleep it holds none, and from the beginning of either act to its end it holds them.
-- A spare is kept asleep beside those that are wanted. One that is not there yet is launched, and put to sleep, before
-  others get its devices; but no server that is wanted and serves gives way for it.
-- Servers that share devices leave together, and only while `min_engines` others serve. Where none is asked for, turns
-  wait in the gateway meanwhile.
-- A gateway that does not know a server was restarted: it is told of it again, also of one that is to leave, which
-  serves on until it is drained.
-- The gateway forgets a stopped engine only when another serves: until then it knows the model, so turns wait, and are
-  not refused.
-- A server that came to be wanted again while it drained is opened again.
+- A server is stopped, or put to sleep, only when the gateway has no turn on it. It is launched, or woken, only on
+  devices that no other server holds. While asleep it holds none; while it falls asleep or wakes it holds them.
+- A spare is kept asleep beside the wanted servers. A spare that is not there yet is launched, and put to sleep, before
+  others get its devices; but no wanted server that is there gives way for it.
+- Servers that share devices leave together, and only while `min_engines` others serve. If that is 0, turns may wait in
+  the gateway meanwhile.
+- A gateway that does not know a registered server was restarted: it is told of the server again, even of one that is to
+  leave, which serves until it is drained.
+- The gateway forgets a stopped engine only when another one serves: until then it knows the model, so turns wait
+  instead of being refused.
+- A server that is wanted again while it drains is reopened.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A server that should be there. Another on its devices, or the same again after it ended, has another id."""
+    """A server that should be there. Another one on its devices, or its replacement after it ended, has another id."""
 
     server_id: str
     tp: int
@@ -35,7 +35,7 @@ class Wanted:
 
 
 class Rest(StrEnum):
-    """`between`: it was told to fall asleep, or to wake, and did not say that it has: it may be either."""
+    """`between`: it was told to fall asleep or to wake and has not confirmed it, so it may be either."""
 
     AWAKE = "awake"
     BETWEEN = "between"
@@ -49,18 +49,18 @@ class Seen:
     Args:
         devices: where it runs; see `held`.
         is_alive: launched, and not known to have ended.
-        rest: of one that is alive; what sleeps is alive.
+        rest: of a server that is alive; a sleeping one is alive.
         is_begun: the launcher has seen it begin; if not, an earlier launch may have broken off.
         is_ready: it answered, and is warm.
         is_registered: the gateway was told of it.
         is_member: the gateway knows it.
-        is_starting: the gateway has not seen yet how it is.
-        is_cordoned: the gateway gives it no turns, whoever wanted that.
+        is_starting: the gateway has not observed it yet.
+        is_cordoned: the gateway gives it no turns, for whatever reason.
         is_serving: the gateway may give it turns now.
-        num_turns: running on it, by the gateway's count.
-        was_drained: this controller's journal says that it was cordoned by it; an operator's cordon is not undone.
-        was_moved: the KV of those who live there was offered to others.
-        was_stopped: what is left of it at the launcher was cleared away.
+        num_turns: turns that run on it, by the gateway's count.
+        was_drained: this controller's journal records that it cordoned the server; an operator's cordon is not undone.
+        was_moved: the KV of trajectories that live there was offered to others.
+        was_stopped: its remains at the launcher were removed.
     """
 
     server_id: str
@@ -82,13 +82,13 @@ class Seen:
 
     @property
     def held(self) -> tuple[str, ...]:
-        """Devices that nobody else may use now: none of what has ended or sleeps."""
+        """Devices that no other server may use now: none if it has ended or sleeps."""
         return self.devices if self.is_alive and self.rest is not Rest.ASLEEP else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start it; goes on with a launch that broke off."""
+    """Start it; continues a launch that broke off."""
 
     wanted: Wanted
 
@@ -99,13 +99,13 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A step of a server that is there."""
+    """A step of an existing server."""
 
     server_id: str
 
 
 class Drain(_Known):
-    """Have the gateway give it no more turns."""
+    """Make the gateway give it no more turns."""
 
 
 class MoveKv(_Known):
@@ -113,15 +113,15 @@ class MoveKv(_Known):
 
 
 class Stop(_Known):
-    """End its processes, or clear away what has ended."""
+    """End its processes, or remove what is left of an ended server."""
 
 
 class Sleep(_Known):
-    """Have it give its devices' memory back and keep its processes."""
+    """Make it release its devices' memory and keep its processes."""
 
 
 class Wake(_Known):
-    """Have it take its devices' memory again."""
+    """Make it take its devices' memory again."""
 
 
 class MakeReady(_Known):
@@ -133,11 +133,11 @@ class Register(_Known):
 
 
 class Remove(_Known):
-    """Have the gateway forget it."""
+    """Make the gateway forget it."""
 
 
 class Reopen(_Known):
-    """It stays after all: have the gateway give it turns again."""
+    """It stays after all: make the gateway give it turns again."""
 
 
 Step = Drain | MoveKv | Stop | Sleep | Wake | Launch | MakeReady | Register | Remove | Reopen
@@ -152,11 +152,11 @@ def next_steps(
     max_starting: int = 8,
     held_back: Set[str] = frozenset(),
 ) -> list[Step]:
-    """All steps that may be taken now, one for each server at most; none: the fleet is as wanted, or waits.
+    """All steps that may be taken now, at most one per server; none: the fleet is as wanted, or waits.
 
     Args:
-        spares: that should be there, asleep; none of them is wanted.
-        min_engines: that must go on serving while others are replaced.
+        spares: servers that should be there, asleep; none of them is in `wanted`.
+        min_engines: servers that must go on serving while others are replaced.
         max_starting: servers that may start at once; they share disks and cores.
         held_back: ids of servers that must not be launched yet.
     """
@@ -179,7 +179,7 @@ def next_steps(
 
 def _staying_step(one: Seen, ordered: Sequence[Wanted], held: Counter[str]) -> Step | None:
     if not one.is_alive:
-        return None  # who decides what is wanted must replace it
+        return None  # tending.py must replace it in `wanted`
     if one.rest is not Rest.AWAKE:
         is_free = all(held[device] == (device in one.held) for device in one.devices)
         return Wake(one.server_id) if is_free else None
@@ -230,7 +230,7 @@ def _launches(
     held_back: Set[str],
     max_starting: int,
 ) -> list[Step]:
-    """Spares first. Devices that they wait for are kept for them, unless a wanted server is there already."""
+    """Spares first. Devices that spares wait for are kept for them, unless a wanted server is already there."""
     known = {one.server_id for one in seen}
     wanted_ids = {one.server_id for one in wanted}
     kept = {device for one in seen if one.server_id in wanted_ids and one.is_alive for device in one.devices}
@@ -265,7 +265,7 @@ def _may_drain(wanted: Sequence[Wanted], seen: Sequence[Seen], min_engines: int)
 
 
 def _groups(holdings: Iterable[Iterable[str]]) -> list[set[str]]:
-    """Sets of devices, merged where they share one."""
+    """Sets of devices, merged if they share one."""
     groups: list[set[str]] = []
     for devices in map(set, holdings):
         touching = [group for group in groups if group & devices]
@@ -275,7 +275,7 @@ def _groups(holdings: Iterable[Iterable[str]]) -> list[set[str]]:
 
 
 def is_reached(wanted: Sequence[Wanted], seen: Sequence[Seen]) -> bool:
-    """Every wanted server serves, and no other holds a device."""
+    """Whether every wanted server serves, and no other one holds a device."""
     wanted_ids = {one.server_id for one in wanted}
     serving = {one.server_id for one in seen if one.is_serving}
     return wanted_ids <= serving and not any(one.held and one.server_id not in wanted_ids for one in seen)

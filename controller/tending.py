@@ -1,9 +1,9 @@
-"""What becomes of servers that are wanted and have ended: tried again, later and later, then given up. Pure.
+"""What happens to wanted servers that have ended: they are tried again after growing pauses, then given up. Pure.
 
-A server that never served counts a try more; one that served and died begins to count anew. After the last try its TP
-size is blocked, and the fleet that served last is wanted again; if that is the same fleet, or none ever served, it goes
-on without this server. Only an operator's `scale` lifts the block. A spare that ended is let go: the next change does
-without it.
+Each failed start of a server that never served counts as a try; for one that served and died the count starts again.
+After the last try its TP size is blocked, and the last fleet that served is wanted again. If that is the same fleet, or
+none ever served, the fleet goes on without this server. Only an operator's `scale` lifts the block. A spare that ended
+is dropped: the next change does without it.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -23,9 +23,9 @@ class RetryRule:
     """How often and when a server is started again.
 
     Args:
-        max_tries: starts of a server in all.
-        back_off_s: before the second start; doubles with each further one.
-        max_back_off_s: at most that.
+        max_tries: starts of a server in total.
+        back_off_s: pause before the second start; doubles with each further one.
+        max_back_off_s: limit of the pause.
     """
 
     max_tries: int = 3
@@ -33,13 +33,13 @@ class RetryRule:
     max_back_off_s: float = 300.0
 
     def pause_s(self, num_tries: int) -> float:
-        """Before the start that follows so many failed ones."""
+        """The pause after `num_tries` failed starts."""
         return min(self.max_back_off_s, self.back_off_s * 2.0 ** (num_tries - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A server that is wanted, or a spare, and has ended; and what is known of it."""
+    """A wanted server or a spare that has ended, and what is known of it."""
 
     server_id: str
     cause: str
@@ -47,7 +47,7 @@ class Ended:
 
 
 def find_ended(state: State, servers: Sequence[Server], failed: Mapping[str, str]) -> list[Ended]:
-    """Which of the servers that should be there have ended, or failed otherwise.
+    """The expected servers that have ended, or failed otherwise.
 
     Args:
         failed: causes by server id; such a server may be alive.
@@ -73,7 +73,7 @@ def tend(
     new_id: Callable[[], str],
     serial: Callable[[], int],
 ) -> list[Json]:
-    """Records that say what to do about servers that ended; none where none did.
+    """Records of what to do about servers that ended; none if none did.
 
     Args:
         alive: servers that are alive, by id.

@@ -1,7 +1,8 @@
-"""What is wanted of the fleet, by whom: the first fleet, plans, and operators. Decisions as records; nothing is done.
+"""Which fleet is wanted, and by whom: the first fleet, plans, and operators. Decisions as records; nothing is
+performed.
 
-An operator's fleet stays until plans are let decide again. A server that is drained by hand is not replaced, and its
-devices rest, until the fleet is scaled.
+An operator's fleet stays until plans are allowed to decide again. A server that is drained by hand is not replaced, and
+its devices stay unused until the fleet is scaled.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -22,7 +23,7 @@ from scheduling.reshaping import ReshapeRule
 
 
 class Refused(Exception):
-    """What was asked for cannot be; the message says why."""
+    """The request cannot be fulfilled; the message states why."""
 
 
 class Will:
@@ -30,8 +31,8 @@ class Will:
 
     Args:
         launcher: only its inventory is read.
-        state: gives what the journal says now.
-        clock: gives wall-clock seconds.
+        state: returns the journal's present state.
+        clock: returns wall-clock seconds.
     """
 
     def __init__(
@@ -50,17 +51,17 @@ class Will:
             raise FleetFileError(f"the first fleet cannot be: {refused}") from None
 
     def first_tps(self) -> tuple[int, ...]:
-        """Sizes of the first fleet: as the file says, else the least TP size on every device."""
+        """Sizes of the first fleet: those of the file, else the least TP size on every device."""
         if self._fleet.first is not None:
             return self._fleet.first
         least = min(self._fleet.tp_sizes)
         return (least,) * (len(self._launcher.inventory()) // least)
 
     def adopted(self, alive: Sequence[Seen], asleep: Set[str]) -> list[Json]:
-        """What runs already, though no journal tells of it. Of two on the same devices, the gateway's goes first.
+        """What runs already although no journal records it. Of two on the same devices, the gateway's goes first.
 
         Args:
-            asleep: ids of servers that say that they sleep.
+            asleep: ids of servers that report that they sleep.
         """
         wanted: list[Wanted] = []
         spares: list[Wanted] = []
@@ -73,19 +74,19 @@ class Will:
         return [wanted_record(wanted, 0, self._clock(), "adopted what runs", spares=spares)]
 
     def proposed(self, work: Work) -> Proposal | str:
-        """The fleet for this work, or why there is none."""
+        """The fleet for this work, or the reason why there is none."""
         planning, state = self._fleet.planning, self._state()
         rule = ReshapeRule(planning.min_gain_share, min_correlation=planning.min_correlation)
         floor = self._floor(state.resting)
         return propose(work, state, self._fleet.profiles(), floor, rule, planning.min_trajectories)
 
     def proposed_next(self) -> Proposal | str:
-        """The fleet for the next rollout, or why there is none; at least one has ended."""
+        """The fleet for the next rollout, or the reason why there is none; at least one must have ended."""
         state = self._state()
         return propose_next(state, self._fleet.profiles(), self._floor(state.resting))
 
     def planned(self, proposal: Proposal, seen: Sequence[Seen]) -> list[Json]:
-        """A plan's fleet, and what was counted for the relaunch. Raises Refused."""
+        """A plan's fleet, with its assumed relaunch time. Raises Refused."""
         counted = {"counted_s": proposal.relaunch_s}
         return self._wanted(proposal.tps, seen, self._state().resting, proposal.why, **counted)
 
@@ -100,7 +101,7 @@ class Will:
         return [wanted_record(state.wanted, state.serial, self._clock(), "plans decide", is_manual=False)]
 
     def drained(self, server_id: str, seen: Sequence[Seen]) -> list[Json]:
-        """Without this server, whose devices rest; a spare is just let go. Raises Refused."""
+        """The fleet without this server, whose devices rest; a spare is simply dropped. Raises Refused."""
         state = self._state()
         spares = [one for one in state.spares if one.server_id != server_id]
         if len(spares) < len(state.spares):
@@ -134,9 +135,9 @@ class Will:
     def _laid_out(
         self, tps: Sequence[int], seen: Sequence[Seen], resting: frozenset[str], sleepless: str
     ) -> tuple[list[Wanted], list[Wanted], int]:
-        """The servers, the spares beside them, and the serial number that their ids have used up.
+        """The servers, the spares beside them, and the last serial number used for their ids.
 
-        One that drains or sleeps may be among the servers.
+        A draining or sleeping server may be among the servers.
         """
         state, floor = self._state(), self._floor(resting)
         if unknown := set(tps) - set(self._fleet.tp_sizes):
@@ -151,7 +152,7 @@ class Will:
             raise Refused(str(error)) from None
         there = [one for one in (*state.spares, *awake) if one.server_id in alive]
         rule = SpareRule() if sleepless else self._fleet.spare_rule
-        if state.changed_at is not None:  # a change would wait for servers that it does not want
+        if state.changed_at is not None:  # a change would wait for servers that it does not need
             rule = replace(rule, is_ahead=False)
         spares = spares_beside(wanted, there, floor, rule, new_id)
         return wanted, spares, serial()
@@ -169,7 +170,7 @@ class Will:
 
 
 def _leaving(state: State, seen: Sequence[Seen]) -> list[Wanted]:
-    """Servers that are not wanted, but hold devices, and whose end has not begun."""
+    """Servers that are not wanted, but hold devices, and whose stop has not begun."""
     wanted_ids = {one.server_id for one in state.wanted}
     return [
         Wanted(one.server_id, one.tp, one.devices)

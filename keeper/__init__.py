@@ -1,1 +1,2 @@
-"""Keeps a command running, and its file descriptors past its end. Standard library only: it must outlive all else."""
+"""Keeps a command running, and its file descriptors beyond its end. Standard library only: it must outlive everything
+else."""

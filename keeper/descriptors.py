@@ -1,7 +1,7 @@
 """File descriptors kept by name for a process that may die: systemd's descriptor store, as sd_notify(3) describes it.
 
-A message is lines of `KEY=value` on a datagram socket, with descriptors beside it: `FDSTORE=1` keeps them under
-`FDNAME`, `FDSTOREREMOVE=1` closes all that have this name. Whatever else a message says is for systemd.
+A message is lines of `KEY=value` on a datagram socket, with descriptors attached. `FDSTORE=1` keeps them under
+`FDNAME`; `FDSTOREREMOVE=1` closes all of that name. Anything else in a message is for systemd.
 """
 
 import os
@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _MAX_MESSAGE_BYTES = 65_536
-# What the kernel sends with one message at most (SCM_MAX_FD).
+# The most that the kernel sends with one message (SCM_MAX_FD).
 _MAX_AT_ONCE = 253
 _UNNAMED = "stored"
 
 
 class Descriptors:
-    """Those that are kept, and the socket at which they come.
+    """The descriptors that are kept, and the socket on which they arrive.
 
     Args:
-        path: where the socket is to be.
-        limit: above it, what comes is closed, as systemd does.
+        path: where to create the socket.
+        limit: above it, arriving descriptors are closed, as in systemd.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
@@ -32,7 +32,7 @@ class Descriptors:
         self._socket.setblocking(False)
 
     def fileno(self) -> int:
-        """Readable when a message is there."""
+        """Readable when a message has arrived."""
         return self._socket.fileno()
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
@@ -42,7 +42,7 @@ class Descriptors:
         return len(self._kept)
 
     def receive(self) -> None:
-        """Take all messages that are there: what a dead process sent last is among them."""
+        """Take all messages that have arrived, including the last ones of a dead process."""
         while True:
             try:
                 said, found, _, _ = socket.recv_fds(
@@ -53,7 +53,7 @@ class Descriptors:
             self._take(said, found)
 
     def close(self) -> None:
-        """Let go of all."""
+        """Close all descriptors and the socket."""
         for _, descriptor in self._kept:
             os.close(descriptor)
         self._kept = []

@@ -1,11 +1,12 @@
-"""Runs a command, again when it dies, and hands it the descriptors that it had given into keeping (`descriptors.py`).
+"""Runs a command, restarts it when it dies, and passes it the descriptors that it had stored here (`descriptors.py`).
 
-The command is told as systemd tells its services: NOTIFY_SOCKET says where to send descriptors, FDSTORE how many it
-may, and LISTEN_PID, LISTEN_FDS and LISTEN_FDNAMES which are there from number 3 on (sd_listen_fds(3)).
+The command gets the same environment as systemd's services: NOTIFY_SOCKET is where to send descriptors, FDSTORE how
+many it may store. LISTEN_PID, LISTEN_FDS and LISTEN_FDNAMES describe those that are there from number 3 on
+(sd_listen_fds(3)).
 
-1. A command that ends with status 0, or after this process was told to end, is not started again.
-2. What a dead command sent last is taken before it is started again.
-3. As a container's first process it buries its orphans, too.
+1. A command that ends with status 0, or after this process was told to end, is not restarted.
+2. The last messages of a dead command are taken before it is restarted.
+3. As a container's first process, it also reaps orphans.
 """
 
 import ctypes
@@ -27,22 +28,22 @@ from keeper.descriptors import Descriptors
 
 _FIRST_DESCRIPTOR = 3
 _PR_SET_PDEATHSIG = 1
-_NOT_FOUND = 127  # a shell's word for a command that cannot be run; it is not tried again if it never could
+_NOT_FOUND = 127  # a shell's status for a command that cannot be run; one that never could is not tried again
 _TOLD_TO_END = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, slots=True)
 class KeeperSettings:
-    """Bounds.
+    """Limits.
 
     Args:
         max_descriptors: two for each leg of a turn and one for the listening socket; the largest rollout known has
             6,400 trajectories.
-        first_pause_s, longest_pause_s: before a start, the longer the more failed in a row. Clients' retries bridge
-            half a minute.
-        max_failures: so many in a row, and it is given up, with the command's status: a minute and a half, in which a
-            store that is restarted is back.
-        steady_s: a command that ran so long had not failed to start.
+        first_pause_s, longest_pause_s: pause before a restart; it doubles with each failure in a row. Clients' retries
+            bridge half a minute.
+        max_failures: if more starts fail in a row, the keeper gives up, with the command's status. These take a minute
+            and a half, in which a restarted store is back.
+        steady_s: a command that ran this long did not fail to start.
     """
 
     max_descriptors: int = 16_384
@@ -63,9 +64,9 @@ class Keeper:
         self._status: int | None = None
 
     def run(self) -> int:
-        """Until it ends for good; its status, 128 and the signal's number where one ended it."""
+        """Run it until it ends for good. Returns its status: 128 plus the signal's number if a signal ended it."""
         _raise_file_limit()
-        with tempfile.TemporaryDirectory(prefix="keeper-") as folder:  # nobody else may enter it
+        with tempfile.TemporaryDirectory(prefix="keeper-") as folder:  # no other user may enter it
             kept = Descriptors(Path(folder, "notify"), self._settings.max_descriptors)
             reader, writer = socket.socketpair()
             for end in (reader, writer):
@@ -113,7 +114,7 @@ class Keeper:
                 return 128 + self._told_to_end
 
     def _hear(self, kept: Descriptors, signals: socket.socket) -> None:
-        """Take what has come: messages, signals, and the ends of processes."""
+        """Take what has arrived: messages, signals, and ends of processes."""
         kept.receive()
         try:
             numbers = signals.recv(4096)
@@ -137,11 +138,12 @@ class Keeper:
 
 
 def _started(command: Sequence[str], kept: Descriptors) -> int:
-    """Start it with what is kept; its process id. One that cannot be run ends with status 127, as a shell's does."""
+    """Start it with the kept descriptors. Returns its process id. A command that cannot be run ends with status 127, as
+    in a shell."""
     parent = os.getpid()
-    # A signal that came to the new process before its own disposition of it would be lost: it waits.
+    # A signal that reached the new process before it resets its handlers would be lost, so it is blocked.
     signal.pthread_sigmask(signal.SIG_BLOCK, _TOLD_TO_END)
-    pid = os.fork()  # by hand, for it must know its own id (LISTEN_PID), and there are no threads here
+    pid = os.fork()  # by hand, because it must know its own id (LISTEN_PID), and there are no threads here
     if pid:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _TOLD_TO_END)
         return pid
@@ -159,12 +161,13 @@ def _started(command: Sequence[str], kept: Descriptors) -> int:
 
 
 def _handed_on(kept: Descriptors) -> dict[str, str]:
-    """Give this process, which is about to run the command, what is kept; the environment that says so."""
+    """Give the kept descriptors to this process, which is about to run the command. Returns the environment that
+    describes them."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LISTEN_")}
     environment |= {"NOTIFY_SOCKET": str(kept.path), "FDSTORE": str(kept.limit)}
     if not len(kept):
         return environment
-    # First out of the way of the numbers that they are to have.
+    # First move them away from the numbers that they are to get.
     free = _FIRST_DESCRIPTOR + len(kept)
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, free) for _, descriptor in kept]
     for number, descriptor in enumerate(moved, _FIRST_DESCRIPTOR):
@@ -174,7 +177,7 @@ def _handed_on(kept: Descriptors) -> dict[str, str]:
 
 
 def _wake(number: int, frame: object) -> None:
-    """The signal's number is in the socket; nothing is done here."""
+    """The signal's number is already in the socket; nothing is left to do."""
 
 
 def _log(message: str, **fields: object) -> None:
@@ -183,6 +186,6 @@ def _log(message: str, **fields: object) -> None:
 
 
 def _raise_file_limit() -> None:
-    """The usual soft limit of 1,024 ends at 500 legs. The hard one is ours."""
+    """The usual soft limit of 1,024 is reached at 500 legs, so it is raised to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
