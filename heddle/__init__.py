@@ -1,1 +1,1 @@
-"""The command `heddle`: puts processes together."""
+"""The command `heddle`: assembles processes."""

@@ -1,4 +1,4 @@
-"""What options take: a parser that says what is wrong in one line, and the numbers that options may be."""
+"""Types of command-line options: a parser that reports errors in one line, and the ranges that numbers may have."""
 
 import argparse
 import difflib
@@ -11,8 +11,9 @@ Number = TypeVar("Number", int, float)
 
 
 class Parser(argparse.ArgumentParser):
-    """Arguments that are wrong end the program with status 2 and one line. The usage, a page for some verbs, is
-    shown by --help only."""
+    """Wrong arguments end the program with status 2 and one line. Only --help shows the usage, which is a page for some
+    verbs.
+    """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -23,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As argparse does, and names what was meant."""
+        """As argparse does, with a suggestion."""
         if action.choices is not None and value not in action.choices:
             near = difflib.get_close_matches(str(value), map(str, action.choices), n=1)
             meant = f"; did you mean {near[0]}?" if near else ""
@@ -33,12 +34,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(text: str) -> int:
-    """A whole number from 1."""
+    """A whole number, at least 1."""
     return _checked(text, int, lambda value: value >= 1, "a whole number from 1")
 
 
 def whole(text: str) -> int:
-    """A whole number from 0."""
+    """A whole number, at least 0."""
     return _checked(text, int, lambda value: value >= 0, "a whole number from 0")
 
 
@@ -53,7 +54,7 @@ def positive(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """A finite number from 0."""
+    """A finite number, at least 0."""
     return _checked(text, float, lambda value: 0 <= value < math.inf, "a number of seconds from 0")
 
 
@@ -71,7 +72,7 @@ def _number(text: str) -> float:
 
 
 def out_file(text: str) -> Path:
-    """A file that can be written: found out before the work, not after it."""
+    """A file that can be written: checked before the work, not after it."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file in an existing folder, not {text!r}")

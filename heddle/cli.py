@@ -12,8 +12,8 @@ import uvloop
 
 from heddle.arguments import Parser
 
-# Name, help, and the module with its `add_arguments` and `run`. Only the one that is asked for is imported: all of them
-# take 2.5 s of a core, a simulated engine alone 0.3 s, and fleets start them by the dozen.
+# Name, help, and the module with its `add_arguments` and `run`. Only the requested module is imported: all of them take
+# 2.5 s of a core, a simulated engine alone 0.3 s, and fleets start them by the dozen.
 _VERBS = (
     ("serve", "Serve the gateway.", "heddle.serve"),
     ("keep", "Run a gateway, again when it dies, and lose nothing.", "heddle.keep"),
@@ -32,7 +32,7 @@ _VERBS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a verb; its exit status is the process's."""
+    """Run a verb; returns the process's exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = Parser(prog="heddle", description="An OpenAI-compatible gateway for agentic RL rollouts.")
     parser.add_argument("--version", action="version", version=_version() if "--version" in arguments else "")
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `heddle ... | head`: whoever read has read enough
+    except BrokenPipeError:  # `heddle ... | head`: the reader has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return status

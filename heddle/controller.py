@@ -22,7 +22,7 @@ What fleet.toml says, and what each alarm means: docs/controller.md.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What one sets of the controller; the rest is in the file."""
+    """The controller's options; everything else is in the file."""
     parser.epilog = _EPILOG
     parser.add_argument("--fleet", required=True, metavar="FILE", help="what the fleet is")
     parser.add_argument("--dry-run", action="store_true", help="explain the next plan, step by step, and do nothing")
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Act until stopped; 2 if the file or the journal cannot be used."""
+    """Run until stopped; 2 if the file or the journal cannot be used."""
     try:
         fleet = load_fleet_file(parsed.fleet)
         if parsed.dry_run:

@@ -35,7 +35,7 @@ _EPILOG = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What one may vary."""
+    """Add the options."""
     parser.epilog = _EPILOG
     parser.add_argument("--law", default="coding", help="coding, search or math, alone or with -light, -heavy, -pareto")
     parser.add_argument("--trajectories", type=count, default=128, metavar="N", help="default: %(default)s")
@@ -67,7 +67,7 @@ async def _run(parsed: argparse.Namespace) -> int:
     )
     results: list[RolloutResult] = []
     for policy, title in POLICIES:
-        # Engines of its own for each, so that no cache is warm.
+        # Separate engines for each, so that no cache is warm.
         async with (
             _engines(parsed) as engines,
             local_gateway(engines, policy, parsed.work_dir, "--log-level", "warning") as url,
@@ -76,7 +76,7 @@ async def _run(parsed: argparse.Namespace) -> int:
                 base_url=f"{url}/v1",
                 speed_up=parsed.speed_up,
                 rollout_id=policy,
-                client="raw",  # what agents compute is time in which they hold KV: speed_up times as much as theirs
+                client="raw",  # an agent's compute time holds KV, and `speed_up` multiplies it, so agents must be cheap
             )
             results.append(await play(workload, url, title, settings, console))
     print_results([result.times(parsed.speed_up) for result in results], console)

@@ -1,4 +1,4 @@
-"""`heddle fleet`: how the fleet is, what a plan would do, and what an operator wants of it."""
+"""`heddle fleet`: shows the fleet and what a plan would do, and carries out an operator's orders."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ class _Failed(Exception):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Verbs and where the controller is."""
+    """Add the verbs, and the option for the controller's address."""
     parser.epilog = _EPILOG
     parser.add_argument("what", choices=("show", "plan", "scale", "drain"), help="see the examples")
     parser.add_argument("of", nargs="*", metavar="COUNTxTP | SERVER", help="engines such as 2xTP4, or a server's id")
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """1 if the controller said no or is not there, 2 if the command makes no sense."""
+    """1 if the controller refused or cannot be reached, 2 if the command makes no sense."""
     try:
         answer = _asked(parsed)
         told = _plan(answer, _sizes(parsed.of)) if parsed.what == "plan" else _fleet(answer)
@@ -84,7 +84,7 @@ def _sizes(texts: list[str]) -> list[int]:
     """`["2xTP4", "1x1"]` is `[4, 4, 1]`."""
     sizes: list[int] = []
     for text in texts:
-        # No fleet has 10,000 engines: who writes more has slipped, and would wait long for the list.
+        # No fleet has 10,000 engines: a larger number is a slip, and its list would take long.
         found = re.fullmatch(r"(\d{1,4})x(?:TP)?([1-9]\d{0,3})", text, re.IGNORECASE)
         if not found:
             raise ValueError(f"{text!r} is not COUNTxTP, such as 2xTP4")

@@ -1,4 +1,4 @@
-"""`heddle import`: traces of other programs and logs of engines, made traces that every `--trace` here reads."""
+"""`heddle import`: converts traces of other programs and logs of engines to traces that every `--trace` here reads."""
 
 import argparse
 import sys
@@ -17,7 +17,7 @@ _EPILOG = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What one may vary."""
+    """Add the options."""
     parser.epilog = _EPILOG
     parser.add_argument("file", type=Path, help="a trace or a log; for kv-cache-tester a folder of them, too")
     parser.add_argument("--out", type=out_file, required=True, help="the trace to write, gzipped if it ends in .gz")
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Read, write and say what it was."""
+    """Read, write and report what it was."""
     try:
         format_name = parsed.format or detect_format(parsed.file)
         workload = import_trace(parsed.file, format_name)

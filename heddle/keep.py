@@ -1,4 +1,4 @@
-"""`heddle keep`: a command that is started again when it dies, and finds its file descriptors again."""
+"""`heddle keep`: a command that is restarted when it dies, and finds its file descriptors again."""
 
 import argparse
 
@@ -16,7 +16,7 @@ SIGINT go to the command, whose status is this one's. Under systemd it is not ne
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The bounds, and the command."""
+    """Add the limits, and the command."""
     parser.epilog = _EPILOG
     add = parser.add_argument
     add("--max-descriptors", type=count, default=_DEFAULTS.max_descriptors, help="that it keeps (default %(default)s)")
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Keep it until it ends for good; its status."""
+    """Keep the command running until it ends for good; returns its status."""
     settings = KeeperSettings(
         max_descriptors=parsed.max_descriptors,
         first_pause_s=parsed.first_pause_s,

@@ -1,11 +1,11 @@
-"""`python -m heddle.loop`: what cutting the fleet anew is worth in the whole loop, and what the simulator promises.
+"""`python -m heddle.loop`: what reshaping the fleet is worth in the whole loop, against the simulator's promise.
 
-The same rollout twice, each with a gateway, a controller and engines of its own, all of them processes: once with the
-first fleet for good, once with the controller's plans carried out while the rollout goes on. Only the engines' work is
-simulated. The simulator plays both in virtual time, told only what the controller counted for a relaunch, from what it
-had measured by then, how long that took, and when plans were made.
+The same rollout is played twice, each time with its own gateway, controller and engines, all separate processes: once
+with the first fleet throughout, once with the controller's plans carried out during the rollout. Only the engines' work
+is simulated. The simulator plays both in virtual time. It is told only what the controller expected a relaunch to cost
+from its measurements so far, how long the relaunch took, and when plans were made.
 
-Believe it only if the first rollout takes about as long as the simulator says: where it takes clearly longer, this
+Trust the result only if the first rollout takes about as long as the simulator says: if it takes clearly longer, this
 machine was too slow for the speed-up, and nothing follows from the second.
 """
 
@@ -27,7 +27,7 @@ from simulator.scenario import Scenario, load_scenario
 from workloads.trajectories import Workload
 
 FIXED, PLANNED = "fixed fleet", "plans carried out"
-# What the simulator may be wrong by.
+# The error that the simulator is allowed.
 TOLERANCE = 0.15
 
 

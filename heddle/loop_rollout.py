@@ -1,7 +1,7 @@
-"""One rollout of the whole loop: a gateway, a controller and its engines, processes all of them, and agents.
+"""One rollout of the whole loop: a gateway, a controller and its engines, all separate processes, and agents.
 
-Engines are as many times faster as is asked for, by profiles of their own, and so are tools. So every process measures
-and plans in this machine's seconds; only what is told here is in those of real engines, *virtual* ones.
+Engines are faster by the requested factor, through separate profiles, and so are tools. So every process measures and
+plans in this machine's seconds; only the results reported here are in the seconds of real engines: *virtual* ones.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ FLEET = "loop"
 PREDICTOR = "tabular"
 # The controller's default; the simulator is told the same.
 MIN_GAIN_SHARE = 0.15
-# 64 processes on two cores need a while.
+# 64 processes on two cores need some time.
 FLEET_TIMEOUT_S = 600.0
-# Between looks at the fleet; more often, 64 engines would feel it.
+# Between looks at the fleet; more often would load 64 engines.
 _MIN_OBSERVE_S = 0.2
 
 
@@ -51,8 +51,8 @@ class Loop:
     Args:
         speed_up: virtual seconds per second.
         interval_s: between plans.
-        start_s: that an engine takes to start, beside what this machine needs for a process.
-        sleep_s: to fall asleep and to wake, if engines sleep.
+        start_s: that an engine takes to start, in addition to this machine's time to start a process.
+        sleep_s: to fall asleep and to wake; None if engines do not sleep.
         work_dir: for logs, stores and the journal.
     """
 
@@ -66,7 +66,7 @@ class Loop:
     work_dir: Path
 
     def profiles(self) -> list[EngineProfile]:
-        """Of each TP size, as fast as real ones."""
+        """One for each TP size, as fast as real engines."""
         return [one for one in self.scenario.fleets()[0].family if one.tp in self.scenario.fleet.tp]
 
     @property
@@ -82,12 +82,12 @@ class Seen:
     """One rollout of the whole loop, in virtual seconds.
 
     Args:
-        counted_s: what the controller counted for the relaunch before it was done.
-        relaunch_s: what that took; None where none was done on the way.
-        planned_at_s: when the relaunch was planned, since the first turn; None as before.
-        fleets: what was wanted one after the other, with the reason, whose seconds are the machine's.
-        busy_share: of all cores of this machine, whoever used them.
-        cpu_s: processor seconds of agents, gateway and engines.
+        counted_s: what the controller expected the relaunch to take.
+        relaunch_s: what it took; None if there was no relaunch during the rollout.
+        planned_at_s: when the relaunch was planned, since the first turn; None as above.
+        fleets: the fleets wanted one after the other, with the reason, whose seconds are the machine's.
+        busy_share: of all cores of this machine, whatever used them.
+        cpu_s: CPU seconds of agents, gateway and engines.
     """
 
     makespan_s: float
@@ -101,10 +101,10 @@ class Seen:
 
 
 async def rollout(loop: Loop, workload: Workload, name: str, is_automatic: bool, console: Console) -> Seen:
-    """Play it, with the controller's plans carried out or not, and end everything.
+    """Play it, with the controller's plans carried out or not, and end all processes.
 
     Raises:
-        LaunchError: gateway or controller do not start.
+        LaunchError: gateway or controller did not start.
     """
     folder = loop.work_dir.absolute() / name.split()[0]
     async with _engines_end_with(folder):
@@ -145,7 +145,9 @@ async def rollout(loop: Loop, workload: Workload, name: str, is_automatic: bool,
 
 
 def _relaunch_s(loop: Loop, wanted: Sequence[Mapping[str, Any]], phase_s: PhaseTimes) -> tuple[float, float | None]:
-    """What was counted for the first change, and what it took; without one, what would have been counted."""
+    """The expected and the actual time of the first change; without a change, the time that would have been
+    expected.
+    """
     if wanted:
         tps = _tps(wanted[0])
         return wanted[0]["counted_s"], relaunch_s(phase_s, loop.first, tps, tps if loop.sleep_s is not None else ())
@@ -158,7 +160,7 @@ def _tps(record: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def write_faster(profiles: Iterable[EngineProfile], speed_up: float, folder: Path) -> dict[int, str]:
-    """Profiles of engines that are so many times as fast, written there; their names, by TP size."""
+    """Write profiles of engines that are faster by this factor; returns their names, by TP size."""
     folder.mkdir(parents=True, exist_ok=True)
     names = {}
     for one in profiles:
@@ -182,8 +184,9 @@ def write_faster(profiles: Iterable[EngineProfile], speed_up: float, folder: Pat
 
 @asynccontextmanager
 async def _gateway(loop: Loop, folder: Path, environment: dict[str, str]) -> AsyncIterator[tuple[str, int]]:
-    """A gateway without engines, whose predictor has learned from the scenario's earlier rollouts; its URL, and the
-    session of its processes."""
+    """A gateway without engines, whose predictor has learned from the scenario's earlier rollouts; yields its URL, and
+    the session of its processes.
+    """
     model = folder / "predictor"
     model.write_bytes(runs.experienced(loop.scenario, PREDICTOR, loop.scenario.workloads(loop.seed), loop.seed).dump())
     url = f"http://127.0.0.1:{free_port()}"
@@ -210,7 +213,7 @@ async def _gateway(loop: Loop, folder: Path, environment: dict[str, str]) -> Asy
 
 @asynccontextmanager
 async def _controller(file: Path, url: str, folder: Path, environment: dict[str, str]) -> AsyncIterator[Child]:
-    """A controller whose first fleet serves."""
+    """A controller whose first fleet is serving."""
     command = [sys.executable, "-m", "heddle", "controller", "--fleet", str(file)]
     async with child(command, folder / "controller.log", environment) as controller:
         await controller.until_ready("controller", [f"{url}/healthz"], START_TIMEOUT_S)
@@ -232,7 +235,9 @@ async def _engines_end_with(folder: Path) -> AsyncIterator[None]:
 
 
 def _earlier_wakes(loop: Loop) -> str:
-    """The journal of a fleet that has woken engines before: what is counted for it is else a large model's 6 s."""
+    """The journal of a fleet that has woken engines before; otherwise a wake-up is expected to take a large model's 6
+    s.
+    """
     if loop.sleep_s is None:
         return ""
     known = {"kind": "phase", "phase": "wake", "seconds": loop.sleep_s / loop.speed_up, "engine_kind": "sim"}
@@ -240,7 +245,7 @@ def _earlier_wakes(loop: Loop) -> str:
 
 
 def _fleet_toml(loop: Loop, gateway: str, listen: str, is_automatic: bool) -> str:
-    """JSON's strings, numbers and lists are TOML's as well. The profiles are written beside it."""
+    """JSON's strings, numbers and lists are valid TOML. The profiles are written beside it."""
     fleet = loop.scenario.fleet
     names = write_faster(loop.profiles(), loop.speed_up, loop.work_dir.absolute())
     profiles = ", ".join(f"{tp} = {json.dumps(name)}" for tp, name in names.items())
@@ -272,7 +277,7 @@ def _fleet_toml(loop: Loop, gateway: str, listen: str, is_automatic: bool) -> st
         f"is_automatic = {json.dumps(is_automatic)}",
         f"interval_s = {loop.interval_s / loop.speed_up}",
         f"min_gain_share = {MIN_GAIN_SHARE}",
-        "min_correlation = 0.0",  # the simulator asks for no trust, so none is asked for here
+        "min_correlation = 0.0",  # the simulator requires no trust, so none is required here
     ]
     return "\n".join(lines) + "\n"
 

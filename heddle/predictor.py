@@ -1,4 +1,4 @@
-"""`heddle predictor`: train a predictor on what was, and see how good predictors are."""
+"""`heddle predictor`: trains a predictor on past trajectories, and shows how good predictors are."""
 
 import argparse
 import sys
@@ -33,7 +33,7 @@ _EVALUATED = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What one sets of both."""
+    """Add the options of both verbs."""
     parser.epilog = "`heddle predictor VERB --help` has examples."
     verbs = parser.add_subparsers(dest="deed", required=True, metavar="VERB")
     train = _verb(verbs, "train", "learn from traces, laws and event logs, one after the other", _TRAINED)
@@ -114,7 +114,7 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def _train_text(parsed: argparse.Namespace) -> int:
-    """Train on what was said; 1 if that is not worth having."""
+    """Train on conversations; 1 if the result is not worth having."""
     if parsed.events or parsed.trace or parsed.law:
         raise ValueError("--text learns from conversations alone: leave out --events, --trace and --law")
     examples = [example for path in parsed.text for example in read_examples(path)]
@@ -135,7 +135,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     sources: list[tuple[str, list[Split]]] = [
         (path.name, folds(load_trace(path).trajectories, parsed.folds)) for path in parsed.trace
     ]
-    # Of a law another seed's draw is learned from before, as a rollout before this one.
+    # For a law, another seed's draw is learned first, like an earlier rollout.
     sources += [
         (law, [(_drawn(parsed, law, parsed.seed + 1_000), _drawn(parsed, law, parsed.seed))]) for law in parsed.law
     ]

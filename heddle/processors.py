@@ -1,4 +1,4 @@
-"""What this machine's processors did, and for whom: read from /proc."""
+"""What this machine's processors did, and for which processes: read from /proc."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def cpu_s(sessions: set[int]) -> float:
-    """Processor seconds of the processes that are alive in these sessions."""
+    """CPU seconds of the processes alive in these sessions."""
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -17,6 +17,6 @@ def cpu_s(sessions: set[int]) -> float:
 
 
 def idle_and_all_ticks() -> tuple[int, int]:
-    """Idle and all time of this machine's cores so far."""
+    """Idle and total time of this machine's cores so far."""
     fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return fields[3] + fields[4], sum(fields)

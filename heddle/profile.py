@@ -1,6 +1,6 @@
-"""`heddle profile`: measures a running engine and writes the profile that simulation and placement reckon with.
+"""`heddle profile`: measures a running engine and writes the profile that simulation and placement use.
 
-The engine should be idle. Answers are not streamed, so that what is measured is the engine and not who reads it.
+The engine should be idle. Answers are not streamed, so that the engine is measured and not its client.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from heddle.arguments import count, out_file, whole
 from scheduling.cost import EngineProfile
 
 _PROBE_TIMEOUT_S = 60.0  # Seen: over 10 s, from a vLLM that had just started on a busy machine.
-_REQUEST_TIMEOUT_S = 600.0  # The largest batch of a slow engine takes minutes; more than this is a hung one.
+_REQUEST_TIMEOUT_S = 600.0  # The largest batch of a slow engine takes minutes; beyond this the engine hangs.
 _NAME = re.compile(r"([A-Za-z0-9._-]+)-([A-Za-z0-9._]+)-tp([1-9]\d*)")
 _EPILOG = """examples:
   heddle profile http://10.0.0.5:8000 --name qwen3-14b-h100-tp2 --out qwen.toml
@@ -42,7 +42,7 @@ class ProfilingError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What an engine says of itself. `profile` has no coefficients yet."""
+    """What an engine reports of itself. `profile` has no coefficients yet."""
 
     http: HttpClient
     max_context_tokens: int
@@ -50,7 +50,7 @@ class Engine:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What one may say of the engine and the file."""
+    """Add the options for the engine and the file."""
     parser.epilog = _EPILOG
     parser.add_argument("engine", help="base URL of a vLLM or SGLang server, without /v1")
     parser.add_argument("--out", type=out_file, default=Path("profile.toml"), help="the file to write")
@@ -77,10 +77,10 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 async def measure(parsed: argparse.Namespace, console: Console) -> tuple[Fit, list[Measurement]]:
-    """The fit to an engine, and the batches it stands on.
+    """The fit to an engine, and the batches on which it is based.
 
     Raises:
-        ProfilingError: the engine does not answer as it must.
+        ProfilingError: the engine does not answer as required.
         ValueError: it holds too little to measure.
     """
     http = HttpClient(parsed.engine)
@@ -97,7 +97,7 @@ async def measure(parsed: argparse.Namespace, console: Console) -> tuple[Fit, li
 
 
 async def _ask(http: HttpClient, parsed: argparse.Namespace) -> Engine:
-    """What the engine says of itself, and what the user says for it."""
+    """What the engine reports of itself, with what the user adds."""
     name = _NAME.fullmatch(parsed.name)
     if name is None:
         raise ProfilingError(f"--name {parsed.name!r} is not MODEL-GPU-tpN, such as qwen3-14b-h100-tp2")
@@ -133,7 +133,9 @@ async def _ask(http: HttpClient, parsed: argparse.Namespace) -> Engine:
 
 
 async def _measure_all(engine: Engine, batches: list[Batch], repeats: int, console: Console) -> list[Measurement]:
-    """The median of so many runs of each batch; runs of one batch lie apart, so a busy minute spoils one of them."""
+    """The median of this many runs of each batch. Runs of one batch are spread out, so a busy minute spoils only one of
+    them.
+    """
     walls: dict[Batch, list[float]] = {batch: [] for batch in batches}
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("warming up", total=repeats * len(batches))
@@ -149,7 +151,7 @@ async def _measure_all(engine: Engine, batches: list[Batch], repeats: int, conso
 
 
 async def _warm_up(engine: Engine, prompt_tokens: int) -> None:
-    """Lets the engine do what it does once, and makes sure that it keeps prefixes."""
+    """Make the engine do its one-time work, and check that it caches prefixes."""
     once = Batch(1, prompt_tokens, 1)
     await _wall_s(engine, once, _new_prompts(once))
     prompts = _new_prompts(once)
@@ -163,7 +165,9 @@ async def _warm_up(engine: Engine, prompt_tokens: int) -> None:
 
 
 def _new_prompts(batch: Batch) -> list[list[int]]:
-    """Random ones, which no prefix cache holds. Ids below 250 are single bytes to most tokenizers: all have them."""
+    """Random prompts, which are in no prefix cache. Ids below 250 are single bytes in most tokenizers, so all models
+    have them.
+    """
     return [random.choices(range(130, 250), k=batch.prompt_tokens) for _ in range(batch.num_sequences)]
 
 

@@ -31,7 +31,7 @@ _EPILOG = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What one may vary."""
+    """Add the options."""
     parser.epilog = _EPILOG
     parser.add_argument("--trace", type=Path, help="JSON lines of trajectories; without it, the coding law")
     parser.add_argument("--trajectories", type=count, default=32, metavar="N", help="default: %(default)s")
@@ -62,7 +62,7 @@ def _workload(parsed: argparse.Namespace) -> Workload:
             seed=parsed.seed,
             max_context_tokens=parsed.max_context_tokens,
             max_turns=parsed.max_turns,
-            # Tool times go down as answers do; a person's coffee break is not a tool call.
+            # Tool times are scaled down as answers are; a person's coffee break is not a tool call.
             max_tool_s=1.0,
         )
     workload = draw(law_named("coding"), parsed.trajectories, parsed.seed).with_max_turns(parsed.max_turns)
@@ -91,7 +91,9 @@ async def _run(parsed: argparse.Namespace, workload: Workload, model: Path) -> i
 
 
 async def _warm_up(engine_url: str) -> None:
-    """So that the first policy does not pay for what an engine does once: its first prefill and its first steps."""
+    """Make an engine do its one-time work, its first prefill and first steps, so that the first policy does not pay for
+    it.
+    """
     http = HttpClient(engine_url)
     body = {"prompt": "warm " * 400, "max_tokens": 64, "ignore_eos": True}
     try:
@@ -101,8 +103,9 @@ async def _warm_up(engine_url: str) -> None:
 
 
 async def _clear_prefix_cache(engine_url: str) -> None:
-    """So that no policy finds what the one before it left. A route of vLLM's development mode, which refuses while a
-    turn that is over still holds blocks, so it is asked until then."""
+    """Clear the cache, so that no policy benefits from the one before it. This route of vLLM's development mode refuses
+    while an ended turn still holds blocks, so it is repeated until it succeeds.
+    """
     http, status, body = HttpClient(engine_url), 0, b""
     try:
         async with asyncio.timeout(ENGINE_TIMEOUT_S):

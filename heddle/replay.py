@@ -1,4 +1,4 @@
-"""The command `heddle replay`: its arguments, and a workload played as they say."""
+"""The command `heddle replay`: its arguments, and playing the workload that they describe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ examples:
 Exits with 1 if a turn failed and 2 if the arguments or the server's address are wrong.
 """
 
-# A look before the first request; a server that takes longer is heard of by the requests.
+# A check before the first request; a slower server is left to the requests.
 _LOOK_TIMEOUT_S = 3.0
 
 
@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Play what the arguments say; the exit code. Best on uvloop: `uvloop.run(run(args))`."""
-    # Progress goes beside the data, so that standard output can be piped.
+    """Play what the arguments describe; returns the exit code. Best on uvloop: `uvloop.run(run(args))`."""
+    # Progress goes to standard error, so that standard output can be piped.
     console = Console(stderr=True)
     try:
         workload = _workload(args)
@@ -131,7 +131,7 @@ def _settings(args: argparse.Namespace) -> ReplaySettings:
 
 
 async def _unreachable(base_url: str) -> str | None:
-    """Why no connection can be made to a server; None where one can, or where a proxy makes it."""
+    """Why no connection can be made to a server; None if one can, or if a proxy makes it."""
     address = urlsplit(base_url)
     host = address.hostname or ""
     if address.scheme in getproxies() and not proxy_bypass(host):
@@ -149,7 +149,7 @@ async def _unreachable(base_url: str) -> str | None:
 
 
 def _patience(settings: ReplaySettings, reason: str) -> str:
-    """What a user should know while nothing seems to happen: clients bridge a restart without a word."""
+    """What to tell the user while nothing seems to happen: clients retry silently through a restart."""
     num = settings.max_retries
     most_s = sum(min(MAX_BACKOFF_S, INITIAL_BACKOFF_S * 2.0**retry) for retry in range(num))
     return (

@@ -1,4 +1,4 @@
-"""One rollout through a gateway of its own: what the demo and `heddle real` compare policies with."""
+"""One rollout through a separate gateway: the unit with which the demo and `heddle real` compare policies."""
 
 import os
 import sys
@@ -16,13 +16,13 @@ from workloads.trajectories import Workload
 
 START_TIMEOUT_S = 120.0
 
-# Engines on the gateway's own machine stand still with it when it is busy (seen: 20 s), and are well all the same.
+# Engines on the gateway's machine stall with it when it is busy (seen: 20 s), but are healthy.
 PATIENCE = {"HEDDLE_START_TIMEOUT_S": "60", "HEDDLE_OBSERVE_TIMEOUT_S": "60"}
 
 
 @asynccontextmanager
 async def local_gateway(engines: Sequence[str], policy: str, work_dir: Path, *flags: str) -> AsyncIterator[str]:
-    """A gateway process before these engines, with an embedded store of its own; gives its URL."""
+    """A gateway process in front of these engines, with a separate embedded store; yields its URL."""
     port = free_port()
     store = _new_store(work_dir / f"{policy}.sqlite3")
     command = [sys.executable, "-m", "heddle", "serve", "--port", str(port), "--policy", policy]

@@ -23,7 +23,7 @@ line overrides the environment, and the environment overrides the file. `heddle 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that one sets by hand; all others are in the file or the environment."""
+    """The options that are set by hand; all others are in the file or the environment."""
     parser.epilog = _EPILOG
     parser.add_argument(
         "--engine", action="append", dest="engines", metavar="URL", help="base URL of an engine; may be repeated"

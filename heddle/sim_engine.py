@@ -21,7 +21,7 @@ _EPILOG = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What one sets of a simulated engine."""
+    """The options of a simulated engine."""
     parser.epilog = _EPILOG
     parser.add_argument("--dialect", choices=("vllm", "sglang"), default="vllm", help="default: %(default)s")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")

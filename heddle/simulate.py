@@ -40,7 +40,7 @@ Policies: {", ".join(POLICIES)}.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What one may vary."""
+    """Add the options."""
     parser.epilog = _EPILOG
     parser.add_argument("scenario", type=Path, nargs="?", metavar="SCENARIO.toml", help="or the word replay")
     parser.add_argument("events", type=Path, nargs="?", metavar="EVENTS.jsonl", help="the log to replay")
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Play; 2 if something asked for does not make sense."""
+    """Play; 2 if the arguments make no sense."""
     console = Console(markup=False)
     if str(parsed.scenario) == REPLAY:
         return _replay(parsed, console)
@@ -99,7 +99,7 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
             if is_law
             else dataclasses.replace(scenario.workload, trace=parsed.trace)
         )
-        # Whoever brings a trace brings one rollout, and none that was before it.
+        # A user's own trace is one rollout, without earlier ones.
         scenario = dataclasses.replace(scenario, workload=workload, epochs=1, earlier=0)
     if parsed.max_context_tokens:
         if scenario.workload.trace is None:
@@ -149,10 +149,10 @@ def _play_all(scenario: Scenario, log: Path | None, console: Console) -> Sequenc
 
 
 def _large_enough(fleets: Sequence[Fleet], workloads: Sequence[Workload], console: Console) -> Sequence[Fleet]:
-    """The fleets on which all can be played; says which are not, and why.
+    """The fleets on which every workload can be played; prints which cannot, and why.
 
     Raises:
-        ValueError: none is.
+        ValueError: none can.
     """
     reasons = {
         fleet.name: next(filter(None, (too_long_for(workload, fleet.profiles) for workload in workloads)), None)
@@ -171,7 +171,7 @@ def _log_writer(path: Path | None, policy: str, scenario: Scenario) -> AbstractC
 
 
 def _replay(parsed: argparse.Namespace, console: Console) -> int:
-    """Play a log again; 1 if something differs."""
+    """Replay a log; 1 if something differs."""
     try:
         if parsed.events is None:
             raise ValueError("replay: which log?")

@@ -1,7 +1,7 @@
 """`heddle up`: gateway and controller of one fleet on this machine, from one command.
 
-Two processes, as ever: neither can block the other, and each can be killed alone. This one starts them, ends them
-together, and has no part in what they do. Engines outlive all three; the next `heddle up` adopts them.
+They remain two processes: neither can block the other, and each can be killed alone. This one starts them, ends them
+together, and takes no part in their work. Engines outlive all three; the next `heddle up` adopts them.
 """
 
 import argparse
@@ -31,7 +31,7 @@ The gateway listens at the fleet file's `gateway`; agents use that URL with /v1 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The two files."""
+    """Add the options for the two files."""
     parser.epilog = _EPILOG
     parser.add_argument("--fleet", required=True, metavar="FILE", help="what the fleet is")
     parser.add_argument("--config", metavar="FILE", help="the gateway's settings")
@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(parsed: argparse.Namespace) -> int:
-    """Both, until one ends or this is told to: 0 then, else the status of the one that ended, 1 if that was 0."""
+    """Run both until one ends or this process is told to stop. Returns 0 if told; else the status of the one that
+    ended, or 1 if that was 0.
+    """
     try:
         fleet = load_fleet_file(parsed.fleet)
         if fleet.admin_key is None:
@@ -65,7 +67,7 @@ async def run(parsed: argparse.Namespace) -> int:
     for process in children.values():
         if process.returncode is None:
             process.terminate()
-    await asyncio.gather(*ending)  # the gateway bounds its own end: shutdown_timeout_s
+    await asyncio.gather(*ending)  # the gateway limits its own shutdown: shutdown_timeout_s
     told.cancel()
     if stopping.is_set() or ended is None:
         return 0
@@ -74,7 +76,7 @@ async def run(parsed: argparse.Namespace) -> int:
 
 
 def _told(fleet: FleetFile) -> str:
-    """What one wants to know before logs fill the screen."""
+    """What the user should know before logs fill the screen."""
     commands = f"--controller http://{fleet.listen}"
     return (
         f"heddle up: agents use {fleet.gateway}/v1; `heddle fleet show {commands}` shows the engines.\n"
@@ -83,12 +85,12 @@ def _told(fleet: FleetFile) -> str:
 
 
 async def _started(*arguments: str) -> asyncio.subprocess.Process:
-    """A verb of Heddle's, which is asked to end when this process does, however it does."""
+    """A Heddle verb, which is asked to end when this process ends for any reason."""
     parent = os.getpid()
 
     def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it was gone before
+        if os.getppid() != parent:  # it had already gone
             os.kill(os.getpid(), signal.SIGTERM)
 
     command = (sys.executable, "-m", "heddle", *arguments)

@@ -1,1 +1,3 @@
-"""Load from outside: the replayer and the Locust users. They know workloads and HTTP, nothing of Heddle's inside."""
+"""Load from outside: the replayer and the Locust users. They know workloads and HTTP, and nothing of Heddle's
+internals.
+"""

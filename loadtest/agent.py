@@ -1,11 +1,11 @@
-"""An agent without its wires: what it says at each turn, how it says who it is, and whether the answer is
-what was asked.
+"""An agent without its transport: what it sends at each turn, how it identifies itself, and whether the answer is what
+was asked.
 
 No clock and no sockets, so the asyncio replayer and the gevent Locust users share it.
 
-A trajectory's lengths are in tokens, but a client of a chat API sends text. The `Writer` writes as many
-characters as the model's own `usage.prompt_tokens` have shown to make that many tokens, and a conversation
-that came out too long or too short is put right at its next turn.
+A trajectory's lengths are in tokens, but a client of a chat API sends text. The `Writer` writes as many characters as
+make that many tokens according to the model's own `usage.prompt_tokens`. A conversation that came out too long or too
+short is corrected at its next turn.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _WORD_TEXT = (
     "out many then them these so some her would make like him into time has look two more write go see number"
 )
 WORDS = _WORD_TEXT.split()
-# What a byte-pair tokenizer makes of such words, space included, until the server has said better.
+# What a byte-pair tokenizer makes of such words, including the space, until the server has reported better.
 USUAL_CHARS_PER_TOKEN = 4.0
-# The gateway takes no longer ids.
+# The gateway accepts no longer ids.
 MAX_ID_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model said to one turn, with the usage that the server counted."""
+    """What the model answered to one turn, with the usage that the server counted."""
 
     content: str
     tool_calls: tuple[Mapping[str, Any], ...]
@@ -48,10 +48,10 @@ class Answer:
 
 
 def mismatch(turn: Turn, answer: Answer) -> str | None:
-    """Why an answer is not what the turn asked for; None where it is.
+    """Why an answer is not what the turn asked for; None if it is.
 
-    A turn asks for an exact number of tokens (`ignore_eos`), so an engine, or a gateway that preempts and
-    resumes, has nothing to choose.
+    A turn asks for an exact number of tokens (`ignore_eos`), so an engine, or a gateway that preempts and resumes, has
+    no choice.
     """
     if answer.output_tokens != turn.output_tokens:
         return (
@@ -65,7 +65,7 @@ def mismatch(turn: Turn, answer: Answer) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """How a turn says whose it is: what goes before `/v1` in the path, into the headers and into the body."""
+    """How a turn names its trajectory: what goes before `/v1` in the path, into the headers and into the body."""
 
     path_prefix: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Address:
 
 
 def sent_id(recorded: str) -> str:
-    """An id as headers can carry it: itself, or where it is no printable ASCII, or long, one that stands for it."""
+    """An id in a form that headers can carry: itself, or a substitute if it is long or not printable ASCII."""
     if recorded.isascii() and recorded.isprintable() and recorded == recorded.strip() and len(recorded) <= MAX_ID_CHARS:
         return recorded
     digest = sha256(recorded.encode()).hexdigest()[:16]
@@ -81,8 +81,9 @@ def sent_id(recorded: str) -> str:
 
 
 def address_of(identity: Identity, trajectory_id: str, group_id: str, rollout_id: str) -> Address:
-    """The address of a trajectory's turns, ids as `sent_id` makes them. `none` says nothing at all, as a client
-    that knows no gateway."""
+    """The address of a trajectory's turns, with ids from `sent_id`. `none` sends nothing, like a client that knows no
+    gateway.
+    """
     trajectory_id, group_id, rollout_id = map(sent_id, (trajectory_id, group_id, rollout_id))
     labels = {"X-Group-Id": group_id, "X-Rollout-Id": rollout_id}
     match identity:
@@ -98,11 +99,10 @@ def address_of(identity: Identity, trajectory_id: str, group_id: str, rollout_id
 
 
 class Writer:
-    """Writes text of a wanted number of tokens; shared by all agents of one model, so that all learn from
-    each.
+    """Writes text of a given number of tokens; shared by all agents of one model, so that all learn from each.
 
-    Tokens of a prompt are taken as `template + characters / chars_per_token`, fitted by least squares to the
-    first prompts of which the server has told the size.
+    A prompt's tokens are modelled as `template + characters / chars_per_token`, fitted by least squares to the first
+    prompts whose size the server has reported.
     """
 
     def __init__(self) -> None:
@@ -112,20 +112,22 @@ class Writer:
         self._first_prompts: dict[tuple[str, int], str] = {}
 
     def first_prompt(self, trajectory: Trajectory) -> str:
-        """The prompt of the first turn. Siblings get the same text, whatever was learned between them."""
+        """The prompt of the first turn. Siblings get the same text, even if the writer learned between them."""
         key = (trajectory.group_id, trajectory.context_tokens)
         if key not in self._first_prompts:
             self._first_prompts[key] = self.text(trajectory.group_id, trajectory.context_tokens - self.template_tokens)
         return self._first_prompts[key]
 
     def text(self, seed: str, num_tokens: float) -> str:
-        """About `num_tokens` tokens, never nothing. One seed gives one text, shorter ones being prefixes of longer."""
+        """About `num_tokens` tokens, never empty. A seed always gives the same text; shorter texts are prefixes of
+        longer ones.
+        """
         num_chars = max(1, round(num_tokens * self.chars_per_token))
         # The shortest word with its space has two characters.
         return " ".join(random.Random(seed).choices(WORDS, k=num_chars // 2 + 1))[:num_chars]
 
     def learn(self, num_chars: int, prompt_tokens: int) -> None:
-        """Take note of a prompt of one message and its size as the server counted it."""
+        """Take note of a one-message prompt and its size as the server counted it."""
         x, y = float(num_chars), float(prompt_tokens)
         parts = (1.0, x, y, x * x, x * y)
         self._sums = tuple(total + part for total, part in zip(self._sums, parts, strict=True))
@@ -133,7 +135,7 @@ class Writer:
         spread = n * sxx - sx * sx
         slope = (n * sxy - sx * sy) / spread if spread > 0 else 0.0
         if slope <= 0:
-            # All prompts of one length, or noise: no telling the template from the text.
+            # All prompts have one length, or noise: the template cannot be separated from the text.
             slope = sy / sx if sx else 0.0
         if slope > 0:
             # A token holds between a fraction of a character (bytes of rare scripts) and a long word.
@@ -149,7 +151,7 @@ class Conversation:
         self.messages: list[Message] = []
         self._writer = writer
         self._next_turn = 0
-        # What the prompt should be by the trajectory, and what it is by the server's count, both up to the
+        # What the prompt should be according to the trajectory, and what it is by the server's count, both up to the
         # last answer.
         self._planned_tokens = trajectory.context_tokens
         self._counted_tokens = 0
@@ -166,14 +168,14 @@ class Conversation:
         text = self._writer.text(seed, self._planned_tokens - self._counted_tokens)
         if not self._tool_call_ids:
             self.messages.append({"role": "user", "content": text})
-        # Every tool call wants its result; all of the text is in the first.
+        # Every tool call needs a result; all of the text is in the first.
         for index, tool_call_id in enumerate(self._tool_call_ids):
             content = text if index == 0 else "done"
             self.messages.append({"role": "tool", "tool_call_id": tool_call_id, "content": content})
         return self.messages
 
     def hear(self, answer: Answer) -> str | None:
-        """Take the answer to the last `ask` into the conversation; why it is a wrong one, or None."""
+        """Add the answer to the last `ask` to the conversation; returns why it is wrong, or None."""
         turn = self.trajectory.turns[self._next_turn]
         if self._next_turn == 0:
             self._writer.learn(len(self.messages[0]["content"]), answer.prompt_tokens)
@@ -195,7 +197,7 @@ def chat_body(
     stream: bool,
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The body of one turn: greedy, exactly `max_tokens` long where `ignore_eos` is known, usage always told."""
+    """The body of one turn: greedy, exactly `max_tokens` long if `ignore_eos` is supported, always with usage."""
     body: dict[str, Any] = {
         "model": model,
         "messages": messages,

@@ -1,6 +1,6 @@
-"""A chat answer put together from what a server sends: a stream's events, or the whole at once.
+"""Assembles a chat answer from what a server sends: a stream's events, or all at once.
 
-Of clocks it only notes when the first token came, and it has no sockets, so asyncio and gevent clients share it.
+It reads the clock only to note when the first token came, and has no sockets, so asyncio and gevent clients share it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from typing import Any
 
 from loadtest.agent import Answer
 
-# What reading an answer of another shape raises: no JSON, a field that is missing, a field of another type.
+# What reading an answer of another form raises: no JSON, a missing field, a field of another type.
 NONSENSE = (ValueError, LookupError, TypeError, AttributeError)
 
 
 class StreamBroken(Exception):
-    """A stream began and did not end. The turn may be asked again: a gateway that still has it joins or repeats it."""
+    """A stream began and did not end. The turn may be repeated: a gateway that still has it joins or repeats it."""
 
 
 class Assembly:
-    """An answer put together from a stream's pieces."""
+    """An answer assembled from a stream's pieces."""
 
     def __init__(self) -> None:
         self.first_token_at: float | None = None
@@ -62,7 +62,7 @@ def add_event(event: dict[str, Any], assembly: Assembly) -> None:
     """Add one event of a chat stream.
 
     Raises:
-        StreamBroken: If the event says that the stream ends with an error.
+        StreamBroken: If the event reports that the stream ends with an error.
     """
     if "error" in event:
         raise StreamBroken(f"error event: {event['error']}")
@@ -84,7 +84,7 @@ def add_completion(completion: dict[str, Any], assembly: Assembly) -> None:
     choice = completion["choices"][0]
     assembly.add_text(choice["message"].get("content") or "")
     _add_tool_calls(choice["message"], assembly)
-    # The first token of an answer that comes whole is never seen.
+    # The first token of a whole answer cannot be observed.
     assembly.first_token_at = None
     assembly.finish_reason = choice["finish_reason"]
     assembly.usage = _counts(completion["usage"])

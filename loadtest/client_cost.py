@@ -1,9 +1,9 @@
-"""What a turn costs the client in processor time, by client and way of answering, all in one run.
+"""CPU time of a turn in the client, by client and form of answer, all in one run.
 
     python -m loadtest.client_cost --base-url http://127.0.0.1:9000/v1 [--turns 100] [--tokens 200]
 
-The server must be another process. Processor time of this process is counted, so the server's speed does not enter.
-Answers of `--tokens` tokens are streams of so many chunks where the server sends each token by itself.
+The server must be another process. Only this process's CPU time is counted, so the server's speed does not matter.
+Answers of `--tokens` tokens are streams of that many chunks if the server sends each token separately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workloads.trajectories import Trajectory, Turn, Workload
 
 
 async def measure(base_url: str, num_turns: int, num_tokens: int) -> None:
-    """Print milliseconds of processor time a turn for each client, streamed and whole."""
+    """Print milliseconds of CPU time per turn for each client, streamed and whole."""
     for client in ("sdk", "raw"):
         for stream_share in (1.0, 0.0):
             workload = Workload("cost", (Trajectory("cost", "cost", 1_000, (Turn(0, num_tokens, 0.0),)),) * num_turns)

@@ -1,11 +1,9 @@
-"""The OpenAI SDK as an agent uses it, with its ordinary retries, and what any client of the replayer must
-offer.
+"""The OpenAI SDK as an agent uses it, with its ordinary retries, and what the replayer needs of any client.
 
-The SDK asks again after a refused or broken connection and after 408, 409, 429 and 5xx, waiting 0.5, 1, 2, 4,
-8, 8, ... seconds less up to a quarter, or what `Retry-After` says; 8 s is its cap and cannot be set. So
-`max_retries` decides how long a restarting server is
-waited for: 2 about a second, 8 about half a minute. It does not ask again for a stream that broke after its
-first byte; agents do that themselves, and so does this client, with the same limit.
+The SDK retries after a refused or broken connection and after 408, 409, 429 and 5xx, waiting 0.5, 1, 2, 4, 8, 8, ...
+seconds less up to a quarter, or as `Retry-After` says; 8 s is its cap and cannot be set. So `max_retries` decides how
+long it waits for a restarting server: 2 about a second, 8 about half a minute. It does not retry a stream that broke
+after its first byte; agents do that themselves, and so does this client, with the same limit.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from loadtest.answers import NONSENSE, Assembly, StreamBroken
 
 INITIAL_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 8.0
-# Servers that know no trajectories answer so.
+# The answer of servers that know no trajectories.
 NOT_KNOWN_THERE = (404, 405)
 
 
@@ -34,7 +32,7 @@ class RequestFailed(Exception):
     """A request got no usable answer, and its retries are used up. The message is the reason.
 
     Args:
-        status: The HTTP status; None where there was no answer at all.
+        status: The HTTP status; None if there was no answer at all.
     """
 
     def __init__(self, reason: str, status: int | None = None, num_retries: int = 0) -> None:
@@ -45,12 +43,12 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer with what is known of its way.
+    """An answer with how it came.
 
     Args:
-        first_token_at: Instant of `time.perf_counter()`; None where the answer came whole.
-        queued_s: How long the turn waited for an engine; None where the answer's headers do not tell.
-        trajectory_id: What the gateway calls the trajectory; None where it is no Heddle.
+        first_token_at: Instant of `time.perf_counter()`; None if the answer came whole.
+        queued_s: How long the turn waited for an engine; None if the answer's headers do not report it.
+        trajectory_id: The gateway's id of the trajectory; None if the server is not Heddle.
     """
 
     answer: Answer
@@ -71,13 +69,13 @@ class ChatClient(Protocol):
         """
 
     async def get(self, path: str) -> dict[str, Any] | None:
-        """The JSON object at a path below the base URL; None where the server has none."""
+        """The JSON object at a path below the base URL; None if the server has none."""
 
     async def post(self, path: str) -> dict[str, Any] | None:
-        """The answer to an empty POST; None where the server does not know the path."""
+        """The answer to an empty POST; None if the server does not know the path."""
 
     async def delete(self, path: str) -> dict[str, Any] | None:
-        """The answer to a DELETE; None where the server does not know the path."""
+        """The answer to a DELETE; None if the server does not know the path."""
 
     async def aclose(self) -> None: ...
 
@@ -155,12 +153,12 @@ def root_of(base_url: str) -> str:
 
 
 def backoff_s(num_retries: int) -> float:
-    """How long to wait before asking again, as the SDK waits."""
+    """How long to wait before a retry, as the SDK waits."""
     return min(MAX_BACKOFF_S, INITIAL_BACKOFF_S * 2.0**num_retries) * (1 - 0.25 * random.random())
 
 
 def queued_s_of(headers: Mapping[str, str]) -> float | None:
-    """How long the turn waited for an engine, where the server's headers tell."""
+    """How long the turn waited for an engine, if the server's headers report it."""
     queued_ms = headers.get("x-heddle-queued-ms")
     return None if queued_ms is None else float(queued_ms) / 1_000
 
@@ -183,7 +181,7 @@ async def _read_stream(stream: Any, assembly: Assembly) -> None:
             if chunk.usage is not None:
                 assembly.usage = _counts(chunk.usage)
             for choice in chunk.choices:
-                # vLLM's and SGLang's reasoning parsers put thoughts beside the content.
+                # vLLM's and SGLang's reasoning parsers put reasoning beside the content.
                 delta = choice.delta
                 if getattr(delta, "reasoning_content", None) or getattr(delta, "reasoning", None):
                     assembly.note_token()
@@ -205,7 +203,7 @@ def _read_whole(completion: Any, assembly: Assembly) -> None:
     assembly.add_text(choice.message.content or "")
     for index, call in enumerate(choice.message.tool_calls or ()):
         assembly.add_tool_call(index, call.id, call.function.name, call.function.arguments)
-    # The first token of an answer that comes whole is never seen.
+    # The first token of a whole answer cannot be observed.
     assembly.first_token_at = None
     assembly.finish_reason = choice.finish_reason
     assembly.usage = _counts(completion.usage)

@@ -51,7 +51,7 @@ class RolloutProgress:
 
 
 def comparison_table(results: Sequence[RolloutResult]) -> Table:
-    """Rollouts side by side. A ratio says how many times better a rollout is than the first: above 1 is better."""
+    """Rollouts side by side. A ratio is how many times better a rollout is than the first: above 1 is better."""
     table = Table()
     table.add_column("")
     table.add_column(results[0].name, justify="right")
@@ -62,7 +62,8 @@ def comparison_table(results: Sequence[RolloutResult]) -> Table:
     _add_row(table, "tokens/s", "", [result.tokens_per_s for result in results], more_is_better=True)
     _add_row(table, "trajectory time, mean", "s", [result.mean_trajectory_s for result in results])
     _add_row(table, "trajectory time, P99", "s", [result.p99_trajectory_s for result in results])
-    # A step-centric gateway queues nothing itself: its turns wait in the engines. The wait for first tokens holds both.
+    # A step-centric gateway queues nothing itself: its turns wait in the engines. The wait for first tokens includes
+    # both.
     _add_row(table, "queueing and prefill, mean", "s", [result.mean_waited_s for result in results])
     _add_row(table, "queueing and prefill, longest tenth", "s", [result.mean_waited_longest_s for result in results])
     failed = [str(result.num_failed_turns) for result in results]
@@ -71,11 +72,11 @@ def comparison_table(results: Sequence[RolloutResult]) -> Table:
 
 
 def print_results(results: Sequence[RolloutResult], console: Console) -> None:
-    """The table, and the first of what went wrong."""
+    """Print the table, and the first errors."""
     console.print(comparison_table(results))
     for result in results:
         for error in result.errors[:MAX_ERRORS_SHOWN]:
-            # An error text is a server's, and no markup.
+            # An error text is a server's, and not markup.
             console.print(f"{result.name}: {error}", style="red", markup=False)
         if len(result.errors) > MAX_ERRORS_SHOWN:
             console.print(f"{result.name}: and {len(result.errors) - MAX_ERRORS_SHOWN} more errors", style="red")
@@ -96,5 +97,5 @@ def _add_row(
 
 
 def _number(value: float | None, unit: str) -> str:
-    # A server that does not tell its queueing is not one that has none.
+    # A server that does not report its queueing is not one without queueing.
     return "not told" if value is None else f"{value:,.2f} {unit}".rstrip()

@@ -1,13 +1,13 @@
-"""Locust users that are agents: turn, tool, turn; a user plays one trajectory after the other.
+"""Locust users that act as agents: turn, tool, turn; a user plays one trajectory after the other.
 
     locust -f loadtest/locustfile.py --headless -u 20 -r 20 -t 20s --host http://127.0.0.1:8080 --scale 0.1
 
-Three kinds of agents in the proportion of their weights; with `--law` or `--trace` all play that. Beside each finish
-the statistics have `POST turn` (to the last byte), `TTFT first token`, and `AGENT trajectory` (first question to last
-answer, tools included). An answer that is not exactly as long as asked is a failure, and Locust exits with 1 if there
-was one. Nothing is retried.
+There are three kinds of agents, in proportion to their weights; with `--law` or `--trace` all play that. In addition to
+each finish, the statistics have `POST turn` (to the last byte), `TTFT first token`, and `AGENT trajectory` (first
+question to last answer, tools included). An answer that does not have exactly the requested length is a failure, and
+Locust exits with 1 if there was one. Nothing is retried.
 
-Locust runs on gevent and patches the standard library when it is imported: the asyncio replayer is not imported here.
+Locust runs on gevent and patches the standard library when imported, so the asyncio replayer is not imported here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from workloads.laws import draw, law_named
 from workloads.traces import load_trace
 from workloads.trajectories import Trajectory, Workload
 
-# Trajectories of a law that are drawn beforehand; when all have been played they come again under new ids.
+# Trajectories drawn from a law in advance; when all have been played they come again under new ids.
 NUM_DRAWN = 1_024
 
 
@@ -40,15 +40,15 @@ class Board:
     """Hands out trajectories to users.
 
     Args:
-        rollout_size: So many trajectories make a rollout, and the next begins when the last of one has ended. None: no
-            rollouts, a user never waits.
-        num_rollouts: After so many, users wait to be stopped.
+        rollout_size: This many trajectories make a rollout, and the next one begins when the last trajectory has ended.
+            None: no rollouts, a user never waits.
+        num_rollouts: After this many, users wait to be stopped.
     """
 
     def __init__(self, options: Any, environment: Any, rollout_size: int | None = None, num_rollouts: int = 1) -> None:
         self.writer = Writer()
         self.num_rollouts_ended = 0
-        # Agents that have been answered which models there are, or refused.
+        # Agents that have fetched the list of models, or were refused.
         self.num_agents = 0
         self._options = options
         self._environment = environment
@@ -66,7 +66,7 @@ class Board:
         return f"{self._run_id}-{self.num_rollouts_ended}"
 
     def take(self, law_name: str) -> tuple[Trajectory, str]:
-        """The next trajectory of the kind, and its id on the wire. Waits while the rollout has none left to begin."""
+        """The next trajectory of the kind, and its id on the wire. Waits if the rollout has none left to begin."""
         while self._rollout_size is not None and (
             self._num_taken >= self._rollout_size or self.num_rollouts_ended >= self._num_rollouts
         ):
@@ -78,7 +78,7 @@ class Board:
         return trajectory, f"{self.rollout_id}-{self._num_taken}-{trajectory.trajectory_id}"
 
     def put_back(self) -> None:
-        """A trajectory that was taken has ended, well or not."""
+        """A taken trajectory has ended, well or not."""
         self._num_ended += 1
         if self._num_ended == self._rollout_size:
             makespan_ms = (time.perf_counter() - self._began_at) * 1_000
@@ -91,7 +91,7 @@ class Board:
 
 
 def add_arguments(parser: LocustArgumentParser) -> None:
-    """Locust's own arguments and these."""
+    """Add these arguments to Locust's own."""
     parser.add_argument("--trace", default="", help="JSON lines of trajectories, .gz or not")
     parser.add_argument("--law", default="", help="all agents play this law")
     parser.add_argument("--seed", type=int, default=1, help="of the law's draw")
@@ -104,7 +104,7 @@ def add_arguments(parser: LocustArgumentParser) -> None:
 
 
 def set_up(environment: Any, **_: Any) -> None:
-    """One board for a process; `loadtest/shapes.py` puts one with rollouts in its place."""
+    """One board per process; `loadtest/shapes.py` replaces it by one with rollouts."""
     environment.board = Board(environment.parsed_options, environment)
 
 
@@ -115,11 +115,11 @@ events.init.add_listener(set_up)
 
 
 class Agent(FastHttpUser):
-    """One agent after the other. What distinguishes kinds is the law of their trajectories."""
+    """One agent after the other. The kinds differ by the law of their trajectories."""
 
     abstract = True
     wait_time = constant(0)
-    # A turn may queue long in a rollout.
+    # A turn may queue for a long time in a rollout.
     network_timeout = 3_600.0
     law_name = ""
 
@@ -186,7 +186,7 @@ class Agent(FastHttpUser):
         with self.client.post(
             f"/v1/trajectories/{trajectory_id}/finish", json={}, headers=self._key(), name="finish", catch_response=True
         ) as response:
-            # An engine with no gateway before it knows no trajectories.
+            # An engine without a gateway knows no trajectories.
             if response.status_code in (404, 405):
                 response.success()
 
@@ -223,7 +223,7 @@ class MathAgent(Agent):
 
 
 def report(environment: Any, request_type: str, name: str, time_ms: float, error: str | None = None) -> None:
-    """One line of Locust's statistics that is no HTTP request."""
+    """One entry of Locust's statistics that is not an HTTP request."""
     environment.events.request.fire(
         request_type=request_type,
         name=name,

@@ -1,9 +1,8 @@
-"""A client for load, not for life: HTTP/1.1 and server-sent events by hand, for where the SDK's own work
-would be the limit.
+"""A client for load tests only: HTTP/1.1 and server-sent events by hand, for cases in which the SDK's own work would be
+the limit.
 
-Same requests, same retries and same results as `loadtest.clients.SdkClient`, at a small part of its processor
-time (`python -m loadtest.client_cost` measures both). It knows only what chat servers send: a body with a
-length or in chunks.
+It has the same requests, retries and results as `loadtest.clients.SdkClient`, at a small part of its CPU time (`python
+-m loadtest.client_cost` measures both). It handles only what chat servers send: a body with a length or in chunks.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from loadtest.clients import (
     root_of,
 )
 
-# Engines close a connection that is idle for 5 s (uvicorn's default, vLLM's and SGLang's too).
+# Engines close a connection that is idle for 5 s (uvicorn's default, also vLLM's and SGLang's).
 MAX_IDLE_S = 4.0
-# As the SDK: a timeout, a conflict, too many requests, and whatever is the server's own fault.
+# As the SDK: a timeout, a conflict, too many requests, and every server error.
 ASK_AGAIN = (408, 409, 429)
 MAX_LINE_BYTES = 8 * 1024 * 1024
 
@@ -48,7 +47,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A response's head, and its body still on the wire."""
+    """A response's head, with its body still on the wire."""
 
     status: int
     headers: Mapping[str, str]
@@ -145,7 +144,7 @@ class RawClient:
         raise AssertionError("the last attempt returns or raises")
 
     async def _before_retry(self, attempt: int, error: Exception) -> None:
-        """Wait where another try is allowed and makes sense, else raise what the turn failed of."""
+        """Wait if another attempt is allowed and useful, else raise the turn's failure."""
         status = error.status if isinstance(error, RequestFailed) else None
         if status is not None and status not in ASK_AGAIN and status < 500:
             raise error

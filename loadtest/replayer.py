@@ -1,9 +1,8 @@
 """Plays a workload against any OpenAI base URL, as agents would: turn, tool, turn, all trajectories at once.
 
-Each agent is a task that sends its whole conversation at every turn, waits for the answer, waits as long as
-its tool takes, and goes on. The tools are the only sleeping here. A turn must bring exactly the tokens that
-its trajectory says; whatever else comes is a failed turn with its reason, and a turn without any answer ends
-its trajectory.
+Each agent is a task that sends its whole conversation at every turn, waits for the answer, waits as long as its tool
+takes, and goes on. The tools are the only sleeping here. A turn must bring exactly the tokens of its trajectory;
+anything else is a failed turn with its reason, and a turn without any answer ends its trajectory.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from loadtest.results import RolloutResult, TrajectoryResult, TurnResult
 from workloads.trajectories import Trajectory, Turn, Workload
 
 OnTurn = Callable[[TurnResult], None]
-# The waiting of each turn of a trajectory, in order; None where the server does not tell.
+# The queueing time of each turn of a trajectory, in order; None if the server does not report it.
 QueuedSource = Callable[[ChatClient, str], Awaitable[Sequence[float | None] | None]]
 
 # The SDK's connection pool keeps 100 idle connections and searches all of them for each request.
 AGENTS_PER_CLIENT = 100
-# Two prompts of these sizes tell the template's tokens from the text's.
+# Two prompts of these sizes separate the template's tokens from the text's.
 CALIBRATION_TOKENS = (16, 256)
 
 
@@ -42,18 +41,18 @@ class ReplaySettings:
     Args:
         base_url: Ends in `/v1`.
         model: None: the first that the server lists.
-        identity: How agents say which trajectory they are.
+        identity: How agents name their trajectory.
         stream_share: The share of trajectories that stream: 1 all, 0 none; the same ones in each replay.
-        speed_up: Tools take so many times less.
-        concurrency: So many trajectories at once at most. None: all.
+        speed_up: Divides tool times.
+        concurrency: The most trajectories at once. None: all.
         max_retries: Of a request; see `loadtest.clients` for how long that bridges a restart.
-        timeout_s: Of a request without a byte; with `raw`, of a whole turn. A turn may queue long in a rollout, so far
-            above the SDK's 600 s.
-        finish: Tell the gateway when a trajectory has ended. A server without that route is left in peace.
+        timeout_s: Of a request without a byte; with `raw`, of a whole turn. A turn may queue long in a rollout, so this
+            is far above the SDK's 600 s.
+        finish: Report the end of each trajectory to the gateway. A server without that route is left alone.
         calibrate: Ask two one-token questions first, to learn how many characters make a token.
-        client: `sdk` is what agents use; `raw` costs less where thousands of agents share a processor.
-        extra_body: Joins each body. `ignore_eos` makes vLLM and SGLang write exactly `max_tokens`.
-        rollout_id: Begins every trajectory's id, so that two replays do not meet. None: a new one.
+        client: `sdk` is what agents use; `raw` costs less if thousands of agents share a processor.
+        extra_body: Added to each body. `ignore_eos` makes vLLM and SGLang write exactly `max_tokens`.
+        rollout_id: Begins every trajectory's id, so that two replays do not collide. None: a new one.
     """
 
     base_url: str
@@ -73,7 +72,7 @@ class ReplaySettings:
 
 
 async def queued_by_trajectory_route(client: ChatClient, trajectory_id: str) -> Sequence[float | None] | None:
-    """The gateway's own word on each turn's waiting: `queued_s` of the turns of `GET /v1/trajectories/{id}`."""
+    """The queueing times that the gateway reports: `queued_s` of the turns of `GET /v1/trajectories/{id}`."""
     record = await client.get(f"/trajectories/{quote(trajectory_id, safe='')}")
     return None if record is None else [turn.get("queued_s") for turn in record.get("turns", ())]
 
@@ -86,16 +85,16 @@ async def replay(
     on_turn: OnTurn | None = None,
     queued_source: QueuedSource | None = queued_by_trajectory_route,
 ) -> RolloutResult:
-    """Every trajectory of the workload played to its end, and what it took.
+    """Play every trajectory of the workload to its end, and return the measurements.
 
     Args:
-        name: What tables call the result.
+        name: The result's name in tables.
         on_turn: Called after each turn, for a progress bar; must not block.
-        queued_source: Asked at the end of a trajectory for turns whose answer had no `x-heddle-queued-ms`.
-            None: nobody is asked.
+        queued_source: Asked at the end of a trajectory for turns whose answer had no `x-heddle-queued-ms`. None: not
+            asked.
 
     Raises:
-        RequestFailed: If the server does not even list its models. What fails later is in the result.
+        RequestFailed: If the server does not even list its models. Later failures are in the result.
     """
     rollout_id = settings.rollout_id or f"r{uuid4().hex[:8]}"
     async with AsyncExitStack() as stack:
@@ -115,14 +114,13 @@ async def replay(
             ]
             running = [tasks.create_task(agent.run(limit, on_turn, queued_source)) for agent in agents]
         results = tuple(task.result() for task in running)
-    # Not the time at which the last task ended: asking for the waiting and finishing are no part of a
-    # trajectory.
+    # Not the time at which the last task ended: fetching queueing times and finishing are not part of a trajectory.
     makespan_s = max(result.ended_at for result in results)
     return RolloutResult(name, rollout_id, makespan_s, results)
 
 
 def streams(trajectory: Trajectory, stream_share: float) -> bool:
-    """Whether a trajectory is of the share that streams: by its id, so alike in every replay."""
+    """Whether a trajectory is in the share that streams: decided by its id, so the same in every replay."""
     return random.Random(trajectory.trajectory_id).random() < stream_share
 
 
@@ -143,7 +141,7 @@ async def _calibrate(client: ChatClient, writer: Writer, settings: ReplaySetting
         turns = (Turn(0, 1, 0.0),)
         probe = Trajectory(f"calibration-{num_tokens}", f"calibration-{num_tokens}", num_tokens, turns)
         agent = _Agent(probe, client, writer, replace(settings, finish=False), rollout_id, time.perf_counter())
-        # A probe that fails says nothing of the text; what is wrong will be said by the first real turn.
+        # A probe that fails teaches nothing about the text; the first real turn will report what is wrong.
         await agent.run(nullcontext(), None, None)
         await agent.abort()
 
@@ -167,7 +165,7 @@ class _Agent:
         self._conversation = Conversation(trajectory, writer)
         name = sent_id(f"{rollout_id}-{trajectory.trajectory_id}")
         self._address = address_of(settings.identity, name, trajectory.group_id, rollout_id)
-        # An agent that says nothing learns from the answers what the gateway calls it.
+        # An agent without an identity learns the gateway's id from the answers.
         self._known_as = None if settings.identity == "none" else name
 
     async def run(
@@ -176,7 +174,7 @@ class _Agent:
         on_turn: OnTurn | None,
         queued_source: QueuedSource | None,
     ) -> TrajectoryResult:
-        """All turns, then what the gateway knows of them. Never raises for what a server does."""
+        """All turns, then what the gateway reports of them. Never raises for what a server does."""
         async with limit:
             started_at = self._now()
             turns = await self._play(on_turn)
@@ -201,7 +199,9 @@ class _Agent:
         )
 
     async def abort(self) -> None:
-        """Have the gateway forget it, and learn nothing from it. A server without that route is left in peace."""
+        """Have the gateway forget the trajectory, and learn nothing from it. A server without that route is left
+        alone.
+        """
         if self._known_as is not None:
             with suppress(RequestFailed):
                 await self._client.delete(f"/trajectories/{quote(self._known_as, safe='')}")
@@ -220,7 +220,7 @@ class _Agent:
         return results
 
     async def _take_turn(self, index: int, turn: Turn) -> tuple[TurnResult, bool]:
-        """The turn's result, and whether the conversation can go on from it."""
+        """The turn's result, and whether the conversation can continue from it."""
         settings = self._settings
         assert settings.model is not None, "the model is known before the first turn"
         stream = streams(self._trajectory, settings.stream_share)

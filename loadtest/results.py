@@ -13,10 +13,10 @@ class TurnResult:
     """One turn as the agent saw it.
 
     Args:
-        asked_tokens: What the trajectory wanted; `output_tokens` is what the server counted.
-        first_token_at: None where the answer came whole or not at all.
-        queued_s: How long the turn waited for an engine, as the gateway tells; None where it does not.
-        error: Why the turn failed; None where it did not.
+        asked_tokens: What the trajectory asked for; `output_tokens` is what the server counted.
+        first_token_at: None if the answer came whole or not at all.
+        queued_s: How long the turn waited for an engine, as the gateway reports; None if it does not.
+        error: Why the turn failed; None if it did not.
     """
 
     trajectory_id: str
@@ -49,12 +49,11 @@ class TurnResult:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryResult:
-    """One agent from its first question to the end of its last turn. Waiting for the concurrency limit is not
-    in it.
+    """One agent from its first question to the end of its last turn, without the wait for the concurrency limit.
 
     Args:
         num_turns: How many turns it should have had; after a turn without an answer the rest cannot be asked.
-        error: What went wrong outside the turns; None where nothing did.
+        error: What went wrong outside the turns; None if nothing did.
     """
 
     trajectory_id: str
@@ -79,14 +78,15 @@ class TrajectoryResult:
 
     @property
     def queued_s(self) -> float | None:
-        """Waiting summed over the turns; None where that of any turn is unknown."""
+        """Queueing time summed over the turns; None if that of any turn is unknown."""
         known = [turn.queued_s for turn in self.turns if turn.queued_s is not None]
         return sum(known) if known and len(known) == len(self.turns) else None
 
     @property
     def waited_s(self) -> float | None:
-        """Waiting for first tokens, summed over the turns: queueing wherever it happens, gateway or engine, and
-        prefill. None where a turn did not stream."""
+        """Time to first token, summed over the turns: queueing in the gateway or engine, and prefill. None if a turn
+        did not stream.
+        """
         waits = [turn.first_token_at - turn.started_at for turn in self.turns if turn.first_token_at is not None]
         return sum(waits) if waits and len(waits) == len(self.turns) else None
 
@@ -104,7 +104,7 @@ class TrajectoryResult:
 
 @dataclass(frozen=True, slots=True)
 class RolloutResult:
-    """All trajectories of one rollout; `name` is what a table calls it."""
+    """All trajectories of one rollout; `name` is its name in tables."""
 
     name: str
     rollout_id: str
@@ -137,28 +137,28 @@ class RolloutResult:
 
     @property
     def mean_first_token_s(self) -> float | None:
-        """Mean time to first token over the turns that streamed; None where none did."""
+        """Mean time to first token over the turns that streamed; None if none did."""
         waits = [turn.first_token_at - turn.started_at for turn in self.turns if turn.first_token_at is not None]
         return _mean(waits) if waits else None
 
     @property
     def mean_queued_s(self) -> float | None:
-        """Mean waiting of a trajectory in the gateway; None where the server does not tell."""
+        """A trajectory's mean queueing time in the gateway; None if the server does not report it."""
         return _mean_known([trajectory.queued_s for trajectory in self.trajectories])
 
     @property
     def mean_waited_s(self) -> float | None:
-        """Mean waiting of a trajectory for its first tokens; None where one did not stream."""
+        """A trajectory's mean wait for its first tokens; None if one did not stream."""
         return _mean_known([trajectory.waited_s for trajectory in self.trajectories])
 
     @property
     def mean_waited_longest_s(self) -> float | None:
-        """The same of the tenth of trajectories that was asked for most tokens: the same ones in every rollout."""
+        """The same for the tenth of trajectories with the most requested tokens: the same ones in every rollout."""
         longest = sorted(self.trajectories, key=lambda trajectory: -trajectory.asked_tokens)
         return _mean_known([trajectory.waited_s for trajectory in longest[: math.ceil(len(longest) / 10)]])
 
     def times(self, factor: float) -> RolloutResult:
-        """The same with every duration multiplied: a rollout on engines that are sped up, in their own seconds."""
+        """The same with every duration multiplied: a rollout on sped-up engines, in their own seconds."""
         trajectories = tuple(trajectory.times(factor) for trajectory in self.trajectories)
         return replace(self, makespan_s=self.makespan_s * factor, trajectories=trajectories)
 
@@ -172,12 +172,12 @@ class RolloutResult:
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """Each thing that went wrong, with where."""
+        """Everything that went wrong, and where."""
         of_turns = [f"{turn.trajectory_id}, turn {turn.index}: {turn.error}" for turn in self.turns if turn.error]
         return (*of_turns, *(f"{t.trajectory_id}: {t.error}" for t in self.trajectories if t.error))
 
     def to_json(self) -> dict[str, Any]:
-        """Summary and every trajectory, of types that JSON has."""
+        """Summary and every trajectory, in JSON's types."""
         summary = (
             "name rollout_id makespan_s output_tokens tokens_per_s mean_trajectory_s p50_trajectory_s "
             "p99_trajectory_s mean_first_token_s mean_queued_s mean_waited_s mean_waited_longest_s "
@@ -189,7 +189,7 @@ class RolloutResult:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least so many percent of all do not exceed (nearest rank)."""
+    """The smallest value that at least this percentage of all values do not exceed (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
@@ -199,6 +199,6 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _mean_known(values: Sequence[float | None]) -> float | None:
-    """The mean; None if any value is unknown, for the mean of the others would be another figure."""
+    """The mean; None if any value is unknown, because the mean of the others would be a different figure."""
     known = [value for value in values if value is not None]
     return _mean(known) if known and len(known) == len(values) else None

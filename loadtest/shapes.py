@@ -3,9 +3,9 @@
     locust -f loadtest/shapes.py --headless --host http://127.0.0.1:8080 --shape rollout --agents 64 --rollouts 3
     locust -f loadtest/shapes.py --headless --host http://127.0.0.1:8080 --shape ramp --agents 64 --ramp-s 60
 
-A rollout is a burst: all agents begin at once, each plays one trajectory, and the next rollout begins when the last of
-them has ended; its makespan is reported as `AGENT rollout`. A ramp adds agents evenly, each plays one trajectory after
-the other, and the run ends a little after all of them were there.
+A rollout is a burst: all agents begin at once, each plays one trajectory, and the next rollout begins when the last
+agent has ended; the makespan is reported as `AGENT rollout`. A ramp adds agents evenly, each plays one trajectory after
+the other, and the run ends a little after all agents are running.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from loadtest.locustfile import Board, CodingAgent, MathAgent, SearchAgent, even
 
 __all__ = ["AgentShape", "CodingAgent", "MathAgent", "SearchAgent"]
 
-# How long a ramp stays at its top, with all agents there, as a share of the ramp.
+# How long a ramp stays at its top, with all agents running, as a share of the ramp.
 TOP_SHARE = 0.25
 
 
 def add_arguments(parser: LocustArgumentParser) -> None:
-    """The shape's arguments, beside those of the agents."""
+    """Add the shape's arguments to those of the agents."""
     parser.add_argument("--shape", choices=("rollout", "ramp"), default="rollout")
     parser.add_argument("--agents", type=int, default=16, help="agents at once")
     parser.add_argument("--rollouts", type=int, default=1, help="so many rollouts, one after the other")
@@ -35,21 +35,21 @@ def add_arguments(parser: LocustArgumentParser) -> None:
 
 
 def set_up(environment: Any, **_: Any) -> None:
-    """A board that hands out rollouts, where the shape is one."""
+    """Install a board that hands out rollouts, if the shape is a rollout."""
     options = environment.parsed_options
     if options.shape == "rollout":
         environment.board = Board(options, environment, options.agents, options.rollouts)
 
 
 events.init_command_line_parser.add_listener(add_arguments)
-# After the agents' own listener, so this board is the one that stays.
+# After the agents' own listener, so this board is the one that remains.
 events.init.add_listener(set_up)
 
 
 class AgentShape(LoadTestShape):
     """The shape that `--shape` names."""
 
-    # Seconds into the run when all agents of a ramp were first seen at work.
+    # Seconds into the run when all agents of a ramp were first seen running.
     _top_s: float | None = None
 
     def tick(self) -> tuple[int, float] | None:
@@ -65,12 +65,14 @@ class AgentShape(LoadTestShape):
 
 
 def rollout(num_ended: int, num_agents: int, num_rollouts: int) -> tuple[int, float] | None:
-    """All agents at once, until so many rollouts have ended."""
+    """All agents at once, until this many rollouts have ended."""
     return None if num_ended >= num_rollouts else (num_agents, float(num_agents))
 
 
 def ramp(run_s: float, top_s: float | None, num_agents: int, ramp_s: float) -> tuple[int, float] | None:
-    """Agents in proportion to the time, all of them at `ramp_s`, and an end a little after all were there (`top_s`)."""
+    """Agents in proportion to the time, all of them at `ramp_s`; the end comes a little after all were running
+    (`top_s`).
+    """
     if top_s is not None and run_s > max(top_s, ramp_s) + ramp_s * TOP_SHARE:
         return None
     wanted = min(num_agents, max(1, math.ceil(num_agents * run_s / ramp_s)))

@@ -1,14 +1,14 @@
-"""A gateway under steady work whose resources must stay as they are: `make soak`.
+"""A gateway under steady load, whose resources must not grow: `make soak`.
 
     python -m loadtest.soak --minutes 10
 
-Rollouts follow each other before two simulated engines, of which one is killed and started anew again and again. Some
-agents end well, some never say that they have ended, some leave in the midst of an answer, and some ask what nobody
-knows. Times to live are seconds here, so that what the gateway holds is the last rollouts and nothing of those before.
-Once a second it is looked at from outside. What grows with what has ended is a leak: the run fails where the last third
-of it had more of something than the third before.
+Rollouts follow each other on two simulated engines, one of which is killed and restarted again and again. Some agents
+end well, some never report their end, some leave in the middle of an answer, and some ask for things that do not exist.
+Times to live are a few seconds here, so that the gateway holds only the last rollouts. Once a second it is inspected
+from outside. Anything that grows with ended work is a leak: the run fails if its last third used more of something than
+the third before.
 
-Groups come again, for the predictor remembers the newest 20,000 of them, and would grow until it has so many.
+Groups repeat, because the predictor remembers the newest 20,000 of them, and would grow until it has that many.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from loadtest.replayer import ReplaySettings, replay
 from workloads.laws import draw, law_named
 from workloads.trajectories import Workload
 
-# What a third may have above the one before. A leak of 1 KB a turn is 10 % of the memory in 10,000 turns.
+# How far a third may exceed the one before. A leak of 1 KB a turn is 10 % of the memory in 10,000 turns.
 GROWTH_SHARE, GROWTH_COUNT = 0.1, 5
 NUM_AGENTS = 48
 _ENGINE_LIFE_S = 20.0
@@ -53,14 +53,14 @@ _SETTINGS = {
     "HEDDLE_RETENTION_S": f"{_FORGOTTEN_AFTER_S / 2}",
     "HEDDLE_EVENT_LOG_MAX_BYTES": "1000000",
     "HEDDLE_MAX_KEPT_ANSWER_BYTES": "1000000",
-    "HEDDLE_BYTE_WORKERS": "1",  # on its one core the gateway would have none
+    "HEDDLE_BYTE_WORKERS": "1",  # with its one core the gateway would have none
     "HEDDLE_BYTE_WORKER_TURNS": "16",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a gateway has at one instant, its byte workers included."""
+    """A gateway's resources at one instant, including its byte workers."""
 
     memory_bytes: float
     descriptors: float
@@ -72,7 +72,7 @@ class Sample:
 
 
 def grown(before: Sequence[Sample], after: Sequence[Sample]) -> list[str]:
-    """Of which resources the median of some samples is above that of earlier ones, by more than chance."""
+    """The resources whose median over some samples exceeds that of earlier ones by more than chance."""
     names = []
     for name, was, now in medians(before, after):
         if now > was * (1 + GROWTH_SHARE) + GROWTH_COUNT:
@@ -81,13 +81,13 @@ def grown(before: Sequence[Sample], after: Sequence[Sample]) -> list[str]:
 
 
 def medians(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[str, float, float]]:
-    """Of each resource, by its name."""
+    """The medians of each resource, by its name."""
     names = [field.name for field in fields(Sample)]
     return [(name, *(median([getattr(one, name) for one in part]) for part in (before, after))) for name in names]
 
 
 async def soak(minutes: float, home: Path) -> tuple[list[Sample], int]:
-    """What was seen of a gateway in so many minutes, and how many turns it served.
+    """The samples of a gateway over this many minutes, and how many turns it served.
 
     Raises:
         NotStarted: something did not start.
@@ -123,7 +123,7 @@ async def soak(minutes: float, home: Path) -> tuple[list[Sample], int]:
 
 
 async def _engine_that_dies(port: int, dialect: str, life_s: float, home: Path) -> None:
-    """An engine that is killed after so long and started anew, for ever."""
+    """An engine that is killed after this long and restarted, forever."""
     command = [sys.executable, "-m", "heddle", "sim-engine", "--dialect", dialect, "--port", str(port)]
     while True:
         with running([*command, "--speed-up", "20"], CLIENT_CORE, home / f"{dialect}.log") as pid:
@@ -132,7 +132,7 @@ async def _engine_that_dies(port: int, dialect: str, life_s: float, home: Path) 
 
 
 async def _play(base_url: str, until: float) -> None:
-    """Rollouts, one after the other."""
+    """Play rollouts, one after the other."""
     workload = draw(law_named("search"), NUM_AGENTS, 1, scale=0.02, tool_scale=0.2).with_max_turns(6)
     for number in count():
         if time.monotonic() >= until:
@@ -141,7 +141,9 @@ async def _play(base_url: str, until: float) -> None:
 
 
 async def _rollout(base_url: str, workload: Workload, number: int) -> None:
-    """Each trajectory is new. A third of rollouts is finished, a third just ends, and of a third all agents leave."""
+    """Each trajectory is new. A third of the rollouts is finished, a third just ends, and in a third all agents
+    leave.
+    """
     ending = number % 3
     settings = ReplaySettings(
         base_url,
@@ -159,7 +161,7 @@ async def _rollout(base_url: str, workload: Workload, number: int) -> None:
 
 
 async def _nonsense(base_url: str, number: int) -> None:
-    """Paths, models and trajectories that nobody has heard of."""
+    """Ask for paths, models and trajectories that do not exist."""
     client = RawClient(base_url, "none", max_retries=0, timeout_s=60)
     for path in (f"/no-{number}", f"/trajectories/no-{number}/finish", f"/models/no-{number}", "/messages"):
         with suppress(RequestFailed):
@@ -168,7 +170,7 @@ async def _nonsense(base_url: str, number: int) -> None:
 
 
 async def _page(port: int) -> list[str]:
-    """The lines of the gateway's metrics that are values."""
+    """The lines of the gateway's metrics that hold values."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     page = (await reader.read()).decode()
@@ -198,7 +200,7 @@ def _num_descriptors(pid: int) -> int:
 
 
 def main() -> int:
-    """The table, and 1 where something has grown."""
+    """Print the table; 1 if something has grown."""
     parser = argparse.ArgumentParser(description="Looks for what a gateway does not let go of.")
     parser.add_argument("--minutes", type=float, default=10.0, help="a third of them is for warming up")
     minutes = parser.parse_args().minutes

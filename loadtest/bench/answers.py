@@ -1,4 +1,4 @@
-"""What the backend answers, made once: pages, whole answers, and the events of a stream, in vLLM's shape."""
+"""What the backend answers, made once: pages, whole answers, and the events of a stream, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MODEL = "bench"
 NUM_CHUNKS = 64
 WORDS = [f" word{number}" for number in range(NUM_CHUNKS)]
 TEXT = "".join(WORDS)
-FIRST_ID = 1_000  # the token of the first word; the others follow
+FIRST_ID = 1_000  # the first word's token; the others follow
 
 Json = dict[str, Any]
 ABOUT: Json = {"id": "chatcmpl-0123456789abcdef0123456789abcdef", "created": 1_700_000_000, "model": MODEL}
@@ -33,17 +33,17 @@ vllm:cache_config_info{block_size="16",num_gpu_blocks="62500000",cache_dtype="au
 
 
 def whole(content: Json, status: str = "200 OK") -> bytes:
-    """An answer of JSON."""
+    """A JSON answer."""
     return _whole(status, "application/json", orjson.dumps(content))
 
 
 def metrics(work: int) -> bytes:
-    """The metrics page of an engine that has made so many tokens, so that none takes it for hung."""
+    """The metrics page of an engine that has made this many tokens, so that it never looks hung."""
     return _whole("200 OK", "text/plain; version=0.0.4", _METRICS % work)
 
 
 def chunk(data: bytes) -> bytes:
-    """A chunk of a body in chunks."""
+    """A chunk of a chunked body."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
@@ -73,7 +73,7 @@ STREAM = [word_event(word, number == 0, number == NUM_CHUNKS - 1) for number, wo
 USAGE_EVENT = event(ABOUT | {"object": "chat.completion.chunk", "choices": [], "usage": _USAGE})
 STREAM_END = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
-# 16,384 turns at once on each: no measurement is of an engine that is full.
+# 16,384 concurrent turns on each: no measurement is of a full engine.
 _SERVER_INFO = {"vllm_config": {"scheduler_config": {"max_num_seqs": 16_384}}}
 _CARD = {"id": MODEL, "object": "model", "owned_by": "vllm", "created": 1_700_000_000, "max_model_len": 1_048_576}
 PAGES = {

@@ -1,12 +1,12 @@
-"""A model server that costs next to nothing: the shape of vLLM's answers, without a model.
+"""A model server that costs next to nothing: the form of vLLM's answers, without a model.
 
     python -m loadtest.bench.backend --port 9001 [--interval-ms 5] [--endless 2000]
 
 Every chat is answered with the same 64 words: whole, or as a stream of 64 chunks, one every `--interval-ms`. With
-`--endless` a stream never ends: it has its first chunk at once, the others when so many streams are open, and each
-says when it was sent, in microseconds of the machine's monotonic clock; without an interval there are no others.
-HTTP is read by hand and answers are ready-made bytes, because this shares a core with the client, and neither may be
-what is measured.
+`--endless` a stream never ends: it gets its first chunk at once and the others once that many streams are open. Each
+chunk has its send time, in microseconds of the machine's monotonic clock. Without an interval there are no further
+chunks. HTTP is parsed by hand and answers are ready-made bytes, because this server shares a core with the client, and
+neither may dominate the measurement.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import uvloop
 from loadtest.bench import answers, token_answers
 from loadtest.bench.answers import NUM_CHUNKS
 
-# Microseconds in so many digits that all chunks are equally long.
+# Microseconds with a fixed number of digits, so that all chunks have the same length.
 STAMP = "@%015d"
-_GROUPS = 20  # streams of a pace are served in so many turns, each as one batch
+_GROUPS = 20  # streams of one pace are served in this many groups, each as one batch
 
 _LENGTH = re.compile(rb"content-length: ?(\d+)", re.IGNORECASE)
 
 
-# The chunk of a chat, or of a stream of tokens, that says this.
+# Makes the chunk of a chat, or of a token stream, with this text.
 MakeChunk = Callable[[str], bytes]
 
 
 class EndlessStreams:
-    """Sends each open stream a chunk every `interval_s`, once so many are open; a batch at a time, of one stamp."""
+    """Sends each open stream a chunk every `interval_s`, once enough are open; a batch at a time, with one stamp."""
 
     def __init__(self, interval_s: float, number: int) -> None:
         self._interval_s = interval_s
@@ -45,7 +45,7 @@ class EndlessStreams:
         self._loop = asyncio.get_running_loop()
 
     def join(self, transport: asyncio.Transport, make: MakeChunk) -> int:
-        """Begin a stream here; gives its number."""
+        """Begin a stream here; returns its number."""
         transport.write(answers.STREAM_HEAD + make(_stamp()))
         descriptor: int = transport.get_extra_info("socket").fileno()
         self._groups[descriptor % _GROUPS][descriptor] = (transport, make)
@@ -64,14 +64,14 @@ class EndlessStreams:
         chunks = {make: make(stamp) for make in makers}
         for descriptor, (transport, make) in tuple(self._groups[number].items()):
             chunk = chunks[make]
-            # Past the transport, which has nothing to send: at 100,000 chunks a second its queues cost too much.
+            # Bypasses the transport, which has nothing to send: at 100,000 chunks a second its queues cost too much.
             try:
                 is_sent = os.write(descriptor, chunk) == len(chunk)
             except OSError:
                 is_sent = False
-            if not is_sent:  # whoever does not read for so long sees a broken stream
+            if not is_sent:  # a client that does not read for so long sees a broken stream
                 transport.abort()
-        # A tick that is late is not made up for: the client sees fewer chunks.
+        # A late tick is not made up for: the client sees fewer chunks.
         due_at = max(due_at + self._interval_s / _GROUPS, self._loop.time())
         self._loop.call_at(due_at, self._tick, (number + 1) % _GROUPS, due_at)
 
@@ -137,7 +137,7 @@ class Server(asyncio.Protocol):
                 write(answers.PAGES.get(path, answers.EMPTY))
 
     def _tokens(self, body: bytes) -> None:
-        # Only where the client has a stream too: a whole answer is made of few large events.
+        # Only if the client has a stream too: a whole answer consists of a few large events.
         num_tokens = token_answers.event_tokens(body)
         if self._streams is not None and num_tokens < token_answers.WHOLE_EVENT_TOKENS:
             self._stream_number = self._streams.join(self._transport, token_answers.said)
@@ -168,7 +168,7 @@ _STREAM_WITH_USAGE = [*answers.STREAM[:-1], answers.STREAM[-1] + answers.USAGE_E
 
 
 async def serve(ports: list[int], interval_s: float, num_endless: int) -> None:
-    """Serve at these ports of the loopback until cancelled."""
+    """Serve at these loopback ports until cancelled."""
     loop = asyncio.get_running_loop()
     streams = EndlessStreams(interval_s, num_endless) if num_endless else None
     servers = [

@@ -1,4 +1,4 @@
-"""Whether an answer is the backend's, whole and in order."""
+"""Checks that an answer is the backend's, whole and in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from loadtest.bench.answers import TEXT
 
 
 class Checker:
-    """Checks each answer; one whose body is that of an earlier one is known, for parsing costs as much as asking."""
+    """Checks each answer; one with the body of an earlier one is known, because parsing costs as much as asking."""
 
     def __init__(self, stream: bool) -> None:
         self._stream = stream
@@ -28,7 +28,7 @@ class Checker:
             self._known.add(body)
 
 
-# Chunks that were joined on their way give as many bodies; those with an id of their own are never known.
+# Chunks that were merged on their way give that many different bodies; those with an id of their own are never known.
 _MAX_KNOWN = 256
 
 
@@ -36,12 +36,12 @@ def _streamed_text(body: bytes) -> str:
     events = unchunked(body).split(b"\n\n")
     if events[-2:] != [b"data: [DONE]", b""]:
         raise ValueError(f"a stream without its end: {body[-300:]!r}")
-    # The only string of an event that is called so; parsing all would cost the client more than the server.
+    # The only string of an event with that name; parsing everything would cost the client more than the server.
     return b"".join(event.partition(b'"content":"')[2].partition(b'"')[0] for event in events).decode()
 
 
 def unchunked(body: bytes) -> bytes:
-    """A body without its division into chunks. Raises ValueError where it ends too early."""
+    """A body without its chunk framing. Raises ValueError if it ends too early."""
     parts: list[bytes] = []
     start = 0
     while True:

@@ -1,4 +1,4 @@
-"""What the gateway's cost should be beside its rivals', and what was measured."""
+"""What the gateway should cost beside its rivals, and what was measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Repeat = Mapping[str, Sample]
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A bound on one figure of a section; `of` raises KeyError where a repeat cannot give it."""
+    """A bound on one figure of a section; `of` raises KeyError if a repeat cannot give it."""
 
     text: str
     section: str

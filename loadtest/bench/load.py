@@ -1,10 +1,10 @@
-"""Agents that ask one turn after the other, as fast as they are answered, and check every answer.
+"""Agents that send one turn after the other, as fast as they are answered, and check every answer.
 
     python -m loadtest.bench.load --port 8080 --connections 32 --seconds 3 [--stream] [--body 5500] [--seed 1]
 
-Each connection is an agent with its own trajectory and begins a new one every ten turns; with `--trajectories` they
-take turns at so many, none of which ends. Prints one JSON line. Ends with an error at the first answer that is not the
-backend's.
+Each connection is an agent with its own trajectory and begins a new one every ten turns; with `--trajectories` the
+agents share that many trajectories, none of which ends. Prints one JSON line. Ends with an error at the first answer
+that is not the backend's.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from loadtest.bench.requests import bodies, head
 
 TURNS_PER_TRAJECTORY = 10
 
-# What to send for the next turn of an agent with this number that has had so many answers.
+# What to send for the next turn of the agent with this number, after this many answers.
 NextTurn = Callable[[int, int], list[bytes]]
 
 
 class Clock:
-    """When to stop: at an instant, or after so many answers of all agents."""
+    """When to stop: at an instant, or after this many answers of all agents."""
 
     def __init__(self, num_answers: int) -> None:
         self.until = 0.0
         self._left = num_answers
 
     def goes_on(self) -> bool:
-        """Whether a further turn may begin."""
+        """Whether another turn may begin."""
         self._left -= 1
         return self._left >= 0 and perf_counter() < self.until
 
 
 class Agent(asyncio.Protocol):
-    """One connection; `done` is set when it has had its last answer."""
+    """One connection; `done` is set after its last answer."""
 
     def __init__(self, number: int, next_turn: NextTurn, checker: Checker, stream: bool, clock: Clock) -> None:
         self.latencies_s: list[float] = []
@@ -105,8 +105,8 @@ class Agent(asyncio.Protocol):
 
 
 def next_turn(port: int, seed: int, payloads: list[bytes], num_trajectories: int | None) -> NextTurn:
-    """Turns of trajectories that begin anew every ten turns, or of so many that go on."""
-    # The same trajectory must not come back in a later run against the same server, but for those that go on.
+    """Turns of trajectories that are replaced every ten turns, or of a fixed number that go on."""
+    # A trajectory must not recur in a later run against the same server, except those that go on.
     run = f"{seed}-{random.SystemRandom().randrange(16**6):06x}"
     lengths = len(payloads)
     turns = itertools.count()
@@ -125,7 +125,7 @@ def next_turn(port: int, seed: int, payloads: list[bytes], num_trajectories: int
 
 
 async def load(options: argparse.Namespace) -> dict[str, Any]:
-    """Ask for so long, or so often: answers, those a second, and latencies in microseconds."""
+    """Ask for this long, or this often; returns the number of answers, their rate, and latencies in microseconds."""
     loop = asyncio.get_running_loop()
     payloads = bodies(options.seed, options.stream, options.body, not options.no_tools)
     turn = next_turn(options.port, options.seed, payloads, options.trajectories)

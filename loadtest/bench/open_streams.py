@@ -1,10 +1,10 @@
-"""Opens many streams and holds them: how late a client sees each chunk, and what a server holds for them.
+"""Opens many streams and holds them: how late a client sees each chunk, and how much a server holds for them.
 
     python -m loadtest.bench.open_streams --port 8080 --streams 2000
 
-Prints a JSON line when all are open. Then, for each line `SECONDS` that it is told, it listens so long and prints the
-delays, in microseconds between the stamp of a chunk and its being read. Ends with its input. The backend is one with
-`--endless`. Sockets are read by hand: at 100,000 chunks a second an event loop's own work would be what is measured.
+Prints a JSON line when all are open. Then, for each line `SECONDS` on its input, it listens for that long and prints
+the delays from a chunk's stamp to its being read, in microseconds. Ends with its input. The backend needs `--endless`.
+Sockets are read by hand: at 100,000 chunks a second an event loop's own work would dominate the measurement.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from loadtest.bench.requests import bodies, head
 
 _STAMPS = re.compile(rb"@(\d{15})")
 _BODY_BYTES = 5_500
-_OPENING = 64  # asked for and not begun, so that the queue of a listening socket holds them
-_STALL_S = 20.0  # no further stream begins for so long: the server has a limit of its own
+_OPENING = 64  # requested but not begun, so that the queue of a listening socket holds them
+_STALL_S = 20.0  # if no further stream begins for this long, the server has its own limit
 _READ_BYTES = 2**16
 
 
@@ -37,7 +37,7 @@ class OpenStreams:
         self._sockets: dict[int, socket.socket] = {}
 
     def open(self, number: int, seed: int, has_tools: bool) -> None:
-        """Open so many; returns when each has sent its first chunk. Raises TimeoutError, ConnectionError."""
+        """Open this many; returns when each has sent its first chunk. Raises TimeoutError, ConnectionError."""
         payloads = bodies(seed, True, _BODY_BYTES, has_tools)
         waiting: set[int] = set()
         began_at = time.monotonic()
@@ -71,7 +71,7 @@ class OpenStreams:
         return read
 
     def listen(self, seconds: float) -> dict[str, Any]:
-        """Chunks a second, and how late they come."""
+        """The rate of chunks, and how late they come."""
         delays: list[int] = []
         sockets, poll, now_ns, stamps_of = self._sockets, self._poll.poll, time.monotonic_ns, _STAMPS.findall
         began_at = time.monotonic()

@@ -1,7 +1,7 @@
-"""The servers under test: the gateway with all it has turned on, and rivals as their users start them.
+"""The servers under test: the gateway with everything that it enables, and rivals as their users start them.
 
-Each keeps a trajectory on one backend where it can: by a session header, or by hashing it. What limits how much runs at
-once is set beyond what is measured, for all alike.
+Each keeps a trajectory on one backend if it can: by a session header, or by hashing it. Concurrency limits are set
+beyond what is measured, for all alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROUTERS = WORK / "bench-venv" / "bin"
 COMPILED = Path(".venv-compiled").resolve() / "bin" / "heddle"
 MAX_CONNECTIONS = 32_768  # of which 10,000 are open streams
 
-# port, a second free port, the backends' ports, a directory of its own
+# port, a second free port, the backends' ports, a separate directory
 Command = Callable[[int, int, list[int], Path], list[str]]
 
 
@@ -29,10 +29,10 @@ class Peer:
     """One server.
 
     Args:
-        command: None for the backend itself, without anything before it.
+        command: None for the backend itself, with nothing in front of it.
         needs: a file without which it cannot be started.
-        needs_redis: `{redis}` in its environment is the URL of a Redis server of its own.
-        has_tools: requests offer tools, which an engine must read out of an answer.
+        needs_redis: `{redis}` in its environment is the URL of a separate Redis server.
+        has_tools: requests offer tools, which an engine must parse out of an answer.
         model: what it lists once it knows its backends; sglang-router does not ask them for a name.
     """
 
@@ -49,11 +49,11 @@ def gateway(*heddle: str) -> Command:
     """Identity by header, policy heddle, SQLite, metrics, and a log line per turn to a file.
 
     Args:
-        heddle: how the command is called.
+        heddle: the command that starts it.
     """
 
     def command(port: int, _: int, backends: list[int], home: Path) -> list[str]:
-        # Redis is said by the environment, which the command line would outrank.
+        # The environment sets Redis; the command line would override it.
         (home / "heddle.toml").write_text(
             f'max_connections_per_engine = {MAX_CONNECTIONS}\nstore = "sqlite:{home / "store.sqlite3"}"\n'
         )
@@ -79,7 +79,9 @@ def router(program: str, *options: str) -> Command:
 
 
 def _max_connections() -> int:
-    """What a proxy may have open: it refuses to start, or complains, with more than it has descriptors for."""
+    """How many connections a proxy may have open: with more than it has descriptors for, it refuses to start, or
+    complains.
+    """
     return min(MAX_CONNECTIONS, (resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 100) // 2)
 
 

@@ -1,6 +1,6 @@
-"""Processes of one run: each pinned to its core, ready before it is used, ended after it, and what it cost.
+"""Processes of one run: each is pinned to its core, ready before it is used, ended after it, and its cost measured.
 
-Processor time is the kernel's own account of a process and its descendants, to the nanosecond.
+CPU time is the kernel's own account of a process and its descendants, to the nanosecond.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# The server under test has a core of its own; client, backends and stores share the other.
+# The server under test has a core to itself; client, backends and stores share the other.
 SERVER_CORE, CLIENT_CORE = "0", str(min(1, (os.cpu_count() or 1) - 1))
-START_TIMEOUT_S = 30.0  # vllm-router looks for its workers once a second, and gives up after some minutes
-_END_TIMEOUT_S = 5.0  # the open streams of a measurement are nobody's; then it is killed
+START_TIMEOUT_S = 30.0  # vllm-router checks its workers once a second, and gives up after some minutes
+_END_TIMEOUT_S = 5.0  # nobody needs the open streams of a measurement; after this it is killed
 _CPUCLOCK_SCHED = 2  # linux/posix-timers.h: the kind of a process's clock that clock_getcpuclockid() gives
 
 
 class NotStarted(Exception):
-    """A server did not start, or ended at once; the message says which, and what it said last."""
+    """A server did not start, or ended at once; the message names it, and its last output."""
 
 
 @contextmanager
 def running(command: list[str], core: str, log: Path, environment: dict[str, str] | None = None) -> Iterator[int]:
-    """A process of its own session on this core, while the block lasts; gives its id."""
+    """A process in its own session on this core, while the block lasts; yields its id."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             ["taskset", "-c", core, *command],
@@ -45,7 +45,7 @@ def running(command: list[str], core: str, log: Path, environment: dict[str, str
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    # Its children too: they are of its session, and of no other.
+    # Its children too: they are in its session, and in no other.
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -59,7 +59,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def wait_until(
     condition: Callable[[], bool], what: str, pid: int, log: Path, timeout_s: float = START_TIMEOUT_S
 ) -> None:
-    """Raises NotStarted when it does not come true in time, or the process ends before."""
+    """Raises NotStarted if it does not come true in time, or the process ends before."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline or not is_alive(pid):
@@ -79,12 +79,12 @@ def is_alive(pid: int) -> bool:
 
 
 def cpu_us(pid: int) -> float:
-    """Microseconds of processor time that a process and its living descendants have used."""
+    """Microseconds of CPU time that a process and its living descendants have used."""
     return sum(map(own_cpu_us, family(pid)))
 
 
 def own_cpu_us(pid: int) -> float:
-    """Microseconds of processor time that a process has used, without its descendants; 0 once it has ended."""
+    """Microseconds of CPU time that a process has used, without its descendants; 0 once it has ended."""
     try:
         return time.clock_gettime_ns((~pid << 3) | _CPUCLOCK_SCHED) / 1e3
     except OSError:
@@ -92,7 +92,7 @@ def own_cpu_us(pid: int) -> float:
 
 
 def memory_bytes(pid: int) -> int:
-    """Resident memory of a process and its descendants; what the kernel holds for their sockets is not in it."""
+    """Resident memory of a process and its descendants, without what the kernel holds for their sockets."""
     total = 0
     for member in family(pid):
         try:
@@ -119,7 +119,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def raise_file_limit(wanted: int) -> int:
-    """Let this process and those it starts open so many files, where that is allowed; gives how many they may."""
+    """Let this process and its children open this many files, if permitted; returns how many they may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for limits in ((max(soft, wanted), max(hard, wanted)), (hard, hard)):
         try:
@@ -134,7 +134,7 @@ def raise_file_limit(wanted: int) -> int:
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports of the loopback that nobody listens at, below those that the system gives connections and any server."""
+    """Loopback ports at which nothing listens, below those that the system assigns to connections and servers."""
     ports: set[int] = set()
     while len(ports) < number:
         port = random.randrange(10_000, 32_768)

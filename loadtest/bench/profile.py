@@ -1,16 +1,16 @@
-"""Where a hot turn's time goes: the gateway under a fixed number of turns, its functions by their own time.
+"""Where a hot turn's time goes: the gateway under a fixed number of turns, its functions sorted by their own time.
 
     python -m loadtest.bench.profile [--stream] [--answers 3000] [--body 5500] [--setting HEDDLE_TOKEN_LEGS=auto]
     python -m loadtest.bench.profile --perf      # the same by samples of `perf`, the C of uvloop and the kernel too
     python -m loadtest.bench.profile --instructions   # how many the processor runs for an answer; needs valgrind
 
-First the turns are run without a profiler: that is the cost, in microseconds of processor time per answer. Then with
-cProfile in the gateway: calls per answer are the same in each run, however busy the machine is; times are dear where
-calls are many, and so are good for what to look at, not for what it costs.
+First the turns are run without a profiler; this gives the cost, in microseconds of CPU time per answer. Then they are
+run with cProfile in the gateway. Calls per answer are the same in each run, however busy the machine is. The profiler
+inflates times where there are many calls, so they show where to look, not what it costs.
 
-Instructions are the same in each run too, to half a percent, and so tell on a busy machine which of two versions is
-cheaper. They are those outside the kernel, as callgrind counts them; engines are not looked at meanwhile, for it takes
-fifty times as long, in which they would be looked at fifty times as often.
+Instructions are the same in each run too, to half a percent, so they show on a busy machine which of two versions is
+cheaper. They are those outside the kernel, as callgrind counts them. Engines are not observed meanwhile, because
+everything takes fifty times as long, so they would be observed fifty times as often.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from loadtest.bench.processes import (
 
 _HERE = "loadtest.bench.profile"
 _PROFILE_TIMEOUT_S = 20.0  # to write the statistics of some thousand functions
-_SLOWER = 50  # an instruction under callgrind
+_SLOWER = 50  # slowdown of an instruction under callgrind
 _CALLGRIND = ("valgrind", "--tool=callgrind", "--instr-atstart=no")
 _COUNTED = re.compile(r"^totals: (\d+)$", re.MULTILINE)
 _NOT_LOOKING = {"HEDDLE_OBSERVE_INTERVAL_S": "3600"}
 
 
 def _serve_profiled(statistics: str, arguments: list[str]) -> None:
-    """Be the gateway; a first SIGUSR1 begins the profile, a second writes it."""
+    """Run the gateway; the first SIGUSR1 begins the profile, the second writes it."""
     profile = cProfile.Profile()
 
     def begin(_: int, __: FrameType | None) -> None:
@@ -74,7 +74,7 @@ def _serve_profiled(statistics: str, arguments: list[str]) -> None:
 def _gateway(
     home: Path, parsed: argparse.Namespace, statistics: Path | None, under: Sequence[str] = ()
 ) -> Iterator[tuple[int, int]]:
-    """A gateway before two backends; its process and its port.
+    """A gateway in front of two backends; yields its process and its port.
 
     Args:
         under: a command that runs it, slowly.
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--instructions", action="store_true")
     parser.add_argument("--keep", metavar="FILE", help="what callgrind wrote, for callgrind_annotate or kcachegrind")
     parsed = parser.parse_args()
-    # What it started ends with it, however it is ended.
+    # Its children end with it, however it is ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     parsed.answers = parsed.answers or (600 if parsed.stream else 3_000)
     with tempfile.TemporaryDirectory(prefix="heddle-bench-") as name:

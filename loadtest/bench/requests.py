@@ -9,12 +9,12 @@ import orjson
 from loadtest.bench.answers import MODEL
 
 _NUM_PROMPTS = 64
-_MAX_BYTES = 16 * 2**20  # of all of them together
+_MAX_BYTES = 16 * 2**20  # for all of them together
 _TEXT_BYTES = 2**16
 
 
 def bodies(seed: int, stream: bool, num_bytes: int, has_tools: bool = True) -> list[bytes]:
-    """Different requests of this size: a system prompt, a task, and a turn with a tool call behind it."""
+    """Different requests of this size: a system prompt, a task, and a turn followed by a tool call."""
     dice = random.Random(seed)
     words = ("".join(dice.choices("etaoinshrdlu", k=dice.randint(2, 9))) for _ in range(_TEXT_BYTES // 4))
     text = " ".join(words)[:_TEXT_BYTES]
@@ -48,7 +48,7 @@ def _body(text: str, dice: random.Random, stream: bool, num_bytes: int, has_tool
 
 
 def head(port: int, trajectory_id: str, length: int) -> bytes:
-    """What stands before a body; the trajectory's name in the header of each server."""
+    """The bytes before a body, with the trajectory's name in each server's header."""
     return (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
         f"X-Trajectory-Id: {trajectory_id}\r\nX-Session-Id: {trajectory_id}\r\nX-SMG-Routing-Key: {trajectory_id}\r\n"

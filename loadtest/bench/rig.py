@@ -1,4 +1,4 @@
-"""One server before two backends, and clients that load it: what each measurement is made with."""
+"""One server in front of two backends, and clients that load it: the setup of each measurement."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Served:
     port: int
 
     def cpu_us(self) -> float:
-        """Processor time that it has used."""
+        """CPU time that it has used."""
         return 0.0 if self.pid is None else cpu_us(self.pid)
 
     def own_cpu_us(self) -> float:
-        """Processor time that its first process has used, without those that this one has started."""
+        """CPU time that its first process has used, without the processes started by it."""
         return 0.0 if self.pid is None else own_cpu_us(self.pid)
 
     def memory_bytes(self) -> int:
@@ -57,14 +57,14 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """What measurements of one server share.
+    """What all measurements of one server share.
 
     Args:
         seconds: of one measurement.
-        directory: for what the processes write.
-        redis: a redis-server, where there is one.
+        directory: for the files of the processes.
+        redis: a redis-server, if there is one.
         max_files: that one process may open.
-        scale: of how many streams and trajectories there are; 1 but for tests of this.
+        scale: of the numbers of streams and trajectories; 1 except in tests of this module.
     """
 
     peer: Peer
@@ -76,12 +76,12 @@ class Rig:
     scale: float = 1.0
 
     def scaled(self, number: int) -> int:
-        """So many streams or trajectories, as far as this rig goes."""
+        """This many streams or trajectories, multiplied by the rig's scale."""
         return max(1, round(number * self.scale))
 
     @contextmanager
     def serving(self, *backend_options: str) -> Iterator[Served]:
-        """The server before two such backends. Raises NotStarted."""
+        """The server in front of two such backends. Raises NotStarted."""
         home = Path(tempfile.mkdtemp(dir=self.directory))
         port, other_port, redis_port, *backends = free_ports(5)
         command = [sys.executable, "-m", "loadtest.bench.backend", *backend_options]
@@ -111,13 +111,13 @@ class Rig:
             raise NotStarted("there is no redis-server here")
         command = [str(self.redis), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(home)]
         log = home / "redis.log"
-        # With the clients: it is no part of the gateway's process tree, nor of what that costs.
+        # On the clients' core: it is not part of the gateway's process tree, nor of its cost.
         with running([*command, "--appendonly", "yes"], CLIENT_CORE, log) as pid:
             wait_until(lambda: b"Ready to accept" in log.read_bytes(), "redis-server", pid, log)
             yield f"redis://127.0.0.1:{port}/0"
 
     def load(self, served: Served, seconds: float | None = None, **options: int | bool) -> dict[str, float]:
-        """Agents that ask for so long; options of `loadtest.bench.load`. Raises Failed."""
+        """Agents that ask for this long; options of `loadtest.bench.load`. Raises Failed."""
         seconds = self.seconds if seconds is None else seconds
         command = [sys.executable, "-m", "loadtest.bench.load", "--port", str(served.port)]
         command += ["--seconds", str(seconds), "--seed", str(self.seed), *self._words(options)]
@@ -136,14 +136,14 @@ class Rig:
         return result
 
     def cpu_per_answer(self, served: Served, **options: int | bool) -> tuple[float, dict[str, float]]:
-        """Microseconds of processor time of the server for each answer, and what the client saw."""
+        """Microseconds of the server's CPU time for each answer, and the client's results."""
         before_us = served.cpu_us()
         result = self.load(served, **options)
         return (served.cpu_us() - before_us) / result["num_answers"], result
 
     @contextmanager
     def holding(self, served: Served, num_streams: int) -> Iterator[subprocess.Popen[bytes]]:
-        """Open so many streams, and keep them while the block lasts. Raises Failed."""
+        """Open this many streams, and keep them while the block lasts. Raises Failed."""
         command = [sys.executable, "-m", "loadtest.bench.open_streams", "--port", str(served.port)]
         command += ["--streams", str(num_streams), "--seed", str(self.seed), *self._words({})]
         with subprocess.Popen(

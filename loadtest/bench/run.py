@@ -3,11 +3,11 @@
     python -m loadtest.bench.run [--sections answers,slow] [--only gateway,direct] [--repeats 3] [--seconds 1]
                                  [--write docs/results.md] [--resume]
 
-For each section one server after the other on core 0, client and backend on core 1, and so again for each repeat, so
-that a noisy machine troubles all alike. Processor time is the kernel's account of the server's process tree. `--write`
-puts each table between its marks in that file as soon as it is measured, so a run can be cut; `--resume` goes on where
-one with the same settings was. `deploy/get-bench-peers.sh` gets the rivals; one that is absent or fails is in the table
-as such.
+For each section the servers run one after the other on core 0, with client and backend on core 1, and again for each
+repeat, so that a noisy machine affects all alike. CPU time is the kernel's account of the server's process tree.
+`--write` puts each table between its marks in that file as soon as it is measured, so a run can be cut short;
+`--resume` continues one with the same settings. `deploy/get-bench-peers.sh` gets the rivals; the table marks one that
+is absent or fails.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Record:
     """What one section has measured, also in a file, line by line.
 
     Args:
-        settings: of the run; a record of other settings is not gone on with. Empty to read any.
+        settings: of the run; a record with other settings is not continued. Empty to read any.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class Record:
     failures: dict[str, str] = field(default_factory=dict)
 
     def restore(self) -> None:
-        """Take up what an earlier run measured, with the same settings where this has any."""
+        """Load what an earlier run measured, if its settings are the same or none are given here."""
         lines = self.path.read_bytes().splitlines() if self.path.is_file() else []
         settings = orjson.loads(lines[0]) if lines else None
         if settings is not None and self.settings in ({}, settings):
@@ -62,7 +62,7 @@ class Record:
                 self._take(orjson.loads(line))
 
     def begin(self) -> None:
-        """Write anew what is known."""
+        """Rewrite the file with what is known."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_bytes(orjson.dumps(self.settings) + b"\n")
         for (repeat, peer), sample in self.done.items():
@@ -84,13 +84,13 @@ class Record:
             file.write(orjson.dumps(entry) + b"\n")
 
     def samples(self) -> dict[str, list[Sample | None]]:
-        """By server, one for each repeat that there was."""
+        """The samples by server, one for each repeat so far."""
         names = list(dict.fromkeys(peer for _, peer in self.done))
         return {name: [sample for (_, peer), sample in self.done.items() if peer == name] for name in names}
 
 
 def run_section(section: Section, peers: list[Peer], options: argparse.Namespace, rig: dict[str, Any]) -> str:
-    """Measure each server; its table in Markdown."""
+    """Measure each server; returns the table in Markdown."""
     repeats = min(options.repeats, section.repeats or options.repeats)
     names = ",".join(peer.name for peer in peers)
     settings = {
@@ -172,7 +172,7 @@ def _processor() -> str:
 
 @cache
 def _commit() -> str:
-    """Of the code; this run itself changes docs/."""
+    """The commit of the code; this run itself changes docs/."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
@@ -182,7 +182,7 @@ def _commit() -> str:
 
 
 def _build() -> str:
-    """As Python itself says; what a distribution's own build adds is not in it."""
+    """As Python itself reports; a distribution's own build additions are not included."""
     is_optimised = "--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or "")
     return "" if is_optimised else " (configured without --enable-optimizations)"
 
@@ -198,10 +198,10 @@ def _redis_server() -> Path | None:
 
 
 def _chosen(names: str | None, known: list[str], what: str) -> list[str]:
-    """Those named, in the order they are known. An unknown name ends the run."""
+    """The named ones, in the order of `known`. An unknown name ends the run."""
     if not names:
         return known
-    # Names of servers have commas in them, so separate by semicolons as well.
+    # Names of servers contain commas, so semicolons separate them as well.
     wanted = [name.strip() for name in names.split(";" if ";" in names or names in known else ",")]
     if unknown := [name for name in wanted if name not in known]:
         raise SystemExit(f"bench: no such {what}: {', '.join(unknown)}; known: {'; '.join(known)}")
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="FILE")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
-    # What it started ends with it, however it is ended.
+    # Its children end with it, however it is ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sections = _chosen(options.sections, [section.name for section in SECTIONS], "section")
     names = _chosen(options.only, [peer.name for peer in PEERS], "server")

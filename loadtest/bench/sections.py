@@ -1,4 +1,4 @@
-"""What is measured: each section loads one server in one way, and says which columns its table has."""
+"""What is measured: each section loads one server in one way, and defines its table's columns."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SLOW_STREAMS = (500, 2_000)
 SLOW_INTERVAL_MS = 20
 IDLE_STREAMS = 10_000
 WARM_UP_S = 0.3
-_FIRST_TURNS_S = 120.0  # 10,000 answers of the slowest take some ten seconds
-_SETTLE_S = 0.5  # until what a server does after a burst is done
-_SPARE_FILES = 2_000  # besides two for each stream: nginx drops connections when a sixteenth of them is left
+_FIRST_TURNS_S = 120.0  # 10,000 answers of the slowest server take some ten seconds
+_SETTLE_S = 0.5  # until a server's work after a burst is done
+_SPARE_FILES = 2_000  # in addition to two per stream: nginx drops connections when only a sixteenth is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Section:
         title: of its table.
         about: what is done, in one or two sentences.
         measure: one repeat of one server. Raises Failed, NotStarted.
-        repeats: at most so many, where more would say the same or take too long.
-        without: servers that are not measured, and why is in `about`.
+        repeats: the most repeats, if more would show the same or take too long.
+        without: servers that are not measured; `about` says why.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Tables of what was measured: medians with their spread, and ratios to another server in the same repeat."""
+"""Tables of the measurements: medians with their spread, and ratios to another server in the same repeat."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def cost(title: str, key: str, base: str | Sequence[str], ratio: str = "x") -> t
 
 
 def added(title: str, key: str) -> Column:
-    """What comes to the backend's own."""
+    """The difference to the backend's own figure."""
 
     def cell(name: str, samples: Samples) -> str:
         if name == DIRECT:
@@ -97,7 +97,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def write(path: Path, name: str, text: str) -> None:
-    """Put the text between the marks of that name in a file. Raises ValueError where it has none."""
+    """Put the text between the marks of that name in a file. Raises ValueError if the file has none."""
     begin, end = f"<!-- bench:{name}:begin -->", f"<!-- bench:{name}:end -->"
     before, found, rest = path.read_text().partition(begin)
     _, found_end, after = rest.partition(end)

@@ -12,7 +12,7 @@ from loadtest.bench.answers import FIRST_ID, MESSAGE, NUM_CHUNKS, STREAM_END, WO
 
 _BYTES_PER_TOKEN = 4
 WHOLE_EVENT_TOKENS = 32
-"""What is asked for where the client has no stream."""
+"""What the gateway requests if its client has no stream."""
 _EVENT_TOKENS = re.compile(rb'"stream_interval":(\d+)')
 _IDS = list(range(FIRST_ID, FIRST_ID + NUM_CHUNKS))
 _ABOUT = {"id": "generate-tokens-0123456789abcdef", "object": "chat.completion", "created": 1_700_000_000}
@@ -22,27 +22,27 @@ REFUSED = whole({"error": {"message": "a field is missing", "code": 400}}, "400 
 
 @cache
 def rendered(num_bytes: int) -> bytes:
-    """The prompt ids of a chat of so many bytes."""
+    """The prompt ids of a chat of this many bytes."""
     sampling = {"n": 1, "max_tokens": 512, "min_tokens": 0, "stop": [], "temperature": 1.0, "logprobs": None}
     ids = [number % 50_000 for number in range(num_bytes // _BYTES_PER_TOKEN)]
     return whole({"request_id": "chatcmpl-0123456789abcdef", "token_ids": ids, "sampling_params": sampling})
 
 
 def generated(body: bytes) -> list[bytes]:
-    """The chunks of a stream of tokens."""
+    """The chunks of a token stream."""
     with_text = b'"output_mode":"text"' in body
     with_logprobs = b'"logprobs":0' in body
     return _generated(with_text, event_tokens(body), with_logprobs)
 
 
 def event_tokens(body: bytes) -> int:
-    """How many tokens an event is to have."""
+    """How many tokens an event must have."""
     asked = _EVENT_TOKENS.search(body)
     return int(asked[1]) if asked else 1
 
 
 def said(text: str) -> bytes:
-    """The chunk of a stream of tokens whose one token has this text."""
+    """The chunk of a token stream whose one token has this text."""
     own: Json = {"token": text, "bytes": list(text.encode()), "logprob": -0.25, "top_logprobs": []}
     choice: Json = {"index": 0, "token_ids": [FIRST_ID], "finish_reason": None, "stop_reason": None, "text": text}
     return event({"request_id": _ABOUT["id"], "choices": [choice | {"logprobs": {"content": [own]}}]})
@@ -75,14 +75,14 @@ def _logprob(number: int, with_text: bool) -> Json:
 
 
 def derendered(body: bytes) -> bytes:
-    """The message that tokens are: of a whole answer, or of one part of a stream."""
+    """The message that tokens form: for a whole answer, or for one part of a stream."""
     asked = orjson.loads(body)
     if not asked.get("stream"):
         choice: Json = {"index": 0, "message": MESSAGE, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
         return whole(_ABOUT | {"model": "bench", "choices": [choice], "usage": _USAGE})
     part: dict[str, Any] = asked["generate_chunk"]["choices"][0]
     before = (asked.get("stream_state") or {}).get("output_token_ids") or []
-    # Its last word stands for the token that ended the answer, of which nobody reads here.
+    # Its last word stands for the token that ended the answer, which nobody reads here.
     end = len(before) + len(part["token_ids"]) if part["finish_reason"] is None else NUM_CHUNKS
     delta: Json = {"content": "".join(WORDS[len(before) : end]) or None}
     if not before:
