@@ -110,7 +110,7 @@ class Sleeping(BaseModel):
     )
 
     def check(self, kind: str, tp_sizes: tuple[int, ...], num_devices: int) -> None:
-        """Raises ValueError where these engines cannot sleep so."""
+        """Raises ValueError if these engines cannot sleep this way."""
         if unknown := set(self.tp_sizes) - set(tp_sizes):
             raise ValueError(f"sleep.tp_sizes: TP {min(unknown)} is not among tp_sizes")
         if self.level not in SLEEP[engine_kind(kind)].levels:

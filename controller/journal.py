@@ -214,7 +214,7 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.state = read_state(path)
         written = path.read_bytes() if path.exists() else b""
-        # What a reader may find torn is rewritten as a whole.
+        # A torn last line is dropped: the file is rewritten without it.
         self._file = self._begun_anew(written[: written.rfind(b"\n") + 1])
         self._shorten()
 

@@ -28,7 +28,7 @@ class Floor:
 
     Args:
         devices: the whole inventory, in its order. If names start with a node's name and a slash, these are the nodes.
-        devices_per_node: of a node, if names do not tell.
+        devices_per_node: size of each node, if names do not name nodes.
         resting: devices that must not be used now.
     """
 

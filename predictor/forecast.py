@@ -6,7 +6,7 @@ import numpy as np
 
 from predictor.lattice import BINS, CENTRES, EDGES, NUM_BINS, Weights
 
-# What weights are multiplied by before they are summed, one row per bin; for each first bin.
+# Columns with which weights are multiplied and summed, one row per bin; then these rows from each bin on.
 _SUMMED = np.stack([BINS**0, BINS, BINS**2, np.array(CENTRES)], axis=1)
 _SUMMED_FROM = [_SUMMED[first:] for first in range(NUM_BINS)]
 
@@ -32,7 +32,7 @@ class Forecast:
     def mean(self) -> float:
         """Expected total; more than the output already made."""
         total, _, _, lengths = self.sums
-        # Part of the first bin is already behind.
+        # Part of the first bin lies below the output already made.
         begins, ends = EDGES[self.from_bin], EDGES[self.from_bin + 1]
         behind = self.made_tokens - begins if self.made_tokens > begins else 0.0
         middle = (begins + behind + ends) / 2

@@ -1,4 +1,4 @@
-"""What siblings tell: lengths of one group share a level, and each trajectory adds its own part; both are log-normal.
+"""Evidence from siblings: lengths of a group share a level, and each trajectory adds its own part; both are log-normal.
 
 The level of a group is inferred from its finished members, from its running ones and from the same prompt in earlier
 rollouts. A running member tells its group what its own progress suggests of its length, in a normal message, as in
@@ -12,7 +12,7 @@ from typing import Any
 
 from predictor.lengths import Lengths
 
-# The newest members tell enough of a larger group; and so its level may drift.
+# A larger group is known well enough by its newest members, and its level may drift this way.
 _MAX_FINISHED = 32
 _MAX_PAST = 24
 _PRIOR_WEIGHT = 20.0

@@ -1,4 +1,4 @@
-"""What a trajectory's own progress tells of its length: for each bin of lengths, how such trajectories looked.
+"""Evidence from a trajectory's own progress: for each bin of lengths, how trajectories of that length looked.
 
 Learned in the direction length -> look, because that is not biased by which trajectories ended first; Bayes' rule
 inverts it. A look is a few numbers. They are reduced to the one combination that follows length best. The distribution

@@ -158,7 +158,7 @@ class TreePredictor:
         while len(self._recent) > self._settings.max_nodes:
             self._forget_oldest()
 
-    # --- what is said ---------------------------------------------------------------------------------------
+    # --- predicting -----------------------------------------------------------------------------------------
 
     def _key(self, progress: Progress) -> str:
         return progress.prompt_id or progress.group_id
@@ -235,7 +235,7 @@ class TreePredictor:
     def _fade(self, node: Node) -> float:
         return float(0.5 ** ((self._ended - node.at) / self._settings.half_life))
 
-    # --- what is learned ------------------------------------------------------------------------------------
+    # --- learning -------------------------------------------------------------------------------------------
 
     def _learn(
         self, key: str, chain: tuple[str, ...], visits: Iterable[tuple[int, float]], memory: float, draws: bool

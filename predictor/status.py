@@ -73,7 +73,7 @@ def status_of(result: object, is_error: bool = False) -> str:
 
     Args:
         result: its text, or the data itself if a client sends no text.
-        is_error: the message's own flag. False tells nothing: clients write it by default.
+        is_error: the message's own flag. False means nothing: clients write it by default.
     """
     text = result if isinstance(result, str) else ""
     data = _parsed(text) if text else result

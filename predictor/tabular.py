@@ -5,7 +5,7 @@ Everything is learned while it serves, by Bayes' rule on a lattice of lengths, i
 - the distribution of all lengths, by hazards, so that running trajectories count (lengths.py);
 - its siblings, finished and running, and the same prompt in earlier rollouts (groups.py);
 - the trajectory's own pace (pace.py);
-- its length is at least the output it has made.
+- its length is more than the output it has made.
 """
 
 import math

@@ -132,7 +132,7 @@ class Dispatcher:
             target.in_tool[trajectory.trajectory_id] = self.at
             actions.append(Move(trajectory.trajectory_id, source.spec.engine_id, target.spec.engine_id))
 
-    # --- room that is left to use ---------------------------------------------------------------------------
+    # --- room that an event left ----------------------------------------------------------------------------
 
     def settle(self, actions: list[Action]) -> None:
         """Place the turns and fill the engines that the event left to be handled."""

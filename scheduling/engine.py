@@ -87,7 +87,7 @@ class Engine:
         return self.accepting and model in self.spec.models
 
     def report(self, spec: EngineSpec, accepting: bool) -> None:
-        """Apply what the engine reports of itself."""
+        """Apply what the engine reports about itself."""
         self.accepting = accepting
         if spec != self.spec:
             self.spec = spec

@@ -80,7 +80,7 @@ RANK_FOLLOWING = replace(
 )
 LOAD_STEALING = replace(HEDDLE, name="load-stealing", move=baselines.steal_kv_load)
 
-# --- what others do; their engines queue for themselves ---------------------------------------------------------
+# --- other systems; their engines queue turns themselves --------------------------------------------------------
 
 ROUND_ROBIN = Policy(
     name="round-robin",

@@ -1,10 +1,10 @@
 """When to reshape a fleet: decisions with hysteresis.
 
 A new fleet must pay for its relaunches and then still be clearly better. A chosen fleet stays until another one is
-better by that margin, so estimates that waver about equality change nothing. Between rollouts, a change pays over the
-coming rollouts, and only if lengths have drifted by more than chance. Within a rollout it must pay at once, and only a
-trusted predictor may ask for it. In the policy study, reshaping was insurance against a wrong TP size, and never better
-than the right fleet from the start.
+better by that margin, so estimates that fluctuate around equality change nothing. Between rollouts, a change pays over
+the coming rollouts, and only if lengths have drifted by more than chance. Within a rollout it must pay at once, and
+only a trusted predictor may ask for it. In the policy study, reshaping was insurance against a wrong TP size, and never
+better than the right fleet from the start.
 """
 
 from bisect import bisect_right

@@ -137,8 +137,9 @@ def room_for_a_program(engine: Engine, turn: Turn, at: float, limits: Limits) ->
 
 
 def programs_to_pause(engine: Engine, trajectories: Mapping[str, Trajectory], at: float) -> list[str]:
-    """ThunderAgent's pausing: trajectories in a tool call first, then those that wait; of each the shortest context
-    first, the cheapest one to prefill again. Those that run go on, and can be paused at a later check."""
+    """ThunderAgent's pausing: trajectories in a tool call first, then those that wait; within each kind the shortest
+    context first, because it is the cheapest to prefill again. Those that run go on, and can be paused at a later
+    check."""
     capacity_tokens = engine.spec.kv_capacity_tokens
     excess_tokens = _fading_tokens(engine, at) - capacity_tokens
     if not capacity_tokens or excess_tokens <= 0:

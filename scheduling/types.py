@@ -78,7 +78,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine reports of itself: turns running and waiting inside it, and KV tokens in use."""
+    """What an engine reports about itself: turns running and waiting inside it, and KV tokens in use."""
 
     num_running: int = 0
     num_waiting: int = 0

@@ -167,8 +167,8 @@ def makespan_s(profile: EngineProfile, sequences: Iterable[tuple[int, int]]) -> 
 def check_crossover(seed: int = 0) -> list[CrossoverCheck]:
     """Libra's motivation, on profiles of an A800: which lengths are faster on 8 engines of TP 1, and which on TP 8.
 
-    The paper does not tell how much of a length is prompt. Here it is a quarter; the direction is the same from a tenth
-    to a half.
+    The paper does not state how much of a length is prompt. Here it is a quarter; the direction is the same from a
+    tenth to a half.
     """
     checks = []
     for name, (least, most) in LIBRA_LENGTHS.items():

@@ -23,7 +23,7 @@ _MIN_KEPT_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request and its answer. None: the trace does not tell.
+    """One request and its answer. None: the trace does not record it.
 
     Args:
         blocks: One number for each whole block of the prompt, which identifies everything up to the block's end.

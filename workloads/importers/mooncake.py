@@ -5,7 +5,7 @@
 Times are in milliseconds. There is one hash id per 512 tokens of the prompt; ids are equal if prompts are equal up to
 there. A trace with `session_id` and `delay`, with which load generators extend the form, is read by session; else calls
 are joined by content. A row of a session holds its whole prompt, or only what joined since the previous answer:
-generators write both, and no field tells which. If more than a quarter of the later rows do not continue the row
+generators write both, and no field distinguishes them. If more than a quarter of the later rows do not continue the row
 before, all rows are read as what joined. `group_id` groups sessions.
 
 Source: Mooncake (FAST 2025), its published traces; AIPerf, trace replay; Dynamo, `TraceFileFormat`.
