@@ -88,7 +88,7 @@ async def has_route(http: HttpClient, path: str, timeout_s: float) -> bool:
 async def told(http: HttpClient, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
     """What a server answers to a POST.
 
-    The answer stands until the server is lost, so a server error is retried.
+    The gateway relies on the answer until the server is lost, so a server error is retried.
     """
     for _ in range(_TRIES):
         status, answer = await http.post(path, body, timeout_s)

@@ -23,7 +23,7 @@ from scheduling.cost import EngineProfile
 BLOCK_TOKENS = 16  # of the prefix cache
 NUM_COEFFICIENTS = 5  # of decode: base, per sequence, per KV; of prefill: linear, quadratic
 _NUM_REWEIGHTINGS = 20
-_SMALL_RESIDUAL = 1e-3  # Relative errors below one per mille count as zero.
+_SMALL_RESIDUAL = 1e-3  # Relative errors below one per mille all get the same weight.
 Matrix = NDArray[np.float64]
 
 
@@ -55,7 +55,7 @@ class Fit:
 
     Args:
         predicted_s: for each measurement, in their order.
-        mape: mean absolute percentage error of the predictions, as a share of the measured times.
+        mape: mean absolute error of the predictions, as a share of the measured times.
     """
 
     profile: EngineProfile

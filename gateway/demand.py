@@ -1,5 +1,5 @@
 """What the fleet's controller must know of the work at hand: what each trajectory still needs, and how far to trust
-that.
+those figures.
 
 The controller asks for it (`GET /v1/demand`) with any store, or reads it from a stream in a Redis store
 (demand_stream.py). Each look also notes what was predicted of trajectories. When they have ended, the prediction is

@@ -1,5 +1,4 @@
-"""Publishes what the fleet's controller must know on a stream in the store's Redis, for one that does not ask this
-process.
+"""Publishes the demand on a stream in the store's Redis, for a fleet controller that does not ask this process.
 
 Rules:
 

@@ -23,7 +23,7 @@ class DescriptorStore:
     Args:
         address: of the keeper's socket.
         limit: how many descriptors; the keeper would silently drop more.
-        found: what earlier processes left there, by name. It stays there until it is dropped.
+        found: the descriptors that earlier processes left there, by name. They stay there until they are dropped.
     """
 
     def __init__(self, address: str, limit: int, found: dict[str, list[int]]) -> None:

@@ -42,7 +42,7 @@ class Memory:
     records: list[TrajectoryRecord]
 
     def closed(self, record: TrajectoryRecord) -> None:
-        """A trajectory's length is known; or it was aborted, and no longer counts among its siblings."""
+        """A trajectory's length is known; or it was aborted, and the predictor forgets it."""
         if record.state is FINISHED:
             self.predictor.ended(ended(record))
         else:

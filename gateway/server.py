@@ -64,7 +64,7 @@ async def serving(settings: Settings, descriptors: DescriptorStore | None = None
         host, port = listener.getsockname()[:2]
         served = CrossOrigin(front, settings.cors_origins) if settings.cors_origins else front
         app: Any = served
-        patience_s: Any = settings.shutdown_timeout_s  # uvicorn's types alone demand whole seconds
+        patience_s: Any = settings.shutdown_timeout_s  # only uvicorn's types demand whole seconds
         protocol: Any = bounded_protocol(
             2 * settings.max_header_bytes, settings.body_timeout_s, settings.silence_timeout_s, served.take
         )

@@ -150,7 +150,7 @@ class SimulatedEngine:
         self._kv.let_go(pieces)
         self._change_batch()
 
-    # --- what it tells --------------------------------------------------------------------------------------
+    # --- what it reports ------------------------------------------------------------------------------------
 
     def advance(self, at: float) -> list[SequenceEvent]:
         """Runs until `at`; returns what happened since the last call, in order of time."""

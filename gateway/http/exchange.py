@@ -55,8 +55,8 @@ class Exchange(RequestResponseCycle):
     def show(self) -> None:
         """Let the application find this below its scope: `client_of`.
 
-        Not called without an application: the scope and the exchange then refer to each other, and wait for the garbage
-        collector with all they hold.
+        Called only once an application is needed: the scope and the exchange then refer to each other, and wait for the
+        garbage collector with all they hold.
         """
         self.scope["extensions"] = {_EXTENSION: {"exchange": self}}
         self.message_event = asyncio.Event()

@@ -1,8 +1,8 @@
 """Brings a trajectory's KV to its new home: fetched from the old home, else loaded from a tier, else computed.
 
 1. In a tool call, when the scheduler sends Move: the old home is asked to offer the context, and the new one to fetch
-   it. If it cannot be fetched, the new home gets a request for one token with that context: what is in a tier shared
-   with the old home it loads from there, and the rest it computes while the tool runs.
+   it. If it cannot be fetched, the new home gets a request for one token with that context: it loads what it finds in a
+   tier shared with the old home, and computes the rest while the tool runs.
 2. Before a leg that runs elsewhere than the last one, if the old home still has the KV and can offer it: the same
    fetch. Otherwise the leg itself loads or computes it. A move of its trajectory that is under way is awaited.
 3. Nothing fails because of a move. It takes at most `kv_move_timeout_s` and is counted; then the turn computes what is
@@ -230,7 +230,7 @@ class KvMoves:
         fields |= {"seconds": round(seconds, 3), "why": str(why) or type(why).__name__ if why else ""}
         LOGGER.info("kv moved", extra={"fields": fields})
 
-    # --- who and what ---------------------------------------------------------------------------------------
+    # --- source and size ------------------------------------------------------------------------------------
 
     def _source(self, engine_id: str, target: Member) -> Member | None:
         """The engine that has the KV, if the target can fetch from it; KV of other weights is useless."""

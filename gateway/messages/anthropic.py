@@ -83,7 +83,7 @@ def message_of(
         choice: the one choice of a chat's answer.
 
     Raises:
-        ValueError: the arguments of a call are not a JSON object: it was cut, or the model called it this way.
+        ValueError: the arguments of a call are not a JSON object: the call was cut, or the model wrote it this way.
     """
     message = choice["message"]
     calls = message.get("tool_calls") or ()

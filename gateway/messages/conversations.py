@@ -113,8 +113,8 @@ class Conversations:
                 self._add(trajectory_id, keys)
 
     def _choose(self, holders: list[str], digest: str, is_answer: bool, whole: str) -> str | None:
-        """Prefer a trajectory that waits for this very turn, then the one that this retries, then the one that it
-        branches off from.
+        """The trajectory that waits for this very turn; else the one that this retries; else the one that it branches
+        off from.
 
         Of several that wait behind equal answers, any will do. Behind equal questions they were answered differently,
         and there is no telling whose answer this is.

@@ -5,7 +5,7 @@ conversation, or a greeting that an agent puts there; without what follows them,
 group. But a conversation that continues a prompt asked before belongs to that prompt's group, even if its trajectory is
 unknown because, for example, its history was edited.
 
-Bounded: the prompt that was met longest ago is forgotten first.
+Bounded: the least recently seen prompt is forgotten first.
 """
 
 from collections import OrderedDict

@@ -107,7 +107,7 @@ class StreamReader:
         if self.error or self.done:
             return b""
         # The first event is parsed, because a stream that is not an answer at all can still go elsewhere. Of later ones
-        # only the ends are checked, which tells [DONE] and most nonsense from JSON.
+        # only the ends are checked, which distinguishes [DONE] and most garbage from JSON.
         if self.num_chunks and (num_events := self._count_plain(block)):
             self.num_chunks += num_events
         else:
@@ -124,7 +124,7 @@ class StreamReader:
 
     @property
     def is_plain_so_far(self) -> bool:
-        """Whether only text has come, and all of it was passed on: then a byte worker may pass on plain events."""
+        """Whether only text has come, and was all passed on: then a byte worker may pass on plain events."""
         return bool(self.num_chunks) and not (self.done or self.error or self.finish_reason or self._held)
 
     def end(self) -> ApiError | None:

@@ -102,7 +102,7 @@ def spelled(said: object) -> bytes | None:
 
 
 def preamble_of(body: Mapping[str, Any]) -> tuple[str, int]:
-    """The preamble of a prompt, with which those of other groups begin too: its tools, and the system prompt.
+    """The preamble of a prompt, with which prompts of other groups begin too: its tools, and the system prompt.
 
     Returns:
         Its digest as spelled, because clients of one kind spell it alike, and how many of the body's bytes it takes.

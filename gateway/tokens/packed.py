@@ -93,7 +93,7 @@ def kept(tokens: TurnTokens, parent: str | None, prompt: TokenIds, before: Token
 
 
 def piece(turn: KeptTurn, base: KeptTurn | None) -> bytes:
-    """What to store of a turn: all of it, or with the base's prompt, with which its own begins, left out.
+    """What to store of a turn: all of it, or, if its prompt begins with the base's, all but that beginning.
 
     So the choices of a turn, and repeated questions, store their prompt once.
 

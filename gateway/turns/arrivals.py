@@ -63,9 +63,7 @@ class Arrivals:
         )
 
     def unanswered(self, ask: Ask) -> None:
-        """A turn ended without an answer: forget its trajectory's prediction, unless the trajectory is known and
-        active.
-        """
+        """A turn ended without an answer: have the predictor forget its trajectory, unless that is known and active."""
         entry = self._ledger.get(ask.trajectory_id)
         if entry is None or entry.record.state is not ACTIVE:
             self._predictor.dropped(ask.trajectory_id)

@@ -112,8 +112,8 @@ class Chain:
     # --- at a seam ------------------------------------------------------------------------------------------
 
     def candidates(self) -> list[list[int]]:
-        """The output without its last 0 to 4 tokens, whose texts `mend` needs; [] if it needs none. With a grammar, the
-        output starts over.
+        """The output without its last 0, 1, ... 4 tokens; `mend` needs the text of each. [] if it needs none. With a
+        grammar, the output starts over.
         """
         ids = self.output_ids
         if self.rendered.has_grammar:

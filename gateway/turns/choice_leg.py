@@ -26,12 +26,12 @@ from scheduling.values import value_class
 # An event costs the same for one token as for many. A client that waits for the whole answer gains nothing from single
 # tokens, but tokens in an event that has not arrived are lost with the engine: a second's work.
 _WHOLE_EVENT_TOKENS = 32
-# A client that is told in parts, 0.1 s apart, gets one just as soon: a sequence makes 20 to 100 tokens a second.
+# A client that gets parts 0.1 s apart still gets them on time: a sequence makes 20 to 100 tokens a second.
 _PART_EVENT_TOKENS = 4
 
 
 class RefusedTokens(Exception):
-    """The engine rejects the request before anything is made; its own route shall report why."""
+    """The engine rejects the request before anything is made; its own route reports why."""
 
 
 @value_class(frozen=True, slots=True)

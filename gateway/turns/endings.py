@@ -92,7 +92,7 @@ class Endings:
         self.close(turn, "failed", dispatch, internal_error(), now)
 
     def given_up(self, ask: Ask) -> None:
-        """The request gets no answer, or no new one: its conversation can be continued from where it was."""
+        """The request gets no answer, or no new one: its conversation can continue from where it was."""
         if ask.is_inferred:
             self._conversations.release(ask.trajectory_id)
 

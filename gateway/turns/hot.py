@@ -1,6 +1,6 @@
 """Serves the ordinary turn by callbacks, with no task, future or wake-up between its request and its answer.
 
-Most turns are dispatched as soon as they arrive, to an engine with an idle connection, and are answered well. Two
+Most turns are dispatched as soon as they arrive, to an engine with an idle connection, and get a plain answer. Two
 callbacks serve such a turn: the client's bytes trigger the request to the engine, and the engine's bytes trigger the
 answer to the client. All decisions are made by the same code that the coroutines of running.py and legs.py use.
 

@@ -98,7 +98,7 @@ class KeptLegs:
         self._settled = settled
         self._limit_bytes = settings.kept_leg_bytes
         self._timeout_s = settings.kept_leg_s
-        self._keep_timeout_s = settings.connect_timeout_s  # keeping is a connection to a local process as well
+        self._keep_timeout_s = settings.connect_timeout_s  # this, too, is a connection to a process nearby
         self._turn_timeout_s = settings.turn_timeout_s
         self._waiting: dict[tuple[str, str], dict[int, KeptLeg]] = {}
         self._claimed: dict[str, dict[int, KeptLeg]] = {}

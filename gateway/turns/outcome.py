@@ -7,7 +7,7 @@ from engines.http import AnswerTooLarge, NoMoreConnections, Response, ResponseTi
 from gateway.http.errors import ApiError, api_error, engine_error
 from scheduling.types import Fault
 
-# An engine that asks for more is tried again after this: a proxy in front of it may say anything.
+# An engine that asks for more is tried again after this: a proxy in front of it may send any value.
 _LONGEST_PAUSE_S = 60.0
 
 

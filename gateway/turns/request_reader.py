@@ -131,7 +131,7 @@ def parse_object(body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> dict[st
 
 
 def named(scope: Mapping[str, Any], body: bytes) -> Headers:
-    """The header that names the trajectory of an early refused request, if the request can be read."""
+    """The header that names the trajectory of a request refused early, if the request can be read."""
     request: dict[str, Any] = {}
     with contextlib.suppress(Refused):
         request = parse_object(body, ())

@@ -176,7 +176,7 @@ class TokenLegs:
             turn.choices.append(Choice(index, chain, voice(ask, frame, index), history))
 
     async def _go_on(self, turn: Turn, routes: TokenRoutes, member: Member) -> None:
-        """Have another kind of engine render a turn that it did not begin, in its own terms."""
+        """Render a turn that began on another kind of engine in this engine's terms."""
         begun = turn.choices[0].chain.rendered
         rendered = await self._rendered(turn.ask, routes, member)
         # A different prompt for the same conversation means another tokenizer or template: the ids would mean other

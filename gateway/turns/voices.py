@@ -31,7 +31,9 @@ _NO_END: Mapping[str, Any] = {"finish_reason": None}
 
 
 def _chat_logprobs(request: Mapping[str, Any], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """With alternatives only if the client asked for them: token routes list the token itself as one (vLLM 0.32)."""
+    """A chat's log-probabilities, with alternatives only if the client asked for them: token routes list the token
+    itself as one (vLLM 0.32).
+    """
     if not request.get("top_logprobs"):
         entries = [entry | {"top_logprobs": []} for entry in entries]
     return {"content": entries}
@@ -117,7 +119,7 @@ class ParsedVoice:
         self._state: Any = None
         self._kind = ""  # of the engine that gave this state
         self._message: dict[str, Any] = {"role": "assistant", "content": None}
-        self._read = self._message  # as read by that kind: what was told, until another kind reads all again
+        self._read = self._message  # what that kind has read: what was told, until another kind reads it all again
 
     def hear(self, ids: Sequence[int]) -> None:
         """Take new tokens."""

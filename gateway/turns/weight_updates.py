@@ -33,7 +33,7 @@ class Update:
     """One update, under way or ended. Times are seconds since the epoch.
 
     Args:
-        is_of_all: it was for all engines of the fleet at its start.
+        is_of_all: it is for all engines that the fleet had when it began.
     """
 
     weights: NewWeights

@@ -183,7 +183,7 @@ class _Stream:
         end = len(data) if data.endswith(_EVENT_END) else data.rfind(_EVENT_END) + len(_EVENT_END)
         if end >= len(_EVENT_END):
             block = self._body(data[:end])
-            # The body ends with the chunk's bytes before its last two, so those two end the chunk.
+            # A body that ends with an event shows that the two bytes after it end the chunk, and are not part of it.
             num_events = 1 if self._alike.holds(block) else self._count(block)
             if not num_events:
                 self.unread = data
