@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests that need nothing that is large, or no machine of their own.
 HERE := not vllm and not npm and not ray and not quiet
 
-.PHONY: help install demo test lint clients nixl tier sleeping text ray real compiled bench soak fidelity results loop redis vllm clean
+.PHONY: help install demo test lint clients nixl tier sleeping text ray real compiled bench rivals soak fidelity results loop redis vllm clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -73,6 +73,11 @@ bench: install
 	$(BIN)/python -m loadtest.bench.run --write docs/results.md $(if $(SECTIONS),--sections $(SECTIONS)) \
 		$(if $(ONLY),--only "$(ONLY)") $(if $(REPEATS),--repeats $(REPEATS)) $(if $(SECONDS),--seconds $(SECONDS)) \
 		$(if $(RESUME),--resume)
+
+## make rivals  a rollout on real vLLM behind Heddle and behind vllm-router (an hour; RIVALS="--case binds --repeats 1")
+rivals: vllm
+	deploy/get-bench-peers.sh
+	$(BIN)/python -m heddle.rivals --venv $(VLLM_VENV) $(RIVALS)
 
 ## make soak    a gateway at work, from whose memory, files and connections nothing may grow (ten minutes, or MINUTES=60)
 soak: install

@@ -79,10 +79,10 @@ async def _run(parsed: argparse.Namespace, workload: Workload, model: Path) -> i
     results: list[RolloutResult] = []
     async with launch_all(specs, parsed.work_dir, console.print) as engines:
         urls = [engine.url for engine in engines]
-        await asyncio.gather(*(_warm_up(url) for url in urls))
+        await asyncio.gather(*(warm_up(url) for url in urls))
         for policy, title in POLICIES:
             for url in urls:
-                await _clear_prefix_cache(url)
+                await clear_prefix_cache(url)
             async with local_gateway(urls, policy, parsed.work_dir, "--log-level", "warning") as gateway:
                 settings = ReplaySettings(base_url=f"{gateway}/v1", rollout_id=policy)
                 results.append(await play(workload, gateway, title, settings, console))
@@ -90,7 +90,7 @@ async def _run(parsed: argparse.Namespace, workload: Workload, model: Path) -> i
     return 1 if any(result.errors for result in results) else 0
 
 
-async def _warm_up(engine_url: str) -> None:
+async def warm_up(engine_url: str) -> None:
     """Make an engine do its one-time work, its first prefill and first steps, so that the first policy does not pay for
     it.
     """
@@ -102,7 +102,7 @@ async def _warm_up(engine_url: str) -> None:
         http.close()
 
 
-async def _clear_prefix_cache(engine_url: str) -> None:
+async def clear_prefix_cache(engine_url: str) -> None:
     """Clear the cache, so that no policy benefits from the one before it. This route of vLLM's development mode refuses
     while an ended turn still holds blocks, so it is repeated until it succeeds.
     """

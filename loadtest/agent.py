@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from workloads.trajectories import Trajectory, Turn
 
-Identity = Literal["header", "path", "body", "none"]
+Identity = Literal["header", "session", "path", "body", "none"]
 Message = dict[str, Any]
 
 # Common short words, each one token to most tokenizers.
@@ -81,14 +81,16 @@ def sent_id(recorded: str) -> str:
 
 
 def address_of(identity: Identity, trajectory_id: str, group_id: str, rollout_id: str) -> Address:
-    """The address of a trajectory's turns, with ids from `sent_id`. `none` sends nothing, like a client that knows no
-    gateway.
+    """The address of a trajectory's turns, with ids from `sent_id`. `session` sends the header that routers know;
+    `none` sends nothing, like a client that knows no gateway.
     """
     trajectory_id, group_id, rollout_id = map(sent_id, (trajectory_id, group_id, rollout_id))
     labels = {"X-Group-Id": group_id, "X-Rollout-Id": rollout_id}
     match identity:
         case "header":
             return Address(headers={"X-Trajectory-Id": trajectory_id, **labels})
+        case "session":
+            return Address(headers={"X-Session-ID": trajectory_id, **labels})
         case "path":
             return Address(path_prefix=f"/t/{quote(trajectory_id, safe='')}", headers=labels)
         case "body":

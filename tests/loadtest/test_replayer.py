@@ -86,7 +86,7 @@ async def test_tool_calls_are_answered_with_their_ids(app: ToyChat, settings: Re
     assert (messages[2]["role"], messages[2]["tool_call_id"]) == ("tool", "call_1")
 
 
-@pytest.mark.parametrize("identity", ["header", "path", "body", "none"])
+@pytest.mark.parametrize("identity", ["header", "session", "path", "body", "none"])
 async def test_identity_reaches_the_server(app: ToyChat, settings: ReplaySettings, identity: Any) -> None:
     """The chosen form and no other is on the wire; an agent without one finishes by the name the server gave it."""
     app.answer_headers = {"x-trajectory-id": "r-t" if identity != "none" else "inferred-1"}
@@ -94,7 +94,8 @@ async def test_identity_reaches_the_server(app: ToyChat, settings: ReplaySetting
     [(path, headers, body)] = app.seen
     assert path == ("/t/r-t/v1/chat/completions" if identity == "path" else "/v1/chat/completions")
     assert headers.get("x-trajectory-id") == ("r-t" if identity == "header" else None)
-    assert headers.get("x-group-id") == ("g" if identity in ("header", "path") else None)
+    assert headers.get("x-session-id") == ("r-t" if identity == "session" else None)
+    assert headers.get("x-group-id") == ("g" if identity in ("header", "session", "path") else None)
     assert ("metadata" in body) == (identity == "body")
     known_as = "inferred-1" if identity == "none" else "r-t"
     assert app.calls[-1] == ("POST", f"/v1/trajectories/{known_as}/finish")
