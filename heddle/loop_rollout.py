@@ -235,9 +235,7 @@ async def _engines_end_with(folder: Path) -> AsyncIterator[None]:
 
 
 def _earlier_wakes(loop: Loop) -> str:
-    """The journal of a fleet that has woken engines before; otherwise a wake-up is expected to take a large model's 6
-    s.
-    """
+    """The journal of a fleet that has woken engines before; without it, 6 s are expected, as for a large model."""
     if loop.sleep_s is None:
         return ""
     known = {"kind": "phase", "phase": "wake", "seconds": loop.sleep_s / loop.speed_up, "engine_kind": "sim"}

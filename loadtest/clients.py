@@ -43,7 +43,7 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer with how it came.
+    """An answer, and how it came.
 
     Args:
         first_token_at: Instant of `time.perf_counter()`; None if the answer came whole.

@@ -22,7 +22,7 @@ class SimulatedSequence(NamedTuple):
         id: unique among the sequences that the engine still holds.
         num_prompt_tokens: at least 1.
         num_output_tokens: tokens it makes before it finishes, at least 1.
-        pieces: given a number of tokens, the pieces that its first that many tokens fill; see `PrefixCache`.
+        pieces: for a number of tokens, the pieces that as many of its first tokens fill; see `PrefixCache`.
         priority: lower is earlier; ignored if the engine's order is fcfs.
     """
 

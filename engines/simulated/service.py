@@ -59,7 +59,7 @@ class EngineService:
             raise ApiError(503, "The request queue is full.", "Service Unavailable")
 
     def answer_limit(self, prompt: Sequence[int], wanted: int | None) -> int:
-        """How many tokens the answer may have: as requested, or all room if not; vLLM cuts a request to the room.
+        """How many tokens the answer may have: as requested, in vLLM cut to what fits; all that fits if not requested.
 
         Raises:
             ApiError: 400, prompt and answer do not fit.
