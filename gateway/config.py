@@ -63,7 +63,7 @@ class EngineSettings(BaseModel):
     )
     tp: int = Field(1, ge=1, le=1024, description="Tensor-parallel size.")
     profile: Annotated[str | None, AfterValidator(_known_profile)] = Field(
-        None, description="Engine profile that tells how long it takes; `heddle sim-engine --profile list` names them."
+        None, description="Profile of its speed; `heddle sim-engine --profile list` names the profiles."
     )
     kv_transfer: Literal["nixl", "none"] | None = Field(
         None, description="How it hands KV to other engines. Asked of the engine when unset; few report it."
@@ -142,7 +142,7 @@ class Settings(BaseSettings):
     )
     predictor_model: str | None = Field(None, description="Start from this file, made by `heddle predictor train`.")
     text_predictor: str | None = Field(
-        None, description="Read conversations during tool calls with this file of `heddle predictor train --text`."
+        None, description="Model that reads conversations during tool calls, made by `heddle predictor train --text`."
     )
     store: str = Field("sqlite:heddle.sqlite3", description="`sqlite:PATH`, `redis://host:port/db` or `memory:`.")
     store_namespace: str = Field(
@@ -151,7 +151,7 @@ class Settings(BaseSettings):
     demand_interval_s: float = Field(
         5.0,
         gt=0,
-        description="Between reports to the controller over Redis; one of 6,400 trajectories takes 35 ms to make.",
+        description="Interval of reports to the controller over Redis; one on 6,400 trajectories takes 35 ms.",
     )
     event_log: str | None = Field(None, description="JSONL file of the scheduler's events and actions.")
     event_log_max_bytes: int = Field(
@@ -183,7 +183,7 @@ class Settings(BaseSettings):
     )
     max_answer_bytes: int = Field(64 * 2**20, ge=1024, description="Largest non-streamed answer; bounds memory.")
     max_kept_answer_bytes: int = Field(
-        64 * 2**20, ge=0, description="Memory for the last answers of trajectories, which are given again to retries."
+        64 * 2**20, ge=0, description="Memory for the last answers of trajectories, which are sent again to retries."
     )
     max_stored_answer_bytes: int = Field(64 * 2**10, ge=0, description="A longer answer does not survive a restart.")
     body_timeout_s: float = Field(60.0, gt=0, description="Longest pause of a client while it sends a request.")
@@ -198,7 +198,7 @@ class Settings(BaseSettings):
         description="An engine's stream that pauses longer is broken; a client that reads nothing for longer has left.",
     )
     heartbeat_s: float = Field(
-        10.0, gt=0, description="Between SSE comments while a stream waits; proxies cut idle connections at 60 s."
+        10.0, gt=0, description="Interval of SSE comments while a stream waits; proxies cut idle connections at 60 s."
     )
     max_turns_per_key: int = Field(20_000, ge=1, description="Concurrent turns of one client key; more get 429.")
 
@@ -211,7 +211,7 @@ class Settings(BaseSettings):
     byte_worker_loan_bytes: int = Field(
         64 * 2**10,
         ge=1024,
-        description="What a byte worker passes on of a stream, some 250 events, before it is lent again.",
+        description="Bytes of a stream that a byte worker passes on in one loan: some 250 events.",
     )
     byte_worker_timeout_s: float = Field(
         10.0,
@@ -245,7 +245,7 @@ class Settings(BaseSettings):
     max_attempts: int = Field(
         3, ge=1, le=100, description="Legs that a turn may lose to failing engines before its client gets the error."
     )
-    retry_pause_s: float = Field(2.0, ge=0, description="Before a turn goes back to an engine that failed it.")
+    retry_pause_s: float = Field(2.0, ge=0, description="Pause before a turn goes back to an engine that failed it.")
     preempt_after_s: float = Field(
         5.0, ge=0, description="A leg runs at least this long before another turn may take its slot."
     )
@@ -269,12 +269,12 @@ class Settings(BaseSettings):
     max_token_memory_bytes: int = Field(
         512 * 2**20,
         ge=0,
-        description="For kept tokens: 2,200 trajectories of 32K tokens at 7.3 bytes. The rest is read from the store.",
+        description="Memory for tokens: 2,200 trajectories of 32K at 7.3 bytes. The rest is read from the store.",
     )
     max_stored_token_bytes: int = Field(
         4 * 2**30,
         ge=0,
-        description="For kept tokens: two rollouts of 6,400 trajectories of 40K at 7.3 bytes. The oldest go first.",
+        description="Stored tokens: two rollouts of 6,400 trajectories of 40K at 7.3 bytes. The oldest go first.",
     )
     max_token_age_s: float = Field(
         14_400.0,
@@ -287,12 +287,12 @@ class Settings(BaseSettings):
     in_tool_lease_s: float | None = Field(
         None,
         ge=0,
-        description="How long a trajectory in a tool call keeps its KV against others. Unset: what a refill costs.",
+        description="Lease of a trajectory's claim during a tool call. Unset: computed from the cost of a refill.",
     )
     entry_patience_s: float = Field(
         300.0, ge=0, description="A turn that has waited this long may take the KV of any trajectory in a tool call."
     )
-    ageing_tokens_per_s: float = Field(100.0, ge=0, description="Predicted tokens that a second of waiting counts for.")
+    ageing_tokens_per_s: float = Field(100.0, ge=0, description="Predicted tokens that one second of waiting is worth.")
 
     kv_move_min_tokens: int = Field(
         1_000, ge=0, description="Least KV that follows a trajectory to another engine; less is prefilled as fast."
@@ -301,7 +301,7 @@ class Settings(BaseSettings):
         10.0,
         gt=0,
         le=25,
-        description="For one move; 40K tokens take 0.2 to 0.7 s. Must be below the engines' lease of 30 s.",
+        description="Longest move; 40K tokens take 0.2 to 0.7 s. Must be below the engines' lease of 30 s.",
     )
     kv_moves_at_once: int = Field(
         8, ge=1, description="Concurrent KV moves in tool calls; more only share the network."
@@ -315,16 +315,16 @@ class Settings(BaseSettings):
     weight_pause_timeout_s: float = Field(
         60.0,
         gt=0,
-        description="For an engine to pause before a weight update; it finishes one step, at worst a long prefill.",
+        description="Longest wait for an engine to pause for weights; it finishes one step, at worst a long prefill.",
     )
     weight_load_timeout_s: float = Field(
-        1_800.0, gt=0, description="For an engine to load new weights; 700 GB from a shared disk take this."
+        1_800.0, gt=0, description="Longest load of new weights by an engine; 700 GB from a shared disk take this."
     )
     weight_loads_at_once: int = Field(16, ge=1, description="Engines that read the same checkpoint from disk at once.")
     max_staleness: int | None = Field(
         None,
         ge=0,
-        description="Versions by which the weights of a trajectory's oldest token may be behind. Unset: no limit.",
+        description="Versions by which a trajectory's oldest token may lag behind the weights. Unset: no limit.",
     )
     stale: Literal["refuse", "restart"] = Field(
         "refuse",
@@ -335,7 +335,7 @@ class Settings(BaseSettings):
         128, ge=1, description="Slots of an engine that does not report them; vLLM's default for max_num_seqs."
     )
     connect_timeout_s: float = Field(
-        5.0, gt=0, description="To connect to an engine; one on the same network accepts in milliseconds."
+        5.0, gt=0, description="Longest wait to connect to an engine; one on the same network accepts in milliseconds."
     )
     max_connections_per_engine: int = Field(
         4096, ge=1, description="Connections to one engine; twice the largest max_num_seqs in use."
@@ -343,15 +343,15 @@ class Settings(BaseSettings):
     max_conversations: int = Field(
         20_000, ge=1, description="Trajectories without an id that are recognised by their messages; 1 KB each."
     )
-    observe_interval_s: float = Field(1.0, gt=0, description="Between reads of an engine's metrics.")
+    observe_interval_s: float = Field(1.0, gt=0, description="Interval of reads of an engine's metrics.")
     observe_timeout_s: float = Field(
-        5.0, gt=0, description="To read an engine's metrics: milliseconds, or 1 s on a busy CPU engine."
+        5.0, gt=0, description="Longest read of an engine's metrics: milliseconds, or 1 s on a busy CPU engine."
     )
     faults_to_open: int = Field(3, ge=1, description="Connection faults in a row after which an engine is lost.")
     stall_timeout_s: float = Field(
         120.0,
         gt=0,
-        description="An engine that runs turns but produces no token for this long hangs. Above a long prefill.",
+        description="An engine that runs turns but produces no token for this long is hung. Above a long prefill.",
     )
     start_timeout_s: float = Field(
         5.0, ge=0, description="How long the start waits for engines before the gateway serves without them."

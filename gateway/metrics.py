@@ -46,11 +46,13 @@ class Metrics:
             "heddle_refused_requests", "Requests that were answered with an error.", ["status"], registry=self.registry
         )
         self.retried_legs = Counter(
-            "heddle_retried_legs", "Legs lost to an engine whose turns go on.", ["fault"], registry=self.registry
+            "heddle_retried_legs", "Failed legs whose turn continued.", ["fault"], registry=self.registry
         )
-        self._kv_moves = _Counts("heddle_kv_moves", "Trajectories whose KV was to be brought elsewhere.", ("outcome",))
-        self._kv_moved_tokens = _Counts("heddle_kv_moved_tokens", "KV that was there then.", ("outcome",))
-        self._kv_move_seconds = _Times("heddle_kv_move_seconds", "Of each such move.")
+        self._kv_moves = _Counts("heddle_kv_moves", "Moves of a trajectory's KV to a new home.", ("outcome",))
+        self._kv_moved_tokens = _Counts(
+            "heddle_kv_moved_tokens", "KV tokens at the new home after a move.", ("outcome",)
+        )
+        self._kv_move_seconds = _Times("heddle_kv_move_seconds", "Duration of a move.")
         self._kv_moves.counts.update({("fetched",): 0, ("loaded",): 0, ("prefilled",): 0, ("failed",): 0})
         for moves in (self._kv_moves, self._kv_moved_tokens, self._kv_move_seconds):
             self.registry.register(moves)
@@ -147,26 +149,30 @@ class _State(Collector):
             _gauge("heddle_waiting_turns", "Turns in the queue.", self._scheduler.num_waiting),
             _gauge("heddle_running_turns", "Turns on engines.", running),
             _gauge("heddle_trajectories", "Trajectories in memory.", len(self._ledger)),
-            _gauge("heddle_store_ok", "1 if the store keeps up.", float(health.ok)),
+            _gauge("heddle_store_ok", "1 while puts reach the store.", float(health.ok)),
             _gauge("heddle_store_pending_records", "Records not yet at the store.", health.num_pending),
-            _gauge("heddle_store_lag_seconds", "Age of the oldest of them.", health.lag_s),
-            _gauge("heddle_store_dropped_records", "Dropped since the start.", health.num_dropped),
+            _gauge("heddle_store_lag_seconds", "Age of the oldest pending record.", health.lag_s),
+            _gauge("heddle_store_dropped_records", "Records dropped since the start.", health.num_dropped),
         ]
         engines = GaugeMetricFamily("heddle_engines", "Engines by state.", labels=["state"])
         for state in EngineState:
             engines.add_metric([state.value], sum(member.state is state for member in members))
-        lent = GaugeMetricFamily("heddle_byte_worker_streams", "Streams that it passes on now.", labels=["worker"])
+        lent = GaugeMetricFamily(
+            "heddle_byte_worker_streams", "Streams that a byte worker passes on.", labels=["worker"]
+        )
         for number, num_lent in enumerate(self._crew.num_lent):
             lent.add_metric([str(number)], num_lent)
         return [*gauges, engines, lent, *self._per_engine()]
 
     def _per_engine(self) -> list[GaugeMetricFamily]:
-        up = GaugeMetricFamily("heddle_engine_up", "1 while its circuit is closed.", labels=["engine"])
-        legs = GaugeMetricFamily("heddle_engine_legs", "Legs that run on it.", labels=["engine"])
+        up = GaugeMetricFamily("heddle_engine_up", "1 while the engine is ready.", labels=["engine"])
+        legs = GaugeMetricFamily("heddle_engine_legs", "Legs of this gateway on the engine.", labels=["engine"])
         claimed = GaugeMetricFamily(
-            "heddle_engine_kv_claimed_tokens", "KV of its residents, shared prompts once.", labels=["engine"]
+            "heddle_engine_kv_claimed_tokens", "KV tokens of its residents, shared prompts once.", labels=["engine"]
         )
-        used = GaugeMetricFamily("heddle_engine_kv_used_ratio", "KV in use, by its own word.", labels=["engine"])
+        used = GaugeMetricFamily(
+            "heddle_engine_kv_used_ratio", "Share of KV in use, as the engine reports it.", labels=["engine"]
+        )
         for member in self._fleet.members():
             # The address, not the id: a relaunched server continues the same series.
             name = [member.settings.url.partition("://")[2]]
