@@ -12,7 +12,7 @@ from engines.http import HttpClient
 from engines.sglang_facts import NoTokenRoutes, facts_of
 from engines.sglang_tokens import SglangTokens
 from engines.tokens import TokenRoutes
-from engines.upstream import SGLANG_GENERATE, Leg, Upstream, salted, stream_options, with_fields
+from engines.upstream import SGLANG_GENERATE, Leg, Upstream, salted, stream_options, with_fields, without_field
 
 # The routes whose body takes `rid` and `priority`; the others check their fields or do not know them.
 _TAGGED = frozenset({"/v1/chat/completions", "/v1/completions", SGLANG_GENERATE})
@@ -40,8 +40,11 @@ class Sglang:
             fields |= {"rid": leg.request_id, "priority": leg.priority}
         if leg.cache_salt and leg.path != "/v1/messages":  # which takes none: its KV is flushed at each update
             fields |= salted(leg.request, leg.cache_salt)
+        body, request = leg.body, leg.request
+        if leg.path == SGLANG_GENERATE:  # which refuses unknown fields: the model's name was for the gateway
+            body, request = without_field(body, request, "model")
         headers = f"x-smg-routing-key: {leg.trajectory_id}\r\n"
-        return Upstream(leg.path, headers.encode("latin-1", "replace"), with_fields(leg.body, leg.request, fields))
+        return Upstream(leg.path, headers.encode("latin-1", "replace"), with_fields(body, request, fields))
 
     async def observe(self, http: HttpClient, timeout_s: float) -> Observation:
         status, body = await http.get("/v1/loads?include=core", timeout_s)

@@ -61,12 +61,17 @@ def with_fields(body: bytes, request: Mapping[str, Any], fields: Mapping[str, An
     if not fields:
         return body
     if any(name in request for name in fields) or not request:
-        try:
-            return orjson.dumps({**request, **fields})
-        except orjson.JSONEncodeError:
-            raise TooDeep("The request is nested too deeply.") from None
+        return _encoded({**request, **fields})
     brace = body.index(b"{")
     return b"{" + orjson.dumps(fields)[1:-1] + b"," + body[brace + 1 :]
+
+
+def without_field(body: bytes, request: Mapping[str, Any], name: str) -> tuple[bytes, Mapping[str, Any]]:
+    """Body and request without this field; as they are if the client did not set it. Raises TooDeep."""
+    if name not in request:
+        return body, request
+    rest = {other: value for other, value in request.items() if other != name}
+    return _encoded(rest), rest
 
 
 def salted(request: Mapping[str, Any], cache_salt: str) -> dict[str, Any]:
@@ -94,3 +99,10 @@ def stream_options(leg: Leg) -> dict[str, Any]:
     if not leg.counts_tokens or not isinstance(options, dict) or options.get("include_usage") not in (None, False):
         return {}
     return {"stream_options": {**options, "include_usage": True, "continuous_usage_stats": False}}
+
+
+def _encoded(request: Mapping[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(request)
+    except orjson.JSONEncodeError:
+        raise TooDeep("The request is nested too deeply.") from None

@@ -10,7 +10,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.http.client import Client, ClientLeft
 from gateway.http.errors import Api, api_error, engine_error
 from gateway.http.outlet import Outlet
-from gateway.http.refusals import Refused, bad_request, no_engine, not_found
+from gateway.http.refusals import Refused, bad_model, no_engine, unknown_model
 from gateway.turns.request_reader import parse_object
 
 # An allow-list: no other route of an engine, above all its control routes, can be reached.
@@ -36,12 +36,11 @@ class Passthrough:
         settings = self._settings
         body = await client.read(settings.max_body_bytes, settings.body_timeout_s)
         request = parse_object(body, client.scope["headers"])
-        model = request.get("model")
+        model, known = request.get("model"), self._fleet.models()
         if model is not None and not isinstance(model, str):
-            raise bad_request("'model' must be the name of a model.", "model")
-        known = self._fleet.models()
+            raise bad_model(known)
         if model is not None and known and model not in known:
-            raise not_found(f"The model {model[:200]!r} does not exist.", "model_not_found")
+            raise unknown_model(model, known)
         asking = asyncio.create_task(self._ask(path, body, model))
         client.when_left(asking.cancel)
         try:
@@ -60,7 +59,7 @@ class Passthrough:
         """The first answer that is not its engine's failure, else the last: its status and body. Raises Refused."""
         members = sorted(self._fleet.serving(model), key=lambda member: (member.is_updating, member.num_legs))
         if not members:
-            raise no_engine()
+            raise no_engine(len(self._fleet.members()))
         answered: tuple[int, bytes] | None = None
         fault: Exception | None = None
         for member in members[: self._settings.max_attempts]:

@@ -3,12 +3,14 @@
 from typing import Any
 
 import orjson
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
+from engines.mistakes import in_words, meant, names_at
 from gateway import metrics as metrics_page
 from gateway.api.fleet import Engines, add_engines
 from gateway.api.tokens import Tokens, add_tokens
@@ -17,12 +19,24 @@ from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine
 from gateway.fleet.member import EngineState
 from gateway.http.errors import api_error, error_body
-from gateway.http.refusals import Refused, bad_request, internal_error, invalid_json, method_not_allowed, not_found
+from gateway.http.refusals import (
+    Refused,
+    bad_request,
+    internal_error,
+    invalid_json,
+    method_not_allowed,
+    not_found,
+    unknown_model,
+)
 from gateway.metrics import Metrics
+from gateway.passthrough import PASSTHROUGH_ROUTES
 from gateway.state.driver import Driver
 from gateway.tokens.book import TokenBook
+from gateway.turns.turns import TURN_ROUTES
 from store.port import Store
 
+# Of routes that take no parameters but their own.
+_STRICT = frozenset({"trajectories", "training", "fleet"})
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
     for status, text in (
@@ -82,6 +96,7 @@ def build_api(health: Health, trajectories: Trajectories, engines: Engines, toke
         redirect_slashes=False,  # the path has lost its identity, and a proxy may have another host
         default_response_class=_Json,
         responses=_ERRORS,
+        dependencies=[Depends(_no_other_parameters)],
     )
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(HTTPException, _http_exception)
@@ -133,7 +148,7 @@ def _add_models(app: FastAPI, fleet: Fleet) -> None:
     async def model(model_id: str) -> dict[str, Any]:
         """One model."""
         if model_id not in fleet.models():
-            raise not_found(f"The model {model_id[:200]!r} does not exist.", "model_not_found")
+            raise unknown_model(model_id, fleet.models())
         return card(model_id)
 
 
@@ -168,9 +183,8 @@ async def _http_exception(request: Request, error: Exception) -> Response:
             allowed.add("HEAD")
         return _refused_response(method_not_allowed(request.method, request.url.path[:200], ", ".join(sorted(allowed))))
     if error.status_code == 404:
-        return _refused_response(
-            not_found(f"Unknown route: {request.method} {request.url.path[:200]}.", "unknown_route")
-        )
+        said = f"Unknown route: {request.method} {request.url.path[:200]}.{_meant(request)}"
+        return _refused_response(not_found(said, "unknown_route"))
     response = _refused_response(Refused(api_error(error.status_code, error.detail)))
     response.headers.update(error.headers or {})
     return response
@@ -183,11 +197,48 @@ def _methods(route: Any, request: Request) -> set[str]:
 
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
+    first: Any = error.errors()[0]
     if first["type"] == "json_invalid":
         return _refused_response(invalid_json(f"{first['ctx']['error']}: char {first['loc'][-1]}"))
     if first["loc"] == ("body",) and "json" not in request.headers.get("content-type", ""):
-        return _refused_response(bad_request("JSON is wanted, sent with 'content-type: application/json'."))
-    where = ".".join(str(step) for step in first["loc"] if step not in ("body", "query", "path"))
-    said = f"{first['msg'].removeprefix('Value error, ')}."
+        return _refused_response(bad_request("The body must be JSON, sent with 'content-type: application/json'."))
+    if first["loc"] == ("body",) and first["type"] == "missing":
+        return _refused_response(bad_request("The request has no body; it must be a JSON object."))
+    where = ".".join(map(str, first["loc"][1:]))
+    said = in_words(first, _fields_beside(request, first["loc"]), "a JSON object")
+    if not where and first["type"] != "value_error":
+        said = f"The request body {said}"
+    said = said if said.endswith("?") else f"{said}."
     return _refused_response(bad_request(f"{where}: {said}" if where else said, where or None))
+
+
+def _fields_beside(request: Request, place: tuple[int | str, ...]) -> list[str]:
+    """The names that there are where the one at this place is unknown."""
+    given = request.scope["route"].dependant.body_params
+    model = given[0].field_info.annotation if len(given) == 1 else None
+    return names_at(model, place[1:]) if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+async def _no_other_parameters(request: Request) -> None:
+    """Raises Refused (400) for a parameter that the route does not have: a slip would otherwise be passed over.
+
+    Scrapers, load balancers and SDKs send some of their own to the other routes.
+    """
+    route = request.scope["route"]
+    if _STRICT.isdisjoint(route.tags):
+        return
+    known = [parameter.alias for parameter in route.dependant.query_params]
+    for name in request.query_params:
+        if name not in known:
+            hint = meant(name, known) or ("; known: " + ", ".join(known) if known else "")
+            raise bad_request(f"{name[:100]}: unknown{hint}{'' if hint.endswith('?') else '.'}", name[:100])
+
+
+def _meant(request: Request) -> str:
+    """Of a path that has one /v1 too few, or too many: the route that there is."""
+    path = request.url.path
+    for other in (f"/v1{path}", path.removeprefix("/v1")):
+        if other != path and (other in TURN_ROUTES or other in PASSTHROUGH_ROUTES or other == "/v1/models"):
+            count = "few" if len(other) > len(path) else "many"
+            return f" Did you mean {other}? Then the client's base URL has one /v1 too {count}."
+    return ""

@@ -7,6 +7,7 @@ from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from engines.mistakes import in_words
 from gateway.config import EngineSettings
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.member import Member
@@ -156,7 +157,8 @@ def _add_members(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
             member = engines.fleet.add(EngineSettings(**{**parsed.model_dump(), **given}))
         except ValidationError as error:
             first = error.errors()[0]
-            raise bad_request(first["msg"].removeprefix("Value error, "), str(first["loc"][0])) from None
+            name, said = str(first["loc"][0]), in_words(first)
+            raise bad_request(said if first["type"] == "value_error" else f"{name}: {said}.", name) from None
         except ValueError as error:
             raise bad_request(str(error), "url") from None
         return engines.view(member)

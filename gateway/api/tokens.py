@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from gateway.api.trajectories import storable
-from gateway.http.refusals import not_acceptable, not_found, store_away
+from gateway.http.refusals import not_acceptable, store_away, unknown_rollout, unknown_trajectory
 from gateway.state import ledger as ledgers
 from gateway.state.ledger import Entry, Ledger
 from gateway.tokens.book import TokenBook
@@ -60,7 +60,7 @@ class Tokens:
         """A rollout's trajectories in the order of their ids, as a file in parts. Raises Refused (404, 406)."""
         entries = [entry for entry in self._ledger if entry.record.rollout_id == rollout_id]
         if not entries:
-            raise not_found(f"No rollout {rollout_id[:256]!r}.")
+            raise unknown_rollout(rollout_id)
         chosen = [entry for entry in entries if state is None or entry.record.state is state]
         chosen.sort(key=lambda entry: entry.record.trajectory_id)
         if not as_parquet:
@@ -69,13 +69,13 @@ class Tokens:
             return parquet(ParquetFile(), chosen, self._book)
         except ImportError:
             raise not_acceptable(
-                "The gateway cannot write Parquet: install it with pip install 'heddle[export]'. JSONL works without."
+                "The gateway needs pyarrow to write Parquet: pip install 'heddle[export]'. JSONL works without it."
             ) from None
 
     def _entry(self, trajectory_id: str) -> Entry:
         entry = self._ledger.get(trajectory_id)
         if entry is None:
-            raise not_found(f"No trajectory {trajectory_id[:256]!r}.")
+            raise unknown_trajectory(trajectory_id)
         return entry
 
 

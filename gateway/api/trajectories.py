@@ -9,7 +9,7 @@ from fastapi import FastAPI, Query, Request, Response
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from gateway.clock import Clock
-from gateway.http.refusals import bad_request, conflict, not_found
+from gateway.http.refusals import bad_request, conflict, unknown_rollout, unknown_trajectory
 from gateway.state import ledger as ledgers
 from gateway.state.driver import Driver
 from gateway.state.ledger import Entry, Ledger
@@ -26,7 +26,7 @@ _LEVELS_ABOVE = 50
 def printable(text: str) -> str:
     """An id in the form that turns may have. Raises ValueError."""
     if not (text.isascii() and text.isprintable()) or text != text.strip():
-        raise ValueError("printable ASCII without spaces at its ends is wanted")
+        raise ValueError(f"must be printable ASCII, without spaces at its ends, not {text[:100]!r}")
     return text
 
 
@@ -41,9 +41,11 @@ def storable(given: dict[str, Any]) -> dict[str, Any]:
     for _ in range(_LEVELS_ABOVE):
         shown = [shown]
     try:
-        orjson.dumps(shown)
+        written = orjson.dumps(shown)
     except orjson.JSONEncodeError as error:
         raise ValueError(str(error)) from None
+    if orjson.loads(written) != shown:  # they are written as null
+        raise ValueError("must hold neither NaN nor Infinity, which JSON does not have")
     return given
 
 
@@ -72,7 +74,7 @@ class Trajectories:
         """Declare a trajectory. Raises Refused (409) if its id is already known."""
         trajectory_id = declaration.id or f"t-{os.urandom(12).hex()}"
         if self._ledger.get(trajectory_id) is not None:
-            raise conflict(f"The trajectory {trajectory_id!r} is there already.")
+            raise conflict(f"The trajectory {trajectory_id!r} exists already.")
         expected = declaration.expected_output_tokens
         progress = Progress(trajectory_id, declaration.group_id)
         prediction = Prediction(expected, expected) if expected else self._predictor.predict(progress)
@@ -87,7 +89,7 @@ class Trajectories:
         """The entry of a trajectory. Raises Refused (404)."""
         entry = self._ledger.get(trajectory_id)
         if entry is None:
-            raise not_found(f"No trajectory {trajectory_id[:256]!r}.")
+            raise unknown_trajectory(trajectory_id)
         return entry
 
     def close(self, trajectory_id: str, abort: bool) -> Entry:
@@ -138,7 +140,7 @@ class Trajectories:
         """A rollout as the sum of its trajectories. Raises Refused (404)."""
         records = [entry.record for entry in self._ledger if entry.record.rollout_id == rollout_id]
         if not records:
-            raise not_found(f"No rollout {rollout_id[:256]!r}.")
+            raise unknown_rollout(rollout_id)
         began_at = min(record.created_at for record in records)
         return {
             "id": rollout_id,
@@ -156,7 +158,7 @@ class Trajectories:
         """Abort all active trajectories of a rollout; returns how many. Raises Refused (404)."""
         records = [entry.record for entry in self._ledger if entry.record.rollout_id == rollout_id]
         if not records:
-            raise not_found(f"No rollout {rollout_id[:256]!r}.")
+            raise unknown_rollout(rollout_id)
         active = [record for record in records if record.state is TrajectoryState.ACTIVE]
         for record in active:
             self.close(record.trajectory_id, abort=True)

@@ -1,15 +1,24 @@
 """The API of weight updates."""
 
+import re
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from engines.weights import NewWeights, UpdateMode
 from gateway.http.access import Access
 from gateway.http.errors import api_error
 from gateway.turns.weight_updates import Update, Weights
+
+_VERSION = r"^[\x21-\x7e]+$"
+
+
+def _sendable(version: str) -> str:
+    if not re.search(_VERSION, version):
+        raise ValueError(f"must be printable ASCII without spaces, not {version[:100]!r}")
+    return version
 
 
 class Order(BaseModel):
@@ -17,7 +26,9 @@ class Order(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    version: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
+    version: Annotated[
+        str, Field(min_length=1, max_length=256, json_schema_extra={"pattern": _VERSION}), AfterValidator(_sendable)
+    ]
     path: Annotated[str | None, Field(min_length=1, max_length=4096)] = None
     transfer: dict[str, Any] | None = None
     transfer_of: Annotated[dict[str, dict[str, Any]], Field(description="By engine id: joined to `transfer`.")] = {}
@@ -28,9 +39,9 @@ class Order(BaseModel):
     @model_validator(mode="after")
     def _has_one_source(self) -> "Order":
         if (self.path is None) == (self.transfer is None):
-            raise ValueError("give either 'path' or 'transfer'")
+            raise ValueError("Give either 'path' or 'transfer'")
         if self.transfer_of and self.transfer is None:
-            raise ValueError("'transfer_of' goes with 'transfer'")
+            raise ValueError("'transfer_of' needs 'transfer'")
         return self
 
 
@@ -64,7 +75,7 @@ def _answered(update: Update) -> JSONResponse:
         case "running":
             return JSONResponse(update.view(), 202)
         case "failed":
-            reasons = [one.error for one in update.engines.values() if one.error] or ["none of them is there"]
+            reasons = [one.error for one in update.engines.values() if one.error] or ["none of the engines is there"]
             error = api_error(502, f"No engine took weights {update.weights.version!r}: {reasons[0]}", "weights_failed")
             return JSONResponse({"error": error.openai(), **update.view()}, 502)
     return JSONResponse(update.view())

@@ -68,7 +68,7 @@ class Fleet:
     def add(self, engine: EngineSettings) -> Member:
         """Add an engine to the fleet. Raises ProfileError for an unknown profile, ValueError for a known URL."""
         if any(member.settings.url == engine.url for member in self._members):
-            raise ValueError(f"{engine.url} is in the fleet already")
+            raise ValueError(f"{engine.url} is in the fleet already.")
         headers = (("authorization", f"Bearer {engine.api_key.get_secret_value()}"),) if engine.api_key else ()
         seen = self._seen.at(engine.url)
         limits = HttpLimits(self._settings.connect_timeout_s, max_connections=self._settings.max_connections_per_engine)

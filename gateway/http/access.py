@@ -39,10 +39,10 @@ class Access:
     def admin(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Raises Refused (401, 403) unless the admin key was sent."""
         if self._admin_key is None:
-            raise forbidden("The fleet cannot be changed: the gateway was started without an admin key.")
+            raise forbidden("This needs the admin key, and the gateway was started without one (HEDDLE_ADMIN_KEY).")
         given = _given(headers)
         if given is None:
-            raise unauthorised("No API key: send 'Authorization: Bearer ADMIN_KEY'.")
+            raise unauthorised("No admin key: send 'Authorization: Bearer ADMIN_KEY'.")
         if not hmac.compare_digest(given, self._admin_key):
             raise forbidden("This needs the admin key.")
 

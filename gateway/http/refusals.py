@@ -1,7 +1,11 @@
 """The one table that turns everything that can go wrong into an HTTP status and an error body."""
 
+from collections.abc import Iterable
+
 from gateway.http.errors import ApiError, api_error
 from scheduling.types import Refusal
+
+_MAX_LISTED = 5
 
 
 class Refused(Exception):
@@ -37,11 +41,11 @@ class Refused(Exception):
 
 
 _REFUSALS = {
-    Refusal.QUEUE_FULL: (429, "The queue is full."),
-    Refusal.QUEUE_TIMEOUT: (503, "The turn waited for an engine for too long."),
-    Refusal.TRAJECTORY_ABORTED: (409, "The trajectory was aborted."),
-    Refusal.ENGINE_FAILED: (502, "The engines failed the turn repeatedly."),
-    Refusal.DUPLICATE_TURN: (409, "A turn with this id is there already."),
+    Refusal.QUEUE_FULL: (429, "The gateway's queue is full (max_waiting_turns)."),
+    Refusal.QUEUE_TIMEOUT: (503, "The turn waited too long for an engine (queue_timeout_s)."),
+    Refusal.TRAJECTORY_ABORTED: (409, "The trajectory was aborted, so its turns are refused."),
+    Refusal.ENGINE_FAILED: (502, "Engines failed the turn too often (max_attempts)."),
+    Refusal.DUPLICATE_TURN: (409, "A turn with this id exists already."),
 }
 
 
@@ -49,7 +53,7 @@ def refused_turn(refusal: Refusal, retry_after_s: float | None, last_error: ApiE
     """What the scheduler refused, as its client sees it; engines that were only busy do not give a 502."""
     status, message = _REFUSALS[refusal]
     if last_error is not None and refusal in (Refusal.ENGINE_FAILED, Refusal.QUEUE_TIMEOUT):
-        message = f"{message} {last_error.message}"
+        message = f"{message} Last cause: {last_error.message}"
         status = 503 if last_error.status in (429, 503) else status
     error = api_error(status, message, refusal.value)
     return Refused(error, retry_after_s, should_retry=retry_after_s is not None)
@@ -67,7 +71,7 @@ def invalid_json(why: str) -> Refused:
 
 def unsupported_encoding(encoding: str) -> Refused:
     """415: the body is compressed."""
-    message = f"A request body with content-encoding {encoding[:50]!r} is not read: send it as it is."
+    message = f"A body with content-encoding {encoding[:50]!r} is not supported; send it uncompressed."
     return Refused(api_error(415, message, "unsupported_encoding"))
 
 
@@ -84,6 +88,26 @@ def forbidden(message: str) -> Refused:
 def not_found(message: str, code: str = "not_found") -> Refused:
     """404."""
     return Refused(api_error(404, message, code))
+
+
+def unknown_model(model: str, served: Iterable[str]) -> Refused:
+    """404: no engine serves this model."""
+    return not_found(f"The model {model[:200]!r} does not exist. Served: {_listed(served)}.", "model_not_found")
+
+
+def bad_model(served: Iterable[str]) -> Refused:
+    """400: a model must be named, and is not."""
+    return bad_request(f"'model' must name one of the models served: {_listed(served)}.", "model")
+
+
+def unknown_trajectory(trajectory_id: str) -> Refused:
+    """404."""
+    return not_found(f"No trajectory {trajectory_id[:256]!r}: it was never seen, or ended retention_s ago.")
+
+
+def unknown_rollout(rollout_id: str) -> Refused:
+    """404."""
+    return not_found(f"No rollout {rollout_id[:256]!r}: it was never seen, or ended retention_s ago.")
 
 
 def method_not_allowed(method: str, path: str, allowed: str) -> Refused:
@@ -104,29 +128,39 @@ def conflict(message: str) -> Refused:
 
 def body_too_large(limit_bytes: int) -> Refused:
     """413."""
-    return Refused(api_error(413, f"The request body is larger than {limit_bytes} bytes.", "body_too_large"))
+    return Refused(
+        api_error(413, f"The request body is larger than {limit_bytes:,} bytes (max_body_bytes).", "body_too_large")
+    )
 
 
 def headers_too_large(limit_bytes: int) -> Refused:
     """431."""
-    return Refused(api_error(431, f"The request headers are larger than {limit_bytes} bytes.", "headers_too_large"))
+    return Refused(
+        api_error(
+            431, f"The request headers are larger than {limit_bytes:,} bytes (max_header_bytes).", "headers_too_large"
+        )
+    )
 
 
 def body_too_slow(timeout_s: float) -> Refused:
     """408: the body stopped coming. Its rest would be taken for the next request, so the connection is closed."""
-    error = api_error(408, f"No byte of the request body came for {timeout_s:g} s.", "body_timeout")
+    error = api_error(408, f"No byte of the request body arrived for {timeout_s:g} s (body_timeout_s).", "body_timeout")
     return Refused(error, more_headers=((b"connection", b"close"),))
 
 
 def too_many_turns(limit: int) -> Refused:
     """429 for one key."""
-    error = api_error(429, f"This key has {limit} turns under way, its limit.", "too_many_turns")
+    error = api_error(
+        429, f"This API key has {limit} turns in progress, its limit (max_turns_per_key).", "too_many_turns"
+    )
     return Refused(error, retry_after_s=1.0, should_retry=True)
 
 
-def no_engine(message: str = "No engine is ready.") -> Refused:
+def no_engine(num_engines: int) -> Refused:
     """503: no engine can serve it now."""
-    return Refused(api_error(503, message, "no_engine"), retry_after_s=5.0, should_retry=True)
+    why = f"0 of {num_engines} in the fleet; GET /v1/engines tells why" if num_engines else "the fleet has none"
+    error = api_error(503, f"No engine is ready: {why}.", "no_engine")
+    return Refused(error, retry_after_s=5.0, should_retry=True)
 
 
 def store_away(message: str) -> Refused:
@@ -141,4 +175,12 @@ def shutting_down() -> Refused:
 
 def internal_error() -> Refused:
     """500: a defect of the gateway."""
-    return Refused(api_error(500, "The gateway failed; its log says why.", "internal_error"))
+    return Refused(
+        api_error(500, "The gateway failed; its log has the cause under this answer's x-request-id.", "internal_error")
+    )
+
+
+def _listed(models: Iterable[str]) -> str:
+    names = sorted(models)
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(f"{name[:200]!r}" for name in names[:_MAX_LISTED]) + more or "none"

@@ -248,7 +248,7 @@ def _id(value: object, where: str) -> str | None:
     elif isinstance(value, int) and not isinstance(value, bool):
         text = str(value)
     else:
-        raise IdentityError(f"The id in {where} must be a string.")
+        raise IdentityError(f"The id in {where} must be a string or an integer.")
     if len(text) > MAX_ID_LENGTH:
         raise IdentityError(f"The id in {where} is longer than {MAX_ID_LENGTH} characters.")
     if not (text.isascii() and text.isprintable()):

@@ -77,9 +77,11 @@ def failed_leg(error: Exception) -> LegFailed:
     """What it means that an engine did not answer: whose fault it is, and what its client is told."""
     match error:
         case NoMoreConnections():
-            return LegFailed(Fault.BUSY, api_error(503, f"The gateway is full: {error}.", "gateway_full"))
+            return LegFailed(
+                Fault.BUSY, api_error(503, f"The gateway has no connection left: {error}.", "gateway_full")
+            )
         case ResponseTimeout():
-            return LegFailed(Fault.ENGINE, api_error(504, f"The engine is late: {error}.", "engine_late"))
+            return LegFailed(Fault.ENGINE, api_error(504, f"The engine timed out: {error}.", "engine_late"))
         case AnswerTooLarge():
             return LegFailed(Fault.REQUEST, api_error(502, f"{error}.", "answer_too_large"), should_retry=False)
         case _:

@@ -11,7 +11,16 @@ from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.http.client import Headers
 from gateway.http.errors import Api
-from gateway.http.refusals import Refused, bad_request, invalid_json, no_engine, not_found, unsupported_encoding
+from gateway.http.refusals import (
+    Refused,
+    bad_model,
+    bad_request,
+    invalid_json,
+    no_engine,
+    not_found,
+    unknown_model,
+    unsupported_encoding,
+)
 from gateway.messages.conversations import Conversations
 from gateway.messages.identity import NO_HINTS, Identity, IdentityError, identify
 from gateway.messages.prompt_groups import PromptGroups
@@ -96,11 +105,11 @@ class RequestReader:
         if model is None and len(known) == 1:
             return next(iter(known))
         if not isinstance(model, str) or not model:
-            raise bad_request("'model' must be the name of a model.", "model")
+            raise bad_model(known)
         if model not in known:
             if not known:
-                raise no_engine()
-            raise not_found(f"The model {model[:200]!r} does not exist.", "model_not_found")
+                raise no_engine(len(self._fleet.members()))
+            raise unknown_model(model, known)
         return model
 
     def _check_kind(self, path: str, model: str) -> None:
@@ -109,7 +118,7 @@ class RequestReader:
         for member in self._fleet.members():
             is_of_model = any(model == known.model_id for known in member.models)
             if is_of_model and member.dialect is not None and member.dialect.kind != kind:
-                raise not_found(f"{path} is a route of {kind}'s; other engines serve this model, too.", "unknown_route")
+                raise not_found(f"{path} exists on {kind} only; other engines serve {model[:200]!r}.", "unknown_route")
 
     def _known_group(self, trajectory_id: str) -> str | None:
         entry = self._ledger.get(trajectory_id)

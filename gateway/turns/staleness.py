@@ -88,5 +88,7 @@ class Staleness:
 
     def _error(self, version: str) -> ApiError:
         behind = self._record.age(version)
-        message = f"The trajectory has tokens of weights {version!r}, {behind} versions ago; {self._limit} are allowed."
+        message = (
+            f"The trajectory has tokens of weights {version!r}, {behind} versions behind (max_staleness {self._limit})."
+        )
         return api_error(409, message, "too_stale")

@@ -65,6 +65,16 @@ async def test_lower_priority_is_earlier_at_both_engines(dialect: Any) -> None:
         assert int(told[1]) < int(told[0])
 
 
+async def test_sglangs_generate_is_not_told_the_model() -> None:
+    """The gateway needs the name where a fleet serves several; the engine refuses fields that it does not know."""
+    async with running_site(toy("sglang")) as site:
+        body = {"model": MODEL, "input_ids": [300, 301], "sampling_params": {"max_new_tokens": 3}}
+        answer = await site.client.post("/generate", json=body)
+        assert answer.status_code == 200, answer.text
+        (asked,) = site.engine.turns
+        assert "model" not in asked.json and asked.json["input_ids"] == [300, 301] and asked.json["rid"]
+
+
 async def test_sglang_is_told_ids_that_are_no_prefix_of_another() -> None:
     """SGLang aborts by prefix, so ids have one length, whatever id the client sent, and are never the same."""
     async with running_site(toy("sglang")) as sglang:

@@ -271,7 +271,7 @@ async def test_an_engine_of_another_kind_is_told_which_there_are(site: Site) -> 
     """In words, not in a pattern."""
     answer = await site.client.post("/v1/engines", json={"url": "http://127.0.0.1:1", "kind": "tgi"}, headers=ADMIN)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "kind")
-    assert answer.json()["error"]["message"] == "Input should be 'vllm' or 'sglang'"
+    assert answer.json()["error"]["message"] == "kind: must be 'vllm' or 'sglang', not 'tgi'."
 
 
 @pytest.mark.parametrize("url", ["", "nonsense", "ftp://host", "http://user@host", "http://host?q=1", "http://host:x"])

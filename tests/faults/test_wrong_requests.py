@@ -87,6 +87,8 @@ async def test_fields_of_the_wrong_type_are_the_engines_to_refuse(
     [
         b'{"metadata": {"n": 1%s}}' % (b"0" * 30),
         b'{"metadata": {"n": "\\ud800"}}',
+        b'{"metadata": {"n": [NaN]}}',
+        b'{"metadata": {"n": 1e400}}',
         b'{"group_id": "\\ud800"}',
         b'{"id": "a "}',
         b'{"id": ""}',
@@ -115,6 +117,7 @@ async def test_a_declaration_that_cannot_be_kept_gets_400(client: httpx.AsyncCli
         b'{"reward": 1, "metadata": {"\\ud800": 1}}',
         b'{"reward": 1, "metadata": %s1%s}' % (b'{"a":' * 251, b"}" * 251),
         b'{"reward": 1e400}',
+        b'{"reward": 1, "metadata": {"n": -Infinity}}',
     ],
 )
 async def test_a_reward_that_cannot_be_kept_gets_400(client: httpx.AsyncClient, body: bytes) -> None:
@@ -135,9 +138,97 @@ async def test_an_unknown_model_gets_404(client: httpx.AsyncClient) -> None:
         for api in APIS:
             response = await client.post(gateway.url + PATHS[api], json=body_of(api, model="nope"))
             check_error(api, response, 404, "model_not_found")
+            assert "The model 'nope' does not exist. Served: 'simulated'." in response.text
         check_error("other", await client.get(gateway.url + "/v1/models/nope"), 404, "model_not_found")
         refused = await client.post(gateway.url + "/v1/embeddings", json={"model": "nope", "input": "x"})
         check_error("other", refused, 404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "message"),
+    [
+        ("GET", "/v1/trajectories?rolout=a", "rolout: unknown, did you mean rollout?"),
+        ("GET", "/v1/trajectories?rollout=a&page=2", "page: unknown; known: rollout, state, after, limit."),
+        ("POST", "/v1/engines/x/drain?timeout=5", "timeout: unknown, did you mean timeout_s?"),
+        ("POST", "/v1/rollouts/a/export?stat=finished", "stat: unknown, did you mean state?"),
+        ("GET", "/v1/engines?all", "all: unknown."),
+    ],
+)
+async def test_a_parameter_that_no_route_has_gets_400(
+    client: httpx.AsyncClient, method: str, target: str, message: str
+) -> None:
+    """Passed over, a slip would list all rollouts in place of one, or drain with another timeout than was meant."""
+    async with running_gateway(admin_key="a") as gateway:
+        response = await client.request(method, gateway.url + target, headers={"authorization": "Bearer a"})
+        check_error("other", response, 400)
+        error = response.json()["error"]
+        assert (error["message"], error["param"]) == (message, message.partition(":")[0])
+
+
+@pytest.mark.parametrize(
+    "target", ["/healthz?verbose=1", "/metrics?name=x", "/v1/models?limit=20", "/readyz?exclude=a"]
+)
+async def test_probes_and_model_lists_take_any_parameter(client: httpx.AsyncClient, target: str) -> None:
+    """Scrapers, load balancers and SDKs send some of their own."""
+    async with running_gateway() as gateway:
+        assert (await client.get(gateway.url + target)).status_code in (200, 503)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"idd": "a"}', "idd: unknown, did you mean id?"),
+        (b'{"expected_output_tokens": -1}', "expected_output_tokens: must be at least 1, not -1."),
+        (b'{"expected_output_tokens": "x"}', "expected_output_tokens: must be a whole number, not 'x'."),
+        (b'{"id": ""}', "id: must not be empty, not ''."),
+        (b'{"id": " a"}', "id: must be printable ASCII, without spaces at its ends, not ' a'."),
+        (b'{"metadata": 5}', "metadata: must be a JSON object, not 5."),
+        (b'{"metadata": {"a": NaN}}', "metadata: must hold neither NaN nor Infinity, which JSON does not have."),
+        (b"[]", "The request body must be a JSON object, not []."),
+        (b"", "The request has no body; it must be a JSON object."),
+    ],
+)
+async def test_a_wrong_field_is_told_in_plain_words(client: httpx.AsyncClient, body: bytes, message: str) -> None:
+    """Which field, what it must be, and what it was."""
+    async with running_gateway() as gateway:
+        headers = {"content-type": "application/json"}
+        response = await client.post(gateway.url + "/v1/trajectories", content=body, headers=headers)
+        check_error("other", response, 400)
+        assert response.json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/t/a/v1/v1/responses", "/v1/responses"),
+        ("/v1/tokenise", None),
+    ],
+)
+async def test_a_base_url_with_one_v1_too_few_or_too_many_is_told_so(
+    client: httpx.AsyncClient, path: str, meant: str | None
+) -> None:
+    """The commonest slip in setting up a client; its path is else just another unknown one."""
+    async with running_gateway() as gateway:
+        response = await client.post(gateway.url + path, json={})
+        check_error("other", response, 404, "unknown_route")
+        hint = f" Did you mean {meant}? Then the client's base URL has one /v1 too" if meant else ""
+        assert (hint or "POST /v1/tokenise.") in response.json()["error"]["message"]
+
+
+async def test_without_an_engine_the_error_tells_why(client: httpx.AsyncClient) -> None:
+    """No engine in the fleet is another matter than none that answers."""
+    async with running_gateway() as gateway:
+        response = await client.post(gateway.url + PATHS["chat"], json=body_of("chat"))
+        check_error("other", response, 503, "no_engine")
+        assert response.json()["error"]["message"] == "No engine is ready: the fleet has none."
+    async with running_gateway("http://127.0.0.1:9", start_timeout_s=0.0) as gateway:
+        response = await client.post(gateway.url + PATHS["chat"], json=body_of("chat"))
+        check_error("other", response, 503, "no_engine")
+        assert response.json()["error"]["message"] == (
+            "No engine is ready: 0 of 1 in the fleet; GET /v1/engines tells why."
+        )
 
 
 @pytest.mark.parametrize(

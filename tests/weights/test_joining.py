@@ -160,7 +160,7 @@ async def test_a_transfer_that_meets_no_engine_is_not_done(kind: str) -> None:
         await eventually(lambda: has_state(client, 0, "lost"), 60)
         failed = await update(client, "v2", transfer=transfer)
         assert (failed.status_code, failed.json()["status"]) == (502, "failed")
-        assert "none of them is there" in failed.json()["error"]["message"]
+        assert "none of the engines is there" in failed.json()["error"]["message"]
         assert (await client.get("/v1/weights")).json()["version"] == "v1"
         await one.start(engine(kind))
         await eventually(lambda: has_state(client, 0, "ready"), 60)

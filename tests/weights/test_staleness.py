@@ -72,7 +72,7 @@ async def test_after_a_version_was_set_again_the_oldest_token_may_be_of_a_later_
         await update(client, "worse")
         await update(client, "good")
         refused = await ask(client, "one")
-        assert refused.status_code == 409 and "'bad', 2 versions ago" in refused.json()["error"]["message"]
+        assert refused.status_code == 409 and "'bad', 2 versions behind" in refused.json()["error"]["message"]
         await complete(client, "two", PROMPT, 5)
         assert (await last_turn(client, "two"))["weight_versions"] == ["good"]
 
@@ -109,7 +109,7 @@ async def test_what_runs_when_it_becomes_too_stale_ends_with_the_same_error(kind
             refused = await old
             assert (refused.status_code, refused.json()["error"]["code"]) == (409, "too_stale"), refused.text
             assert refused.headers["x-should-retry"] == "false", "an SDK would ask again, in vain"
-            assert ", 2 versions ago; 1 are allowed" in refused.text
+            assert ", 2 versions behind (max_staleness 1)." in refused.text
             assert young.status_code == 200 and events[-1] == "data: [DONE]"
             versions = (await last_turn(client, f"young-{number}"))["weight_versions"]
         assert versions == [f"v{number - 1}", f"v{number}"]
