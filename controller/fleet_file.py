@@ -78,12 +78,17 @@ class EngineTable(BaseModel):
 
     kind: Literal["vllm", "sglang", "sim"] = "vllm"
     program: tuple[str, ...] = Field((), description="What runs the server; the kind's own by default.")
-    flags: tuple[str, ...] = Field((), description="Of every engine, behind ours: where a flag is given twice, yours.")
+    flags: tuple[str, ...] = Field(
+        (), description="Further flags of every engine, placed after Heddle's; the last one wins."
+    )
     flags_by_tp: dict[Tp, tuple[str, ...]] = Field({}, description="Further flags of one TP size.")
-    environment: dict[str, str] = Field({}, description="Of every engine.")
-    slots: int | None = Field(None, ge=1, le=65_536, description="Turns at once of one engine; asked when absent.")
+    environment: dict[str, str] = Field({}, description="Environment variables of every engine.")
+    slots: int | None = Field(
+        None, ge=1, le=65_536, description="Concurrent turns of one engine; the engine's own default when unset."
+    )
     kv_bytes_by_tp: dict[Tp, Annotated[int, Field(gt=0)]] = Field(
-        {}, description="KV cache of each GPU in bytes, by TP size: nothing is profiled then, which saves seconds."
+        {},
+        description="KV cache of each GPU in bytes, by TP size. The engine then skips profiling, which saves seconds.",
     )
     profiles: dict[Tp, str] = Field({}, description="Engine profile of each TP size; plans need them.")
     kv_transfer: Literal["nixl"] | None = Field(
@@ -91,7 +96,7 @@ class EngineTable(BaseModel):
     )
     kv_tier: Path | None = Field(None, description="Folder that all engines share: KV outlives its engine there.")
     kv_tier_host_bytes: int = Field(
-        2**34, gt=0, description="vLLM: of /dev/shm, for each engine; 40K tokens of a 14B model are 6.5 GB."
+        2**34, gt=0, description="vLLM: bytes of /dev/shm for each engine; 40K tokens of a 14B model are 6.5 GB."
     )
     is_fast_start: bool = Field(True, description="What makes a relaunch faster and changes nothing else.")
 
@@ -101,12 +106,20 @@ class Sleeping(BaseModel):
 
     model_config = _STRICT
 
-    tp_sizes: tuple[Tp, ...] = Field((), description="Whose engines may sleep; none: every change stops and launches.")
-    is_ahead: bool = Field(True, description="Start one on each block of GPUs before the first fleet: later ones wake.")
-    level: Literal[1, 2] = Field(1, description="1: weights wait in host memory; 2: are read again. SGLang has 1.")
-    weight_bytes: int | None = Field(None, gt=0, description="Of the whole model: what level 1 keeps for each engine.")
+    tp_sizes: tuple[Tp, ...] = Field(
+        (), description="Engines of these sizes may sleep. None: every change stops and launches."
+    )
+    is_ahead: bool = Field(
+        True, description="Before the first fleet, start a sleeper on each block of GPUs; later engines wake."
+    )
+    level: Literal[1, 2] = Field(
+        1, description="1: weights stay in host memory; 2: they are read again. SGLang has only 1."
+    )
+    weight_bytes: int | None = Field(
+        None, gt=0, description="Weights of the whole model; level 1 keeps them for each engine."
+    )
     host_bytes: int | None = Field(
-        None, gt=0, description="Host memory for all that sleep; more would push the engines out."
+        None, gt=0, description="Host memory for all sleepers; more would push the engines out."
     )
 
     def check(self, kind: str, tp_sizes: tuple[int, ...], num_devices: int) -> None:
@@ -141,21 +154,29 @@ class Limits(BaseModel):
 
     model_config = _STRICT
 
-    start_timeout_s: float = Field(900.0, gt=0, description="Weights of a large model from a network disk: 10 min.")
-    max_tries: int = Field(3, ge=1, description="Starts of one server; what fails three times fails for a reason.")
-    back_off_s: float = Field(5.0, ge=0, description="Before the second start; doubles.")
-    max_back_off_s: float = Field(300.0, ge=0, description="Of the doubling.")
-    stop_grace_s: float = Field(20.0, ge=0, description="Between SIGTERM and SIGKILL; vLLM ends within 10 s.")
-    max_starting: int = Field(8, ge=1, description="Servers that start at once; they share disks and cores.")
-    min_engines: int = Field(0, ge=0, description="That go on serving during a change. 0: turns wait meanwhile.")
-    sleep_timeout_s: float = Field(
-        120.0, gt=0, description="To fall asleep or to wake: 140 GB of weights take 10 s, from a disk a minute."
+    start_timeout_s: float = Field(
+        900.0, gt=0, description="Longest start; weights of a large model from a network disk take 10 min."
     )
-    move_timeout_s: float = Field(60.0, ge=0, description="For the KV of all who live on a server; the rest is left.")
-    drain_alarm_s: float = Field(1800.0, gt=0, description="A drain that takes longer is told; nothing is killed.")
-    observe_interval_s: float = Field(1.0, gt=0, description="Between looks at launcher and gateway.")
+    max_tries: int = Field(3, ge=1, description="Starts of one server; one that fails three times fails for a reason.")
+    back_off_s: float = Field(5.0, ge=0, description="Pause before the second start; it doubles each time.")
+    max_back_off_s: float = Field(300.0, ge=0, description="Longest pause between starts.")
+    stop_grace_s: float = Field(20.0, ge=0, description="Time between SIGTERM and SIGKILL; vLLM ends within 10 s.")
+    max_starting: int = Field(8, ge=1, description="Servers that start concurrently; they share disks and cores.")
+    min_engines: int = Field(0, ge=0, description="Engines that keep serving during a change. 0: turns wait meanwhile.")
+    sleep_timeout_s: float = Field(
+        120.0,
+        gt=0,
+        description="Longest time to fall asleep or to wake: 140 GB of weights take 10 s, from a disk a minute.",
+    )
+    move_timeout_s: float = Field(
+        60.0, ge=0, description="Longest time to move the KV of a server's trajectories; the rest is left."
+    )
+    drain_alarm_s: float = Field(1800.0, gt=0, description="A longer drain raises an alarm; nothing is killed.")
+    observe_interval_s: float = Field(1.0, gt=0, description="Interval of observing launcher and gateway.")
     max_log_bytes: int = Field(
-        16 * 2**20, ge=64 * 2**10, description="Of a local server's log; two are kept, of 50 servers that were stopped."
+        16 * 2**20,
+        ge=64 * 2**10,
+        description="Size of a local server's log; two are kept, also of the last 50 stopped servers.",
     )
 
 
@@ -164,15 +185,18 @@ class Planning(BaseModel):
 
     model_config = _STRICT
 
-    is_automatic: bool = Field(False, description="Act on plans; without it they are shown.")
-    interval_s: float = Field(30.0, gt=0, description="Between plans.")
+    is_automatic: bool = Field(False, description="Carry plans out; otherwise they are only shown.")
+    interval_s: float = Field(30.0, gt=0, description="Interval of plans.")
     min_gain_share: float = Field(
-        0.15, ge=0, le=1, description="Of the time left, when the relaunch is paid; less did harm in the study."
+        0.15,
+        ge=0,
+        le=1,
+        description="Least gain, as a share of the time left, relaunch included; less did harm in the study.",
     )
     min_correlation: float = Field(
-        0.9, ge=0, le=1, description="Log-Pearson that the predictor has shown; the study's bound."
+        0.9, ge=0, le=1, description="Least log-Pearson that the predictor must have shown; the study's bound."
     )
-    min_trajectories: int = Field(2, ge=1, description="Fewer are no reason to move an engine.")
+    min_trajectories: int = Field(2, ge=1, description="With fewer trajectories, nothing is planned.")
 
 
 class DemandTable(BaseModel):
@@ -181,11 +205,11 @@ class DemandTable(BaseModel):
     model_config = _STRICT
 
     redis: Annotated[SecretStr | None, AfterValidator(_redis_url)] = Field(
-        None, description="Where the gateway keeps its store, redis://...; without it the gateway itself is asked."
+        None, description="The gateway's store, redis://...; when unset, the gateway itself is asked."
     )
     namespace: str = Field("heddle:", min_length=1, description="The gateway's store_namespace.")
     max_age_s: float = Field(
-        30.0, gt=0, description="Of what is acted on: six times the gateway's demand_interval_s; later it is gone."
+        30.0, gt=0, description="Older reports are not acted on; six times the gateway's demand_interval_s."
     )
 
 
@@ -195,21 +219,25 @@ class FleetFile(BaseModel):
     model_config = _STRICT
 
     fleet: Annotated[str, AfterValidator(_fleet_id)] = Field(description="Its id; servers are named after it.")
-    model: str = Field(min_length=1, description="As the engine's own --model takes it.")
-    served_name: str | None = Field(None, min_length=1, description="As clients call it; the model's by default.")
+    model: str = Field(min_length=1, description="The engine's `--model`.")
+    served_name: str | None = Field(
+        None, min_length=1, description="The name that clients use; the model's by default."
+    )
     gateway: Annotated[str, AfterValidator(_base_url)] = "http://127.0.0.1:8080"
     listen: str = Field("127.0.0.1:8070", description="Where the controller itself answers.")
     state_dir: Path = Field(Path("heddle-fleet"), description="Journal, lease, local servers' logs, compile caches.")
     launcher: Literal["local", "ray", "kubernetes"] = "local"
-    launcher_options: dict[str, Any] = Field({}, description="Of Ray and Kubernetes: see their pages.")
-    gpus: int = Field(0, ge=0, le=4096, description="Of this machine: devices 0, 1, ...")
+    launcher_options: dict[str, Any] = Field({}, description="Options of Ray and Kubernetes; see docs/launchers.md.")
+    gpus: int = Field(0, ge=0, le=4096, description="Number of GPUs of this machine: devices 0, 1, ...")
     devices: tuple[Annotated[str, AfterValidator(_device)], ...] = Field(
-        (), description="In place of `gpus`: which ones."
+        (), description="Instead of `gpus`: which GPUs."
     )
-    cpu_slots: int = Field(0, ge=0, le=4096, description="In place of `gpus`: places for engines without a GPU.")
-    gpus_per_node: int = Field(8, ge=1, le=1024, description="No engine is split over nodes.")
-    tp_sizes: tuple[Tp, ...] = Field((1,), min_length=1, description="That engines may have.")
-    first: tuple[Tp, ...] | None = Field(None, description="TP sizes of the first fleet; none: TP 1 on every device.")
+    cpu_slots: int = Field(0, ge=0, le=4096, description="Instead of `gpus`: slots for engines without a GPU.")
+    gpus_per_node: int = Field(8, ge=1, le=1024, description="GPUs of a node; no engine is split over nodes.")
+    tp_sizes: tuple[Tp, ...] = Field((1,), min_length=1, description="TP sizes that engines may have.")
+    first: tuple[Tp, ...] | None = Field(
+        None, description="TP sizes of the first fleet. Unset: engines of the smallest size on all devices."
+    )
     engine: EngineTable = EngineTable()
     sleep: Sleeping = Sleeping()
     warm_up: WarmUp = WarmUp()
