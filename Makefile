@@ -88,7 +88,7 @@ results: install
 	$(BIN)/python -m simulator.experiments $(if $(TRACE),--trace $(TRACE)) $(if $(BUDGET),--budget $(BUDGET)) \
 		--write docs/results-simulated.md
 
-## make loop    64 simulated engines, gateway and controller: is a fleet cut anew worth what the simulator says? (half an hour)
+## make loop    64 simulated engines, gateway and controller: does reshaping a fleet gain what the simulator says? (half an hour)
 loop: install
 	$(BIN)/python -m heddle.loop $(LOOP)
 

@@ -78,14 +78,10 @@ class EngineTable(BaseModel):
 
     kind: Literal["vllm", "sglang", "sim"] = "vllm"
     program: tuple[str, ...] = Field((), description="What runs the server; the kind's own by default.")
-    flags: tuple[str, ...] = Field(
-        (), description="Further flags of every engine, placed after Heddle's; the last one wins."
-    )
+    flags: tuple[str, ...] = Field((), description="Further flags of all engines, after Heddle's; the last wins.")
     flags_by_tp: dict[Tp, tuple[str, ...]] = Field({}, description="Further flags of one TP size.")
     environment: dict[str, str] = Field({}, description="Environment variables of every engine.")
-    slots: int | None = Field(
-        None, ge=1, le=65_536, description="Concurrent turns of one engine; the engine's own default when unset."
-    )
+    slots: int | None = Field(None, ge=1, le=65_536, description="Concurrent turns. Unset: the engine's default.")
     kv_bytes_by_tp: dict[Tp, Annotated[int, Field(gt=0)]] = Field(
         {},
         description="KV cache of each GPU in bytes, by TP size. The engine then skips profiling, which saves seconds.",
@@ -106,18 +102,10 @@ class Sleeping(BaseModel):
 
     model_config = _STRICT
 
-    tp_sizes: tuple[Tp, ...] = Field(
-        (), description="Engines of these sizes may sleep. None: every change stops and launches."
-    )
-    is_ahead: bool = Field(
-        True, description="Before the first fleet, start a sleeper on each block of GPUs; later engines wake."
-    )
-    level: Literal[1, 2] = Field(
-        1, description="1: weights stay in host memory; 2: they are read again. SGLang has only 1."
-    )
-    weight_bytes: int | None = Field(
-        None, gt=0, description="Weights of the whole model; level 1 keeps them for each engine."
-    )
+    tp_sizes: tuple[Tp, ...] = Field((), description="Sizes that may sleep. None: changes stop and launch.")
+    is_ahead: bool = Field(True, description="Start sleepers on each block of GPUs before the first fleet.")
+    level: Literal[1, 2] = Field(1, description="1: weights stay in host memory; 2: are read again. SGLang: 1.")
+    weight_bytes: int | None = Field(None, gt=0, description="Of the whole model; level 1 keeps them for each engine.")
     host_bytes: int | None = Field(
         None, gt=0, description="Host memory for all sleepers; more would push the engines out."
     )
@@ -154,9 +142,7 @@ class Limits(BaseModel):
 
     model_config = _STRICT
 
-    start_timeout_s: float = Field(
-        900.0, gt=0, description="Longest start; weights of a large model from a network disk take 10 min."
-    )
+    start_timeout_s: float = Field(900.0, gt=0, description="Longest start; large weights over a network take 10 min.")
     max_tries: int = Field(3, ge=1, description="Starts of one server; one that fails three times fails for a reason.")
     back_off_s: float = Field(5.0, ge=0, description="Pause before the second start; it doubles each time.")
     max_back_off_s: float = Field(300.0, ge=0, description="Longest pause between starts.")
@@ -168,9 +154,7 @@ class Limits(BaseModel):
         gt=0,
         description="Longest time to fall asleep or to wake: 140 GB of weights take 10 s, from a disk a minute.",
     )
-    move_timeout_s: float = Field(
-        60.0, ge=0, description="Longest time to move the KV of a server's trajectories; the rest is left."
-    )
+    move_timeout_s: float = Field(60.0, ge=0, description="Longest time to move a server's KV; the rest is left.")
     drain_alarm_s: float = Field(1800.0, gt=0, description="A longer drain raises an alarm; nothing is killed.")
     observe_interval_s: float = Field(1.0, gt=0, description="Interval of observing launcher and gateway.")
     max_log_bytes: int = Field(
@@ -220,9 +204,7 @@ class FleetFile(BaseModel):
 
     fleet: Annotated[str, AfterValidator(_fleet_id)] = Field(description="Its id; servers are named after it.")
     model: str = Field(min_length=1, description="The engine's `--model`.")
-    served_name: str | None = Field(
-        None, min_length=1, description="The name that clients use; the model's by default."
-    )
+    served_name: str | None = Field(None, min_length=1, description="As clients call it; the model's name by default.")
     gateway: Annotated[str, AfterValidator(_base_url)] = "http://127.0.0.1:8080"
     listen: str = Field("127.0.0.1:8070", description="Where the controller itself answers.")
     state_dir: Path = Field(Path("heddle-fleet"), description="Journal, lease, local servers' logs, compile caches.")
@@ -235,9 +217,7 @@ class FleetFile(BaseModel):
     cpu_slots: int = Field(0, ge=0, le=4096, description="Instead of `gpus`: slots for engines without a GPU.")
     gpus_per_node: int = Field(8, ge=1, le=1024, description="GPUs of a node; no engine is split over nodes.")
     tp_sizes: tuple[Tp, ...] = Field((1,), min_length=1, description="TP sizes that engines may have.")
-    first: tuple[Tp, ...] | None = Field(
-        None, description="TP sizes of the first fleet. Unset: engines of the smallest size on all devices."
-    )
+    first: tuple[Tp, ...] | None = Field(None, description="The first fleet. Unset: the smallest size on all devices.")
     engine: EngineTable = EngineTable()
     sleep: Sleeping = Sleeping()
     warm_up: WarmUp = WarmUp()
