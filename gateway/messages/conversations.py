@@ -104,7 +104,7 @@ class Conversations:
     def dump(self, trajectory_id: str) -> str:
         """What to store with a trajectory's last turn for `restore`; "" if nothing is known."""
         known = self._known.get(trajectory_id)
-        return " ".join(known.turns[-1]) if known and known.turns else ""
+        return " ".join(known.turns[-1]) if known else ""
 
     def restore(self, trajectory_id: str, digests: Iterable[str]) -> None:
         """Restore a trajectory from what `dump` returned after each of its turns, oldest first."""
@@ -145,7 +145,7 @@ class Conversations:
         known.turns.append(keys)
         if len(known.turns) > self._turns_kept:
             oldest = known.turns.popleft()
-            self._drop(trajectory_id, [key for key in oldest if not any(key in turn for turn in known.turns)])
+            self._drop(trajectory_id, {key for key in oldest if not any(key in turn for turn in known.turns)})
         self._known.move_to_end(trajectory_id)
         for key in keys:
             if "/" in key:
@@ -158,11 +158,10 @@ class Conversations:
 
     def _drop(self, trajectory_id: str, keys: Iterable[str]) -> None:
         for key in keys:
-            holders = self._holders.get(key)
-            if holders and trajectory_id in holders:
-                holders.remove(trajectory_id)
-                if not holders:
-                    del self._holders[key]
+            holders = self._holders[key]
+            holders.remove(trajectory_id)
+            if not holders:
+                del self._holders[key]
 
     def _digests(self, body: Mapping[str, Any]) -> tuple[list[tuple[str, bool]], str]:
         """The points from which a request may continue, in order, each with whether it is behind an answer; and the

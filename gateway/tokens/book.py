@@ -115,7 +115,7 @@ class TokenBook:
             found = await self._read(trajectory_id)
         except StoreError:
             return
-        if self._shelves.get(trajectory_id) is shelf and not shelf.is_whole:
+        if self._shelves.get(trajectory_id) is shelf:
             shelf.turns = found | shelf.turns
             shelf.is_whole = True
             self._use(trajectory_id, shelf, _memory_bytes(shelf.turns.values()) - shelf.memory_bytes)

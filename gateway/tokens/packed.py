@@ -117,7 +117,6 @@ def piece(turn: KeptTurn, base: KeptTurn | None) -> bytes:
             *(() if base is None else (base.turn_id,)),
         )
     )
-    head += b" " * (-len(head) % LOGPROB_BYTES)  # aligns the numbers after it
     text = new.text if base is None else new.text[len(base.new_ids.text) :]
     return b"".join((len(head).to_bytes(_HEAD_LENGTH), head, floats or b"", text, output.text))
 
@@ -173,11 +172,11 @@ def all_ids(turns: Iterable[KeptTurn]) -> TokenIds:
     return put_together(ids for turn in turns for ids in (turn.new_ids, turn.output_ids))
 
 
-def rooted(turns: Iterable[KeptTurn]) -> dict[str, KeptTurn]:
+def rooted(turns: list[KeptTurn]) -> dict[str, KeptTurn]:
     """The turns whose ancestors are all present, by id, in the order of their ends."""
     kept: set[str] = set()
     # A turn's parent has fewer tokens before it than the turn itself.
-    for turn in sorted(turns := list(turns), key=lambda turn: (turn.num_before, turn.ended_at)):
+    for turn in sorted(turns, key=lambda turn: (turn.num_before, turn.ended_at)):
         if turn.parent is None or turn.parent in kept:
             kept.add(turn.turn_id)
     in_order = sorted(turns, key=lambda turn: turn.ended_at)

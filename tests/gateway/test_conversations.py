@@ -1,5 +1,7 @@
 """Trajectories of clients that send no identity, known by what they say again."""
 
+import tracemalloc
+
 import orjson
 import pytest
 from hypothesis import example, given
@@ -191,13 +193,19 @@ def test_rewritten_answers_to_equal_questions_are_new(conversations: Conversatio
     for name in ("a", "b"):
         conversations.remember(name, asked, called(f"{name}2"))
     said = {"role": "assistant", "content": "Calling tools"}
-    assert conversations.continued({"messages": [*asked["messages"], said, QUESTION]}) is None
-    assert conversations.continued({"messages": [*asked["messages"], called("b2"), result("b2", "x")]}) == "b"
+    rewritten, repeated = (
+        [*asked["messages"], *more] for more in ([said, QUESTION], [called("b2"), result("b2", "x")])
+    )
+    assert conversations.continued({"messages": rewritten}) is None
+    assert conversations.continued({"messages": repeated}) == "b"
+    conversations.remember("b", {"messages": repeated}, called("b3"))
+    assert conversations.continued({"messages": rewritten}) == "a", "the other one has gone on"
 
 
 def test_forgotten_is_unknown(conversations: Conversations) -> None:
     """A finished trajectory is never gone on with, and forgetting an unknown one is no error."""
-    conversations.remember("a", chat(), called("c1"))
+    for _ in range(2):  # a repeated turn may get the same answer
+        conversations.remember("a", chat(), called("c1"))
     conversations.forget("a")
     conversations.forget("never seen")
     assert conversations.continued(chat(called("c1"), result("c1", "x"))) is None
@@ -212,6 +220,29 @@ def test_the_least_recently_used_is_forgotten_first() -> None:
     conversations.remember("c", chat(), called("c"))
     assert len(conversations) == 2
     assert conversations.continued(chat(called("b"), result("b", "x"))) is None
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_nothing_is_left_of_conversations_that_are_gone(is_forgotten: bool) -> None:
+    """Of messages as of texts, whether they were forgotten or pushed out: a gateway meets millions."""
+    conversations = Conversations(limit=20, turns_kept=2)
+
+    def meet(numbers: range) -> int:
+        for number in numbers:
+            for turn in range(3):
+                conversations.remember(f"m{number}", chat(called(f"{number}"), result(f"{turn}", "x")), called("c"))
+            conversations.remember(f"t{number}", {"prompt": f"{number}" * 400}, "answer")
+            if is_forgotten:
+                conversations.forget(f"m{number}")
+                conversations.forget(f"t{number}")
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = meet(range(100_000, 100_100))
+        assert meet(range(100_100, 100_500)) < before + 20_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_only_the_latest_turns_can_be_branched() -> None:
@@ -246,11 +277,15 @@ def test_restored_conversations_are_recognised(conversations: Conversations) -> 
     conversations.remember(
         "stored", {"input": "hello"}, {"id": "resp_1", "output": [{"role": "assistant", "content": "hi"}]}
     )
+    next_turn = chat(called("c1"), result("c1", "x"), called("c2"), result("c2", "y"))
+    newest = Conversations(limit=100)
+    newest.restore("a", dumps[1:])
+    assert newest.continued(next_turn) == "a"
     after = Conversations(limit=100)
     after.restore("a", dumps)
     for name in ("text", "stored"):
         after.restore(name, [conversations.dump(name)])
-    assert after.continued(chat(called("c1"), result("c1", "x"), called("c2"), result("c2", "y"))) == "a"
+    assert after.continued(next_turn) == "a"
     assert after.continued({"prompt": "p" * 3000 + "answer and more"}) == "text"
     assert after.continued({"input": "more", "previous_response_id": "resp_1"}) == "stored"
     assert conversations.dump("never seen") == ""
@@ -287,6 +322,9 @@ def test_stored_responses_are_known_by_their_id(conversations: Conversations) ->
     output = {"type": "function_call_output", "call_id": "c1", "output": "a.txt"}
     resent = [{"role": "user", "content": "hello"}, said, call | {"id": None, "arguments": '{"cmd":"ls"}'}, output]
     assert conversations.continued({"instructions": "i", "input": resent}) == "a"
+    conversations.remember("a", {"input": "more", "previous_response_id": "resp_1"}, {"id": "resp_3", "output": [said]})
+    begun = [{"role": "user", "content": "more"}, said, output]
+    assert conversations.continued({"input": begun}) is None, "what came before is not in it"
 
 
 def test_anthropic_messages_are_recognised_without_their_thinking(conversations: Conversations) -> None:

@@ -1,5 +1,6 @@
 """The token book: what was added is found, on every store, within its limits, after a restart."""
 
+import asyncio
 import itertools
 from array import array
 from collections.abc import Callable
@@ -123,6 +124,55 @@ async def test_what_was_added_is_found_again(
         assert _same(await site.kept(name, turns), turns)
         assert set(await site.book.turns(name)) == {turn.turn_id for turn in turns}
         assert site.book.continued(name, "never heard") is None
+        site.book.forget(name)
+    view = site.book.view()
+    assert (view["num_trajectories"], view["memory_bytes"], view["stored_bytes"]) == (0, 0, 0)
+    await site.store.close()
+
+
+async def test_memory_is_bounded_and_what_was_used_longest_ago_goes_first(new_store: Callable[..., Store]) -> None:
+    """Added, read again or continued: each is a use. What was put away is found once it is ready again."""
+    site = await Site(new_store, replace(LIMITS, memory_bytes=2 * TURN_BYTES + 100)).start("")
+    site.save("a", "b", "c")
+    turns = {name: conversation([Step(None, [1], [2], None, 0)], name)[0] for name in "abc"}
+
+    def in_memory() -> list[str]:
+        assert site.book.view()["memory_bytes"] <= 2 * TURN_BYTES + 100
+        return [name for name in "abc" if site.book.continued(name, turns[name].history)]
+
+    site.add(turns["b"], turns["a"])
+    assert site.book.continued("b", turns["b"].history)
+    site.add(turns["c"])
+    assert in_memory() == ["b", "c"]
+    await site.book.ready("a")
+    assert in_memory() == ["a", "c"]
+    await site.store.close()
+
+
+async def test_a_trajectory_that_is_forgotten_while_it_is_read_stays_forgotten(
+    new_store: Callable[..., Store],
+) -> None:
+    """Nothing of it is counted, and others go on."""
+    site = await Site(new_store, replace(LIMITS, memory_bytes=0)).start("")
+    site.save("a", "b")
+    plan = [Step(None, [1], [2], None, 0)]
+    site.add(*conversation(plan, "a"), *conversation(plan, "b"))
+    reading = asyncio.create_task(site.book.ready("a"))
+    await asyncio.sleep(0)
+    site.book.forget("a")
+    await reading
+    site.book.rewrite()
+    site.book.forget("b")
+    assert (await site.book.turns("a"), site.book.view()["memory_bytes"]) == ({}, 0)
+    await site.store.close()
+
+
+async def test_a_turn_of_no_conversation_is_continued_by_none(new_store: Callable[..., Store]) -> None:
+    """Its history is empty, and so is that of others."""
+    site = await Site(new_store).start("")
+    site.save("a")
+    site.add(replace(tokens_of("u", [1], [2]), history=""))
+    assert site.book.continued("a", "") is None
     await site.store.close()
 
 
@@ -167,10 +217,12 @@ async def test_a_restart_loses_nothing_and_goes_on(new_store: Callable[..., Stor
     assert _same(await site.kept("t", turns[:2]), turns[:2])
     site.add(turns[2])
     assert await site.store.get_pieces("stray") == {}
+    in_memory = site.book.view()["memory_bytes"]
     await site.store.close()
 
     site = await Site(new_store).start("same")
     assert _same(await site.kept("t", turns), turns)
+    assert site.book.view()["memory_bytes"] == in_memory
     assert {name: each.parent for name, each in (await site.book.turns("t")).items()} == {
         "t-0": None,
         "t-1": "t-0",
