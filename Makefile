@@ -40,11 +40,11 @@ nixl: vllm
 tier: vllm
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m tier $(or $(TESTS),tests/real)
 
-## make sleeping  a fleet of real vLLM servers changes its shape by sleep and wake
+## make sleeping  a fleet of real vLLM servers is reshaped by sleep and wake
 sleeping: vllm
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m sleeping tests/real
 
-## make text    text predictors are trained with torch, and kept only where the text tells something (a minute)
+## make text    text predictors are trained with torch, and kept only if the text helps (a minute)
 text: vllm
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m text tests/predictor
 
@@ -53,7 +53,7 @@ ray: install
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
 	$(BIN)/python -m pytest -m ray tests/controller
 
-## make fidelity a rollout on real vLLM against its simulation; wants a machine that does nothing else
+## make fidelity a rollout on real vLLM against its simulation; needs an idle machine
 fidelity: install
 	deploy/install-vllm-cpu.sh $(VLLM_VENV)
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m quiet tests/real tests/controller
@@ -63,7 +63,7 @@ clients: install
 	deploy/get-node-clients.sh
 	$(BIN)/python -m pytest -m npm tests/api
 
-## make compiled Heddle as machine code in .venv-compiled, tested; wants a C compiler (five minutes)
+## make compiled Heddle as machine code in .venv-compiled, tested; needs a C compiler (five minutes)
 compiled:
 	PYTHON=$(PYTHON) deploy/compiled/make.sh .venv-compiled
 
@@ -79,11 +79,11 @@ rivals: vllm
 	deploy/get-bench-peers.sh
 	$(BIN)/python -m heddle.rivals --venv $(VLLM_VENV) $(RIVALS)
 
-## make soak    a gateway at work, from whose memory, files and connections nothing may grow (ten minutes, or MINUTES=60)
+## make soak    a gateway under load: its memory, files and connections must not grow (ten minutes, or MINUTES=60)
 soak: install
 	$(BIN)/python -m loadtest.soak $(if $(MINUTES),--minutes $(MINUTES))
 
-## make results every policy on every scenario, in virtual time; goes on where it stopped (BUDGET=60: for an hour)
+## make results every policy on every scenario, in virtual time; resumes where it stopped (BUDGET=60: for an hour)
 results: install
 	$(BIN)/python -m simulator.experiments $(if $(TRACE),--trace $(TRACE)) $(if $(BUDGET),--budget $(BUDGET)) \
 		--write docs/results-simulated.md

@@ -16,13 +16,13 @@ from heddle.arguments import Parser
 # 2.5 s of a core, a simulated engine alone 0.3 s, and fleets start them by the dozen.
 _VERBS = (
     ("serve", "Serve the gateway.", "heddle.serve"),
-    ("keep", "Run a gateway, again when it dies, and lose nothing.", "heddle.keep"),
-    ("controller", "Run the engines of a fleet, and cut it anew.", "heddle.controller"),
+    ("keep", "Run a gateway, and restart it without losing answers when it dies.", "heddle.keep"),
+    ("controller", "Run the engines of a fleet, and reshape it.", "heddle.controller"),
     ("up", "Run gateway and controller of a fleet on this machine.", "heddle.up"),
     ("fleet", "Show and change a fleet through its controller.", "heddle.fleet"),
     ("sim-engine", "Serve a simulated engine, vLLM or SGLang.", "heddle.sim_engine"),
     ("profile", "Measure a running engine, for simulation and placement.", "heddle.profile"),
-    ("import", "Make a trace of other programs' traces and engines' logs.", "heddle.importing"),
+    ("import", "Convert other programs' traces and engines' logs into a trace.", "heddle.importing"),
     ("predictor", "Train predictors, and compare them.", "heddle.predictor"),
     ("demo", "Run a rollout on simulated engines, with and without Heddle.", "heddle.demo"),
     ("simulate", "Compare policies in virtual time.", "heddle.simulate"),
