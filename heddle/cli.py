@@ -16,7 +16,7 @@ from heddle.arguments import Parser
 # 2.5 s of a core, a simulated engine alone 0.3 s, and fleets start them by the dozen.
 _VERBS = (
     ("serve", "Serve the gateway.", "heddle.serve"),
-    ("keep", "Run a gateway, and restart it without losing answers when it dies.", "heddle.keep"),
+    ("keep", "Run a gateway, and restart it when it dies.", "heddle.keep"),
     ("controller", "Run the engines of a fleet, and reshape it.", "heddle.controller"),
     ("up", "Run gateway and controller of a fleet on this machine.", "heddle.up"),
     ("fleet", "Show and change a fleet through its controller.", "heddle.fleet"),
