@@ -17,15 +17,15 @@ _EPILOG = """examples:
   HEDDLE_ADMIN_KEY=... heddle controller --fleet fleet.toml
   heddle controller --fleet fleet.toml --dry-run
 
-What fleet.toml says, and what each alarm means: docs/controller.md.
+docs/controller.md describes fleet.toml and each alarm.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The controller's options; everything else is in the file."""
     parser.epilog = _EPILOG
-    parser.add_argument("--fleet", required=True, metavar="FILE", help="what the fleet is")
-    parser.add_argument("--dry-run", action="store_true", help="explain the next plan, step by step, and do nothing")
+    parser.add_argument("--fleet", required=True, metavar="FILE", help="the fleet file")
+    parser.add_argument("--dry-run", action="store_true", help="explain the next plan step by step, and change nothing")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 
 

@@ -39,10 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("--law", default="coding", help="coding, search or math, alone or with -light, -heavy, -pareto")
     parser.add_argument("--trajectories", type=count, default=128, metavar="N", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=1, help="another one is another rollout")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the rollout")
     parser.add_argument("--engines", type=count, default=4, metavar="N", help="default: %(default)s")
-    parser.add_argument("--slots", type=count, default=32, help="turns that an engine runs at once")
-    parser.add_argument("--kv-tokens", type=count, default=60_000, help="KV that an engine holds")
+    parser.add_argument("--slots", type=count, default=32, help="concurrent turns of an engine")
+    parser.add_argument("--kv-tokens", type=count, default=60_000, help="KV capacity of an engine")
     parser.add_argument("--scale", type=positive, default=0.7, help="multiplies lengths")
     parser.add_argument("--speed-up", type=positive, default=10.0, help="virtual seconds per second")
     parser.add_argument("--work-dir", type=Path, default=Path(".work/demo"), help="for logs and stores")

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plans", action="store_true", help="with scale: let plans decide again")
     parser.add_argument("--empty", action="store_true", help="with scale 0xTP1: end every engine of the fleet")
     parser.add_argument("--controller", default="http://127.0.0.1:8070", metavar="URL", help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="as the API gives it")
+    parser.add_argument("--json", action="store_true", help="print the API's JSON")
 
 
 def run(parsed: argparse.Namespace) -> int:

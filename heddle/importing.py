@@ -19,9 +19,9 @@ _EPILOG = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.epilog = _EPILOG
-    parser.add_argument("file", type=Path, help="a trace or a log; for kv-cache-tester a folder of them, too")
+    parser.add_argument("file", type=Path, help="a trace or a log; for kv-cache-tester also a folder")
     parser.add_argument("--out", type=out_file, required=True, help="the trace to write, gzipped if it ends in .gz")
-    parser.add_argument("--format", choices=sorted(READERS), help="the form of the file; without it, it is found out")
+    parser.add_argument("--format", choices=sorted(READERS), help="format of the file (default: detected)")
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -10,8 +10,8 @@ _EPILOG = """examples:
   heddle keep -- heddle serve --engine http://127.0.0.1:8000
   heddle keep --max-failures 3 -- heddle serve --config heddle.toml
 
-A gateway that is killed under it goes on with the answers that its engines are giving (docs/operating.md). SIGTERM and
-SIGINT go to the command, whose status is this one's. Under systemd it is not needed: a unit keeps descriptors itself.
+A gateway that is killed under it resumes the token legs in flight (docs/operating.md). SIGTERM and SIGINT go to the
+command, and its exit status is returned. Under systemd it is not needed: a unit keeps descriptors itself.
 """
 
 
@@ -19,26 +19,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the limits, and the command."""
     parser.epilog = _EPILOG
     add = parser.add_argument
-    add("--max-descriptors", type=count, default=_DEFAULTS.max_descriptors, help="that it keeps (default %(default)s)")
+    add(
+        "--max-descriptors",
+        type=count,
+        default=_DEFAULTS.max_descriptors,
+        help="limit of kept descriptors (default %(default)s)",
+    )
     add(
         "--first-pause-s",
         type=positive,
         default=_DEFAULTS.first_pause_s,
-        help="seconds before the first new start; twice as many before each further one (default %(default)s)",
+        help="seconds before the first restart; doubles with each further one (default %(default)s)",
     )
     add(
         "--longest-pause-s",
         type=positive,
         default=_DEFAULTS.longest_pause_s,
-        help="seconds before a start after many failures (default %(default)s)",
+        help="longest pause before a restart, in seconds (default %(default)s)",
     )
     add(
         "--max-failures",
         type=count,
         default=_DEFAULTS.max_failures,
-        help="in a row, after which it is given up (default %(default)s)",
+        help="give up after more failures in a row (default %(default)s)",
     )
-    add("command", nargs="+", metavar="COMMAND", help="and its arguments, behind --")
+    add("command", nargs="+", metavar="COMMAND", help="the command and its arguments, after --")
 
 
 def run(parsed: argparse.Namespace) -> int:

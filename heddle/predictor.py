@@ -49,11 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arrival",
         choices=("together", "chained"),
         default="together",
-        help="all trajectories start at once, or each sibling when the one before it has ended",
+        help="all trajectories start together, or each sibling when the previous one has ended",
     )
     evaluated.add_argument("--folds", type=_folds, default=5, help="of a trace, split by group (default: 5)")
-    evaluated.add_argument("--cold", action="store_true", help="learn nothing before")
-    evaluated.add_argument("--markdown", action="store_true", help="leave out what is for a terminal only")
+    evaluated.add_argument("--cold", action="store_true", help="learn from no earlier rollout")
+    evaluated.add_argument("--markdown", action="store_true", help="leave out terminal-only output")
     for one in (train, evaluated):
         one.add_argument(
             "--trace",
@@ -65,9 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         one.add_argument("--law", action="append", default=[], metavar="LAW", help="coding, search, math-heavy, ...")
         one.add_argument(
-            "--trajectories", type=count, default=1_600, metavar="N", help="drawn of a law (default: %(default)s)"
+            "--trajectories",
+            type=count,
+            default=1_600,
+            metavar="N",
+            help="number drawn from a law (default: %(default)s)",
         )
-        one.add_argument("--seed", type=int, default=1, help="of what is drawn (default: %(default)s)")
+        one.add_argument("--seed", type=int, default=1, help="seed of the draw (default: %(default)s)")
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -56,8 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=out_file, default=Path("profile.toml"), help="the file to write")
     parser.add_argument("--model", help="the served model (default: the first one)")
     parser.add_argument("--name", default="model-gpu-tp1", help="the profile's name: MODEL-GPU-tpN (%(default)s)")
-    parser.add_argument("--slots", type=count, help="turns it runs at once, if it does not say: vLLM's --max-num-seqs")
-    parser.add_argument("--kv-bytes-per-token", type=whole, default=0, help="no engine says it (default: 0, not known)")
+    parser.add_argument("--slots", type=count, help="concurrent turns, if not reported: vLLM's --max-num-seqs")
+    parser.add_argument(
+        "--kv-bytes-per-token", type=whole, default=0, help="no engine reports it (default: 0, unknown)"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer and shorter batches, each once")
 
 

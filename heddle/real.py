@@ -35,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("--trace", type=Path, help="JSON lines of trajectories; without it, the coding law")
     parser.add_argument("--trajectories", type=count, default=32, metavar="N", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=1, help="another one is another rollout")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the rollout")
     parser.add_argument("--engines", type=count, default=2, metavar="N", help="default: %(default)s")
-    parser.add_argument("--slots", type=count, default=4, help="turns that an engine runs at once")
+    parser.add_argument("--slots", type=count, default=4, help="concurrent turns of an engine")
     parser.add_argument("--max-context-tokens", type=count, default=3_000, help="lengths are scaled to fit")
     parser.add_argument("--max-turns", type=count, default=12, help="later turns are left out (default: %(default)s)")
     parser.add_argument("--venv", type=Path, default=DEFAULT_VENV, help="where vLLM is installed")

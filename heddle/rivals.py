@@ -129,7 +129,7 @@ def main() -> int:
     parser.add_argument("--case", choices=list(CASES), help="default: both")
     parser.add_argument("--repeats", type=count, default=5, metavar="N", help="seeds 1 to N (default: %(default)s)")
     parser.add_argument("--only", help=f"servers, with semicolons between them: {'; '.join(SERVERS)}")
-    parser.add_argument("--resume", action="store_true", help="keep what was measured, and go on from there")
+    parser.add_argument("--resume", action="store_true", help="keep earlier measurements, and resume from there")
     parser.add_argument("--venv", type=Path, default=DEFAULT_VENV, help="where vLLM is installed")
     parser.add_argument("--work-dir", type=Path, default=Path(".work/rivals"), help="for the model, logs and results")
     parsed = parser.parse_args()

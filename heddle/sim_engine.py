@@ -28,23 +28,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=port, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument("--model", default="simulated", help="the model's name (default: %(default)s)")
     parser.add_argument("--profile", default="qwen3-14b-h100-tp1", help="timing and KV; 'list' shows all")
-    parser.add_argument("--slots", type=count, help="turns at once (default: the profile's)")
+    parser.add_argument("--slots", type=count, help="concurrent turns (default: the profile's)")
     parser.add_argument("--kv-tokens", type=count, help="KV capacity (default: the profile's)")
     parser.add_argument("--max-model-len", type=count, default=40_960, help="tokens of prompt and answer together")
     parser.add_argument("--speed-up", type=positive, default=1.0, help="virtual seconds per second")
     parser.add_argument(
         "--start-s", type=seconds, default=0.0, help="virtual seconds until it listens: loading weights"
     )
-    parser.add_argument(
-        "--sleep-s", type=seconds, default=0.0, help="virtual seconds that falling asleep takes, and waking"
-    )
+    parser.add_argument("--sleep-s", type=seconds, default=0.0, help="virtual seconds to fall asleep, and to wake")
     parser.add_argument("--chunk-interval", type=seconds, default=0.0, metavar="S", help="seconds between chunks")
     parser.add_argument(
-        "--scheduling-policy", choices=("fcfs", "priority"), default="priority", help="as vLLM's (default: %(default)s)"
+        "--scheduling-policy",
+        choices=("fcfs", "priority"),
+        default="priority",
+        help="vLLM's option (default: %(default)s)",
     )
     parser.add_argument("--kv-transfer", action="store_true", help="vLLM's NixlConnector: KV can be fetched by others")
     parser.add_argument("--kv-tier", type=Path, metavar="FOLDER", help="KV is shared with all servers of this folder")
-    parser.add_argument("--seed", type=int, default=0, help="of the dice for faults")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults")
 
 
 def run(parsed: argparse.Namespace) -> int:

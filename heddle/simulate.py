@@ -45,22 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scenario", type=Path, nargs="?", metavar="SCENARIO.toml", help="or the word replay")
     parser.add_argument("events", type=Path, nargs="?", metavar="EVENTS.jsonl", help="the log to replay")
     parser.add_argument(
-        "--policy", action="append", help="instead of the scenario's; the others are compared with the first"
+        "--policy", action="append", help="replaces the scenario's policies; the others are compared with the first"
     )
-    parser.add_argument("--seed", action="append", type=int, help="instead of the scenario's")
+    parser.add_argument("--seed", action="append", type=int, help="replaces the scenario's seeds")
     parser.add_argument("--predictor", help="siblings, tabular, tree, oracle, or noisy:CORRELATION")
     parser.add_argument(
         "--trace", metavar="FILE", help="agents from this file (JSON lines, .gz or not) instead of the scenario's"
     )
-    parser.add_argument("--trajectories", type=count, metavar="N", help="so many of them")
+    parser.add_argument("--trajectories", type=count, metavar="N", help="number of trajectories")
     parser.add_argument(
-        "--max-context-tokens", type=count, metavar="N", help="of a trace: scale lengths until every trajectory fits"
+        "--max-context-tokens", type=count, metavar="N", help="scale a trace's lengths until every trajectory fits"
     )
     parser.add_argument("--fleet", type=Path, metavar="FLEET.toml", help="engines from this file")
-    parser.add_argument("--tp", action="append", type=count, help="only this TP degree, of those of the scenario")
-    parser.add_argument(
-        "--log", type=out_file, metavar="FILE", help="write the scheduler's events; of the last run, if many"
-    )
+    parser.add_argument("--tp", action="append", type=count, help="only this TP degree of the scenario's")
+    parser.add_argument("--log", type=out_file, metavar="FILE", help="write the scheduler's events (of the last run)")
     parser.add_argument(
         "--json", type=out_file, metavar="FILE", help="write everything: figures, timelines, predictions"
     )

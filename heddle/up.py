@@ -19,7 +19,7 @@ _EPILOG = """examples:
   HEDDLE_ADMIN_KEY=... heddle up --fleet fleet.toml
   HEDDLE_ADMIN_KEY=... heddle up --fleet fleet.toml --config heddle.toml
 
-a fleet.toml of simulated engines, for a first look (all there is to say: docs/controller.md):
+a fleet.toml of simulated engines, for a first look (all keys: docs/controller.md):
   fleet = "first"
   model = "simulated"
   cpu_slots = 2
@@ -33,8 +33,8 @@ The gateway listens at the fleet file's `gateway`; agents use that URL with /v1 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options for the two files."""
     parser.epilog = _EPILOG
-    parser.add_argument("--fleet", required=True, metavar="FILE", help="what the fleet is")
-    parser.add_argument("--config", metavar="FILE", help="the gateway's settings")
+    parser.add_argument("--fleet", required=True, metavar="FILE", help="the fleet file")
+    parser.add_argument("--config", metavar="FILE", help="the gateway's settings file")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 
 

@@ -94,9 +94,9 @@ def add_arguments(parser: LocustArgumentParser) -> None:
     """Add these arguments to Locust's own."""
     parser.add_argument("--trace", default="", help="JSON lines of trajectories, .gz or not")
     parser.add_argument("--law", default="", help="all agents play this law")
-    parser.add_argument("--seed", type=int, default=1, help="of the law's draw")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the law's draw")
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies lengths and tool times")
-    parser.add_argument("--tool-speed-up", type=float, default=1.0, help="tools take so many times less")
+    parser.add_argument("--tool-speed-up", type=float, default=1.0, help="divides tool times")
     parser.add_argument("--max-context-tokens", type=int, default=0, help="scale lengths until all fit; 0: do not")
     parser.add_argument("--identity", choices=get_args(Identity), default="header")
     parser.add_argument("--model", default="", help="default: the first that the server lists")

@@ -29,8 +29,8 @@ TOP_SHARE = 0.25
 def add_arguments(parser: LocustArgumentParser) -> None:
     """Add the shape's arguments to those of the agents."""
     parser.add_argument("--shape", choices=("rollout", "ramp"), default="rollout")
-    parser.add_argument("--agents", type=int, default=16, help="agents at once")
-    parser.add_argument("--rollouts", type=int, default=1, help="so many rollouts, one after the other")
+    parser.add_argument("--agents", type=int, default=16, help="concurrent agents")
+    parser.add_argument("--rollouts", type=int, default=1, help="number of rollouts, one after the other")
     parser.add_argument("--ramp-s", type=float, default=60.0, help="seconds from the first agent to all")
 
 

@@ -202,7 +202,7 @@ def _num_descriptors(pid: int) -> int:
 def main() -> int:
     """Print the table; 1 if something has grown."""
     parser = argparse.ArgumentParser(description="Looks for what a gateway does not let go of.")
-    parser.add_argument("--minutes", type=float, default=10.0, help="a third of them is for warming up")
+    parser.add_argument("--minutes", type=float, default=10.0, help="a third is warm-up")
     minutes = parser.parse_args().minutes
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         samples, num_turns = asyncio.run(soak(minutes, Path(home)))

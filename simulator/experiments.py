@@ -265,15 +265,15 @@ def _report(row: Row, num_left: int) -> None:
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m simulator.experiments", description=__doc__.split("\n")[0])
-    parser.add_argument("--budget", type=float, default=float("inf"), metavar="MINUTES", help="the best in this time")
+    parser.add_argument(
+        "--budget", type=float, default=float("inf"), metavar="MINUTES", help="do as much as fits in this time"
+    )
     parser.add_argument("--only", default="", metavar="REGEX", help="scenarios whose name it matches")
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many")
-    parser.add_argument(
-        "--shrink", type=int, default=1, help="so many times fewer trajectories and GPUs, to try it out"
-    )
+    parser.add_argument("--shrink", type=int, default=1, help="divide trajectories and GPUs by this, for a trial")
     parser.add_argument("--trace", help="for scenarios that have no agents of their own")
     parser.add_argument("--processes", type=int, default=NUM_PROCESSES, help="rollouts at a time (%(default)s)")
-    parser.add_argument("--any-source", action="store_true", help="results of other sources count, too")
+    parser.add_argument("--any-source", action="store_true", help="also count results of other versions of the source")
     parser.add_argument("--fresh", action="store_true", help="forget all results first")
     parser.add_argument("--scenarios", type=Path, default=Path("scenarios"), help="where scenarios are")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where results are kept")
