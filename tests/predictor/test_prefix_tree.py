@@ -5,6 +5,8 @@ import random
 import time
 from statistics import fmean
 
+import numpy as np
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,6 +124,40 @@ def test_the_90th_percentile_keeps_its_word() -> None:
                 below[k].append(total <= said.p90_tokens)
             predictor.ended(at(f"{n}-{k}", total, group=f"g{n}"))
     assert all(0.84 < fmean(said) < 0.96 for said in below.values()), {k: fmean(v) for k, v in below.items()}
+
+
+@pytest.mark.parametrize("num", [150, 64, 47, 32])
+def test_the_90th_percentile_is_that_of_the_sample(num: int) -> None:
+    """Of the logs of the latest 64, between the two nearest; beside the mean of the same trajectories."""
+    dice, predictor = random.Random(num), TreePredictor()
+    totals = [round(dice.lognormvariate(7.0, 1.0)) + 1 for _ in range(num)]
+    for number, total in enumerate(totals):
+        live(predictor, f"t{number}", [total], [])
+    prediction, latest = predictor.predict(at("asked")), totals[-64:]
+    p90 = math.exp(np.percentile(np.log(latest), 90))
+    assert prediction.p90_tokens / prediction.total_tokens == pytest.approx(p90 / fmean(latest), rel=1e-5)
+
+
+def test_who_was_dropped_or_pushed_out_is_learned_from_by_its_end_alone() -> None:
+    """Ways of trajectories that nobody tells the end of are not kept for ever."""
+    plain, dropping, full = TreePredictor(), TreePredictor(), TreePredictor(TreeSettings(max_live=2))
+    for predictor in (dropping, full):
+        for turn in range(3):
+            predictor.predict(at("a", 100 * turn, (OK,) * turn))
+    dropping.dropped("a")
+    for name in ("b", "c"):
+        full.predict(at(name))
+    for predictor in (plain, dropping, full):
+        predictor.ended(at("a", 300, (OK, OK), turns=3))
+    assert plain.dump() == dropping.dump() == full.dump()
+
+
+def test_a_trajectory_of_thousands_of_turns_is_bounded_too() -> None:
+    """Its chain in nodes, and its turns in the weight that they have."""
+    predictor = TreePredictor(TreeSettings(max_depth=4, memory=10_000.0))
+    live(predictor, "a", [10] * 1_000, [OK] * 999)
+    assert len(predictor) == 5
+    assert sum(row[2] for row in orjson.loads(predictor.dump())["nodes"]) == 16
 
 
 def test_it_follows_drift() -> None:
