@@ -19,12 +19,12 @@ _TRAINED = """examples:
   heddle predictor train --events events.jsonl --out model
   heddle predictor train --trace trace.jsonl.gz --law coding --out model
   heddle serve --config heddle.toml     # with predictor_model = "model" in it
-  heddle predictor train --text conversations.jsonl --out text.pt     # is what is said worth reading?
+  heddle predictor train --text conversations.jsonl --out text.pt     # does reading conversations pay?
 
---text takes JSON lines, one for each turn of a conversation whose end is known, and wants torch (the extra `text`):
+--text takes JSON lines, one for each turn of a conversation that has ended, and needs torch (the extra `text`):
   {"group_id": "a", "messages": [...], "num_turns": 3, "output_tokens": 812, "total_tokens": 4100}
-messages: what the turn was asked with (or "text"); output_tokens: made before it; base_tokens, where there is one: what
-another predictor said of the total. The model is kept only where it beats the tabular predictor on other groups.
+messages: the turn's request (or "text"); output_tokens: generated before it; base_tokens (optional): the total that
+another predictor gave. The model is kept only if it beats the tabular predictor on other groups.
 """
 _EVALUATED = """examples:
   heddle predictor evaluate --law coding --law math-heavy
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of both verbs."""
     parser.epilog = "`heddle predictor VERB --help` has examples."
     verbs = parser.add_subparsers(dest="deed", required=True, metavar="VERB")
-    train = _verb(verbs, "train", "learn from traces, laws and event logs, one after the other", _TRAINED)
+    train = _verb(verbs, "train", "learn from traces, laws and event logs, in this order", _TRAINED)
     train.add_argument("--events", action="append", default=[], type=Path, metavar="FILE", help="a gateway's event log")
     train.add_argument(
         "--text", action="append", default=[], type=Path, metavar="FILE", help="conversations, for a text predictor"
