@@ -1,7 +1,6 @@
 """The Redis store against what befalls a server: absence, restarts without data, lost answers, a second writer."""
 
 import asyncio
-import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -197,35 +196,6 @@ async def test_a_later_process_takes_over_and_the_earlier_one_is_fenced_off(serv
     assert await _all(second) == {"t": ({"by": "second"}, [])}
     await first.close()
     await second.close()
-
-
-async def test_a_redis_that_comes_back_as_it_was_before_this_process_is_rewritten(server: RedisServer) -> None:
-    """A snapshot older than the gateway names its predecessor, which is no later process: all is written again."""
-    before = _new(server.url())
-    await before.open()
-    before.append_turn("t", {"by": "before"})
-    await before.close()
-    server.kill()
-    shutil.copytree(server.directory, snapshot := server.directory.with_name("snapshot"))
-    server.start()
-
-    store = _new(server.url())
-    await store.open()
-
-    def rewrite() -> None:
-        store.append_turn("t", {"by": "before"})
-        store.append_turn("t", {"by": "after"})
-
-    store.on_loss(rewrite)
-    store.append_turn("t", {"by": "after"})
-    assert await store.settle(5.0)
-    server.kill()
-    shutil.rmtree(server.directory)
-    snapshot.rename(server.directory)
-    server.start()
-    await _until(lambda: store.health().num_losses > 0, "the loss is noticed")
-    assert await store.settle(5.0)
-    assert await _reopened(store, server.url()) == {"t": ({}, [{"by": "before"}, {"by": "after"}])}
 
 
 async def test_after_a_loss_the_later_of_two_processes_still_owns_the_record(server: RedisServer) -> None:

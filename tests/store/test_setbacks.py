@@ -34,14 +34,20 @@ Model = dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
 @example(steps=[("record", "a"), ("settle", ""), ("set back", 1)])  # by one batch: the next look hid it
+@example(steps=[("record", "a"), ("set back", 1)])  # to before its claim: it took its predecessor for a successor
 async def test_a_server_set_back_to_any_earlier_state_is_healed(
     redis_server: RedisServer, steps: list[tuple[str, Any]]
 ) -> None:
     """Whatever it lost, and whether or not anything is put after it: soon it has what the owner has, and no more."""
     async with _client(redis_server) as redis, way_to(redis_server.port) as way:
         await redis.flushdb()
+        model: Model = {"of an earlier process": ({"number": -1}, [])}
+        before = open_store(redis_server.url(), StoreSettings(**QUICK))
+        await before.open()
+        before.put_trajectory("of an earlier process", {"number": -1})
+        await before.close()
+        states = [await _state(redis)]
         store = open_store(f"redis://127.0.0.1:{way.port}/0", StoreSettings(**QUICK))
-        model: Model = {}
 
         def rewrite() -> None:
             for trajectory_id, (record, turns) in model.items():
@@ -51,7 +57,7 @@ async def test_a_server_set_back_to_any_earlier_state_is_healed(
 
         store.on_loss(rewrite)
         await store.open()
-        states = [await _state(redis)]
+        states.append(await _state(redis))
         for number, (step, about) in enumerate(steps):
             match step:
                 case "record":
