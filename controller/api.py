@@ -8,9 +8,9 @@ from fastapi import Depends, FastAPI, Header, Query, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+from controller.desired import Refused
 from controller.loop import Controller
 from controller.report import alarms, in_words, proposal_json, status
-from controller.will import Refused
 
 
 class Scale(BaseModel):
@@ -70,7 +70,7 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
         proposal = controller.proposal
         sizes = tps or (None if isinstance(proposal, str) else list(proposal.tps))
         try:
-            rounds = controller.will.steps_to(sizes, controller.in_sight()) if sizes else []
+            rounds = controller.desired.steps_to(sizes, controller.in_sight()) if sizes else []
         except Refused as no:
             raise _No(409, str(no)) from None
         lines = in_words(rounds, controller.journal.state, controller.seen)
@@ -79,14 +79,14 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
     @app.post("/v1/scale", dependencies=admin)
     async def scale(asked: Scale) -> dict[str, Any]:
         """Set a fleet of these sizes, until another one is requested; or let plans decide. Needs the admin key."""
-        will = controller.will
+        desired = controller.desired
         if (asked.tps is None) != asked.plans:
             raise _No(400, "Give either 'tps' or 'plans'.")
         if asked.tps == [] and not asked.empty:
             raise _No(400, "This ends every engine of the fleet. If that is meant, say 'empty' as well (--empty).")
         try:
             controller.ask(
-                will.let_plans_decide() if asked.tps is None else will.scaled(asked.tps, controller.in_sight())
+                desired.let_plans_decide() if asked.tps is None else desired.scaled(asked.tps, controller.in_sight())
             )
         except Refused as no:
             raise _No(409, str(no)) from None
@@ -96,7 +96,7 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
     async def drain(asked: DrainOne) -> dict[str, Any]:
         """Drain and stop a server; its devices stay unused until the fleet is scaled. Needs the admin key."""
         try:
-            controller.ask(controller.will.drained(asked.server, controller.in_sight()))
+            controller.ask(controller.desired.drained(asked.server, controller.in_sight()))
         except Refused as no:
             raise _No(409, str(no)) from None
         return status(controller, time.time())

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from controller.fleet_file import FleetFile
 from controller.launcher import ServerSpec
-from controller.steps import Wanted
+from controller.steps import DesiredServer
 from engines.kv_connectors import (
     SIDE_CHANNEL,
     Connector,
@@ -35,7 +35,7 @@ from engines.kv_connectors import (
 from engines.sleep import SLEEP
 
 
-def server_spec(fleet: FleetFile, wanted: Wanted, asleep: Iterable[str] = ()) -> ServerSpec:
+def server_spec(fleet: FleetFile, wanted: DesiredServer, asleep: Iterable[str] = ()) -> ServerSpec:
     """The specification for the launcher.
 
     Args:
@@ -63,7 +63,7 @@ def served_name(fleet: FleetFile) -> str:
     return fleet.served_name or fleet.model
 
 
-def _vllm(fleet: FleetFile, wanted: Wanted) -> tuple[list[str], dict[str, str]]:
+def _vllm(fleet: FleetFile, wanted: DesiredServer) -> tuple[list[str], dict[str, str]]:
     program = fleet.engine.program or ("vllm", "serve")
     is_module = program[-1].startswith("vllm.")  # `python -m vllm.entrypoints.openai.api_server`
     command = [
@@ -90,7 +90,7 @@ def _vllm(fleet: FleetFile, wanted: Wanted) -> tuple[list[str], dict[str, str]]:
     return command, environment
 
 
-def _sglang(fleet: FleetFile, wanted: Wanted) -> tuple[list[str], dict[str, str]]:
+def _sglang(fleet: FleetFile, wanted: DesiredServer) -> tuple[list[str], dict[str, str]]:
     command = [
         *(fleet.engine.program or ("python3", "-m", "sglang.launch_server")),
         *("--model-path", fleet.model, "--served-model-name", served_name(fleet)),
@@ -114,7 +114,7 @@ def _sglang(fleet: FleetFile, wanted: Wanted) -> tuple[list[str], dict[str, str]
     return command, environment
 
 
-def _sim(fleet: FleetFile, wanted: Wanted) -> tuple[list[str], dict[str, str]]:
+def _sim(fleet: FleetFile, wanted: DesiredServer) -> tuple[list[str], dict[str, str]]:
     program = fleet.engine.program or (sys.executable, "-m", "heddle", "sim-engine")
     command = [*program, "--host", "{host}", "--port", "{port}", "--model", served_name(fleet)]
     if wanted.tp in fleet.engine.profiles:

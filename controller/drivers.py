@@ -23,12 +23,12 @@ from controller.steps import (
     Launch,
     MakeReady,
     MoveKv,
+    ObservedServer,
     Register,
     Remove,
     Reopen,
-    Rest,
-    Seen,
     Sleep,
+    SleepState,
     Step,
     Stop,
     Wake,
@@ -101,7 +101,7 @@ class Drivers:
         await self._do(step)
         self._journal.write(**step_record("done", step, self._clock(), **more))
 
-    def note(self, one: Seen) -> None:
+    def note(self, one: ObservedServer) -> None:
         """Note what ends by itself: a server that was registered now serves."""
         if one.is_serving:
             self._ended("register", one.server_id, one.tp)
@@ -127,7 +127,7 @@ class Drivers:
         match step:
             case Launch():
                 self._begins("start", server_id)
-                asleep = (one for one, rest in self._journal.state.rest.items() if rest == Rest.ASLEEP)
+                asleep = (one for one, rest in self._journal.state.rest.items() if rest == SleepState.ASLEEP)
                 await self._launcher.launch(server_spec(self._fleet, step.wanted, asleep))
                 self.launched.add(server_id)
             case Sleep():

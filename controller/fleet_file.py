@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
+from controller.restarts import RetryRule
 from controller.spares import SpareRule
-from controller.tending import RetryRule
 from engines.http import can_be_asked
-from engines.mistakes import first_mistake
 from engines.profiles import load_profile
+from engines.setting_errors import first_mistake
 from engines.sleep import SLEEP
 from scheduling.cost import EngineProfile
 from store import BadStoreUrl, StoreError, open_store

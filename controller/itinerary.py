@@ -5,30 +5,30 @@ from dataclasses import replace
 from typing import assert_never
 
 from controller.steps import (
+    DesiredServer,
     Drain,
     Launch,
     MakeReady,
     MoveKv,
+    ObservedServer,
     Register,
     Remove,
     Reopen,
-    Rest,
-    Seen,
     Sleep,
+    SleepState,
     Step,
     Stop,
     Wake,
-    Wanted,
     is_reached,
     next_steps,
 )
 
 
 def itinerary(
-    wanted: Sequence[Wanted],
-    seen: Sequence[Seen],
+    wanted: Sequence[DesiredServer],
+    seen: Sequence[ObservedServer],
     *,
-    spares: Sequence[Wanted] = (),
+    spares: Sequence[DesiredServer] = (),
     min_engines: int = 0,
     max_starting: int = 8,
 ) -> list[list[Step]]:
@@ -47,10 +47,10 @@ def itinerary(
 
 
 def is_reachable(
-    wanted: Sequence[Wanted],
-    seen: Sequence[Seen],
+    wanted: Sequence[DesiredServer],
+    seen: Sequence[ObservedServer],
     *,
-    spares: Sequence[Wanted] = (),
+    spares: Sequence[DesiredServer] = (),
     min_engines: int = 0,
     max_starting: int = 8,
 ) -> bool:
@@ -62,20 +62,22 @@ def is_reachable(
     return is_reached(wanted, now)
 
 
-def _drained(seen: Sequence[Seen]) -> list[Seen]:
+def _drained(seen: Sequence[ObservedServer]) -> list[ObservedServer]:
     """The servers once all turns on cordoned ones have ended."""
     return [replace(one, num_turns=0) if one.is_cordoned else one for one in seen]
 
 
-def after(step: Step, seen: Sequence[Seen]) -> list[Seen]:
+def after(step: Step, seen: Sequence[ObservedServer]) -> list[ObservedServer]:
     """What will be seen after a step went well."""
     if isinstance(step, Launch):
         others = [one for one in seen if one.server_id != step.server_id]
-        return [*others, Seen(step.server_id, step.wanted.tp, step.wanted.devices)]
+        return [*others, ObservedServer(step.server_id, step.wanted.tp, step.wanted.devices)]
     return [_stepped(step, one) if one.server_id == step.server_id else one for one in seen]
 
 
-def _stepped(step: Drain | MoveKv | Stop | Sleep | Wake | MakeReady | Register | Remove | Reopen, one: Seen) -> Seen:
+def _stepped(
+    step: Drain | MoveKv | Stop | Sleep | Wake | MakeReady | Register | Remove | Reopen, one: ObservedServer
+) -> ObservedServer:
     match step:
         case Drain():
             return replace(one, is_cordoned=True, is_serving=False, was_drained=True)
@@ -84,9 +86,9 @@ def _stepped(step: Drain | MoveKv | Stop | Sleep | Wake | MakeReady | Register |
         case Stop():
             return replace(one, is_alive=False, is_ready=False, is_serving=False, num_turns=0, was_stopped=True)
         case Sleep():
-            return replace(one, rest=Rest.ASLEEP, is_ready=False)
+            return replace(one, rest=SleepState.ASLEEP, is_ready=False)
         case Wake():
-            return replace(one, rest=Rest.AWAKE)
+            return replace(one, rest=SleepState.AWAKE)
         case MakeReady():
             return replace(one, is_ready=True)
         case Register():

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from controller import rollouts
 from controller.rollouts import History
-from controller.steps import Rest, Wanted
+from controller.steps import DesiredServer, SleepState
 
 MAX_TIMES_KEPT = 5  # per phase and TP size: the median soon follows a change of disk or model
 MAX_FAILURES_KEPT = 20
@@ -60,9 +60,9 @@ class State:
         history: of rollouts.
     """
 
-    wanted: tuple[Wanted, ...] = ()
-    proven: tuple[Wanted, ...] = ()
-    spares: tuple[Wanted, ...] = ()
+    wanted: tuple[DesiredServer, ...] = ()
+    proven: tuple[DesiredServer, ...] = ()
+    spares: tuple[DesiredServer, ...] = ()
     sleepless: str = ""
     rest: dict[str, str] = field(default_factory=dict)
     levels: dict[str, int] = field(default_factory=dict)
@@ -152,9 +152,9 @@ def _begun(state: State, record: Json) -> State:
             return replace(state, urls=state.urls | {server_id: record["url"]})
         case "Sleep":
             levels = state.levels | {server_id: record["level"]}
-            return replace(state, rest=state.rest | {server_id: Rest.BETWEEN.value}, levels=levels)
+            return replace(state, rest=state.rest | {server_id: SleepState.BETWEEN.value}, levels=levels)
         case "Wake":
-            return replace(state, rest=state.rest | {server_id: Rest.BETWEEN.value})
+            return replace(state, rest=state.rest | {server_id: SleepState.BETWEEN.value})
     return state
 
 
@@ -168,7 +168,7 @@ def _done(state: State, record: Json) -> State:
         case "Stop":
             return replace(state, stopped=state.stopped | {server_id})
         case "Sleep":
-            return replace(state, rest=state.rest | {server_id: Rest.ASLEEP.value})
+            return replace(state, rest=state.rest | {server_id: SleepState.ASLEEP.value})
         case "Wake":
             return replace(state, rest=_without(state.rest, {server_id}))
         case "Remove":
@@ -195,8 +195,8 @@ def _without(of: dict[str, Of], server_ids: set[str]) -> dict[str, Of]:
     return {server_id: value for server_id, value in of.items() if server_id not in server_ids}
 
 
-def _servers(items: Iterable[Json]) -> tuple[Wanted, ...]:
-    return tuple(Wanted(one["server_id"], one["tp"], tuple(one["devices"])) for one in items)
+def _servers(items: Iterable[Json]) -> tuple[DesiredServer, ...]:
+    return tuple(DesiredServer(one["server_id"], one["tp"], tuple(one["devices"])) for one in items)
 
 
 class Journal:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 
-from controller.steps import Wanted
+from controller.steps import DesiredServer
 from scheduling.fleets import largest_first
 
 Block = tuple[str, ...]
@@ -51,11 +51,11 @@ class Floor:
 
 def lay_out(
     tps: Iterable[int],
-    current: Sequence[Wanted],
+    current: Sequence[DesiredServer],
     floor: Floor,
     new_id: Callable[[], str],
-    asleep: Sequence[Wanted] = (),
-) -> list[Wanted]:
+    asleep: Sequence[DesiredServer] = (),
+) -> list[DesiredServer]:
     """The servers of a fleet: those of `current` that stay, those of `asleep` that wake, and new ones with ids of
     `new_id`.
 
@@ -80,10 +80,14 @@ def lay_out(
 
 
 def _laid_out(
-    wanted: Counter[int], there: Sequence[Wanted], asleep: Sequence[Wanted], floor: Floor, new_id: Callable[[], str]
-) -> list[Wanted]:
+    wanted: Counter[int],
+    there: Sequence[DesiredServer],
+    asleep: Sequence[DesiredServer],
+    floor: Floor,
+    new_id: Callable[[], str],
+) -> list[DesiredServer]:
     """Largest first: whichever block one takes, the number left for smaller ones is the same."""
-    laid: list[Wanted] = []
+    laid: list[DesiredServer] = []
     taken = set(floor.resting)
     sleeper_on = {one.devices: one for one in asleep}
     for tp in sorted(wanted, reverse=True):
@@ -99,18 +103,22 @@ def _laid_out(
             raise DoesNotFit(f"engines of TP {sizes} do not fit onto {num_usable} devices")
         left = [one for one in there if one.tp != tp and not taken & set(one.devices)]
         for block in _cheapest(free, num_new, wanted, left, sleeper_on):
-            laid.append(sleeper_on.get(block) or Wanted(new_id(), tp, block))
+            laid.append(sleeper_on.get(block) or DesiredServer(new_id(), tp, block))
             taken |= set(block)
     return laid
 
 
 def _cheapest(
-    blocks: Iterable[Block], number: int, wanted: Mapping[int, int], there: Iterable[Wanted], sleeps: Container[Block]
+    blocks: Iterable[Block],
+    number: int,
+    wanted: Mapping[int, int],
+    there: Iterable[DesiredServer],
+    sleeps: Container[Block],
 ) -> Iterator[Block]:
     """`number` blocks for engines of one size, given the servers that are there and may stay. A block's price is, in
     this order: the devices of smaller engines that then cannot stay, whether an engine must be started, and how many
     end for it. If none ends, the new engine starts while they serve, and can fetch their KV."""
-    on: dict[str, set[Wanted]] = defaultdict(set)
+    on: dict[str, set[DesiredServer]] = defaultdict(set)
     spare = Counter({tp: -count for tp, count in wanted.items()})
     for one in there:
         spare[one.tp] += 1

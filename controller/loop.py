@@ -19,17 +19,27 @@ from collections.abc import Callable, Sequence
 
 from controller import rollouts
 from controller.demand import Demand, DemandAway, LastRollout
+from controller.desired import DesiredFleet, Refused
 from controller.drivers import Drivers, Mover, StartFailed, move_nothing
 from controller.fleet_file import FleetFile
 from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused
 from controller.journal import Journal, Json
 from controller.launcher import Launcher, LaunchFailed, Server
+from controller.observed import observed_servers
 from controller.planning import Proposal, present_tps
 from controller.records import new_ids, spares_record, step_record
-from controller.sight import put_together
-from controller.steps import Launch, MakeReady, Remove, Seen, Sleep, Step, Wanted, is_reached, next_steps
-from controller.tending import find_ended, held_back, tend
-from controller.will import Refused, Will
+from controller.restarts import find_ended, held_back, tend
+from controller.steps import (
+    DesiredServer,
+    Launch,
+    MakeReady,
+    ObservedServer,
+    Remove,
+    Sleep,
+    Step,
+    is_reached,
+    next_steps,
+)
 from engines.sleep import CannotSleep, SleepFault
 
 LOGGER = logging.getLogger("heddle.controller")
@@ -55,11 +65,11 @@ class Controller:
         self.fleet = fleet
         self.journal = journal
         self.alarms: dict[str, str] = {}
-        self.seen: list[Seen] = []
+        self.seen: list[ObservedServer] = []
         self.has_looked = False
         self.servers: list[Server] = []
         self.proposal: Proposal | str = "no plan was made yet"
-        self.will = Will(fleet, launcher, lambda: journal.state, clock)
+        self.desired = DesiredFleet(fleet, launcher, lambda: journal.state, clock)
         self._launcher = launcher
         self._gateway = gateway
         self._demand = demand
@@ -115,20 +125,20 @@ class Controller:
         self._clear("gateway_away")
         launching = [step for step, _ in self._tasks.values() if isinstance(step, Launch)]
         drivers, state = self._drivers, self.journal.state
-        self.seen = put_together(self.servers, members, state, drivers.ready, drivers.launched, launching)
+        self.seen = observed_servers(self.servers, members, state, drivers.ready, drivers.launched, launching)
         self.has_looked = True
         for one in self.seen:
             drivers.note(one)
         return True
 
-    def in_sight(self) -> list[Seen]:
+    def in_sight(self) -> list[ObservedServer]:
         """The last observation. Raises Refused before the first one: no decision may be made blindly."""
         if not self.has_looked:
             raise Refused(f"the fleet was not seen yet: {'; '.join(self.alarms.values()) or 'wait a second'}")
         return self.seen
 
     def ask(self, records: Sequence[Json]) -> None:
-        """Record and apply what `will` decided."""
+        """Record and apply what `desired` decided."""
         for record in records:
             self.journal.write(**record)
             if record["kind"] == "wanted":
@@ -166,14 +176,14 @@ class Controller:
         asleep = {one.server_id for one in alive if await self._drivers.sleeps(one.server_id)}
         for server_id in asleep:
             self.journal.write(**step_record("done", Sleep(server_id), self._clock()))
-        self.ask(self.will.adopted(alive, asleep) if alive else self.will.first())
+        self.ask(self.desired.adopted(alive, asleep) if alive else self.desired.first())
 
     def _tended(self) -> list[Json]:
         state = self.journal.state
         ended = find_ended(state, self.servers, self._failed)
         failed = {one.server_id for one in ended} | self._failed.keys()
         alive = {
-            one.server_id: Wanted(one.server_id, one.tp, one.devices)
+            one.server_id: DesiredServer(one.server_id, one.tp, one.devices)
             for one in self.seen
             if one.is_alive and one.server_id not in failed
         }
@@ -198,13 +208,13 @@ class Controller:
         if last is not None and len(last.trajectories) >= planning.min_trajectories:
             self._plan_next(last)
         elif work.remaining or not self.journal.state.history.alike:
-            self._consider(self.will.proposed(work))
+            self._consider(self.desired.proposed(work))
 
     def _plan_next(self, last: LastRollout) -> None:
         """Plan for the next rollout, from the lengths of the last ones."""
         history = rollouts.after(self.journal.state.history, last.trajectories, last.ended_at)
         self.journal.write(kind="rollouts", history=rollouts.dumped(history))
-        proposal = self.will.proposed_next()
+        proposal = self.desired.proposed_next()
         is_changed = self._consider(proposal)
         if is_changed or (isinstance(proposal, Proposal) and not proposal.is_worth_it):
             history = rollouts.chosen(history, present_tps(self.journal.state))
@@ -220,7 +230,7 @@ class Controller:
         if not may_act or isinstance(proposal, str) or not proposal.is_worth_it:
             return False
         try:
-            self.ask(self.will.planned(proposal, self.seen))
+            self.ask(self.desired.planned(proposal, self.seen))
         except Refused as refused:
             self.proposal = f"{proposal.why}; but {refused}"
             return False

@@ -15,13 +15,13 @@ from statistics import median
 from controller.demand import Work
 from controller.journal import State
 from controller.layout import Floor
-from controller.steps import Rest
+from controller.steps import SleepState
 from scheduling.cost import EngineProfile
 from scheduling.estimate import Remaining
 from scheduling.fleets import GpuBudget, in_words, largest_first
 from scheduling.partition import Presorted
 from scheduling.reshaping import BETWEEN_ROLLOUTS, COLD_RELAUNCH_S, ReshapeRule, worth_reshaping
-from scheduling.row import LoadedEngine
+from scheduling.running_sums import LoadedEngine
 from scheduling.scaling import makespan_s, plan, usable_kinds
 
 # Wake time of an engine before any was measured: weights of 28 GB come from host memory in 1 to 6 s.
@@ -142,7 +142,7 @@ def _weighed(
         }
     except ValueError as error:
         return str(error)
-    asleep = [one.tp for one in state.spares if state.rest.get(one.server_id) == Rest.ASLEEP]
+    asleep = [one.tp for one in state.spares if state.rest.get(one.server_id) == SleepState.ASLEEP]
     planned_s, relaunch = wanted.makespan_s, relaunch_s(state.phase_s, current, wanted.tps, asleep)
     if wanted.tps == current:
         return Proposal(current, planned_s, planned_s, 0.0, False, f"{about}: the fleet is the best one")

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from controller.journal import Json, State
-from controller.steps import Step, Wanted
+from controller.steps import DesiredServer, Step
 
 
 def step_record(kind: str, step: Step, at: float, **more: Any) -> Json:
@@ -14,7 +14,7 @@ def step_record(kind: str, step: Step, at: float, **more: Any) -> Json:
     return {"kind": kind, "at": at, "step": type(step).__name__, "server_id": step.server_id, **more}
 
 
-def wanted_record(wanted: Iterable[Wanted], serial: int, at: float, why: str, **more: Any) -> Json:
+def wanted_record(wanted: Iterable[DesiredServer], serial: int, at: float, why: str, **more: Any) -> Json:
     """The record of a decision. `more`: see `State`; absent fields stay as they are. A plan's assumed relaunch time,
     `counted_s`, is for people who read the journal."""
     return {
@@ -27,7 +27,7 @@ def wanted_record(wanted: Iterable[Wanted], serial: int, at: float, why: str, **
     }
 
 
-def spares_record(spares: Iterable[Wanted], **more: Any) -> Json:
+def spares_record(spares: Iterable[DesiredServer], **more: Any) -> Json:
     """The record of the servers to keep asleep from now on. `more`: `sleepless`, see `State`."""
     return {"kind": "spares", "spares": [asdict(one) for one in spares], **more}
 
@@ -50,4 +50,6 @@ def new_ids(fleet_id: str, state: State) -> tuple[Callable[[], str], Callable[[]
 def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(value)
-    return [asdict(one) if isinstance(one, Wanted) else one for one in value] if isinstance(value, list) else value
+    return (
+        [asdict(one) if isinstance(one, DesiredServer) else one for one in value] if isinstance(value, list) else value
+    )

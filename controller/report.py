@@ -9,8 +9,8 @@ from controller.journal import State
 from controller.launcher import Server
 from controller.loop import Controller
 from controller.planning import Proposal
-from controller.steps import Launch, MakeReady, Rest, Seen, Step, Wake, is_reached
-from controller.tending import held_back
+from controller.restarts import held_back
+from controller.steps import Launch, MakeReady, ObservedServer, SleepState, Step, Wake, is_reached
 
 Json = dict[str, Any]
 
@@ -62,7 +62,7 @@ def proposal_json(proposal: Proposal | str) -> Json:
     return {**asdict(proposal), "current_s": current_s, "gain_s": gain_s}
 
 
-def in_words(rounds: Sequence[Sequence[Step]], state: State, seen: Sequence[Seen]) -> list[str]:
+def in_words(rounds: Sequence[Sequence[Step]], state: State, seen: Sequence[ObservedServer]) -> list[str]:
     """A line for each step: what, why, and how long it took recently."""
     tps = {one.server_id: one.tp for one in seen}
     woken = set()
@@ -102,7 +102,7 @@ def _line(step: Step, tp: int, state: State, is_woken: bool) -> str:
     return f"{name} {step.server_id}{size}: {why}{cost}"
 
 
-def _servers(state: State, seen: Sequence[Seen], servers: Sequence[Server], now: float) -> list[Json]:
+def _servers(state: State, seen: Sequence[ObservedServer], servers: Sequence[Server], now: float) -> list[Json]:
     by_id = {server.spec.server_id: server for server in servers}
     wanted = {one.server_id: one for one in state.wanted}
     shown = [one for one in seen if one.is_alive or one.is_member or one.server_id in wanted]
@@ -138,11 +138,11 @@ def _servers(state: State, seen: Sequence[Seen], servers: Sequence[Server], now:
     return listed
 
 
-def _state(one: Seen, is_wanted: bool) -> str:
+def _state(one: ObservedServer, is_wanted: bool) -> str:
     if not one.is_alive:
         return "ended"
-    if one.rest is not Rest.AWAKE:
-        return "asleep" if one.rest is Rest.ASLEEP else "waking" if is_wanted else "falling asleep"
+    if one.rest is not SleepState.AWAKE:
+        return "asleep" if one.rest is SleepState.ASLEEP else "waking" if is_wanted else "falling asleep"
     if one.is_serving:
         return "serving" if is_wanted else "leaving"
     if one.is_cordoned:
@@ -150,5 +150,5 @@ def _state(one: Seen, is_wanted: bool) -> str:
     return "lost" if one.is_member else "ready" if one.is_ready else "starting"
 
 
-def _is_lost(one: Seen, state: State) -> bool:
+def _is_lost(one: ObservedServer, state: State) -> bool:
     return one.is_alive and one.is_member and not one.is_serving and not one.is_cordoned and one.server_id in state.urls

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from controller.layout import Floor
-from controller.steps import Wanted
+from controller.steps import DesiredServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,12 @@ class SpareRule:
 
 
 def spares_beside(
-    wanted: Sequence[Wanted], there: Iterable[Wanted], floor: Floor, rule: SpareRule, new_id: Callable[[], str]
-) -> list[Wanted]:
+    wanted: Sequence[DesiredServer],
+    there: Iterable[DesiredServer],
+    floor: Floor,
+    rule: SpareRule,
+    new_id: Callable[[], str],
+) -> list[DesiredServer]:
     """The servers to keep asleep beside the wanted ones; none beside an empty fleet.
 
     Args:
@@ -43,5 +47,5 @@ def spares_beside(
             blocks.add(one.devices)
     if rule.is_ahead:
         missing = (block for tp in sorted(rule.tps) for block in floor.blocks(tp) if block not in blocks)
-        spares += [Wanted(new_id(), len(block), block) for block in missing]
+        spares += [DesiredServer(new_id(), len(block), block) for block in missing]
     return spares

@@ -26,7 +26,7 @@ from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DesiredServer:
     """A server that should be there. Another one on its devices, or its replacement after it ended, has another id."""
 
     server_id: str
@@ -34,7 +34,7 @@ class Wanted:
     devices: tuple[str, ...]
 
 
-class Rest(StrEnum):
+class SleepState(StrEnum):
     """`between`: it was told to fall asleep or to wake and has not confirmed it, so it may be either."""
 
     AWAKE = "awake"
@@ -43,7 +43,7 @@ class Rest(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ObservedServer:
     """A server as launcher, gateway and journal show it.
 
     Args:
@@ -78,19 +78,19 @@ class Seen:
     was_drained: bool = False
     was_moved: bool = False
     was_stopped: bool = False
-    rest: Rest = Rest.AWAKE
+    rest: SleepState = SleepState.AWAKE
 
     @property
     def held(self) -> tuple[str, ...]:
         """Devices that no other server may use now: none if it has ended or sleeps."""
-        return self.devices if self.is_alive and self.rest is not Rest.ASLEEP else ()
+        return self.devices if self.is_alive and self.rest is not SleepState.ASLEEP else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     """Start it; continues a launch that broke off."""
 
-    wanted: Wanted
+    wanted: DesiredServer
 
     @property
     def server_id(self) -> str:
@@ -144,10 +144,10 @@ Step = Drain | MoveKv | Stop | Sleep | Wake | Launch | MakeReady | Register | Re
 
 
 def next_steps(
-    wanted: Sequence[Wanted],
-    seen: Sequence[Seen],
+    wanted: Sequence[DesiredServer],
+    seen: Sequence[ObservedServer],
     *,
-    spares: Sequence[Wanted] = (),
+    spares: Sequence[DesiredServer] = (),
     min_engines: int = 0,
     max_starting: int = 8,
     held_back: Set[str] = frozenset(),
@@ -177,10 +177,10 @@ def next_steps(
     return [step for step in steps if step is not None]
 
 
-def _staying_step(one: Seen, ordered: Sequence[Wanted], held: Counter[str]) -> Step | None:
+def _staying_step(one: ObservedServer, ordered: Sequence[DesiredServer], held: Counter[str]) -> Step | None:
     if not one.is_alive:
-        return None  # tending.py must replace it in `wanted`
-    if one.rest is not Rest.AWAKE:
+        return None  # restarts.py must replace it in `wanted`
+    if one.rest is not SleepState.AWAKE:
         is_free = all(held[device] == (device in one.held) for device in one.devices)
         return Wake(one.server_id) if is_free else None
     if not one.is_ready:
@@ -193,9 +193,9 @@ def _staying_step(one: Seen, ordered: Sequence[Wanted], held: Counter[str]) -> S
 
 
 def _leaving_step(
-    one: Seen, ordered: Sequence[Wanted], is_spare: bool, may_drain: bool, may_remove: bool
+    one: ObservedServer, ordered: Sequence[DesiredServer], is_spare: bool, may_drain: bool, may_remove: bool
 ) -> Step | None:
-    is_awake = one.is_alive and one.rest is Rest.AWAKE
+    is_awake = one.is_alive and one.rest is SleepState.AWAKE
     if is_awake and one.is_registered and not (one.is_member or one.was_drained):
         return Register(one.server_id)
     if is_awake and one.is_member:
@@ -206,9 +206,9 @@ def _leaving_step(
         if not one.was_moved:
             return MoveKv(one.server_id)
     if is_spare and one.is_alive:
-        if one.rest is Rest.AWAKE and not one.is_ready:
+        if one.rest is SleepState.AWAKE and not one.is_ready:
             return _starting_step(one, ordered)
-        if one.rest is not Rest.ASLEEP:
+        if one.rest is not SleepState.ASLEEP:
             return Sleep(one.server_id)
     elif one.is_alive or not one.was_stopped:
         return Stop(one.server_id)
@@ -217,16 +217,16 @@ def _leaving_step(
     return None
 
 
-def _starting_step(one: Seen, ordered: Sequence[Wanted]) -> Step:
+def _starting_step(one: ObservedServer, ordered: Sequence[DesiredServer]) -> Step:
     if not one.is_begun:
         return Launch(next(other for other in ordered if other.server_id == one.server_id))
     return MakeReady(one.server_id)
 
 
 def _launches(
-    wanted: Sequence[Wanted],
-    spares: Sequence[Wanted],
-    seen: Sequence[Seen],
+    wanted: Sequence[DesiredServer],
+    spares: Sequence[DesiredServer],
+    seen: Sequence[ObservedServer],
     held_back: Set[str],
     max_starting: int,
 ) -> list[Step]:
@@ -235,7 +235,7 @@ def _launches(
     wanted_ids = {one.server_id for one in wanted}
     kept = {device for one in seen if one.server_id in wanted_ids and one.is_alive for device in one.devices}
     held = kept.union(*(one.held for one in seen))
-    room = max_starting - sum(bool(one.held) and one.rest is Rest.AWAKE and not one.is_ready for one in seen)
+    room = max_starting - sum(bool(one.held) and one.rest is SleepState.AWAKE and not one.is_ready for one in seen)
     launches: list[Step] = []
     for one in (*spares, *wanted):
         if one.server_id in known or one.server_id in held_back:
@@ -247,7 +247,7 @@ def _launches(
     return launches
 
 
-def _may_drain(wanted: Sequence[Wanted], seen: Sequence[Seen], min_engines: int) -> set[str]:
+def _may_drain(wanted: Sequence[DesiredServer], seen: Sequence[ObservedServer], min_engines: int) -> set[str]:
     """Ids of servers whose whole group may leave now."""
     num_serving = sum(one.is_serving for one in seen)
     wanted_ids = {one.server_id for one in wanted}
@@ -274,7 +274,7 @@ def _groups(holdings: Iterable[Iterable[str]]) -> list[set[str]]:
     return groups
 
 
-def is_reached(wanted: Sequence[Wanted], seen: Sequence[Seen]) -> bool:
+def is_reached(wanted: Sequence[DesiredServer], seen: Sequence[ObservedServer]) -> bool:
     """Whether every wanted server serves, and no other one holds a device."""
     wanted_ids = {one.server_id for one in wanted}
     serving = {one.server_id for one in seen if one.is_serving}

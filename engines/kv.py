@@ -55,7 +55,7 @@ _OFFER: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldContext:
     """What an engine reports of a context after a request for one token.
 
     Args:
@@ -105,14 +105,14 @@ def releasing(model: object, offer: Mapping[str, Any]) -> dict[str, Any]:
     return fetching({"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0, "cache_salt": salt}, offer)
 
 
-def held(answer: bytes) -> Held:
+def held(answer: bytes) -> HeldContext:
     """What an answer to any of them reports. Raises ValueError if it is malformed."""
     try:
         told = orjson.loads(answer)
         usage = told["usage"]
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
         offer = told.get("kv_transfer_params")
-        return Held(
+        return HeldContext(
             prompt_tokens=int(usage.get("prompt_tokens") or usage.get("input_tokens") or 0),
             cached_tokens=details.get("cached_tokens", usage.get("cache_read_input_tokens")),
             offer=offer if isinstance(offer, dict) and offer.get("do_remote_prefill") else None,

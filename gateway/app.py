@@ -36,13 +36,13 @@ from gateway.turns.kept_legs import KeptLegs
 from gateway.turns.kept_tokens import KeptTokens
 from gateway.turns.legs import Legs
 from gateway.turns.lending import Lending
-from gateway.turns.reading import reading
 from gateway.turns.request_reader import RequestReader
 from gateway.turns.running import RunningTurns
 from gateway.turns.staleness import Staleness
+from gateway.turns.text_predictions import reading
 from gateway.turns.turns import Turns
 from gateway.turns.weight_updates import Weights
-from gateway.workers.crew import Crew, LoanLimits
+from gateway.workers.pool import LoanLimits, WorkerPool
 from scheduling.policy import POLICIES
 from scheduling.scheduler import Scheduler
 from scheduling.types import Move, TrajectoryRecord
@@ -125,19 +125,19 @@ async def _serving(
     kept_legs = KeptLegs(settings, descriptors, fleet, store.settle) if descriptors and by_tokens else None
     kept_tokens = KeptTokens(book, Partials(store), kept_legs, clock, settings.save_tokens_s, before)
     endings = Endings(clock, driver, ledger, conversations, repeats, arrivals, kept_tokens, kv, metrics, log, read)
-    crew = Crew(
+    worker_pool = WorkerPool(
         settings.byte_workers,
         settings.byte_worker_turns,
         driver.num_live,
         LoanLimits(settings.byte_worker_loan_bytes, settings.byte_worker_timeout_s),
     )
-    lending = Lending(crew, metrics)
+    lending = Lending(worker_pool, metrics)
     legs = Legs(settings, clock, driver, fleet, metrics, book, kept_tokens, staleness, kv, lending)
     running = RunningTurns(settings, clock, driver, store, repeats, staleness, arrivals, legs, endings, metrics)
     hot = HotTurns(running, endings, legs, store, clock, settings, metrics)
     turns = Turns(settings, clock, reader, repeats, kept_tokens, running, hot, endings, metrics)
     passthrough = Passthrough(settings, fleet)
-    metrics.watch(scheduler, fleet, ledger, store, crew, read.counts if read is not None else None)
+    metrics.watch(scheduler, fleet, ledger, store, worker_pool, read.counts if read is not None else None)
     api = build_api(
         Health(settings, driver, fleet, store, metrics, book),
         Trajectories(clock, driver, ledger, memory.predictor),
@@ -167,7 +167,7 @@ async def _serving(
         await asyncio.wait(tasks)
         memory.save_predictor()
         driver.close()
-        await crew.close()
+        await worker_pool.close()
         if read is not None:
             read.close()
         await weights.close()

@@ -17,8 +17,8 @@ from pydantic_settings import (
 )
 
 from engines.http import can_be_asked
-from engines.mistakes import first_mistake, meant
 from engines.profiles import load_profile
+from engines.setting_errors import first_mistake, meant
 from gateway.tokens.book import TokenLimits
 from predictor.named import PREDICTORS
 from scheduling.limits import Limits

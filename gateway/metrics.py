@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.member import EngineState
 from gateway.state.ledger import Ledger
-from gateway.workers.crew import Crew
-from predictor.aside import AsideCounts
+from gateway.workers.pool import WorkerPool
+from predictor.background import BackgroundCounts
 from scheduling.scheduler import Scheduler
 from store.port import Store
 
@@ -83,10 +83,16 @@ class Metrics:
         self._kv_move_seconds.observe(seconds)
 
     def watch(
-        self, scheduler: Scheduler, fleet: Fleet, ledger: Ledger, store: Store, crew: Crew, read: AsideCounts | None
+        self,
+        scheduler: Scheduler,
+        fleet: Fleet,
+        ledger: Ledger,
+        store: Store,
+        worker_pool: WorkerPool,
+        read: BackgroundCounts | None,
     ) -> None:
         """Also show the state of these; `read` is None if no text predictor runs."""
-        self.registry.register(_State(scheduler, fleet, ledger, store, crew))
+        self.registry.register(_State(scheduler, fleet, ledger, store, worker_pool))
         if read is not None:
             shown = _Counts("heddle_text_predictions", "Conversations read in tool calls.", ("outcome",))
             self.registry.register(_Readings(shown, read))
@@ -136,9 +142,11 @@ class _Times(Collector):
 
 
 class _State(Collector):
-    def __init__(self, scheduler: Scheduler, fleet: Fleet, ledger: Ledger, store: Store, crew: Crew) -> None:
+    def __init__(
+        self, scheduler: Scheduler, fleet: Fleet, ledger: Ledger, store: Store, worker_pool: WorkerPool
+    ) -> None:
         self._scheduler, self._fleet, self._ledger, self._store = scheduler, fleet, ledger, store
-        self._crew = crew
+        self._worker_pool = worker_pool
 
     def collect(self) -> list[GaugeMetricFamily]:
         """The current gauges."""
@@ -160,7 +168,7 @@ class _State(Collector):
         lent = GaugeMetricFamily(
             "heddle_byte_worker_streams", "Streams that a byte worker passes on.", labels=["worker"]
         )
-        for number, num_lent in enumerate(self._crew.num_lent):
+        for number, num_lent in enumerate(self._worker_pool.num_lent):
             lent.add_metric([str(number)], num_lent)
         return [*gauges, engines, lent, *self._per_engine()]
 
@@ -187,7 +195,7 @@ class _State(Collector):
 class _Readings(Collector):
     """What became of the questions to the text predictor, which counts them itself."""
 
-    def __init__(self, shown: _Counts, counts: AsideCounts) -> None:
+    def __init__(self, shown: _Counts, counts: BackgroundCounts) -> None:
         self._shown, self._counts = shown, counts
 
     def collect(self) -> Iterator[CounterMetricFamily]:

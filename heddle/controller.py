@@ -7,10 +7,10 @@ import uvloop
 
 from controller.assembly import launcher_of
 from controller.demand import DemandAway
+from controller.dry_run import told
 from controller.fleet_file import FleetFileError, load_fleet_file
 from controller.gateway_client import GatewayAway, GatewayRefused
 from controller.process import run as run_controller
-from controller.rehearsal import told
 from gateway.turnlog import log_to_stderr
 
 _EPILOG = """examples:

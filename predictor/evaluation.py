@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 
 from predictor.named import PREDICTORS
 from predictor.progress import Predictor, Progress
-from predictor.replay import STEPS, Arrival, Said, play
+from predictor.replay import STEPS, Arrival, ReplayedPrediction, play
 from predictor.scoring import Score, score
-from predictor.singles import FEATURES, Single
+from predictor.single_features import FEATURES, SingleFeature
 from predictor.tabular import TabularPredictor
 from workloads.trajectories import Trajectory
 
@@ -50,7 +50,7 @@ def evaluate(splits: Sequence[Split], arrival: Arrival, names: Sequence[str] = t
     for name in names:
         rows += _rows(name, PREDICTORS[name], False, splits, arrival)
     for name, feature in FEATURES.items():
-        rows += _rows(name, lambda feature=feature: Single(feature), True, splits, arrival)  # type: ignore[misc]
+        rows += _rows(name, lambda feature=feature: SingleFeature(feature), True, splits, arrival)  # type: ignore[misc]
     return rows
 
 
@@ -71,7 +71,7 @@ def markdown(rows: Sequence[Row]) -> str:
 def _rows(
     name: str, make: Callable[[], Predictor], is_single: bool, splits: Sequence[Split], arrival: Arrival
 ) -> list[Row]:
-    said: list[Said] = []
+    said: list[ReplayedPrediction] = []
     for before, asked in splits:
         predictor = make()
         for _ in play(before, predictor, _ask(predictor), arrival):
@@ -81,7 +81,9 @@ def _rows(
             learned, predictor = predictor.dump(), make()
             predictor.restore(learned)
         said += play(asked, predictor, _ask(predictor), arrival)
-    by_step: Mapping[int, list[Said]] = {step: [one for one in said if one.step == step] for step in STEPS}
+    by_step: Mapping[int, list[ReplayedPrediction]] = {
+        step: [one for one in said if one.step == step] for step in STEPS
+    }
     return [
         Row(name, is_single, step, score(ones, is_total=not is_single))
         for step, ones in by_step.items()

@@ -1,8 +1,8 @@
 """Evidence from a trajectory's own progress: for each bin of lengths, how trajectories of that length looked.
 
-Learned in the direction length -> look, because that is not biased by which trajectories ended first; Bayes' rule
-inverts it. A look is a few numbers. They are reduced to the one combination that follows length best. The distribution
-of that combination is kept bin by bin, so it may rise, fall or stay as length grows (inverse regression).
+Learned in the direction length -> features, because that is not biased by which trajectories ended first; Bayes' rule
+inverts it. The features are a few numbers. They are reduced to the one combination that follows length best. The
+distribution of that combination is kept bin by bin, so it may rise, fall or stay as length grows (inverse regression).
 """
 
 import math
@@ -15,15 +15,15 @@ from predictor.lattice import NUM_BINS, Weights
 from predictor.lengths import Lengths
 from predictor.progress import Progress
 
-# Stages are 1, 2-3, 4-7, 8-15, 16-31, and 32 or more finished turns: early looks tell less.
+# Stages are 1, 2-3, 4-7, 8-15, 16-31, and 32 or more finished turns: early features tell less.
 NUM_STAGES = 6
 NUM_FEATURES = 4
 _KERNEL = ((-2, 0.3), (-1, 0.8), (0, 1.0), (1, 0.8), (2, 0.3))
 # Weight of the fitted line in a bin, in trajectories.
 _LINE_WEIGHT = 3.0
 _MIN_LEARNED = 24.0
-# The share of all lengths that ended trajectories must cover. While only short ones have ended, a look unlike theirs is
-# merely unknown, and tells nothing of the length.
+# The share of all lengths that ended trajectories must cover. While only short ones have ended, features unlike theirs
+# are merely unknown, and tell nothing of the length.
 _MIN_KNOWN = 0.8
 _REFRESH_AFTER = 32
 # Keeps a feature that hardly varies from deciding.
@@ -36,8 +36,8 @@ def stage_of(num_turns: int) -> int:
     return stage if stage < NUM_STAGES else NUM_STAGES - 1
 
 
-def look_of(progress: Progress) -> list[float]:
-    """The look of a trajectory after at least one turn: its pace, last turn, tool output and failures, as logs."""
+def features_of(progress: Progress) -> list[float]:
+    """The features of a trajectory after at least one turn: its pace, last turn, tool output and failures, as logs."""
     turns, made, last = progress.num_turns, progress.output_tokens, progress.last_output_tokens
     given = progress.context_tokens - progress.prompt_tokens - made
     failed = sum([not outcome.endswith(":success") for outcome in progress.outcomes]) if progress.outcomes else 0
@@ -49,12 +49,12 @@ def look_of(progress: Progress) -> list[float]:
     ]
 
 
-class Looks:
-    """The distribution of looks at one stage, by bin of total length.
+class FeatureLaw:
+    """The distribution of features at one stage, by bin of total length.
 
     Args:
         lengths: the distribution of all lengths.
-        num_features: numbers in a look.
+        num_features: features of a trajectory.
         memory: trajectories that count in each bin; older ones fade.
     """
 
@@ -63,36 +63,36 @@ class Looks:
         self._memory = memory
         self._size = num_features
         # Kernel-smoothed, per bin: trajectories that ended there, those of them that reached this stage, and the sum of
-        # their looks.
+        # their features.
         self._ended = [0.0] * NUM_BINS
         self._reached = [0.0] * NUM_BINS
         self._sums = [[0.0] * num_features for _ in range(NUM_BINS)]
         # Over all bins: sums of 1, bin and squared bin; of each feature; and of each feature times bin.
         self._bins = [0.0, 0.0, 0.0]
-        self._features = [0.0] * num_features
+        self._feature_sums = [0.0] * num_features
         self._by_bin = [0.0] * num_features
-        # Products of two features' distances from their bin's mean, and the number of looks summed over.
+        # Products of two features' distances from their bin's mean, and the number of trajectories summed over.
         self._products = [[0.0] * num_features for _ in range(num_features)]
         self._num_products = 0.0
         self._num_news = 0
         self._means: list[list[float]] = []
         self._law: _Law | None = None
 
-    def learn(self, look: list[float] | None, in_bin: int) -> None:
-        """Learn from a trajectory that ended in this bin with this look; None: it did not reach this stage."""
+    def learn(self, features: list[float] | None, in_bin: int) -> None:
+        """Learn from a trajectory that ended in this bin with these features; None: it did not reach this stage."""
         self._num_news += 1
-        if look is not None:
-            self._learn_line(look, in_bin)
+        if features is not None:
+            self._learn_line(features, in_bin)
         for step, weight in _KERNEL:
             index = in_bin + step
             if not 0 <= index < NUM_BINS:
                 continue
             fade = min(1.0, self._memory / (self._ended[index] + weight))
             self._ended[index] = (self._ended[index] + weight) * fade
-            if look is not None:
+            if features is not None:
                 self._reached[index] += weight
                 self._sums[index] = [
-                    total + weight * value for total, value in zip(self._sums[index], look, strict=True)
+                    total + weight * value for total, value in zip(self._sums[index], features, strict=True)
                 ]
             if fade < 1.0:
                 self._reached[index] *= fade
@@ -100,15 +100,15 @@ class Looks:
         if self._num_news >= _REFRESH_AFTER and self._bins[0] >= _MIN_LEARNED:
             self._tabulate()
 
-    def likelihood(self, look: list[float], from_bin: int = 0) -> Weights | None:
-        """The likelihood of reaching this stage with this look, for each bin from `from_bin`, up to a factor.
+    def likelihood(self, features: list[float], from_bin: int = 0) -> Weights | None:
+        """The likelihood of reaching this stage with these features, for each bin from `from_bin`, up to a factor.
 
         Returns: None while too little is known.
         """
         law = self._law
         if law is None:
             return None
-        score = sum(map(float.__mul__, law.direction, look))
+        score = sum(map(float.__mul__, law.direction, features))
         off = law.means[from_bin:] - score
         # Student's t-distribution with five degrees of freedom: one odd turn must not decide.
         spread = off * off * law.scales[from_bin:] + 1.0
@@ -117,7 +117,7 @@ class Looks:
 
     def dump(self) -> list[Any]:
         """What was learned."""
-        parts = (self._ended, self._reached, self._sums, self._bins, self._features, self._by_bin, self._products)
+        parts = (self._ended, self._reached, self._sums, self._bins, self._feature_sums, self._by_bin, self._products)
         return [*parts, self._num_products]
 
     def restore(self, dumped: list[Any]) -> None:
@@ -126,18 +126,18 @@ class Looks:
         if len(ended) != NUM_BINS or len(features) != self._size:
             raise ValueError("another lattice")
         self._ended, self._reached, self._sums = list(ended), list(reached), [list(row) for row in sums]
-        self._bins, self._features, self._by_bin = list(bins), list(features), list(by_bin)
+        self._bins, self._feature_sums, self._by_bin = list(bins), list(features), list(by_bin)
         self._products, self._num_products = [list(row) for row in products], float(num_products)
         if self._bins[0] >= _MIN_LEARNED:
             self._tabulate()
 
-    def _learn_line(self, look: list[float], in_bin: int) -> None:
+    def _learn_line(self, features: list[float], in_bin: int) -> None:
         fade = min(1.0, 4 * self._memory / (self._bins[0] + 1.0))
         self._bins = [(old + in_bin**power) * fade for power, old in enumerate(self._bins)]
-        self._features = [(old + value) * fade for old, value in zip(self._features, look, strict=True)]
-        self._by_bin = [(old + value * in_bin) * fade for old, value in zip(self._by_bin, look, strict=True)]
+        self._feature_sums = [(old + value) * fade for old, value in zip(self._feature_sums, features, strict=True)]
+        self._by_bin = [(old + value * in_bin) * fade for old, value in zip(self._by_bin, features, strict=True)]
         if self._means:
-            off = [value - mean for value, mean in zip(look, self._means[in_bin], strict=True)]
+            off = [value - mean for value, mean in zip(features, self._means[in_bin], strict=True)]
             fade = min(1.0, self._memory / (self._num_products + 1.0))
             self._num_products = (self._num_products + 1.0) * fade
             self._products = [
@@ -150,7 +150,7 @@ class Looks:
         weight, bins, squares = self._bins
         mean_bin = bins / weight
         variance = squares / weight - mean_bin**2 + 1.0
-        means = [total / weight for total in self._features]
+        means = [total / weight for total in self._feature_sums]
         slopes = [(both / weight - mean * mean_bin) / variance for both, mean in zip(self._by_bin, means, strict=True)]
         self._means = [
             [
@@ -192,7 +192,7 @@ class Looks:
 
 @dataclass(frozen=True, slots=True)
 class _Law:
-    """The distribution of looks at a stage, ready for use.
+    """The distribution of features at a stage, ready for use.
 
     Args:
         direction: weights of the features in the combination that follows length best.

@@ -24,7 +24,7 @@ _MAX_TOOL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ReplayedPrediction:
     """One prediction and the true value; tokens of output.
 
     Args:
@@ -42,7 +42,9 @@ class Said:
 Ask = Callable[[Progress], tuple[float, tuple[float, float] | None]]
 
 
-def play(trajectories: Sequence[Trajectory], predictor: Predictor, ask: Ask, arrival: Arrival) -> Iterator[Said]:
+def play(
+    trajectories: Sequence[Trajectory], predictor: Predictor, ask: Ask, arrival: Arrival
+) -> Iterator[ReplayedPrediction]:
     """The predictions of `ask` at each of STEPS. `predictor` is told every turn and every end; `ask` may read its
     state."""
     waiting: dict[str, list[Trajectory]] = {}
@@ -65,7 +67,7 @@ def play(trajectories: Sequence[Trajectory], predictor: Predictor, ask: Ask, arr
         if turn in STEPS:
             predicted, quantiles = ask(progress)
             made, total = progress.output_tokens, trajectory.output_tokens
-            yield Said(turn, trajectory.trajectory_id, made, total, predicted, quantiles)
+            yield ReplayedPrediction(turn, trajectory.trajectory_id, made, total, predicted, quantiles)
         else:
             predictor.predict(progress)
         done = trajectory.turns[turn]

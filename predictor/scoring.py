@@ -5,7 +5,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from predictor.replay import Said
+from predictor.replay import ReplayedPrediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Score:
     under_p90: float | None
 
 
-def score(said: Sequence[Said], *, is_total: bool = True) -> Score:
+def score(said: Sequence[ReplayedPrediction], *, is_total: bool = True) -> Score:
     """The figures for predictions of one step.
 
     Args:

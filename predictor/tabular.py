@@ -20,7 +20,7 @@ from predictor.forecast import Forecast
 from predictor.groups import Group, Groups
 from predictor.lattice import BINS_FROM, EDGES, Weights, bin_of
 from predictor.lengths import Lengths
-from predictor.pace import NUM_FEATURES, NUM_STAGES, Looks, look_of, stage_of
+from predictor.pace import NUM_FEATURES, NUM_STAGES, FeatureLaw, features_of, stage_of
 from predictor.progress import Progress
 from scheduling.types import Prediction
 
@@ -61,9 +61,9 @@ class _Running:
     prompt_id: str
     in_bin: int = 0
     message: tuple[float, float] = (0.0, 0.0)
-    prompt_look: list[float] = field(default_factory=list)
+    prompt_features: list[float] = field(default_factory=list)
     from_prompt: Weights | None = None
-    looks: dict[int, list[float]] = field(default_factory=dict)
+    features: dict[int, list[float]] = field(default_factory=dict)
 
 
 class TabularPredictor:
@@ -75,8 +75,8 @@ class TabularPredictor:
         self._settings = settings = settings or TabularSettings()
         self._lengths = Lengths(settings.typical_tokens, settings.spread, settings.prior_weight, settings.memory)
         self._groups = Groups(self._lengths, settings.memory, settings.max_groups)
-        self._looks = [Looks(self._lengths, NUM_FEATURES, settings.memory) for _ in range(NUM_STAGES)]
-        self._prompts = Looks(self._lengths, 1, settings.memory)
+        self._pace = [FeatureLaw(self._lengths, NUM_FEATURES, settings.memory) for _ in range(NUM_STAGES)]
+        self._prompts = FeatureLaw(self._lengths, 1, settings.memory)
         self._running: OrderedDict[str, _Running] = OrderedDict()
         # The bins that trajectories of an earlier process had reported; the distribution of lengths already includes
         # them.
@@ -99,9 +99,9 @@ class TabularPredictor:
         if running.from_prompt is not None:
             weights *= running.from_prompt[running.in_bin :]
         if progress.num_turns and self._settings.uses_pace:
-            stage, look = stage_of(progress.num_turns), look_of(progress)
-            running.looks.setdefault(stage, look)
-            likelihood = self._looks[stage].likelihood(look, running.in_bin)
+            stage, features = stage_of(progress.num_turns), features_of(progress)
+            running.features.setdefault(stage, features)
+            likelihood = self._pace[stage].likelihood(features, running.in_bin)
             if likelihood is not None:
                 weights *= likelihood
         if progress.output_tokens:
@@ -122,10 +122,10 @@ class TabularPredictor:
         running = self._progressed(progress)
         self._lengths.ended(running.in_bin, len(self._running) + len(self._heard) - 1)
         self._groups.ended(running.group, running.in_bin)
-        for stage, looks in enumerate(self._looks):
-            looks.learn(running.looks.get(stage), running.in_bin)
-        if running.prompt_look:
-            self._prompts.learn(running.prompt_look, running.in_bin)
+        for stage, law in enumerate(self._pace):
+            law.learn(running.features.get(stage), running.in_bin)
+        if running.prompt_features:
+            self._prompts.learn(running.prompt_features, running.in_bin)
         self.dropped(progress.trajectory_id)
 
     def dropped(self, trajectory_id: str) -> None:
@@ -143,7 +143,7 @@ class TabularPredictor:
                 "kind": _KIND,
                 "lengths": self._lengths.dump(),
                 "groups": self._groups.dump(),
-                "looks": [looks.dump() for looks in self._looks],
+                "looks": [law.dump() for law in self._pace],
                 "prompts": self._prompts.dump(),
                 "heard": self._heard | {name: running.in_bin for name, running in self._running.items()},
             }
@@ -160,13 +160,13 @@ class TabularPredictor:
             heard = {name: int(in_bin) for name, in_bin in before.items() if name in running}
             fresh._lengths.restore(state["lengths"], goes_on=bool(heard))
             fresh._groups.restore(state["groups"])
-            for looks, dumped_looks in zip(fresh._looks, state["looks"], strict=True):
-                looks.restore(dumped_looks)
+            for law, dumped_law in zip(fresh._pace, state["looks"], strict=True):
+                law.restore(dumped_law)
             fresh._prompts.restore(state["prompts"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not what a {_KIND} predictor learned: {error!r}") from None
         self._lengths, self._groups = fresh._lengths, fresh._groups
-        self._looks, self._prompts = fresh._looks, fresh._prompts
+        self._pace, self._prompts = fresh._pace, fresh._prompts
         self._running.clear()
         self._heard = heard
 
@@ -190,8 +190,8 @@ class TabularPredictor:
         group.num_running += 1
         running = self._running[progress.trajectory_id] = _Running(group, prompt_id)
         if progress.prompt_tokens and self._settings.uses_pace:
-            running.prompt_look = [math.log(progress.prompt_tokens)]
-            running.from_prompt = self._prompts.likelihood(running.prompt_look)
+            running.prompt_features = [math.log(progress.prompt_tokens)]
+            running.from_prompt = self._prompts.likelihood(running.prompt_features)
         if len(self._running) > self._settings.max_running:
             self.dropped(next(iter(self._running)))
         return running

@@ -2,8 +2,8 @@
 predictor.
 
 The network starts from the tabular prediction if there is one, and learns what the text adds to it. torch is loaded on
-first use only. A prediction takes milliseconds, so it is made while the tool runs (`predictor/aside.py`), and only if
-`predictor/choice.py` finds that it pays.
+first use only. A prediction takes milliseconds, so it is made while the tool runs (`predictor/background.py`), and only
+if `predictor/selection.py` finds that it pays.
 """
 
 import json

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
 
-from predictor.choice import Choice, Judged, choose
 from predictor.progress import Progress
+from predictor.selection import Choice, PredictionPair, choose
 from predictor.tabular import TabularPredictor
 from predictor.text import TextExample, TextPredictor, TrainingReport, train_text
 
@@ -30,7 +30,7 @@ def try_text(examples: Sequence[TextExample], out: Path, *, seed: int = 0) -> tu
     report = train_text([example for example in examples if _fold(example)], out, seed=seed)
     said = TextPredictor.load(out).predict_all(asked)
     judged = [
-        Judged(example.group_id, example.total_tokens, prediction.total_tokens, example.base_tokens)
+        PredictionPair(example.group_id, example.total_tokens, prediction.total_tokens, example.base_tokens)
         for example, prediction in zip(asked, said, strict=True)
     ]
     choice = choose(judged, seed=seed)

@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass
 
 from scheduling.cost import EngineProfile
 from scheduling.estimate import USABLE_KV_SHARE, Remaining, estimate_finish_s
-from scheduling.row import LoadedEngine, Row
+from scheduling.running_sums import LoadedEngine, RunningSums
 
 PRECISION = 1e-6
 
@@ -71,7 +71,7 @@ class Presorted:
 
     def __init__(self, trajectories: Sequence[Remaining]) -> None:
         self.order = sorted(range(len(trajectories)), key=lambda index: -trajectories[index].output_tokens)
-        self.row = Row([trajectories[index] for index in self.order])
+        self.row = RunningSums([trajectories[index] for index in self.order])
         self.next_slower_tools = _next_greater(self.row.tool_s)
         self._fillers: dict[tuple[object, ...], Filler] = {}
         self._sums: dict[EngineProfile, _Sums] = {}

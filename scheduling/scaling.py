@@ -29,7 +29,7 @@ from scheduling.cost import EngineProfile
 from scheduling.estimate import USABLE_KV_SHARE, Remaining
 from scheduling.fleets import GpuBudget, TPs, in_words, largest_first, on_nodes
 from scheduling.partition import PRECISION, Presorted, least_bound_s
-from scheduling.row import LoadedEngine, Speculation
+from scheduling.running_sums import LoadedEngine, Speculation
 
 # What a mixed fleet must promise over the best homogeneous one: real predictions cost it 1 to 6 % (policy study).
 MIXED_FLEET_GAIN = 0.05

@@ -8,8 +8,8 @@ from scheduling.scaling import PlannedEngine, Role
 from scheduling.types import EngineLost, EngineReported, EngineSpec, Event
 from simulator.agenda import Agenda
 from simulator.conditions import Conditions
+from simulator.fault_dice import FaultDice
 from simulator.host import Host
-from simulator.mishaps import Mishaps
 from simulator.reshape import Reshaper
 
 MODEL = "simulated"
@@ -29,7 +29,7 @@ class EngineRoom:
     def __init__(
         self,
         conditions: Conditions,
-        mishaps: Mishaps,
+        mishaps: FaultDice,
         family: Sequence[EngineProfile],
         agenda: Agenda,
         *,

@@ -44,7 +44,7 @@ _SOURCES = (
 )
 # Files that choose and show results do not change them.
 _NOT_SOURCES = {
-    *("study.py", "experiments.py", "comparison.py", "results_page.py", "showcase.py", "plots.py", "chart.py"),
+    *("study.py", "experiments.py", "comparison.py", "results_page.py", "figures.py", "plots.py", "chart.py"),
     *("display.py", "fidelity.py"),
 }
 # A trainer waits for its rollout as long as it takes; a gateway's half hour would end it for slow policies.

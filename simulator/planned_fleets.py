@@ -6,7 +6,7 @@ not which trajectories of the coming rollout will be long.
 
 from scheduling.estimate import Remaining
 from scheduling.fleets import GpuBudget
-from scheduling.row import Speculation
+from scheduling.running_sums import Speculation
 from scheduling.scaling import MIXED_FLEET_GAIN, plan
 from simulator.scenario import Fleet, Scenario
 from workloads.trajectories import Trajectory

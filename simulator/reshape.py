@@ -12,7 +12,7 @@ from scheduling.estimate import Remaining
 from scheduling.fleets import GpuBudget, largest_first, on_nodes
 from scheduling.partition import Presorted
 from scheduling.reshaping import ReshapeRule, nodes_to_relaunch, renumbered, worth_reshaping
-from scheduling.row import LoadedEngine, Speculation
+from scheduling.running_sums import LoadedEngine, Speculation
 from scheduling.scaling import FleetPlan, PlannedEngine, Role, plan
 from simulator.conditions import Reshape
 

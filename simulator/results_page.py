@@ -11,8 +11,8 @@ from textwrap import fill
 
 from scheduling.policy import HEDDLE
 from simulator.comparison import Results, Spread, ablation_ratios
+from simulator.figures import draw_plots
 from simulator.planned_fleets import MIXED, PLANNED
-from simulator.showcase import draw_plots
 from simulator.study import CLAIRVOYANT, MECHANISMS, Case, Job, Row, baselines, variants
 
 # Smaller differences of means tell nothing (policy study: with three seeds, 2 %).

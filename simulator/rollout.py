@@ -37,8 +37,8 @@ from simulator.agenda import Agenda
 from simulator.agent import Agent, preamble_id, shared_prompts
 from simulator.conditions import PLAIN, Conditions
 from simulator.engine_room import MODEL, EngineRoom
+from simulator.fault_dice import FaultDice
 from simulator.host import Host
-from simulator.mishaps import Mishaps
 from simulator.outcome import Ending, Outcome
 from simulator.predictors import Oracle
 from simulator.transfers import Transfers
@@ -98,7 +98,7 @@ class Rollout:
         self._policy = policy
         self._predictor = Oracle(workload.trajectories) if oracle else predictor
         self._conditions = conditions
-        self._mishaps = Mishaps(conditions.faults, seed)
+        self._mishaps = FaultDice(conditions.faults, seed)
         self._transfers = Transfers(conditions.transfer)
         self._on_ended = on_ended
         self._log = log

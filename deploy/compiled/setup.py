@@ -19,11 +19,11 @@ COMPILED = {
     "gateway": "front metrics turnlog",
     "gateway/http": "access exchange outlet protocol sse",
     "gateway/kv": "contexts",
-    "gateway/messages": "alike answers conversations identity streams transcripts",
+    "gateway/messages": "answers conversations identity streams text_only transcripts",
     "gateway/state": "driver ledger",
     "gateway/turns": "arrivals endings hot legs lending outcome progress relay repeats request_reader running turn "
     "turns",
-    "gateway/workers": "crew wire worker",
+    "gateway/workers": "pool wire worker",
 }
 
 files = [f"{folder}/{name}.py" for folder, names in COMPILED.items() for name in names.split()]

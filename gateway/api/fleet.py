@@ -7,7 +7,7 @@ from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engines.mistakes import in_words
+from engines.setting_errors import in_words
 from gateway.config import EngineSettings
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.member import Member

@@ -14,8 +14,8 @@ from engines.profiles import load_profile
 from gateway.clock import Clock
 from gateway.config import EngineSettings, Settings
 from gateway.fleet.circuits import Circuits
+from gateway.fleet.known_processes import KnownProcesses
 from gateway.fleet.member import EngineState, Member
-from gateway.fleet.seen import Seen
 from gateway.fleet.watch import Watch
 from gateway.fleet.weight_record import WeightRecord
 from gateway.turnlog import LOGGER
@@ -44,15 +44,15 @@ class Fleet:
         self._weights = weights
         self._members: list[Member] = []
         self._models: dict[str, Model] = {}
-        self._seen = Seen(store)
+        self._known = KnownProcesses(store)
         self._circuits = Circuits(settings, clock, post)
-        self._watch = Watch(settings, clock, self._circuits, self._seen, weights, self._gather_models)
+        self._watch = Watch(settings, clock, self._circuits, self._known, weights, self._gather_models)
 
     async def start(self) -> None:
         """Begin to look at the configured engines, and wait briefly until each has been seen."""
         with contextlib.suppress(StoreError):
             await self._weights.restore()
-            await self._seen.restore()
+            await self._known.restore()
         for engine in self._settings.engines:
             self.add(engine)
         with contextlib.suppress(TimeoutError):
@@ -70,7 +70,7 @@ class Fleet:
         if any(member.settings.url == engine.url for member in self._members):
             raise ValueError(f"{engine.url} is in the fleet already.")
         headers = (("authorization", f"Bearer {engine.api_key.get_secret_value()}"),) if engine.api_key else ()
-        seen = self._seen.at(engine.url)
+        seen = self._known.at(engine.url)
         limits = HttpLimits(self._settings.connect_timeout_s, max_connections=self._settings.max_connections_per_engine)
         member = Member(
             settings=engine,
@@ -92,7 +92,7 @@ class Fleet:
         member = self.get(engine_id)
         self._members.remove(member)
         self._gather_models()
-        self._seen.left(member)
+        self._known.left(member)
         self._circuits.send_away(member)
         await self._close(member)
 
@@ -101,7 +101,7 @@ class Fleet:
         member = self.get(engine_id)
         member.is_cordoned = is_cordoned
         member.recheck.set()  # a lost one is looked at only every few seconds
-        self._seen.note(member)
+        self._known.note(member)
         self._circuits.report(member)
         return member
 
@@ -152,7 +152,7 @@ class Fleet:
     def begin_update(self, member: Member) -> None:
         """The engine begins to get weights: until the end it gets no new turns and no looks."""
         member.is_updating = member.is_in_doubt = True
-        self._seen.note(member)
+        self._known.note(member)
         self._circuits.report(member)
 
     def end_update(self, member: Member, held: str = "", keeps_turns: bool = True) -> None:
@@ -161,7 +161,7 @@ class Fleet:
         if member not in self._members:  # it was removed meanwhile
             return
         member.is_in_doubt = not keeps_turns
-        self._seen.note(member)
+        self._known.note(member)
         if held:
             fields = {"engine": member.engine_id, "reason": held}
             LOGGER.warning("engine is held", extra={"fields": fields})
@@ -190,7 +190,7 @@ class Fleet:
 
     def remember(self) -> None:
         """Write down which processes were seen; also after the store lost this."""
-        self._seen.remember()
+        self._known.remember()
 
     def _gather_models(self) -> None:
         self._models = {model.model_id: model for member in self._members for model in member.models}

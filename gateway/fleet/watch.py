@@ -15,8 +15,8 @@ from engines.probe import Model, discover, tells_tokens
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.circuits import Circuits
+from gateway.fleet.known_processes import KnownProcesses
 from gateway.fleet.member import EngineState, Member
-from gateway.fleet.seen import Seen
 from gateway.fleet.weight_record import WeightRecord
 from gateway.fleet.weight_steps import join
 from gateway.turnlog import LOGGER
@@ -37,14 +37,14 @@ class Watch:
         settings: Settings,
         clock: Clock,
         circuits: Circuits,
-        seen: Seen,
+        known: KnownProcesses,
         weights: WeightRecord,
         on_models: Callable[[], None],
     ) -> None:
         self._settings = settings
         self._clock = clock
         self._circuits = circuits
-        self._seen = seen
+        self._known = known
         self._weights = weights
         self._on_models = on_models
 
@@ -96,7 +96,7 @@ class Watch:
         member.started_at, member.observation = started_at, observation
         if self._circuits.close(member):
             LOGGER.info("engine is ready", extra={"fields": {"engine": member.engine_id}})
-            self._seen.note(member)
+            self._known.note(member)
             self._circuits.changed()
         self._circuits.report(member)
 
@@ -124,7 +124,7 @@ class Watch:
         """The models under the names by which clients know them."""
         if not any(self._weights.is_path(model.model_id) for model in models):
             return models
-        known = self._seen.at(member.settings.url).get("models", [])
+        known = self._known.at(member.settings.url).get("models", [])
         return member.models or tuple(Model(*model) for model in known) or models
 
     def _check_progress(self, member: Member, observation: Observation) -> None:

@@ -21,7 +21,7 @@ from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine
 from gateway.fleet.member import EngineState, Member
 from gateway.kv.contexts import Context, Contexts
-from gateway.kv.transfers import Asked, MoveFailed, Transfers
+from gateway.kv.transfers import MoveFailed, TransferRequest, Transfers
 from gateway.metrics import Metrics
 from gateway.turnlog import LOGGER
 from gateway.turns.chain import Chain
@@ -166,7 +166,7 @@ class KvMoves:
         """Bring it, and count the outcome; returns whether it is there."""
         began_at = self._clock()
         context = self.contexts.get(trajectory_id)
-        asked = Asked(trajectory_id, path, one_token(path, request))
+        asked = TransferRequest(trajectory_id, path, one_token(path, request))
         can_load = context is not None and _can_load(context, target)
         outcome = ""
         try:
@@ -180,7 +180,7 @@ class KvMoves:
         return bool(outcome)
 
     async def _moved(
-        self, asked: Asked, source: Member | None, target: Member, prefills: bool, can_load: bool
+        self, asked: TransferRequest, source: Member | None, target: Member, prefills: bool, can_load: bool
     ) -> tuple[str, int]:
         """How it was brought, and how much of it. Raises MoveFailed, what HttpClient raises, or ValueError."""
         patience_s = self._settings.kv_move_timeout_s

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from engines.http import FAULTS
-from engines.kv import LEASE_S, Held, fetching, held, offering, releasing
+from engines.kv import LEASE_S, HeldContext, fetching, held, offering, releasing
 from engines.upstream import Leg
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
@@ -29,7 +29,7 @@ class MoveFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TransferRequest:
     """A request for one token whose prompt is a trajectory's context."""
 
     trajectory_id: str
@@ -45,11 +45,11 @@ class Transfers:
         self._fleet = fleet
         self._given_back: set[asyncio.Task[None]] = set()
 
-    async def computed(self, asked: Asked, target: Member) -> Held:
+    async def computed(self, asked: TransferRequest, target: Member) -> HeldContext:
         """Bring it to an engine, which computes, behind all turns, what it does not find in its cache or a tier."""
         return await self._ask(target, asked, asked.request, _LAST)
 
-    async def fetched(self, asked: Asked, source: Member, target: Member) -> int:
+    async def fetched(self, asked: TransferRequest, source: Member, target: Member) -> int:
         """Have one engine fetch it from another; returns how many tokens are at the new home then. Raises
         MoveFailed.
         """
@@ -83,10 +83,10 @@ class Transfers:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _give_back(self, source: Member, target: Member, asked: Asked, told: Held) -> None:
+    async def _give_back(self, source: Member, target: Member, asked: TransferRequest, told: HeldContext) -> None:
         """Release the old home from an offer that the new one did not fetch."""
         assert told.offer is not None
-        giving = Asked(asked.trajectory_id, COMPLETIONS, releasing(asked.request.get("model"), told.offer))
+        giving = TransferRequest(asked.trajectory_id, COMPLETIONS, releasing(asked.request.get("model"), told.offer))
         try:
             async with asyncio.timeout(self._settings.kv_move_timeout_s):
                 await self._ask(target, giving, giving.request, _FIRST)
@@ -95,7 +95,7 @@ class Transfers:
         finally:
             source.kv_offered_tokens -= told.prompt_tokens
 
-    async def _ask(self, member: Member, asked: Asked, request: dict[str, Any], priority: int) -> Held:
+    async def _ask(self, member: Member, asked: TransferRequest, request: dict[str, Any], priority: int) -> HeldContext:
         assert member.dialect is not None
         leg = Leg(
             path=asked.path,

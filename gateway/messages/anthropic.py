@@ -21,7 +21,7 @@ _DELTAS = {"thinking": "thinking_delta", "text": "text_delta", "tool_use": "inpu
 
 
 @value_class(frozen=True, slots=True)
-class Manner:
+class Variant:
     """How one kind of engine differs.
 
     Args:
@@ -41,13 +41,13 @@ class Manner:
     counts_late: bool
 
 
-VLLM = Manner("chatcmpl-", signs=True, names_stop=True, takes_calls=False, counts_late=True)
-SGLANG = Manner("msg_", signs=False, names_stop=False, takes_calls=True, counts_late=False)
+VLLM = Variant("chatcmpl-", signs=True, names_stop=True, takes_calls=False, counts_late=True)
+SGLANG = Variant("msg_", signs=False, names_stop=False, takes_calls=True, counts_late=False)
 
 
-def usage_told(usage: Usage, manner: Manner = VLLM) -> dict[str, int]:
+def usage_told(usage: Usage, variant: Variant = VLLM) -> dict[str, int]:
     """Anthropic's usage object, which counts cached tokens separately."""
-    if usage.cached_tokens is None or not (usage.cached_tokens or manner.counts_late):
+    if usage.cached_tokens is None or not (usage.cached_tokens or variant.counts_late):
         return {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
     return {
         "input_tokens": max(usage.prompt_tokens - usage.cached_tokens, 0),
@@ -74,7 +74,7 @@ def stop_told(reason: str, stop: object, has_call: bool, is_call_whole: bool) ->
 
 
 def message_of(
-    head: Mapping[str, Any], choice: Mapping[str, Any], stop: object, usage: Usage, manner: Manner = VLLM
+    head: Mapping[str, Any], choice: Mapping[str, Any], stop: object, usage: Usage, variant: Variant = VLLM
 ) -> dict[str, Any]:
     """A whole answer.
 
@@ -89,19 +89,19 @@ def message_of(
     calls = message.get("tool_calls") or ()
     content: list[dict[str, Any]] = []
     if reasoning := _reasoning(message):
-        content.append({"type": "thinking", "thinking": reasoning, **_signature(manner)})
+        content.append({"type": "thinking", "thinking": reasoning, **_signature(variant)})
     if text := message.get("content"):
         content.append({"type": "text", "text": text})
     for call in calls:
         function = call["function"]
         arguments = _object(function["arguments"])
-        if arguments is None and manner.takes_calls and not _is_json(function["arguments"]):
+        if arguments is None and variant.takes_calls and not _is_json(function["arguments"]):
             arguments = {}
         if arguments is None:
             raise ValueError(f"The arguments of the call of {function['name']} are no JSON object.")
         content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
-    has_call = bool(calls) and manner.names_stop  # SGLang decides by the reason alone
-    ended = stop_told(choice["finish_reason"], stop if manner.names_stop else None, has_call, has_call)
+    has_call = bool(calls) and variant.names_stop  # SGLang decides by the reason alone
+    ended = stop_told(choice["finish_reason"], stop if variant.names_stop else None, has_call, has_call)
     return {
         "id": head["id"],
         "type": "message",
@@ -109,7 +109,7 @@ def message_of(
         "content": content or [{"type": "text", "text": ""}],
         "model": head["model"],
         **{name: value for name, value in ended.items() if value is not None},
-        "usage": usage_told(usage, manner),
+        "usage": usage_told(usage, variant),
     }
 
 
@@ -120,8 +120,8 @@ class MessageEvents:
         content: the blocks; complete once closed.
     """
 
-    def __init__(self, manner: Manner = VLLM) -> None:
-        self._manner = manner
+    def __init__(self, variant: Variant = VLLM) -> None:
+        self._variant = variant
         self.content: list[dict[str, Any]] = []
         self._parts: list[str] = []  # of the open block
         self._kind = ""  # of the open block; "" if none is open
@@ -136,9 +136,9 @@ class MessageEvents:
         Args:
             prompt: what is known of it.
         """
-        known = Usage(prompt.prompt_tokens, 0, None) if self._manner.counts_late else prompt
+        known = Usage(prompt.prompt_tokens, 0, None) if self._variant.counts_late else prompt
         empty = {"type": "message", "role": "assistant", "content": (), "stop_reason": None, "stop_sequence": None}
-        return _event(type="message_start", message={**head, **empty, "usage": usage_told(known, self._manner)})
+        return _event(type="message_start", message={**head, **empty, "usage": usage_told(known, self._variant)})
 
     def tell(self, delta: Mapping[str, Any], reason: str | None, stop: object) -> bytes:
         """The events for a delta; the last delta comes with its finish reason."""
@@ -161,12 +161,14 @@ class MessageEvents:
         events: list[bytes] = []
         self._close(events)
         reason, stop = self._ended
-        if self._manner.names_stop:
+        if self._variant.names_stop:
             ended = stop_told(reason, stop, self._call is not None, self._call is not None and _is_json(self._call))
         else:
             ended = stop_told(reason, None, has_call=False, is_call_whole=False)
         told = (
-            usage_told(usage, self._manner) if self._manner.counts_late else {"output_tokens": usage.completion_tokens}
+            usage_told(usage, self._variant)
+            if self._variant.counts_late
+            else {"output_tokens": usage.completion_tokens}
         )
         events.append(_event(type="message_delta", delta=ended, usage=told))
         events.append(_event(type="message_stop"))
@@ -212,8 +214,8 @@ class MessageEvents:
             block["input"] = _object(said) or {}
         else:
             block[self._kind] = said
-        if self._kind == "thinking" and self._manner.signs:
-            block |= _signature(self._manner)
+        if self._kind == "thinking" and self._variant.signs:
+            block |= _signature(self._variant)
             signed = {"type": "signature_delta", "signature": block["signature"]}
             events.append(_event(type="content_block_delta", index=index, delta=signed))
         events.append(_event(type="content_block_stop", index=index))
@@ -229,8 +231,8 @@ def _reasoning(said: Mapping[str, Any]) -> str | None:
     return said.get("reasoning") or said.get("reasoning_content")
 
 
-def _signature(manner: Manner) -> dict[str, str]:
-    return {"signature": uuid4().hex} if manner.signs else {}
+def _signature(variant: Variant) -> dict[str, str]:
+    return {"signature": uuid4().hex} if variant.signs else {}
 
 
 def _is_json(text: str) -> bool:

@@ -47,7 +47,7 @@ _TOOL_FIELDS = ("type", "name", "description", "parameters", "strict", "tools", 
 
 
 @value_class(frozen=True, slots=True)
-class Manner:
+class Variant:
     """How one kind of engine differs.
 
     Args:
@@ -60,8 +60,8 @@ class Manner:
     ends_by_status: bool
 
 
-VLLM = Manner(has_phases=False, ends_by_status=False)
-SGLANG = Manner(has_phases=True, ends_by_status=True)
+VLLM = Variant(has_phases=False, ends_by_status=False)
+SGLANG = Variant(has_phases=True, ends_by_status=True)
 
 
 def echo(request: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,13 +94,13 @@ def echo_of_sglang(request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def usage_told(usage: Usage, manner: Manner = VLLM) -> dict[str, Any]:
+def usage_told(usage: Usage, variant: Variant = VLLM) -> dict[str, Any]:
     """The usage of a response: the prompt's tokens include the cached ones. vLLM's counts for turns with built-in tools
     are empty.
     """
     read: dict[str, Any] = {"cached_tokens": usage.cached_tokens or 0}
     made: dict[str, Any] = {"reasoning_tokens": 0}
-    if manner.has_phases:
+    if variant.has_phases:
         read |= {"cache_write_tokens": 0}
     else:
         read |= {"input_tokens_per_turn": [], "cached_tokens_per_turn": []}
@@ -115,7 +115,7 @@ def usage_told(usage: Usage, manner: Manner = VLLM) -> dict[str, Any]:
 
 
 def response_of(
-    head: Mapping[str, Any], choice: Mapping[str, Any], usage: Usage, manner: Manner = VLLM
+    head: Mapping[str, Any], choice: Mapping[str, Any], usage: Usage, variant: Variant = VLLM
 ) -> dict[str, Any]:
     """A whole answer.
 
@@ -126,12 +126,12 @@ def response_of(
     message, output = choice["message"], []
     calls = message.get("tool_calls") or ()
     if text := message.get("content"):
-        phase = _phase(manner, "commentary" if calls else "final_answer")
+        phase = _phase(variant, "commentary" if calls else "final_answer")
         output.append(_message(_new_id("msg"), [_part(text)]) | phase)
     for call in calls:
         function = call["function"]
         output.append(_call(_new_id("fc"), call["id"], function["name"], function["arguments"]))
-    return _response(head, output, choice["finish_reason"], usage, manner)
+    return _response(head, output, choice["finish_reason"], usage, variant)
 
 
 class ResponseEvents:
@@ -145,11 +145,11 @@ class ResponseEvents:
         num_events: how many were made; also the number of the next one.
     """
 
-    def __init__(self, head: Mapping[str, Any], manner: Manner = VLLM) -> None:
+    def __init__(self, head: Mapping[str, Any], variant: Variant = VLLM) -> None:
         self.output: list[dict[str, Any]] = []
         self._head = head
-        self._manner = manner
-        self._holds_texts = manner.has_phases and bool(head["tools"]) and head["tool_choice"] != "none"
+        self._variant = variant
+        self._holds_texts = variant.has_phases and bool(head["tools"]) and head["tool_choice"] != "none"
         self._held: list[tuple[str, dict[str, Any]]] = []  # events of a text whose phase is not known yet
         self.num_events = 0
         self._item: dict[str, Any] | None = None  # the open one
@@ -185,8 +185,8 @@ class ResponseEvents:
     def end(self, usage: Usage) -> bytes:
         """The events that close the stream."""
         closed = self._close() + self._settle("final_answer")
-        response = _response(self._head, self.output, self._reason, usage, self._manner)
-        ended = response["status"] if self._manner.ends_by_status else "completed"
+        response = _response(self._head, self.output, self._reason, usage, self._variant)
+        ended = response["status"] if self._variant.ends_by_status else "completed"
         return closed + self._event(f"response.{ended}", response=response)
 
     def _settle(self, phase: str) -> bytes:
@@ -198,10 +198,10 @@ class ResponseEvents:
         return b"".join(self._number(kind, content) for kind, content in held)
 
     def _open_message(self) -> bytes:
-        self._item = _message(_new_id("msg"), [], "in_progress") | _phase(self._manner, "final_answer")
+        self._item = _message(_new_id("msg"), [], "in_progress") | _phase(self._variant, "final_answer")
         self._parts = []
         added = self._event("response.output_item.added", output_index=len(self.output), item=self._item)
-        part = _part("", None if self._manner.has_phases else [])
+        part = _part("", None if self._variant.has_phases else [])
         return added + self._event("response.content_part.added", **self._place(), part=part)
 
     def _open_call(self, index: int, call_id: str | None, name: str | None) -> bytes:
@@ -214,7 +214,7 @@ class ResponseEvents:
             return b""
         said, item, place = "".join(self._parts), self._item, self._place()
         if item["type"] == "message":
-            item = _message(item["id"], [_part(said)]) | _phase(self._manner, "final_answer")
+            item = _message(item["id"], [_part(said)]) | _phase(self._variant, "final_answer")
             told = self._event("response.output_text.done", **place, text=said, logprobs=[])
             told += self._event("response.content_part.done", **place, part=_part(said))
         else:
@@ -245,22 +245,22 @@ class ResponseEvents:
 
 
 def _response(
-    head: Mapping[str, Any], output: list[dict[str, Any]], reason: str, usage: Usage, manner: Manner
+    head: Mapping[str, Any], output: list[dict[str, Any]], reason: str, usage: Usage, variant: Variant
 ) -> dict[str, Any]:
     is_cut = reason == "length"
-    is_text = manner.has_phases and output and all(item["type"] == "message" for item in output)
+    is_text = variant.has_phases and output and all(item["type"] == "message" for item in output)
     return {
         **head,
         **({"text": {"format": {"type": "text"}}} if is_text and head["text"] is None else {}),
         "status": "incomplete" if is_cut else "completed",
         "output": output,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "usage": usage_told(usage, manner),
+        "usage": usage_told(usage, variant),
     }
 
 
-def _phase(manner: Manner, phase: str) -> dict[str, str]:
-    return {"phase": phase} if manner.has_phases else {}
+def _phase(variant: Variant, phase: str) -> dict[str, str]:
+    return {"phase": phase} if variant.has_phases else {}
 
 
 def _message(item_id: str, content: list[dict[str, Any]], status: str = "completed") -> dict[str, Any]:

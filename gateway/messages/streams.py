@@ -16,7 +16,6 @@ import orjson
 
 from gateway.http.errors import Api, ApiError, api_error, engine_error
 from gateway.http.sse import data_of, split_events
-from gateway.messages.alike import Alike
 from gateway.messages.answers import (
     Content,
     Usage,
@@ -30,6 +29,7 @@ from gateway.messages.answers import (
     usage_of,
     usage_of_metas,
 )
+from gateway.messages.text_only import TextOnlyEvents
 
 _OPENAI_MARKS = re.compile(rb'"(?:error"|usage": ?\{|finish_reason": ?")')
 _MARKS = {
@@ -72,7 +72,7 @@ class StreamReader:
         self._search = _MARKS[api].search
         self._is_plain = _is_plain if _MARKS[api] is _OPENAI_MARKS else self._is_unmarked
         self._count_plain = plain_events(api)
-        self._alike = Alike()
+        self._text_only = TextOnlyEvents()
         self._anthropic_usage: dict[str, Any] = {}
         # Events that finish a choice, held until the usage event that the client does not get has come.
         self._held: list[tuple[bytes, dict[str, Any]]] = []
@@ -82,7 +82,7 @@ class StreamReader:
 
         Cost: 0.4 us, where `read` takes three times as long; nearly every chunk of a stream is such an event.
         """
-        if not self._alike.holds(piece):
+        if not self._text_only.matches(piece):
             if (
                 not self.num_chunks
                 or self.done
@@ -93,7 +93,7 @@ class StreamReader:
                 or not self._is_plain(piece)
             ):
                 return False
-            self._alike.learn(piece)
+            self._text_only.learn(piece)
         self.num_chunks += 1
         if self._keep:
             self.kept.append(piece)
@@ -138,7 +138,7 @@ class StreamReader:
         for event in split_events(block):
             passed.append(self._read_event(event))
             if self.error or self.done:
-                self._alike = Alike()  # nothing is like it, so whatever comes next is read
+                self._text_only = TextOnlyEvents()  # nothing is like it, so whatever comes next is read
                 break
         whole = b"".join(passed)
         return block if whole == block else whole

@@ -11,7 +11,7 @@ from gateway.messages.transcripts import preamble_of, prompt_of
 from gateway.state.ledger import Entry, Ledger
 from gateway.turns.ask import Ask
 from gateway.turns.progress import begun
-from gateway.turns.reading import Reading
+from gateway.turns.text_predictions import TextPredictions
 from gateway.turns.turn import Turn
 from predictor.outcomes import outcomes
 from predictor.progress import Predictor
@@ -31,7 +31,7 @@ class Arrivals:
     """
 
     def __init__(
-        self, fleet: Fleet, ledger: Ledger, groups: PromptGroups, predictor: Predictor, reading: Reading | None
+        self, fleet: Fleet, ledger: Ledger, groups: PromptGroups, predictor: Predictor, reading: TextPredictions | None
     ) -> None:
         self._fleet = fleet
         self._ledger = ledger

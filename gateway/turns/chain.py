@@ -28,7 +28,7 @@ class Diverged(Exception):
     """What was made again differs from what the client was told before."""
 
 
-class Said(NamedTuple):
+class NewText(NamedTuple):
     """What is new for the client."""
 
     text: str
@@ -122,7 +122,7 @@ class Chain:
             return [ids[: len(ids) - cut] for cut in range(min(_CHARACTER_TOKENS + 1, len(ids)))]
         return []
 
-    def mend(self, texts: Sequence[str]) -> Said:
+    def mend(self, texts: Sequence[str]) -> NewText:
         """Drop the last tokens that have no text yet, and give what was held back or never told.
 
         Args:
@@ -175,7 +175,7 @@ class Chain:
 
     # --- as tokens come -------------------------------------------------------------------------------------
 
-    def add(self, piece: Piece, version: str) -> Said:
+    def add(self, piece: Piece, version: str) -> NewText:
         """Take tokens that a leg made.
 
         Args:
@@ -206,19 +206,19 @@ class Chain:
             text = self._through_seam(text)
         return self._said(text, start)
 
-    def finish(self, reason: str) -> Said:
+    def finish(self, reason: str) -> NewText:
         """End the output: no more tokens are needed."""
         self.finish_reason = reason
         return self._said(self._through_seam("") if self._seam is not None else "", len(self.output_ids))
 
-    def _said(self, text: str, start: int) -> Said:
+    def _said(self, text: str, start: int) -> NewText:
         if text:
             self._texts.append(text)
         if not self._tells:
-            return Said(text, (), ())
+            return NewText(text, (), ())
         ids = self.output_ids[start:]
         self._told_ids += ids
-        return Said(text, ids, self.logprobs[start:] if self.tells_logprobs else ())
+        return NewText(text, ids, self.logprobs[start:] if self.tells_logprobs else ())
 
     def _note_versions(self, piece: Piece) -> None:
         """Replace the assumed versions of a whole leg with those that the engine reports."""

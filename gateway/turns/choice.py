@@ -1,11 +1,11 @@
-"""One of the choices that a client asked for: its tokens, and the voice that tells the client of them."""
+"""One of the choices that a client asked for: its tokens, and the writer that tells the client of them."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from gateway.messages.transcripts import History
+from gateway.turns.answer_writers import ParsedWriter, TextWriter
 from gateway.turns.chain import Chain
-from gateway.turns.voices import ParsedVoice, TextVoice
 
 
 class Choice:
@@ -20,11 +20,11 @@ class Choice:
         whole: its part of a whole answer.
     """
 
-    def __init__(self, index: int, chain: Chain, voice: TextVoice | ParsedVoice, history: History | None) -> None:
+    def __init__(self, index: int, chain: Chain, writer: TextWriter | ParsedWriter, history: History | None) -> None:
         self.index = index
         self.history = history
         self.chain = chain
-        self.voice = voice
+        self.writer = writer
         self.num_counted = 0
         self.num_saved = 0
         self.has_ended = False
@@ -33,4 +33,4 @@ class Choice:
 
     def content(self) -> Any:
         """The answer as the client will send it back with its next turn."""
-        return self.voice.content(self.chain)
+        return self.writer.content(self.chain)

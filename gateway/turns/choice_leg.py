@@ -13,13 +13,13 @@ from gateway.config import Settings
 from gateway.fleet.member import Member
 from gateway.http.errors import api_error, engine_error
 from gateway.http.sse import EventTooLarge
-from gateway.turns.chain import Said
+from gateway.turns.answer_writers import ParsedWriter
+from gateway.turns.chain import NewText
 from gateway.turns.choice import Choice
 from gateway.turns.kept_legs import KeptLegs
 from gateway.turns.outcome import LegFailed, refused_by, refused_leg
 from gateway.turns.token_relay import TokenRelay
 from gateway.turns.turn import Turn
-from gateway.turns.voices import ParsedVoice
 from scheduling.types import Fault
 from scheduling.values import value_class
 
@@ -151,10 +151,10 @@ class ChoiceLeg:
     def _event_tokens(self) -> int:
         if not self._turn.ask.wants_stream:
             return _WHOLE_EVENT_TOKENS
-        return _PART_EVENT_TOKENS if isinstance(self._choice.voice, ParsedVoice) else 1
+        return _PART_EVENT_TOKENS if isinstance(self._choice.writer, ParsedWriter) else 1
 
     async def _read(self, response: Response, version: Callable[[], str]) -> None:
-        turn, choice, place, voice = self._turn, self._choice, self._place, self._choice.voice
+        turn, choice, place, writer = self._turn, self._choice, self._place, self._choice.writer
         outlet = turn.outlet if turn.ask.wants_stream else None
         read = place.routes.reader(self._chain.rendered, only_numbers=not self._chain.tells_logprobs)
         relay = TokenRelay(choice, read, version, outlet, self._note, place.clock)
@@ -167,9 +167,9 @@ class ChoiceLeg:
             if not has_more and not relay.is_over:
                 raise _broken_off()
             relay.was_heard()
-            if outlet is not None and isinstance(voice, ParsedVoice) and self._chain.finish_reason is None:
-                told = await voice.say(place.routes, place.member.http, self._chain, self._timeout_s)
-                voice.pause(place.clock())
+            if outlet is not None and isinstance(writer, ParsedWriter) and self._chain.finish_reason is None:
+                told = await writer.say(place.routes, place.member.http, self._chain, self._timeout_s)
+                writer.pause(place.clock())
                 if told:
                     self._note()
                     outlet.stream(told)
@@ -181,7 +181,7 @@ class ChoiceLeg:
         if self._chain.finish_reason is None:  # it claimed to be done
             raise _broken_off()
 
-    async def _mended(self) -> Said:
+    async def _mended(self) -> NewText:
         outputs = self._chain.candidates()
         if not outputs:
             return self._chain.mend(())
@@ -192,17 +192,17 @@ class ChoiceLeg:
             raise refused_leg(engine_error(status, body))
         return self._chain.mend(routes.read_texts(body))
 
-    def _say(self, said: Said) -> None:
+    def _say(self, said: NewText) -> None:
         """Tell the client what a seam released."""
-        voice, chain = self._choice.voice, self._chain
+        writer, chain = self._choice.writer, self._chain
         if not self._turn.ask.wants_stream:
             return
-        if isinstance(voice, ParsedVoice):
-            voice.hear(said.ids)
+        if isinstance(writer, ParsedWriter):
+            writer.hear(said.ids)
         elif chain.finish_reason is not None:
-            self._choice.last = voice.say(said.text, said.logprobs, chain.finish_reason, chain.stop_reason)
+            self._choice.last = writer.say(said.text, said.logprobs, chain.finish_reason, chain.stop_reason)
         elif said.text or said.logprobs:
-            told = voice.say(said.text, said.logprobs)
+            told = writer.say(said.text, said.logprobs)
             self._note()
             self._turn.outlet.stream(told)
 
@@ -217,14 +217,14 @@ class ChoiceLeg:
 
     async def _end(self) -> None:
         choice, chain, place, http = self._choice, self._chain, self._place, self._place.member.http
-        voice = choice.voice
-        if isinstance(voice, ParsedVoice):
+        writer = choice.writer
+        if isinstance(writer, ParsedWriter):
             if self._turn.ask.wants_stream:
-                choice.last = await voice.say(place.routes, http, chain, self._timeout_s)
+                choice.last = await writer.say(place.routes, http, chain, self._timeout_s)
             else:
-                choice.whole = await voice.whole(place.routes, http, chain, self._timeout_s)
+                choice.whole = await writer.whole(place.routes, http, chain, self._timeout_s)
         elif not self._turn.ask.wants_stream:
-            choice.whole = voice.whole(chain)
+            choice.whole = writer.whole(chain)
 
 
 async def run_all(legs: Iterable[ChoiceLeg]) -> None:

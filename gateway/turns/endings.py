@@ -20,8 +20,8 @@ from gateway.turns.arrivals import Arrivals
 from gateway.turns.ask import Ask
 from gateway.turns.kept_tokens import KeptTokens
 from gateway.turns.outcome import Outcome
-from gateway.turns.reading import Reading
 from gateway.turns.repeats import Repeats
+from gateway.turns.text_predictions import TextPredictions
 from gateway.turns.turn import Turn
 from scheduling.types import Dispatch, Fault, TurnFailed, TurnFinished
 
@@ -50,7 +50,7 @@ class Endings:
         kv: KvMoves,
         metrics: Metrics,
         log: TurnLog,
-        reading: Reading | None,
+        reading: TextPredictions | None,
     ) -> None:
         self._clock = clock
         self._driver = driver

@@ -72,13 +72,13 @@ class MessageFrame:
     num_events = 0
 
     def __init__(
-        self, ask: Ask, turn_id: str, stop_field: str, manner: anthropic.Manner, prompt: Callable[[], Usage]
+        self, ask: Ask, turn_id: str, stop_field: str, variant: anthropic.Variant, prompt: Callable[[], Usage]
     ) -> None:
         self.stop_field = stop_field
-        self._manner = manner
-        self._head = {"id": f"{manner.id_prefix}{turn_id}", "model": ask.model}
+        self._variant = variant
+        self._head = {"id": f"{variant.id_prefix}{turn_id}", "model": ask.model}
         self._prompt = prompt
-        self._events = anthropic.MessageEvents(manner)
+        self._events = anthropic.MessageEvents(variant)
         self._content: list[dict[str, Any]] = self._events.content
 
     def around_text(self, index: int) -> tuple[bytes, bytes]:
@@ -100,7 +100,7 @@ class MessageFrame:
         """A whole answer. Raises LegFailed if a call's arguments are not a JSON object, like the engine's own route."""
         [choice] = choices
         try:
-            message = anthropic.message_of(self._head, choice, choice.get(self.stop_field), usage, self._manner)
+            message = anthropic.message_of(self._head, choice, choice.get(self.stop_field), usage, self._variant)
         except ValueError as error:
             raise LegFailed(Fault.REQUEST, api_error(400, str(error))) from None
         self._content = message["content"]
@@ -122,13 +122,13 @@ class ResponseFrame:
     """
 
     def __init__(
-        self, ask: Ask, turn_id: str, created_at: float, manner: responses.Manner, echo: Mapping[str, Any]
+        self, ask: Ask, turn_id: str, created_at: float, variant: responses.Variant, echo: Mapping[str, Any]
     ) -> None:
         self.stop_field = ""  # this API does not report what ended an answer
-        self._manner = manner
+        self._variant = variant
         head = {"id": f"resp_{turn_id}", "object": "response", "created_at": int(created_at), "model": ask.model}
         self._head = {**head, **echo}
-        self._events = responses.ResponseEvents(self._head, manner)
+        self._events = responses.ResponseEvents(self._head, variant)
         self._output: list[dict[str, Any]] = self._events.output
 
     @property
@@ -152,7 +152,7 @@ class ResponseFrame:
     def whole(self, choices: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
         """A whole answer."""
         [choice] = choices
-        response = responses.response_of(self._head, choice, usage, self._manner)
+        response = responses.response_of(self._head, choice, usage, self._variant)
         self._output = response["output"]
         return orjson.dumps(response)
 

@@ -7,7 +7,7 @@ from engines.http import Response, ResponseTimeout
 from gateway.metrics import Metrics
 from gateway.turns.relay import Relay
 from gateway.turns.turn import Turn
-from gateway.workers.crew import Crew, Loan
+from gateway.workers.pool import Loan, WorkerPool
 from gateway.workers.wire import Report
 
 # A loan takes some 100 us, so a stream whose engine keeps sending more than plain text costs less here.
@@ -17,14 +17,14 @@ _MAX_USELESS = 8
 class Lending:
     """Lends streams to the byte workers."""
 
-    def __init__(self, crew: Crew, metrics: Metrics) -> None:
-        self._crew = crew
+    def __init__(self, pool: WorkerPool, metrics: Metrics) -> None:
+        self._pool = pool
         self._metrics = metrics
 
     @property
     def is_wanted(self) -> bool:
         """Whether a worker can take another stream."""
-        return self._crew.hand() is not None
+        return self._pool.worker() is not None
 
     def lend(self, turn: Turn, response: Response, relay: Relay, on_back: Callable[[], None]) -> "Lent | None":
         """Have a worker pass this stream on from here; None, with nothing changed, if that is impossible.
@@ -34,15 +34,15 @@ class Lending:
         Args:
             on_back: called when the stream is to be continued here, before any more of it comes.
         """
-        hand = self._crew.hand()
-        if hand is None or not relay.is_lendable or relay.num_loans >= _MAX_USELESS:
+        worker = self._pool.worker()
+        if worker is None or not relay.is_lendable or relay.num_loans >= _MAX_USELESS:
             return None
         client = turn.outlet.lend()
         engine = response.lend() if client is not None else None
         if client is None or engine is None:
             return None
         lent = Lent(turn, response, relay, on_back, self._metrics)
-        loan = hand.lend(client, engine, turn.ask.api, lent)
+        loan = worker.lend(client, engine, turn.ask.api, lent)
         if loan is None:
             response.give_back(b"")
             return None

@@ -20,6 +20,7 @@ from gateway.http.errors import api_error
 from gateway.messages.answers import Usage
 from gateway.messages.transcripts import History
 from gateway.tokens.book import TokenBook
+from gateway.turns.answer_writers import ParsedWriter, TextWriter
 from gateway.turns.ask import Ask
 from gateway.turns.chain import Chain, Diverged
 from gateway.turns.choice import Choice
@@ -30,7 +31,6 @@ from gateway.turns.outcome import LegFailed, Outcome, refused_by
 from gateway.turns.relay import PROGRESS_TOKENS
 from gateway.turns.splice import spliced
 from gateway.turns.turn import Turn
-from gateway.turns.voices import ParsedVoice, TextVoice
 from scheduling.types import Fault
 
 # Token routes do not answer what these fields ask for.
@@ -165,7 +165,7 @@ class TokenLegs:
             return Usage(len(prompt_ids), 0, turn.choices[0].chain.cached_tokens)
 
         frame = frame_of(ask, turn.turn_id, turn.arrived_at, routes.stop_field, rendered, known_of_prompt)
-        voice = ParsedVoice if rendered.needs_parser else TextVoice
+        writer = ParsedWriter if rendered.needs_parser else TextWriter
         for index in range(num_choices(ask)):
             chain = Chain(rendered, prompt_ids, parent, ask.wants_stream, _wants_logprobs(ask))
             made = turn.made_before[index] if index < len(turn.made_before) else None
@@ -173,7 +173,7 @@ class TokenLegs:
                 made = self._kept_legs.made_before(turn, index, routes, prompt_ids) or made
             if made is not None:
                 chain.restore(*made)
-            turn.choices.append(Choice(index, chain, voice(ask, frame, index), history))
+            turn.choices.append(Choice(index, chain, writer(ask, frame, index), history))
 
     async def _go_on(self, turn: Turn, routes: TokenRoutes, member: Member) -> None:
         """Render a turn that began on another kind of engine in this engine's terms."""
@@ -211,14 +211,14 @@ class TokenLegs:
         if turn.ask.wants_stream:
             if turn.first_byte_at is None:
                 self._note_first_byte(turn)
-            turn.outlet.num_events = turn.choices[0].voice.frame.num_events
+            turn.outlet.num_events = turn.choices[0].writer.frame.num_events
         self._kept_tokens.save(turn)
         if turn.num_chunks // PROGRESS_TOKENS != num_before // PROGRESS_TOKENS and not turn.is_made:
             self._note_progress(turn)
 
     def _outcome(self, turn: Turn) -> Outcome:
         choices, outlet = turn.choices, turn.outlet
-        frame = choices[0].voice.frame
+        frame = choices[0].writer.frame
         first = choices[0].chain
         num_made = sum(len(choice.chain.output_ids) for choice in choices)
         usage = Usage(len(first.prompt_ids), num_made, first.cached_tokens)

@@ -10,9 +10,9 @@ from gateway.http.errors import ApiError, engine_error
 from gateway.http.outlet import Outlet
 from gateway.http.sse import EventSplitter, data_of, split_events
 from gateway.messages.answers import fault_of
-from gateway.turns.chain import Said
+from gateway.turns.answer_writers import ParsedWriter, TextWriter
+from gateway.turns.chain import NewText
 from gateway.turns.choice import Choice
-from gateway.turns.voices import ParsedVoice, TextVoice
 
 _DATA, _BETWEEN = b"data: ", b"\n\ndata: "
 
@@ -47,9 +47,9 @@ class TokenRelay:
         self.error: ApiError | None = None
         self._choice = choice
         self._chain = choice.chain
-        voice = choice.voice if outlet is not None else None
-        self._text = voice if isinstance(voice, TextVoice) else None
-        self._parsed = voice if isinstance(voice, ParsedVoice) else None
+        writer = choice.writer if outlet is not None else None
+        self._text = writer if isinstance(writer, TextWriter) else None
+        self._parsed = writer if isinstance(writer, ParsedWriter) else None
         self._read = read
         self._version = version
         self._outlet = outlet
@@ -110,7 +110,7 @@ class TokenRelay:
         if chain.finish_reason is not None and not self.has_finished:
             self._finish(said, piece.finish_reason is not None)
 
-    def _finish(self, said: Said, is_known: bool) -> None:
+    def _finish(self, said: NewText, is_known: bool) -> None:
         self.has_finished = True
         self.is_over = self.is_over or not is_known  # ended by a stop string that its engine cannot see
         if self._text is not None:
@@ -118,7 +118,7 @@ class TokenRelay:
             self._choice.last = self._text.say(said.text, said.logprobs, chain.finish_reason, chain.stop_reason)
 
     def was_heard(self) -> None:
-        """The voice has told what was due."""
+        """The writer has told what was due."""
         self._is_due = False
 
 

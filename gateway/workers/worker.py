@@ -14,8 +14,8 @@ from collections.abc import Callable
 import httptools
 
 from gateway.http.errors import Api
-from gateway.messages.alike import Alike
 from gateway.messages.streams import plain_events
+from gateway.messages.text_only import TextOnlyEvents
 from gateway.workers.wire import ORDER_BYTES, Kind, Order, Why, read_order, report
 
 # Large enough for all that is there, so that a read ends where an engine's write did. A chunk of a stream has 200 to
@@ -132,12 +132,12 @@ class _Stream:
     """A stream that was lent."""
 
     __slots__ = (
-        "_alike",
         "_count_plain",
         "_feed",
         "_limit_bytes",
         "_num_bytes",
         "_pieces",
+        "_text_only",
         "_worker",
         "client",
         "engine",
@@ -151,7 +151,7 @@ class _Stream:
     def __init__(self, worker: Worker, loan: int, api: Api, client: int, engine: int, limit_bytes: int) -> None:
         self._worker = worker
         self._limit_bytes = limit_bytes
-        self._alike = Alike()
+        self._text_only = TextOnlyEvents()
         self._count_plain = plain_events(api)
         self._pieces: list[bytes] = []
         self._num_bytes = 0
@@ -184,7 +184,7 @@ class _Stream:
         if end >= len(_EVENT_END):
             block = self._body(data[:end])
             # A body that ends with an event shows that the two bytes after it end the chunk, and are not part of it.
-            num_events = 1 if self._alike.holds(block) else self._count(block)
+            num_events = 1 if self._text_only.matches(block) else self._count(block)
             if not num_events:
                 self.unread = data
                 self._worker.give_back(self, Why.TOLD)
@@ -210,7 +210,7 @@ class _Stream:
         """The number of its events, if they are text only; else 0."""
         num_events = self._count_plain(block)
         if num_events == 1:
-            self._alike.learn(block)
+            self._text_only.learn(block)
         return num_events
 
     def _pass(self, data: bytes, block: bytes, num_events: int) -> None:

@@ -64,7 +64,7 @@ async def test_a_change_of_shape_survives_sigkill_anywhere(
             for tps in ([2], [1, 1]):
                 async with acting(fleet) as made:
                     await until(lambda: bool(made.seen))
-                    made.ask(made.will.scaled(tps, made.seen))
+                    made.ask(made.desired.scaled(tps, made.seen))
                 while True:
                     status, _ = await run_until_point(fleet, dice.randint(1, 40))
                     if status == 0:
@@ -121,10 +121,10 @@ async def test_of_two_controllers_one_acts_and_the_other_takes_over(tmp_path: Pa
             async with acting(fleet) as first:
                 await until_reached(first, 1, 1)
                 second = asyncio.create_task(run_until_point(fleet, 10_000))
-                first.ask(first.will.scaled([2], first.seen))
+                first.ask(first.desired.scaled([2], first.seen))
                 await until_reached(first, 2)
                 assert not second.done()
-                first.ask(first.will.scaled([1, 1], first.seen))
+                first.ask(first.desired.scaled([1, 1], first.seen))
             status, num_passed = await second
             assert status == 0 and num_passed > 0
             await check_end(fleet, gateway.url, [1, 1])

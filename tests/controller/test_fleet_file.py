@@ -8,7 +8,7 @@ import pytest
 from controller.assembly import launcher_of
 from controller.commands import server_spec
 from controller.fleet_file import ADMIN_KEY_VARIABLE, FleetFile, FleetFileError, load_fleet_file
-from controller.steps import Wanted
+from controller.steps import DesiredServer
 
 WHOLE = """
 fleet = "rollout"
@@ -139,12 +139,12 @@ def test_a_file_that_is_not_there_is_said_so(tmp_path: Path) -> None:
 def test_vllm_is_launched_to_start_fast(tmp_path: Path) -> None:
     """A fixed KV size where there is one, else the kept result of profiling; a compile cache for each TP size."""
     fleet = load_fleet_file(written(tmp_path, WHOLE))
-    two = server_spec(fleet, Wanted("rollout-1", 2, ("0", "1")))
+    two = server_spec(fleet, DesiredServer("rollout-1", 2, ("0", "1")))
     assert two.command[:3] == ("vllm", "serve", "Qwen/Qwen3-14B") and two.devices == ("0", "1")
     assert said(two.command, "--tensor-parallel-size") == "2" and said(two.command, "--max-num-seqs") == "128"
     assert said(two.command, "--kv-cache-memory-bytes") == "30000000000"
     assert "VLLM_ENABLE_STARTUP_PLAN" not in two.environment
-    four = server_spec(fleet, Wanted("rollout-2", 4, ("4", "5", "6", "7")))
+    four = server_spec(fleet, DesiredServer("rollout-2", 4, ("4", "5", "6", "7")))
     assert "--kv-cache-memory-bytes" not in four.command and four.command[-1] == "--enable-expert-parallel"
     assert four.environment["VLLM_ENABLE_STARTUP_PLAN"] == "1" and four.environment["NCCL_DEBUG"] == "WARN"
     assert four.environment["VLLM_CACHE_ROOT"] != two.environment["VLLM_CACHE_ROOT"]
@@ -153,12 +153,12 @@ def test_vllm_is_launched_to_start_fast(tmp_path: Path) -> None:
 def test_vllm_is_launched_to_hand_kv_on_where_that_is_wanted(tmp_path: Path) -> None:
     """What it cannot fetch it computes; others find it by an address and port that its launcher gives it."""
     fleet = load_fleet_file(written(tmp_path, WHOLE.replace("[engine]", '[engine]\nkv_transfer = "nixl"')))
-    spec = server_spec(fleet, Wanted("a", 2, ("0", "1")))
+    spec = server_spec(fleet, DesiredServer("a", 2, ("0", "1")))
     config = json.loads(said(spec.command, "--kv-transfer-config"))
     assert (config["kv_connector"], config["kv_role"]) == ("NixlConnector", "kv_both")
     assert config["kv_load_failure_policy"] == "recompute" and "kv_buffer_device" not in config
     assert spec.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "{kv_port}"
-    plain = server_spec(load_fleet_file(written(tmp_path, WHOLE)), Wanted("a", 2, ("0", "1")))
+    plain = server_spec(load_fleet_file(written(tmp_path, WHOLE)), DesiredServer("a", 2, ("0", "1")))
     assert "--kv-transfer-config" not in plain.command
 
 
@@ -167,7 +167,7 @@ def test_vllm_is_launched_to_share_a_kv_tier_where_that_is_wanted(tmp_path: Path
     """What was made is kept there, too, in the layout of all TP sizes; with NIXL, what lives is asked first."""
     more = '\nkv_tier = "/mnt/kv"\nkv_tier_host_bytes = 1000' + both * '\nkv_transfer = "nixl"'
     fleet = load_fleet_file(written(tmp_path, WHOLE.replace("[engine]", "[engine]" + more)))
-    spec = server_spec(fleet, Wanted("a", 2, ("0", "1")))
+    spec = server_spec(fleet, DesiredServer("a", 2, ("0", "1")))
     config = json.loads(said(spec.command, "--kv-transfer-config"))
     assert config["engine_id"] == "a" and config["kv_load_failure_policy"] == "recompute"
     if both:
@@ -182,7 +182,7 @@ def test_vllm_is_launched_to_share_a_kv_tier_where_that_is_wanted(tmp_path: Path
 def test_sglang_is_launched_to_share_a_kv_tier_where_that_is_wanted(tmp_path: Path) -> None:
     """Its HiCache writes all that is computed, and waits for what a request finds there."""
     text = WHOLE.replace("[engine]", '[engine]\nkind = "sglang"\nkv_tier = "/mnt/kv"')
-    spec = server_spec(load_fleet_file(written(tmp_path, text)), Wanted("a", 2, ("0", "1")))
+    spec = server_spec(load_fleet_file(written(tmp_path, text)), DesiredServer("a", 2, ("0", "1")))
     assert said(spec.command, "--hicache-storage-backend") == "file" and "--enable-hierarchical-cache" in spec.command
     assert said(spec.command, "--hicache-write-policy") == "write_through"
     assert spec.environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == "/mnt/kv"
@@ -191,13 +191,13 @@ def test_sglang_is_launched_to_share_a_kv_tier_where_that_is_wanted(tmp_path: Pa
 def test_fast_starts_can_be_turned_off(tmp_path: Path) -> None:
     """Then nothing but what the gateway needs is set."""
     fleet = load_fleet_file(written(tmp_path, WHOLE + "is_fast_start = false\n"))
-    assert server_spec(fleet, Wanted("a", 4, ("0", "1", "2", "3"))).environment == {"NCCL_DEBUG": "WARN"}
+    assert server_spec(fleet, DesiredServer("a", 4, ("0", "1", "2", "3"))).environment == {"NCCL_DEBUG": "WARN"}
 
 
 def test_sglang_is_told_which_priorities_come_first(tmp_path: Path) -> None:
     """Without that flag it would serve the least urgent first."""
     fleet = load_fleet_file(written(tmp_path, WHOLE.replace("[engine]", '[engine]\nkind = "sglang"')))
-    spec = server_spec(fleet, Wanted("a", 2, ("0", "1")))
+    spec = server_spec(fleet, DesiredServer("a", 2, ("0", "1")))
     assert "--schedule-low-priority-values-first" in spec.command and said(spec.command, "--tp-size") == "2"
     assert "--skip-server-warmup" in spec.command
 
@@ -205,12 +205,12 @@ def test_sglang_is_told_which_priorities_come_first(tmp_path: Path) -> None:
 def test_engines_that_may_sleep_are_launched_for_it(tmp_path: Path) -> None:
     """Those only; beside whom they sleep the launcher is told."""
     fleet = load_fleet_file(written(tmp_path, WHOLE.replace("[engine]", SLEEP)))
-    two = server_spec(fleet, Wanted("a", 2, ("0", "1")), ["c", "b"])
+    two = server_spec(fleet, DesiredServer("a", 2, ("0", "1")), ["c", "b"])
     assert "--enable-sleep-mode" in two.command and two.environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert two.beside == ("b", "c")
-    assert "--enable-sleep-mode" not in server_spec(fleet, Wanted("a", 4, ("0", "1", "2", "3"))).command
+    assert "--enable-sleep-mode" not in server_spec(fleet, DesiredServer("a", 4, ("0", "1", "2", "3"))).command
     sglang = load_fleet_file(written(tmp_path, WHOLE.replace("[engine]", SLEEP + 'kind = "sglang"')))
-    command = server_spec(sglang, Wanted("a", 2, ("0", "1"))).command
+    command = server_spec(sglang, DesiredServer("a", 2, ("0", "1"))).command
     assert "--enable-memory-saver" in command and "--enable-weights-cpu-backup" in command
     with pytest.raises(ValueError, match="ray gives each GPU to one engine"):
         FleetFile(fleet="f", model="m", launcher="ray", sleep={"tp_sizes": (1,)})
@@ -220,7 +220,7 @@ def test_a_module_of_vllm_takes_the_model_as_a_flag() -> None:
     """Where there is no command `vllm`, it is `python -m vllm.entrypoints.openai.api_server`."""
     program = ("python", "-m", "vllm.entrypoints.openai.api_server")
     fleet = FleetFile(fleet="f", model="m", cpu_slots=1, engine={"program": program})
-    assert said(server_spec(fleet, Wanted("a", 1, ("cpu0",))).command, "--model") == "m"
+    assert said(server_spec(fleet, DesiredServer("a", 1, ("cpu0",))).command, "--model") == "m"
 
 
 def said(command: tuple[str, ...], flag: str) -> str:

@@ -11,12 +11,12 @@ from controller import rollouts
 from controller.journal import Journal, State, dumped, fold, read_state
 from controller.lease import Lease
 from controller.records import new_ids, spares_record, step_record, wanted_record
+from controller.restarts import Ended, RetryRule, held_back, tend
 from controller.rollouts import MAX_POINTS, MAX_ROLLOUTS, History, Sample
-from controller.steps import Drain, Launch, MoveKv, Register, Remove, Reopen, Sleep, Stop, Wake, Wanted
-from controller.tending import Ended, RetryRule, held_back, tend
+from controller.steps import DesiredServer, Drain, Launch, MoveKv, Register, Remove, Reopen, Sleep, Stop, Wake
 
-ONES = (Wanted("a", 1, ("0",)), Wanted("b", 1, ("1",)))
-TWO = (Wanted("c", 2, ("0", "1")),)
+ONES = (DesiredServer("a", 1, ("0",)), DesiredServer("b", 1, ("1",)))
+TWO = (DesiredServer("c", 2, ("0", "1")),)
 
 
 def write_all(journal: Journal) -> None:
@@ -136,7 +136,7 @@ def test_only_one_holds_a_lease(tmp_path: Path) -> None:
     assert second.try_take() and not first.try_take()
 
 
-def tended(state: State, ended: list[Ended], now: float = 100.0, *alive: Wanted) -> State:
+def tended(state: State, ended: list[Ended], now: float = 100.0, *alive: DesiredServer) -> State:
     new_id, serial = new_ids("fleet", state)
     journal_state = state
     for record in tend(state, ended, {one.server_id: one for one in alive}, now, RetryRule(3, 5.0), new_id, serial):

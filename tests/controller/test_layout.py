@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.layout import DoesNotFit, Floor, lay_out
-from controller.steps import Wanted
+from controller.steps import DesiredServer
 
 SIZES = (1, 2, 4, 8)
 
@@ -38,25 +38,27 @@ def on_first_blocks(tps: list[int], floor: Floor, taken: set[str]) -> list[tuple
 
 
 @st.composite
-def fleets(draw: st.DrawFn, floor: Floor) -> list[Wanted]:
+def fleets(draw: st.DrawFn, floor: Floor) -> list[DesiredServer]:
     """Servers anywhere on a floor, each on a block."""
-    there: list[Wanted] = []
+    there: list[DesiredServer] = []
     taken: set[str] = set()
     for tp in draw(st.lists(st.sampled_from(SIZES), max_size=12)):
         free = [block for block in floor.blocks(tp) if not taken & set(block)]
         if free:
             block = draw(st.sampled_from(free))
             taken |= set(block)
-            there.append(Wanted(f"old-{len(there)}", tp, block))
+            there.append(DesiredServer(f"old-{len(there)}", tp, block))
     return there
 
 
-def laid(tps: list[int], there: list[Wanted], floor: Floor, asleep: list[Wanted] | None = None) -> list[Wanted]:
+def laid(
+    tps: list[int], there: list[DesiredServer], floor: Floor, asleep: list[DesiredServer] | None = None
+) -> list[DesiredServer]:
     numbers = count()
     return lay_out(tps, there, floor, lambda: f"new-{next(numbers)}", asleep or [])
 
 
-def devices_of(servers: list[Wanted]) -> list[str]:
+def devices_of(servers: list[DesiredServer]) -> list[str]:
     return [device for one in servers for device in one.devices]
 
 
@@ -118,22 +120,22 @@ def test_as_many_devices_keep_their_engine_as_can(data: st.DataObject, tps: list
 def test_a_sleeper_is_woken_where_it_costs_no_engine_that_stays() -> None:
     """A start takes longer than a waking, but two starts in place of the engines on its devices take longest."""
     floor = Floor(("0", "1", "2", "3"), 4)
-    ones = [Wanted("a", 1, ("0",)), Wanted("b", 1, ("1",))]
-    sleeper = Wanted("c", 2, ("0", "1"))
+    ones = [DesiredServer("a", 1, ("0",)), DesiredServer("b", 1, ("1",))]
+    sleeper = DesiredServer("c", 2, ("0", "1"))
     assert laid([2], ones, floor, [sleeper]) == [sleeper]
-    assert laid([2, 1], ones[1:], floor, [sleeper]) == [Wanted("new-0", 2, ("2", "3")), ones[1]]
-    assert laid([2, 2], [], floor, [sleeper]) == [sleeper, Wanted("new-0", 2, ("2", "3"))]
+    assert laid([2, 1], ones[1:], floor, [sleeper]) == [DesiredServer("new-0", 2, ("2", "3")), ones[1]]
+    assert laid([2, 2], [], floor, [sleeper]) == [sleeper, DesiredServer("new-0", 2, ("2", "3"))]
 
 
 def test_an_engine_across_two_blocks_stays_while_there_is_room_beside_it() -> None:
     """It began when the inventory was another one; where it is in the way of what is wanted, it goes."""
     floor = Floor(tuple(f"gpu{number}" for number in range(8)), 8)
-    across = Wanted("across", 2, ("gpu1", "gpu2"))
+    across = DesiredServer("across", 2, ("gpu1", "gpu2"))
     assert across in laid([4, 2], [across], floor)
     assert [one.devices for one in laid([4, 2, 2], [across], floor)] == [
         ("gpu0", "gpu1", "gpu2", "gpu3"),
         ("gpu4", "gpu5"),
         ("gpu6", "gpu7"),
     ]
-    elsewhere = Wanted("elsewhere", 1, ("gpu8",))
+    elsewhere = DesiredServer("elsewhere", 1, ("gpu8",))
     assert [one.devices for one in laid([1], [elsewhere], floor)] == [("gpu0",)], "its device is not there any more"

@@ -8,10 +8,10 @@ import httpx
 import pytest
 
 from controller.assembly import controller
+from controller.desired import Refused
 from controller.launcher import ServerState
 from controller.records import step_record
 from controller.steps import Register
-from controller.will import Refused
 from tests.controller.fleet_site import (
     ENGINE,
     Rollout,
@@ -94,7 +94,7 @@ async def test_an_engine_that_dies_in_start_up_is_tried_again_and_given_up(tmp_p
         fleet = fleet_file(tmp_path, gateway.url, engine=broken)
         async with stopped_at_the_end(fleet), acting(fleet) as made:
             await until_reached(made, 1, 1)
-            made.ask(made.will.scaled([2], made.seen))
+            made.ask(made.desired.scaled([2], made.seen))
             await until(lambda: bool(made.journal.state.blocked_tps), lambda: made.journal.state)
             await until_reached(made, 1, 1)
             state = made.journal.state
@@ -135,12 +135,12 @@ async def test_without_the_gateway_nobody_kills_a_working_engine(tmp_path: Path)
             while [one.is_serving for one in made.seen] != [True, True]:
                 await made.tick()
         assert not await made.look() and "gateway_away" in made.alarms
-        made.ask(made.will.scaled([2], made.in_sight()))
+        made.ask(made.desired.scaled([2], made.in_sight()))
         for _ in range(20):
             await made.tick()
         servers = await launcher_for(fleet).find("test")
         assert [server.state for server in servers] == [ServerState.RUNNING] * 2
-        made.ask(made.will.scaled([1, 1], made.in_sight()))
+        made.ask(made.desired.scaled([1, 1], made.in_sight()))
         async with running_gateway(observe_interval_s=0.1, port=port):
             await made.tick()
             while [one.is_serving for one in made.seen] != [True, True]:
@@ -161,7 +161,7 @@ async def test_a_gateway_that_restarts_in_a_change_gets_its_engines_back(tmp_pat
         async with running_gateway(observe_interval_s=0.1, port=port):
             while [one.is_serving for one in made.seen] != [True, True]:
                 await made.tick()
-            made.ask(made.will.scaled([2], made.in_sight()))
+            made.ask(made.desired.scaled([2], made.in_sight()))
             while [one.is_alive for one in made.seen].count(True) != 2 or len(made.seen) < 3:
                 await made.tick()
             (last,) = [one.server_id for one in made.seen if one.is_serving]
@@ -189,7 +189,7 @@ async def test_a_drained_server_is_gone_until_the_fleet_is_scaled(tmp_path: Path
         async with stopped_at_the_end(fleet), acting(fleet) as made:
             await until_reached(made, 1, 1)
             victim = made.journal.state.wanted[1]
-            made.ask(made.will.drained(victim.server_id, made.seen))
+            made.ask(made.desired.drained(victim.server_id, made.seen))
             await until_reached(made, 1)
             assert made.journal.state.resting == set(victim.devices)
             # As a controller leaves it that was killed between a request to forget the engine and the record of it.
@@ -197,7 +197,7 @@ async def test_a_drained_server_is_gone_until_the_fleet_is_scaled(tmp_path: Path
             await until(lambda: victim.server_id not in made.journal.state.urls)
             async with httpx.AsyncClient() as client:
                 assert (await client.get(f"{gateway.url}/readyz")).status_code == 200
-            made.ask(made.will.scaled([1, 1], made.seen))
+            made.ask(made.desired.scaled([1, 1], made.seen))
             await until_reached(made, 1, 1)
 
 

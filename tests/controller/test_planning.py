@@ -8,7 +8,7 @@ from controller.demand import Work
 from controller.journal import State
 from controller.layout import Floor
 from controller.planning import WAKE_S, Proposal, propose, relaunch_s
-from controller.steps import Rest, Wanted
+from controller.steps import DesiredServer, SleepState
 from engines.profiles import load_profile
 from scheduling.estimate import Remaining
 from scheduling.reshaping import COLD_RELAUNCH_S, ReshapeRule
@@ -17,7 +17,7 @@ PROFILES = {tp: load_profile(f"qwen3-14b-h100-tp{tp}") for tp in (1, 2, 4, 8)}
 DEVICES = tuple(str(number) for number in range(8))
 FLOOR = Floor(DEVICES, 8)
 RULE = ReshapeRule(0.15, min_correlation=0.9)
-SMALL = State(wanted=tuple(Wanted(f"s{number}", 1, (device,)) for number, device in enumerate(DEVICES)))
+SMALL = State(wanted=tuple(DesiredServer(f"s{number}", 1, (device,)) for number, device in enumerate(DEVICES)))
 TAIL = Work(tuple(Remaining(60_000.0, 4_000.0) for _ in range(4)), 0, 0.95)
 
 
@@ -64,7 +64,7 @@ def test_a_crowd_is_left_where_it_is() -> None:
     crowd = Work(tuple(Remaining(300.0, 100.0) for _ in range(5_000)), 500, 0.95)
     found = proposed(crowd)
     assert not found.is_worth_it and "15% is the least that pays" in found.why
-    best = tuple(Wanted(f"b{number}", tp, ()) for number, tp in enumerate(found.tps))
+    best = tuple(DesiredServer(f"b{number}", tp, ()) for number, tp in enumerate(found.tps))
     assert proposed(crowd, State(wanted=best)).why.endswith("the fleet is the best one")
 
 
@@ -105,11 +105,11 @@ def test_a_change_to_engines_that_sleep_costs_their_waking() -> None:
     assert relaunch_s(times, (1,) * 4, (2, 2), [2]) == 63.0
     slow = {("start", tp): (3_000.0,) for tp in PROFILES} | {("wake", tp): (3.0,) for tp in PROFILES}
     best = proposed().tps
-    asleep = tuple(Wanted(f"a{number}", tp, DEVICES[:tp]) for number, tp in enumerate(best))
-    rest = {one.server_id: Rest.ASLEEP.value for one in asleep}
+    asleep = tuple(DesiredServer(f"a{number}", tp, DEVICES[:tp]) for number, tp in enumerate(best))
+    rest = {one.server_id: SleepState.ASLEEP.value for one in asleep}
     found = proposed(state=replace(SMALL, phase_s=slow, spares=asleep, rest=rest))
     assert found.is_worth_it and found.relaunch_s == 3.0
-    between = dict.fromkeys(rest, Rest.BETWEEN.value)
+    between = dict.fromkeys(rest, SleepState.BETWEEN.value)
     assert not proposed(state=replace(SMALL, phase_s=slow, spares=asleep, rest=between)).is_worth_it
 
 

@@ -11,7 +11,7 @@ from controller.journal import Journal, State, dumped, fold
 from controller.layout import Floor
 from controller.planning import Proposal, present_tps, propose_next, relaunch_s
 from controller.rollouts import MAX_POINTS, MAX_ROLLOUTS, History, after, chosen
-from controller.steps import Wanted
+from controller.steps import DesiredServer
 from engines.profiles import load_profile
 from scheduling.estimate import Remaining
 from scheduling.reshaping import COLD_RELAUNCH_S
@@ -43,13 +43,13 @@ def decided(state: State) -> tuple[State, Proposal | str]:
     if isinstance(proposal, str):
         return state, proposal
     if proposal.is_worth_it:
-        state = replace(state, wanted=tuple(Wanted(f"{n}", tp, ()) for n, tp in enumerate(proposal.tps)))
+        state = replace(state, wanted=tuple(DesiredServer(f"{n}", tp, ()) for n, tp in enumerate(proposal.tps)))
     return replace(state, history=chosen(state.history, present_tps(state))), proposal
 
 
 def of(*tps: int) -> State:
     times = {("start", tp): (20.0,) for tp in PROFILES}
-    return State(wanted=tuple(Wanted(f"s{number}", tp, ()) for number, tp in enumerate(tps)), phase_s=times)
+    return State(wanted=tuple(DesiredServer(f"s{number}", tp, ()) for number, tp in enumerate(tps)), phase_s=times)
 
 
 def test_a_drift_between_rollouts_changes_the_plan() -> None:

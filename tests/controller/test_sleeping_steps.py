@@ -9,30 +9,30 @@ from controller.itinerary import itinerary
 from controller.layout import Floor, lay_out
 from controller.spares import SpareRule, spares_beside
 from controller.steps import (
+    DesiredServer,
     Drain,
     Launch,
     MakeReady,
     MoveKv,
+    ObservedServer,
     Register,
     Remove,
-    Rest,
-    Seen,
     Sleep,
+    SleepState,
     Stop,
     Wake,
-    Wanted,
     is_reached,
     next_steps,
 )
 from tests.controller.test_steps import DEVICES, FLOOR, serving, sizes
 from tests.controller.world import World
 
-ONES = [Wanted("a", 1, ("0",)), Wanted("b", 1, ("1",))]
-TWO = Wanted("c", 2, ("0", "1"))
+ONES = [DesiredServer("a", 1, ("0",)), DesiredServer("b", 1, ("1",))]
+TWO = DesiredServer("c", 2, ("0", "1"))
 
 
-def asleep(*servers: Wanted) -> list[Seen]:
-    return [Seen(one.server_id, one.tp, one.devices, rest=Rest.ASLEEP) for one in servers]
+def asleep(*servers: DesiredServer) -> list[ObservedServer]:
+    return [ObservedServer(one.server_id, one.tp, one.devices, rest=SleepState.ASLEEP) for one in servers]
 
 
 def test_a_change_of_shape_is_sleep_and_wake_and_no_start() -> None:
@@ -67,8 +67,8 @@ def test_the_first_fleet_waits_for_those_that_are_to_sleep_on_its_devices() -> N
 def test_no_engine_that_serves_gives_way_to_one_that_is_to_sleep() -> None:
     """Nor does a wanted one wait for it."""
     assert next_steps(ONES, serving(*ONES), spares=[TWO]) == []
-    four = Wanted("d", 4, ("0", "1", "2", "3"))
-    more = [*ONES, Wanted("e", 1, ("2",))]
+    four = DesiredServer("d", 4, ("0", "1", "2", "3"))
+    more = [*ONES, DesiredServer("e", 1, ("2",))]
     assert next_steps(more, serving(*ONES), spares=[four]) == [Launch(more[2])]
 
 
@@ -81,7 +81,7 @@ def test_nobody_wakes_before_all_its_devices_are_free() -> None:
 
 def test_one_of_which_nobody_knows_whether_it_sleeps_holds_its_devices() -> None:
     """The controller was killed while it woke: it is told again, and nobody else gets its devices before."""
-    between = [replace(one, rest=Rest.BETWEEN) for one in asleep(TWO)]
+    between = [replace(one, rest=SleepState.BETWEEN) for one in asleep(TWO)]
     assert next_steps([TWO], [*between, *asleep(*ONES)], spares=ONES) == [Wake("c")]
     assert next_steps(ONES, [*between, *asleep(*ONES)], spares=[TWO]) == [Sleep("c")]
     assert next_steps(ONES, [*between, *asleep(*ONES)]) == [Stop("c")]
@@ -109,9 +109,9 @@ def test_any_fleet_becomes_any_other_with_sleepers_beside_it(
     spares = spares_beside(wanted, [], FLOOR, rule, world.new_id)
     for plan in [first, *plans]:
         alive = [one for one in world.seen() if one.is_alive]
-        sleeping = [Wanted(one.server_id, one.tp, one.devices) for one in alive if not one.held]
+        sleeping = [DesiredServer(one.server_id, one.tp, one.devices) for one in alive if not one.held]
         holding = [one for one in wanted if one.server_id not in {other.server_id for other in sleeping}]
-        there = [Wanted(one.server_id, one.tp, one.devices) for one in alive]
+        there = [DesiredServer(one.server_id, one.tp, one.devices) for one in alive]
         if plan is not first:
             wanted = lay_out(plan, holding, FLOOR, world.new_id, sleeping)
             spares = spares_beside(wanted, there, FLOOR, replace(rule, is_ahead=False), world.new_id)

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from controller.itinerary import after, is_reachable, itinerary
 from controller.layout import DoesNotFit, Floor, lay_out
 from controller.steps import (
+    DesiredServer,
     Drain,
     Launch,
     MakeReady,
     MoveKv,
+    ObservedServer,
     Register,
     Remove,
     Reopen,
-    Seen,
     Stop,
-    Wanted,
     is_reached,
     next_steps,
 )
@@ -29,9 +29,9 @@ DEVICES = tuple(f"gpu{number}" for number in range(8))
 FLOOR = Floor(DEVICES, 8)
 
 
-def serving(*wanted: Wanted) -> list[Seen]:
+def serving(*wanted: DesiredServer) -> list[ObservedServer]:
     told = {"is_ready": True, "is_registered": True, "is_member": True, "is_serving": True}
-    return [Seen(one.server_id, one.tp, one.devices, **told) for one in wanted]
+    return [ObservedServer(one.server_id, one.tp, one.devices, **told) for one in wanted]
 
 
 @st.composite
@@ -47,8 +47,8 @@ def sizes(draw: st.DrawFn) -> list[int]:
 
 def test_two_engines_become_one_and_back() -> None:
     """Drain, move, stop, launch, ready, register; the old ones are forgotten only when another serves."""
-    ones = [Wanted("a", 1, ("0",)), Wanted("b", 1, ("1",))]
-    two = [Wanted("c", 2, ("0", "1"))]
+    ones = [DesiredServer("a", 1, ("0",)), DesiredServer("b", 1, ("1",))]
+    two = [DesiredServer("c", 2, ("0", "1"))]
     assert itinerary(two, serving(*ones)) == [
         [Drain("a"), Drain("b")],
         [MoveKv("a"), MoveKv("b")],
@@ -65,18 +65,18 @@ def test_two_engines_become_one_and_back() -> None:
 
 def test_nothing_is_done_to_a_fleet_that_is_as_wanted() -> None:
     """Nor to one that waits for a turn to end."""
-    ones = [Wanted("a", 1, ("0",)), Wanted("b", 1, ("1",))]
+    ones = [DesiredServer("a", 1, ("0",)), DesiredServer("b", 1, ("1",))]
     assert next_steps(ones, serving(*ones)) == []
     draining = [
         replace(one, is_cordoned=True, was_drained=True, is_serving=False, num_turns=1) for one in serving(*ones)
     ]
-    assert next_steps([Wanted("c", 2, ("0", "1"))], draining) == []
+    assert next_steps([DesiredServer("c", 2, ("0", "1"))], draining) == []
 
 
 def test_engines_leave_by_groups_while_enough_others_serve() -> None:
     """Four stay while four of eight go; the others follow when the new one serves, and not where too few are left."""
-    ones = [Wanted(f"one-{number}", 1, (device,)) for number, device in enumerate(DEVICES)]
-    fours = [Wanted("four-0", 4, DEVICES[:4]), Wanted("four-1", 4, DEVICES[4:])]
+    ones = [DesiredServer(f"one-{number}", 1, (device,)) for number, device in enumerate(DEVICES)]
+    fours = [DesiredServer("four-0", 4, DEVICES[:4]), DesiredServer("four-1", 4, DEVICES[4:])]
     first, *later = itinerary(fours, serving(*ones), min_engines=1)
     assert first == [Drain(f"one-{number}") for number in range(4)]
     assert [Register("four-0")] in later and later.index([Register("four-0")]) < next(
@@ -106,8 +106,8 @@ def test_whoever_changes_their_mind_while_turns_still_run_is_not_refused(
 
 def test_a_gateway_that_was_restarted_is_told_of_those_that_are_to_leave_too() -> None:
     """They serve on until others do: a gateway that does not know them is no reason to stop them."""
-    wanted = [Wanted("c", 2, ("2", "3"))]
-    leaving = serving(Wanted("a", 1, ("0",)), Wanted("b", 1, ("1",)))
+    wanted = [DesiredServer("c", 2, ("2", "3"))]
+    leaving = serving(DesiredServer("a", 1, ("0",)), DesiredServer("b", 1, ("1",)))
     forgotten = [replace(one, is_member=False, is_serving=False) for one in leaving]
     steps = next_steps(wanted, forgotten, min_engines=1)
     assert steps == [Register("a"), Register("b"), Launch(wanted[0])]
@@ -120,15 +120,15 @@ def test_a_gateway_that_was_restarted_is_told_of_those_that_are_to_leave_too() -
 
 def test_an_operators_cordon_is_left_alone() -> None:
     """Only what this controller drained is opened again."""
-    (one,) = serving(Wanted("a", 1, ("0",)))
+    (one,) = serving(DesiredServer("a", 1, ("0",)))
     cordoned = replace(one, is_cordoned=True, is_serving=False)
-    assert next_steps([Wanted("a", 1, ("0",))], [cordoned]) == []
-    assert next_steps([Wanted("a", 1, ("0",))], [replace(cordoned, was_drained=True)]) == [Reopen("a")]
+    assert next_steps([DesiredServer("a", 1, ("0",))], [cordoned]) == []
+    assert next_steps([DesiredServer("a", 1, ("0",))], [replace(cordoned, was_drained=True)]) == [Reopen("a")]
 
 
 def test_no_server_is_stopped_on_the_word_of_an_operators_cordon() -> None:
     """It may be lifted at any time, and turns come; and so may be the controller's own."""
-    (one,) = serving(Wanted("a", 1, ("0",)))
+    (one,) = serving(DesiredServer("a", 1, ("0",)))
     cordoned = replace(one, is_cordoned=True, is_serving=False)
     assert next_steps([], [cordoned]) == [Drain("a")]
     assert next_steps([], [replace(cordoned, was_drained=True)]) == [MoveKv("a")]
@@ -138,18 +138,18 @@ def test_no_server_is_stopped_on_the_word_of_an_operators_cordon() -> None:
 
 def test_what_serves_nobody_may_leave_though_few_serve() -> None:
     """An engine that hangs is replaced, and one that was only just told of need not be waited for where none must."""
-    (one,) = serving(Wanted("a", 1, ("0",)))
+    (one,) = serving(DesiredServer("a", 1, ("0",)))
     hangs = replace(one, is_serving=False)
-    assert next_steps([Wanted("b", 1, ("0",))], [hangs], min_engines=1) == [Drain("a")]
+    assert next_steps([DesiredServer("b", 1, ("0",))], [hangs], min_engines=1) == [Drain("a")]
     assert next_steps([], [replace(hangs, is_starting=True)]) == [Drain("a")]
     assert next_steps([], [replace(hangs, is_starting=True)], min_engines=1) == []
 
 
 def test_what_has_ended_or_waits_for_its_next_try_is_left_alone() -> None:
     """Who decides what is wanted puts another in its place, and says when that one may start."""
-    (one,) = serving(Wanted("a", 1, ("0",)))
-    assert next_steps([Wanted("a", 1, ("0",))], [replace(one, is_alive=False, is_ready=False)]) == []
-    ones = [Wanted("a", 1, ("0",)), Wanted("b", 1, ("1",))]
+    (one,) = serving(DesiredServer("a", 1, ("0",)))
+    assert next_steps([DesiredServer("a", 1, ("0",))], [replace(one, is_alive=False, is_ready=False)]) == []
+    ones = [DesiredServer("a", 1, ("0",)), DesiredServer("b", 1, ("1",))]
     assert next_steps(ones, [], held_back={"a"}) == [Launch(ones[1])]
 
 

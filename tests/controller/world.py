@@ -7,20 +7,20 @@ from itertools import count
 from hypothesis import strategies as st
 
 from controller.steps import (
+    DesiredServer,
     Drain,
     Launch,
     MakeReady,
     MoveKv,
+    ObservedServer,
     Register,
     Remove,
     Reopen,
-    Rest,
-    Seen,
     Sleep,
+    SleepState,
     Step,
     Stop,
     Wake,
-    Wanted,
     next_steps,
 )
 
@@ -34,12 +34,12 @@ class World:
         asleep: ids of servers that truly sleep; what is seen is what the journal knows of that.
     """
 
-    servers: dict[str, Seen] = field(default_factory=dict)
+    servers: dict[str, ObservedServer] = field(default_factory=dict)
     turns: dict[str, int] = field(default_factory=dict)
     asleep: set[str] = field(default_factory=set)
     numbers: "count[int]" = field(default_factory=count)
 
-    def seen(self) -> list[Seen]:
+    def seen(self) -> list[ObservedServer]:
         return [replace(one, num_turns=self.turns.get(one.server_id, 0)) for one in self.servers.values()]
 
     def new_id(self) -> str:
@@ -78,11 +78,11 @@ class World:
                 assert not one.is_serving, "a server falls asleep that the gateway may give turns"
                 assert one.is_alive
                 self.asleep.add(one.server_id)
-                one = replace(one, rest=Rest.ASLEEP, is_ready=False)
+                one = replace(one, rest=SleepState.ASLEEP, is_ready=False)
             case Wake():
                 assert one.is_alive
                 self.asleep.discard(one.server_id)
-                one = replace(one, rest=Rest.AWAKE)
+                one = replace(one, rest=SleepState.AWAKE)
                 self._check_alone(one.server_id, one.devices)
             case MakeReady():
                 assert one.is_alive and one.server_id not in self.asleep, "a server that sleeps is asked for tokens"
@@ -101,13 +101,13 @@ class World:
                 one = replace(one, is_cordoned=False, is_serving=True, was_drained=False, was_moved=False)
         self.servers[one.server_id] = one
 
-    def _launch(self, wanted: Wanted) -> None:
+    def _launch(self, wanted: DesiredServer) -> None:
         there = self.servers.get(wanted.server_id)
         if there is not None:
             self.servers[wanted.server_id] = replace(there, is_begun=True)
             return
         self._check_alone(wanted.server_id, wanted.devices)
-        self.servers[wanted.server_id] = Seen(wanted.server_id, wanted.tp, wanted.devices)
+        self.servers[wanted.server_id] = ObservedServer(wanted.server_id, wanted.tp, wanted.devices)
 
     def _check_alone(self, server_id: str, devices: tuple[str, ...]) -> None:
         for other in self.servers.values():
@@ -120,7 +120,7 @@ class World:
         if is_done:
             self.perform(step)
         one = self.servers[step.server_id]
-        self.servers[step.server_id] = replace(one, rest=Rest.BETWEEN, is_ready=False)
+        self.servers[step.server_id] = replace(one, rest=SleepState.BETWEEN, is_ready=False)
 
     def launch_breaks_off(self, step: Launch) -> None:
         """The controller is killed on the way: the launcher has it, and it may never begin by itself."""
@@ -151,7 +151,7 @@ class World:
         is_serving = one.is_ready and not is_cordoned
         self.servers[server_id] = replace(one, is_cordoned=is_cordoned, is_serving=is_serving)
 
-    def replaced(self, wanted: Sequence[Wanted], gone: str | None) -> list[Wanted]:
+    def replaced(self, wanted: Sequence[DesiredServer], gone: str | None) -> list[DesiredServer]:
         """The same servers, with a new one in place of one that is gone."""
         return [replace(one, server_id=self.new_id()) if one.server_id == gone else one for one in wanted]
 
@@ -162,7 +162,11 @@ class World:
                 self.cordon(one.server_id, False)
 
     def settle(
-        self, wanted: Sequence[Wanted], spares: Sequence[Wanted] = (), max_starting: int = 8, min_engines: int = 0
+        self,
+        wanted: Sequence[DesiredServer],
+        spares: Sequence[DesiredServer] = (),
+        max_starting: int = 8,
+        min_engines: int = 0,
     ) -> None:
         """Take steps until none is left."""
         for _ in range(200):

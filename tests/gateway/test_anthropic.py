@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.messages.answers import Usage
-from gateway.messages.anthropic import SGLANG, VLLM, Manner, MessageEvents, message_of
+from gateway.messages.anthropic import SGLANG, VLLM, MessageEvents, Variant, message_of
 from gateway.turns.ask import Ask
 from gateway.turns.frames import MessageFrame
 from tests.api.differential import events_of
@@ -21,9 +21,9 @@ CALLS = st.lists(
 )
 
 
-def told(deltas: list[dict[str, Any]], reason: str, stop: Any = None, manner: Manner = VLLM) -> list[dict[str, Any]]:
+def told(deltas: list[dict[str, Any]], reason: str, stop: Any = None, variant: Variant = VLLM) -> list[dict[str, Any]]:
     """The events of a stream of these deltas."""
-    events = MessageEvents(manner)
+    events = MessageEvents(variant)
     said = events.start(HEAD, Usage(10, 0, 4))
     for number, delta in enumerate(deltas):
         is_last = number == len(deltas) - 1
@@ -147,7 +147,7 @@ def test_a_whole_message_has_numbers_of_any_size() -> None:
 def test_sglang_tells_a_message_in_its_own_way() -> None:
     """Its prompt at the start, what was cached of it too; no signature, no stop sequence; calls without arguments."""
     deltas = [{"reasoning_content": "hm"}, {"content": "Well."}]
-    begun, *_, ended, _ = events = told(deltas, "stop", stop="!", manner=SGLANG)
+    begun, *_, ended, _ = events = told(deltas, "stop", stop="!", variant=SGLANG)
     assert begun["message"]["usage"] == {"input_tokens": 6, "output_tokens": 0, "cache_read_input_tokens": 4}
     assert [block["type"] for block in put_together(events)] == ["thinking", "text"]
     assert not any("signature" in str(event) for event in events)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from engines.token_ids import TokenIds
 from engines.tokens import Piece, Rendered
 from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
+from gateway.turns.answer_writers import ParsedWriter
 from gateway.turns.ask import Ask
-from gateway.turns.chain import Chain, Diverged, Said
+from gateway.turns.chain import Chain, Diverged, NewText
 from gateway.turns.frames import Frame
 from gateway.turns.splice import joined
-from gateway.turns.voices import ParsedVoice
 
 
 def chain_of(stop: tuple[str, ...] = (), includes: bool = False, grammar: bool = False, tells: bool = True) -> Chain:
@@ -112,7 +112,7 @@ class Told:
         self.ids: list[int] = []
         self.logprobs: list[Any] = []
 
-    def hear(self, said: Said) -> None:
+    def hear(self, said: NewText) -> None:
         self.texts.append(said.text)
         self.ids += said.ids
         self.logprobs += said.logprobs
@@ -269,13 +269,13 @@ def test_versions_cover_what_was_made_whoever_tells_them() -> None:
     assert chain.versions == [VersionSpan("1", 0, 4), VersionSpan("3", 4, 6)]
 
 
-def test_a_voice_that_asks_an_engine_speaks_in_parts() -> None:
+def test_a_writer_that_asks_an_engine_tells_in_parts() -> None:
     """Its first token at once, then so many as are worth a request, and no sooner than a while after the last."""
     ask = Ask("chat", "", "m", b"", {"stream": True}, "t", "g", None, 0, False, False, wants_stream=True)
-    voice = ParsedVoice(ask, Frame(ask, "turn", 0.0), 0)
-    assert not voice.is_due(0.0)
-    voice.hear([1])
-    assert voice.is_due(0.0)
-    voice.pause(10.0)
-    voice.hear([2])
-    assert not voice.is_due(10.05) and voice.is_due(10.11)
+    writer = ParsedWriter(ask, Frame(ask, "turn", 0.0), 0)
+    assert not writer.is_due(0.0)
+    writer.hear([1])
+    assert writer.is_due(0.0)
+    writer.pause(10.0)
+    writer.hear([2])
+    assert not writer.is_due(10.05) and writer.is_due(10.11)

@@ -16,11 +16,11 @@ from engines.simulated.settings import SimulatedEngineSettings
 from engines.simulated.text import END, Tokenizer
 from engines.tokens import Rendered, TokenRoutes
 from engines.vllm_tokens import token_routes
+from gateway.turns.answer_writers import ParsedWriter
 from gateway.turns.ask import Ask
 from gateway.turns.chain import Chain
 from gateway.turns.frames import Frame
 from gateway.turns.outcome import LegFailed
-from gateway.turns.voices import ParsedVoice
 from scheduling.types import Fault
 
 PATH, TIMEOUT_S = "/v1/chat/completions", 60.0
@@ -73,7 +73,7 @@ class Client:
         rendered = sites["vllm"].rendered
         self._sites = sites
         self._chain = Chain(rendered, rendered.prompt_ids, None, tells=True, tells_logprobs=False)
-        self._voice = ParsedVoice(ask, Frame(ask, "turn", 0.0), 0)
+        self._writer = ParsedWriter(ask, Frame(ask, "turn", 0.0), 0)
         self.roles: list[str] = []
         self.content = ""
         self.calls: list[tuple[str, str, str]] = []
@@ -89,8 +89,8 @@ class Client:
         site, chain = self._sites[kind], self._chain
         chain.rendered, chain.finish_reason = site.rendered, reason
         chain.output_ids += ids
-        self._voice.hear(ids)
-        events = await self._voice.say(site.routes, site.http, chain, TIMEOUT_S)
+        self._writer.hear(ids)
+        events = await self._writer.say(site.routes, site.http, chain, TIMEOUT_S)
         for line in events.decode().split("\n\n"):
             for choice in orjson.loads(line.removeprefix("data: "))["choices"] if line else ():
                 self._take(choice["delta"])

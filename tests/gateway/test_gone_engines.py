@@ -4,15 +4,15 @@ import orjson
 
 from engines.http import HttpClient
 from gateway.config import EngineSettings
+from gateway.fleet.known_processes import KnownProcesses
 from gateway.fleet.member import Member
-from gateway.fleet.seen import Seen
 from store import StoreSettings, open_store
 
 
 async def test_addresses_of_engines_that_left_long_ago_are_forgotten() -> None:
     """Of those that are there none is, and whoever comes to an address of late gets no id that was used there."""
     store = open_store("memory:", StoreSettings())
-    seen = Seen(store)
+    seen = KnownProcesses(store)
     first = engine_at(0)
     seen.note(first)
     for number in range(1, 3_000):

@@ -10,8 +10,8 @@ from gateway.messages.answers import Usage
 from gateway.messages.responses import (
     SGLANG,
     VLLM,
-    Manner,
     ResponseEvents,
+    Variant,
     echo,
     echo_of_sglang,
     response_of,
@@ -27,10 +27,10 @@ def call_of(index: int, arguments: str, name: str | None = None) -> dict[str, An
 
 
 def told(
-    deltas: list[dict[str, Any]], reason: str = "stop", head: dict[str, Any] = HEAD, manner: Manner = VLLM
+    deltas: list[dict[str, Any]], reason: str = "stop", head: dict[str, Any] = HEAD, variant: Variant = VLLM
 ) -> list[dict[str, Any]]:
     """The events of a stream with these deltas."""
-    events = ResponseEvents(head, manner)
+    events = ResponseEvents(head, variant)
     stream = events.start()
     for delta in deltas[:-1]:
         stream += events.tell(delta, None)
@@ -142,6 +142,6 @@ def test_sglang_says_of_a_text_whether_a_call_follows() -> None:
 def test_a_stream_of_sglang_ends_by_its_status() -> None:
     """vLLM calls any end completed."""
     head = HEAD | echo_of_sglang({"input": "hi"})
-    for manner, last in ((VLLM, "response.completed"), (SGLANG, "response.incomplete")):
-        assert told([{"content": "We"}, {}], "length", head, manner)[-1]["type"] == last
+    for variant, last in ((VLLM, "response.completed"), (SGLANG, "response.incomplete")):
+        assert told([{"content": "We"}, {}], "length", head, variant)[-1]["type"] == last
     assert head["store"] is True and head["temperature"] is None and head["metadata"] == {}

@@ -310,7 +310,7 @@ MARKED = ['"error"', '"usage":{', '"usage": {', '"usage"', '"finish_reason":"sto
 PARTS = [*MARKED, '"finish_reason":null', '"message_', "x", "\n", "\r", "\n\n", "data:", "}", "{", " "]
 TEXT = (b'data: {"choices":[{"index":0,"delta":{"content":"', b'"}}]}\n\n')
 TOLD = ("error", "done", "finish_reason", "usage", "num_chunks", "kept")
-OF_READER = {"_is_plain": None, "_search": None, "_alike": None}  # each has its own; the long way needs no likeness
+OF_READER = {"_is_plain": None, "_search": None, "_text_only": None}  # each has its own; the long way needs no likeness
 
 
 def state(reader: StreamReader) -> Any:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from predictor.lattice import BINS, CENTRES, EDGES, NUM_BINS, bin_of
 from predictor.lengths import Lengths
-from predictor.pace import Looks
+from predictor.pace import FeatureLaw
 from predictor.progress import Progress
-from predictor.replay import Said, play
+from predictor.replay import ReplayedPrediction, play
 from predictor.scoring import score
 from predictor.tabular import TabularPredictor, TabularSettings
 from workloads.laws import CODING, draw
@@ -45,7 +45,7 @@ def crowd(predictor: TabularPredictor, num_groups: int = 60, size: int = 8, seed
             live(predictor, f"{seed}-{group}-{member}", f"{seed}-{group}", round(math.exp(dice.gauss(level, 0.5))))
 
 
-def asked(trajectories: tuple[Trajectory, ...], predictor: TabularPredictor) -> list[Said]:
+def asked(trajectories: tuple[Trajectory, ...], predictor: TabularPredictor) -> list[ReplayedPrediction]:
     """What it says of trajectories that all start at once."""
 
     def ask(progress: Progress) -> tuple[float, tuple[float, float]]:
@@ -55,7 +55,7 @@ def asked(trajectories: tuple[Trajectory, ...], predictor: TabularPredictor) -> 
     return list(play(trajectories, predictor, ask, "together"))
 
 
-def at_step(said: list[Said], step: int) -> list[Said]:
+def at_step(said: list[ReplayedPrediction], step: int) -> list[ReplayedPrediction]:
     return [one for one in said if one.step == step]
 
 
@@ -143,7 +143,7 @@ def test_a_late_stage_speaks_for_lengths_that_nobody_has_ended_at_yet() -> None:
     """Only the longest tenth of those that ended came so far. Whoever is longer than all of them comes so far too: that
     it did says no more for the longest seen than for a length that was not seen yet."""
     dice = random.Random(5)
-    looks = Looks(Lengths(2_000, 1.2, 2.0, 4_000), 1, 4_000)
+    looks = FeatureLaw(Lengths(2_000, 1.2, 2.0, 4_000), 1, 4_000)
     for _ in range(1_000):
         in_bin = round(dice.triangular(18, 50, 36))
         looks.learn([dice.gauss(6.0, 0.5)] if in_bin >= 45 else None, in_bin)

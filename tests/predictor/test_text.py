@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heddle.cli import main
-from predictor.aside import Aside
-from predictor.choice import Judged, choose
+from predictor.background import BackgroundPredictions
+from predictor.selection import PredictionPair, choose
 from predictor.text import TextExample, conversation_text, read_examples, train_text
 from predictor.text_trial import beside_tabular
 from scheduling.types import Prediction
@@ -101,39 +101,39 @@ def test_an_answer_in_time_is_used_once() -> None:
     """The turn after the tool gets it; the one after that does not get it again."""
     gate = Gate()
     with ThreadPoolExecutor(1) as executor:
-        aside = Aside(gate.predict, executor)
-        aside.begin("a", 500)
+        background = BackgroundPredictions(gate.predict, executor)
+        background.begin("a", 500)
         gate.open.set()
         finish(executor)
-        assert aside.take("a") == Prediction(500, 500)
-        assert aside.take("a") is None
-    assert aside.counts.num_in_time == 1
+        assert background.take("a") == Prediction(500, 500)
+        assert background.take("a") is None
+    assert background.counts.num_in_time == 1
 
 
 def test_a_late_answer_is_not_waited_for() -> None:
     """A tool that returns first goes on without it, and the late answer is never given to a later turn."""
     gate = Gate()
     with ThreadPoolExecutor(1) as executor:
-        aside = Aside(gate.predict, executor)
-        aside.begin("a", 500)
+        background = BackgroundPredictions(gate.predict, executor)
+        background.begin("a", 500)
         assert gate.entered.wait(20)
-        assert aside.take("a") is None
+        assert background.take("a") is None
         gate.open.set()
         finish(executor)
-        assert aside.take("a") is None
-    assert (aside.counts.num_late, aside.counts.num_in_time) == (1, 0)
+        assert background.take("a") is None
+    assert (background.counts.num_late, background.counts.num_in_time) == (1, 0)
 
 
 def test_a_new_question_replaces_the_old_one() -> None:
     """The answer is the one to the latest turn's text."""
     gate = Gate()
     with ThreadPoolExecutor(1) as executor:
-        aside = Aside(gate.predict, executor)
+        background = BackgroundPredictions(gate.predict, executor)
         for tokens in (100, 200, 300):
-            aside.begin("a", tokens)
+            background.begin("a", tokens)
         gate.open.set()
         finish(executor)
-        assert aside.take("a") == Prediction(300, 300)
+        assert background.take("a") == Prediction(300, 300)
 
 
 def test_a_predictor_that_fails_is_as_one_that_is_late() -> None:
@@ -141,36 +141,36 @@ def test_a_predictor_that_fails_is_as_one_that_is_late() -> None:
     gate = Gate()
     gate.open.set()
     with ThreadPoolExecutor(1) as executor:
-        aside = Aside(gate.predict, executor)
-        aside.begin("a", -1)
+        background = BackgroundPredictions(gate.predict, executor)
+        background.begin("a", -1)
         finish(executor)
-        assert aside.take("a") is None
-    assert aside.counts.num_failed == 1
+        assert background.take("a") is None
+    assert background.counts.num_failed == 1
 
 
 def test_questions_do_not_pile_up() -> None:
     """Beyond the limit new ones are refused until there is room; those of ended trajectories make room."""
     gate = Gate()
     with ThreadPoolExecutor(1) as executor:
-        aside = Aside(gate.predict, executor, max_open=2)
+        background = BackgroundPredictions(gate.predict, executor, max_open=2)
         for name in ("a", "b", "c"):
-            aside.begin(name, 1)
-        assert aside.counts.num_refused == 1
-        aside.dropped("b")
-        aside.begin("d", 4)
+            background.begin(name, 1)
+        assert background.counts.num_refused == 1
+        background.dropped("b")
+        background.begin("d", 4)
         gate.open.set()
         finish(executor)
-        assert [aside.take(name) for name in "abcd"] == [Prediction(1, 1), None, None, Prediction(4, 4)]
+        assert [background.take(name) for name in "abcd"] == [Prediction(1, 1), None, None, Prediction(4, 4)]
 
 
-def judged(challenger_noise: float, incumbent_noise: float, num_groups: int = 60) -> list[Judged]:
+def judged(challenger_noise: float, incumbent_noise: float, num_groups: int = 60) -> list[PredictionPair]:
     rng = random.Random(2)
     rows = []
     for n in range(num_groups):
         for _ in range(3):
             log = rng.gauss(8, 1)
             said = [math.exp(log + rng.gauss(0, noise)) for noise in (challenger_noise, incumbent_noise)]
-            rows.append(Judged(f"g{n}", math.exp(log), *said))
+            rows.append(PredictionPair(f"g{n}", math.exp(log), *said))
     return rows
 
 

@@ -15,9 +15,9 @@ import pytest
 from engines.local_vllm import DEFAULT_VENV
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from predictor.choice import Judged, choose
 from predictor.prefix_tree import TreePredictor
 from predictor.progress import Progress
+from predictor.selection import PredictionPair, choose
 from predictor.text import TextExample
 from tests.faults.gateway_process import gateway_process
 from tests.predictor.corpus import corpus
@@ -80,9 +80,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return trained(tmp_path_factory.mktemp("told"), has_signal=True)
 
 
-def judged(questions: list[TextExample], said: list[list[float]]) -> list[Judged]:
+def judged(questions: list[TextExample], said: list[list[float]]) -> list[PredictionPair]:
     return [
-        Judged(question.group_id, question.total_tokens, total, question.base_tokens)
+        PredictionPair(question.group_id, question.total_tokens, total, question.base_tokens)
         for question, (total, _) in zip(questions, said, strict=True)
     ]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engines.profiles import load_profile
 from scheduling.cost import EngineProfile
 from scheduling.estimate import Remaining, Work, estimate_finish_s
-from scheduling.row import LoadedEngine, Speculation
+from scheduling.running_sums import LoadedEngine, Speculation
 from workloads.laws import draw, law_named
 
 PROFILES = {tp: load_profile(f"qwen3-14b-h100-tp{tp}") for tp in (1, 2, 4, 8)}

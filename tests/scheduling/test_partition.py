@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scheduling.cost import EngineProfile
 from scheduling.estimate import Remaining, estimate_finish_s
 from scheduling.partition import Presorted, partition
-from scheduling.row import LoadedEngine, Speculation
+from scheduling.running_sums import LoadedEngine, Speculation
 from tests.scheduling.plans import (
     PROFILES,
     all_cuts,

@@ -13,7 +13,7 @@ from scheduling.cost import EngineProfile
 from scheduling.estimate import Remaining
 from scheduling.fleets import GpuBudget, largest_first, on_nodes
 from scheduling.partition import Presorted, partition
-from scheduling.row import LoadedEngine, Speculation
+from scheduling.running_sums import LoadedEngine, Speculation
 from scheduling.scaling import (
     TAIL_SPECULATION,
     Role,

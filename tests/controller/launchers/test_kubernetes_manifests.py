@@ -16,7 +16,7 @@ from controller.commands import server_spec
 from controller.fleet_file import FleetFile, load_fleet_file
 from controller.kubernetes_pod import engine_pod, pod_name, server_of, spec_of
 from controller.launcher import ServerSpec, ServerState
-from controller.steps import Wanted
+from controller.steps import DesiredServer
 
 pytest.importorskip("kubernetes")
 from tests.controller.launcher_contract import FAIL, Site
@@ -35,7 +35,7 @@ def example_fleet(folder: Path) -> FleetFile:
 
 def created_pod(fleet: FleetFile) -> dict[str, Any]:
     """What the example fleet makes of one of its engines."""
-    spec = server_spec(fleet, Wanted("qwen3-7", 2, ("gpu-node-1/4", "gpu-node-1/5")))
+    spec = server_spec(fleet, DesiredServer("qwen3-7", 2, ("gpu-node-1/4", "gpu-node-1/5")))
     return engine_pod(spec, template(), "nvidia.com/gpu", 8000)
 
 

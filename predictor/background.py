@@ -11,7 +11,7 @@ Question = TypeVar("Question")
 
 
 @dataclass(slots=True)
-class AsideCounts:
+class BackgroundCounts:
     """What became of the questions: for metrics, and to see whether the executor keeps up."""
 
     num_in_time: int = 0
@@ -20,7 +20,7 @@ class AsideCounts:
     num_refused: int = 0
 
 
-class Aside(Generic[Question]):
+class BackgroundPredictions(Generic[Question]):
     """Asks in the background when a turn ends, and gives the answer at the next turn if it is ready.
 
     One event loop calls `begin`, `take` and `dropped`; none of them waits.
@@ -38,7 +38,7 @@ class Aside(Generic[Question]):
         self._max_open = max_open
         self._asked: dict[str, Future[Prediction]] = {}
         self._open: list[Future[Prediction]] = []
-        self.counts = AsideCounts()
+        self.counts = BackgroundCounts()
 
     def begin(self, trajectory_id: str, question: Question) -> None:
         """Ask, because a turn ended and its tool runs. An older question of this trajectory is dropped."""

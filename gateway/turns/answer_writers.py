@@ -1,7 +1,7 @@
 """Tells a client what a chain of token legs made: whole, or as the events of a stream. `frames.py` has the API's words.
 
-If the engine gave text beside the tokens, `TextVoice` only puts it into its frame. If tool calls or reasoning must be
-separated, `ParsedVoice` has an engine read the tokens. Any engine of the model will do, because the state needed to
+If the engine gave text beside the tokens, `TextWriter` only puts it into its frame. If tool calls or reasoning must be
+separated, `ParsedWriter` has an engine read the tokens. Any engine of the model will do, because the state needed to
 continue reading is kept here.
 """
 
@@ -17,9 +17,9 @@ from gateway.http.errors import api_error
 from gateway.messages.answers import openai_reason
 from gateway.turns.ask import Ask
 from gateway.turns.chain import Chain, Diverged
+from gateway.turns.deltas import rest_of
 from gateway.turns.frames import AnyFrame
 from gateway.turns.outcome import LegFailed
-from gateway.turns.retold import rest_of
 from scheduling.types import Fault
 
 _MAX_DERENDERED_BYTES = 64 * 2**20
@@ -39,7 +39,7 @@ def _chat_logprobs(request: Mapping[str, Any], entries: Sequence[dict[str, Any]]
     return {"content": entries}
 
 
-class TextVoice:
+class TextWriter:
     """For answers that are exactly the text that came."""
 
     def __init__(self, ask: Ask, frame: AnyFrame, index: int) -> None:
@@ -106,7 +106,7 @@ class TextVoice:
         }
 
 
-class ParsedVoice:
+class ParsedWriter:
     """For answers that an engine must parse."""
 
     def __init__(self, ask: Ask, frame: AnyFrame, index: int) -> None:

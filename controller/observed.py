@@ -5,17 +5,17 @@ from collections.abc import Collection, Iterable, Sequence
 from controller.gateway_client import Member
 from controller.journal import State
 from controller.launcher import Server, ServerState
-from controller.steps import Launch, Rest, Seen
+from controller.steps import Launch, ObservedServer, SleepState
 
 
-def put_together(
+def observed_servers(
     servers: Sequence[Server],
     members: Sequence[Member],
     state: State,
     ready: Collection[str] = (),
     launched: Collection[str] = (),
     launching: Iterable[Launch] = (),
-) -> list[Seen]:
+) -> list[ObservedServer]:
     """Every server that the launcher has or is launching, or that the gateway has from this controller.
 
     Args:
@@ -28,31 +28,31 @@ def put_together(
     seen = {server.spec.server_id: _seen(server, by_url, state, ready, launched) for server in servers}
     for launch in launching:
         one = launch.wanted
-        seen.setdefault(one.server_id, Seen(one.server_id, one.tp, one.devices))
+        seen.setdefault(one.server_id, ObservedServer(one.server_id, one.tp, one.devices))
     shown_urls = {server.url for server in servers}
     for server_id, url in state.urls.items():
         if server_id not in seen and url in by_url and url not in shown_urls:
             # Its launcher has forgotten it, so it holds no device.
-            seen[server_id] = Seen(server_id, 0, (), is_alive=False, is_member=True, was_stopped=True)
+            seen[server_id] = ObservedServer(server_id, 0, (), is_alive=False, is_member=True, was_stopped=True)
     return list(seen.values())
 
 
 def _seen(
     server: Server, by_url: dict[str, Member], state: State, ready: Collection[str], launched: Collection[str]
-) -> Seen:
+) -> ObservedServer:
     server_id = server.spec.server_id
     # Only a registered server counts as a member: another server may have had this address before.
     member = by_url.get(server.url or "") if server_id in state.urls else None
     is_alive = server.state is not ServerState.EXITED
-    rest = Rest(state.rest.get(server_id, Rest.AWAKE))
-    return Seen(
+    rest = SleepState(state.rest.get(server_id, SleepState.AWAKE))
+    return ObservedServer(
         server_id=server_id,
         tp=server.spec.tp,
         devices=server.spec.devices,
         is_alive=is_alive,
         is_begun=server.state is not ServerState.STARTING or server_id in launched,
         # It is registered when it is ready; after a restart the gateway is told again at once.
-        is_ready=is_alive and rest is Rest.AWAKE and (server_id in ready or server_id in state.urls),
+        is_ready=is_alive and rest is SleepState.AWAKE and (server_id in ready or server_id in state.urls),
         is_registered=server_id in state.urls,
         is_member=member is not None,
         is_starting=is_alive and member is not None and member.is_starting,

@@ -12,7 +12,7 @@ from gateway.state.ledger import Entry
 from gateway.turns.outcome import Outcome
 from gateway.turns.progress import begun
 from gateway.turns.turn import Turn
-from predictor.aside import Aside, AsideCounts
+from predictor.background import BackgroundCounts, BackgroundPredictions
 from predictor.progress import Predictor
 from predictor.text import TextExample, TextPredictor, conversation_text
 from scheduling.types import Prediction
@@ -21,7 +21,7 @@ Question = Callable[[], TextExample]
 """Made in the thread that answers it, because reading a conversation is work as well."""
 
 
-class Reading:
+class TextPredictions:
     """Runs a text predictor in a thread of its own. No turn waits for it.
 
     Args:
@@ -32,12 +32,14 @@ class Reading:
     def __init__(self, predict: Callable[[TextExample], Prediction], predictor: Predictor) -> None:
         self._predictor = predictor
         self._executor = ThreadPoolExecutor(1, "text-predictor")
-        self._aside: Aside[Question] = Aside(lambda question: predict(question()), self._executor)
+        self._background: BackgroundPredictions[Question] = BackgroundPredictions(
+            lambda question: predict(question()), self._executor
+        )
 
     @property
-    def counts(self) -> AsideCounts:
+    def counts(self) -> BackgroundCounts:
         """What became of the questions so far."""
-        return self._aside.counts
+        return self._background.counts
 
     def turn_ended(self, turn: Turn, outcome: Outcome, entry: Entry, context_tokens: int) -> None:
         """If the trajectory goes on, a tool runs now: ask how much work is left.
@@ -56,25 +58,25 @@ class Reading:
             text = conversation_text([*_said(ask.request), answer])
             return TextExample(text, ask.group_id, made, num_turns, base_tokens=base_tokens)
 
-        self._aside.begin(ask.trajectory_id, question)
+        self._background.begin(ask.trajectory_id, question)
 
     def heard(self, trajectory_id: str) -> Prediction | None:
         """The answer, as the next turn arrives; None if there is none yet."""
-        return self._aside.take(trajectory_id)
+        return self._background.take(trajectory_id)
 
     def dropped(self, trajectory_id: str) -> None:
         """The trajectory ended."""
-        self._aside.dropped(trajectory_id)
+        self._background.dropped(trajectory_id)
 
     def close(self) -> None:
         """Ask no more questions."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def reading(path: str, predictor: Predictor) -> Reading:
+def reading(path: str, predictor: Predictor) -> TextPredictions:
     """A reading with the model in this file. Raises ConfigError."""
     try:
-        return Reading(TextPredictor.load(Path(path)).predict, predictor)
+        return TextPredictions(TextPredictor.load(Path(path)).predict, predictor)
     except ImportError:
         raise ConfigError("text_predictor wants torch: pip install 'heddle[text]'") from None
     except OSError as error:

@@ -43,7 +43,7 @@ class LoadedEngine:
         return None if self.work.total_tokens else self.speculation
 
 
-class Row:
+class RunningSums:
     """Trajectories in the order given, with running sums. Position 0 is before the first."""
 
     def __init__(self, trajectories: Sequence[Remaining]) -> None:

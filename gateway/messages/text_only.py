@@ -7,7 +7,7 @@ _TEXT = re.compile(rb'"(?:content|text|reasoning|reasoning_content)":"([^"\\]*)"
 _LEARN_EVERY = 16
 
 
-class Alike:
+class TextOnlyEvents:
     """Compares the events of one stream with an example.
 
     An event that begins and ends like a text-only example, with no quote and no line end between, is text only too: it
@@ -20,7 +20,7 @@ class Alike:
         self._start = self._end = b"\n"  # no event that ends properly begins like this
         self._text_at = self._text_to = self._num_unlike = 0
 
-    def holds(self, event: bytes) -> bool:
+    def matches(self, event: bytes) -> bool:
         """Whether this is one whole event, and like the example."""
         at = self._text_at
         return (

@@ -13,24 +13,24 @@ _STATE_NAME = "fleet"
 _MAX_LEFT = 1_000
 
 
-class Seen:
+class KnownProcesses:
     """The last process of each address, by its URL."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._seen: dict[str, dict[str, Any]] = {}
+        self._known: dict[str, dict[str, Any]] = {}
 
     async def restore(self) -> None:
         """Read what an earlier process knew. Raises StoreError."""
-        self._seen = orjson.loads(await self._store.get_state(_STATE_NAME) or b"{}")
+        self._known = orjson.loads(await self._store.get_state(_STATE_NAME) or b"{}")
 
     def at(self, url: str) -> dict[str, Any]:
         """What `note` wrote about the process there; empty if none was ever seen."""
-        return self._seen.get(url, {})
+        return self._known.get(url, {})
 
     def note(self, member: Member) -> None:
         """Write down an engine's present state."""
-        self._seen[member.settings.url] = {
+        self._known[member.settings.url] = {
             "generation": member.generation,
             "started_at": member.started_at,
             "is_cordoned": member.is_cordoned,
@@ -41,13 +41,13 @@ class Seen:
 
     def left(self, member: Member) -> None:
         """It left the fleet. Another process may come to this address, and must not get its id."""
-        self._seen.pop(member.settings.url, None)
-        self._seen[member.settings.url] = {"generation": member.generation + 1, "started_at": None}
-        have_left = [url for url, known in self._seen.items() if "models" not in known]
+        self._known.pop(member.settings.url, None)
+        self._known[member.settings.url] = {"generation": member.generation + 1, "started_at": None}
+        have_left = [url for url, known in self._known.items() if "models" not in known]
         for url in have_left[:-_MAX_LEFT]:
-            del self._seen[url]
+            del self._known[url]
         self.remember()
 
     def remember(self) -> None:
         """Write everything down; also after the store lost it."""
-        self._store.put_state(_STATE_NAME, orjson.dumps(self._seen))
+        self._store.put_state(_STATE_NAME, orjson.dumps(self._known))

@@ -4,16 +4,16 @@ import time
 from collections.abc import Sequence
 
 from controller.demand import demand_of
+from controller.desired import DesiredFleet, Refused
 from controller.fleet_file import FleetFile
 from controller.gateway_client import GatewayClient
 from controller.itinerary import itinerary
 from controller.journal import read_state
 from controller.launcher import Launcher
+from controller.observed import observed_servers
 from controller.planning import Proposal
 from controller.report import in_words
-from controller.sight import put_together
-from controller.steps import Seen, Step, is_reached
-from controller.will import Refused, Will
+from controller.steps import ObservedServer, Step, is_reached
 from scheduling.fleets import in_words as sizes_in_words
 from scheduling.fleets import largest_first
 
@@ -30,7 +30,7 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
     gateway = GatewayClient(fleet.gateway, key)
     demand = demand_of(fleet.demand, gateway)
     try:
-        seen = put_together(await launcher.find(fleet.fleet), await gateway.engines(), state)
+        seen = observed_servers(await launcher.find(fleet.fleet), await gateway.engines(), state)
         work = await demand.work()
     finally:
         await demand.aclose()
@@ -38,11 +38,11 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
     sizes = largest_first(one.tp for one in seen if one.is_serving)
     lines = [f"Fleet {fleet.fleet}: {sizes_in_words(sizes) or 'nothing'} serves."]
     limits = fleet.limits
-    will = Will(fleet, launcher, lambda: state, time.time)
+    desired = DesiredFleet(fleet, launcher, lambda: state, time.time)
     if state.changed_at is None:
         lines.append("It has no journal: what runs is adopted; if nothing does, the first fleet is launched.")
         try:
-            rounds = [] if any(one.is_alive for one in seen) else will.steps_to(will.first_tps(), seen)
+            rounds = [] if any(one.is_alive for one in seen) else desired.steps_to(desired.first_tps(), seen)
         except Refused as refused:
             return [*lines, f"It cannot be: {refused}."]
     elif not is_reached(state.wanted, seen):
@@ -56,14 +56,14 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
             max_starting=limits.max_starting,
         )
     else:
-        more, rounds = _planned(fleet, will, will.proposed(work), state.is_manual, seen)
+        more, rounds = _planned(fleet, desired, desired.proposed(work), state.is_manual, seen)
         lines += more
     lines += in_words(rounds, state, seen) or ["There is nothing to do."]
     return [*lines, "Nothing was done."]
 
 
 def _planned(
-    fleet: FleetFile, will: Will, proposal: Proposal | str, is_manual: bool, seen: Sequence[Seen]
+    fleet: FleetFile, desired: DesiredFleet, proposal: Proposal | str, is_manual: bool, seen: Sequence[ObservedServer]
 ) -> tuple[list[str], list[list[Step]]]:
     if isinstance(proposal, str):
         return [f"No plan: {proposal}."], []
@@ -76,6 +76,6 @@ def _planned(
         why = "an operator's fleet stays" if is_manual else "planning.is_automatic is off"
         lines.append(f"It would only be shown: {why}.")
     try:
-        return lines, will.steps_to(proposal.tps, seen)
+        return lines, desired.steps_to(proposal.tps, seen)
     except Refused as refused:
         return [*lines, f"It cannot be carried out: {refused}."], []

@@ -6,8 +6,8 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.messages.alike import Alike
 from gateway.messages.streams import StreamReader, plain_events
+from gateway.messages.text_only import TextOnlyEvents
 
 WORDS = [
     "error",
@@ -58,9 +58,9 @@ OTHERS = st.sampled_from(
 @given(st.lists(EVENTS | OTHERS, max_size=12))
 def test_what_is_like_a_text_is_one(events: list[bytes]) -> None:
     """One whole event without a reason to end, usage or error, whatever its text says."""
-    alike, is_plain = Alike(), plain_events("chat")
+    alike, is_plain = TextOnlyEvents(), plain_events("chat")
     for said in events:
-        if alike.holds(said):
+        if alike.matches(said):
             assert said.count(b"\n") == 2 and said.startswith(b"data: ")
             chunk = orjson.loads(said[6:])
             assert set(chunk) == {"id", "choices"} and chunk["choices"][0]["finish_reason"] is None
@@ -71,20 +71,20 @@ def test_what_is_like_a_text_is_one(events: list[bytes]) -> None:
 @given(TEXTS, st.text(st.characters(exclude_characters='"\\', exclude_categories=["C"])))
 def test_another_text_is_like_the_first(first: str, second: str) -> None:
     """Else nothing is gained: an escaped quote in the first is no example, any other text is."""
-    alike = Alike()
+    alike = TextOnlyEvents()
     alike.learn(event(first))
     is_example = b"\\" not in orjson.dumps(first)
-    assert alike.holds(event(second)) == is_example
-    assert not alike.holds(event(second, reason="stop"))
-    assert not alike.holds(event(second, "role"))
+    assert alike.matches(event(second)) == is_example
+    assert not alike.matches(event(second, reason="stop"))
+    assert not alike.matches(event(second, "role"))
 
 
 def test_an_example_is_replaced_when_the_stream_changes() -> None:
     """Some engines say a new time every second: a few events later that one is the example."""
-    alike, num_unlike = Alike(), 0
+    alike, num_unlike = TextOnlyEvents(), 0
     for number in range(320):
         said = event(str(number), created=number // 64)
-        if not alike.holds(said):
+        if not alike.matches(said):
             num_unlike += 1
             alike.learn(said)
     assert num_unlike < 16 * 5 + 5

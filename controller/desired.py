@@ -18,7 +18,7 @@ from controller.layout import DoesNotFit, Floor, lay_out
 from controller.planning import Proposal, propose, propose_next
 from controller.records import new_ids, spares_record, wanted_record
 from controller.spares import SpareRule, spares_beside
-from controller.steps import Seen, Step, Wanted
+from controller.steps import DesiredServer, ObservedServer, Step
 from scheduling.reshaping import ReshapeRule
 
 
@@ -26,7 +26,7 @@ class Refused(Exception):
     """The request cannot be fulfilled; the message states why."""
 
 
-class Will:
+class DesiredFleet:
     """Decides what is wanted.
 
     Args:
@@ -57,16 +57,16 @@ class Will:
         least = min(self._fleet.tp_sizes)
         return (least,) * (len(self._launcher.inventory()) // least)
 
-    def adopted(self, alive: Sequence[Seen], asleep: Set[str]) -> list[Json]:
+    def adopted(self, alive: Sequence[ObservedServer], asleep: Set[str]) -> list[Json]:
         """What runs already although no journal records it. Of two on the same devices, the gateway's goes first.
 
         Args:
             asleep: ids of servers that report that they sleep.
         """
-        wanted: list[Wanted] = []
-        spares: list[Wanted] = []
+        wanted: list[DesiredServer] = []
+        spares: list[DesiredServer] = []
         for one in sorted(alive, key=lambda one: not one.is_member):
-            server = Wanted(one.server_id, one.tp, one.devices)
+            server = DesiredServer(one.server_id, one.tp, one.devices)
             if one.server_id in asleep:
                 spares.append(server)
             elif not any(set(one.devices) & set(other.devices) for other in wanted):
@@ -85,12 +85,12 @@ class Will:
         state = self._state()
         return propose_next(state, self._fleet.profiles(), self._floor(state.resting))
 
-    def planned(self, proposal: Proposal, seen: Sequence[Seen]) -> list[Json]:
+    def planned(self, proposal: Proposal, seen: Sequence[ObservedServer]) -> list[Json]:
         """A plan's fleet, with its assumed relaunch time. Raises Refused."""
         counted = {"counted_s": proposal.relaunch_s}
         return self._wanted(proposal.tps, seen, self._state().resting, proposal.why, **counted)
 
-    def scaled(self, tps: Sequence[int], seen: Sequence[Seen]) -> list[Json]:
+    def scaled(self, tps: Sequence[int], seen: Sequence[ObservedServer]) -> list[Json]:
         """An operator's fleet: every device and every size may be used again, and all may sleep. Raises Refused."""
         more = {"is_manual": True, "blocked_tps": [], "sleepless": "", "not_before": {}, "num_tries": {}}
         return self._wanted(tps, seen, frozenset(), "scaled by hand", **more)
@@ -100,7 +100,7 @@ class Will:
         state = self._state()
         return [wanted_record(state.wanted, state.serial, self._clock(), "plans decide", is_manual=False)]
 
-    def drained(self, server_id: str, seen: Sequence[Seen]) -> list[Json]:
+    def drained(self, server_id: str, seen: Sequence[ObservedServer]) -> list[Json]:
         """The fleet without this server, whose devices rest; a spare is simply dropped. Raises Refused."""
         state = self._state()
         spares = [one for one in state.spares if one.server_id != server_id]
@@ -117,7 +117,7 @@ class Will:
         more = {"spares": spares, "resting": resting, "is_manual": True}
         return [wanted_record(wanted, state.serial, self._clock(), why, **more)]
 
-    def steps_to(self, tps: Sequence[int], seen: Sequence[Seen]) -> list[list[Step]]:
+    def steps_to(self, tps: Sequence[int], seen: Sequence[ObservedServer]) -> list[list[Step]]:
         """All rounds of steps to a fleet of these sizes. Raises Refused."""
         limits, state = self._fleet.limits, self._state()
         wanted, spares, _ = self._laid_out(tps, seen, state.resting, state.sleepless)
@@ -125,7 +125,7 @@ class Will:
         return itinerary(wanted, seen, spares=spares, min_engines=limits.min_engines, max_starting=limits.max_starting)
 
     def _wanted(
-        self, tps: Sequence[int], seen: Sequence[Seen], resting: frozenset[str], why: str, **more: Any
+        self, tps: Sequence[int], seen: Sequence[ObservedServer], resting: frozenset[str], why: str, **more: Any
     ) -> list[Json]:
         sleepless = more.get("sleepless", self._state().sleepless)
         wanted, spares, serial = self._laid_out(tps, seen, resting, sleepless)
@@ -133,8 +133,8 @@ class Will:
         return [wanted_record(wanted, serial, self._clock(), why, spares=spares, resting=resting, **more)]
 
     def _laid_out(
-        self, tps: Sequence[int], seen: Sequence[Seen], resting: frozenset[str], sleepless: str
-    ) -> tuple[list[Wanted], list[Wanted], int]:
+        self, tps: Sequence[int], seen: Sequence[ObservedServer], resting: frozenset[str], sleepless: str
+    ) -> tuple[list[DesiredServer], list[DesiredServer], int]:
         """The servers, the spares beside them, and the last serial number used for their ids.
 
         A draining or sleeping server may be among the servers.
@@ -157,7 +157,9 @@ class Will:
         spares = spares_beside(wanted, there, floor, rule, new_id)
         return wanted, spares, serial()
 
-    def _check(self, wanted: Sequence[Wanted], spares: Sequence[Wanted], seen: Sequence[Seen]) -> None:
+    def _check(
+        self, wanted: Sequence[DesiredServer], spares: Sequence[DesiredServer], seen: Sequence[ObservedServer]
+    ) -> None:
         limits = self._fleet.limits
         if not is_reachable(
             wanted, seen, spares=spares, min_engines=limits.min_engines, max_starting=limits.max_starting
@@ -169,11 +171,11 @@ class Will:
         return Floor(devices, min(self._fleet.gpus_per_node, len(devices) or 1), resting)
 
 
-def _leaving(state: State, seen: Sequence[Seen]) -> list[Wanted]:
+def _leaving(state: State, seen: Sequence[ObservedServer]) -> list[DesiredServer]:
     """Servers that are not wanted, but hold devices, and whose stop has not begun."""
     wanted_ids = {one.server_id for one in state.wanted}
     return [
-        Wanted(one.server_id, one.tp, one.devices)
+        DesiredServer(one.server_id, one.tp, one.devices)
         for one in seen
         if one.held and one.server_id not in wanted_ids and state.begun.get(one.server_id) != "Stop"
     ]

@@ -8,7 +8,7 @@ from predictor.scoring import log_pearson, recall
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class PredictionPair:
     """One held-out prediction of each predictor, and the true value; tokens of total output."""
 
     group_id: str
@@ -33,13 +33,13 @@ class Choice:
     recall_gain: float
 
 
-def choose(judged: Sequence[Judged], *, min_gain: float = 0.02, num_draws: int = 200, seed: int = 0) -> Choice:
+def choose(judged: Sequence[PredictionPair], *, min_gain: float = 0.02, num_draws: int = 200, seed: int = 0) -> Choice:
     """Take the challenger if it orders trajectories better, beyond chance and by enough to matter, and finds the
     longest ones at least as well.
 
     Whole groups are drawn, because siblings are not independent. Fewer than 20 groups decide nothing.
     """
-    groups: dict[str, list[Judged]] = {}
+    groups: dict[str, list[PredictionPair]] = {}
     for one in judged:
         groups.setdefault(one.group_id, []).append(one)
     if len(groups) < 20:
@@ -53,13 +53,13 @@ def choose(judged: Sequence[Judged], *, min_gain: float = 0.02, num_draws: int =
     return Choice(gain_low > 0 and gain >= min_gain and recall_gain >= 0, gain, gain_low, recall_gain)
 
 
-def _gain(judged: Sequence[Judged]) -> float:
+def _gain(judged: Sequence[PredictionPair]) -> float:
     truth = [one.total_tokens for one in judged]
     challenger = log_pearson([one.challenger_tokens for one in judged], truth)
     return challenger - log_pearson([one.incumbent_tokens for one in judged], truth)
 
 
-def _recall_gain(judged: Sequence[Judged]) -> float:
+def _recall_gain(judged: Sequence[PredictionPair]) -> float:
     truth = [one.total_tokens for one in judged]
     challenger = recall([one.challenger_tokens for one in judged], truth, 0.2, 0.2)
     return challenger - recall([one.incumbent_tokens for one in judged], truth, 0.2, 0.2)

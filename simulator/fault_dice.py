@@ -10,7 +10,7 @@ PATIENCE_S = 30.0
 """A client that will leave does so within this time after it asked for its last turn."""
 
 
-class Mishaps:
+class FaultDice:
     """What goes wrong in one rollout."""
 
     def __init__(self, faults: Faults, seed: int) -> None:

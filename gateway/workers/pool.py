@@ -51,10 +51,10 @@ class Borrower(Protocol):
 class Loan:
     """A stream that a worker has."""
 
-    __slots__ = ("_hand", "_is_recalled", "_number", "of")
+    __slots__ = ("_is_recalled", "_link", "_number", "of")
 
-    def __init__(self, hand: "_Hand", number: int, of: Borrower) -> None:
-        self._hand = hand
+    def __init__(self, link: "_WorkerLink", number: int, of: Borrower) -> None:
+        self._link = link
         self._number = number
         self._is_recalled = False
         self.of = of
@@ -63,10 +63,10 @@ class Loan:
         """Ask for it back, soon."""
         if not self._is_recalled:
             self._is_recalled = True
-            self._hand.recall(self._number)
+            self._link.recall(self._number)
 
 
-class Crew:
+class WorkerPool:
     """All byte workers of this process. They start when first needed.
 
     Args:
@@ -82,30 +82,30 @@ class Crew:
         )
         self._above = above
         self._num_live = num_live
-        self._hands: list[_Hand] = []
+        self._links: list[_WorkerLink] = []
         self._starts_at = 0.0
         self._is_closed = False
 
     @property
     def num_lent(self) -> list[int]:
         """How many streams each ready worker has."""
-        return [len(hand.loans) for hand in self._hands if hand.is_ready]
+        return [len(link.loans) for link in self._links if link.is_ready]
 
-    def hand(self) -> "_Hand | None":
+    def worker(self) -> "_WorkerLink | None":
         """The worker with the fewest streams; None if a stream stays here."""
         if not self._num_workers or self._num_live() < self._above or self._is_closed:
             return None
-        if len(self._hands) < self._num_workers and time.monotonic() >= self._starts_at:
+        if len(self._links) < self._num_workers and time.monotonic() >= self._starts_at:
             try:
-                self._hands.append(_Hand(self._limits, self._lost))
+                self._links.append(_WorkerLink(self._limits, self._lost))
             except OSError:  # no more processes, descriptors or memory
                 self._not_started()
-        ready = [hand for hand in self._hands if hand.is_ready]
-        return min(ready, key=lambda hand: len(hand.loans), default=None)
+        ready = [link for link in self._links if link.is_ready]
+        return min(ready, key=lambda link: len(link.loans), default=None)
 
-    def _lost(self, hand: "_Hand") -> None:
-        self._hands.remove(hand)
-        if not hand.was_ready and not self._is_closed:
+    def _lost(self, link: "_WorkerLink") -> None:
+        self._links.remove(link)
+        if not link.was_ready and not self._is_closed:
             self._not_started()
 
     def _not_started(self) -> None:
@@ -115,14 +115,14 @@ class Crew:
     async def close(self) -> None:
         """End all workers. Streams that they still have are lost."""
         self._is_closed = True
-        for hand in list(self._hands):
-            await hand.close()
+        for link in list(self._links):
+            await link.close()
 
 
-class _Hand(asyncio.Protocol):
+class _WorkerLink(asyncio.Protocol):
     """One worker, and all streams that it has."""
 
-    def __init__(self, limits: LoanLimits, on_lost: Callable[["_Hand"], None]) -> None:
+    def __init__(self, limits: LoanLimits, on_lost: Callable[["_WorkerLink"], None]) -> None:
         self._limits = limits
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()

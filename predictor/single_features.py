@@ -38,7 +38,7 @@ FEATURES: dict[str, Feature] = {
 }
 
 
-class Single:
+class SingleFeature:
     """Uses one feature as the total, unchanged. If the feature is not available, the geometric mean of all
     that ended."""
 

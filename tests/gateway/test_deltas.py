@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.turns.chain import Diverged
-from gateway.turns.retold import rest_of
+from gateway.turns.deltas import rest_of
 
 
 def call(arguments: str, index: int = 0, name: str = "run") -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from controller.journal import Failure, Json, State
 from controller.launcher import Server, ServerState
 from controller.records import spares_record, wanted_record
-from controller.steps import Wanted
+from controller.steps import DesiredServer
 
 Of = TypeVar("Of")
 
@@ -67,7 +67,7 @@ def find_ended(state: State, servers: Sequence[Server], failed: Mapping[str, str
 def tend(
     state: State,
     ended: Sequence[Ended],
-    alive: Mapping[str, Wanted],
+    alive: Mapping[str, DesiredServer],
     now: float,
     rule: RetryRule,
     new_id: Callable[[], str],
@@ -82,7 +82,7 @@ def tend(
     records: list[Json] = []
     wanted = list(state.wanted)
     tries, not_before = dict(state.num_tries), dict(state.not_before)
-    given_up: list[Wanted] = []
+    given_up: list[DesiredServer] = []
     spares = {one.server_id: one for one in state.spares}
     for one in ended:
         place = next((place for place, other in enumerate(wanted) if other.server_id == one.server_id), None)
@@ -126,5 +126,5 @@ def _only(of: Mapping[str, Of], server_ids: Set[str]) -> dict[str, Of]:
     return {server_id: value for server_id, value in of.items() if server_id in server_ids}
 
 
-def _devices(wanted: Sequence[Wanted]) -> list[tuple[str, ...]]:
+def _devices(wanted: Sequence[DesiredServer]) -> list[tuple[str, ...]]:
     return sorted(one.devices for one in wanted)
