@@ -1,11 +1,12 @@
 """What every store promises: the double in memory, the embedded store and a real Redis."""
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from store import Store, StoredTrajectory
@@ -251,19 +252,23 @@ STEPS = st.lists(
         st.tuples(st.just("forget"), IDS, st.just({})),
         st.tuples(st.just("piece"), IDS, OBJECTS),
         st.tuples(st.just("drop"), IDS, st.just({})),
-        st.tuples(st.just("settle"), st.just(""), st.just({})),
+        st.tuples(st.sampled_from(["settle", "restart"]), st.just(""), st.just({})),
     ),
     max_size=30,
 )
+_numbers = itertools.count()
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(steps=STEPS)
+@example(steps=[("put", "a", {}), ("restart", "", {}), ("append", "b", {})])  # it must not take the place of the first
 async def test_any_sequence_of_puts_equals_a_dictionary(
-    new_store: NewStore, steps: list[tuple[str, str, dict[str, Any]]]
+    new_store: NewStore, kind: str, steps: list[tuple[str, str, dict[str, Any]]]
 ) -> None:
-    """Records, history and forgetting behave as plain dictionaries do, however the puts fall into flushes."""
-    store = new_store(max_turns_kept=3)
+    """Records, history and forgetting behave as plain dictionaries do, however the puts fall into flushes and between
+    processes."""
+    place = f"sequence-{next(_numbers)}"
+    store = new_store(place, max_turns_kept=3)
     await store.open()
     model: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
     pieces: dict[str, dict[str, bytes]] = {}
@@ -288,6 +293,10 @@ async def test_any_sequence_of_puts_equals_a_dictionary(
                 store.drop_pieces(trajectory_id, "1/")
                 left = {name: data for name, data in pieces.pop(trajectory_id, {}).items() if name[:2] != "1/"}
                 pieces |= {trajectory_id: left} if left else {}
+            case "restart" if kind != "memory":
+                await store.close()
+                store = new_store(place, max_turns_kept=3)
+                await store.open()
             case _:
                 assert await store.settle(5.0)
     assert await _all(store) == model

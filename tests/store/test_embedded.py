@@ -191,6 +191,31 @@ async def test_a_heal_that_fails_hides_nothing_that_was_written(tmp_path: Path) 
     assert (found.record, found.turns) == ({"number": 3}, [{"number": 1}, {"number": 3}])
 
 
+async def test_a_turn_whose_record_a_full_disk_did_not_take_stops_no_start(tmp_path: Path) -> None:
+    """A process killed before it could write everything again leaves a turn of nobody, which goes."""
+    path = tmp_path / "store.sqlite3"
+    process = child(
+        """
+        async def main():
+            store = open_store(f"sqlite:{sys.argv[1]}", StoreSettings(backoff_max_s=60.0))
+            await store.open()
+            limit(os.path.getsize(sys.argv[1] + "-wal"))
+            store.append_turn("lost", {"number": 1})
+            assert not await store.settle(1.0)
+            limit(resource.RLIM_INFINITY)
+            store.append_turn("lost", {"number": 2})
+            store.append_turn("kept", {"number": 3})
+            await store.settle(1.0)
+            print("written", flush=True)
+            sys.stdin.read()
+        asyncio.run(main())
+        """,
+        path,
+    )
+    found = await _left_behind(process, "written", path)
+    assert (found.trajectory_id, found.record, found.turns) == ("kept", {}, [{"number": 3}])
+
+
 async def test_a_file_by_another_name_is_the_same_file(tmp_path: Path) -> None:
     """A link to a record is that record: two gateways that were given both would undo each other."""
     (tmp_path / "link").symlink_to(tmp_path / "s")
