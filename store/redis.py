@@ -13,7 +13,8 @@ What that number tells:
   it may be lost as well. While nothing is put, the last number is sent with an empty batch; then a lower number is a
   gap, too.
 
-Of two writers, the later one is the one that claimed the record later by the server's clock.
+Of two writers, the later one is the one that claimed the record later, by the server's clock. A claim is always later
+than the one that it finds, because the server may have been replaced by one whose clock is behind.
 
 Keys, after the namespace: `records` (hash: trajectory id to JSON; also the index), `turns:ID` (list of JSON), `answers`
 (hash), `pieces:ID` (hash), `sizes` (hash: trajectory id to bytes of its pieces), `states` (hash), `owner` (hash:
@@ -43,10 +44,10 @@ FIRST_BATCH = 1
 """The number that a claim leaves on the server. A server without data counts as -1, so the two never match."""
 
 CLAIM = """
-local time = redis.call('TIME')
-local claimed_at = time[1] .. string.format('%06d', time[2])
-redis.call('HSET', ARGV[1] .. 'owner', 'format', '1', 'writer', ARGV[2], 'claimed_at', claimed_at, 'batch', ARGV[3],
-  'lost', '0')
+local owner, time = ARGV[1] .. 'owner', redis.call('TIME')
+local last = tonumber(redis.call('HGET', owner, 'claimed_at') or 0)
+local claimed_at = string.format('%.0f', math.max(time[1] * 1000000 + time[2], last + 1))
+redis.call('HSET', owner, 'format', '1', 'writer', ARGV[2], 'claimed_at', claimed_at, 'batch', ARGV[3], 'lost', '0')
 return claimed_at
 """
 

@@ -7,8 +7,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import redis.asyncio as redis
 
 from store import Store, StoreAway, StoreCorrupt, StoreError, StoreSettings, open_store
+from store.redis import APPLY, FIRST_BATCH
 from tests.support.redis_server import RedisServer
 
 QUICK: dict[str, Any] = {"backoff_min_s": 0.005, "backoff_max_s": 0.02, "check_every_s": 0.02, "op_timeout_s": 5.0}
@@ -212,6 +214,22 @@ async def test_after_a_loss_the_later_of_two_processes_still_owns_the_record(ser
     assert await _all(second) == {"t": ({"by": "second"}, [])}
     for store in (first, second):
         await store.close()
+
+
+async def test_a_claim_is_later_than_the_one_it_finds_though_the_servers_clock_is_behind(server: RedisServer) -> None:
+    """After a failover to a server whose clock is behind, the process that took over stays the owner."""
+    ahead = str(int((time.time() + 3600.0) * 1e6)).encode()
+    async with redis.Redis.from_url(server.url()) as client:
+        earlier = {"format": b"1", "writer": b"earlier", "claimed_at": ahead, "batch": FIRST_BATCH, "lost": b"0"}
+        await client.hset("heddle:owner", mapping=earlier)
+        store = _new(server.url())
+        await store.open()
+        store.put_trajectory("t", {"by": "later"})
+        assert await store.settle(5.0)
+        put = [b"record", b"t", b'{"by":"earlier"}', b""]
+        assert await client.eval(APPLY, 0, "heddle:", b"earlier", ahead, FIRST_BATCH + 1, 100, *put) == b"fenced"
+    assert await _all(store) == {"t": ({"by": "later"}, [])}
+    await store.close()
 
 
 async def test_namespaces_share_a_server_without_meeting(server: RedisServer) -> None:
