@@ -41,7 +41,7 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
 
     def need_admin(authorization: Annotated[str, Header()] = "") -> None:
         if admin_key is None:
-            raise _No(403, "The fleet cannot be changed: the controller was started without an admin key.")
+            raise _No(403, "This needs the admin key, and the controller was started without one (HEDDLE_ADMIN_KEY).")
         given = authorization.removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), admin_key.get_secret_value().encode()):
             raise _No(401, "This needs the admin key.")
@@ -83,7 +83,7 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
         if (asked.tps is None) != asked.plans:
             raise _No(400, "Give either 'tps' or 'plans'.")
         if asked.tps == [] and not asked.empty:
-            raise _No(400, "This ends every engine of the fleet. If that is meant, say 'empty' as well (--empty).")
+            raise _No(400, "This ends every engine of the fleet. To confirm, set 'empty' as well (--empty).")
         try:
             controller.ask(
                 desired.let_plans_decide() if asked.tps is None else desired.scaled(asked.tps, controller.in_sight())
@@ -118,14 +118,19 @@ def _metrics(controller: Controller) -> str:
     states: dict[str, int] = {}
     for server in told["servers"]:
         states[server["state"]] = states.get(server["state"], 0) + 1
-    lines = ["# TYPE heddle_fleet_servers gauge"]
+    lines = _head("heddle_fleet_servers", "Servers of the fleet in each state.")
     lines += [f'heddle_fleet_servers{{state="{state}"}} {count}' for state, count in sorted(states.items())]
-    lines += ["# TYPE heddle_fleet_reached gauge", f"heddle_fleet_reached {int(told['is_reached'])}"]
-    lines += ["# TYPE heddle_fleet_alarm gauge"]
+    lines += _head("heddle_fleet_reached", "1 while the fleet is the one that is wanted, else 0.")
+    lines += [f"heddle_fleet_reached {int(told['is_reached'])}"]
+    lines += _head("heddle_fleet_alarm", "1 for each alarm that is raised; docs/controller.md explains them.")
     lines += [f'heddle_fleet_alarm{{alarm="{alarm}"}} 1' for alarm in sorted(told["alarms"])]
-    lines += ["# TYPE heddle_fleet_phase_seconds gauge"]
+    lines += _head("heddle_fleet_phase_seconds", "Median duration of recent steps of this kind, by TP size.")
     lines += [
         f'heddle_fleet_phase_seconds{{phase="{one["phase"]}",tp="{one["tp"]}"}} {one["median"]}'
         for one in told["phase_seconds"]
     ]
     return "\n".join(lines) + "\n"
+
+
+def _head(name: str, text: str) -> list[str]:
+    return [f"# HELP {name} {text}", f"# TYPE {name} gauge"]

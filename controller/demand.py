@@ -15,7 +15,7 @@ from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused
 from scheduling.estimate import Remaining
 from store import DEMAND, StoreAway, StoreSettings, Stream, open_stream
 
-_UNKNOWN = "what the gateway says is not understood: is it of another version?"
+_UNKNOWN = "the gateway's report cannot be read; is it of another version?"
 
 
 class DemandAway(Exception):
@@ -97,9 +97,13 @@ class ReadDemand:
         except StoreAway as fault:
             raise DemandAway(str(fault)) from None
         if entry is None:
-            raise DemandAway("no gateway has said there what is to do: is it its `store`, and its `store_namespace`?")
+            raise DemandAway(
+                "no gateway has reported its work there; is it the gateway's `store`, and its `store_namespace`?"
+            )
         if entry.age_s > self._max_age_s:
-            raise DemandAway(f"the gateway was silent for {entry.age_s:.0f} s; {self._max_age_s:g} s are allowed")
+            raise DemandAway(
+                f"the gateway was silent for {entry.age_s:.0f} s, longer than demand.max_age_s ({self._max_age_s:g} s)"
+            )
         try:
             return _work(orjson.loads(entry.value), since)
         except (orjson.JSONDecodeError, KeyError, TypeError):

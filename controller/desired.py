@@ -48,7 +48,7 @@ class DesiredFleet:
         try:
             return self._wanted(self.first_tps(), [], frozenset(), "the first fleet")
         except Refused as refused:
-            raise FleetFileError(f"the first fleet cannot be: {refused}") from None
+            raise FleetFileError(f"the first fleet is not possible: {refused}") from None
 
     def first_tps(self) -> tuple[int, ...]:
         """Sizes of the first fleet: those of the file, else the least TP size on every device."""
@@ -108,7 +108,7 @@ class DesiredFleet:
             return [spares_record(spares)]
         leaving = next((one for one in state.wanted if one.server_id == server_id), None)
         if leaving is None:
-            raise Refused(f"{server_id} is no server of this fleet")
+            raise Refused(f"this fleet has no server {server_id}; `heddle fleet show` lists them")
         wanted = [one for one in state.wanted if one is not leaving]
         resting = state.resting | set(leaving.devices)
         spares = [one for one in spares if not resting & set(one.devices)]

@@ -40,14 +40,14 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
     limits = fleet.limits
     desired = DesiredFleet(fleet, launcher, lambda: state, time.time)
     if state.changed_at is None:
-        lines.append("It has no journal: what runs is adopted; if nothing does, the first fleet is launched.")
+        lines.append("It has no journal. Running engines are adopted; if there are none, the first fleet is launched.")
         try:
             rounds = [] if any(one.is_alive for one in seen) else desired.steps_to(desired.first_tps(), seen)
         except Refused as refused:
-            return [*lines, f"It cannot be: {refused}."]
+            return [*lines, f"It is not possible: {refused}."]
     elif not is_reached(state.wanted, seen):
         wanted = sizes_in_words(largest_first(one.tp for one in state.wanted))
-        lines.append(f"It is on its way to {wanted or 'nothing'} ({state.why}).")
+        lines.append(f"It is changing to {wanted or 'nothing'} ({state.why}).")
         rounds = itinerary(
             state.wanted,
             seen,
@@ -58,8 +58,8 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
     else:
         more, rounds = _planned(fleet, desired, desired.proposed(work), state.is_manual, seen)
         lines += more
-    lines += in_words(rounds, state, seen) or ["There is nothing to do."]
-    return [*lines, "Nothing was done."]
+    lines += in_words(rounds, state, seen) or ["Nothing to do."]
+    return [*lines, "Nothing was changed."]
 
 
 def _planned(
@@ -69,7 +69,7 @@ def _planned(
         return [f"No plan: {proposal}."], []
     lines = [f"Plan: {sizes_in_words(proposal.tps)}. {proposal.why}."]
     if proposal.relaunch_s:
-        lines.append(f"Gain: {proposal.gain_s:.0f} s; cost: {proposal.relaunch_s:.0f} s, which the gain has paid.")
+        lines.append(f"Gain: {proposal.gain_s:.0f} s, after a relaunch of {proposal.relaunch_s:.0f} s.")
     if not proposal.is_worth_it:
         return [*lines, "It would not be carried out."], []
     if is_manual or not fleet.planning.is_automatic:

@@ -134,7 +134,7 @@ class Controller:
     def in_sight(self) -> list[ObservedServer]:
         """The last observation. Raises Refused before the first one: no decision may be made blindly."""
         if not self.has_looked:
-            raise Refused(f"the fleet was not seen yet: {'; '.join(self.alarms.values()) or 'wait a second'}")
+            raise Refused(f"the fleet has not been seen yet: {'; '.join(self.alarms.values()) or 'wait a second'}")
         return self.seen
 
     def ask(self, records: Sequence[Json]) -> None:
@@ -201,7 +201,7 @@ class Controller:
             work = await self._demand.work(self.journal.state.history.ended_at)
         except DemandAway as fault:
             self._alarm("demand_away", str(fault))
-            self.proposal = "none, for nobody says what there is to do"
+            self.proposal = "none, because nothing reports the work"
             return
         self._clear("demand_away")
         last = work.last_rollout

@@ -80,7 +80,9 @@ def propose(
         return found
     if max(work.correlation or 0.0, 0.0) < rule.min_correlation:
         shown = "nothing" if work.correlation is None else f"{work.correlation:.2f}"
-        why = f"{found.why}; but the predictor has shown {shown}, and {rule.min_correlation:.2f} is asked for"
+        why = (
+            f"{found.why}; but the predictor has shown {shown} (planning.min_correlation is {rule.min_correlation:.2f})"
+        )
         return replace(found, is_worth_it=False, why=why)
     return found
 
@@ -133,7 +135,7 @@ def _weighed(
     budget = GpuBudget(num_gpus, min(floor.devices_per_node, num_gpus))
     current = present_tps(state)
     if unknown := [tp for tp in current if tp not in profiles]:
-        return f"there is no profile of TP {unknown[0]}, of which engines run"
+        return f"engines of TP {unknown[0]} run, and engine.profiles has no profile of TP {unknown[0]}"
     try:
         wanted = plan(trajectories, usable, budget)
         kinds = {

@@ -41,12 +41,12 @@ def alarms(controller: Controller, now: float) -> dict[str, str]:
     state = controller.journal.state
     found = dict(controller.alarms)
     if state.sleepless:
-        found["cannot_sleep"] = f"servers are stopped, not put to sleep: {state.sleepless}"
+        found["cannot_sleep"] = f"servers are stopped instead of put to sleep: {state.sleepless}"
     if state.blocked_tps:
         sizes = ", ".join(f"TP {tp}" for tp in sorted(state.blocked_tps))
         found["size_given_up"] = f"{sizes}: {state.failures[-1].cause if state.failures else ''}"
     if waiting := held_back(state, now):
-        found["start_failed"] = f"{', '.join(sorted(waiting))} is tried again after a pause; see failures"
+        found["start_failed"] = f"{', '.join(sorted(waiting))} is started again after a pause; see failures"
     lost = [one.server_id for one in controller.seen if _is_lost(one, state)]
     if lost:
         found["engine_lost"] = f"{', '.join(lost)} runs, but the gateway cannot use it"
@@ -78,15 +78,15 @@ def in_words(rounds: Sequence[Sequence[Step]], state: State, seen: Sequence[Obse
 
 
 _WHY = {
-    "Drain": ("drain", "it gets no more turns; those that run end there", "drain"),
-    "MoveKv": ("move KV", "nothing runs there now; trajectories may take their KV along", None),
-    "Stop": ("stop", "its devices are wanted by others", "stop"),
-    "Sleep": ("put to sleep", "its devices are wanted by others, and it may be wanted again", "sleep"),
+    "Drain": ("drain", "it gets no new turns; running ones end there", "drain"),
+    "MoveKv": ("move KV", "nothing runs there any more; trajectories may take their KV along", None),
+    "Stop": ("stop", "other servers need its devices", "stop"),
+    "Sleep": ("put to sleep", "other servers need its devices, and it may be needed again", "sleep"),
     "Wake": ("wake", "its devices are free", "wake"),
     "Launch": ("launch", "its devices are free", None),
-    "MakeReady": ("make ready", "it answers and is warm before it gets turns", "start"),
+    "MakeReady": ("make ready", "it must answer and be warm before it gets turns", "start"),
     "Register": ("register", "the gateway gives it turns", "register"),
-    "Remove": ("remove", "another serves, so the gateway may forget it", None),
+    "Remove": ("remove", "another server serves, so the gateway may forget this one", None),
     "Reopen": ("reopen", "it stays after all", None),
 }
 

@@ -104,7 +104,7 @@ def fit(measurements: Sequence[Measurement], engine: EngineProfile) -> Fit:
         ValueError: there are too few different batches to distinguish the coefficients.
     """
     if len({measurement.batch for measurement in measurements}) <= NUM_COEFFICIENTS:
-        raise ValueError(f"{NUM_COEFFICIENTS + 1} different batches are wanted, not {len(measurements)}")
+        raise ValueError(f"a fit needs {NUM_COEFFICIENTS + 1} different batches, not {len(measurements)}")
     walls = np.array([measurement.wall_s for measurement in measurements])
     columns = np.array([[*response(engine, measurement.batch), 1e-3] for measurement in measurements])
     # Dividing by the wall time gives a second of a long batch the same weight as a millisecond of a short one.

@@ -26,24 +26,31 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._turns = _Counts("heddle_turns", "Turns that ended.", ("api", "outcome"))
-        self._tokens = _Counts("heddle_tokens", "Tokens of finished turns.", ("kind",))
+        self._turns = _Counts("heddle_turns", "Turns that ended, by API and outcome.", ("api", "outcome"))
+        self._tokens = _Counts("heddle_tokens", "Tokens of finished turns, by kind.", ("kind",))
         self._tokens.counts.update({("prompt",): 0, ("cached",): 0, ("output",): 0})
-        self._turn_seconds = _Times("heddle_turn_seconds", "From a turn's arrival to its end.")
-        self._queued_seconds = _Times("heddle_turn_queued_seconds", "From a turn's arrival to its first leg.")
+        self._turn_seconds = _Times("heddle_turn_seconds", "Time from a turn's arrival to its end.")
+        self._queued_seconds = _Times("heddle_turn_queued_seconds", "Time from a turn's arrival to its first leg.")
         self._first_token_seconds = _Times(
-            "heddle_turn_first_token_seconds", "From a turn's arrival to its first byte."
+            "heddle_turn_first_token_seconds", "Time from a turn's arrival to the first byte of its answer."
         )
-        self.hot_turns = _Counts("heddle_hot_turns", "Turns served by callbacks.", ("until",))
-        self.lent_streams = _Counts("heddle_lent_streams", "Streams that a byte worker passed on.", ("until",))
+        self.hot_turns = _Counts("heddle_hot_turns", "Turns served by callbacks, by how that ended.", ("until",))
+        self.lent_streams = _Counts(
+            "heddle_lent_streams", "Streams lent to a byte worker, by why they came back.", ("until",)
+        )
         times = (self._turn_seconds, self._queued_seconds, self._first_token_seconds)
         for metric in (self._turns, self.hot_turns, self.lent_streams, self._tokens, *times):
             self.registry.register(metric)
         self.joined_turns = Counter(
-            "heddle_joined_turns", "Repeated requests that joined a running turn.", registry=self.registry
+            "heddle_joined_turns",
+            "Repeated requests that were given the answer of an earlier turn.",
+            registry=self.registry,
         )
         self.refused = Counter(
-            "heddle_refused_requests", "Requests that were answered with an error.", ["status"], registry=self.registry
+            "heddle_refused_requests",
+            "Requests to turn routes that were answered with an error, by status.",
+            ["status"],
+            registry=self.registry,
         )
         self.retried_legs = Counter(
             "heddle_retried_legs", "Failed legs whose turn continued.", ["fault"], registry=self.registry
@@ -94,7 +101,11 @@ class Metrics:
         """Also show the state of these; `read` is None if no text predictor runs."""
         self.registry.register(_State(scheduler, fleet, ledger, store, worker_pool))
         if read is not None:
-            shown = _Counts("heddle_text_predictions", "Conversations read in tool calls.", ("outcome",))
+            shown = _Counts(
+                "heddle_text_predictions",
+                "Conversations read by the text predictor in tool calls, by outcome.",
+                ("outcome",),
+            )
             self.registry.register(_Readings(shown, read))
 
     def page(self) -> bytes:
@@ -154,15 +165,15 @@ class _State(Collector):
         members = self._fleet.members()
         running = sum(len(engine.running) for engine in self._scheduler.engines.values())
         gauges = [
-            _gauge("heddle_waiting_turns", "Turns in the queue.", self._scheduler.num_waiting),
-            _gauge("heddle_running_turns", "Turns on engines.", running),
-            _gauge("heddle_trajectories", "Trajectories in memory.", len(self._ledger)),
+            _gauge("heddle_waiting_turns", "Turns that wait in the queue.", self._scheduler.num_waiting),
+            _gauge("heddle_running_turns", "Turns that run on engines.", running),
+            _gauge("heddle_trajectories", "Trajectories in the gateway's memory.", len(self._ledger)),
             _gauge("heddle_store_ok", "1 while puts reach the store.", float(health.ok)),
-            _gauge("heddle_store_pending_records", "Records not yet at the store.", health.num_pending),
+            _gauge("heddle_store_pending_records", "Records not yet written to the store.", health.num_pending),
             _gauge("heddle_store_lag_seconds", "Age of the oldest pending record.", health.lag_s),
             _gauge("heddle_store_dropped_records", "Records dropped since the start.", health.num_dropped),
         ]
-        engines = GaugeMetricFamily("heddle_engines", "Engines by state.", labels=["state"])
+        engines = GaugeMetricFamily("heddle_engines", "Engines in each state.", labels=["state"])
         for state in EngineState:
             engines.add_metric([state.value], sum(member.state is state for member in members))
         lent = GaugeMetricFamily(

@@ -10,6 +10,15 @@ from typing import Any, NoReturn, TypeVar
 Number = TypeVar("Number", int, float)
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Shows epilogs as they are written, and each option's default that its text does not mention."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.help is None or "default" in action.help or action.default in (None, [], argparse.SUPPRESS):
+            return action.help
+        return action.help if isinstance(action.default, bool) else f"{action.help} (default: %(default)s)"
+
+
 class Parser(argparse.ArgumentParser):
     """Wrong arguments end the program with status 2 and one line. Only --help shows the usage, which is a page for some
     verbs.
@@ -31,6 +40,13 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(
                 action, f"{value!r} is not one of {', '.join(map(str, action.choices))}{meant}"
             )
+
+
+def why(error: Exception) -> str:
+    """An error in words; one of a file names the file first."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"cannot open {error.filename}: {error.strerror}"
+    return str(error)
 
 
 def count(text: str) -> int:

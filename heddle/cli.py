@@ -1,6 +1,5 @@
 """The command `heddle` and its verbs."""
 
-import argparse
 import importlib
 import inspect
 import os
@@ -10,7 +9,7 @@ from types import ModuleType
 
 import uvloop
 
-from heddle.arguments import Parser
+from heddle.arguments import Help, Parser
 
 # Name, help, and the module with its `add_arguments` and `run`. Only the requested module is imported: all of them take
 # 2.5 s of a core, a simulated engine alone 0.3 s, and fleets start them by the dozen.
@@ -20,14 +19,14 @@ _VERBS = (
     ("controller", "Run the engines of a fleet, and reshape it.", "heddle.controller"),
     ("up", "Run gateway and controller of a fleet on this machine.", "heddle.up"),
     ("fleet", "Show and change a fleet through its controller.", "heddle.fleet"),
-    ("sim-engine", "Serve a simulated engine, vLLM or SGLang.", "heddle.sim_engine"),
+    ("sim-engine", "Serve a simulated vLLM or SGLang engine.", "heddle.sim_engine"),
     ("profile", "Measure a running engine, for simulation and placement.", "heddle.profile"),
     ("import", "Convert other programs' traces and engines' logs into a trace.", "heddle.importing"),
     ("predictor", "Train predictors, and compare them.", "heddle.predictor"),
     ("demo", "Run a rollout on simulated engines, with and without Heddle.", "heddle.demo"),
     ("simulate", "Compare policies in virtual time.", "heddle.simulate"),
-    ("real", "Run a rollout on real vLLM without a GPU, with and without Heddle.", "heddle.real"),
-    ("replay", "Drive any OpenAI base_url with agent trajectories.", "heddle.replay"),
+    ("real", "Run a rollout on real vLLM on CPUs, with and without Heddle.", "heddle.real"),
+    ("replay", "Play agent trajectories against any OpenAI base URL.", "heddle.replay"),
 )
 
 
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     module: ModuleType | None = None
     for name, text, module_name in _VERBS:
-        verb = verbs.add_parser(name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        verb = verbs.add_parser(name, help=text, description=text, formatter_class=Help)
         if [name] == list(arguments[:1]):
             module = importlib.import_module(module_name)
             module.add_arguments(verb)

@@ -10,7 +10,7 @@ import uvloop
 from rich.console import Console
 
 from engines.children import LaunchError, child, free_port
-from heddle.arguments import count, positive
+from heddle.arguments import count, positive, why
 from heddle.rollouts import START_TIMEOUT_S, local_gateway, play
 from loadtest.display import print_results
 from loadtest.replayer import ReplaySettings
@@ -37,7 +37,9 @@ _EPILOG = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.epilog = _EPILOG
-    parser.add_argument("--law", default="coding", help="coding, search or math, alone or with -light, -heavy, -pareto")
+    parser.add_argument(
+        "--law", default="coding", help="coding, search or math, alone or with -light, -heavy, -pareto, -even"
+    )
     parser.add_argument("--trajectories", type=count, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="seed of the rollout")
     parser.add_argument("--engines", type=count, default=4, metavar="N", help="default: %(default)s")
@@ -53,7 +55,7 @@ def run(parsed: argparse.Namespace) -> int:
     try:
         return uvloop.run(_run(parsed))
     except (LaunchError, OSError, ValueError) as error:
-        print(f"heddle demo: {error}", file=sys.stderr)
+        print(f"heddle demo: {why(error)}", file=sys.stderr)
         return 2
 
 

@@ -16,7 +16,7 @@ from scheduling.fleets import in_words, largest_first
 _TIMEOUT_S = 30.0
 _EPILOG = """examples:
   heddle fleet show
-  heddle fleet plan            # what the last plan says, and its steps
+  heddle fleet plan            # the last plan, and its steps
   heddle fleet plan 2xTP4      # the steps to two engines of TP 4
   HEDDLE_ADMIN_KEY=... heddle fleet scale 4xTP1 2xTP2
   HEDDLE_ADMIN_KEY=... heddle fleet scale --plans     # let plans decide again
@@ -52,7 +52,7 @@ def run(parsed: argparse.Namespace) -> int:
         print(f"heddle fleet: {error}", file=sys.stderr)
         return 2
     except (KeyError, TypeError, AttributeError) as error:
-        print(f"heddle fleet: what answers at {parsed.controller} is no controller ({error!r})", file=sys.stderr)
+        print(f"heddle fleet: what answers at {parsed.controller} is not a controller ({error!r})", file=sys.stderr)
         return 1
     print(json.dumps(answer, indent=2) if parsed.json else told)
     return 0
@@ -60,10 +60,10 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _asked(parsed: argparse.Namespace) -> Any:
     if not parsed.controller.startswith(("http://", "https://")):
-        raise ValueError(f"--controller: a URL such as http://127.0.0.1:8070 is wanted, not {parsed.controller!r}")
+        raise ValueError(f"--controller: must be a URL such as http://127.0.0.1:8070, not {parsed.controller!r}")
     match parsed.what:
         case "show" if parsed.of:
-            raise ValueError(f"show takes nothing more, such as {parsed.of[0]!r}")
+            raise ValueError(f"show takes no arguments, such as {parsed.of[0]!r}")
         case "show":
             return _ask(parsed.controller, "GET", "/v1/fleet")
         case "plan":
@@ -71,12 +71,12 @@ def _asked(parsed: argparse.Namespace) -> Any:
             return _ask(parsed.controller, "GET", f"/v1/plan{'?' if sizes else ''}{sizes}")
         case "scale":
             if parsed.plans == bool(parsed.of):
-                raise ValueError("say how many engines of which size, such as 2xTP4, or --plans")
+                raise ValueError("scale needs the number of engines of each size, such as 2xTP4, or --plans")
             asked = {"plans": True} if parsed.plans else {"tps": _sizes(parsed.of), "empty": parsed.empty}
             return _ask(parsed.controller, "POST", "/v1/scale", asked)
         case _:
             if len(parsed.of) != 1:
-                raise ValueError("say which server; `heddle fleet show` names them")
+                raise ValueError("drain needs the id of one server; `heddle fleet show` lists them")
             return _ask(parsed.controller, "POST", "/v1/drain", {"server": parsed.of[0]})
 
 
@@ -110,7 +110,9 @@ def _ask(url: str, method: str, target: str, body: dict[str, Any] | None = None)
             message = f"status {error.code}: {said[:300]}"
         raise _Failed(message) from None
     except (OSError, ValueError) as error:
-        raise _Failed(f"no controller at {url}: {getattr(error, 'reason', error)}") from None
+        raise _Failed(
+            f"no controller at {url}: {getattr(error, 'reason', error)}; --controller names another address"
+        ) from None
 
 
 def _fleet(told: dict[str, Any]) -> str:
@@ -118,10 +120,10 @@ def _fleet(told: dict[str, Any]) -> str:
     lines.append(f"plan: {told['proposal']['why']}")
     if told["is_manual"]:
         lines.append(
-            "plans are only shown, for the fleet was set by hand; `heddle fleet scale --plans` lets them decide"
+            "plans are only shown, because the fleet was set by hand; `heddle fleet scale --plans` lets them decide"
         )
     elif not told["is_automatic"]:
-        lines.append("plans are only shown, for planning.is_automatic is off")
+        lines.append("plans are only shown, because planning.is_automatic is off")
     lines += [f"ALARM {name}: {why}" for name, why in told["alarms"].items()]
     for one in sorted(told["servers"], key=lambda one: one["state"] == "asleep"):
         on = ",".join(one["devices"])
@@ -142,4 +144,4 @@ def _fleet(told: dict[str, Any]) -> str:
 def _plan(told: dict[str, Any], sizes: list[int]) -> str:
     if not sizes:
         return "\n".join([told["proposal"]["why"], *told["steps"]])
-    return "\n".join([f"to {in_words(largest_first(sizes))}:", *(told["steps"] or ["nothing is to be done"])])
+    return "\n".join([f"to {in_words(largest_first(sizes))}:", *(told["steps"] or ["nothing to do"])])

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from heddle.arguments import out_file
+from heddle.arguments import out_file, why
 from workloads.importers import READERS, detect_format, import_trace
 from workloads.importers.native import write_trace
 from workloads.traces import TraceError
@@ -31,7 +31,7 @@ def run(parsed: argparse.Namespace) -> int:
         workload = import_trace(parsed.file, format_name)
         write_trace(workload, parsed.out)
     except (TraceError, OSError) as error:
-        print(f"heddle import: {error}", file=sys.stderr)
+        print(f"heddle import: {why(error)}", file=sys.stderr)
         return 2
     print(
         f"{parsed.out}: {len(workload.trajectories):,} trajectories in {len(workload.groups):,} groups, "

@@ -107,7 +107,7 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
     if parsed.gpus:
         scenario = replace(scenario, fleet=replace(scenario.fleet, gpus=parsed.gpus))
     if scenario.fleet.gpus is None or scenario.fleet.gpus % 8:
-        raise ValueError(f"{parsed.scenario}: a fleet of whole nodes is wanted: gpus, profile and tp")
+        raise ValueError(f"{parsed.scenario}: the fleet must be whole nodes: gpus, profile and tp")
     return scenario
 
 

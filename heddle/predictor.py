@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from heddle.arguments import count, out_file
+from heddle.arguments import Help, count, out_file, why
 from predictor.evaluation import MIN_TRAJECTORIES, Split, evaluate, folds, markdown
 from predictor.named import PREDICTORS, predictor_named
 from predictor.text import read_examples
@@ -39,11 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train = _verb(verbs, "train", "learn from traces, laws and event logs, in this order", _TRAINED)
     train.add_argument("--events", action="append", default=[], type=Path, metavar="FILE", help="a gateway's event log")
     train.add_argument(
-        "--text", action="append", default=[], type=Path, metavar="FILE", help="conversations, for a text predictor"
+        "--text",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="conversations, to train a text predictor",
     )
-    train.add_argument("--out", required=True, type=out_file, metavar="MODEL", help="the model to write")
+    train.add_argument("--out", required=True, type=out_file, metavar="MODEL", help="model to write")
     train.add_argument("--predictor", choices=tuple(PREDICTORS), default="tabular", help="default: %(default)s")
-    evaluated = _verb(verbs, "evaluate", "compare predictors, and each with single features", _EVALUATED)
+    evaluated = _verb(verbs, "evaluate", "compare predictors with each other and with single features", _EVALUATED)
     evaluated.add_argument("--predictor", action="append", choices=tuple(PREDICTORS), help="default: all")
     evaluated.add_argument(
         "--arrival",
@@ -84,7 +89,7 @@ def run(parsed: argparse.Namespace) -> int:
         print("heddle predictor train: torch is not installed: pip install 'heddle[text]'", file=sys.stderr)
         return 2
     except (ValueError, OSError) as error:
-        print(f"heddle predictor {parsed.deed}: {error}", file=sys.stderr)
+        print(f"heddle predictor {parsed.deed}: {why(error)}", file=sys.stderr)
         return 2
 
 
@@ -94,14 +99,14 @@ def _verb(verbs: Any, name: str, text: str, epilog: str) -> argparse.ArgumentPar
         help=text,
         description=f"{text.capitalize()}.",
         epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     return verb
 
 
 def _folds(text: str) -> int:
     if count(text) < 2:
-        raise argparse.ArgumentTypeError("at least 2 are wanted: one to be asked about, the others to learn from")
+        raise argparse.ArgumentTypeError("must be at least 2: one to test on, the others to learn from")
     return int(text)
 
 
@@ -111,16 +116,16 @@ def _train(parsed: argparse.Namespace) -> int:
     num += sum(learn_trajectories(predictor, _drawn(parsed, law, parsed.seed)) for law in parsed.law)
     num += sum(learn_events(predictor, path) for path in parsed.events)
     if not num:
-        raise ValueError("no trajectory ended in what was given")
+        raise ValueError("nothing to learn from: no trajectory that ended in --trace, --law or --events")
     parsed.out.write_bytes(predictor.dump())
-    print(f"{parsed.out}: a {parsed.predictor} predictor that has seen {num:,} trajectories")
+    print(f"{parsed.out}: a {parsed.predictor} predictor trained on {num:,} trajectories")
     return 0
 
 
 def _train_text(parsed: argparse.Namespace) -> int:
     """Train on conversations; 1 if the result is not worth having."""
     if parsed.events or parsed.trace or parsed.law:
-        raise ValueError("--text learns from conversations alone: leave out --events, --trace and --law")
+        raise ValueError("--text cannot be combined with --events, --trace or --law")
     examples = [example for path in parsed.text for example in read_examples(path)]
     report, choice = try_text(examples, parsed.out, seed=parsed.seed)
     print(
@@ -129,7 +134,7 @@ def _train_text(parsed: argparse.Namespace) -> int:
         f"{choice.gain_low:+.2f}), recall of the longest 20 % {choice.recall_gain:+.2f}"
     )
     if not choice.takes_challenger:
-        print("That is not worth having: no model is written, the tabular predictor stays.")
+        print("Not worth having: no model is written, and the tabular predictor stays.")
         return 1
     print(f"{parsed.out}: a text predictor")
     return 0
@@ -149,11 +154,11 @@ def _evaluate(parsed: argparse.Namespace) -> int:
         splits = [((), asked) for _, asked in splits] if parsed.cold else splits
         rows = evaluate(splits, parsed.arrival, parsed.predictor or tuple(PREDICTORS))
         if not rows:
-            raise ValueError(f"{name}: under {MIN_TRAJECTORIES} trajectories, of which nothing can be said")
+            raise ValueError(f"{name}: fewer than {MIN_TRAJECTORIES} trajectories, too few to compare predictors")
         learned = "nothing learned before" if parsed.cold else "other groups learned before"
         print(f"### {name}: {parsed.arrival}, {learned}\n\n{markdown(rows)}")
         if not parsed.markdown:
-            print("Singles are in *italics*; 'of remaining' is the log-Pearson of what was still to come.\n")
+            print("Single features are in *italics*; 'of remaining' is the log-Pearson of the tokens still to come.\n")
     return 0
 
 

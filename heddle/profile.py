@@ -24,7 +24,7 @@ from engines.dialect import ObservationError
 from engines.http import BadResponse, ConnectionBroken, EngineUnreachable, HttpClient, ResponseTimeout
 from engines.probe import discover
 from engines.profiling import Batch, Fit, Measurement, fit, plan, to_toml
-from heddle.arguments import count, out_file, whole
+from heddle.arguments import count, out_file, whole, why
 from scheduling.cost import EngineProfile
 
 _PROBE_TIMEOUT_S = 60.0  # Seen: over 10 s, from a vLLM that had just started on a busy machine.
@@ -71,10 +71,10 @@ def run(parsed: argparse.Namespace) -> int:
         short_name = fitted.profile.name.rpartition(f"-{fitted.profile.gpu}-tp")[0]
         parsed.out.write_text(to_toml(short_name, fitted.profile), encoding="utf-8")
     except (ProfilingError, OSError, ValueError) as error:
-        print(f"heddle profile: {error}", file=sys.stderr)
+        print(f"heddle profile: {why(error)}", file=sys.stderr)
         return 2
     _print(fitted, measurements, console)
-    console.print(f"Written: {parsed.out}:{fitted.profile.name}", soft_wrap=True)
+    console.print(f"Wrote {parsed.out}:{fitted.profile.name}", soft_wrap=True)
     return 0
 
 
@@ -110,12 +110,16 @@ async def _ask(http: HttpClient, parsed: argparse.Namespace) -> Engine:
     model = models[parsed.model or next(iter(models))]
     seen = await discovery.dialect.observe(http, _PROBE_TIMEOUT_S)
     if seen.num_running or seen.num_waiting:
-        raise ProfilingError(f"the engine is busy ({seen.num_running} running, {seen.num_waiting} waiting): drain it")
+        raise ProfilingError(
+            f"the engine is busy ({seen.num_running} running, {seen.num_waiting} waiting); drain it first"
+        )
     slots = parsed.slots or seen.slots or await discovery.dialect.slots(http, _PROBE_TIMEOUT_S)
     if slots is None:
-        raise ProfilingError("the engine does not say how many turns it runs at once; pass --slots")
+        raise ProfilingError(
+            "the engine does not report how many turns it runs at once; pass --slots (vLLM's --max-num-seqs)"
+        )
     if seen.kv_capacity_tokens is None or model.max_context_tokens is None:
-        raise ProfilingError("the engine does not say how many tokens its KV cache or its context holds")
+        raise ProfilingError("the engine does not report the size of its KV cache or of its context")
     profile = EngineProfile(
         name=parsed.name,
         model=model.model_id,
@@ -162,7 +166,7 @@ async def _warm_up(engine: Engine, prompt_tokens: int) -> None:
     if cached_s > 0.8 * new_s:
         raise ProfilingError(
             f"a prompt of {prompt_tokens} tokens took {new_s:.3f} s, and {cached_s:.3f} s again: "
-            "turn the engine's prefix cache on, which is what agents need anyway"
+            "turn on its prefix cache, which agents need anyway"
         )
 
 
@@ -184,7 +188,9 @@ async def _wall_s(engine: Engine, batch: Batch, prompts: list[list[int]]) -> flo
         if status != 200:
             raise ProfilingError(f"/v1/completions answered {status}: {body[:300].decode(errors='replace')}")
         if (made := _output_tokens(body)) != batch.output_tokens:
-            raise ProfilingError(f"asked for {batch.output_tokens} tokens, got {made}: the engine ignores ignore_eos")
+            raise ProfilingError(
+                f"asked for {batch.output_tokens} tokens, got {made}: the engine does not support ignore_eos"
+            )
     return wall_s
 
 

@@ -13,7 +13,7 @@ from engines.children import LaunchError
 from engines.http import HttpClient
 from engines.local_vllm import DEFAULT_VENV, LocalVllm, launch_all
 from engines.tiny_model import make_tiny_model
-from heddle.arguments import count
+from heddle.arguments import count, why
 from heddle.rollouts import local_gateway, play
 from loadtest.display import print_results
 from loadtest.replayer import ReplaySettings
@@ -33,7 +33,9 @@ _EPILOG = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.epilog = _EPILOG
-    parser.add_argument("--trace", type=Path, help="JSON lines of trajectories; without it, the coding law")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="JSON lines of trajectories (default: draw from the coding law)"
+    )
     parser.add_argument("--trajectories", type=count, default=32, metavar="N", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="seed of the rollout")
     parser.add_argument("--engines", type=count, default=2, metavar="N", help="default: %(default)s")
@@ -41,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-context-tokens", type=count, default=3_000, help="lengths are scaled to fit")
     parser.add_argument("--max-turns", type=count, default=12, help="later turns are left out (default: %(default)s)")
     parser.add_argument("--venv", type=Path, default=DEFAULT_VENV, help="where vLLM is installed")
-    parser.add_argument("--work-dir", type=Path, default=Path(".work/real"), help="for the model, logs and stores")
+    parser.add_argument(
+        "--work-dir", type=Path, default=Path(".work/real"), help="folder for the model, logs and stores"
+    )
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -50,7 +54,7 @@ def run(parsed: argparse.Namespace) -> int:
         workload = _workload(parsed)
         return uvloop.run(_run(parsed, workload, make_tiny_model(parsed.work_dir / "tiny")))
     except (LaunchError, OSError, ValueError) as error:
-        print(f"heddle real: {error}", file=sys.stderr)
+        print(f"heddle real: {why(error)}", file=sys.stderr)
         return 2
 
 

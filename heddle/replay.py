@@ -14,7 +14,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from rich.console import Console
 
-from heddle.arguments import count, out_file, positive, share, whole
+from heddle.arguments import Help, count, out_file, positive, share, whole, why
 from loadtest.agent import Identity
 from loadtest.clients import INITIAL_BACKOFF_S, MAX_BACKOFF_S, RequestFailed
 from loadtest.display import RolloutProgress, print_results
@@ -30,7 +30,7 @@ examples:
       --max-context-tokens 2000 --speed-up 100 --identity path --json out.json
   heddle replay --base-url http://127.0.0.1:8000/v1 --law math-heavy --no-finish   # an engine, with no gateway
 
-Exits with 1 if a turn failed and 2 if the arguments or the server's address are wrong.
+Exits with 1 if a turn failed, and with 2 if the arguments or the server's address are wrong.
 """
 
 # A check before the first request; a slower server is left to the requests.
@@ -41,11 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments, the description and the examples of `heddle replay`."""
     parser.description = "Play trajectories against any OpenAI base URL, as agents would."
     parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.formatter_class = Help
     add = parser.add_argument
-    add("--base-url", type=_base_url, required=True, help="ends in /v1")
-    add("--api-key", default="none", help="sent as the bearer token")
-    add("--model", help="default: the first that the server lists")
+    add("--base-url", type=_base_url, required=True, metavar="URL", help="base URL, ending in /v1")
+    add("--api-key", default="none", metavar="KEY", help="sent as the bearer token")
+    add("--model", help="model to ask for (default: the first that the server lists)")
     _add_workload_arguments(parser)
     add("--speed-up", type=positive, default=1.0, help="divides tool times (default 1)")
     add("--identity", choices=get_args(Identity), default="header", help="how agents name their trajectory")
@@ -73,7 +73,7 @@ async def run(args: argparse.Namespace) -> int:
         if args.json:
             args.json.write_text(json.dumps(result.to_json(), indent=1) + "\n")
     except (OSError, ValueError, RequestFailed) as error:
-        print(f"heddle replay: {error}", file=sys.stderr)
+        print(f"heddle replay: {why(error)}", file=sys.stderr)
         return 2
     print_results([result], Console(markup=False))
     return 1 if result.errors else 0
@@ -82,7 +82,7 @@ async def run(args: argparse.Namespace) -> int:
 def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines of trajectories, .gz or not")
-    source.add_argument("--law", help="coding, search or math, alone or with -light, -heavy, -pareto")
+    source.add_argument("--law", help="coding, search or math, alone or with -light, -heavy, -pareto, -even")
     add = parser.add_argument
     add("--trajectories", "--limit", type=count, metavar="N", help="default: 64 from a law, all from a trace")
     add("--seed", type=int, default=1, help="seed of the draw (default 1)")
@@ -154,11 +154,11 @@ def _patience(settings: ReplaySettings, reason: str) -> str:
     most_s = sum(min(MAX_BACKOFF_S, INITIAL_BACKOFF_S * 2.0**retry) for retry in range(num))
     return (
         f"heddle replay: cannot connect to {settings.base_url}: {reason}; "
-        f"trying again until {num} retries are used up, {math.ceil(most_s):,} s at most"
+        f"retrying up to {num} times, for at most {math.ceil(most_s):,} s"
     )
 
 
 def _base_url(text: str) -> str:
     if not text.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"a URL such as http://127.0.0.1:8080/v1 is wanted, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a URL such as http://127.0.0.1:8080/v1, not {text!r}")
     return text

@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 from rich.console import Console
 
-from heddle.arguments import count, out_file
+from heddle.arguments import count, out_file, why
 from scheduling.policy import POLICIES
 from simulator.display import RunProgress, print_head, print_runs
 from simulator.outcome import FORMAT, run_json
@@ -71,13 +71,13 @@ def run(parsed: argparse.Namespace) -> int:
         return _replay(parsed, console)
     try:
         if parsed.events:
-            raise ValueError(f"{parsed.events}: only `replay` takes a second file")
+            raise ValueError(f"{parsed.events}: a second file goes with `replay` only")
         scenario = _scenario(parsed)
         runs = _play_all(scenario, parsed.log, console)
         if parsed.json:
             _write_json(parsed.json, scenario, runs)
     except (ValueError, OSError) as error:
-        print(f"heddle simulate: {error}", file=sys.stderr)
+        print(f"heddle simulate: {why(error)}", file=sys.stderr)
         return 2
     print_runs(runs, scenario.policies, console)
     return 0
@@ -86,7 +86,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _scenario(parsed: argparse.Namespace) -> Scenario:
     path = parsed.scenario or parsed.fleet
     if path is None:
-        raise ValueError("give a scenario, or a trace and a fleet: see --help")
+        raise ValueError("give a scenario, or --trace and --fleet; see `heddle simulate --help`")
     scenario = load_scenario(path)
     if parsed.fleet:
         scenario = dataclasses.replace(scenario, fleet=load_scenario(parsed.fleet).fleet)
@@ -101,7 +101,7 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
         scenario = dataclasses.replace(scenario, workload=workload, epochs=1, earlier=0)
     if parsed.max_context_tokens:
         if scenario.workload.trace is None:
-            raise ValueError("--max-context-tokens: a law has no such thing, a trace has")
+            raise ValueError("--max-context-tokens is for traces; this scenario draws from a law")
         workload = dataclasses.replace(scenario.workload, max_context_tokens=parsed.max_context_tokens)
         scenario = dataclasses.replace(scenario, workload=workload)
     if parsed.trajectories:
@@ -172,10 +172,10 @@ def _replay(parsed: argparse.Namespace, console: Console) -> int:
     """Replay a log; 1 if something differs."""
     try:
         if parsed.events is None:
-            raise ValueError("replay: which log?")
+            raise ValueError("replay needs an event log: heddle simulate replay EVENTS.jsonl")
         replayed = replay(parsed.events, parsed.policy[0] if parsed.policy else None)
     except (ValueError, OSError) as error:
-        print(f"heddle simulate: {error}", file=sys.stderr)
+        print(f"heddle simulate: {why(error)}", file=sys.stderr)
         return 2
     console.print(f"{replayed.num_events:,} events led to {replayed.num_actions:,} actions, the same as recorded.")
     difference = replayed.difference

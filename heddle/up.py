@@ -26,7 +26,7 @@ a fleet.toml of simulated engines, for a first look (all keys: docs/controller.m
   tp_sizes = [1, 2]
   engine = { kind = "sim", profiles = { 1 = "toy-cpu-tp1", 2 = "toy-cpu-tp2" } }
 
-The gateway listens at the fleet file's `gateway`; agents use that URL with /v1 behind it.
+The gateway listens at the `gateway` URL of the fleet file. Agents use that URL followed by /v1.
 """
 
 
@@ -45,7 +45,7 @@ async def run(parsed: argparse.Namespace) -> int:
     try:
         fleet = load_fleet_file(parsed.fleet)
         if fleet.admin_key is None:
-            raise FleetFileError(f"the two need a secret to share: set {ADMIN_KEY_VARIABLE}")
+            raise FleetFileError(f"gateway and controller need a shared secret: set {ADMIN_KEY_VARIABLE}")
     except FleetFileError as error:
         print(f"heddle up: {error}", file=sys.stderr)
         return 2
@@ -71,7 +71,7 @@ async def run(parsed: argparse.Namespace) -> int:
     told.cancel()
     if stopping.is_set() or ended is None:
         return 0
-    print(f"heddle up: the {ended.get_name()} ended with status {ended.result()}, so all does", file=sys.stderr)
+    print(f"heddle up: the {ended.get_name()} ended with status {ended.result()}, so both stop", file=sys.stderr)
     return ended.result() if ended.result() > 0 else 1
 
 
@@ -80,7 +80,7 @@ def _told(fleet: FleetFile) -> str:
     commands = f"--controller http://{fleet.listen}"
     return (
         f"heddle up: agents use {fleet.gateway}/v1; `heddle fleet show {commands}` shows the engines.\n"
-        f"Ctrl-C ends both, and engines go on; `heddle fleet scale 0xTP1 --empty {commands}` before it ends them."
+        f"Ctrl-C stops both but not the engines; to stop those first: `heddle fleet scale 0xTP1 --empty {commands}`."
     )
 
 

@@ -80,7 +80,7 @@ def read_examples(path: Path) -> list[TextExample]:
                 made, turns = int(record["output_tokens"]), int(record["num_turns"])
                 examples.append(TextExample(str(text), str(record["group_id"]), made, turns, **given))
             except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number}: no example: {error!r}") from error
+                raise ValueError(f"{path}, line {number}: not an example: {error!r}") from error
     return examples
 
 
@@ -95,7 +95,9 @@ def train_text(
     """
     group_ids = sorted({example.group_id for example in examples})
     if len(examples) < 50 or len(group_ids) < 5:
-        raise ValueError(f"{len(examples)} examples of {len(group_ids)} groups are too few: 50 of 5 are the least")
+        raise ValueError(
+            f"{len(examples)} examples of {len(group_ids)} groups are too few: at least 50 of 5 groups are needed"
+        )
     from predictor import text_model
 
     started = time.monotonic()
@@ -127,7 +129,7 @@ class TextPredictor:
 
         modules, about = text_model.load(path)
         if "typical_log" not in about:
-            raise ValueError(f"{path} is no text predictor: typical_log is absent")
+            raise ValueError(f"{path} is not a text predictor: typical_log is absent")
         return cls(modules, about["typical_log"])
 
     def predict(self, example: TextExample) -> Prediction:

@@ -100,7 +100,7 @@ def load(path: Path) -> tuple[Modules, dict[str, float]]:
     except OSError:
         raise
     except Exception as error:
-        raise ValueError(f"{path} is no text predictor: {type(error).__name__}") from error
+        raise ValueError(f"{path} is not a text predictor: {type(error).__name__}") from error
 
 
 def _forward(modules: Modules, rows: Sequence[Row]) -> tuple[Any, Any]:

@@ -35,7 +35,7 @@ def learn_events(predictor: Predictor, path: Path) -> int:
         try:
             log.take(said)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{path}, line {number}: not of an event log ({error!r})") from None
+            raise ValueError(f"{path}, line {number}: not a line of an event log ({error!r})") from None
     return log.num_ended
 
 

@@ -148,7 +148,7 @@ def predictor_named(name: str, trajectories: Sequence[Trajectory], seed: int) ->
         except ValueError:
             correlation = 0.0
         if not 0 < correlation <= 1:
-            raise ValueError(f"predictor {name!r}: a correlation above 0 and up to 1 is wanted, as in noisy:0.7")
+            raise ValueError(f"predictor {name!r}: the correlation must be above 0 and at most 1, as in noisy:0.7")
         return Noisy(trajectories, correlation, seed)
     if name not in PREDICTORS:
         raise ValueError(f"no predictor {name!r}; there are: {', '.join(PREDICTORS)}, oracle, noisy:CORRELATION")

@@ -274,7 +274,7 @@ def _check_that_it_can_be_cut_anew(profiles: Sequence[EngineProfile], gpus_per_n
         raise ValueError(f"reshape: {largest.name} does not fit a node of {gpus} (gpus_per_node)")
     stems = dict.fromkeys(profile.name.rpartition("-tp")[0] for profile in profiles)
     if len(stems) > 1:
-        raise ValueError(f"reshape: engines of one model and GPU are wanted, not of {' and '.join(stems)}")
+        raise ValueError(f"reshape: all engines must be of one model and GPU, not of {' and '.join(stems)}")
 
 
 def _check_that_bytes_are_known(profiles: Sequence[EngineProfile]) -> None:

@@ -22,13 +22,15 @@ def from_table(kind: type[Kind], table: object, where: str = "") -> Kind:
         ValueError: the message names the wrong key and what is wrong with it.
     """
     if not isinstance(table, dict):
-        raise ValueError(f"{where.rstrip('.')}: a table is wanted, not {table!r}")
+        raise ValueError(f"{where.rstrip('.')}: must be a table, not {table!r}")
     hints = _hints(cast(Hashable, kind))
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     for key in table:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
-            raise ValueError(f"{where}{key}: unknown; " + (f"did you mean {near[0]}?" if near else _choices(known)))
+            raise ValueError(
+                f"{where}{key}: unknown; " + (f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}")
+            )
     for name, field in known.items():
         if name not in table and field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"{where}{name}: missing")
@@ -60,8 +62,8 @@ def _value(hint: Any, value: object, where: str) -> Any:
         return value
     wanted = (int, float) if hint is float else hint
     if not isinstance(value, wanted) or (isinstance(value, bool) and hint is not bool):
-        name = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}.get(hint, str(hint))
-        raise ValueError(f"{where}: {name} is wanted, not {value!r}")
+        name = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}.get(hint, str(hint))
+        raise ValueError(f"{where}: must be {name}, not {value!r}")
     return float(value) if hint is float and isinstance(value, int) else value
 
 
@@ -71,4 +73,4 @@ def _hints(kind: Hashable) -> dict[str, Any]:
 
 
 def _choices(names: Any) -> str:
-    return f"one of {', '.join(map(str, names))} is wanted"
+    return f"must be one of {', '.join(map(str, names))}"

@@ -179,7 +179,7 @@ def parse_line(line: str) -> Trajectory:
     _expect(isinstance(record, dict), "not a JSON object")
     turns = record.get("turns")
     hint = "" if "trajectory_id" in record else "; `heddle import` reads other programs' traces"
-    _expect(isinstance(turns, list) and len(turns) > 0, f"turns: a list of at least one turn is wanted{hint}")
+    _expect(isinstance(turns, list) and len(turns) > 0, f"turns: must be a list of at least one turn{hint}")
     first, *others = (_turn(turn, f"turns[{index}].") for index, turn in enumerate(turns))
     context_tokens = max(1, _count(record, "context_tokens") + first.new_tokens)
     preamble_tokens = _count(record, "preamble_tokens") if record.get("preamble_tokens") is not None else 0
@@ -218,7 +218,7 @@ def _turn(record: Any, where: str) -> Turn:
 
 def _text(record: dict[str, Any], field: str) -> str:
     value = record.get(field)
-    _expect(isinstance(value, str) and value != "", f"{field}: a text is wanted, not {value!r}")
+    _expect(isinstance(value, str) and value != "", f"{field}: must be a non-empty string, not {value!r}")
     # JSON can escape half of a surrogate pair, which no encoding can write.
     text = str(value)
     _expect(not any("\ud800" <= letter <= "\udfff" for letter in text), f"{field}: not Unicode: {text!r}")
@@ -229,14 +229,14 @@ def _count(record: dict[str, Any], field: str, where: str = "") -> int:
     value = record.get(field)
     # JSON's true is an int to Python.
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_TOKENS:
-        raise ValueError(f"{where}{field}: a whole number from 0 to {_MAX_TOKENS:,} is wanted, not {value!r}")
+        raise ValueError(f"{where}{field}: must be a whole number from 0 to {_MAX_TOKENS:,}, not {value!r}")
     return value
 
 
 def _seconds(record: dict[str, Any], field: str, where: str) -> float:
     value = record.get(field)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MAX_TOOL_S:
-        raise ValueError(f"{where}{field}: seconds from 0 to {_MAX_TOOL_S:,.0f} are wanted, not {value!r}")
+        raise ValueError(f"{where}{field}: must be seconds from 0 to {_MAX_TOOL_S:,.0f}, not {value!r}")
     return float(value)
 
 

@@ -41,10 +41,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
     for status, text in (
         (400, "Bad request"),
-        (401, "No or wrong key"),
+        (401, "No key, or a wrong one"),
         (403, "Needs the admin key"),
-        (404, "Unknown"),
-        (408, "The body stopped coming"),
+        (404, "Not found"),
+        (408, "The body stopped arriving"),
         (409, "Conflict"),
         (413, "The body is too large"),
         (431, "The headers are too large"),

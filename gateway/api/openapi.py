@@ -26,19 +26,19 @@ _BODIES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         ["messages", "max_tokens"],
     ),
     VLLM_GENERATE: (
-        "Tokens of tokens (vLLM)",
+        "Generate from token ids (vLLM)",
         {"token_ids": _IDS, "sampling_params": {}, "stream": _STREAM},
         ["token_ids"],
     ),
     SGLANG_GENERATE: (
-        "Tokens of tokens, or of a text (SGLang)",
+        "Generate from token ids or text (SGLang)",
         {"input_ids": _IDS, "text": _TEXT, "stream": _STREAM},
         [],
     ),
     "/v1/embeddings": ("Embeddings (OpenAI)", {"input": {}}, ["input"]),
-    "/v1/messages/count_tokens": ("Tokens of a message (Anthropic)", {"messages": _MESSAGES}, ["messages"]),
-    "/tokenize": ("Tokens of a text (vLLM, SGLang)", {"prompt": _TEXT}, []),
-    "/detokenize": ("Text of tokens (vLLM, SGLang)", {"tokens": _IDS}, []),
+    "/v1/messages/count_tokens": ("Count a message's tokens (Anthropic)", {"messages": _MESSAGES}, ["messages"]),
+    "/tokenize": ("Tokenize text (vLLM, SGLang)", {"prompt": _TEXT}, []),
+    "/detokenize": ("Detokenize token ids (vLLM, SGLang)", {"tokens": _IDS}, []),
 }
 _ERROR = {
     "type": "object",

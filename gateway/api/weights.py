@@ -31,10 +31,12 @@ class Order(BaseModel):
     ]
     path: Annotated[str | None, Field(min_length=1, max_length=4096)] = None
     transfer: dict[str, Any] | None = None
-    transfer_of: Annotated[dict[str, dict[str, Any]], Field(description="By engine id: joined to `transfer`.")] = {}
+    transfer_of: Annotated[dict[str, dict[str, Any]], Field(description="Merged into `transfer`, by engine id.")] = {}
     engines: Annotated[list[str] | None, Field(min_length=1, max_length=10_000)] = None
     mode: UpdateMode = UpdateMode.KEEP
-    wait: Annotated[bool, Field(description="Answer at the update's end; else at once, and `GET` tells.")] = True
+    wait: Annotated[
+        bool, Field(description="Answer when the update has ended; false: answer at once, and `GET` shows how it goes.")
+    ] = True
 
     @model_validator(mode="after")
     def _has_one_source(self) -> "Order":

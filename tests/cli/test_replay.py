@@ -65,7 +65,7 @@ async def test_a_dead_address_is_named_before_it_is_asked_again(capsys: pytest.C
     assert await run(parse("--base-url", "http://127.0.0.1:9/v1", *SMALL, "--max-retries", "1")) == 2
     said = capsys.readouterr().err
     told = "heddle replay: cannot connect to http://127.0.0.1:9/v1: "
-    assert told in said and "until 1 retries are used up, 1 s at most" in said
+    assert told in said and "retrying up to 1 times, for at most 1 s" in said
     assert said.index(told) < said.index("no answer")
 
 

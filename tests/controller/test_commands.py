@@ -94,7 +94,7 @@ async def test_a_fleet_is_shown_planned_scaled_and_drained(tmp_path: Path) -> No
         url = f"http://127.0.0.1:{port}"
         fleet = load_fleet_file(path)
         status, said = await heddle("controller", "--fleet", str(path), "--dry-run")
-        assert status == 0 and "nothing serves" in said and said.rstrip().endswith("Nothing was done.")
+        assert status == 0 and "nothing serves" in said and said.rstrip().endswith("Nothing was changed.")
         assert re.findall(r"^1\. (\w+) .* \(TP (\d) on (\w+)\)", said, re.MULTILINE) == [
             ("launch", "1", "cpu0"),
             ("launch", "1", "cpu1"),
@@ -102,7 +102,7 @@ async def test_a_fleet_is_shown_planned_scaled_and_drained(tmp_path: Path) -> No
         larger = path.with_name("larger.toml")
         larger.write_text(path.read_text().replace("tp_sizes", "first = [2, 2]\ntp_sizes"))
         status, said = await heddle("controller", "--fleet", str(larger), "--dry-run")
-        assert status == 0 and "It cannot be: engines of TP [2, 2] do not fit onto 2 devices" in said
+        assert status == 0 and "It is not possible: engines of TP [2, 2] do not fit onto 2 devices" in said
         async with stopped_at_the_end(fleet):
             async with controller_process(path) as process, httpx.AsyncClient() as client:
 
@@ -118,7 +118,8 @@ async def test_a_fleet_is_shown_planned_scaled_and_drained(tmp_path: Path) -> No
                 assert status == 0 and said.count("serving") == 2
                 assert re.search(r"^start took TP 1 [\d.]+ s$", said, re.MULTILINE)
                 assert (
-                    "plan: 0 trajectories are at work: too few to plan for\nplans are only shown, for planning" in said
+                    "plan: 0 trajectories are at work: too few to plan for\nplans are only shown, because planning"
+                    in said
                 )
                 status, said = await heddle("fleet", "plan", "2xTP2", "--controller", url)
                 assert status == 1 and "do not fit" in said
@@ -185,7 +186,7 @@ async def test_a_first_fleet_that_does_not_fit_stops_the_start(tmp_path: Path) -
         path = write_fleet(tmp_path, gateway.url, free_port())
         path.write_text(path.read_text().replace("tp_sizes", "first = [2, 2]\ntp_sizes"))
         status, said = await heddle("controller", "--fleet", str(path))
-        assert status == 2 and "the first fleet cannot be" in said.splitlines()[-1]
+        assert status == 2 and "the first fleet is not possible" in said.splitlines()[-1]
 
 
 async def test_the_gateway_tells_the_work_at_hand(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ async def test_without_redis_the_fleet_serves_and_changes_on(redis_server: Redis
             await until(lambda: isinstance(made.proposal, Proposal), lambda: made.proposal)
             await asyncio.to_thread(redis_server.kill)
             await until(lambda: "is away" in made.alarms.get("demand_away", ""), lambda: made.alarms)
-            assert made.proposal == "none, for nobody says what there is to do"
+            assert made.proposal == "none, because nothing reports the work"
             made.ask(made.desired.scaled([2], made.in_sight()))
             await until_reached(made, 2)
             num_turns = rollout.num_turns

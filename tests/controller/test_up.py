@@ -85,6 +85,6 @@ async def test_what_one_of_the_two_cannot_use_ends_both(tmp_path: Path) -> None:
     status, said = await heddle("up", "--fleet", str(path), "--config", str(config))
     assert status == 2 and "no_such_setting" in said and "the gateway ended with status 2" in said
     status, said = await heddle("up", "--fleet", str(path), admin_key=None)
-    assert (status, said) == (2, "heddle up: the two need a secret to share: set HEDDLE_ADMIN_KEY\n")
+    assert (status, said) == (2, "heddle up: gateway and controller need a shared secret: set HEDDLE_ADMIN_KEY\n")
     status, said = await heddle("up", "--fleet", str(tmp_path / "absent.toml"))
     assert status == 2 and said.startswith("heddle up: cannot read ") and said.count("\n") == 1

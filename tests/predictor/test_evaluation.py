@@ -193,7 +193,7 @@ def test_the_log_of_a_whole_rollout_is_learned_from(tmp_path: Path, capsys: pyte
     )
     assert main(["simulate", str(scenario), "--log", str(events)]) == 0
     assert main(["predictor", "train", "--events", str(events), "--out", str(model)]) == 0
-    assert "has seen 24 trajectories" in capsys.readouterr().out
+    assert "trained on 24 trajectories" in capsys.readouterr().out
 
 
 def test_the_commands_say_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

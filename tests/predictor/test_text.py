@@ -66,7 +66,7 @@ def test_examples_are_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
     [example] = read_examples(path)
     assert "hello" in example.text and (example.output_tokens, example.total_tokens) == (3, 9)
     path.write_text(json.dumps(good) + '\n{"text": "x"}\n')
-    with pytest.raises(ValueError, match=r"line 2: no example: KeyError\('output_tokens'\)"):
+    with pytest.raises(ValueError, match=r"line 2: not an example: KeyError\('output_tokens'\)"):
         read_examples(path)
 
 
@@ -212,14 +212,14 @@ def test_a_prediction_that_is_there_is_taken() -> None:
 @pytest.mark.parametrize(
     ("lines", "more", "complaint"),
     [
-        (["{}"], [], "conversations.jsonl, line 1: no example"),
+        (["{}"], [], "conversations.jsonl, line 1: not an example"),
         ([json.dumps({"text": "x", "group_id": "g", "output_tokens": 1, "num_turns": 0})], [], "has no total_tokens"),
         (
             [json.dumps({"text": "x", "group_id": "g", "output_tokens": 1, "num_turns": 0, "total_tokens": 9})],
             [],
             "too few",
         ),
-        ([], ["--law", "coding"], "leave out --events, --trace and --law"),
+        ([], ["--law", "coding"], "--text cannot be combined with --events, --trace or --law"),
     ],
 )
 def test_conversations_that_teach_nothing_are_refused_in_one_line(

@@ -131,7 +131,7 @@ def test_the_command_keeps_a_model_only_where_it_pays(tmp_path: Path, has_signal
     print(done.stdout, done.stderr[-2000:])
     assert done.returncode == (0 if has_signal else 1)
     assert out.exists() == has_signal
-    assert ("not worth having" in done.stdout) != has_signal
+    assert ("Not worth having" in done.stdout) != has_signal
 
 
 async def test_the_gateway_hears_it_at_the_next_turn(told: Trained) -> None:

@@ -101,14 +101,14 @@ def test_a_trace_is_played_on_a_fleet(scenario: str, tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give a scenario"),
+        ([], "give a scenario, or --trace and --fleet"),
         (["nowhere.toml"], "nowhere.toml"),
         (["SCENARIO", "--policy", "magic"], "no policy 'magic'; there are: heddle"),
         (["SCENARIO", "--predictor", "crystal"], "no predictor 'crystal'"),
         (["SCENARIO", "--tp", "3"], "the fleet has no TP 3; it has 2, 4"),
         (["SCENARIO", "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["SCENARIO", "other.jsonl"], "only `replay` takes a second file"),
-        (["replay"], "replay: which log?"),
+        (["SCENARIO", "other.jsonl"], "a second file goes with `replay` only"),
+        (["replay"], "replay needs an event log: heddle simulate replay EVENTS.jsonl"),
         (["replay", "nowhere.jsonl"], "nowhere.jsonl"),
         (["replay", "SCENARIO"], "line 1: input data is empty"),
         (["replay", os.devnull], "no event in it"),

@@ -45,32 +45,52 @@ def test_numbers_may_name_what_texts_name_and_lengths_may_have_a_point(tmp_path:
 @pytest.mark.parametrize(
     ("format_name", "bad", "complaint"),
     [
-        ("mooncake", mooncake(0, 10, 5) | {"input_length": -1}, "line 2, input_length: a whole number from 0"),
-        ("mooncake", without(mooncake(0, 10, 5), "timestamp"), "line 2, timestamp: a number from 0 .* not None"),
-        ("mooncake", mooncake(0, 10, 5) | {"hash_ids": ["a"]}, "line 2, hash_ids: a list of whole numbers"),
+        ("mooncake", mooncake(0, 10, 5) | {"input_length": -1}, "line 2, input_length: must be a whole number from 0"),
+        (
+            "mooncake",
+            without(mooncake(0, 10, 5), "timestamp"),
+            "line 2, timestamp: must be a number from 0, not None",
+        ),
+        ("mooncake", mooncake(0, 10, 5) | {"hash_ids": ["a"]}, "line 2, hash_ids: must be a list of whole numbers"),
         ("mooncake", "{", "line 2: not JSON"),
-        ("mooncake", [1], "line 2: a JSON object is wanted"),
+        ("mooncake", [1], "line 2: must be a JSON object"),
         ("dynamo", dynamo("r", 10, 5, wait_for=["nobody"]), "line 2, wait_for: 'nobody' is no turn"),
         ("dynamo", dynamo("ok", 10, 5), "line 2, request_id: 'ok' was already there"),
-        ("dynamo", without(dynamo("r", 10, 5), "max_output_tokens"), "line 2, max_output_tokens: a whole number"),
+        (
+            "dynamo",
+            without(dynamo("r", 10, 5), "max_output_tokens"),
+            "line 2, max_output_tokens: must be a whole number",
+        ),
         (
             "dynamo",
             dynamo("r", 10, 5, delay_after_dependencies_ms="1"),
-            "line 2, delay_after_dependencies_ms: a number",
+            "line 2, delay_after_dependencies_ms: must be a number",
         ),
         ("kv-cache-tester", conversation(id="ok", requests=[]), "line 2, id: 'ok' was already there"),
-        ("sglang-log", sglang_json("r", 2, 1.0, 10, 5, text=5), "line 2, obj, text: a text is wanted, not 5"),
+        ("sglang-log", sglang_json("r", 2, 1.0, 10, 5, text=5), "line 2, obj, text: must be a string, not 5"),
         (
             "sglang-log",
             sglang_json("r", 2, 1.0, 10, 5, input_ids=[[1]] * 20),
-            "line 2, obj, input_ids: a list of whole",
+            "line 2, obj, input_ids: must be a list of whole",
         ),
-        ("kv-cache-tester", conversation(requests=[{"t": 0, "in": 5}]), r"line 2, requests\[0\], out: a whole number"),
-        ("kv-cache-tester", conversation(requests=3), "line 2, requests: a list is wanted, not 3"),
-        ("sglang-log", without(sglang_json("r", 1, 1.0, 2, 3), "timestamp"), "line 2, timestamp: a text is wanted"),
-        ("sglang-log", sglang_json("r", 1, 1.0, 2, 3) | {"timestamp": "now"}, "line 2, timestamp: a time in ISO 8601"),
-        ("sglang-log", without(sglang_json("r", 1, 1.0, 2, 3), "out"), "line 2, out: a JSON object is wanted"),
-        ("sglang-log", sglang_json("r", 1, 1.0, -2, 3), "line 2, out, meta_info, prompt_tokens: a whole number"),
+        (
+            "kv-cache-tester",
+            conversation(requests=[{"t": 0, "in": 5}]),
+            r"line 2, requests\[0\], out: must be a whole number",
+        ),
+        ("kv-cache-tester", conversation(requests=3), "line 2, requests: must be a list, not 3"),
+        ("sglang-log", without(sglang_json("r", 1, 1.0, 2, 3), "timestamp"), "line 2, timestamp: must be a string"),
+        (
+            "sglang-log",
+            sglang_json("r", 1, 1.0, 2, 3) | {"timestamp": "now"},
+            "line 2, timestamp: must be a time in ISO 8601",
+        ),
+        ("sglang-log", without(sglang_json("r", 1, 1.0, 2, 3), "out"), "line 2, out: must be a JSON object"),
+        (
+            "sglang-log",
+            sglang_json("r", 1, 1.0, -2, 3),
+            "line 2, out, meta_info, prompt_tokens: must be a whole number",
+        ),
         ("sglang-log", "Finish: obj=GenerateReqInput(rid='r'), out={}", "line 2, out, meta_info, prompt_tokens: .*"),
         ("sglang-log", sglang_text("r", 1, 1.0, 2, 3).replace("11-21", "13-41"), "line 2: time data '2026-13-41"),
         ("sglang-log", sglang_text("r", 1, 1.0, 2, 3).replace("1.0", "1.0.0"), "line 2: could not convert .*'1.0.0'"),
@@ -101,11 +121,11 @@ def test_what_is_malformed_is_refused_with_its_line_and_field(
 @pytest.mark.parametrize(
     ("records", "complaint"),
     [
-        ([mooncake(0, 2 * 10**9, 5)], "'t-0': context_tokens: a whole number from 0 to 1,000,000,000 is wanted"),
+        ([mooncake(0, 2 * 10**9, 5)], "'t-0': context_tokens: must be a whole number from 0 to 1,000,000,000"),
         ([dynamo("r", 10, 5, session_id="\ud800")], "-0': trajectory_id: not Unicode"),
         (
             [mooncake(0, 10, 5, 1, 2), mooncake(int(1.7e12), 20, 5, 1, 2, 3)],
-            r"'t-0': turns\[0\].tool_s: seconds from 0 to 1,000,000,000 are wanted, not 16999",
+            r"'t-0': turns\[0\].tool_s: must be seconds from 0 to 1,000,000,000, not 16999",
         ),
     ],
 )
@@ -154,21 +174,24 @@ def test_a_line_that_is_no_text_is_named(tmp_path: Path) -> None:
 
 def test_a_file_with_nothing_in_it_says_so(tmp_path: Path) -> None:
     """Not that it has no known form."""
-    with pytest.raises(TraceError, match="nothing is in it"):
+    with pytest.raises(TraceError, match="is empty"):
         detect_format(lines(tmp_path / "t.jsonl", "", " "))
 
 
 def test_what_is_no_trace_is_refused_with_the_forms_there_are(tmp_path: Path) -> None:
     """Text without a request, our own form, bytes, and a trace of nothing."""
-    with pytest.raises(TraceError, match=r"not one of mooncake, kv-cache-tester, dynamo, vllm-log, sglang-log"):
+    with pytest.raises(
+        TraceError,
+        match=r"unknown format; if it is one of mooncake, kv-cache-tester, dynamo, vllm-log, sglang-log, name",
+    ):
         detect_format(lines(tmp_path / "f", "hello", [1], {"a": 1}))
     write_trace(draw(CODING, 1, seed=1), tmp_path / "own.jsonl")
-    with pytest.raises(TraceError, match=r"own form already"):
+    with pytest.raises(TraceError, match=r"own format already"):
         detect_format(tmp_path / "own.jsonl")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TraceError, match=r"not text in UTF-8"):
         detect_format(tmp_path / "bytes")
-    with pytest.raises(TraceError, match=r"no trajectory in it"):
+    with pytest.raises(TraceError, match=r"f: holds no trajectory"):
         import_trace(lines(tmp_path / "f", "hello"), "vllm-log")
 
 
@@ -209,5 +232,5 @@ def test_the_command_writes_a_trace_and_says_what_was_in_it(tmp_path: Path, caps
     bad = tmp_path / "bad.jsonl.gz"
     assert heddle_import(tmp_path / "missing", "--out", bad) == 2
     assert heddle_import(source, "--out", bad, "--format", "dynamo") == 2
-    assert "line 1, request_id: a text is wanted" in capsys.readouterr().err
+    assert "line 1, request_id: must be a string" in capsys.readouterr().err
     assert not bad.exists()

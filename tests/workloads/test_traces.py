@@ -64,21 +64,21 @@ def test_what_joins_before_the_first_turn_is_part_of_the_first_prompt(tmp_path: 
     [
         ("{", "not JSON"),
         ([], "not a JSON object"),
-        (record() | {"turns": []}, "turns: a list of at least one turn"),
-        (record() | {"trajectory_id": 7}, "trajectory_id: a text is wanted, not 7"),
-        (record() | {"group_id": ""}, "group_id: a text is wanted"),
-        (record() | {"context_tokens": -1}, r"context_tokens: a whole number from 0 to .* is wanted, not -1"),
-        (record() | {"context_tokens": True}, "context_tokens: a whole number"),
+        (record() | {"turns": []}, "turns: must be a list of at least one turn"),
+        (record() | {"trajectory_id": 7}, "trajectory_id: must be a non-empty string, not 7"),
+        (record() | {"group_id": ""}, "group_id: must be a non-empty string"),
+        (record() | {"context_tokens": -1}, r"context_tokens: must be a whole number from 0 to .*, not -1"),
+        (record() | {"context_tokens": True}, "context_tokens: must be a whole number"),
         (record() | {"turns": [3]}, r"turns\[0\]: not a JSON object"),
-        (record() | {"turns": [{"new_tokens": 0, "output_tokens": 1}]}, r"turns\[0\]\.tool_s: seconds from 0"),
+        (record() | {"turns": [{"new_tokens": 0, "output_tokens": 1}]}, r"turns\[0\]\.tool_s: must be seconds from 0"),
         (record() | {"turns": [{"new_tokens": 0, "output_tokens": 1.5, "tool_s": 0}]}, "not 1.5"),
         (record() | {"turns": [{"new_tokens": 0, "output_tokens": 1, "tool_s": float("inf")}]}, "not inf"),
         (record("a-0"), "'a-0' was already there"),
         (record() | {"preamble_tokens": 10**8}, "preamble_tokens: more than the first prompt has"),
-        (record() | {"preamble_tokens": "x"}, "preamble_tokens: a whole number"),
+        (record() | {"preamble_tokens": "x"}, "preamble_tokens: must be a whole number"),
         ("[" * 100_000, "nested too deeply"),
         (record() | {"trajectory_id": "\ud800"}, "not Unicode"),
-        (record() | {"context_tokens": 10**30}, "context_tokens: a whole number from 0 to 1,000,000,000"),
+        (record() | {"context_tokens": 10**30}, "context_tokens: must be a whole number from 0 to 1,000,000,000"),
         (record() | {"turns": [{"new_tokens": 0, "output_tokens": 1, "tool_s": 10**400}]}, "seconds from 0 to"),
     ],
 )
@@ -201,5 +201,8 @@ def test_a_trajectory_without_a_group_is_a_group_of_its_own(tmp_path: Path) -> N
 def test_a_trace_of_another_program_is_refused_with_what_makes_it_one(tmp_path: Path, line: str) -> None:
     """Who has one need not find out that there are importers."""
     (tmp_path / "t.jsonl").write_text(line + "\n")
-    with pytest.raises(TraceError, match=r"line 1: turns: .* wanted; `heddle import` reads other programs' traces"):
+    with pytest.raises(
+        TraceError,
+        match=r"line 1: turns: must be a list of at least one turn; `heddle import` reads other programs' traces",
+    ):
         load_trace(tmp_path / "t.jsonl")

@@ -41,7 +41,7 @@ def import_trace(path: Path, format_name: str | None = None) -> Workload:
     """
     workload = READERS[format_name or detect_format(path)](path)
     if not workload.trajectories:
-        raise TraceError(f"{path}: no trajectory in it")
+        raise TraceError(f"{path}: holds no trajectory")
     check_writable(workload, path)
     return workload
 
@@ -64,14 +64,14 @@ def detect_format(path: Path) -> str:
         with read_at(where):
             name = "vllm-log" if is_vllm_line(line) else "sglang-log" if is_sglang_line(line) else _form_of_object(line)
         if name == _OWN_FORM:
-            raise TraceError(f"{path}: this is Heddle's own form already: use it as it is")
+            raise TraceError(f"{path}: this is in Heddle's own format already; use it as it is")
         if name is not None:
             return name
     if not head:
-        raise TraceError(f"{path}: nothing is in it")
+        raise TraceError(f"{path}: is empty")
     if '"requests"' in "".join(head):
         return "kv-cache-tester"
-    raise TraceError(f"{path}: not one of {', '.join(READERS)}; name the form if it is")
+    raise TraceError(f"{path}: unknown format; if it is one of {', '.join(READERS)}, name it with --format")
 
 
 def _form_of_object(line: str) -> str | None:

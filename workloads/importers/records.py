@@ -55,7 +55,7 @@ class Record:
 
     def __init__(self, fields: Any, where: str) -> None:
         if not isinstance(fields, dict):
-            raise TraceError(f"{where}: a JSON object is wanted")
+            raise TraceError(f"{where}: must be a JSON object")
         self.fields: dict[str, Any] = fields
         self.where = where
 
@@ -83,19 +83,19 @@ class Record:
             value = int(value)
         # In Python, JSON's true is an int.
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.error(name, "a whole number from 0 is wanted")
+            raise self.error(name, "must be a whole number from 0")
         return value
 
     def number(self, name: str) -> float:
         value = self.fields.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-            raise self.error(name, "a number from 0 is wanted")
+            raise self.error(name, "must be a number from 0")
         return float(value)
 
     def text(self, name: str) -> str:
         value = self.fields.get(name)
         if not isinstance(value, str) or not value:
-            raise self.error(name, "a text is wanted")
+            raise self.error(name, "must be a string")
         return value
 
     def name(self, field: str) -> str:
@@ -107,21 +107,21 @@ class Record:
         """A list of whole numbers; empty if the field is missing."""
         values = self.fields[name] if self.has(name) else []
         if not isinstance(values, list) or not all(type(value) is int for value in values):
-            raise self.error(name, "a list of whole numbers is wanted")
+            raise self.error(name, "must be a list of whole numbers")
         return tuple(values)
 
     def names(self, name: str) -> tuple[str, ...]:
         """A list of texts, or of whole numbers as texts; empty if the field is missing."""
         values = self.fields[name] if self.has(name) else []
         if not isinstance(values, list) or not all(isinstance(value, str) or type(value) is int for value in values):
-            raise self.error(name, "a list of texts is wanted")
+            raise self.error(name, "must be a list of strings")
         return tuple(map(str, values))
 
     def records(self, name: str) -> list[Record]:
         """A list of objects; empty if the field is missing."""
         values = self.fields[name] if self.has(name) else []
         if not isinstance(values, list):
-            raise self.error(name, "a list is wanted")
+            raise self.error(name, "must be a list")
         return [Record(value, f"{self.where}, {name}[{index}]") for index, value in enumerate(values)]
 
     def error(self, name: str, wish: str) -> TraceError:

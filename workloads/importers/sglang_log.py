@@ -84,7 +84,7 @@ def _from_json(record: Record) -> tuple[str | None, Call] | None:
     try:
         ended_at_s = datetime.fromisoformat(timestamp).timestamp()
     except ValueError as error:
-        raise record.error("timestamp", "a time in ISO 8601 is wanted") from error
+        raise record.error("timestamp", "must be a time in ISO 8601") from error
     session = asked.fields.get("session_params")
     has_session = isinstance(session, dict) and session.get("id") is not None
     session_id = Record(session, f"{asked.where}, session_params").name("id") if has_session else None
@@ -100,7 +100,7 @@ def _content(asked: Record) -> Sequence[int] | str:
         return ""
     text = asked.fields["text"]
     if not isinstance(text, str):
-        raise asked.error("text", "a text is wanted")
+        raise asked.error("text", "must be a string")
     is_cut = len(text) == 2 * _CUT_LENGTH + 3 and text[_CUT_LENGTH:-_CUT_LENGTH] == "..."
     return "" if is_cut else text
 
