@@ -222,10 +222,11 @@ def _fields_beside(request: Request, place: tuple[int | str, ...]) -> list[str]:
 async def _no_other_parameters(request: Request) -> None:
     """Raises Refused (400) for a parameter that the route does not have: a slip would otherwise be passed over.
 
-    Scrapers, load balancers and SDKs send some of their own to the other routes.
+    Scrapers, load balancers and SDKs send some of their own to the other routes, and clients of other gateways to
+    theirs (/finish_session).
     """
     route = request.scope["route"]
-    if _STRICT.isdisjoint(route.tags):
+    if _STRICT.isdisjoint(route.tags) or not route.path.startswith("/v1/"):
         return
     known = [parameter.alias for parameter in route.dependant.query_params]
     for name in request.query_params:

@@ -104,14 +104,15 @@ async def test_a_trajectory_shows_its_turns(site: Site) -> None:
 
 @pytest.mark.parametrize("form", ["resource", "finish_session", "programs/release"])
 async def test_a_trajectory_can_be_finished_in_three_forms(site: Site, form: str) -> None:
-    """After it the trajectory is finished; doing it again changes nothing; an unknown one is 404."""
+    """After it the trajectory is finished; doing it again changes nothing; an unknown one is 404. Parameters that other
+    gateways' clients add are passed over."""
 
     async def finish(trajectory_id: str) -> httpx.Response:
         match form:
             case "resource":
                 return await site.client.post(f"/v1/trajectories/{trajectory_id}/finish")
             case "finish_session":
-                return await site.client.post("/finish_session", params={"session_id": trajectory_id})
+                return await site.client.post("/finish_session", params={"session_id": trajectory_id, "reason": "done"})
             case _:
                 return await site.client.post("/programs/release", json={"program_id": trajectory_id})
 
