@@ -6,13 +6,22 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from controller.restarts import RetryRule
 from controller.spares import SpareRule
 from engines.http import can_be_asked
 from engines.profiles import load_profile
-from engines.setting_errors import first_mistake
+from engines.setting_errors import first_mistake, numbers
 from engines.sleep import SLEEP
 from scheduling.cost import EngineProfile
 from store import BadStoreUrl, StoreError, open_store
@@ -75,6 +84,7 @@ class EngineTable(BaseModel):
     """How an engine is launched."""
 
     model_config = _STRICT
+    _numbers = field_validator("*", mode="before")(classmethod(numbers))
 
     kind: Literal["vllm", "sglang", "sim"] = "vllm"
     program: tuple[str, ...] = Field((), description="What runs the server; the kind's own by default.")
@@ -101,6 +111,7 @@ class Sleeping(BaseModel):
     """Which engines are put to sleep, instead of stopped, when the fleet changes."""
 
     model_config = _STRICT
+    _numbers = field_validator("*", mode="before")(classmethod(numbers))
 
     tp_sizes: tuple[Tp, ...] = Field((), description="Sizes that may sleep. None: changes stop and launch.")
     is_ahead: bool = Field(True, description="Start sleepers on each block of GPUs before the first fleet.")
@@ -131,6 +142,7 @@ class WarmUp(BaseModel):
     """The request that a new engine serves before its first turn; it triggers late compilation."""
 
     model_config = _STRICT
+    _numbers = field_validator("*", mode="before")(classmethod(numbers))
 
     prompt: str = "Say hello."
     max_tokens: int = Field(8, ge=0, le=4096, description="0: no request.")
@@ -141,6 +153,7 @@ class Limits(BaseModel):
     """Limits on what the controller waits for and repeats."""
 
     model_config = _STRICT
+    _numbers = field_validator("*", mode="before")(classmethod(numbers))
 
     start_timeout_s: float = Field(900.0, gt=0, description="Longest start; large weights over a network take 10 min.")
     max_tries: int = Field(3, ge=1, description="Starts of one server; one that fails three times fails for a reason.")
@@ -168,6 +181,7 @@ class Planning(BaseModel):
     """When the fleet is reshaped without a request."""
 
     model_config = _STRICT
+    _numbers = field_validator("*", mode="before")(classmethod(numbers))
 
     is_automatic: bool = Field(False, description="Carry plans out; otherwise they are only shown.")
     interval_s: float = Field(30.0, gt=0, description="Interval of plans.")
@@ -187,6 +201,7 @@ class DemandTable(BaseModel):
     """Where the controller gets the demand from."""
 
     model_config = _STRICT
+    _numbers = field_validator("*", mode="before")(classmethod(numbers))
 
     redis: Annotated[SecretStr | None, AfterValidator(_redis_url)] = Field(
         None, description="The gateway's store, redis://...; when unset, the gateway itself is asked."
@@ -201,6 +216,7 @@ class FleetFile(BaseModel):
     """All settings of a fleet."""
 
     model_config = _STRICT
+    _numbers = field_validator("*", mode="before")(classmethod(numbers))
 
     fleet: Annotated[str, AfterValidator(_fleet_id)] = Field(description="Its id; servers are named after it.")
     model: str = Field(min_length=1, description="The engine's `--model`.")

@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, ValidationInfo
 from pydantic_core import ErrorDetails
 
 _MAX_SHOWN = 100
@@ -48,6 +48,16 @@ def first_mistake(error: ValidationError, model: type[BaseModel]) -> tuple[str, 
     """
     first = error.errors()[0]
     return ".".join(map(str, first["loc"])), in_words(first, names_at(model, first["loc"]))
+
+
+def numbers(model: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
+    """A validator of all fields: to pydantic, true is the number 1. Raises ValueError."""
+    if isinstance(value, bool):
+        annotation = model.model_fields[info.field_name or ""].annotation
+        kinds = {annotation, *get_args(annotation)}
+        if bool not in kinds and not kinds.isdisjoint((int, float)):
+            raise ValueError(f"must be a number, not {_shown(value)}")
+    return value
 
 
 def in_words(error: ErrorDetails, known: Iterable[str] = (), table: str = "a table") -> str:

@@ -18,7 +18,7 @@ from pydantic_settings import (
 
 from engines.http import can_be_asked
 from engines.profiles import load_profile
-from engines.setting_errors import first_mistake, meant
+from engines.setting_errors import first_mistake, meant, numbers
 from gateway.tokens.book import TokenLimits
 from predictor.named import PREDICTORS
 from scheduling.limits import Limits
@@ -74,6 +74,8 @@ class EngineSettings(BaseModel):
         description="KV tier that engines of the same name share. Asked of the engine when unset; few report it.",
     )
     api_key: Key | None = Field(None, description="Sent to this engine as its bearer token.")
+
+    _numbers = field_validator("*", mode="before")(classmethod(numbers))
 
     @classmethod
     def parse(cls, text: str) -> "EngineSettings":
@@ -365,6 +367,8 @@ class Settings(BaseSettings):
         0.05, ge=0, description="How long the end of an answer waits for the store to acknowledge it."
     )
     shutdown_timeout_s: float = Field(30.0, ge=0, description="How long running turns may take to end after SIGTERM.")
+
+    _numbers = field_validator("*", mode="before")(classmethod(numbers))
 
     @field_validator("engines", mode="before")
     @classmethod

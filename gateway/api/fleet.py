@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from engines.setting_errors import in_words
+from engines.setting_errors import in_words, numbers
 from gateway.config import EngineSettings
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.member import Member
@@ -25,6 +25,7 @@ class NewEngine(BaseModel):
     """An engine to add to the fleet."""
 
     model_config = ConfigDict(extra="forbid")
+    _numbers = field_validator("*", mode="before")(classmethod(numbers))
 
     url: Annotated[str, Field(max_length=2048)]
     kind: str | None = None

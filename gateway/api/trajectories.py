@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import orjson
 from fastapi import FastAPI, Query, Request, Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
+from engines.setting_errors import numbers
 from gateway.clock import Clock
 from gateway.http.refusals import bad_request, conflict, unknown_rollout, unknown_trajectory
 from gateway.state import ledger as ledgers
@@ -53,6 +54,7 @@ class Declaration(BaseModel):
     """What a client declares about a trajectory before its first turn."""
 
     model_config = ConfigDict(extra="forbid")
+    _numbers = field_validator("*", mode="before")(classmethod(numbers))
 
     id: _Id | None = None
     group_id: Annotated[str, Field(max_length=256)] = ""

@@ -179,6 +179,7 @@ async def test_probes_and_model_lists_take_any_parameter(client: httpx.AsyncClie
     [
         (b'{"idd": "a"}', "idd: unknown, did you mean id?"),
         (b'{"expected_output_tokens": -1}', "expected_output_tokens: must be at least 1, not -1."),
+        (b'{"expected_output_tokens": true}', "expected_output_tokens: must be a number, not true."),
         (b'{"expected_output_tokens": "x"}', "expected_output_tokens: must be a whole number, not 'x'."),
         (b'{"id": ""}', "id: must not be empty, not ''."),
         (b'{"id": " a"}', "id: must be printable ASCII, without spaces at its ends, not ' a'."),

@@ -77,6 +77,10 @@ def test_a_setting_is_the_same_from_a_file_and_from_the_environment(
             'engines = [{url = "http://a:1", api_key = "k\\r\\nx: y"}]',
             r"setting engines.0.api_key: must be printable ASCII",
         ),
+        ("max_attempts = true", "setting max_attempts: must be a number, not true$"),
+        ("in_tool_lease_s = false", "setting in_tool_lease_s: must be a number, not false$"),
+        ("policy = true", "setting policy: must be a string, not true$"),
+        ('engines = [{url = "http://a:1", slots = true}]', "setting engines.0.slots: must be a number, not true$"),
         ('host = ""', "setting host: must not be empty, not ''$"),
     ],
 )
