@@ -418,6 +418,16 @@ async def test_a_prompt_that_comes_again_is_stored_once(new_store: Callable[...,
     assert {turn.turn_id: turn for turn in decoded(await pieces(site))} == before
 
 
+async def test_a_turn_that_does_not_begin_with_its_parent_stands_alone(new_store: Callable[..., Store]) -> None:
+    """With its whole prompt: a trainer would be given tokens that no engine saw."""
+    site = await Site(new_store).start("")
+    site.save("a")
+    site.add(tokens_of("u", [1, 2], [3]), replace(tokens_of("v", [1, 9, 3, 4], [5]), parent="u"))
+    turn = (await site.book.turns("a"))["v"]
+    assert (turn.parent, turn.num_before, list(turn.new_ids)) == (None, 0, [1, 9, 3, 4])
+    await site.store.close()
+
+
 async def test_what_was_stored_without_its_beginning_is_dropped_where_that_is_lost(
     new_store: Callable[..., Store],
 ) -> None:

@@ -144,7 +144,9 @@ async def test_a_full_disk_stops_no_put_and_is_healed(tmp_path: Path) -> None:
             assert not await store.settle(1.0)
             assert not store.health().ok and store.health().num_dropped, store.health()
             limit(resource.RLIM_INFINITY)
-            await healed.wait()
+            while not healed.is_set():  # so that a put waits when the heal begins, under its number of before
+                store.put_trajectory("live", {"number": 98})
+                await asyncio.sleep(0)
             assert store.health().ok and await store.settle(1.0), store.health()
             assert store.health().num_losses == 1, store.health()
             print("healed", flush=True)
