@@ -106,13 +106,17 @@ async def child(
         await _stop(process, stop_timeout_s)
 
 
+# The system's: two processes whose `random` is seeded alike, as Hypothesis does, would draw the same ports.
+_DICE = random.SystemRandom()
+
+
 def free_port() -> int:
     """A free port that no other process is likely to be given before a server listens there.
 
     The system assigns ports from 32768 on to connections, and to servers that take any port.
     """
     while True:
-        port = random.randrange(10_000, 32_768)
+        port = _DICE.randrange(10_000, 32_768)
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port
