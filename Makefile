@@ -74,7 +74,7 @@ bench: install
 		$(if $(ONLY),--only "$(ONLY)") $(if $(REPEATS),--repeats $(REPEATS)) $(if $(SECONDS),--seconds $(SECONDS)) \
 		$(if $(RESUME),--resume)
 
-## make rivals  a rollout on real vLLM behind Heddle and behind vllm-router (an hour; RIVALS="--case binds --repeats 1")
+## make rivals  a rollout on real vLLM behind Heddle and behind vllm-router (two hours; RIVALS="--case binds --repeats 1")
 rivals: vllm
 	deploy/get-bench-peers.sh
 	$(BIN)/python -m heddle.rivals --venv $(VLLM_VENV) $(RIVALS)
