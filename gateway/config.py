@@ -449,7 +449,8 @@ def load_settings(config_file: str | None = None, **overrides: Any) -> Settings:
     """
     config_file = config_file or os.environ.get("HEDDLE_CONFIG")
     if config_file is not None and not os.path.isfile(config_file):
-        raise ConfigError(f"no such configuration file: {config_file}")
+        why = "it is a folder" if os.path.isdir(config_file) else "there is no such file"
+        raise ConfigError(f"cannot read the configuration file {config_file}: {why}")
     unknown = sorted(
         name
         for name in os.environ
@@ -466,7 +467,9 @@ def load_settings(config_file: str | None = None, **overrides: Any) -> Settings:
         if said.startswith("unknown"):
             said += f"{'' if said.endswith('?') else ';'} `heddle serve --settings` lists all"
         raise ConfigError(f"setting {name}: {said}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {config_file}: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(f"configuration file {config_file}: {error}") from None
+        raise ConfigError(f"configuration file {config_file} is not TOML: {error}") from None
     assert isinstance(settings, Settings)
     return settings

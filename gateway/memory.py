@@ -120,7 +120,7 @@ def _predictor(settings: Settings) -> Predictor:
     except OSError as error:
         raise ConfigError(f"cannot read the predictor's model {path}: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is no model of the predictor {settings.predictor_name!r}: {error}") from None
+        raise ConfigError(f"{path} is not a model of the predictor {settings.predictor_name!r}: {error}") from None
 
 
 async def _load(store: Store, timeout_s: float) -> list[StoredTrajectory]:

@@ -22,7 +22,7 @@ PROFILE = "qwen3-14b-h100-tp1"
 _NEXT = (
     "Times are the engines' virtual seconds. The gateway, its queues and its HTTP are real.",
     "",
-    "Try next, in two shells:",
+    "Next, try in two shells:",
     "",
     "  .venv/bin/heddle sim-engine --port 8000 & .venv/bin/heddle serve --engine http://127.0.0.1:8000",
     "  curl http://127.0.0.1:8080/t/my-trajectory/v1/chat/completions -H 'content-type: application/json' \\",

@@ -28,7 +28,7 @@ async def test_a_trained_model_is_where_the_gateway_begins(tmp_path: Path) -> No
     assert said != pytest.approx(predictor_named("tabular").predict(Progress("t", "g")).total_tokens, rel=0.02)
 
 
-@pytest.mark.parametrize(("content", "told"), [(None, "cannot read"), (b"nonsense", "is no model")])
+@pytest.mark.parametrize(("content", "told"), [(None, "cannot read"), (b"nonsense", "is not a model of the predictor")])
 async def test_a_model_that_cannot_be_used_stops_the_start(content: bytes | None, told: str, tmp_path: Path) -> None:
     """One clear line names the file, whether it is not there or holds something else."""
     model = tmp_path / "model.json"
@@ -95,4 +95,4 @@ async def test_a_text_predictor_that_cannot_be_had_is_refused_at_the_start(is_th
     status, said = await refused_start("--port", "0", HEDDLE_TEXT_PREDICTOR=str(path), HEDDLE_STORE="memory:")
     assert status == 2
     last = said.strip().splitlines()[-1]
-    assert "text_predictor wants torch: pip install 'heddle[text]'" in last or str(path) in last
+    assert "text_predictor needs torch: pip install 'heddle[text]'" in last or str(path) in last

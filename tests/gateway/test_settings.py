@@ -69,7 +69,7 @@ def test_a_setting_is_the_same_from_a_file_and_from_the_environment(
         ('predictor = "tabula"', "setting predictor: no predictor 'tabula', did you mean tabular? Known: tabular, "),
         ("kv_watermark = 7", "setting kv_watermark: must be at most 1, not 7$"),
         ("shutdown_timeout_s = inf", "setting shutdown_timeout_s: must be a finite number, not inf$"),
-        ("port = ", "heddle.toml: Invalid value"),
+        ("port = ", "heddle.toml is not TOML: Invalid value"),
         ("admin_key = 5", r"setting admin_key: must be a string$"),
         ('admin_key = "k\\n"', r"setting admin_key: must be printable ASCII, without spaces or line ends around it$"),
         ('api_keys = ["one", ""]', r"setting api_keys.1: must not be empty$"),
@@ -98,3 +98,13 @@ def test_an_unknown_variable_is_refused_with_what_was_meant(monkeypatch: pytest.
     monkeypatch.setenv("HEDDLE_PROT", "9000")
     with pytest.raises(ConfigError, match="HEDDLE_PROT, did you mean HEDDLE_PORT"):
         load_settings()
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("absent.toml", "there is no such file"), (".", "it is a folder"), ("/proc/self/mem", "Input/output error")],
+)
+def test_a_file_that_cannot_be_read_is_told_with_the_reason(path: str, why: str) -> None:
+    """One of another user, too, whose first byte cannot be had, is no traceback."""
+    with pytest.raises(ConfigError, match=f"^cannot read the configuration file {path}: {why}$"):
+        load_settings(path)
