@@ -164,6 +164,8 @@ async def test_dropped_pieces_are_gone_and_can_be_put_anew(new_store: NewStore, 
     store.put_piece("u", "a/1", b"young")
     assert await store.get_pieces("u") == {"a/1": b"young"}
     assert await store.piece_sizes() == {"t": 6, "u": 5}
+    store.drop_pieces("t", "a")
+    assert await store.piece_sizes() == {"u": 5}
     for trajectory_id in ("t", "u"):
         store.forget_trajectory(trajectory_id)
     assert await store.settle(60.0)

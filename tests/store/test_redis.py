@@ -200,6 +200,15 @@ async def test_a_later_process_takes_over_and_the_earlier_one_is_fenced_off(serv
     await second.close()
 
 
+async def test_an_older_program_that_takes_over_fences_off_too(server: RedisServer) -> None:
+    """It names itself as the writer, and leaves the time of the claim before as it is."""
+    store = _new(server.url())
+    await store.open()
+    await _ask(server, b"HSET heddle:owner writer older batch 1\r\n", b":0\r\n")
+    await _until(lambda: "another process has taken over" in store.health().detail, "it is told")
+    await store.close()
+
+
 async def test_after_a_loss_the_later_of_two_processes_still_owns_the_record(server: RedisServer) -> None:
     """A server that lost everything is the later one's, whoever of the two is heard first."""
     first, second = _new(server.url(), check_every_s=60.0), _new(server.url(), check_every_s=60.0)
