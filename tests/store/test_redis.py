@@ -209,13 +209,23 @@ async def test_an_older_program_that_takes_over_fences_off_too(server: RedisServ
     await store.close()
 
 
-async def test_after_a_loss_the_later_of_two_processes_still_owns_the_record(server: RedisServer) -> None:
+@pytest.mark.parametrize("is_claimed", [False, True])
+async def test_after_a_loss_the_later_of_two_processes_still_owns_the_record(
+    server: RedisServer, is_claimed: bool
+) -> None:
     """A server that lost everything is the later one's, whoever of the two is heard first."""
     first, second = _new(server.url(), check_every_s=60.0), _new(server.url(), check_every_s=60.0)
+    second.on_loss(lambda: second.put_trajectory("t", {"by": "second"}))
     await first.open()
     assert await first.settle(5.0)
+    if is_claimed:
+        await second.open()
     server.restart(empty=True)
-    await second.open()
+    if is_claimed:
+        second.put_trajectory("t", {"by": "second"})
+        await _until(lambda: second.health().num_losses > 0, "the loss is noticed")
+    else:
+        await second.open()
     first.put_trajectory("t", {"by": "first"})
     await _until(lambda: "another process has taken over" in first.health().detail, "the first one is told")
     second.put_trajectory("t", {"by": "second"})
