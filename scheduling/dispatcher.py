@@ -164,8 +164,8 @@ class Dispatcher:
     # --- routing: where a waiting turn waits, or goes at once -----------------------------------------------
 
     def route_anew(self, engine: Engine, actions: list[Action]) -> None:
-        """Route turns again after an engine changed: those in its queue that it no longer serves, and homeless ones
-        whose home it is."""
+        """Route turns again after an engine changed: those in its queue that it no longer serves and, under a sticky
+        policy, homeless ones whose home it is."""
         self._chooser.look_anew()
         self._queues.reserve(engine, None)
         waiting = [turn for turn in engine.returning if not engine.serves(turn.model)]

@@ -129,7 +129,7 @@ async def test_without_the_gateway_nobody_kills_a_working_engine(tmp_path: Path)
     fleet = fleet_file(tmp_path, gateway.url)
     async with stopped_at_the_end(fleet), controller(fleet, launcher_for(fleet)) as made:
         await made.tick()
-        with pytest.raises(Refused, match="not seen yet"):
+        with pytest.raises(Refused, match="the fleet has not been seen yet"):
             made.in_sight()
         async with running_gateway(observe_interval_s=0.1, port=port):
             while [one.is_serving for one in made.seen] != [True, True]:
