@@ -70,7 +70,7 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
         proposal = controller.proposal
         sizes = tps or (None if isinstance(proposal, str) else list(proposal.tps))
         try:
-            rounds = controller.desired.steps_to(sizes, controller.in_sight()) if sizes else []
+            rounds = controller.desired.steps_to(sizes, controller.observed()) if sizes else []
         except Refused as no:
             raise _No(409, str(no)) from None
         lines = in_words(rounds, controller.journal.state, controller.seen)
@@ -86,7 +86,7 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
             raise _No(400, "This ends every engine of the fleet. To confirm, set 'empty' as well (--empty).")
         try:
             controller.ask(
-                desired.let_plans_decide() if asked.tps is None else desired.scaled(asked.tps, controller.in_sight())
+                desired.let_plans_decide() if asked.tps is None else desired.scaled(asked.tps, controller.observed())
             )
         except Refused as no:
             raise _No(409, str(no)) from None
@@ -96,7 +96,7 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
     async def drain(asked: DrainOne) -> dict[str, Any]:
         """Drain and stop a server; its devices stay unused until the fleet is scaled. Needs the admin key."""
         try:
-            controller.ask(controller.desired.drained(asked.server, controller.in_sight()))
+            controller.ask(controller.desired.drained(asked.server, controller.observed()))
         except Refused as no:
             raise _No(409, str(no)) from None
         return status(controller, time.time())

@@ -86,9 +86,9 @@ def _stepped(
         case Stop():
             return replace(one, is_alive=False, is_ready=False, is_serving=False, num_turns=0, was_stopped=True)
         case Sleep():
-            return replace(one, rest=SleepState.ASLEEP, is_ready=False)
+            return replace(one, sleep_state=SleepState.ASLEEP, is_ready=False)
         case Wake():
-            return replace(one, rest=SleepState.AWAKE)
+            return replace(one, sleep_state=SleepState.AWAKE)
         case MakeReady():
             return replace(one, is_ready=True)
         case Register():

@@ -289,7 +289,7 @@ def _records(path: Path) -> Iterable[Json]:
         try:
             record: Json = json.loads(line)
         except ValueError:
-            raise ValueError(f"{path}, line {number}, is damaged; move the file away to begin anew") from None
+            raise ValueError(f"{path}, line {number}, is damaged; move the file away to start empty") from None
         yield record
 
 

@@ -131,7 +131,7 @@ class Controller:
             drivers.note(one)
         return True
 
-    def in_sight(self) -> list[ObservedServer]:
+    def observed(self) -> list[ObservedServer]:
         """The last observation. Raises Refused before the first one: no decision may be made blindly."""
         if not self.has_looked:
             raise Refused(f"the fleet has not been seen yet: {'; '.join(self.alarms.values()) or 'wait a second'}")

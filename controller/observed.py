@@ -44,7 +44,7 @@ def _seen(
     # Only a registered server counts as a member: another server may have had this address before.
     member = by_url.get(server.url or "") if server_id in state.urls else None
     is_alive = server.state is not ServerState.EXITED
-    rest = SleepState(state.rest.get(server_id, SleepState.AWAKE))
+    sleep_state = SleepState(state.rest.get(server_id, SleepState.AWAKE))
     return ObservedServer(
         server_id=server_id,
         tp=server.spec.tp,
@@ -52,7 +52,7 @@ def _seen(
         is_alive=is_alive,
         is_begun=server.state is not ServerState.STARTING or server_id in launched,
         # It is registered when it is ready; after a restart the gateway is told again at once.
-        is_ready=is_alive and rest is SleepState.AWAKE and (server_id in ready or server_id in state.urls),
+        is_ready=is_alive and sleep_state is SleepState.AWAKE and (server_id in ready or server_id in state.urls),
         is_registered=server_id in state.urls,
         is_member=member is not None,
         is_starting=is_alive and member is not None and member.is_starting,
@@ -62,5 +62,5 @@ def _seen(
         was_drained=server_id in state.drained,
         was_moved=server_id in state.moved,
         was_stopped=server_id in state.stopped,
-        rest=rest,
+        sleep_state=sleep_state,
     )

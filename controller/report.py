@@ -141,8 +141,8 @@ def _servers(state: State, seen: Sequence[ObservedServer], servers: Sequence[Ser
 def _state(one: ObservedServer, is_wanted: bool) -> str:
     if not one.is_alive:
         return "ended"
-    if one.rest is not SleepState.AWAKE:
-        return "asleep" if one.rest is SleepState.ASLEEP else "waking" if is_wanted else "falling asleep"
+    if one.sleep_state is not SleepState.AWAKE:
+        return "asleep" if one.sleep_state is SleepState.ASLEEP else "waking" if is_wanted else "falling asleep"
     if one.is_serving:
         return "serving" if is_wanted else "leaving"
     if one.is_cordoned:

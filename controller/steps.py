@@ -49,7 +49,7 @@ class ObservedServer:
     Args:
         devices: where it runs; see `held`.
         is_alive: launched, and not known to have ended.
-        rest: of a server that is alive; a sleeping one is alive.
+        sleep_state: of a server that is alive; a sleeping one is alive.
         is_begun: the launcher has seen it begin; if not, an earlier launch may have broken off.
         is_ready: it answered, and is warm.
         is_registered: the gateway was told of it.
@@ -78,12 +78,12 @@ class ObservedServer:
     was_drained: bool = False
     was_moved: bool = False
     was_stopped: bool = False
-    rest: SleepState = SleepState.AWAKE
+    sleep_state: SleepState = SleepState.AWAKE
 
     @property
     def held(self) -> tuple[str, ...]:
         """Devices that no other server may use now: none if it has ended or sleeps."""
-        return self.devices if self.is_alive and self.rest is not SleepState.ASLEEP else ()
+        return self.devices if self.is_alive and self.sleep_state is not SleepState.ASLEEP else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def next_steps(
 def _staying_step(one: ObservedServer, ordered: Sequence[DesiredServer], held: Counter[str]) -> Step | None:
     if not one.is_alive:
         return None  # restarts.py must replace it in `wanted`
-    if one.rest is not SleepState.AWAKE:
+    if one.sleep_state is not SleepState.AWAKE:
         is_free = all(held[device] == (device in one.held) for device in one.devices)
         return Wake(one.server_id) if is_free else None
     if not one.is_ready:
@@ -195,7 +195,7 @@ def _staying_step(one: ObservedServer, ordered: Sequence[DesiredServer], held: C
 def _leaving_step(
     one: ObservedServer, ordered: Sequence[DesiredServer], is_spare: bool, may_drain: bool, may_remove: bool
 ) -> Step | None:
-    is_awake = one.is_alive and one.rest is SleepState.AWAKE
+    is_awake = one.is_alive and one.sleep_state is SleepState.AWAKE
     if is_awake and one.is_registered and not (one.is_member or one.was_drained):
         return Register(one.server_id)
     if is_awake and one.is_member:
@@ -206,9 +206,9 @@ def _leaving_step(
         if not one.was_moved:
             return MoveKv(one.server_id)
     if is_spare and one.is_alive:
-        if one.rest is SleepState.AWAKE and not one.is_ready:
+        if one.sleep_state is SleepState.AWAKE and not one.is_ready:
             return _starting_step(one, ordered)
-        if one.rest is not SleepState.ASLEEP:
+        if one.sleep_state is not SleepState.ASLEEP:
             return Sleep(one.server_id)
     elif one.is_alive or not one.was_stopped:
         return Stop(one.server_id)
@@ -235,7 +235,9 @@ def _launches(
     wanted_ids = {one.server_id for one in wanted}
     kept = {device for one in seen if one.server_id in wanted_ids and one.is_alive for device in one.devices}
     held = kept.union(*(one.held for one in seen))
-    room = max_starting - sum(bool(one.held) and one.rest is SleepState.AWAKE and not one.is_ready for one in seen)
+    room = max_starting - sum(
+        bool(one.held) and one.sleep_state is SleepState.AWAKE and not one.is_ready for one in seen
+    )
     launches: list[Step] = []
     for one in (*spares, *wanted):
         if one.server_id in known or one.server_id in held_back:

@@ -55,7 +55,7 @@ def partition(trajectories: Sequence[Remaining], engines: Sequence[LoadedEngine]
     bounds_of = dict(zip(by_speed, zip([0, *cuts], cuts, strict=False), strict=True))
     return Partition(
         tuple(tuple(presorted.order[slice(*bounds_of[index])]) for index in range(len(engines))),
-        tuple(presorted.row.finish_s(engine, *bounds_of[index]) for index, engine in enumerate(engines)),
+        tuple(presorted.running_sums.finish_s(engine, *bounds_of[index]) for index, engine in enumerate(engines)),
     )
 
 
@@ -71,8 +71,8 @@ class Presorted:
 
     def __init__(self, trajectories: Sequence[Remaining]) -> None:
         self.order = sorted(range(len(trajectories)), key=lambda index: -trajectories[index].output_tokens)
-        self.row = RunningSums([trajectories[index] for index in self.order])
-        self.next_slower_tools = _next_greater(self.row.tool_s)
+        self.running_sums = RunningSums([trajectories[index] for index in self.order])
+        self.next_slower_tools = _next_greater(self.running_sums.tool_s)
         self._fillers: dict[tuple[object, ...], Filler] = {}
         self._sums: dict[EngineProfile, _Sums] = {}
 
@@ -85,7 +85,12 @@ class Presorted:
         like_it = profile, engine.speculation, astuple(engine.work)
         if like_it not in self._fillers:
             if profile not in self._sums:
-                self._sums[profile] = _Sums(profile, self.row.total_tokens, self.row.products, self.row.prefill_tokens)
+                self._sums[profile] = _Sums(
+                    profile,
+                    self.running_sums.total_tokens,
+                    self.running_sums.products,
+                    self.running_sums.prefill_tokens,
+                )
             self._fillers[like_it] = Filler(self, engine, self._sums[profile])
         return self._fillers[like_it]
 
@@ -110,7 +115,7 @@ class Presorted:
             high_s: a bound that is known to suffice. None: that of all trajectories on the first engine.
         """
         if high_s is None:
-            high_s = (1 + PRECISION) * self.row.finish_s(fillers[0].engine, start, len(self))
+            high_s = (1 + PRECISION) * self.running_sums.finish_s(fillers[0].engine, start, len(self))
         return least_bound_s(lambda bound_s: self.reach(fillers, bound_s, start) == len(self), high_s)
 
     def reach(self, fillers: Sequence["Filler"], bound_s: float, start: int = 0) -> int:
@@ -160,7 +165,7 @@ class Filler:
         # Time in tools is that of the slowest trajectory in the group; few are slower than all before them.
         end = slowest = start
         while True:
-            tool_s = max(self.engine.work.tool_s, presorted.row.tool_s[slowest])
+            tool_s = max(self.engine.work.tool_s, presorted.running_sums.tool_s[slowest])
             end = max(end, self._decoded(start, bound_s - tool_s))
             slower = presorted.next_slower_tools[slowest]
             if slower >= end:
@@ -169,7 +174,7 @@ class Filler:
 
     def _decoded(self, start: int, left_s: float) -> int:
         """Where the group ends if prefill and decoding may take `left_s`."""
-        output_tokens = self._presorted.row.output_tokens
+        output_tokens = self._presorted.running_sums.output_tokens
         speculation = self.engine.active_speculation
         if speculation is None:
             return self._decoded_behind(start, left_s, output_tokens[start])

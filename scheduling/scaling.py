@@ -247,8 +247,8 @@ def _planned(presorted: Presorted, kinds: Kinds, budget: GpuBudget, fleet: TPs, 
     start = 0
     cuts = presorted.cuts([kinds[tp] for tp in fleet])
     for (tp, node), end in zip(on_nodes(fleet, budget.gpus_per_node), cuts, strict=True):
-        plain_s = presorted.row.finish_s(replace(kinds[tp], speculation=None), start, end)
-        fast_s = presorted.row.finish_s(kinds[tp], start, end)
+        plain_s = presorted.running_sums.finish_s(replace(kinds[tp], speculation=None), start, end)
+        fast_s = presorted.running_sums.finish_s(kinds[tp], start, end)
         role = Role.TAIL if fast_s < (1 - SPECULATION_GAIN) * plain_s else Role.BULK
         engines.append(PlannedEngine(tp, node, role))
         finishes_s.append(fast_s if role is Role.TAIL else plain_s)

@@ -358,7 +358,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     if version != FORMAT:
         raise StoreCorrupt(f"store {path} has format {version}, this program reads {FORMAT}: choose another file")
     if verdict != "ok":
-        raise StoreCorrupt(f"store {path} is damaged ({verdict}); move it away to start anew")
+        raise StoreCorrupt(f"store {path} is damaged ({verdict}); move it away to start empty")
     return database
 
 
@@ -375,4 +375,4 @@ def _checkpoint(path: Path) -> None:
 def _explained(path: Path, fault: Exception) -> StoreError:
     if isinstance(fault, sqlite3.OperationalError):
         return StoreError(f"store {path} cannot be used: {fault}")
-    return StoreCorrupt(f"store {path} is damaged ({fault}); move it away to start anew")
+    return StoreCorrupt(f"store {path} is damaged ({fault}); move it away to start empty")

@@ -219,4 +219,4 @@ def _connect(path: Path) -> sqlite3.Connection:
 def _explained(path: Path, fault: sqlite3.Error) -> StoreError:
     if isinstance(fault, sqlite3.OperationalError):
         return StoreError(f"store {path} cannot be used: {fault}")
-    return StoreCorrupt(f"store {path} is damaged ({fault}); move it away to start anew")
+    return StoreCorrupt(f"store {path} is damaged ({fault}); move it away to start empty")

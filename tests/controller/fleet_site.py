@@ -215,7 +215,7 @@ async def play_through_changes(made: Controller, rollout: Rollout, timeout_s: fl
     rollout.begin()
     for tps in ([2], [1, 1]):
         await _goes_on(rollout, timeout_s)
-        made.ask(made.desired.scaled(tps, made.in_sight()))
+        made.ask(made.desired.scaled(tps, made.observed()))
         await until_reached(made, *tps, timeout_s=timeout_s)
     await _goes_on(rollout, timeout_s)
     await rollout.end()

@@ -64,7 +64,7 @@ class Run:
 
     async def _come_true(self, wish: Wish, made: Controller, running: "asyncio.Task[None]") -> None:
         if sorted(one.tp for one in made.journal.state.wanted) != sorted(wish.tps):
-            made.ask(made.desired.scaled(wish.tps, made.in_sight()))
+            made.ask(made.desired.scaled(wish.tps, made.observed()))
         while not ((_is_quiet(made) and not self._has_begun()) if wish.is_awaited else self._has_begun()):
             await self._go_on(running)
             self.check_devices()

@@ -130,17 +130,17 @@ async def test_without_the_gateway_nobody_kills_a_working_engine(tmp_path: Path)
     async with stopped_at_the_end(fleet), controller(fleet, launcher_for(fleet)) as made:
         await made.tick()
         with pytest.raises(Refused, match="the fleet has not been seen yet"):
-            made.in_sight()
+            made.observed()
         async with running_gateway(observe_interval_s=0.1, port=port):
             while [one.is_serving for one in made.seen] != [True, True]:
                 await made.tick()
         assert not await made.look() and "gateway_away" in made.alarms
-        made.ask(made.desired.scaled([2], made.in_sight()))
+        made.ask(made.desired.scaled([2], made.observed()))
         for _ in range(20):
             await made.tick()
         servers = await launcher_for(fleet).find("test")
         assert [server.state for server in servers] == [ServerState.RUNNING] * 2
-        made.ask(made.desired.scaled([1, 1], made.in_sight()))
+        made.ask(made.desired.scaled([1, 1], made.observed()))
         async with running_gateway(observe_interval_s=0.1, port=port):
             await made.tick()
             while [one.is_serving for one in made.seen] != [True, True]:
@@ -161,7 +161,7 @@ async def test_a_gateway_that_restarts_in_a_change_gets_its_engines_back(tmp_pat
         async with running_gateway(observe_interval_s=0.1, port=port):
             while [one.is_serving for one in made.seen] != [True, True]:
                 await made.tick()
-            made.ask(made.desired.scaled([2], made.in_sight()))
+            made.ask(made.desired.scaled([2], made.observed()))
             while [one.is_alive for one in made.seen].count(True) != 2 or len(made.seen) < 3:
                 await made.tick()
             (last,) = [one.server_id for one in made.seen if one.is_serving]

@@ -108,7 +108,7 @@ async def test_without_redis_the_fleet_serves_and_changes_on(redis_server: Redis
             await asyncio.to_thread(redis_server.kill)
             await until(lambda: "is away" in made.alarms.get("demand_away", ""), lambda: made.alarms)
             assert made.proposal == "none, because nothing reports the work"
-            made.ask(made.desired.scaled([2], made.in_sight()))
+            made.ask(made.desired.scaled([2], made.observed()))
             await until_reached(made, 2)
             num_turns = rollout.num_turns
             await until(lambda: rollout.num_turns > num_turns + 3, lambda: rollout.failures)
@@ -116,7 +116,7 @@ async def test_without_redis_the_fleet_serves_and_changes_on(redis_server: Redis
             await asyncio.to_thread(redis_server.start)
             await until(lambda: isinstance(made.proposal, Proposal), lambda: made.proposal)
             assert not made.alarms
-            made.ask(made.desired.scaled([1, 1], made.in_sight()))
+            made.ask(made.desired.scaled([1, 1], made.observed()))
             await until_reached(made, 1, 1)
             await rollout.end()
             assert rollout.failures == []

@@ -60,20 +60,20 @@ async def test_shapes_are_swapped_under_a_rollout_and_no_server_is_started(tmp_p
             assert len(state.phase_s["start", 1]) == 2 and len(state.phase_s["start", 2]) == 1
             woken_s = relaunch_s(state.phase_s, (1, 1), (2,), [2])
             assert woken_s < relaunch_s(state.phase_s, (1, 1), (2,))
-            rounds = made.desired.steps_to([2], made.in_sight())
+            rounds = made.desired.steps_to([2], made.observed())
             names = [type(step).__name__ for steps in rounds for step in steps]
             assert names.count("Sleep") == 2 and names.count("Wake") == 1 and not {"Launch", "Stop"} & set(names)
             undisturbed = Rollout(gateway.url, "simulated", 6)
             undisturbed.begin("again")
             await until(lambda: min(map(len, undisturbed.answers)) >= max(map(len, rollout.answers)))
             await undisturbed.end()
-            made.ask(made.desired.scaled([2], made.in_sight()))
+            made.ask(made.desired.scaled([2], made.observed()))
             lines = await told(fleet, launcher_for(fleet))
             assert any("put to sleep" in line and "s lately]" in line for line in lines), lines
             assert any(re.match(r"\d\. wake .*\[\d", line) for line in lines), lines
             assert not any("make ready" in line and "lately" in line for line in lines), "nothing is started"
             await until_reached(made, 2)
-            made.ask(made.desired.scaled([], made.in_sight()))
+            made.ask(made.desired.scaled([], made.observed()))
             await until(lambda: not any(one.is_alive for one in made.seen), lambda: made.seen)
         for answers, expected in zip(rollout.answers, undisturbed.answers, strict=True):
             assert answers == expected[: len(answers)]
@@ -89,14 +89,14 @@ async def test_who_wakes_has_the_weights_that_were_set_while_it_slept(tmp_path: 
                 order = {"version": f"v{level}", "path": f"/weights/v{level}"}
                 answer = await client.post(f"{gateway.url}/v1/weights", json=order, headers=ADMIN)
                 assert answer.json()["status"] == "done", answer.text
-                made.ask(made.desired.scaled([2], made.in_sight()))
+                made.ask(made.desired.scaled([2], made.observed()))
                 await until_reached(made, 2)
                 body = {"model": "simulated", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
                 url = f"{gateway.url}/t/of-{level}"
                 assert (await client.post(f"{url}/v1/chat/completions", json=body)).status_code == 200
                 (row,) = (await client.get(f"{gateway.url}/v1/trajectories/of-{level}")).json()["turns"]
                 assert row["weight_versions"] == [f"v{level}"]
-                made.ask(made.desired.scaled([], made.in_sight()))
+                made.ask(made.desired.scaled([], made.observed()))
                 await until(lambda: not any(one.is_alive or one.is_member for one in made.seen), lambda: made.seen)
 
 
@@ -114,7 +114,7 @@ async def test_who_wakes_has_all_its_weights_whatever_the_file_says_by_now(tmp_p
                 rollout.begin(f"before-{len(tps)}")
                 await rollout.end(stop=False)
                 await until(lambda: made.has_looked)
-                made.ask(made.desired.scaled(tps, made.in_sight()))
+                made.ask(made.desired.scaled(tps, made.observed()))
                 await until_reached(made, *tps)
                 again = Rollout(gateway.url, "simulated", 2, num_turns=2)
                 again.begin(f"after-{len(tps)}")
@@ -129,12 +129,12 @@ async def test_engines_that_cannot_sleep_are_stopped_as_ever(tmp_path: Path) -> 
         async with stopped_at_the_end(fleet), acting(fleet) as made:
             await until_reached(made, 1, 1)
             first = await alive(fleet)
-            made.ask(made.desired.scaled([2], made.in_sight()))
+            made.ask(made.desired.scaled([2], made.observed()))
             await until_reached(made, 2)
             assert made.journal.state.sleepless == "it has no /sleep" and not first & await alive(fleet)
             assert made.journal.state.failures == ()
             assert "it has no /sleep" in alarms(made, 0.0)["cannot_sleep"]
-            made.ask(made.desired.scaled([2], made.in_sight()))
+            made.ask(made.desired.scaled([2], made.observed()))
             assert "cannot_sleep" not in alarms(made, 0.0), "an operator may have mended it"
 
 
@@ -150,11 +150,11 @@ async def test_a_sleeper_that_dies_is_missed_by_nobody(tmp_path: Path) -> None:
             await until(lambda: made.journal.state.spares == (), lambda: made.journal.state)
             await until_reached(made, 1, 1)
             assert [failure.server_id for failure in made.journal.state.failures] == [spare.server_id]
-            made.ask(made.desired.scaled([2], made.in_sight()))
+            made.ask(made.desired.scaled([2], made.observed()))
             await until_reached(made, 2)
             assert {one.tp for one in made.journal.state.spares} == {1}
             one, other = made.journal.state.spares
-            made.ask(made.desired.drained(one.server_id, made.in_sight()))
+            made.ask(made.desired.drained(one.server_id, made.observed()))
             await until(lambda: not any(seen.server_id == one.server_id and seen.is_alive for seen in made.seen))
             assert made.journal.state.spares == (other,) and not made.journal.state.resting
             await until_reached(made, 2)
@@ -167,6 +167,6 @@ async def test_sleepers_are_found_again_when_the_journal_is_lost(tmp_path: Path)
         async with stopped_at_the_end(fleet), acting_without_its_journal(fleet, 1, 1) as made:
             (spare,) = made.journal.state.spares
             assert made.journal.state.rest[spare.server_id] == SleepState.ASLEEP
-            made.ask(made.desired.scaled([2], made.in_sight()))
+            made.ask(made.desired.scaled([2], made.observed()))
             await until_reached(made, 2)
             assert made.journal.state.wanted == (spare,)

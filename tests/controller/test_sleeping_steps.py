@@ -32,7 +32,7 @@ TWO = DesiredServer("c", 2, ("0", "1"))
 
 
 def asleep(*servers: DesiredServer) -> list[ObservedServer]:
-    return [ObservedServer(one.server_id, one.tp, one.devices, rest=SleepState.ASLEEP) for one in servers]
+    return [ObservedServer(one.server_id, one.tp, one.devices, sleep_state=SleepState.ASLEEP) for one in servers]
 
 
 def test_a_change_of_shape_is_sleep_and_wake_and_no_start() -> None:
@@ -81,7 +81,7 @@ def test_nobody_wakes_before_all_its_devices_are_free() -> None:
 
 def test_one_of_which_nobody_knows_whether_it_sleeps_holds_its_devices() -> None:
     """The controller was killed while it woke: it is told again, and nobody else gets its devices before."""
-    between = [replace(one, rest=SleepState.BETWEEN) for one in asleep(TWO)]
+    between = [replace(one, sleep_state=SleepState.BETWEEN) for one in asleep(TWO)]
     assert next_steps([TWO], [*between, *asleep(*ONES)], spares=ONES) == [Wake("c")]
     assert next_steps(ONES, [*between, *asleep(*ONES)], spares=[TWO]) == [Sleep("c")]
     assert next_steps(ONES, [*between, *asleep(*ONES)]) == [Stop("c")]

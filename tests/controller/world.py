@@ -78,11 +78,11 @@ class World:
                 assert not one.is_serving, "a server falls asleep that the gateway may give turns"
                 assert one.is_alive
                 self.asleep.add(one.server_id)
-                one = replace(one, rest=SleepState.ASLEEP, is_ready=False)
+                one = replace(one, sleep_state=SleepState.ASLEEP, is_ready=False)
             case Wake():
                 assert one.is_alive
                 self.asleep.discard(one.server_id)
-                one = replace(one, rest=SleepState.AWAKE)
+                one = replace(one, sleep_state=SleepState.AWAKE)
                 self._check_alone(one.server_id, one.devices)
             case MakeReady():
                 assert one.is_alive and one.server_id not in self.asleep, "a server that sleeps is asked for tokens"
@@ -120,7 +120,7 @@ class World:
         if is_done:
             self.perform(step)
         one = self.servers[step.server_id]
-        self.servers[step.server_id] = replace(one, rest=SleepState.BETWEEN, is_ready=False)
+        self.servers[step.server_id] = replace(one, sleep_state=SleepState.BETWEEN, is_ready=False)
 
     def launch_breaks_off(self, step: Launch) -> None:
         """The controller is killed on the way: the launcher has it, and it may never begin by itself."""

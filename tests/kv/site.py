@@ -56,7 +56,8 @@ class Site:
     async def act(self, engine_id: str, what: str, timeout_s: float = 60.0) -> dict[str, Any]:
         """An operator's word about an engine."""
         path = f"/v1/engines/{engine_id}/{what}"
-        response = await self.client.post(path, params={"timeout_s": timeout_s}, headers=ADMIN)
+        params = {"timeout_s": timeout_s} if what in ("drain", "evacuate") else {}
+        response = await self.client.post(path, params=params, headers=ADMIN)
         assert response.status_code == 200, response.text
         done: dict[str, Any] = response.json()
         return done

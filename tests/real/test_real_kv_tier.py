@@ -69,7 +69,8 @@ class Site:
 
     async def act(self, number: int, what: str) -> None:
         path = f"{self.url}/v1/engines/{self.ids[number]}/{what}"
-        answer = await self.client.post(path, params={"timeout_s": 300}, headers=ADMIN)
+        params = {"timeout_s": 300} if what in ("drain", "evacuate") else {}
+        answer = await self.client.post(path, params=params, headers=ADMIN)
         assert answer.status_code == 200, answer.text
 
     async def only(self, number: int) -> None:

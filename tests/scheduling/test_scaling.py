@@ -107,7 +107,7 @@ def literal_libra_s(left: list[Remaining], gpus: int) -> float:
     for budget in range(1, gpus + 1):
         for end in range(1, len(left) + 1):
             least_s[budget][end] = min(
-                max(least_s[budget - tp][start], presorted.row.finish_s(KINDS[tp], start, end))
+                max(least_s[budget - tp][start], presorted.running_sums.finish_s(KINDS[tp], start, end))
                 for tp in PROFILES
                 if tp <= budget
                 for start in range(end + 1)
