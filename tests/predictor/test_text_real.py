@@ -97,7 +97,7 @@ def test_where_the_text_tells_it_is_learned_and_chosen(told: Trained) -> None:
     assert 0.8 < below < 0.98
     assert came["report"]["took_s"] < 90
     assert came["single"] == pytest.approx(came["said"][0], rel=1e-3)
-    assert "is no text predictor" in came["refusal"]
+    assert "is not a text predictor" in came["refusal"]
 
 
 @pytest.mark.text
