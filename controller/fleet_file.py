@@ -21,8 +21,8 @@ from controller.restarts import RetryRule
 from controller.spares import SpareRule
 from engines.http import can_be_asked
 from engines.profiles import load_profile
-from engines.setting_errors import first_mistake, numbers
 from engines.sleep import SLEEP
+from engines.validation_errors import first_mistake, numbers
 from scheduling.cost import EngineProfile
 from store import BadStoreUrl, StoreError, open_store
 

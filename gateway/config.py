@@ -18,7 +18,7 @@ from pydantic_settings import (
 
 from engines.http import can_be_asked
 from engines.profiles import load_profile
-from engines.setting_errors import first_mistake, meant, numbers
+from engines.validation_errors import first_mistake, meant, numbers
 from gateway.tokens.book import TokenLimits
 from predictor.named import PREDICTORS
 from scheduling.limits import Limits

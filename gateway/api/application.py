@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from engines.setting_errors import in_words, meant, names_at
+from engines.validation_errors import in_words, meant, names_at
 from gateway import metrics as metrics_page
 from gateway.api.fleet import Engines, add_engines
 from gateway.api.tokens import Tokens, add_tokens

@@ -7,7 +7,7 @@ from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from engines.setting_errors import in_words, numbers
+from engines.validation_errors import in_words, numbers
 from gateway.config import EngineSettings
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.member import Member

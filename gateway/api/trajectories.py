@@ -8,7 +8,7 @@ import orjson
 from fastapi import FastAPI, Query, Request, Response
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
-from engines.setting_errors import numbers
+from engines.validation_errors import numbers
 from gateway.clock import Clock
 from gateway.http.refusals import bad_request, conflict, unknown_rollout, unknown_trajectory
 from gateway.state import ledger as ledgers
