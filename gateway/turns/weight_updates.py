@@ -76,6 +76,10 @@ class Update:
         }
 
 
+_Members = Mapping[str, Member]
+"""Engines, by the ids that they had when the update began."""
+
+
 class Weights:
     """Gives the fleet its weights.
 
@@ -124,16 +128,15 @@ class Weights:
             if self._update.serves(weights.version, engine_ids):
                 return self._update
             raise conflict(f"The update to {self._update.weights.version!r} is under way, for {self._update.told()}.")
-        members = (
-            self._fleet.members() if engine_ids is None else [self._fleet.get(one) for one in dict.fromkeys(engine_ids)]
-        )
-        for member in members:
+        wanted = self._fleet.members() if engine_ids is None else map(self._fleet.get, engine_ids)
+        members = {member.engine_id: member for member in wanted}
+        for member in members.values():
             _check(weights, member)
-        if others := {self._fleet.get(one).engine_id for one in of_engine or {}} - {one.engine_id for one in members}:
+        if others := {self._fleet.get(one).engine_id for one in of_engine or {}} - members.keys():
             raise bad_request(f"{min(others)!r} is not among the engines of this update.", "transfer_of")
         self._record.begin(weights)
         update = Update(weights, self._record.number(weights.version), self._clock(), engine_ids is None)
-        update.engines = {member.engine_id: Progress() for member in members}
+        update.engines = {engine_id: Progress() for engine_id in members}
         self._update = update
         self._task = asyncio.create_task(self._run(update, members, of_engine or {}), name="weights")
         return update
@@ -167,43 +170,46 @@ class Weights:
 
     # --- running --------------------------------------------------------------------------------------------
 
-    async def _run(self, update: Update, members: list[Member], of_engine: Mapping[str, Mapping[str, Any]]) -> None:
+    async def _run(self, update: Update, members: _Members, of_engine: Mapping[str, Mapping[str, Any]]) -> None:
         try:
             await self._store.settle(self._settings.settle_timeout_s)
-            there = [member for member in members if self._is_there(member, update)]
+            there = {engine_id: one for engine_id, one in members.items() if self._is_there(engine_id, one, update)}
             if update.weights.path is not None:
                 await self._from_disk(update, there)
             else:
-                await asyncio.gather(*(self._give(member, update, of_engine) for member in there))
+                await asyncio.gather(*(self._give(*one, update, of_engine) for one in there.items()))
         finally:
             self._end(update, is_broken_off=any(one.state not in _ENDS for one in update.engines.values()))
 
-    async def _from_disk(self, update: Update, members: list[Member]) -> None:
-        wanting = [member for member in members if not _has(member, update)]
-        if wanting and len(wanting) == len(members):
-            first = min(wanting, key=lambda member: member.num_legs)
-            refused = await self._give(first, update, {})
-            members = [member for member in members if member is not first]
+    async def _from_disk(self, update: Update, members: _Members) -> None:
+        others = dict(members)
+        if members and not any(_has(member, update) for member in members.values()):
+            first_id = min(members, key=lambda engine_id: members[engine_id].num_legs)
+            refused = await self._give(first_id, others.pop(first_id), update, {})
             if refused:
-                for member in members:
-                    update.engines[member.engine_id].state = "untouched"
+                for engine_id in others:
+                    update.engines[engine_id].state = "untouched"
                 return
         at_once = asyncio.Semaphore(self._settings.weight_loads_at_once)
 
-        async def give(member: Member) -> None:
+        async def give(engine_id: str, member: Member) -> None:
             async with at_once:
-                await self._give(member, update, {})
+                # Others may have loaded for minutes: an engine that left, or is lost, is not there any more.
+                if self._is_there(engine_id, member, update):
+                    await self._give(engine_id, member, update, {})
 
-        await asyncio.gather(*(give(member) for member in members))
+        await asyncio.gather(*(give(*one) for one in others.items()))
 
-    async def _give(self, member: Member, update: Update, of_engine: Mapping[str, Mapping[str, Any]]) -> bool:
+    async def _give(
+        self, engine_id: str, member: Member, update: Update, of_engine: Mapping[str, Mapping[str, Any]]
+    ) -> bool:
         """Give one engine the weights; True if it refused them."""
-        progress, weights = update.engines[member.engine_id], update.weights
+        progress, weights = update.engines[engine_id], update.weights
         if _has(member, update):
             progress.state = "done"
             return False
         if weights.transfer is not None:
-            weights = replace(weights, transfer={**weights.transfer, **of_engine.get(member.engine_id, {})})
+            weights = replace(weights, transfer={**weights.transfer, **of_engine.get(engine_id, {})})
         self._fleet.begin_update(member)
         held, keeps_turns = "the update to its weights was broken off", False
         try:
@@ -218,10 +224,12 @@ class Weights:
             self._fleet.end_update(member, held, keeps_turns)
         return False
 
-    def _is_there(self, member: Member, update: Update) -> bool:
-        if member.state is EngineState.READY:
+    def _is_there(self, engine_id: str, member: Member, update: Update) -> bool:
+        """Whether it can be given the weights: as another process, or once it is back, it takes them by itself."""
+        is_same = member.engine_id == engine_id and member in self._fleet.members()
+        if is_same and member.state is EngineState.READY:
             return True
-        update.engines[member.engine_id].state = "absent"
+        update.engines[engine_id].state = "absent"
         return False
 
     def _end(self, update: Update, is_broken_off: bool) -> None:

@@ -1,0 +1,226 @@
+"""Engines that are relaunched, removed or lost while an update of the weights runs, and engines whose weights are in
+doubt after one."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import SimulatedEngineSettings
+from tests.support.engine import Asked, RecordedEngine, Script, recorded_engine
+from tests.support.gateway import ADMIN, eventually, running_gateway
+from tests.weights.asking import engine, update
+
+KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
+LOADS = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
+PROMPT = "Tell me about looms."
+QUICK = {"observe_interval_s": 0.05}
+
+
+@dataclass
+class HeldCall:
+    """A call to an engine that gets its answer when the test says so."""
+
+    status: int = 200
+    has_come: asyncio.Event = field(default_factory=asyncio.Event)
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def script(self) -> Script:
+        """The answer, for a recorded engine."""
+
+        async def play(asked: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:
+            self.has_come.set()
+            await self.is_over.wait()
+            await write(b"{}")
+
+        return Script(play, self.status)
+
+
+class Launched:
+    """A simulated engine that can be killed and launched again at its address."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self._process = AsyncExitStack()
+
+    async def launch(self, settings: SimulatedEngineSettings) -> None:
+        port = int(self.url.rpartition(":")[2]) if self.url else 0
+        self.url = await self._process.enter_async_context(serve_engine(settings, port=port))
+
+    async def kill(self) -> None:
+        await self._process.aclose()
+
+
+@asynccontextmanager
+async def launched(settings: SimulatedEngineSettings) -> AsyncIterator[Launched]:
+    one = Launched()
+    await one.launch(settings)
+    try:
+        yield one
+    finally:
+        await one.kill()
+
+
+@asynccontextmanager
+async def gateway_of(*urls: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a gateway before these engines."""
+    async with (
+        running_gateway(*urls, **QUICK | settings) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=90) as client,
+    ):
+        yield client
+
+
+def id_of(url: str) -> str:
+    return url.removeprefix("http://")
+
+
+async def shown(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
+    """The engine at this address, as GET /v1/engines shows it."""
+    listed = (await client.get("/v1/engines")).json()["data"]
+    found: dict[str, Any] = next(one for one in listed if one["url"] == url)
+    return found
+
+
+async def becomes(client: httpx.AsyncClient, url: str, state: str) -> dict[str, Any]:
+    """Wait until the engine at this address has this state; the engine then."""
+
+    async def has_state() -> bool:
+        return bool((await shown(client, url))["state"] == state)
+
+    await eventually(has_state)
+    return await shown(client, url)
+
+
+async def states(client: httpx.AsyncClient) -> dict[str, str]:
+    """How far each engine is in the last update."""
+    engines = (await client.get("/v1/weights")).json()["update"]["engines"]
+    return {engine_id: progress["state"] for engine_id, progress in engines.items()}
+
+
+async def ended(client: httpx.AsyncClient) -> dict[str, Any]:
+    """The last update, once it has ended."""
+
+    async def has_ended() -> bool:
+        return (await client.get("/v1/weights")).json()["update"]["ended_at"] is not None
+
+    await eventually(has_ended)
+    last: dict[str, Any] = (await client.get("/v1/weights")).json()["update"]
+    return last
+
+
+async def is_out_of_sight(client: httpx.AsyncClient, url: str) -> None:
+    """Its process lives, but its metrics fail until it counts as lost."""
+    faults = [{"kind": "error", "path": "/metrics"}]
+    await client.post(url + "/simulate/faults", json={"faults": faults})
+    await becomes(client, url, "lost")
+
+
+async def is_back(client: httpx.AsyncClient, url: str) -> None:
+    await client.delete(url + "/simulate/faults")
+
+
+def loads(one: RecordedEngine) -> list[str]:
+    """The paths that a vLLM was told to load from."""
+    return [asked.json["kwargs"]["weights_path"] for asked in one.seen if asked.path == LOADS["vllm"]]
+
+
+@KINDS
+async def test_an_engine_relaunched_while_another_loads_does_not_end_the_update(kind: str) -> None:
+    """It is another engine then and takes the weights by itself; the update continues with the engines that wait."""
+    load = HeldCall()
+    async with (
+        recorded_engine(engine(kind)) as slow,
+        launched(engine(kind)) as relaunched,
+        serve_engine(engine(kind)) as waiting,
+        gateway_of(slow.url, relaunched.url, waiting) as client,
+    ):
+        slow.scripts[LOADS[kind]] = load.script()
+        await update(client, "v1", wait=False)
+        await load.has_come.wait()
+        await relaunched.kill()
+        await becomes(client, relaunched.url, "lost")
+        await relaunched.launch(engine(kind))
+        again = await becomes(client, relaunched.url, "ready")
+        assert (again["id"], again["weight_version"]) == (id_of(relaunched.url) + "~2", "v1")
+        load.is_over.set()
+        assert (await ended(client))["status"] == "done"
+        assert await states(client) == {
+            id_of(slow.url): "done",
+            id_of(relaunched.url): "absent",
+            id_of(waiting): "done",
+        }
+        assert (await update(client, "v1")).json()["status"] == "done"
+
+
+async def test_an_update_that_was_refused_is_taken_back_though_an_engine_was_relaunched_meanwhile() -> None:
+    """The trainer gets its 502, and the version is what it was."""
+    load = HeldCall(status=500)
+    async with (
+        recorded_engine(engine("vllm")) as refusing,
+        launched(engine("vllm")) as relaunched,
+        gateway_of(refusing.url, relaunched.url) as client,
+    ):
+        assert (await update(client, "v1")).json()["status"] == "done"
+        refusing.scripts[LOADS["vllm"]] = load.script()
+        order = asyncio.create_task(update(client, "v2", path="/weights/missing-v2"))
+        await load.has_come.wait()
+        await relaunched.kill()
+        await becomes(client, relaunched.url, "lost")
+        await relaunched.launch(engine("vllm"))
+        await becomes(client, relaunched.url, "ready")
+        load.is_over.set()
+        assert (await order).status_code == 502
+        assert (await client.get("/v1/weights")).json()["version"] == "v1"
+
+
+async def test_an_engine_removed_while_another_loads_is_not_given_weights() -> None:
+    """The update is done without it, and the next process at its address gets an id of its own."""
+    load = HeldCall()
+    async with (
+        recorded_engine(engine("vllm")) as slow,
+        recorded_engine(engine("vllm")) as removed,
+        gateway_of(slow.url, removed.url) as client,
+    ):
+        slow.scripts[LOADS["vllm"]] = load.script()
+        await update(client, "v1", wait=False)
+        await load.has_come.wait()
+        await client.delete(f"/v1/engines/{id_of(removed.url)}", headers=ADMIN)
+        load.is_over.set()
+        assert (await ended(client))["status"] == "done"
+        assert await states(client) == {id_of(slow.url): "done", id_of(removed.url): "absent"}
+        assert loads(removed) == []
+        added = await client.post("/v1/engines", json={"url": removed.url}, headers=ADMIN)
+        assert added.json()["id"] == id_of(removed.url) + "~2"
+
+
+async def test_an_engine_lost_while_others_load_is_given_the_weights_once() -> None:
+    """When it is back it takes them by itself; the update does not load them into it at the same time."""
+    first_load, own_load = HeldCall(), HeldCall()
+    async with (
+        serve_engine(engine("vllm")) as first,
+        recorded_engine(engine("vllm")) as slow,
+        recorded_engine(engine("vllm")) as lost,
+        gateway_of(first, slow.url, lost.url, weight_loads_at_once=1) as client,
+    ):
+        slow.scripts[LOADS["vllm"]], lost.scripts[LOADS["vllm"]] = first_load.script(), own_load.script()
+        await update(client, "v1", wait=False)
+        await first_load.has_come.wait()
+        await is_out_of_sight(client, lost.url)
+        await is_back(client, lost.url)
+        await own_load.has_come.wait()
+        first_load.is_over.set()
+
+        async def has_reached_all() -> bool:
+            return "waiting" not in (await states(client)).values()
+
+        await eventually(has_reached_all)
+        assert (await states(client))[id_of(lost.url)] == "absent"
+        own_load.is_over.set()
+        await becomes(client, lost.url, "ready")
+        assert loads(lost) == ["/weights/v1"]
