@@ -86,6 +86,12 @@ class Member:
         """Another process answers at its address: that is another engine."""
         self.generation += 1
         self.engine_id = f"{self.address}~{self.generation}"
+        self.kv_offered_tokens = 0
+
+    def offer_ended(self, engine_id: str, num_tokens: int) -> None:
+        """KV that was offered is free again, unless the process that offered it is gone."""
+        if engine_id == self.engine_id:
+            self.kv_offered_tokens -= num_tokens
 
     @contextmanager
     def held_up(self) -> Iterator[None]:

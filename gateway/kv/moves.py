@@ -96,11 +96,12 @@ class KvMoves:
     async def bring(self, turn: Turn, member: Member) -> None:
         """Bring a turn's KV to the engine where a leg of it is about to run, as far as possible."""
         trajectory_id = turn.ask.trajectory_id
-        if (under_way := self._under_way.get(trajectory_id)) is not None:
-            await self._end_of(under_way)
+        if (under_way := self._under_way.get(trajectory_id)) is not None and not await self._has_ended(under_way):
+            return
         context = self.contexts.get(trajectory_id)
         if context is None or context.engine_id == member.engine_id or not self._is_sticky:
             return
+        context.brought_by = ""  # it may have been brought elsewhere before
         num_tokens = max([context.num_tokens, *(_made_tokens(one.chain) for one in turn.choices)])
         if num_tokens < self._settings.kv_move_min_tokens:
             return
@@ -130,11 +131,16 @@ class KvMoves:
 
     # --- one move -------------------------------------------------------------------------------------------
 
-    async def _end_of(self, under_way: _UnderWay) -> None:
+    async def _has_ended(self, under_way: _UnderWay) -> bool:
+        """Wait for a move in a tool call; False if that took as long as a move may: then nothing else is tried."""
         if not under_way.has_begun or under_way.task is None:
             self.cancel(under_way.move.trajectory_id)  # then the turn's own move goes before those that still wait
-            return
+            return True
         await asyncio.wait([under_way.task], timeout=self._settings.kv_move_timeout_s)
+        if not under_way.task.done():
+            self.cancel(under_way.move.trajectory_id)
+            return False
+        return True
 
     async def _in_tool_call(self, under_way: _UnderWay) -> None:
         move = under_way.move

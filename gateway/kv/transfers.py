@@ -58,17 +58,17 @@ class Transfers:
             source.moves_kv = False  # it was configured or believed to; it is not asked again
             raise MoveFailed("the old home offers no KV")
         source.kv_offered_tokens += told.prompt_tokens
-        is_fetched = False
+        offered_by, is_fetched = source.engine_id, False
         try:
             got = await self._ask(target, asked, fetching(asked.request, told.offer), _FIRST)
             # An engine that could not fetch computes the prompt instead, which is as good but slower.
             is_fetched = got.cached_tokens is None or got.is_there
         finally:
             if is_fetched:
-                source.kv_offered_tokens -= told.prompt_tokens
+                source.offer_ended(offered_by, told.prompt_tokens)
             else:
                 task = asyncio.create_task(
-                    self._give_back(source, target, asked, told), name=f"give back {asked.trajectory_id}"
+                    self._give_back(source, offered_by, target, asked, told), name=f"give back {asked.trajectory_id}"
                 )
                 self._given_back.add(task)
                 task.add_done_callback(self._given_back.discard)
@@ -83,7 +83,9 @@ class Transfers:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _give_back(self, source: Member, target: Member, asked: TransferRequest, told: HeldContext) -> None:
+    async def _give_back(
+        self, source: Member, offered_by: str, target: Member, asked: TransferRequest, told: HeldContext
+    ) -> None:
         """Release the old home from an offer that the new one did not fetch."""
         assert told.offer is not None
         giving = TransferRequest(asked.trajectory_id, COMPLETIONS, releasing(asked.request.get("model"), told.offer))
@@ -93,7 +95,7 @@ class Transfers:
         except (MoveFailed, TimeoutError, ValueError, *FAULTS):
             await asyncio.sleep(LEASE_S)
         finally:
-            source.kv_offered_tokens -= told.prompt_tokens
+            source.offer_ended(offered_by, told.prompt_tokens)
 
     async def _ask(self, member: Member, asked: TransferRequest, request: dict[str, Any], priority: int) -> HeldContext:
         assert member.dialect is not None

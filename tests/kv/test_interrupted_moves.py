@@ -1,0 +1,87 @@
+"""Moves of KV whose engines end half way, and what a turn that comes meanwhile gets of them."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import httpx
+
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import Fault
+from tests.kv.site import Site, engine, first_messages, site
+from tests.support.gateway import ADMIN, eventually, running_gateway
+
+
+def id_of(url: str) -> str:
+    return url.removeprefix("http://")
+
+
+async def offers_kv(fleet: Site, engine_id: str) -> bool:
+    """Whether an engine keeps KV for another one that has not fetched it yet."""
+    return bool((await fleet.engines())[engine_id]["kv_offered_tokens"])
+
+
+async def test_kv_that_was_brought_to_an_engine_that_left_is_not_shown_for_the_turn() -> None:
+    """Fetched in the tool call; then the new home leaves, and the turn computes its context at a third engine."""
+    async with site(engine(), engine(), engine()) as fleet:
+        home, target, third = map(id_of, fleet.urls)
+        for other in (target, third):
+            await fleet.act(other, "cordon")
+        messages = first_messages()
+        await fleet.turn("t", messages)
+        await fleet.act(target, "uncordon")
+        await fleet.act(home, "evacuate")
+        assert await fleet.moves() == {"fetched": 1}
+        await fleet.client.delete(f"/v1/engines/{target}", headers=ADMIN)
+        await fleet.act(third, "uncordon")
+        await fleet.turn("t", messages)
+        last = await fleet.last("t")
+        assert (last["engine"], last["kv_by"]) == (third, None)
+        assert await fleet.cached_share("t") == 0.0
+
+
+async def test_a_turn_waits_for_a_move_no_longer_than_a_move_may_take() -> None:
+    """Its move in the tool call failed to fetch and hangs in the prefill: the turn runs, and fetches nothing itself."""
+    hanging = Fault("hang", path="/v1/chat", count=2)
+    async with site(engine(), engine(hanging), kv_move_timeout_s=1.0) as fleet:
+        home, target = map(id_of, fleet.urls)
+        await fleet.act(target, "cordon")
+        messages = first_messages()
+        await fleet.turn("t", messages)
+        await fleet.act(target, "uncordon")
+        leaving = asyncio.create_task(fleet.act(home, "evacuate"))
+        await eventually(lambda: offers_kv(fleet, home))
+        await fleet.turn("t", messages)
+        last = await fleet.last("t")
+        assert (last["engine"], last["kv_by"], last["legs"]) == (target, None, 1)
+        await leaving
+        assert await fleet.moves() == {"failed": 1}
+
+
+async def test_a_relaunched_engine_does_not_keep_what_its_predecessor_offered() -> None:
+    """The KV that nobody fetched went with the process: all of the new one's memory is for its own turns."""
+    not_fetched = Fault("refuse", path="/simulate/kv", count=1)
+    not_given_back = Fault("hang", path="/v1/completions", count=1)
+    async with AsyncExitStack() as first_process, serve_engine(engine(not_given_back)) as other:
+        url = await first_process.enter_async_context(serve_engine(engine(not_fetched)))
+        async with (
+            running_gateway(url, other, kv_move_min_tokens=100, observe_interval_s=0.05) as gateway,
+            httpx.AsyncClient(base_url=gateway.url, timeout=90) as client,
+        ):
+            fleet = Site(client, [url, other])
+            await fleet.act(id_of(other), "cordon")
+            await fleet.turn("t", first_messages())
+            await fleet.act(id_of(other), "uncordon")
+            await fleet.act(id_of(url), "evacuate")
+            assert await offers_kv(fleet, id_of(url))
+            await first_process.aclose()
+            again = f"{id_of(url)}~2"
+
+            async def is_back() -> bool:
+                found = (await fleet.engines()).get(again)
+                return found is not None and found["state"] == "ready"
+
+            async with serve_engine(engine(), port=int(url.rpartition(":")[2])):
+                await eventually(is_back)
+                relaunched = (await fleet.engines())[again]
+                assert relaunched["kv_offered_tokens"] == 0
+                assert relaunched["kv_capacity_tokens"] == engine().profile.kv_capacity_tokens
