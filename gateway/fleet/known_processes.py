@@ -29,20 +29,29 @@ class KnownProcesses:
         return self._known.get(url, {})
 
     def note(self, member: Member) -> None:
-        """Write down an engine's present state."""
+        """Write down an engine's present state; its models as they were last seen, if it was not seen yet."""
+        models = [(model.model_id, model.max_context_tokens) for model in member.models]
         self._known[member.settings.url] = {
             "generation": member.generation,
             "started_at": member.started_at,
             "is_cordoned": member.is_cordoned,
             "is_in_doubt": member.is_in_doubt,
-            "models": [(model.model_id, model.max_context_tokens) for model in member.models],
+            "models": models or self.at(member.settings.url).get("models", []),
         }
         self.remember()
 
     def left(self, member: Member) -> None:
-        """It left the fleet. Another process may come to this address, and must not get its id."""
+        """It left the fleet. Another process may come to this address, and must not get its id.
+
+        If the same process comes back, its weights are still in doubt if they were.
+        """
+        is_in_doubt = member.is_in_doubt and member.started_at is not None
         self._known.pop(member.settings.url, None)
-        self._known[member.settings.url] = {"generation": member.generation + 1, "started_at": None}
+        self._known[member.settings.url] = {
+            "generation": member.generation + 1,
+            "started_at": member.started_at if is_in_doubt else None,
+            "is_in_doubt": is_in_doubt,
+        }
         have_left = [url for url, known in self._known.items() if "models" not in known]
         for url in have_left[:-_MAX_LEFT]:
             del self._known[url]

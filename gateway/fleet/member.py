@@ -83,10 +83,10 @@ class Member:
         self.engine_id = self.address if self.generation == 1 else f"{self.address}~{self.generation}"
 
     def become_another(self) -> None:
-        """Another process answers at its address: that is another engine."""
+        """Another process answers at its address: that is another engine, of which nothing was observed yet."""
         self.generation += 1
         self.engine_id = f"{self.address}~{self.generation}"
-        self.kv_offered_tokens = 0
+        self.observation, self.kv_offered_tokens, self.is_in_doubt = None, 0, False
 
     def offer_ended(self, engine_id: str, num_tokens: int) -> None:
         """KV that was offered is free again, unless the process that offered it is gone."""

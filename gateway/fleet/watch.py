@@ -90,10 +90,10 @@ class Watch:
         if was_seen and is_new_process:
             self._circuits.open(member, ObservationError("another process answers"))
             member.become_another()
-            member.is_in_doubt = False
+        member.started_at = started_at
         if member.state is not EngineState.READY:
-            await join(member, self._weights, self._settings)
-        member.started_at, member.observation = started_at, observation
+            await join(member, self._weights, self._known, self._settings)
+        member.observation = observation
         if self._circuits.close(member):
             LOGGER.info("engine is ready", extra={"fields": {"engine": member.engine_id}})
             self._known.note(member)

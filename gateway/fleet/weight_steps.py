@@ -7,6 +7,7 @@ from typing import Any
 from engines.dialect import ObservationError
 from engines.weights import WEIGHTS, NewWeights, WeightsError
 from gateway.config import Settings
+from gateway.fleet.known_processes import KnownProcesses
 from gateway.fleet.member import Member
 from gateway.fleet.weight_record import WeightRecord
 
@@ -48,14 +49,13 @@ async def give_weights(
     await control.load(http, weights, settings.weight_load_timeout_s)
     progress.load_s = time.perf_counter() - paused_at
     member.took(weights.version, number)
-    member.is_in_doubt = False
     progress.state = "resuming"
     await control.resume(http, settings.weight_pause_timeout_s)
     progress.paused_s = time.perf_counter() - began_at
-    progress.state, member.held = "done", ""
+    progress.state, member.held, member.is_in_doubt = "done", "", False
 
 
-async def join(member: Member, record: WeightRecord, settings: Settings) -> None:
+async def join(member: Member, record: WeightRecord, known: KnownProcesses, settings: Settings) -> None:
     """Bring a new process to the fleet's weights, or hold it with the reason. Raises ObservationError."""
     assert member.dialect is not None
     control = WEIGHTS[member.dialect.kind]
@@ -65,17 +65,22 @@ async def join(member: Member, record: WeightRecord, settings: Settings) -> None
         if record.current is not None:
             raise ObservationError(str(error)) from None
         told = None
-    member.held = ""
+    member.held = _IN_DOUBT if member.is_in_doubt and record.current is None else ""
     member.versions.clear()
     if told is not None:
         member.took(told, record.number(told))
     while (wanted := record.current) is not None:
-        member.held = await _brought_to(member, wanted, record, settings)
+        member.held = await _brought_to(member, wanted, record, known, settings)
         if record.current is wanted:  # it may have changed in all that time
             return
 
 
-async def _brought_to(member: Member, wanted: NewWeights, record: WeightRecord, settings: Settings) -> str:
+_IN_DOUBT = "an update to its weights failed, and no version was set before: send one, or restart the engine"
+
+
+async def _brought_to(
+    member: Member, wanted: NewWeights, record: WeightRecord, known: KnownProcesses, settings: Settings
+) -> str:
     """Why it could not be brought to the weights; "" if it was."""
     assert member.dialect is not None
     has = member.weight_version
@@ -88,6 +93,8 @@ async def _brought_to(member: Member, wanted: NewWeights, record: WeightRecord, 
         elif wanted.path is None:
             return f"it has weights {has!r}; {wanted.version!r} came by transfer: send them again"
         else:
+            member.is_in_doubt = True
+            known.note(member)  # the gateway may die before its resume
             await give_weights(member, wanted, record.number(wanted.version), settings, Progress())
     except WeightsError as error:
         return f"it could not take weights {wanted.version!r}: {error}"

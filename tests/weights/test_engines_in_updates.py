@@ -5,16 +5,18 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from engines.simulated.server import serve_engine
-from engines.simulated.settings import SimulatedEngineSettings
+from engines.simulated.settings import Fault, SimulatedEngineSettings
+from tests.faults.gateway_process import gateway_process
 from tests.support.engine import Asked, RecordedEngine, Script, recorded_engine
-from tests.support.gateway import ADMIN, eventually, running_gateway
-from tests.weights.asking import engine, update
+from tests.support.gateway import ADMIN, ADMIN_KEY, eventually, running_gateway
+from tests.weights.asking import complete, engine, last_turn, said_by, update
 
 KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 LOADS = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
@@ -224,3 +226,144 @@ async def test_an_engine_lost_while_others_load_is_given_the_weights_once() -> N
         own_load.is_over.set()
         await becomes(client, lost.url, "ready")
         assert loads(lost) == ["/weights/v1"]
+
+
+async def test_a_load_that_failed_as_an_engine_joined_leaves_its_weights_in_doubt() -> None:
+    """It loaded v2, which was refused elsewhere and taken back: it gets v1 again before its next turn."""
+    refusal, naming = HeldCall(status=500), HeldCall(status=500)
+    async with (
+        recorded_engine(engine("vllm")) as refusing,
+        recorded_engine(engine("vllm")) as joining,
+        gateway_of(refusing.url, joining.url) as client,
+    ):
+        assert (await update(client, "v1")).json()["status"] == "done"
+        refusing.scripts[LOADS["vllm"]] = refusal.script()
+        joining.scripts["/update_weight_version"] = naming.script()
+        order = asyncio.create_task(update(client, "v2"))
+        await refusal.has_come.wait()
+        await is_out_of_sight(client, joining.url)
+        await is_back(client, joining.url)
+        await naming.has_come.wait()
+        refusal.is_over.set()
+        assert (await order).status_code == 502
+        del joining.scripts["/update_weight_version"]
+        naming.is_over.set()
+        await becomes(client, joining.url, "ready")
+        assert loads(joining) == ["/weights/v1", "/weights/v2", "/weights/v1"]
+        assert said_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
+
+
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["lost-for-a-while", "gateway-restarted"])
+async def test_weights_in_doubt_before_any_version_was_set_keep_the_engine_held(
+    tmp_path: Path, is_restarted: bool
+) -> None:
+    """The first update failed half way, so there is no version to go back to: the engine waits for another update."""
+    store = f"sqlite:{tmp_path / 'store.sqlite3'}"
+    async with serve_engine(engine("vllm", Fault("error", path="/update_weight_version", count=1))) as url:
+        async with gateway_of(url, store=store) as client:
+            assert (await update(client, "v1")).status_code == 502, "loaded, but not named"
+            if not is_restarted:
+                await is_out_of_sight(client, url)
+                await is_back(client, url)
+                assert "was set before" in (await becomes(client, url, "ready"))["cordon_reason"]
+        async with gateway_of(url, store=store) as client:
+            if is_restarted:
+                assert "was set before" in (await becomes(client, url, "ready"))["cordon_reason"]
+            assert (await update(client, "v1")).json()["status"] == "done"
+            assert said_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
+
+
+async def test_weights_in_doubt_are_not_believed_of_an_engine_that_was_removed_and_added() -> None:
+    """The same process: it still reports the old version of weights that were loaded over."""
+    async with serve_engine(engine("vllm")) as url, gateway_of(url) as client:
+        assert (await update(client, "v1")).json()["status"] == "done"
+        fault = {"kind": "error", "path": "/update_weight_version", "count": 1}
+        await client.post(url + "/simulate/faults", json={"faults": [fault]})
+        assert (await update(client, "v2")).status_code == 502
+        await client.delete(f"/v1/engines/{id_of(url)}", headers=ADMIN)
+        await client.post("/v1/engines", json={"url": url}, headers=ADMIN)
+        assert (await becomes(client, url, "ready"))["cordon_reason"] is None
+        assert said_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
+
+
+async def test_another_process_at_the_address_of_a_removed_engine_is_not_in_doubt() -> None:
+    """No version was ever set, so nothing is known against its weights."""
+    async with (
+        launched(engine("vllm", Fault("error", path="/update_weight_version", count=1))) as one,
+        gateway_of(one.url) as client,
+    ):
+        assert (await update(client, "v1")).status_code == 502
+        await client.delete(f"/v1/engines/{id_of(one.url)}", headers=ADMIN)
+        await one.kill()
+        await one.launch(engine("vllm"))
+        await client.post("/v1/engines", json={"url": one.url}, headers=ADMIN)
+        again = await becomes(client, one.url, "ready")
+        assert again["cordon_reason"] is None and again["id"] != id_of(one.url)
+        await complete(client, "one", PROMPT, 5)
+        assert (await last_turn(client, "one"))["engine"] == again["id"]
+
+
+async def test_an_engine_that_joined_as_the_gateway_died_is_not_left_paused(tmp_path: Path) -> None:
+    """SGLang names its weights itself: the load ended after the gateway was killed, and nobody has it continue."""
+    options = ("--store", f"sqlite:{tmp_path / 'store.sqlite3'}")
+    async with (
+        serve_engine(engine("sglang")) as first,
+        recorded_engine(engine("sglang", weight_load_s=50.0)) as joining,
+        gateway_process("--engine", first, *options, HEDDLE_ADMIN_KEY=ADMIN_KEY) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=90) as client,
+    ):
+        assert (await update(client, "v1")).json()["status"] == "done"
+        await client.post("/v1/engines", json={"url": joining.url}, headers=ADMIN)
+        await eventually(lambda: any(asked.path == LOADS["sglang"] for asked in joining.seen))
+        await gateway.kill()
+
+        async def has_loaded() -> bool:
+            told = (await client.get(joining.url + "/model_info")).json()
+            return bool(told["weight_version"] == "v1")
+
+        await eventually(has_loaded)
+        await gateway.start()
+        await client.post(f"/v1/engines/{id_of(first)}/cordon", headers=ADMIN)
+        await client.post("/v1/engines", json={"url": joining.url}, headers=ADMIN)
+        assert said_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
+
+
+async def test_an_engine_that_joined_but_did_not_resume_is_not_left_paused() -> None:
+    """It is held with the reason; once it was out of sight, it is given the weights again before its next turn."""
+    async with launched(engine("vllm")) as one, gateway_of(one.url) as client:
+        assert (await update(client, "v1")).json()["status"] == "done"
+        await one.kill()
+        await becomes(client, one.url, "lost")
+        await one.launch(engine("vllm", Fault("error", path="/resume", count=1)))
+        assert "resume" in (await becomes(client, one.url, "ready"))["cordon_reason"]
+        await is_out_of_sight(client, one.url)
+        await is_back(client, one.url)
+        assert (await becomes(client, one.url, "ready"))["cordon_reason"] is None
+        assert said_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
+
+
+@KINDS
+async def test_a_relaunched_engine_is_one_new_engine_however_often_its_version_cannot_be_read(kind: str) -> None:
+    """Its first looks break off where they ask for the weights; its id does not change with each of them."""
+    path = "/weight_info" if kind == "vllm" else "/model_info"
+    async with launched(engine(kind)) as one, gateway_of(one.url) as client:
+        assert (await update(client, "v1")).json()["status"] == "done"
+        await one.kill()
+        await becomes(client, one.url, "lost")
+        await one.launch(engine(kind, Fault("reset", path=path, count=4)))
+        assert (await becomes(client, one.url, "ready"))["id"] == id_of(one.url) + "~2"
+
+
+@pytest.mark.parametrize("word", ["cordon", "uncordon"])
+async def test_an_engine_named_after_its_weights_keeps_its_models_through_a_restart(tmp_path: Path, word: str) -> None:
+    """SGLang calls its model by the path of its weights. An operator cordons it before a new gateway has seen it."""
+    store = f"sqlite:{tmp_path / 'store.sqlite3'}"
+    async with serve_engine(engine("sglang")) as url:
+        async with gateway_of(url, store=store) as client:
+            assert (await update(client, "v1")).json()["status"] == "done"
+        async with httpx.AsyncClient() as direct:
+            await direct.post(url + "/simulate/faults", json={"faults": [{"kind": "error", "path": "/v1/models"}]})
+        async with gateway_of(url, store=store, start_timeout_s=0) as client:
+            await client.post(f"/v1/engines/{id_of(url)}/{word}", headers=ADMIN)
+            await is_back(client, url)
+            assert (await becomes(client, url, "ready"))["models"] == ["simulated"]
