@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
@@ -89,6 +90,12 @@ class EngineSettings(BaseModel):
         if not can_be_asked(url):
             raise ValueError(f"{url!r} is not a base URL such as http://host:8000")
         return url.rstrip("/").removesuffix("/v1")
+
+    @property
+    def address(self) -> str:
+        """Host, port and path of the URL, from which its id is made."""
+        parts = urlsplit(self.url)
+        return parts.netloc.rpartition("@")[2] + parts.path.replace("/", "-")
 
 
 # Read elsewhere: the file's name below, the others by the scripts in deploy/ and by the tests.
@@ -381,8 +388,8 @@ class Settings(BaseSettings):
     @field_validator("engines")
     @classmethod
     def _each_engine_once(cls, engines: tuple[EngineSettings, ...]) -> tuple[EngineSettings, ...]:
-        urls = [engine.url for engine in engines]
-        if twice := next((url for url in urls if urls.count(url) > 1), None):
+        addresses = [engine.address for engine in engines]
+        if twice := next((engine.url for engine in engines if addresses.count(engine.address) > 1), None):
             raise ValueError(f"{twice} is listed twice")
         return engines
 

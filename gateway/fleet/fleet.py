@@ -6,7 +6,6 @@ Each one is looked at every second (`watch.py`); its circuit decides whether it 
 import asyncio
 import contextlib
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
 from engines.http import CONNECTION_FAULTS, HttpClient, HttpLimits
 from engines.probe import Model
@@ -67,7 +66,7 @@ class Fleet:
 
     def add(self, engine: EngineSettings) -> Member:
         """Add an engine to the fleet. Raises ProfileError for an unknown profile, ValueError for a known URL."""
-        if any(member.settings.url == engine.url for member in self._members):
+        if any(member.address == engine.address for member in self._members):
             raise ValueError(f"{engine.url} is in the fleet already.")
         headers = (("authorization", f"Bearer {engine.api_key.get_secret_value()}"),) if engine.api_key else ()
         seen = self._known.at(engine.url)
@@ -76,7 +75,7 @@ class Fleet:
             settings=engine,
             http=HttpClient(engine.url, limits, headers),
             profile=load_profile(engine.profile) if engine.profile else None,
-            address=_address(engine.url),
+            address=engine.address,
             run_id=self._weights.run_id,
             generation=seen.get("generation", 1),
             started_at=seen.get("started_at"),
@@ -201,8 +200,3 @@ class Fleet:
             with contextlib.suppress(asyncio.CancelledError):
                 await member.task
         member.http.close()
-
-
-def _address(url: str) -> str:
-    parts = urlsplit(url)
-    return parts.netloc.rpartition("@")[2] + parts.path.replace("/", "-")
