@@ -1,4 +1,4 @@
-"""Assertions of the contract suite tell what they compared, as those in test modules do."""
+"""Rewrite the assertions of the contract suite, so that they report values as those of test modules do."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""What the gateway relies on of any engine: one suite for real and simulated ones, spoken through our own adapters.
+"""What the gateway relies on from any engine: one suite for real and simulated engines, through our own adapters.
 
-Each promise is a function; `PROMISES` lists them for the test modules that bring an engine.
+Each promise is a function. `PROMISES` lists them for the test modules that supply an engine.
 """
 
 import asyncio
@@ -12,14 +12,14 @@ import orjson
 from engines.probe import Model, discover
 from gateway.http.errors import engine_error
 from tests.engines.contract_of_slots import (
-    a_turn_that_is_left_frees_its_slot,
-    an_aborted_turn_does_not_look_finished,
-    the_more_urgent_runs_first,
-    what_exceeds_the_slots_waits,
+    an_abandoned_turn_frees_its_slot,
+    an_aborted_turn_ends_with_reason_abort,
+    the_most_urgent_turn_runs_first,
+    turns_beyond_the_slots_wait,
 )
-from tests.engines.site import COMPLETIONS, TIMEOUT_S, Json, Site
+from tests.engines.engine_under_test import COMPLETIONS, TIMEOUT_S, EngineUnderTest, Json
 
-Promise = Callable[[Site], Awaitable[None]]
+Promise = Callable[[EngineUnderTest], Awaitable[None]]
 HELLO = [{"role": "user", "content": "Hello"}]
 SCHEMA = {
     "type": "object",
@@ -30,25 +30,25 @@ SCHEMA = {
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}
 
 
-async def it_says_what_it_is(engine: Site) -> None:
-    """Kind, models and context without being told the kind."""
+async def it_reports_its_kind_and_models(engine: EngineUnderTest) -> None:
+    """Kind, models and context length, without being told the kind."""
     found = await discover(engine.http, None, TIMEOUT_S)
     assert found.dialect.kind == engine.facts.kind
     assert found.models == (Model(engine.facts.model, engine.facts.max_context_tokens),)
 
 
-async def it_says_how_large_it_is(engine: Site) -> None:
-    """KV capacity and slots; idle, it holds nothing that cannot give way; its start never moves."""
-    seen = await engine.observe()
-    assert (seen.num_running, seen.num_waiting, seen.kv_used_share) == (0, 0, 0.0)
-    assert seen.kv_capacity_tokens == engine.facts.kv_capacity_tokens
-    assert (seen.slots or await engine.dialect.slots(engine.http, TIMEOUT_S)) == engine.facts.slots
-    assert (seen.started_at is not None) == engine.facts.tells_start
-    assert (await engine.observe()).started_at == seen.started_at
+async def it_reports_its_capacity(engine: EngineUnderTest) -> None:
+    """KV capacity and slots; an idle engine uses no KV, and its start time does not change."""
+    observed = await engine.observe()
+    assert (observed.num_running, observed.num_waiting, observed.kv_used_share) == (0, 0, 0.0)
+    assert observed.kv_capacity_tokens == engine.facts.kv_capacity_tokens
+    assert (observed.slots or await engine.dialect.slots(engine.http, TIMEOUT_S)) == engine.facts.slots
+    assert (observed.started_at is not None) == engine.facts.tells_start
+    assert (await engine.observe()).started_at == observed.started_at
 
 
-async def a_whole_chat_counts_its_tokens(engine: Site) -> None:
-    """Usage says what the tokenizer and the token ids say."""
+async def a_whole_chat_counts_its_tokens(engine: EngineUnderTest) -> None:
+    """Usage agrees with the tokenizer and with the token ids."""
     counted = await engine.http.post(
         "/tokenize", orjson.dumps({"model": engine.facts.model, "messages": HELLO}), TIMEOUT_S
     )
@@ -62,8 +62,9 @@ async def a_whole_chat_counts_its_tokens(engine: Site) -> None:
     assert usage["total_tokens"] == usage["prompt_tokens"] + 9
 
 
-async def a_streamed_chat_says_what_the_whole_one_says(engine: Site) -> None:
-    """The role first, the same text, the reason with or behind the last of it, and usage that only we asked for."""
+async def a_streamed_chat_equals_the_whole_one(engine: EngineUnderTest) -> None:
+    """The role comes first, the text is the same, the finish reason comes with or after the last text, and only the
+    last chunk has usage, which the gateway asked for."""
     fields = {"messages": HELLO, "max_tokens": 40, "ignore_eos": True}
     whole = (await engine.ask(fields)).json
     *chunks, last = (await engine.ask(fields | {"stream": True})).chunks
@@ -79,8 +80,9 @@ async def a_streamed_chat_says_what_the_whole_one_says(engine: Site) -> None:
     assert bool(whole.get("system_fingerprint")) == engine.facts.tells_fingerprint
 
 
-async def a_tool_call_is_whole_and_says_why_it_ended(engine: Site) -> None:
-    """Demanded or named, streamed or not: the same name, arguments that fit the schema, and the reason of its kind."""
+async def a_tool_call_is_complete_and_has_its_finish_reason(engine: EngineUnderTest) -> None:
+    """Required or named, streamed or not: the same name, arguments that fit the schema, and the finish reason of this
+    kind of engine."""
     named = {"type": "function", "function": {"name": "weather"}}
     for choice, reason in (("required", "tool_calls"), (named, engine.facts.named_call_reason)):
         fields = {"messages": HELLO, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 400}
@@ -97,8 +99,8 @@ async def a_tool_call_is_whole_and_says_why_it_ended(engine: Site) -> None:
         assert choices[-1]["finish_reason"] == reason
 
 
-async def a_streamed_completion_says_what_the_whole_one_says(engine: Site) -> None:
-    """Text and usage; a prompt of tokens counts as many as it has."""
+async def a_streamed_completion_equals_the_whole_one(engine: EngineUnderTest) -> None:
+    """Same text and usage; a prompt of token ids counts as many tokens as it has."""
     fields = {"prompt": "Hello", "max_tokens": 12, "ignore_eos": True}
     whole = (await engine.ask(fields, COMPLETIONS)).json
     *chunks, last = (await engine.ask(fields | {"stream": True}, COMPLETIONS)).chunks
@@ -113,20 +115,21 @@ async def a_streamed_completion_says_what_the_whole_one_says(engine: Site) -> No
     assert by_tokens["choices"][0]["text"] == whole["choices"][0]["text"]
 
 
-async def a_stream_tells_its_usage_whatever_its_client_chose(engine: Site) -> None:
-    """Declined by the client it comes once, for us; asked for in every chunk, it grows."""
+async def a_stream_reports_usage_whatever_its_client_chose(engine: EngineUnderTest) -> None:
+    """If the client declines usage, it comes once, for the gateway. If the client asks for it in every chunk, it
+    grows."""
     fields = {"messages": HELLO, "max_tokens": 20, "ignore_eos": True, "stream": True}
     for options in ({"include_usage": False}, {"include_usage": False, "continuous_usage_stats": True}, None):
         *chunks, last = (await engine.ask(fields | {"stream_options": options})).chunks
         assert last["usage"]["completion_tokens"] == 20 and not any(chunk.get("usage") for chunk in chunks)
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = (await engine.ask(fields | {"stream_options": options})).chunks
-    made = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert made == sorted(made) and made[0] < made[-1] == 20
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] < counts[-1] == 20
 
 
-async def later_turns_reuse_the_cache(engine: Site) -> None:
-    """Nothing is cached of a new conversation, and of an old one all but the end, in whole blocks."""
+async def later_turns_reuse_the_cache(engine: EngineUnderTest) -> None:
+    """A new conversation has nothing cached; a later turn has all but the end cached, in whole blocks."""
     messages = [{"role": "user", "content": f"{uuid.uuid4()} " * 6}]
     before = 0
     for _ in range(3):
@@ -142,16 +145,16 @@ async def later_turns_reuse_the_cache(engine: Site) -> None:
     assert cached > 0
 
 
-async def an_idle_connection_never_breaks_a_request(engine: Site) -> None:
-    """Our client lets go of connections before the engine closes them; a request after that meets a new one."""
+async def an_idle_connection_never_breaks_a_request(engine: EngineUnderTest) -> None:
+    """Our client closes idle connections before the engine does, so the next request gets a new one."""
     fields = {"messages": HELLO, "max_tokens": 1}
     assert (await engine.ask(fields)).status == 200
     await asyncio.sleep(1.1 * engine.facts.keep_alive_s)  # time itself is the subject
     assert (await engine.ask(fields)).status == 200
 
 
-async def its_errors_become_ours(engine: Site) -> None:
-    """Wrong types, a prompt that is too long and an unknown model, told before a stream begins."""
+async def its_errors_map_to_ours(engine: EngineUnderTest) -> None:
+    """A wrong type, a prompt that is too long and an unknown model are reported before a stream begins."""
     too_long = [{"role": "user", "content": "word " * engine.facts.max_context_tokens}]
     for stream in ({}, {"stream": True}):
         wrong = await engine.ask({"messages": "hi"} | stream)
@@ -167,15 +170,15 @@ async def its_errors_become_ours(engine: Site) -> None:
             assert engine_error(other.status, other.body).code == "model_not_found"
 
 
-async def an_answer_may_not_outgrow_the_context(engine: Site) -> None:
-    """A wish for more tokens than the context has is the client's mistake."""
+async def an_answer_longer_than_the_context_is_refused(engine: EngineUnderTest) -> None:
+    """Asking for more tokens than the context has is the client's mistake."""
     answer = await engine.ask({"messages": HELLO, "max_tokens": engine.facts.max_context_tokens + 1})
     error = engine_error(answer.status, answer.body)
     assert error.status == 400 and error.is_clients_fault
 
 
-async def greedy_answers_are_the_same_each_time(engine: Site) -> None:
-    """Alone, from the cache, or in a crowd: what moved and resumed trajectories stand on."""
+async def greedy_answers_are_deterministic(engine: EngineUnderTest) -> None:
+    """Alone, from the cache, or beside other requests. Moved and resumed trajectories rely on this."""
     fields = {"messages": [{"role": "user", "content": f"{uuid.uuid4()} tell"}], "max_tokens": 60, "ignore_eos": True}
     alone = (await engine.ask(fields)).json
     crowd = [
@@ -185,29 +188,29 @@ async def greedy_answers_are_the_same_each_time(engine: Site) -> None:
     assert again.json["choices"][0]["message"]["content"] == alone["choices"][0]["message"]["content"]
 
 
-async def a_field_it_does_not_know_does_no_harm(engine: Site) -> None:
+async def an_unknown_field_is_ignored(engine: EngineUnderTest) -> None:
     """Agents send fields for the gateway, which pass through untouched."""
     assert (await engine.ask({"messages": HELLO, "max_tokens": 1, "no_such_field": {"a": 1}})).status == 200
 
 
 PROMISES: tuple[Promise, ...] = (
-    it_says_what_it_is,
-    it_says_how_large_it_is,
-    what_exceeds_the_slots_waits,
+    it_reports_its_kind_and_models,
+    it_reports_its_capacity,
+    turns_beyond_the_slots_wait,
     a_whole_chat_counts_its_tokens,
-    a_streamed_chat_says_what_the_whole_one_says,
-    a_tool_call_is_whole_and_says_why_it_ended,
-    a_streamed_completion_says_what_the_whole_one_says,
-    a_stream_tells_its_usage_whatever_its_client_chose,
+    a_streamed_chat_equals_the_whole_one,
+    a_tool_call_is_complete_and_has_its_finish_reason,
+    a_streamed_completion_equals_the_whole_one,
+    a_stream_reports_usage_whatever_its_client_chose,
     later_turns_reuse_the_cache,
-    the_more_urgent_runs_first,
-    a_turn_that_is_left_frees_its_slot,
-    an_aborted_turn_does_not_look_finished,
+    the_most_urgent_turn_runs_first,
+    an_abandoned_turn_frees_its_slot,
+    an_aborted_turn_ends_with_reason_abort,
     an_idle_connection_never_breaks_a_request,
-    its_errors_become_ours,
-    an_answer_may_not_outgrow_the_context,
-    greedy_answers_are_the_same_each_time,
-    a_field_it_does_not_know_does_no_harm,
+    its_errors_map_to_ours,
+    an_answer_longer_than_the_context_is_refused,
+    greedy_answers_are_deterministic,
+    an_unknown_field_is_ignored,
 )
 
 
@@ -216,5 +219,5 @@ def _text(deltas: list[Json]) -> str:
 
 
 def _counts(usage: Json) -> tuple[int, int, int]:
-    """The numbers of a usage block that do not depend on what was asked before."""
+    """The numbers of a usage block that do not depend on earlier requests."""
     return usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]

@@ -1,4 +1,4 @@
-"""What the controller and the gateway rely on of an engine that sleeps: one suite for real and simulated ones."""
+"""What the controller and the gateway rely on from an engine that sleeps: one suite for real and simulated engines."""
 
 import uuid
 from collections.abc import Awaitable, Callable
@@ -9,13 +9,14 @@ import pytest
 from engines.dialect import Asleep
 from engines.sleep import AS_STARTED, SLEEP
 from engines.weights import WEIGHTS
-from tests.engines.site import TIMEOUT_S, Site
+from tests.engines.engine_under_test import TIMEOUT_S, EngineUnderTest
 
-Promise = Callable[[Site, int], Awaitable[None]]
+Promise = Callable[[EngineUnderTest, int], Awaitable[None]]
 
 
-async def what_wakes_says_what_it_said_before(engine: Site, level: int) -> None:
-    """The same greedy answer; its KV is gone; both acts may be repeated, and one that is awake is not harmed."""
+async def an_awakened_engine_answers_as_before(engine: EngineUnderTest, level: int) -> None:
+    """The greedy answer is the same and its KV is gone. Both calls may be repeated, and waking an engine that is awake
+    does no harm."""
     control = SLEEP[engine.facts.kind]
     fields = {"messages": [{"role": "user", "content": f"{uuid.uuid4()} " * 20}], "max_tokens": 20, "ignore_eos": True}
     before = (await engine.ask(fields)).json
@@ -30,19 +31,20 @@ async def what_wakes_says_what_it_said_before(engine: Site, level: int) -> None:
     assert _cached(after) == 0
 
 
-async def asleep_it_is_there_and_no_look_takes_it_for_ready(engine: Site, level: int) -> None:
-    """Its process and its models are shown as ever, so a controller that was killed finds it."""
+async def a_sleeping_engine_is_reachable_but_not_ready(engine: EngineUnderTest, level: int) -> None:
+    """Health and the model list answer as usual, so a restarted controller finds the engine; on vLLM, `observe` raises
+    Asleep."""
     control = SLEEP[engine.facts.kind]
     await control.fall_asleep(engine.http, level, TIMEOUT_S)
     try:
         assert (await engine.http.get("/health", TIMEOUT_S))[0] == 200
         status, listed = await engine.http.get("/v1/models", TIMEOUT_S)
         assert status == 200 and orjson.loads(listed)["data"][0]["id"] == engine.facts.model
-        if engine.facts.kind == "vllm":  # SGLang tells nobody
+        if engine.facts.kind == "vllm":  # SGLang does not report it
             with pytest.raises(Asleep):
                 await engine.observe()
-            status, said = await engine.http.post("/wake_up?tags=weights", b"", TIMEOUT_S)
-            assert (status, orjson.loads(said)["status"]) == (200, "sleeping")
+            status, answered = await engine.http.post("/wake_up?tags=weights", b"", TIMEOUT_S)
+            assert (status, orjson.loads(answered)["status"]) == (200, "sleeping")
             with pytest.raises(Asleep):
                 await engine.observe()
     finally:
@@ -50,8 +52,9 @@ async def asleep_it_is_there_and_no_look_takes_it_for_ready(engine: Site, level:
     assert (await engine.observe()).num_running == 0
 
 
-async def weights_that_were_dropped_are_not_called_what_they_were(engine: Site, level: int) -> None:
-    """A level that keeps them keeps their name; after the other one, nobody takes them for newer ones than they are."""
+async def dropped_weights_lose_their_version(engine: EngineUnderTest, level: int) -> None:
+    """A level that keeps the weights keeps their version. After level 2, the version is that of the start, so nobody
+    takes them for newer weights."""
     weights, control = WEIGHTS[engine.facts.kind], SLEEP[engine.facts.kind]
     before = await weights.version(engine.http, TIMEOUT_S)
     await control.fall_asleep(engine.http, level, TIMEOUT_S)
@@ -60,9 +63,9 @@ async def weights_that_were_dropped_are_not_called_what_they_were(engine: Site, 
 
 
 PROMISES: tuple[Promise, ...] = (
-    what_wakes_says_what_it_said_before,
-    asleep_it_is_there_and_no_look_takes_it_for_ready,
-    weights_that_were_dropped_are_not_called_what_they_were,
+    an_awakened_engine_answers_as_before,
+    a_sleeping_engine_is_reachable_but_not_ready,
+    dropped_weights_lose_their_version,
 )
 
 

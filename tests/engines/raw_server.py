@@ -1,4 +1,4 @@
-"""A TCP server that says exactly the bytes that a test wants, when it wants."""
+"""A TCP server that sends exactly the bytes a test wants, when it wants."""
 
 import asyncio
 import contextlib
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Peer:
-    """The server's end of one connection; `number` counts from 0, `over` is set when the play with it has ended."""
+    """The server's end of one connection. `number` counts from 0; `ended` is set when its handler has returned."""
 
     number: int
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    over: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def request(self) -> bytes:
         """The next request, head and body. Raises IncompleteReadError when the client has left."""
@@ -23,46 +23,47 @@ class Peer:
         return head + await self.reader.readexactly(int(lengths[0]) if lengths else 0)
 
     async def send(self, *parts: bytes) -> None:
-        """Each part is a segment of its own: the client, in the same event loop, reads it before the next is sent."""
+        """Send each part as a segment of its own: the client, in the same event loop, reads it before the next is
+        sent."""
         for part in parts:
             self.writer.write(part)
             for _ in range(3):
                 await asyncio.sleep(0)
         await self.writer.drain()
 
-    async def until_left(self) -> None:
+    async def until_client_leaves(self) -> None:
         """Returns when the client has closed the connection."""
         with contextlib.suppress(ConnectionError):
             while await self.reader.read(65_536):
                 pass
 
 
-Play = Callable[[Peer], Awaitable[None]]
+Handler = Callable[[Peer], Awaitable[None]]
 
 
 @dataclass
 class RawServer:
-    """Its address, and who connected."""
+    """Its address, and its connections."""
 
     url: str
     peers: list[Peer] = field(default_factory=list)
 
 
 @asynccontextmanager
-async def raw_server(play: Play, host: str = "127.0.0.1") -> AsyncIterator[RawServer]:
-    """Plays with every connection, and closes it when the play is over."""
+async def raw_server(handler: Handler, host: str = "127.0.0.1") -> AsyncIterator[RawServer]:
+    """Runs the handler on every connection, and closes the connection when the handler returns."""
     raw = RawServer("")
-    plays: set[asyncio.Task[None]] = set()
+    handlers: set[asyncio.Task[None]] = set()
 
     async def run(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        plays.add(asyncio.current_task())  # type: ignore[arg-type]
+        handlers.add(asyncio.current_task())  # type: ignore[arg-type]
         peer = Peer(len(raw.peers), reader, writer)
         raw.peers.append(peer)
         try:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-                await play(peer)
+                await handler(peer)
         finally:
-            peer.over.set()
+            peer.ended.set()
             writer.close()
 
     server = await asyncio.start_server(run, host, 0)
@@ -72,6 +73,6 @@ async def raw_server(play: Play, host: str = "127.0.0.1") -> AsyncIterator[RawSe
         yield raw
     finally:
         server.close()
-        for task in plays:
+        for task in handlers:
             task.cancel()
-        await asyncio.gather(*plays, return_exceptions=True)
+        await asyncio.gather(*handlers, return_exceptions=True)

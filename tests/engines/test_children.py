@@ -1,12 +1,12 @@
-"""Processes of our own: where their servers listen."""
+"""The ports of child processes."""
 
 import random
 
 from engines.children import free_port
 
 
-def test_processes_that_are_seeded_alike_draw_different_ports() -> None:
-    """Two test processes began a Redis within properties, whose dice are seeded, and both took the same port."""
+def test_free_port_ignores_the_seed_of_random() -> None:
+    """Two test processes started a Redis inside property tests, which seed `random`, and both took the same port."""
     state = random.getstate()
     try:
         drawn = []

@@ -8,7 +8,7 @@ from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from tests.engines.contract import PROMISES, Promise
-from tests.engines.site import Facts, site
+from tests.engines.engine_under_test import Facts, engine_under_test
 
 PROFILE = load_profile("toy-cpu-tp1")  # about 1 ms a token, as fast as the real engine of tests/real
 VLLM = Facts(
@@ -39,7 +39,7 @@ SGLANG = replace(
 
 
 def settings_of(facts: Facts) -> SimulatedEngineSettings:
-    """An engine of which these facts hold."""
+    """The settings of an engine with these facts."""
     return SimulatedEngineSettings(
         dialect=facts.kind,  # type: ignore[arg-type]
         profile=PROFILE,
@@ -53,6 +53,6 @@ def settings_of(facts: Facts) -> SimulatedEngineSettings:
 @pytest.mark.parametrize("facts", (VLLM, SGLANG), ids=lambda facts: facts.kind)
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 async def test_a_simulated_engine_keeps_the_contract(facts: Facts, promise: Promise) -> None:
-    """What the real engines promise, the double promises."""
-    async with serve_engine(settings_of(facts)) as url, site(url, facts) as engine:
+    """The double promises what the real engines promise."""
+    async with serve_engine(settings_of(facts)) as url, engine_under_test(url, facts) as engine:
         await promise(engine)

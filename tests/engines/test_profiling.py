@@ -1,4 +1,4 @@
-"""What `heddle profile` measures and fits, against engines whose profile is known."""
+"""What `heddle profile` measures and fits, on engines whose profile is known."""
 
 import argparse
 import asyncio
@@ -28,14 +28,14 @@ def arguments(url: str, *more: str) -> argparse.Namespace:
 
 
 def measured(truth: EngineProfile, noise: float = 0.0, request_s: float = 0.0, seed: int = 0) -> list[Measurement]:
-    """The full plan on a simulated engine, with multiplied noise and a fixed time beside the engine."""
+    """The full plan on a simulated engine, with multiplicative noise and a fixed time besides the engine's."""
     dice = random.Random(seed)
     batches = plan(truth.slots, truth.kv_capacity_tokens, 32_768, is_quick=False)
     return [Measurement(batch, (simulated_s(truth, batch) + request_s) * dice.gauss(1.0, noise)) for batch in batches]
 
 
 def step_errors(fitted: EngineProfile, truth: EngineProfile) -> list[float]:
-    """How far decode steps and prefills are off, at corners of what the engine may meet."""
+    """Relative errors of decode steps and prefills, at the corners of what the engine may run."""
     steps = [
         fitted.decode_step_s(num, num * tokens) / truth.decode_step_s(num, num * tokens) - 1
         for num in (1, truth.slots // 2, truth.slots)
@@ -46,8 +46,8 @@ def step_errors(fitted: EngineProfile, truth: EngineProfile) -> list[float]:
 
 
 @pytest.mark.parametrize("name", TRUTHS)
-def test_a_fit_to_exact_batches_gives_the_very_profile(name: str) -> None:
-    """The columns are the simulator's own, so without noise nothing is left over."""
+def test_a_fit_to_exact_batches_recovers_the_profile(name: str) -> None:
+    """The columns are the simulator's own, so without noise there is no residual."""
     truth = load_profile(name)
     found = fit(measured(truth, request_s=0.005), dataclasses.replace(truth, decode_base_ms=0.0))
     assert found.mape < 1e-6
@@ -65,16 +65,16 @@ def test_a_fit_to_noisy_batches_is_within_a_few_percent(name: str, seed: int) ->
     assert max(step_errors(found.profile, truth)) < 0.06
 
 
-def test_batches_that_a_busy_machine_spoilt_do_not_bend_the_fit() -> None:
-    """Every sixth takes twice as long; the others say what the engine is."""
+def test_outliers_do_not_bend_the_fit() -> None:
+    """Every sixth batch takes twice as long, as on a busy machine; the others determine the fit."""
     truth = load_profile("qwen3-14b-h100-tp1")
     clean = measured(truth, request_s=0.005)
     spoilt = [Measurement(one.batch, one.wall_s * (2 if number % 6 == 3 else 1)) for number, one in enumerate(clean)]
     assert max(step_errors(fit(spoilt, truth).profile, truth)) < 0.02
 
 
-def test_no_coefficient_is_negative_however_odd_the_measurements_are() -> None:
-    """A step that gets faster with more sequences would make the simulator's time run backwards."""
+def test_no_coefficient_is_negative_for_odd_measurements() -> None:
+    """A step that gets faster with more sequences would let the simulator's time run backwards."""
     truth = load_profile("qwen3-14b-h100-tp1")
     odd = [Measurement(one.batch, one.wall_s / one.batch.num_sequences) for one in measured(truth)]
     found = fit(odd, truth).profile
@@ -84,7 +84,7 @@ def test_no_coefficient_is_negative_however_odd_the_measurements_are() -> None:
 
 
 def test_too_few_batches_are_refused() -> None:
-    """Six unknowns need six equations at least."""
+    """Six unknowns need at least six equations."""
     one = Measurement(Batch(1, 100, 10), 1.0)
     with pytest.raises(ValueError, match="6 different batches"):
         fit([one] * 20, load_profile("toy-cpu-tp1"))
@@ -93,8 +93,8 @@ def test_too_few_batches_are_refused() -> None:
 @pytest.mark.parametrize("is_quick", [False, True])
 @pytest.mark.parametrize("slots", [1, 3, 256])
 @pytest.mark.parametrize("kv_tokens", [2_000, 60_000])
-def test_planned_batches_fit_into_the_engine(slots: int, kv_tokens: int, is_quick: bool) -> None:
-    """Or they would be refused, preempted or queued, which is another experiment."""
+def test_planned_batches_fit_the_engine(slots: int, kv_tokens: int, is_quick: bool) -> None:
+    """Otherwise they would be refused, preempted or queued, which is another experiment."""
     batches = plan(slots, kv_tokens, 8_192, is_quick=is_quick)
     assert len(set(batches)) > 5
     for batch in batches:
@@ -110,7 +110,7 @@ def test_an_engine_too_small_to_measure_is_refused() -> None:
 
 
 def test_a_written_profile_is_read_back(tmp_path: Path) -> None:
-    """Slots that no number of GPUs divides, quotes in names and tiny coefficients included."""
+    """Including slots that no number of GPUs divides, quotes in names, and tiny coefficients."""
     truth = load_profile("qwen3-14b-h100-tp8")
     given = dataclasses.replace(
         truth,
@@ -127,10 +127,10 @@ def test_a_written_profile_is_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.alone
-async def test_running_engines_give_their_profiles_back() -> None:
-    """Simulated engines over HTTP, vLLM's and SGLang's way, twice as fast as their profile says.
+async def test_measuring_running_engines_recovers_their_profile() -> None:
+    """Simulated vLLM and SGLang engines over HTTP, twice as fast as their profile says.
 
-    Within a third only, for a test machine may be busy; how exact a fit is say the tests above.
+    Only within a third, because a test machine may be busy; the tests above check how exact a fit is.
     """
     truth = dataclasses.replace(load_profile("qwen3-32b-h100-tp2"), slots=16)
 
@@ -150,8 +150,8 @@ async def test_running_engines_give_their_profiles_back() -> None:
     await asyncio.gather(measure("vllm"), measure("sglang"))
 
 
-async def test_an_engine_that_is_no_engine_is_named(tmp_path: Path) -> None:
-    """Nobody listens there."""
+async def test_an_unreachable_engine_is_reported(tmp_path: Path) -> None:
+    """Nothing listens at this address."""
     with pytest.raises(command.ProfilingError, match="no connection"):
         await command.measure(arguments("http://127.0.0.1:1"), Console(quiet=True))
 
@@ -163,15 +163,15 @@ async def test_an_engine_that_is_no_engine_is_named(tmp_path: Path) -> None:
         (["--name", "qwen"], "--name 'qwen' is not MODEL-GPU-tpN"),
     ],
 )
-async def test_a_wrong_word_of_the_user_is_named(more: list[str], problem: str) -> None:
+async def test_a_wrong_argument_is_reported(more: list[str], problem: str) -> None:
     """Before anything is measured."""
     async with serve_engine(SimulatedEngineSettings()) as url:
         with pytest.raises(command.ProfilingError, match=problem):
             await command.measure(arguments(url, *more), Console(quiet=True))
 
 
-def test_the_command_fails_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """With exit status 2, as a wrong flag has it."""
+def test_the_command_fails_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """With exit status 2, like a wrong flag."""
     assert main(["profile", "http://127.0.0.1:1"]) == 2
     problem = capsys.readouterr().err
     assert problem.startswith("heddle profile: http://127.0.0.1:1: no connection") and problem.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Which messages and responses run at token level on SGLang, and as which chats."""
+"""Which messages and responses run at token level on SGLang, and as which chat requests."""
 
 from typing import Any
 
@@ -26,34 +26,34 @@ def response(**fields: Any) -> dict[str, Any]:
     return made
 
 
-def talk(*blocks: dict[str, Any], role: str = "user") -> list[dict[str, Any]]:
+def messages_of(*blocks: dict[str, Any], role: str = "user") -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = chat(messages=[{"role": role, "content": list(blocks)}])["messages"]
     return made
 
 
-def text(said: str) -> dict[str, Any]:
-    return {"type": "text", "text": said}
+def text(content: str) -> dict[str, Any]:
+    return {"type": "text", "text": content}
 
 
-def test_tool_results_stand_in_their_place() -> None:
-    """Between the texts before and after them, each a message; one text alone is told without its part."""
+def test_tool_results_keep_their_place() -> None:
+    """Between the texts before and after them, each as a message; a single text becomes a plain string."""
     result = {"type": "tool_result", "tool_use_id": "t1", "content": [text("a"), text(""), text("b")]}
-    assert talk(text("x"), result, text("y"), text("z")) == [
+    assert messages_of(text("x"), result, text("y"), text("z")) == [
         {"role": "user", "content": "x"},
         {"role": "tool", "tool_call_id": "t1", "content": [text("a"), text("b")]},
         {"role": "user", "content": [text("y"), text("z")]},
     ]
-    assert [one["content"] for one in talk(result | {"content": None})] == [""]
+    assert [one["content"] for one in messages_of(result | {"content": None})] == [""]
 
 
-def test_calls_and_thoughts_of_earlier_answers() -> None:
-    """A server without a parser of reasoning drops thoughts, another one puts them back into the text."""
+def test_earlier_answers_keep_calls_and_reasoning() -> None:
+    """A server without a reasoning parser drops reasoning; another one puts it back into the text."""
     thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
     call = {"type": "tool_use", "id": "t1", "name": "look", "input": {"a": 1.5}}
     function = {"name": "look", "arguments": '{"a": 1.5}'}
     calls = [{"id": "t1", "type": "function", "function": function}]
-    assert talk(thought, call, role="assistant") == [{"role": "assistant", "tool_calls": calls}]
-    assert talk(thought, role="assistant") == [{"role": "assistant", "content": ""}]
+    assert messages_of(thought, call, role="assistant") == [{"role": "assistant", "tool_calls": calls}]
+    assert messages_of(thought, role="assistant") == [{"role": "assistant", "content": ""}]
     request = MESSAGE | {"messages": [{"role": "assistant", "content": [thought, text("Well.")]}]}
     made = chat_of_messages(request, "qwen3")
     assert made is not None
@@ -61,8 +61,8 @@ def test_calls_and_thoughts_of_earlier_answers() -> None:
     assert chat_of_messages(request, "deepseek-v3") is None
 
 
-def test_what_else_a_message_asks_for() -> None:
-    """Tools of chat's form, a form, and the sampling that it names."""
+def test_fields_of_a_message_request_become_chat_fields() -> None:
+    """Tools, tool choice, response format and sampling parameters."""
     made = chat(
         tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True}, top_k=3, stop_sequences=["x"]
     )
@@ -91,26 +91,31 @@ def test_what_else_a_message_asks_for() -> None:
     ],
     ids=str,
 )
-def test_messages_whose_prompt_only_the_engine_knows_pass_through(fields: dict[str, Any]) -> None:
-    """So do those that it is to refuse."""
+def test_messages_that_only_the_engine_can_render_pass_through(fields: dict[str, Any]) -> None:
+    """So do those that the engine must refuse."""
     assert chat_of_messages(MESSAGE | fields, None) is None
 
 
-def test_items_of_one_answer_are_one_message() -> None:
-    """What was said and called; in another phase it is another one."""
-    said = {"type": "message", "id": "m1", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]}
+def test_items_of_one_answer_become_one_message() -> None:
+    """Text and call together; an item of another phase becomes another message."""
+    message = {
+        "type": "message",
+        "id": "m1",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "I look."}],
+    }
     call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "nonsense"}
     output = {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "dust"}]}
-    given = [{"role": "user", "content": "hi"}, said, call, output]
+    given = [{"role": "user", "content": "hi"}, message, call, output]
     _, answer, result = response(input=given)["messages"]
     calls = [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
     assert answer == {"role": "assistant", "content": [text("I look.")], "tool_calls": calls}
     assert result == {"role": "tool", "tool_call_id": "c1", "content": "dust"}
-    assert len(response(input=[said | {"phase": "commentary"}, call])["messages"]) == 2
+    assert len(response(input=[message | {"phase": "commentary"}, call])["messages"]) == 2
 
 
-def test_what_else_a_response_asks_for() -> None:
-    """Two tokens of its limit are not made; its temperature is 0.7 unless it says so; a developer is labelled."""
+def test_fields_of_a_response_request_become_chat_fields() -> None:
+    """The limit is two tokens less, the default temperature is 0.7, and a developer message gets a label."""
     made = response(max_output_tokens=9, input=[{"role": "developer", "content": "Be short."}], tools=[FUNCTION])
     assert (made["max_tokens"], made["temperature"]) == (7, 0.7)
     assert made["messages"] == [{"role": "system", "content": "Developer instructions:\nBe short."}]
@@ -141,12 +146,12 @@ def test_what_else_a_response_asks_for() -> None:
     ids=str,
 )
 def test_responses_that_only_the_engine_can_serve_pass_through(fields: dict[str, Any]) -> None:
-    """It keeps them, does more for them, knows what its template makes of them, or refuses them."""
+    """The engine stores them, does more for them, knows what its template makes of them, or refuses them."""
     assert chat_of_response(RESPONSE | fields, is_storing=True) is None
 
 
-def test_a_server_that_keeps_nothing_is_asked_for_no_response_later() -> None:
-    """Then it matters to nobody what `store` says."""
+def test_store_does_not_matter_on_a_server_that_stores_nothing() -> None:
+    """Nobody can ask that server for the response later."""
     for store in ({}, {"store": True}):
         request = {name: value for name, value in RESPONSE.items() if name != "store"} | store
         assert chat_of_response(request, is_storing=False) is not None

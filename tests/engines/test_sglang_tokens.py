@@ -1,4 +1,4 @@
-"""SGLang at token level: what is asked, how its streams are read, and how a message is read out of tokens."""
+"""SGLang at token level: the requests, how its streams are read, and how a message is parsed from tokens."""
 
 import asyncio
 import random
@@ -56,11 +56,12 @@ async def sglang() -> AsyncIterator[str]:
         yield url
 
 
-# --- what is asked -------------------------------------------------------------------------------------------
+# --- requests ------------------------------------------------------------------------------------------------
 
 
-def test_a_later_leg_asks_for_what_is_left_with_the_same_dice() -> None:
-    """SGLang's dice depend on a token's place, so a seed is moved by the choice's number only, not by what was made."""
+def test_a_later_leg_asks_for_the_rest_with_the_same_seed() -> None:
+    """SGLang's random numbers depend on a token's position, so the seed is offset by the choice's index only, not by
+    the tokens already made."""
     made = rendered({**CHAT, "seed": 7, "min_tokens": 10, "temperature": 0.5, "cache_salt": "mine"})
     assert made is not None
     call = orjson.loads(b"".join(tokens().generate(made, leg(num_made=4, index=2, cache_salt="v3")).body))
@@ -70,8 +71,8 @@ def test_a_later_leg_asks_for_what_is_left_with_the_same_dice() -> None:
     assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (0.5, 1.0, -1)
 
 
-def test_an_answer_without_a_limit_fills_the_context() -> None:
-    """A chat's; a completion's is sixteen tokens."""
+def test_a_chat_without_a_limit_fills_the_context() -> None:
+    """A completion without a limit has 16 tokens."""
     chat, completion = (
         rendered({"messages": CHAT["messages"]}),
         tokens().rendered(COMPLETIONS, {"prompt": [5, 6, 7]}, b""),
@@ -98,29 +99,29 @@ def test_an_answer_without_a_limit_fills_the_context() -> None:
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
     ],
 )
-def test_what_only_the_chat_route_can_do_passes_through(more: dict[str, Any]) -> None:
-    """Grammars that it makes of its own, images, adapters, and what it shall refuse in its own words."""
+def test_requests_that_only_the_chat_route_can_serve_pass_through(more: dict[str, Any]) -> None:
+    """Grammars that it builds itself, images, adapters, and whatever it must refuse in its own words."""
     assert rendered(CHAT | more) is None
 
 
 @pytest.mark.parametrize("name", ["stop", "logit_bias", "temperature", "regex", "stop_token_ids", "extra_key"])
-def test_what_is_nested_too_deeply_is_for_the_engine_to_refuse(name: str) -> None:
-    """It can be read, and not be written: that is no fault of an engine."""
+def test_a_field_nested_too_deeply_is_left_to_the_engine(name: str) -> None:
+    """It can be parsed but not serialised, which is not the engine's fault."""
     deep: list[Any] = []
     for _ in range(300):
         deep = [deep]
     assert rendered(CHAT | {name: deep}) is None
 
 
-def test_parameters_that_the_model_may_set_must_be_named() -> None:
-    """`/generate` does not know generation_config.json, which the chat route reads unless told otherwise."""
+def test_sampling_parameters_with_model_defaults_must_be_explicit() -> None:
+    """`/generate` does not read generation_config.json, which the chat route reads unless told otherwise."""
     named = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     assert rendered(CHAT, has_own_defaults=True) is None
     assert rendered(CHAT | named, has_own_defaults=True) is not None
     assert "--sampling-defaults openai" in tokens(has_own_defaults=True).limits
     assert (
         tokens(has_own_defaults=True).rendered(COMPLETIONS, {"prompt": [1]}, b"") is not None
-    )  # a completion's are OpenAI's
+    )  # completions have OpenAI's defaults
 
 
 @pytest.mark.parametrize(
@@ -131,23 +132,23 @@ def test_parameters_that_the_model_may_set_must_be_named() -> None:
         ({"reasoning_parser": "gpt-oss"}, "gpt-oss"),
     ],
 )
-def test_an_unknown_parser_passes_its_chats_through_and_says_so(facts: dict[str, Any], word: str) -> None:
-    """Its format may not begin calls by one marker."""
+def test_chats_of_an_unknown_parser_pass_through(facts: dict[str, Any], word: str) -> None:
+    """Its format may not begin calls with one marker. The note names the parser or the flag."""
     assert rendered(CHAT | {"tools": [TOOL]}, **facts) is None and word in tokens(**facts).limits
     assert (rendered(CHAT, **facts) is None) == ("reasoning_parser" in facts)
 
 
-def test_messages_and_responses_are_rendered_as_the_chats_that_they_become() -> None:
-    """And what they do not become there, is not asked for: the engine's own route says it."""
+def test_messages_and_responses_are_rendered_as_chats() -> None:
+    """A malformed request is not rendered: the engine's own route refuses it."""
     routes = tokens()
     message = {"model": "m", "max_tokens": 9, "system": "Be short.", "messages": CHAT["messages"], "prompt": [1, 2]}
     response = {"model": "m", "input": "hello", "instructions": "Be short.", "max_output_tokens": 9}
     answer = orjson.dumps({"tokens": [5, 6, 7]})
     for path, request, limit in (("/v1/messages", message, 9), ("/v1/responses", response, 7)):
-        asked = routes.render(path, request, b"")
-        assert asked is not None and asked.path == "/v1/tokenize"
-        said = orjson.loads(asked.body)["messages"]
-        assert [one["role"] for one in said] == ["system", "user"]
+        upstream = routes.render(path, request, b"")
+        assert upstream is not None and upstream.path == "/v1/tokenize"
+        messages = orjson.loads(upstream.body)["messages"]
+        assert [one["role"] for one in messages] == ["system", "user"]
         made = routes.rendered(path, request, answer)
         assert made is not None and made.max_tokens == limit
         malformed = request | {"tools": [5]}
@@ -165,16 +166,16 @@ def test_messages_and_responses_are_rendered_as_the_chats_that_they_become() -> 
         ({"reasoning_parser": "gpt-oss"}, "responses", "gpt-oss"),
     ],
 )
-def test_an_api_that_passes_through_says_why(facts: dict[str, Any], api: str, word: str) -> None:
-    """By what the server says of itself."""
+def test_an_api_that_passes_through_has_a_reason(facts: dict[str, Any], api: str, word: str) -> None:
+    """From what the server reports about itself."""
     assert tokens().passed == {} and word in tokens(**facts).passed[api]
 
 
 # --- what a server offers ------------------------------------------------------------------------------------
 
 
-async def test_an_engine_says_why_it_has_no_token_routes() -> None:
-    """Each fact that is missing is named."""
+async def test_an_engine_without_token_routes_has_a_reason() -> None:
+    """Each missing fact is named."""
     settings = SimulatedEngineSettings(dialect="sglang")
     async with recorded_engine(settings) as engine:
         http = HttpClient(engine.url)
@@ -194,20 +195,20 @@ async def test_an_engine_says_why_it_has_no_token_routes() -> None:
         http.close()
 
 
-# --- how streams are read ------------------------------------------------------------------------------------
+# --- streams -------------------------------------------------------------------------------------------------
 
 
-async def pieces_of(url: str, asked: Upstream, routes: SglangTokens, made: Rendered) -> list[Piece]:
+async def pieces_of(url: str, upstream: Upstream, routes: SglangTokens, made: Rendered) -> list[Piece]:
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-        answer = await client.post(asked.path, content=b"".join(asked.body))
+        answer = await client.post(upstream.path, content=b"".join(upstream.body))
     read = routes.reader(made, only_numbers=False)
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
     return [read(line.encode()) for line in lines]
 
 
-async def test_both_forms_of_stream_are_read_alike() -> None:
-    """Cumulative or incremental, coarse or not: the same tokens, texts, log-probabilities and versions, each once."""
-    heard = []
+async def test_cumulative_and_incremental_streams_read_the_same() -> None:
+    """With one or many tokens per event: the same ids, text, log-probabilities and versions, each once."""
+    streams = []
     for is_incremental in (False, True):
         settings = SimulatedEngineSettings(dialect="sglang", speed_up=50, incremental_streaming_output=is_incremental)
         async with serve_engine(settings) as url:
@@ -219,9 +220,9 @@ async def test_both_forms_of_stream_are_read_alike() -> None:
             )
             assert made is not None
             for event_tokens in (1, 32):
-                asked = routes.generate(made, leg(prompt_ids=TokenIds.of([300, 301]), event_tokens=event_tokens))
-                heard.append((await pieces_of(url, asked, routes, made), event_tokens))
-    told = [
+                upstream = routes.generate(made, leg(prompt_ids=TokenIds.of([300, 301]), event_tokens=event_tokens))
+                streams.append((await pieces_of(url, upstream, routes, made), event_tokens))
+    results = [
         (
             [id for piece in pieces for id in piece.ids],
             "".join(piece.text for piece in pieces),
@@ -229,17 +230,17 @@ async def test_both_forms_of_stream_are_read_alike() -> None:
             pieces[-1].finish_reason,
             pieces[-1].versions,
         )
-        for pieces, _ in heard
+        for pieces, _ in streams
     ]
-    assert all(one == told[0] for one in told) and len(told[0][0]) == len(told[0][2]) == 200
-    assert told[0][3:] == ("length", (("default", 0, 200),))
-    assert all(len(entry["top_logprobs"]) == 2 for entry in told[0][2])
-    assert all(len(pieces) == (200 if event_tokens == 1 else 8) for pieces, event_tokens in heard)
+    assert all(one == results[0] for one in results) and len(results[0][0]) == len(results[0][2]) == 200
+    assert results[0][3:] == ("length", (("default", 0, 200),))
+    assert all(len(entry["top_logprobs"]) == 2 for entry in results[0][2])
+    assert all(len(pieces) == (200 if event_tokens == 1 else 8) for pieces, event_tokens in streams)
 
 
 @pytest.mark.parametrize("is_incremental", [False, True])
-async def test_what_an_abort_says_again_is_not_taken_twice(is_incremental: bool) -> None:
-    """An incremental stream ends so with its last token once more, and with all of its text."""
+async def test_tokens_that_an_abort_repeats_are_not_taken_twice(is_incremental: bool) -> None:
+    """An incremental stream ends with its last token once more, and with all of its text."""
     settings = SimulatedEngineSettings(dialect="sglang", speed_up=1.0, incremental_streaming_output=is_incremental)
     async with serve_engine(settings) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         routes = tokens(is_incremental=is_incremental)
@@ -266,7 +267,7 @@ async def test_what_an_abort_says_again_is_not_taken_twice(is_incremental: bool)
     assert whole["text"].startswith("".join(piece.text for piece in pieces))
 
 
-def test_part_of_a_character_has_no_bytes_of_its_own() -> None:
+def test_a_partial_character_has_no_bytes() -> None:
     """The engine's text for such a token is a replacement character."""
     routes = tokens()
     made = rendered(CHAT | {"logprobs": True})
@@ -276,19 +277,19 @@ def test_part_of_a_character_has_no_bytes_of_its_own() -> None:
     assert [entry["bytes"] for entry in piece.logprobs or ()] == [None, [0xC3, 0xA9]]
 
 
-async def test_texts_leave_out_a_character_that_is_not_complete(sglang: str) -> None:
-    """They are what the output adds behind the prompt."""
+async def test_texts_leave_out_an_incomplete_character(sglang: str) -> None:
+    """A text is what the output adds to the prompt."""
     routes = tokens()
     made = rendered(CHAT)
     assert made is not None
     ids = TOKENIZER.encode("so 🧵🧵")
     async with httpx.AsyncClient(base_url=sglang, timeout=60) as client:
-        asked = routes.texts(made, [ids[:n] for n in range(1, len(ids) + 1)])
-        texts = routes.read_texts((await client.post(asked.path, content=asked.body)).content)
+        upstream = routes.texts(made, [ids[:n] for n in range(1, len(ids) + 1)])
+        texts = routes.read_texts((await client.post(upstream.path, content=upstream.body)).content)
     assert texts[-1] == "so 🧵🧵" and texts[0] == "so" and set(texts) <= {"so", "so ", "so 🧵", "so 🧵🧵"}
 
 
-# --- how messages are read -----------------------------------------------------------------------------------
+# --- messages ------------------------------------------------------------------------------------------------
 
 CALL = '<tool_call>\n{"name": "run", "arguments": {}}\n</tool_call>'
 MESSAGES = {
@@ -300,17 +301,17 @@ MESSAGES = {
 }
 
 
-def asking(client: httpx.AsyncClient) -> Asking:
-    async def ask(asked: Upstream) -> bytes:
-        return (await client.post(asked.path, content=asked.body)).raise_for_status().content
+def ask_with(client: httpx.AsyncClient) -> Asking:
+    async def ask(upstream: Upstream) -> bytes:
+        return (await client.post(upstream.path, content=upstream.body)).raise_for_status().content
 
     return ask
 
 
 @pytest.mark.parametrize("is_opened", [False, True], ids=["", "opened"])
 @pytest.mark.parametrize("name", MESSAGES)
-async def test_a_message_is_the_same_whole_and_in_whatever_pieces(sglang: str, name: str, is_opened: bool) -> None:
-    """Nothing of a marker is told as text, and a template that ends with <think> has begun the reasoning."""
+async def test_a_message_is_the_same_whole_and_in_any_pieces(sglang: str, name: str, is_opened: bool) -> None:
+    """No part of a marker becomes text, and a template that ends with <think> has begun the reasoning."""
     written, reasoning, content, num_calls = MESSAGES[name]
     tail = TokenIds.of([ASSISTANT, *TOKENIZER.encode("<think>\n")] if is_opened else [ASSISTANT])
     if is_opened and not reasoning:
@@ -320,34 +321,34 @@ async def test_a_message_is_the_same_whole_and_in_whatever_pieces(sglang: str, n
     reader, dice = MessageReader("hermes", "qwen3"), random.Random(name)
     request = CHAT | {"tools": [TOOL]}
     async with httpx.AsyncClient(base_url=sglang, timeout=60) as client:
-        ask = asking(client)
+        ask = ask_with(client)
         message = (await reader.whole(ask, request, tail, Whole(ids, None, "stop", None)))["message"]
-        told = content or (None if num_calls else "")  # nothing beside calls is no text, as its chat route says
-        assert (message.get("reasoning_content", ""), message["content"]) == (reasoning, told)
+        whole_content = content or (None if num_calls else "")  # no content beside calls is null, as on its chat route
+        assert (message.get("reasoning_content", ""), message["content"]) == (reasoning, whole_content)
         assert [call["function"] for call in message.get("tool_calls", ())] == [
             {"name": "run", "arguments": "{}"}
         ] * num_calls
         for _ in range(4):
-            said: dict[str, Any] = {"reasoning_content": "", "content": "", "tool_calls": []}
+            streamed: dict[str, Any] = {"reasoning_content": "", "content": "", "tool_calls": []}
             state, at, choice = None, 0, {}
             while at < len(ids):
                 end = at + dice.randrange(1, 20)
                 reason = "stop" if end >= len(ids) else None
                 choice, state = await reader.delta(ask, request, tail, Delta(ids[at:end], reason, None, state))
                 for field, value in choice["delta"].items():
-                    said[field] = said.get(field, "") + value if field != "tool_calls" else value
+                    streamed[field] = streamed.get(field, "") + value if field != "tool_calls" else value
                 at = end
-            assert (said["reasoning_content"], said["content"].strip()) == (reasoning, content.strip())
-            assert len(said["tool_calls"]) == num_calls
+            assert (streamed["reasoning_content"], streamed["content"].strip()) == (reasoning, content.strip())
+            assert len(streamed["tool_calls"]) == num_calls
             assert choice["finish_reason"] == ("tool_calls" if num_calls else "stop")
 
 
-async def test_a_call_that_was_cut_is_not_told_as_text_in_a_stream(sglang: str) -> None:
-    """The engine's own stream says nothing of it either; a whole answer has it as its content."""
+async def test_a_truncated_call_is_not_text_in_a_stream(sglang: str) -> None:
+    """The engine's own stream omits it too; a whole answer has it as content."""
     ids = TOKENIZER.encode("Wait. " + CALL[:30])
     reader, request = MessageReader("hermes", None), CHAT | {"tools": [TOOL]}
     async with httpx.AsyncClient(base_url=sglang, timeout=60) as client:
-        choice, _ = await reader.delta(asking(client), request, [ASSISTANT], Delta(ids, "length", None, None))
-        whole = await reader.whole(asking(client), request, [ASSISTANT], Whole(ids, None, "length", None))
+        choice, _ = await reader.delta(ask_with(client), request, [ASSISTANT], Delta(ids, "length", None, None))
+        whole = await reader.whole(ask_with(client), request, [ASSISTANT], Whole(ids, None, "length", None))
     assert choice["delta"]["content"] == "Wait." and choice["finish_reason"] == "length"
     assert whole["message"]["content"] == "Wait. " + CALL[:30]

@@ -1,4 +1,5 @@
-"""Token ids as the digits they came in and as numbers: both say the same, and an answer is cut at its list only."""
+"""Token ids as the digits in which they came and as numbers: both forms agree, and ids are cut from an answer only at
+their own list."""
 
 from array import array
 
@@ -10,13 +11,13 @@ from hypothesis import strategies as st
 from engines.token_ids import TokenIds, cut_ids, messages, put_together, with_ids, with_prompt
 
 IDS = st.lists(st.integers(0, 2**31 - 1))
-# A name, a text and a list that look like the one that is sought, where none is.
+# A name, a text and a list that look like the field, but are not.
 WORDS = st.sampled_from(["token_ids", '"token_ids":[1]', "text", '","token_ids":[7],"'])
 
 
 @given(IDS, IDS)
 def test_ids_are_the_same_in_each_form(ids: list[int], more: list[int]) -> None:
-    """Read from JSON or from a list, gone on with or not."""
+    """Read from JSON or from a list, extended or not."""
     _, read = cut_ids(orjson.dumps({"ids": ids}), "ids")
     assert read is not None and read == TokenIds.of(ids) == TokenIds.of(array("I", ids))
     both = read + more
@@ -28,7 +29,7 @@ def test_ids_are_the_same_in_each_form(ids: list[int], more: list[int]) -> None:
 
 @given(IDS, st.dictionaries(WORDS, st.one_of(WORDS, IDS)), st.booleans())
 def test_an_answer_is_the_same_with_its_ids_cut_out(ids: list[int], others: dict[str, object], is_last: bool) -> None:
-    """Whatever its other fields are called and say."""
+    """Whatever the names and values of its other fields."""
     others.pop("token_ids", None)
     answer = others | {"token_ids": ids} if is_last else {"token_ids": ids} | others
     made, cut = cut_ids(orjson.dumps(answer), "token_ids")
@@ -36,19 +37,19 @@ def test_an_answer_is_the_same_with_its_ids_cut_out(ids: list[int], others: dict
     assert made == answer | {"token_ids": []}
 
 
-FEW = st.lists(st.integers(0, 12), max_size=30)  # so that one is often the beginning or the end of another's digits
+FEW = st.lists(st.integers(0, 12), max_size=30)  # so that the digits of one id often begin or end those of another
 
 
 @given(FEW, FEW)
-def test_ids_begin_with_others_as_numbers_do_and_not_as_digits(ids: list[int], others: list[int]) -> None:
+def test_begins_with_compares_numbers_not_digits(ids: list[int], others: list[int]) -> None:
     """The digits of 1, 2 begin those of 1, 23."""
     for start in (others, ids[: len(others)]):
         assert TokenIds.of(ids).begins_with(TokenIds.of(start)) is (ids[: len(start)] == start)
 
 
 @given(FEW, st.integers(0, 12))
-def test_a_prompt_is_cut_behind_each_end_of_a_turn(ids: list[int], end: int) -> None:
-    """Also where two follow each other, and nowhere else; put together the messages are the prompt."""
+def test_a_prompt_is_split_after_each_end_token(ids: list[int], end: int) -> None:
+    """Also if two follow each other, and nowhere else. Joined, the messages are the prompt."""
     wanted: list[list[int]] = [[]]
     for token in ids:
         wanted[-1].append(token)
@@ -60,8 +61,8 @@ def test_a_prompt_is_cut_behind_each_end_of_a_turn(ids: list[int], end: int) -> 
 
 
 @given(st.lists(st.integers(0, 999_999)), st.integers(1, 20))
-def test_a_tail_is_at_least_as_long_as_wanted(ids: list[int], number: int) -> None:
-    """And ends as all of them do."""
+def test_a_tail_has_at_least_the_requested_length(ids: list[int], number: int) -> None:
+    """And it is a suffix of the ids."""
     tail = list(TokenIds.of(ids).tail(number))
     assert len(tail) >= min(number, len(ids)) and tail == ids[len(ids) - len(tail) :]
 
@@ -69,15 +70,15 @@ def test_a_tail_is_at_least_as_long_as_wanted(ids: list[int], number: int) -> No
 @pytest.mark.parametrize(
     "answer", ['{"token_ids":[1,"2"]}', '{"token_ids":[[1],[2]]}', '{"token_ids":[1.5]}', '{"token_ids":[-1]}', "[]"]
 )
-def test_a_list_that_is_none_of_ids_stays_where_it_is(answer: str) -> None:
-    """So does each of several; the reader sees what it is."""
+def test_a_list_that_does_not_hold_ids_is_not_cut(answer: str) -> None:
+    """Neither is one of several lists; the reader sees the answer unchanged."""
     assert cut_ids(answer.encode(), "token_ids") == (orjson.loads(answer), None)
     twice = b'[{"token_ids":[1]},{"token_ids":[2]}]'
     assert cut_ids(twice, "token_ids") == (orjson.loads(twice), None)
 
 
-def test_an_answer_with_blanks_between_its_ids_is_read_all_the_same() -> None:
-    """As numbers, for an engine may come to space its answers otherwise."""
+def test_an_answer_with_spaces_between_its_ids_is_read() -> None:
+    """As numbers, because an engine may change its spacing."""
     made, cut = cut_ids(b'{"token_ids": [1, 23]}', "token_ids")
     assert (made, cut) == ({"token_ids": [1, 23]}, None)
     made, cut = cut_ids(b'{"token_ids":[1, 23]}', "token_ids")
@@ -85,14 +86,14 @@ def test_an_answer_with_blanks_between_its_ids_is_read_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("ids", [[-1], [2**32], ["1"], [None]])
-def test_what_is_no_id_is_refused(ids: list[int]) -> None:
-    """As an engine's nonsense."""
+def test_an_invalid_id_is_refused(ids: list[int]) -> None:
+    """As nonsense from an engine."""
     with pytest.raises((TypeError, ValueError)):
         TokenIds.of(ids)
 
 
-def test_an_answer_that_is_no_json_is_refused() -> None:
-    """Also where its list of ids is a good one."""
+def test_an_answer_that_is_not_json_is_refused() -> None:
+    """Also if its list of ids is valid."""
     for ids in (b"[1,2", b"[1-2]", b"[1 2]"):
         with pytest.raises(ValueError, match=r"\w"):
             cut_ids(b'{"token_ids":' + ids + b"}", "token_ids")

@@ -1,4 +1,4 @@
-"""Which responses run at token level, and as which chat."""
+"""Which responses run at token level on vLLM, and as which chat requests."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ import pytest
 from engines.vllm_responses import chat_of_response
 
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": True}
-ASKED: dict[str, Any] = {"model": "m", "input": "hi", "store": False}
+REQUEST: dict[str, Any] = {"model": "m", "input": "hi", "store": False}
 
 
-def test_its_tools_are_chats_without_a_level() -> None:
-    """And of what was said only the number of calls is left."""
+def test_tools_lose_a_level_and_only_call_counts_remain() -> None:
+    """Tools take the form of a chat request. Of the items, the parser gets only the number of calls."""
     items = [{"type": "function_call", "name": "look"}, {"type": "function_call_output", "output": "dust"}]
     choice = {"type": "function", "name": "look"}
-    chat = chat_of_response(ASKED | {"input": items, "tools": [TOOL], "tool_choice": choice}, is_storing=True)
+    chat = chat_of_response(REQUEST | {"input": items, "tools": [TOOL], "tool_choice": choice}, is_storing=True)
     assert chat is not None
     function = {"name": "look", "parameters": {"type": "object"}, "strict": True}
     assert chat["tools"] == [{"type": "function", "function": function}]
@@ -38,16 +38,17 @@ def test_its_tools_are_chats_without_a_level() -> None:
     ],
     ids=str,
 )
-def test_what_the_engine_keeps_or_does_itself_passes_through(fields: dict[str, Any]) -> None:
-    """Unless its client says so, an engine may be asked for the response later."""
-    assert chat_of_response(ASKED, is_storing=True) is not None
-    assert chat_of_response(ASKED | fields, is_storing=True) is None
+def test_responses_that_the_engine_stores_or_serves_pass_through(fields: dict[str, Any]) -> None:
+    """Unless `store` is false, the client may ask the engine for the response later."""
+    assert chat_of_response(REQUEST, is_storing=True) is not None
+    assert chat_of_response(REQUEST | fields, is_storing=True) is None
 
 
 @pytest.mark.parametrize("store", [{}, {"store": None}, {"store": True}], ids=str)
-def test_an_engine_that_keeps_nothing_need_not_see_it(store: dict[str, Any]) -> None:
-    """What `store` says is nothing to it; one that keeps responses must see all others."""
-    request = {name: value for name, value in ASKED.items() if name != "store"} | store
+def test_store_does_not_matter_on_an_engine_that_stores_nothing(store: dict[str, Any]) -> None:
+    """An engine that stores responses must see the request, and every engine must see one that names an earlier
+    response."""
+    request = {name: value for name, value in REQUEST.items() if name != "store"} | store
     assert chat_of_response(request, is_storing=False) is not None
     assert chat_of_response(request, is_storing=True) is None
     assert chat_of_response(request | {"previous_response_id": "resp_1"}, is_storing=False) is None

@@ -1,5 +1,5 @@
-"""How vLLM's events of tokens are read (the numbers of log-probabilities alone say what their entries say), and how the
-end of a stream is."""
+"""How vLLM's token events are read, and the end of a stream. Numbers alone give the same log-probabilities as whole
+entries."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from engines.vllm_tokens import VllmTokens
 
 RENDERED = Rendered("vllm", TokenIds.of([1]), {}, 100, 0, (), False, False, False, {})
 TOOL = {"name": "run", "description": "Runs.", "input_schema": {"properties": {}}}
-# Texts that look like what is sought in an event.
+# Texts that look like the fields of an event.
 TEXTS = st.one_of(
     st.text(max_size=8),
     st.sampled_from(['"logprob":1', ']},"', "]}}]}", '"top_logprobs":[', '"logprobs":{"content":[']),
@@ -27,13 +27,13 @@ NUMBERS = st.floats(-100, 0)
 
 @st.composite
 def entries(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Of a few tokens, each with so many rivals, of which the first is the token itself."""
-    num_rivals = draw(st.sampled_from([0, 1, 1, 2]))
+    """Entries of a few tokens, each with this many alternatives, the first of which is the token itself."""
+    num_alternatives = draw(st.sampled_from([0, 1, 1, 2]))
     made = []
     for _ in range(draw(st.integers(0, 4))):
         own = {"token": draw(TEXTS), "logprob": draw(NUMBERS), "bytes": draw(st.lists(st.integers(0, 255), max_size=3))}
-        others = [{"token": draw(TEXTS), "logprob": draw(NUMBERS), "bytes": None} for _ in range(num_rivals - 1)]
-        made.append(own | {"top_logprobs": [own, *others] if num_rivals else []})
+        others = [{"token": draw(TEXTS), "logprob": draw(NUMBERS), "bytes": None} for _ in range(num_alternatives - 1)]
+        made.append(own | {"top_logprobs": [own, *others] if num_alternatives else []})
     return made
 
 
@@ -42,24 +42,25 @@ def read(data: bytes, only_numbers: bool) -> Piece:
 
 
 @given(entries(), TEXTS, st.sampled_from(["last", "first"]), st.booleans())
-def test_numbers_alone_are_those_of_the_entries(
-    content: list[dict[str, Any]], text: str, place: str, is_told: bool
+def test_numbers_alone_match_the_logprob_entries(
+    content: list[dict[str, Any]], text: str, place: str, has_entries: bool
 ) -> None:
-    """Wherever the entries stand, and whatever the texts of event and tokens are; all else of the event is the same."""
-    logprobs = {"logprobs": {"content": content} if is_told else None}
+    """Wherever the entries stand, and whatever the texts of event and tokens. All other fields of the event are the
+    same."""
+    logprobs = {"logprobs": {"content": content} if has_entries else None}
     about = {"index": 0, "finish_reason": None, "stop_reason": None, "token_ids": [5] * len(content), "text": text}
     choice = about | logprobs if place == "last" else logprobs | about
     data = orjson.dumps({"request_id": "r", "choices": [choice]})
     whole, numbers = read(data, False), read(data, True)
     chosen = [entry["logprob"] for entry in content]
-    assert [entry["logprob"] for entry in whole.logprobs or []] == (chosen if is_told else [])
-    said = [entry["logprob"] if isinstance(entry, dict) else entry for entry in numbers.logprobs or []]
-    assert said == (chosen if is_told else [])
+    assert [entry["logprob"] for entry in whole.logprobs or []] == (chosen if has_entries else [])
+    values = [entry["logprob"] if isinstance(entry, dict) else entry for entry in numbers.logprobs or []]
+    assert values == (chosen if has_entries else [])
     assert (numbers.ids, numbers.text, numbers.finish_reason) == (whole.ids, whole.text, whole.finish_reason)
 
 
-def test_the_rivals_of_a_real_event_are_not_read() -> None:
-    """Of two tokens, each of which is its own first rival: vLLM 0.32 tells one where none is asked for."""
+def test_alternatives_in_a_real_event_are_not_read() -> None:
+    """Two tokens, each with itself as the only alternative: vLLM 0.32 returns one when none is requested."""
     own = {"token": " a", "logprob": -0.5, "bytes": [32, 97]}
     choice = {"index": 0, "token_ids": [5, 6], "text": " a a", "finish_reason": None}
     content = [own | {"top_logprobs": [own]}, own | {"logprob": -1.5, "top_logprobs": [own | {"logprob": -1.5}]}]
@@ -69,39 +70,41 @@ def test_the_rivals_of_a_real_event_are_not_read() -> None:
 
 @pytest.mark.parametrize("choice", [None, {}, {"token_ids": [1]}, {"token_ids": [1], "finish_reason": None}])
 @pytest.mark.parametrize("error", [None, {"message": "no", "code": 500}])
-def test_an_event_is_the_same_to_either_reader(choice: dict[str, Any] | None, error: dict[str, Any] | None) -> None:
-    """Whatever is missing of it, and whatever it says went wrong."""
+def test_both_readers_treat_incomplete_events_alike(
+    choice: dict[str, Any] | None, error: dict[str, Any] | None
+) -> None:
+    """Whatever field is missing, and whatever error it reports."""
     event = {"error": error} if choice is None else {"choices": [choice], "error": error}
-    told: list[Any] = []
+    outcomes: list[Any] = []
     for only_numbers in (False, True):
         try:
-            told.append(read(orjson.dumps(event), only_numbers))
+            outcomes.append(read(orjson.dumps(event), only_numbers))
         except (ErrorEvent, KeyError) as fault:
-            told.append((type(fault), fault.args))
-    assert told[0] == told[1]
+            outcomes.append((type(fault), fault.args))
+    assert outcomes[0] == outcomes[1]
 
 
 class Parser:
-    """Plays an engine's derender, with a call in the first part that it is told; says what it was asked."""
+    """Plays an engine's derender, with a call in the first part that it gets; records its requests."""
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
 
     async def __call__(self, upstream: Upstream) -> bytes:
         call = orjson.loads(upstream.body)
-        self.asked.append(call)
+        self.requests.append(call)
         if "generate_response" in call:
             return orjson.dumps({"choices": [{"index": 0, "message": {"content": "ab"}, "finish_reason": "stop"}]})
-        calls = [{"index": 0, "function": {"name": "run"}}] if len(self.asked) == 1 else []
-        delta = {"content": "ab"[len(self.asked) - 1], "tool_calls": calls}
+        calls = [{"index": 0, "function": {"name": "run"}}] if len(self.requests) == 1 else []
+        delta = {"content": "ab"[len(self.requests) - 1], "tool_calls": calls}
         reason = call["generate_chunk"]["choices"][0]["finish_reason"]
         choice = {"index": 0, "delta": delta, "finish_reason": reason}
-        return orjson.dumps({"chunk": {"choices": [choice]}, "stream_state": {"asked": len(self.asked)}})
+        return orjson.dumps({"chunk": {"choices": [choice]}, "stream_state": {"asked": len(self.requests)}})
 
     @property
     def parts(self) -> list[tuple[list[int], str | None]]:
-        """The tokens that it was told, and the finish reason with them."""
-        chunks = [call.get("generate_chunk") or call["generate_response"] for call in self.asked]
+        """The token ids that it got, each with the finish reason."""
+        chunks = [call.get("generate_chunk") or call["generate_response"] for call in self.requests]
         return [(chunk["choices"][0]["token_ids"], chunk["choices"][0]["finish_reason"]) for chunk in chunks]
 
 
@@ -114,50 +117,51 @@ class Parser:
         ("stop", "x", [([7, 8], None), ([9], "stop")]),
     ],
 )
-async def test_the_end_of_a_stream_is_read_by_itself(reason: str, stop: Any, parts: list[Any]) -> None:
-    """A parser that gets the name of a call and the end of the answer at once adds arguments that were not made; and
-    the token that ends an answer is no part of its text."""
+async def test_the_end_of_a_stream_is_parsed_separately(reason: str, stop: Any, parts: list[Any]) -> None:
+    """A parser that gets the name of a call and the end of the answer together adds arguments that were not generated.
+    The token that ends an answer is not part of its text."""
     parser = Parser()
     end = Delta([7, 8, 9], reason, stop, {"asked": 0})
     choice, state = await VllmTokens().derender(parser, RENDERED, TokenIds.of([1]), end)
     assert parser.parts == parts
-    assert [call["stream_state"] for call in parser.asked] == [{"asked": 0}, {"asked": 1}]
+    assert [call["stream_state"] for call in parser.requests] == [{"asked": 0}, {"asked": 1}]
     assert state == {"asked": 2}
-    told = {"content": "ab", "tool_calls": [{"index": 0, "function": {"name": "run"}}]}
-    assert choice == {"index": 0, "delta": told, "finish_reason": reason}
+    delta = {"content": "ab", "tool_calls": [{"index": 0, "function": {"name": "run"}}]}
+    assert choice == {"index": 0, "delta": delta, "finish_reason": reason}
 
 
 @pytest.mark.parametrize(
-    ("chat", "ids", "told"), [({}, [7, 9], [7]), ({"include_stop_str_in_output": True}, [7, 9], [7, 9]), ({}, [9], [])]
+    ("chat", "ids", "parsed_ids"),
+    [({}, [7, 9], [7]), ({"include_stop_str_in_output": True}, [7, 9], [7, 9]), ({}, [9], [])],
 )
-async def test_the_token_that_ends_a_whole_answer_is_no_part_of_its_text(
-    chat: dict[str, Any], ids: list[int], told: list[int]
+async def test_the_stop_token_of_a_whole_answer_is_not_part_of_its_text(
+    chat: dict[str, Any], ids: list[int], parsed_ids: list[int]
 ) -> None:
-    """But where that is asked for; an answer of nothing else is read as a stream, for a whole one must have tokens."""
+    """Except if requested. An answer of nothing else is parsed as a stream, because a whole one must have tokens."""
     parser = Parser()
     choice, _ = await VllmTokens().derender(
         parser, replace(RENDERED, chat=chat), TokenIds.of([1]), Whole(ids, None, "stop", None)
     )
-    assert parser.parts == [(told, "stop")]
-    assert choice["message"]["content"] == ("ab" if told else "a")
+    assert parser.parts == [(parsed_ids, "stop")]
+    assert choice["message"]["content"] == ("ab" if parsed_ids else "a")
 
 
 @pytest.mark.parametrize("end", [Delta([7], None, None, None), Whole([7], None, "length", None)])
 @pytest.mark.parametrize(("call", "is_whole"), [({}, False), ({"reasoning_parser_kwargs": {}}, True)])
-async def test_a_prompt_is_sent_whole_only_where_it_may_have_left_reasoning_open(
+async def test_the_whole_prompt_is_sent_only_if_reasoning_may_be_open(
     call: dict[str, Any], is_whole: bool, end: Delta | Whole
 ) -> None:
-    """For else its last tokens are all that is read of it, and each part of an answer would take all along."""
+    """Otherwise the parser reads only its last tokens, and each part of an answer would carry the whole prompt."""
     parser, prompt = Parser(), list(range(2_000))
     await VllmTokens().derender(parser, replace(RENDERED, call=call), TokenIds.of(prompt), end)
-    [asked] = parser.asked
-    asked |= asked.get("generate_response", {})
-    sent = asked["prompt_token_ids"]
+    [requests] = parser.requests
+    requests |= requests.get("generate_response", {})
+    sent = requests["prompt_token_ids"]
     assert sent == prompt if is_whole else (512 <= len(sent) < 1_024 and sent == prompt[-len(sent) :])
 
 
 @pytest.mark.parametrize(
-    ("chat", "reason", "num_calls", "wanted"),
+    ("chat", "reason", "num_calls", "expected"),
     [
         ({}, "stop", 2, ("tool_calls", 2)),
         ({"tool_choice": "auto"}, "length", 1, ("tool_calls", 1)),
@@ -168,10 +172,10 @@ async def test_a_prompt_is_sent_whole_only_where_it_may_have_left_reasoning_open
         ({"parallel_tool_calls": False}, "stop", 2, ("tool_calls", 1)),
     ],
 )
-async def test_a_whole_answer_ends_with_calls_as_the_chat_route_says(
-    chat: dict[str, Any], reason: str, num_calls: int, wanted: tuple[str, int]
+async def test_finish_reason_and_calls_match_the_chat_route(
+    chat: dict[str, Any], reason: str, num_calls: int, expected: tuple[str, int]
 ) -> None:
-    """Which of them are told, and whether they are why it ended: derender says neither."""
+    """Derender decides neither which calls remain nor whether they are the finish reason."""
 
     async def ask(_: Upstream) -> bytes:
         calls = [{"id": str(number), "function": {"name": "run"}} for number in range(num_calls)]
@@ -181,22 +185,22 @@ async def test_a_whole_answer_ends_with_calls_as_the_chat_route_says(
     choice, _ = await VllmTokens().derender(
         ask, replace(RENDERED, chat=chat), TokenIds.of([1]), Whole([7, 9], None, reason, None)
     )
-    assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == wanted
+    assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == expected
 
 
 @pytest.mark.parametrize(
     "request_", [{"thinking": {"type": "disabled"}}, {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "jump"}}]
 )
-def test_messages_whose_answers_only_the_engine_reads_as_it_would_pass_through(request_: dict[str, Any]) -> None:
-    """What `derender` would be told of them is not what the engine's own route goes by."""
+def test_messages_whose_answers_only_the_engine_can_parse_pass_through(request_: dict[str, Any]) -> None:
+    """What `derender` would be told about them is not what the engine's own route uses."""
     assert chat_of_messages({"model": "m", "messages": [], **request_}) is None
 
 
-def test_a_parser_is_told_of_a_request_what_it_reads_and_nothing_that_was_said() -> None:
-    """Tools as a chat has them, which of them is to be called, and how many calls there were before."""
+def test_the_parser_gets_tools_and_call_counts_but_no_text() -> None:
+    """Tools in the form of a chat, the tool choice, and the number of earlier calls."""
     answered = [{"type": "text", "text": "I look."}, {"type": "tool_use", "id": "1", "name": "run", "input": {}}]
-    said = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": answered}]
-    request = {"model": "m", "max_tokens": 9, "messages": said, "tools": [TOOL], "tool_choice": {"type": "any"}}
+    messages = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": answered}]
+    request = {"model": "m", "max_tokens": 9, "messages": messages, "tools": [TOOL], "tool_choice": {"type": "any"}}
     chat = chat_of_messages(request)
     function = {"name": "run", "parameters": {"type": "object", "properties": {}}, "description": "Runs."}
     assert chat is not None and "Look" not in str(chat)
@@ -211,6 +215,6 @@ def test_a_parser_is_told_of_a_request_what_it_reads_and_nothing_that_was_said()
     "junk", [{"thinking": "x"}, {"tools": [1]}, {"tools": [TOOL], "tool_choice": "any"}, {"messages": ["x"]}]
 )
 def test_a_malformed_message_passes_through(junk: dict[str, Any]) -> None:
-    """Even if an engine rendered it, whatever it then makes of it."""
+    """Even if an engine rendered it."""
     request = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **junk}
     assert VllmTokens().rendered("/v1/messages", request, b"{}") is None

@@ -1,6 +1,6 @@
-"""Real vLLM servers of the tiny model, each started once for all tests that want it, and all at the same time.
+"""Real vLLM servers of the tiny model. Each starts once for all tests that need it, and all start at the same time.
 
-A test asks for a server by its fixture. To add one, give it a line in `SERVERS`, and a fixture like those below.
+A test requests a server through its fixture. To add one, add a line to `SERVERS` and a fixture like those below.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from engines.tiny_model import make_tiny_model
 
 Servers = dict[str, "asyncio.Task[list[LocalEngine]]"]
 
-# What each fixture's servers are like, made of the one that all others resemble, the new weights and an empty folder.
+# The servers of each fixture, given the common specification, the new weights and an empty folder.
 SERVERS: dict[str, Callable[[LocalVllm, Path, Path], list[LocalVllm]]] = {
     "real_engines": lambda spec, _, __: [spec] * 2,
     "nixl_engines": lambda spec, _, __: [replace(spec, kv_transfer=True)] * 2,
@@ -53,30 +53,30 @@ async def servers(
     tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
 ) -> AsyncIterator[Servers]:
-    """All servers that a test of this session wants, while they start."""
+    """All servers that tests of this session need, as tasks that start them."""
     capture = request.config.pluginmanager.getplugin("capturemanager")
 
-    def tell(line: str) -> None:
+    def print_uncaptured(line: str) -> None:
         with capture.global_and_fixture_disabled():
             print(line, flush=True)
 
-    # Contexts so long that a turn outlasts the seconds for which a busy machine may stand still.
+    # Contexts are so long that a turn outlasts the seconds for which a busy machine may stall.
     spec = LocalVllm(tiny_model, max_model_len=32_768, num_kv_blocks=4096, venv=vllm_venv)
     wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     starting: Servers = {}
     async with AsyncExitStack() as stack:
         for name in SERVERS.keys() & wanted:
             specs = SERVERS[name](spec, new_weights, tmp_path_factory.mktemp(f"{name}-kv"))
-            launched = launch_all(specs, tmp_path_factory.mktemp(name), tell)
+            launched = launch_all(specs, tmp_path_factory.mktemp(name), print_uncaptured)
             starting[name] = asyncio.create_task(stack.enter_async_context(launched))
         yield starting
         for task in starting.values():
-            task.cancel()  # one that no test came to need
+            task.cancel()  # one that no test used in the end
         await asyncio.gather(*starting.values(), return_exceptions=True)
 
 
 async def started(servers: Servers, name: str) -> list[LocalEngine]:
-    """A machine without vLLM fails the tests, and is told what to run."""
+    """The servers of this fixture. On a machine without vLLM, the test fails with the command to install it."""
     try:
         return await servers[name]
     except LaunchError as error:
@@ -91,23 +91,23 @@ async def real_engines(servers: Servers) -> list[LocalEngine]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def nixl_engines(servers: Servers) -> list[LocalEngine]:
-    """Two that can fetch KV from each other."""
+    """Two engines that can fetch KV from each other."""
     return await started(servers, "nixl_engines")
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def tier_engines(servers: Servers) -> list[LocalEngine]:
-    """One of TP 1 and one of TP 2, which share their KV in a folder; for the one test that kills the second."""
+    """One engine of TP 1 and one of TP 2, which share their KV in a folder; for the one test that kills the second."""
     return await started(servers, "tier_engines")
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def new_engine(servers: Servers) -> LocalEngine:
-    """One that never had other weights than the new ones."""
+    """An engine that was started with the new weights."""
     return (await started(servers, "new_engine"))[0]
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def doomed_engine(servers: Servers) -> LocalEngine:
-    """One of 16 slots, for the one test that kills it."""
+    """An engine of 16 slots, for the one test that kills it."""
     return (await started(servers, "doomed_engine"))[0]

@@ -6,7 +6,7 @@ import pytest
 
 from engines.local_vllm import LocalEngine
 from tests.engines.contract import PROMISES, Promise
-from tests.engines.site import site
+from tests.engines.engine_under_test import engine_under_test
 from tests.engines.test_contract_simulated import VLLM
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
@@ -25,6 +25,6 @@ FACTS = replace(
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 async def test_a_real_vllm_keeps_the_contract(real_engines: list[LocalEngine], promise: Promise) -> None:
-    """Where this fails and the simulated engine's test does not, the double is wrong."""
-    async with site(real_engines[0].url, FACTS) as engine:
+    """If this fails and the simulated engine's test does not, the double is wrong."""
+    async with engine_under_test(real_engines[0].url, FACTS) as engine:
         await promise(engine)

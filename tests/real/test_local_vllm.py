@@ -29,7 +29,7 @@ asyncio.run(main(*map(Path, sys.argv[1:])))
 """
 
 
-async def test_a_server_that_cannot_start_says_why(vllm_venv: Path, tmp_path: Path) -> None:
+async def test_a_server_that_cannot_start_reports_its_log(vllm_venv: Path, tmp_path: Path) -> None:
     """The error ends with the last lines of the server's log."""
     spec = LocalVllm(tmp_path, venv=vllm_venv, extra_args=("--no-such-flag",))
     with pytest.raises(LaunchError, match=r"ended while starting[\s\S]*unrecognized arguments: --no-such-flag"):
@@ -37,7 +37,7 @@ async def test_a_server_that_cannot_start_says_why(vllm_venv: Path, tmp_path: Pa
             pass
 
 
-async def test_without_vllm_the_error_says_what_to_run(tmp_path: Path) -> None:
+async def test_without_vllm_the_error_names_the_install_script(tmp_path: Path) -> None:
     """A fresh clone has no vLLM yet."""
     with pytest.raises(LaunchError, match=r"deploy/install-vllm-cpu\.sh"):
         async with launch(LocalVllm(tmp_path, venv=tmp_path / "absent"), tmp_path / "log"):
@@ -45,7 +45,7 @@ async def test_without_vllm_the_error_says_what_to_run(tmp_path: Path) -> None:
 
 
 def test_no_server_outlives_the_process_that_started_it(vllm_venv: Path, tiny_model: Path, tmp_path: Path) -> None:
-    """Killed without warning, it leaves nothing behind, not even a server that is still starting."""
+    """SIGKILL to that process leaves nothing behind, not even a server that is still starting."""
     log_path = tmp_path / "log"
     parent = subprocess.Popen([sys.executable, "-c", LAUNCHER, tiny_model, vllm_venv, log_path])
     deadline = time.monotonic() + 600
@@ -56,8 +56,8 @@ def test_no_server_outlives_the_process_that_started_it(vllm_venv: Path, tiny_mo
     assert len(living_members(group)) >= 3  # the guard, the server, its engine core
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    while left := living_members(group):
-        assert time.monotonic() < deadline, f"still there: {left}"
+    while survivors := living_members(group):
+        assert time.monotonic() < deadline, f"still there: {survivors}"
         time.sleep(LOOK_EVERY_S)
 
 
@@ -66,12 +66,12 @@ def process_group(pid: int) -> int:
 
 
 def living_members(group: int) -> list[int]:
-    """Zombies do not count: they wait for init, not for us."""
+    """Without zombies, which wait for init, not for us."""
     members = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             state, _, in_group, *_ = _stat(int(path.name))
-        except (FileNotFoundError, ProcessLookupError):  # It ended while we looked.
+        except (FileNotFoundError, ProcessLookupError):  # It ended in the meantime.
             continue
         if int(in_group) == group and state != "Z":
             members.append(int(path.name))
@@ -79,5 +79,5 @@ def living_members(group: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """State, parent, group, ... The command's name, in parentheses before them, may contain anything."""
+    """State, parent, group, ... The command's name before them, in parentheses, may contain anything."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()

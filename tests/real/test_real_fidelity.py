@@ -1,11 +1,12 @@
-"""A rollout on a real vLLM against the same rollout in simulation, with the profile that was measured on that server.
+"""A rollout on a real vLLM against the same rollout in simulation, with the profile measured on that server.
 
-The server has half of the cores, and gateway and agents the others: what these take from an engine that shares cores
-with them, no profile of the engine can say. Answers are not streamed, so that they take little of each other, too.
+The server has half of the cores, and gateway and agents have the others, because no profile of an engine can describe
+what they take from an engine on the same cores. Answers are not streamed, so that gateway and agents take little from
+each other, too.
 
-Profile and rollout are measured in turn, and of each the median counts: what slows a machine slows both, and the
-fastest of many short batches would be from a luckier moment than the fastest of a few long rollouts. On a machine that
-is busy with something else it still measures the something else. So it is not among the tests of `make real`, and has a
+Profile and rollout are measured alternately, and the median of each counts. A slow machine slows both, and the fastest
+of many short batches would come from a luckier moment than the fastest of a few long rollouts. On a machine that is
+busy with something else, the test still measures the other load. It is therefore not part of `make real`, but has a
 target of its own: `make fidelity`.
 """
 
@@ -67,24 +68,26 @@ async def test_a_simulated_rollout_takes_as_long_as_the_real_one(
         plays.append(await played(workload, engine.url, tmp_path))
         profiles.append(await profiled(engine.url))
     fitted = fit(typical(measurements for _, measurements in profiles), profiles[0][0].profile)
-    # What a turn takes beside the engine and its requests: the gateway and the agent.
+    # The time of a turn outside the engine and its requests: gateway and agent.
     probe_s = median(play.makespan_s for play in probes)
-    beside_s = max(0.0, (probe_s - simulated_makespan_s(probe, fitted, 0.0)) / 41)
-    real_s, simulated_s = median(play.makespan_s for play in plays), simulated_makespan_s(workload, fitted, beside_s)
+    overhead_s = max(0.0, (probe_s - simulated_makespan_s(probe, fitted, 0.0)) / 41)
+    real_s, simulated_s = median(play.makespan_s for play in plays), simulated_makespan_s(workload, fitted, overhead_s)
     error = simulated_s / real_s - 1
     with capsys.disabled():
         times = ", ".join(f"{play.makespan_s:.1f}" for play in plays)
-        print(f"\nreal {times} s; simulated {simulated_s:.1f} s ({error:+.1%}); {1000 * beside_s:.1f} ms a turn beside")
+        print(
+            f"\nreal {times} s; simulated {simulated_s:.1f} s ({error:+.1%}); {1000 * overhead_s:.1f} ms/turn outside"
+        )
     assert abs(error) < 0.1
 
 
 def typical(runs: Iterable[Sequence[Measurement]]) -> list[Measurement]:
-    """Of each batch, the median of its runs."""
+    """For each batch, the median of its runs."""
     return [Measurement(same[0].batch, median(one.wall_s for one in same)) for same in zip(*runs, strict=True)]
 
 
 async def profiled(url: str) -> tuple[Fit, list[Measurement]]:
-    """What `heddle profile --quick` makes of an engine."""
+    """What `heddle profile --quick` measures on an engine."""
     parser = argparse.ArgumentParser()
     profile_command.add_arguments(parser)
     parsed = parser.parse_args([url, "--name", "tiny-cpu-tp1", "--quick"])
@@ -101,11 +104,11 @@ async def played(workload: Workload, url: str, work_dir: Path) -> RolloutResult:
     return result
 
 
-def simulated_makespan_s(workload: Workload, fitted: Fit, beside_s: float) -> float:
-    """The same in virtual time. What a turn takes beside the engine is a longer tool call there."""
+def simulated_makespan_s(workload: Workload, fitted: Fit, overhead_s: float) -> float:
+    """The same in virtual time. The time of a turn outside the engine extends its tool call."""
 
     def longer(turn: Turn) -> Turn:
-        return replace(turn, tool_s=turn.tool_s + beside_s)
+        return replace(turn, tool_s=turn.tool_s + overhead_s)
 
     trajectories = tuple(replace(t, turns=tuple(map(longer, t.turns))) for t in workload.trajectories)
     slowed = replace(workload, trajectories=trajectories)

@@ -1,7 +1,7 @@
-"""Real vLLM servers that share a KV tier: a trajectory's new home loads from a folder what the old one computed,
-whatever the TP sizes of the two are and whether the old one still lives.
+"""Real vLLM servers that share a KV tier: a trajectory's new home loads from a folder what the old home computed,
+whatever the TP sizes of the two and whether or not the old home is still alive.
 
-On a machine without a GPU vLLM's tier copies with deploy/vllm_cpu_tier.py; all else is vLLM's own.
+On a machine without a GPU, vLLM's tier copies with deploy/vllm_cpu_tier.py; everything else is vLLM's own.
 """
 
 import asyncio
@@ -37,19 +37,19 @@ class Agent:
     more: Json = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.said: list[str] = []
-        self._talk = [{"role": "user", "content": f"{self.name}: {TASK}"}]
+        self.answers: list[str] = []
+        self._messages = [{"role": "user", "content": f"{self.name}: {TASK}"}]
 
     async def turns(self, num_turns: int) -> None:
         for _ in range(num_turns):
-            body = {"model": "tiny", "messages": self._talk, "max_tokens": 32, "temperature": 0, "ignore_eos": True}
+            body = {"model": "tiny", "messages": self._messages, "max_tokens": 32, "temperature": 0, "ignore_eos": True}
             response = await self.client.post(
                 f"{self.url}/v1/chat/completions", json=body | self.more, headers={"x-trajectory-id": self.name}
             )
             assert response.status_code == 200, response.text
-            self.said.append(response.json()["choices"][0]["message"]["content"])
-            self._talk += [
-                {"role": "assistant", "content": self.said[-1]},
+            self.answers.append(response.json()["choices"][0]["message"]["content"])
+            self._messages += [
+                {"role": "assistant", "content": self.answers[-1]},
                 {"role": "user", "content": "the tool says: go on"},
             ]
 
@@ -59,8 +59,8 @@ class Agent:
         return before, last
 
 
-class Site:
-    """The gateway before the two engines, TP 1 and TP 2; which of them gets turns is said here."""
+class TierFleet:
+    """The gateway before the two engines, of TP 1 and TP 2, with control over which of them gets turns."""
 
     def __init__(self, gateway: Listening, client: httpx.AsyncClient, engines: list[LocalEngine]) -> None:
         self.url = gateway.url
@@ -74,7 +74,7 @@ class Site:
         assert answer.status_code == 200, answer.text
 
     async def only(self, number: int) -> None:
-        """That one gets new turns, the other none."""
+        """This engine gets new turns, the other none."""
         await self.act(number, "uncordon")
         await self.act(1 - number, "cordon")
 
@@ -91,20 +91,20 @@ class Site:
 
 
 @asynccontextmanager
-async def site(engines: list[LocalEngine]) -> AsyncIterator[Site]:
-    """Until it is known of both what they share."""
+async def tier_fleet(engines: list[LocalEngine]) -> AsyncIterator[TierFleet]:
+    """Starts when the gateway knows that both engines share a tier."""
     settings: Json = {**PATIENT, "kv_move_timeout_s": 25.0, "token_legs": "auto", "observe_interval_s": 0.2}
     async with (
         running_gateway(*(engine.url for engine in engines), **settings) as gateway,
         httpx.AsyncClient(timeout=600.0) as client,
     ):
-        made = Site(gateway, client, engines)
-        await eventually(made.share_tiers, 120)
-        yield made
+        fleet = TierFleet(gateway, client, engines)
+        await eventually(fleet.share_tiers, 120)
+        yield fleet
 
 
-async def found_by(agents: list[Agent], target: str) -> None:
-    """Their last turn was the first at a new home, and found at least 90 % of the context in the tier."""
+async def check_loaded_at(agents: list[Agent], target: str) -> None:
+    """Check that their last turn was the first at this new home, and found at least 90 % of the context in the tier."""
     for agent in agents:
         before, last = await agent.last_rows()
         assert before["engine"] != target == last["engine"]
@@ -113,27 +113,27 @@ async def found_by(agents: list[Agent], target: str) -> None:
 
 
 async def test_a_moved_trajectory_finds_its_context_in_the_tier(tier_engines: list[LocalEngine]) -> None:
-    """TP 1 to TP 2 in a tool call, and TP 2 to TP 1 when the old home was killed; the answers are those of an engine
-    that computes all by itself."""
-    async with site(tier_engines) as made:
-        await made.only(0)
-        movers = [Agent(made.client, made.url, f"moves-{number}") for number in range(2)]
+    """From TP 1 to TP 2 in a tool call, and from TP 2 to TP 1 after the old home was killed. The answers equal those of
+    an engine that computes everything itself."""
+    async with tier_fleet(tier_engines) as fleet:
+        await fleet.only(0)
+        movers = [Agent(fleet.client, fleet.url, f"moves-{number}") for number in range(2)]
         await asyncio.gather(*(agent.turns(2) for agent in movers))
-        await made.act(1, "uncordon")
-        await made.act(0, "drain")
-        assert await made.moves() == {"loaded": 2}
+        await fleet.act(1, "uncordon")
+        await fleet.act(0, "drain")
+        assert await fleet.moves() == {"loaded": 2}
         await asyncio.gather(*(agent.turns(1) for agent in movers))
-        await found_by(movers, made.ids[1])
+        await check_loaded_at(movers, fleet.ids[1])
 
-        orphans = [Agent(made.client, made.url, f"outlives-{number}") for number in range(2)]
+        orphans = [Agent(fleet.client, fleet.url, f"outlives-{number}") for number in range(2)]
         await asyncio.gather(*(agent.turns(2) for agent in orphans))
         tier_engines[1].send_signal(signal.SIGKILL)
-        await made.act(0, "uncordon")
+        await fleet.act(0, "uncordon")
         await asyncio.gather(*(agent.turns(1) for agent in orphans))
-        await found_by(orphans, made.ids[0])
-        assert await made.moves() == {"loaded": 4}
+        await check_loaded_at(orphans, fleet.ids[0])
+        assert await fleet.moves() == {"loaded": 4}
 
-        for agent in (*movers, *orphans):  # under a salt of its own, so that nothing of this is found
-            alone = Agent(made.client, tier_engines[0].url, agent.name, {"cache_salt": "alone"})
-            await alone.turns(3)
-            assert agent.said == alone.said
+        for agent in (*movers, *orphans):  # with its own salt, so that it finds none of this KV
+            undisturbed = Agent(fleet.client, tier_engines[0].url, agent.name, {"cache_salt": "alone"})
+            await undisturbed.turns(3)
+            assert agent.answers == undisturbed.answers

@@ -1,4 +1,5 @@
-"""KV follows its trajectory between two real vLLM servers, over NIXL: nothing is prefilled anew, or altered."""
+"""KV follows its trajectory between two real vLLM servers, over NIXL: nothing is prefilled again, and no answer
+changes."""
 
 import asyncio
 from typing import Any
@@ -13,7 +14,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.nixl, pytest.mark.timeout(900), pyte
 
 TASK = "Weave the warp through the heddle, thread by thread. " * 40
 NUM_TRAJECTORIES = 3
-# A busy machine takes its time, and a lease lasts 30 s.
+# A busy machine is slow, and a lease lasts 30 s.
 SETTINGS: dict[str, Any] = {**PATIENT, "kv_move_timeout_s": 25.0}
 
 
@@ -25,11 +26,11 @@ class Agents:
     """
 
     def __init__(self, client: httpx.AsyncClient, base_url: str, name: str) -> None:
-        self.said: list[list[str]] = [[] for _ in range(NUM_TRAJECTORIES)]
+        self.answers: list[list[str]] = [[] for _ in range(NUM_TRAJECTORIES)]
         self._client = client
         self._base_url = base_url
         self._name = name
-        self._talks = [
+        self._conversations = [
             [{"role": "user", "content": f"Task {name} {number}. {TASK}"}] for number in range(NUM_TRAJECTORIES)
         ]
 
@@ -37,18 +38,18 @@ class Agents:
         return f"{self._name}-{number}"
 
     async def all_ask(self) -> None:
-        """A turn of each, at the same time."""
+        """One turn of each, concurrently."""
         await asyncio.gather(*map(self._ask, range(NUM_TRAJECTORIES)))
 
     async def _ask(self, number: int) -> None:
-        talk = self._talks[number]
-        body = {"model": "tiny", "messages": talk, "max_tokens": 32, "temperature": 0, "ignore_eos": True}
+        messages = self._conversations[number]
+        body = {"model": "tiny", "messages": messages, "max_tokens": 32, "temperature": 0, "ignore_eos": True}
         headers = {"x-trajectory-id": self.id_of(number)}
         response = await self._client.post(f"{self._base_url}/v1/chat/completions", json=body, headers=headers)
         assert response.status_code == 200, response.text
-        said = response.json()["choices"][0]["message"]["content"]
-        self.said[number].append(said)
-        talk += [{"role": "assistant", "content": said}, {"role": "user", "content": "the tool says: go on"}]
+        answer = response.json()["choices"][0]["message"]["content"]
+        self.answers[number].append(answer)
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "the tool says: go on"}]
 
 
 async def rows_of(client: httpx.AsyncClient, url: str, trajectory_id: str) -> list[dict[str, Any]]:
@@ -57,11 +58,11 @@ async def rows_of(client: httpx.AsyncClient, url: str, trajectory_id: str) -> li
 
 
 @pytest.mark.parametrize("token_legs", ["auto", "off"])
-async def test_a_drained_engines_trajectories_are_fetched_by_the_other(
+async def test_the_other_engine_fetches_the_kv_of_drained_trajectories(
     nixl_engines: list[LocalEngine], token_legs: str
 ) -> None:
-    """In their tool calls; of its context at the drain each finds at least 90 % at its new home, and its answers are
-    those of an engine where nothing moves."""
+    """During their tool calls. Each finds at least 90 % of its context at its new home, and its answers equal those of
+    an engine where nothing moves."""
     first, second = (engine.url for engine in nixl_engines)
     ids = {url: url.removeprefix("http://") for url in (first, second)}
     name = f"migration-{token_legs}"
@@ -100,4 +101,4 @@ async def test_a_drained_engines_trajectories_are_fetched_by_the_other(
         undisturbed = Agents(client, first, name)
         for _ in range(3):
             await undisturbed.all_ask()
-        assert agents.said == undisturbed.said
+        assert agents.answers == undisturbed.answers

