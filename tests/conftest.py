@@ -1,4 +1,4 @@
-"""What holds for all tests: a busy machine may stand still for seconds, so no example of a property has a deadline."""
+"""For all tests: a busy machine may stall for seconds, so no example of a property has a deadline."""
 
 from hypothesis import HealthCheck, settings
 

@@ -1,4 +1,4 @@
-"""What the command says when it cannot: one line that names what is wrong, and a status that is not 0."""
+"""How commands fail: one line that names the mistake, and a nonzero exit status."""
 
 import json
 import socket
@@ -12,7 +12,7 @@ FLEET = '[fleet]\ngpus = 4\nprofile = "qwen3-14b-h100"\ntp = [1]\n'
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with a trace and a fleet."""
     monkeypatch.chdir(tmp_path)
     turns = [{"new_tokens": 0, "output_tokens": 20, "tool_s": 0.1}] * 2
@@ -21,8 +21,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("fleet.toml").write_text(FLEET)
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """The status of a command and what it wrote to standard error."""
+def status_and_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """The exit status of a command, and what it wrote to standard error."""
     try:
         status = main(arguments)
     except SystemExit as ended:
@@ -68,20 +68,20 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
-def test_wrong_arguments_are_refused_in_one_line(
+def test_wrong_arguments_are_refused_with_one_line(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Status 2, no usage of a page, no traceback, and what is wrong by name."""
-    status, error = said(capsys, *arguments)
+    """Status 2, no usage text, no traceback, and the name of what is wrong."""
+    status, error = status_and_error(capsys, *arguments)
     assert status == 2
     assert message in error and error.count("\n") == 1
 
 
-def test_a_port_in_use_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the address, and at once, however long the engine would have taken to start."""
+def test_a_port_in_use_is_reported_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the address, and at once, however long the engine would take to start."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        status, error = said(capsys, "sim-engine", "--port", str(port), "--start-s", "600")
+        status, error = status_and_error(capsys, "sim-engine", "--port", str(port), "--start-s", "600")
     assert (status, error) == (2, f"heddle sim-engine: cannot listen on 127.0.0.1:{port}: Address already in use\n")
 
 
@@ -100,34 +100,36 @@ def test_a_port_in_use_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -
         ("[workload]\nmax_tool_s = -1", "max_tool_s: from 0"),
     ],
 )
-def test_a_scenario_that_cannot_be_is_refused(toml: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each of these was a traceback or ran for ever; now it names the file, the table and what is allowed."""
+def test_an_invalid_scenario_is_refused_with_one_line(
+    toml: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of these was a traceback or ran forever; now the line names the file, the table and the allowed values."""
     Path("fleet.toml").write_text(FLEET + toml)
-    status, error = said(capsys, *SIMULATE)
+    status, error = status_and_error(capsys, *SIMULATE)
     assert status == 2
     assert "fleet.toml: " in error and message in error and error.count("\n") == 1
 
 
-def test_a_trace_takes_the_place_of_a_law_that_had_earlier_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--trace` with a scenario whose predictor has a past: a trace has none, and is played all the same."""
+def test_a_trace_replaces_a_law_with_earlier_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--trace` with a scenario that trains its predictor on earlier rollouts: a trace has none, and still runs."""
     law = 'earlier = 1\nepochs = 2\npolicies = ["heddle"]\n[workload]\nlaw = "coding"\ntrajectories = 8\n'
     Path("scenario.toml").write_text(law + FLEET)
     assert main(["simulate", "scenario.toml", "--trace", "trace.jsonl"]) == 0
     assert "4 trajectories" in capsys.readouterr().out
 
 
-def test_what_answers_but_is_no_controller_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
-    """The port of something else: status 1 and one line."""
+def test_a_server_that_is_not_a_controller_is_reported_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Something else listens on the port: status 1."""
     from tests.support.toy_chat import ToyChat, serve
 
     with serve(ToyChat()) as url:
-        status, error = said(capsys, "fleet", "show", "--controller", url)
+        status, error = status_and_error(capsys, "fleet", "show", "--controller", url)
     assert status == 1
     assert error.startswith("heddle fleet: ") and error.count("\n") == 1
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """What one writes into a report of a defect."""
+def test_version_prints_a_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """For a bug report."""
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0

@@ -1,7 +1,8 @@
-"""`heddle replay` as a user meets it: arguments in, table and JSON and exit code out."""
+"""`heddle replay` as a user sees it: arguments in; a table, JSON and an exit code out."""
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,8 @@ def parse(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-async def test_a_replay_prints_its_table_and_writes_its_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Exit code 0, the makespan on standard output, and the file holds every turn."""
+async def test_a_replay_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 0, the makespan on standard output, and the file has every turn."""
     with serve(ToyChat()) as url:
         out = tmp_path / "out.json"
         assert await run(parse("--base-url", f"{url}/v1", *SMALL, "--json", str(out))) == 0
@@ -32,15 +31,15 @@ async def test_a_replay_prints_its_table_and_writes_its_json(
     assert written["output_tokens"] == tokens > 0
 
 
-async def test_a_failed_turn_is_a_failed_command(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_failed_turn_fails_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 1, and the reason is shown."""
     with serve(ToyChat(faults=Faults(short_by=1))) as url:
         assert await run(parse("--base-url", f"{url}/v1", *SMALL, "--no-stream")) == 1
     assert "asked for" in capsys.readouterr().out
 
 
-async def test_a_trace_is_cut_and_fitted_as_asked(tmp_path: Path) -> None:
-    """The arguments of a trace reach it: turns, number and context of what the server sees."""
+async def test_a_trace_is_limited_by_its_arguments(tmp_path: Path) -> None:
+    """Number of trajectories, turns and context tokens, as the server sees them."""
     lines = []
     for n in range(4):
         turns = [{"new_tokens": 100 if k else 0, "output_tokens": 50, "tool_s": 0.0} for k in range(6)]
@@ -60,13 +59,13 @@ async def test_a_trace_is_cut_and_fitted_as_asked(tmp_path: Path) -> None:
         assert chars / 4 + body["max_tokens"] <= 600
 
 
-async def test_a_dead_address_is_named_before_it_is_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
-    """With what happens next, for clients ask again in silence; then the end, with the reason."""
+async def test_a_dead_address_is_reported_before_retries(capsys: pytest.CaptureFixture[str]) -> None:
+    """With what happens next, because clients retry in silence; at the end, the reason."""
     assert await run(parse("--base-url", "http://127.0.0.1:9/v1", *SMALL, "--max-retries", "1")) == 2
-    said = capsys.readouterr().err
-    told = "heddle replay: cannot connect to http://127.0.0.1:9/v1: "
-    assert told in said and "retrying up to 1 times, for at most 1 s" in said
-    assert said.index(told) < said.index("no answer")
+    error = capsys.readouterr().err
+    problem = "heddle replay: cannot connect to http://127.0.0.1:9/v1: "
+    assert problem in error and "retrying up to 1 times, for at most 1 s" in error
+    assert error.index(problem) < error.index("no answer")
 
 
 @pytest.mark.parametrize(
@@ -77,10 +76,10 @@ async def test_a_dead_address_is_named_before_it_is_asked_again(capsys: pytest.C
         (["--law", "coding", "--max-context-tokens", "300"], "set max_turns"),
     ],
 )
-async def test_wrong_arguments_end_with_one_clear_line(
+async def test_wrong_arguments_end_with_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2 before anything is sent, with what is wrong on one line."""
+    """Exit code 2 before anything is sent, and one line that names what is wrong."""
     assert await run(parse("--base-url", "http://127.0.0.1:9/v1", *arguments)) == 2
     error = capsys.readouterr().err.strip()
     assert error.count("\n") == 0
@@ -88,17 +87,20 @@ async def test_wrong_arguments_end_with_one_clear_line(
 
 
 @pytest.mark.parametrize("client", ["sdk", "raw"])
-async def test_a_server_that_is_not_there_is_told(client: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody listens on the discard port: exit code 2, no traceback."""
+async def test_an_unreachable_server_is_reported(client: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing listens on the discard port: exit code 2, no traceback."""
     args = parse("--base-url", "http://127.0.0.1:9/v1", *SMALL, "--client", client, "--max-retries", "0")
     assert await run(args) == 2
     assert "heddle replay: " in capsys.readouterr().err
 
 
-def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--help` ends with commands that parse."""
+def test_the_examples_in_help_parse(capsys: pytest.CaptureFixture[str]) -> None:
+    """A law together with a trace does not."""
     with pytest.raises(SystemExit):
         parse("--help")
-    assert "heddle replay --base-url" in capsys.readouterr().out
+    _, *examples = capsys.readouterr().out.partition("examples:")[2].partition("\n\n")[0].split("heddle replay ")
+    assert len(examples) > 1
+    for example in examples:
+        parse(*shlex.split(example.replace("\\\n", " "), comments=True))
     with pytest.raises(SystemExit):
         parse("--base-url", "http://h/v1", "--law", "coding", "--trace", "t.jsonl")

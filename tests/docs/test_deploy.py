@@ -1,4 +1,4 @@
-"""What deploy/ says fits what is there: alerts, alarms, the image and its manifests."""
+"""The files in deploy/ match the product: alerts, alarms, the image and its manifests."""
 
 import re
 import shlex
@@ -24,27 +24,27 @@ def rules() -> list[dict[str, Any]]:
     return found
 
 
-def told_metrics() -> set[str]:
-    """Names of series that gateway and controller show, counters with the suffix that Prometheus gives them."""
+def exported_metrics() -> set[str]:
+    """Names of the series of gateway and controller; counters have the suffix that Prometheus adds."""
     source = Path(metrics.__file__).read_text()
     counters = set(re.findall(r'(?:Counter|_Counts)\(\s*"(\w+)"', source))
     of_gateway = {name + "_total" if name in counters else name for name in re.findall(r'"(heddle_\w+)"', source)}
     return of_gateway | set(re.findall(r"heddle_\w+", (ROOT / "controller/api.py").read_text()))
 
 
-def test_alerts_are_on_metrics_that_exist_and_are_explained() -> None:
+def test_alerts_use_existing_metrics_and_are_documented() -> None:
     """Each alert names a metric of gateway or controller (or Prometheus' own `up`), and has a row in operating.md."""
     assert len(rules()) > 5
     page = (ROOT / "docs/operating.md").read_text()
     for rule in rules():
         named = set(re.findall(r"heddle_\w+", rule["expr"]))
         assert named or rule["expr"].startswith("up{"), rule["alert"]
-        assert named <= told_metrics(), rule["alert"]
+        assert named <= exported_metrics(), rule["alert"]
         assert f"| `{rule['alert']}` |" in page, rule["alert"]
     assert set(re.findall(r"^\| `(Heddle\w+)` \|", page, re.MULTILINE)) == {rule["alert"] for rule in rules()}
 
 
-def test_every_alarm_of_the_controller_is_explained() -> None:
+def test_every_alarm_of_the_controller_is_documented() -> None:
     """The table of docs/controller.md has each, and no other."""
     raised = set()
     for path in (ROOT / "controller").glob("*.py"):
@@ -53,19 +53,19 @@ def test_every_alarm_of_the_controller_is_explained() -> None:
     assert raised and set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == raised
 
 
-def test_what_is_installed_has_every_package() -> None:
-    """An image has what pyproject.toml lists; a checkout would hide what is missing there."""
+def test_pyproject_lists_every_package() -> None:
+    """An image has only the packages in pyproject.toml; a checkout would hide a missing one."""
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     tops = {name.partition(".")[0] for name in listed}
-    there = {
+    existing = {
         str(path.parent.relative_to(ROOT)).replace("/", ".") for top in tops for path in ROOT.glob(f"{top}/**/*.py")
     }
-    assert there == listed
+    assert existing == listed
 
 
 @pytest.mark.parametrize("name", ["gateway", "controller"])
-def test_the_image_of_the_manifests_has_their_commands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is the one that the Dockerfile says how to build, and its user may write where the volume is."""
+def test_the_manifests_match_the_image(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Image, command and user match the Dockerfile, and the user may write to the volume."""
     dockerfile = (ROOT / "deploy/images/Dockerfile").read_text()
     pod = pod_of(name)
     (container,) = pod["containers"]
@@ -80,9 +80,9 @@ def test_the_image_of_the_manifests_has_their_commands(name: str, capsys: pytest
 
 
 @pytest.mark.parametrize("name", ["gateway", "controller"])
-def test_services_of_the_manifests_are_no_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kubernetes tells each Pod of the Services beside it by variables like HEDDLE_GATEWAY_PORT, unless it is told not
-    to; the gateway takes them for settings that it does not know, and did not start."""
+def test_kubernetes_service_variables_are_not_taken_for_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, Kubernetes tells each Pod about Services with variables such as HEDDLE_GATEWAY_PORT. The gateway once
+    took them for unknown settings and did not start."""
     services = [one["metadata"]["name"] for one in manifests("gateway", "controller") if one["kind"] == "Service"]
     assert services
     if pod_of(name).get("enableServiceLinks", True):
@@ -91,8 +91,9 @@ def test_services_of_the_manifests_are_no_settings(name: str, monkeypatch: pytes
     load_settings()
 
 
-def test_a_gateway_has_time_to_end_its_turns_before_it_is_killed() -> None:
-    """Kubernetes' own 30 s are over when those of the turns are, and nobody would be told to come back."""
+def test_a_gateway_has_time_to_end_its_turns_before_sigkill() -> None:
+    """Kubernetes' default of 30 s ends together with the turns' own timeout, before clients would get
+    `shutting_down`."""
     shutdown_s = Settings.model_fields["shutdown_timeout_s"].default + StoreSettings().close_timeout_s
     assert pod_of("gateway").get("terminationGracePeriodSeconds", 30) >= shutdown_s + 10
 
@@ -102,7 +103,7 @@ def manifests(*names: str) -> list[dict[str, Any]]:
 
 
 def pod_of(name: str) -> dict[str, Any]:
-    """What a Deployment's Pods are."""
+    """The Pod specification of a Deployment."""
     (deployment,) = (one for one in manifests(name) if one["kind"] == "Deployment")
     pod: dict[str, Any] = deployment["spec"]["template"]["spec"]
     return pod

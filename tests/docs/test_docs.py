@@ -1,4 +1,4 @@
-"""What the docs say is there: every setting, link, name, metric and route."""
+"""What the docs name exists: settings, links, commits, commands, metrics and routes."""
 
 import re
 import shutil
@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\[([^]]*)\]\(([^)\s]+)\)")
 METRIC = re.compile(r"heddle_[a-z_]+")
-ROOMS = "controller|deploy|engines|gateway|heddle|keeper|loadtest|predictor|scenarios|scheduling|simulator|store|tests"
+FOLDERS = (
+    "controller|deploy|engines|gateway|heddle|keeper|loadtest|predictor|scenarios|scheduling|simulator|store|tests"
+)
 COMMIT = re.compile(r"\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7}\b")
 
 
@@ -33,8 +35,8 @@ def settings_table() -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_points_to_something(page: Path) -> None:
-    """A link is to a file, a heading of a page, or a name that its file defines."""
+def test_every_link_has_a_target(page: Path) -> None:
+    """A link goes to a file, a heading of a page, or a name that its file defines."""
     for text, target in LINK.findall(page.read_text()):
         if target.startswith("http"):
             continue
@@ -50,33 +52,33 @@ def test_every_link_points_to_something(page: Path) -> None:
 
 @pytest.fixture(scope="module")
 def commits() -> set[str]:
-    """Those of this checkout's history, by their first seven digits."""
+    """The commits of this checkout's history, as their first seven digits."""
     if shutil.which("git") is None:
-        pytest.skip("no git here")
-    told = subprocess.run(
+        pytest.skip("git is not installed")
+    log = subprocess.run(
         ["git", "log", "--format=%h", "--abbrev=7"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    found = {name[:7] for name in told.stdout.split()}
+    found = {name[:7] for name in log.stdout.split()}
     if len(found) < 100:
-        pytest.skip("no history here")
+        pytest.skip("the checkout has no history")
     return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_commit_that_is_named_can_be_checked_out(page: Path, commits: set[str]) -> None:
-    """A figure of a commit that nobody has cannot be made again."""
+def test_every_named_commit_exists(page: Path, commits: set[str]) -> None:
+    """A figure of a commit that nobody has cannot be reproduced."""
     assert set(COMMIT.findall(page.read_text())) - commits == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_that_is_named_is_there(page: Path) -> None:
-    """Targets of make, modules of ours, verbs of `heddle` and their flags, files of the repository."""
+def test_every_named_command_and_file_exists(page: Path) -> None:
+    """Targets of make, our modules, verbs of `heddle` and their flags, and files of the repository."""
     text = page.read_text()
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:`|^)make ([a-z]+)", text, re.MULTILINE)) <= targets
-    for name in re.findall(rf"python -m ((?:{ROOMS})[.a-z_]+)", text):
+    for name in re.findall(rf"python -m ((?:{FOLDERS})[.a-z_]+)", text):
         assert (ROOT / f"{name.replace('.', '/')}.py").exists(), name
-    for path in re.findall(rf"(?<![\w/.-])(?:\.\./)?((?:{ROOMS})/[\w/.-]+\.(?:toml|py|sh|csv|yaml))", text):
+    for path in re.findall(rf"(?<![\w/.-])(?:\.\./)?((?:{FOLDERS})/[\w/.-]+\.(?:toml|py|sh|csv|yaml))", text):
         assert (ROOT / path).exists(), path
     modules = {verb: module for verb, _, module in VERBS}
     for verb, words in re.findall(r"(?:`|^)heddle ([a-z-]+)([^`|#\n]*)", text, re.MULTILINE):
@@ -85,7 +87,7 @@ def test_every_command_that_is_named_is_there(page: Path) -> None:
             assert f'"{flag}"' in source, f"heddle {verb} {flag}"
 
 
-def test_every_page_can_be_reached_from_the_readme() -> None:
+def test_every_page_is_reachable_from_the_readme() -> None:
     """By links from page to page."""
     found, new = set(), {ROOT / "README.md"}
     while new:
@@ -95,7 +97,7 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert set(PAGES) <= found
 
 
-def test_every_setting_is_documented_as_it_is() -> None:
+def test_the_settings_table_is_up_to_date() -> None:
     """The table of docs/operating.md has each setting's name, default and reason, and no other."""
     page = (ROOT / "docs/operating.md").read_text()
     table = page.partition("## Settings")[2].partition("\n## ")[0]
@@ -104,7 +106,8 @@ def test_every_setting_is_documented_as_it_is() -> None:
 
 
 def test_every_key_of_a_fleet_file_is_documented() -> None:
-    """The table of docs/controller.md has each, and no other; `.name` follows one of the same table of the file."""
+    """The table of docs/controller.md has each key, and no other. `.name` is short for a key of the same TOML table as
+    the key before it."""
     section = (ROOT / "docs/controller.md").read_text().partition("\n## fleet.toml")[2]
     named, table = set(), ""
     for cell in re.findall(r"^\| (`.+?) \|", section, re.MULTILINE):
@@ -114,8 +117,8 @@ def test_every_key_of_a_fleet_file_is_documented() -> None:
     assert named == _fleet_keys() - {"admin_key"}, "the admin key is never in the file"
 
 
-def test_documented_metrics_are_those_that_exist() -> None:
-    """Every metric is in docs/operating.md, and each one named in any page exists."""
+def test_documented_metrics_match_the_existing_ones() -> None:
+    """Every metric is in docs/operating.md, and each metric named in any page exists."""
     existing = _metrics()
     documented = set(METRIC.findall((ROOT / "docs/operating.md").read_text()))
     assert documented == existing
@@ -154,7 +157,7 @@ def _defines(source: Path, name: str) -> bool:
 
 
 def _metrics() -> set[str]:
-    """The names of all series, counters with the suffix that Prometheus shows."""
+    """The names of all series; counters have the suffix that Prometheus adds."""
     source = Path(metrics.__file__).read_text()
     counters = set(re.findall(r'(?:Counter|_Counts)\(\s*"(\w+)"', source))
     return {name + "_total" if name in counters else name for name in re.findall(r'"(heddle_\w+)"', source)}

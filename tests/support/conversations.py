@@ -1,4 +1,4 @@
-"""Made-up trajectories at token level, as trees of turns, for the token book and what is exported of it."""
+"""Generated trajectories at token level, as trees of turns, for the token book and its exports."""
 
 from array import array
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ LOGPROBS = st.floats(-100, 0, width=32)
 
 @dataclass(frozen=True)
 class Step:
-    """A turn to come: the number of the earlier one that it continues, modulo how many there are, and its tokens."""
+    """A future turn: its tokens, and the number of the earlier turn that it continues, modulo the number of turns."""
 
     parent: int | None
     new: list[int]
@@ -25,7 +25,7 @@ class Step:
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    """Any turn; half of them in arrays, as they come from engines, half in lists."""
+    """Any turn; half of them have arrays, as turns of engines have, and half have lists."""
     output = draw(st.lists(IDS, min_size=1, max_size=6))
     return Step(
         parent=draw(st.none() | st.integers(0, 20)),
@@ -61,7 +61,7 @@ def conversation(plan: list[Step], trajectory_id: str = "t", at: float = 1000.0)
 
 
 def comparable(turn: TurnTokens) -> tuple[object, ...]:
-    """What of a turn must be the same after it was kept; log-probabilities have 32 bits."""
+    """What must be the same of a turn after it was stored; log-probabilities have 32 bits."""
     logprobs = None if turn.logprobs is None else np.asarray(turn.logprobs, np.float32).tolist()
     return (
         *(list(turn.prompt_ids), list(turn.output_ids), logprobs),

@@ -1,4 +1,4 @@
-"""A simulated engine that keeps every request it was sent, and plays scripts where a test wants other answers."""
+"""A simulated engine that records every request, and answers from scripts where a test needs other answers."""
 
 import asyncio
 import contextlib
@@ -14,14 +14,14 @@ import uvicorn
 from engines.simulated.server import build_app
 from engines.simulated.settings import SimulatedEngineSettings
 
-# What the gateway asks on its own, to watch its engines.
+# What the gateway requests on its own, to watch its engines.
 _WATCHING = frozenset({"/v1/models", "/metrics", "/v1/loads", "/server_info", "/weight_info", "/model_info"})
 Play = Callable[["Asked", Callable[[bytes], Awaitable[None]]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request as it came: the path undecoded, header names in lower case."""
+    """One request as it arrived: the path undecoded, header names in lower case."""
 
     method: str
     path: str
@@ -35,7 +35,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """An answer in place of the simulated one. `play` writes pieces of the body, when and as it likes."""
+    """An answer in place of the simulated one. `play` writes pieces of the body at its own pace."""
 
     play: Play
     status: int = 200
@@ -44,7 +44,7 @@ class Script:
 
 @dataclass
 class RecordedEngine:
-    """The engine's address, what it was asked, and the scripts by path."""
+    """The engine's address, the requests it got, and its scripts by path."""
 
     url: str = ""
     seen: list[Asked] = field(default_factory=list)
@@ -52,12 +52,12 @@ class RecordedEngine:
 
     @property
     def turns(self) -> list[Asked]:
-        """What was asked by POST, one for each leg: not what only renders or reads tokens."""
+        """The POST requests, one for each leg, without those that only render or parse tokens."""
         return [asked for asked in self.seen if asked.method == "POST" and not asked.path.endswith("render")]
 
 
 def fixed(status: int, body: bytes, content_type: bytes = b"application/json") -> Script:
-    """A script that answers the same at once."""
+    """A script that always answers the same, at once."""
 
     async def play(_: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:
         await write(body)
@@ -67,7 +67,7 @@ def fixed(status: int, body: bytes, content_type: bytes = b"application/json") -
 
 @asynccontextmanager
 async def recorded_engine(settings: SimulatedEngineSettings) -> AsyncIterator[RecordedEngine]:
-    """Runs such an engine in this process."""
+    """Run such an engine in this process."""
     engine = RecordedEngine()
     simulated = build_app(settings)
 

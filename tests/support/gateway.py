@@ -1,4 +1,4 @@
-"""A gateway on a real socket inside the test's own event loop."""
+"""A gateway on a real socket in the test's own event loop."""
 
 import asyncio
 import contextlib
@@ -13,10 +13,10 @@ from gateway.server import Listening, serving
 
 ADMIN_KEY = "admin-key-of-the-tests"
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
-# For engines in processes of their own: on a busy machine they stand still (seen: 20 s), and are well all the same.
+# For engines in processes of their own: on a busy machine they may stall (up to 20 s seen) although they are healthy.
 PATIENT: dict[str, Any] = {"start_timeout_s": 60, "observe_timeout_s": 60, "connect_timeout_s": 60}
 
-# Servers close a connection that was idle for 5 s, and so would httpx: on a busy machine a request meets that end.
+# Servers close a connection after 5 idle seconds, as httpx would: on a busy machine a request may race with that.
 REUSED_FOR = httpx.Limits(keepalive_expiry=1.0)
 
 

@@ -1,4 +1,4 @@
-"""A private, real redis-server for tests: its own directory, its own free port, killed and restarted at will.
+"""A private, real redis-server for tests: it has its own directory and port, and tests may kill and restart it.
 
 Other tests use it by importing the fixture: `from tests.support.redis_server import redis_server`.
 """
@@ -18,7 +18,7 @@ from engines.children import free_port
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 10.0
-"""A redis-server is ready in some 20 ms; a loaded machine is granted 500 times that."""
+"""A redis-server is ready in about 20 ms; a loaded machine gets 500 times as long."""
 
 
 class RedisServer:
@@ -42,18 +42,18 @@ class RedisServer:
         self._process = subprocess.Popen(
             [self.binary, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        # The server says when it is ready, so nothing is polled.
+        # The server logs when it is ready, so there is no polling.
         assert self._process.stdout
-        said = []
+        log_lines = []
         for line in self._process.stdout:
-            said.append(line)
+            log_lines.append(line)
             if "Ready to accept connections" in line:
                 return
         self.kill()
-        pytest.fail(f"{self.binary} did not start:\n{''.join(said)}", pytrace=False)
+        pytest.fail(f"{self.binary} did not start:\n{''.join(log_lines)}", pytrace=False)
 
     def kill(self) -> None:
-        """End the server as SIGKILL does; its append-only file stays."""
+        """Send SIGKILL; its append-only file stays."""
         if self._process:
             self._process.kill()
             self._process.wait()
@@ -63,7 +63,7 @@ class RedisServer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """It accepts connections, and answers nothing until this is left."""
+        """It accepts connections but answers nothing until exit."""
         assert self._process
         self._process.send_signal(signal.SIGSTOP)
         try:
@@ -81,7 +81,8 @@ class RedisServer:
 
 
 def find_redis_server() -> str:
-    """The path of a redis-server that deploy/get-redis.sh finds without fetching one; fails the test if none."""
+    """The path of a redis-server that deploy/get-redis.sh finds without downloading one; fails the test if there is
+    none."""
     script = ROOT / "deploy" / "get-redis.sh"
     environment = {**os.environ, "HEDDLE_REDIS_FROM": " "}
     found = subprocess.run([script], env=environment, capture_output=True, text=True, timeout=START_TIMEOUT_S)
@@ -93,7 +94,7 @@ def find_redis_server() -> str:
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
     """A running server for the whole session. A test that kills it must restart it."""
-    # Not pytest's tmp_path, which is kept after the run, and may be too long or shared.
+    # Not pytest's tmp_path, which stays after the run, and may be too long or shared.
     with tempfile.TemporaryDirectory(prefix="heddle-redis-") as directory:
         server = RedisServer(find_redis_server(), Path(directory) / "data")
         server.directory.mkdir()

@@ -1,4 +1,4 @@
-"""What a busy machine spoils is played again, but not for ever, and nothing is waited for in vain."""
+"""Rounds whose premise failed are repeated, but not forever, and no wait is in vain."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ import pytest
 from tests.support.rounds import NUM_ROUNDS, came_about, num_ended, play_rounds
 
 
-async def test_rounds_go_on_until_the_premise_came_about() -> None:
+async def test_rounds_are_played_until_the_premise_comes_about() -> None:
     """And no further."""
     played: list[int] = []
 
@@ -19,8 +19,8 @@ async def test_rounds_go_on_until_the_premise_came_about() -> None:
     assert played == [0, 1, 2]
 
 
-async def test_a_premise_that_never_comes_about_fails_the_test_and_is_named() -> None:
-    """A test that asserted nothing has not passed."""
+async def test_a_premise_that_never_comes_about_fails_the_test() -> None:
+    """A test that asserted nothing has not passed. The message names the premise."""
 
     async def play(_: int) -> bool:
         return False
@@ -29,7 +29,7 @@ async def test_a_premise_that_never_comes_about_fails_the_test_and_is_named() ->
         await play_rounds("a turn was in flight", play)
 
 
-async def test_what_a_round_asserts_is_not_tried_again() -> None:
+async def test_a_failed_assertion_is_not_retried() -> None:
     """The first wrong answer fails the test."""
     played: list[int] = []
 
@@ -43,7 +43,7 @@ async def test_what_a_round_asserts_is_not_tried_again() -> None:
 
 
 async def test_waiting_ends_as_soon_as_it_is_too_late() -> None:
-    """Turns that are over are never seen to run; one that failed says so."""
+    """Turns that are over will never be seen running; the exception of a failed one is raised."""
 
     async def never() -> bool:
         return False

@@ -1,7 +1,7 @@
-"""A chat server that speaks the protocol and nothing more: one token is four characters, answers are as long
-as asked.
+"""A minimal chat server that only speaks the protocol: one token is four characters, and answers are as long as
+requested.
 
-Run by itself for measurements: `python tests/support/toy_chat.py --port 9000`.
+It also runs alone, for measurements: `python tests/support/toy_chat.py --port 9000`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ TEMPLATE_TOKENS = 7
 
 @dataclass
 class Faults:
-    """What goes wrong, how many times.
+    """What goes wrong, and how many times.
 
-    `short_by`: answers lack so many tokens. `nonsense`: JSON, but no answer. `models_after_s`: so long it takes to list
-    the models.
+    `short_by`: answers lack this many tokens. `nonsense`: JSON, but no answer. `models_after_s`: how long listing the
+    models takes.
     """
 
     num_unavailable: int = 0
@@ -38,7 +38,8 @@ class Faults:
 
 @dataclass
 class ToyChat:
-    """The ASGI application. `seen` holds path, headers and body of every chat request; `calls` every other request."""
+    """The ASGI application. `seen` has path, headers and body of every chat request; `calls` has every other
+    request."""
 
     faults: Faults = field(default_factory=Faults)
     answer_headers: dict[str, str] = field(default_factory=dict)
@@ -131,10 +132,10 @@ class ToyChat:
 
 @contextmanager
 def serve(app: ToyChat, port: int = 0) -> Iterator[str]:
-    """The application on a port of its own in a thread; gives its address, and stops it at the end."""
+    """Run the application on its own port in a thread; yields its address, and stops it on exit."""
     listener = socket.create_server(("127.0.0.1", port))
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=0))
-    # The socket listens already, so a client that comes before the server is up waits in its backlog.
+    # The socket already listens, so a client that connects before the server is up waits in its backlog.
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
