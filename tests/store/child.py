@@ -5,7 +5,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-# What scripts say first: `limit` lets no file grow beyond so many bytes, as a full disk does.
+# The start of every script: `limit` lets no file grow beyond `num_bytes`, as a full disk does.
 _HEAD = """
 import asyncio, os, resource, sys
 from store import StoreAway, StoreSettings, open_store
@@ -15,7 +15,7 @@ def limit(num_bytes):
 
 
 def child(script: str, path: Path) -> subprocess.Popen[str]:
-    """Run `script` with the path as its argument; lines come and go through pipes."""
+    """Run `script` with the path as its argument; its stdin and stdout are pipes."""
     return subprocess.Popen(
         [sys.executable, "-c", _HEAD + textwrap.dedent(script), str(path)],
         stdin=subprocess.PIPE,

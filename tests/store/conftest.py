@@ -1,4 +1,4 @@
-"""What the store tests share: one way to open each kind of store, empty at first and again on the same data."""
+"""Fixtures of the store tests: one way to open each kind of store, empty at first and again on the same data."""
 
 import itertools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def new_store(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Store]:
-    """Make a store of this kind on data of its own, or on those of an earlier one of the same name."""
+    """A store of this kind on data of its own, or on the data of an earlier store of the same name."""
 
     def make(name: str = "", **limits: object) -> Store:
         name = name or f"unnamed-{next(_numbers)}"
@@ -32,7 +32,7 @@ def new_store(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Call
             case "sqlite":
                 return open_store(f"sqlite:{tmp_path / name}.sqlite3", StoreSettings(**limits))
             case _:
-                # Only the tests of Redis start a server.
+                # Only tests of the Redis store start a server.
                 server: RedisServer = request.getfixturevalue("redis_server")
                 namespace = f"{tmp_path.name}-{name}:"
                 return open_store(server.url(), StoreSettings(namespace=namespace, **limits))

@@ -21,7 +21,7 @@ async def _all(store: Store) -> dict[str, tuple[dict[str, Any], list[dict[str, A
     return {each.trajectory_id: (each.record, each.turns) for each in found}
 
 
-async def test_a_store_is_empty_at_first(new_store: NewStore) -> None:
+async def test_a_new_store_is_empty(new_store: NewStore) -> None:
     """Nothing is found that was not put."""
     store = new_store()
     await store.open()
@@ -32,8 +32,8 @@ async def test_a_store_is_empty_at_first(new_store: NewStore) -> None:
     await store.close()
 
 
-async def test_what_was_put_is_loaded(new_store: NewStore) -> None:
-    """The last record wins and turns keep their order; names may hold anything but lone surrogates."""
+async def test_load_returns_the_last_record_and_the_turns_in_order(new_store: NewStore) -> None:
+    """Strings may hold anything but lone surrogates: NUL, line breaks and any script."""
     store = new_store()
     await store.open()
     store.put_trajectory("a/ü 1", {"home": "engine-1"})
@@ -52,7 +52,8 @@ async def test_what_was_put_is_loaded(new_store: NewStore) -> None:
 
 
 async def test_an_answer_is_kept_beside_its_record(new_store: NewStore) -> None:
-    """Any bytes; the last one wins, a record put without one leaves it, and it is forgotten with its trajectory."""
+    """An answer is any bytes, and the last one wins. A record put without an answer leaves it; forgetting removes
+    it."""
     store = new_store()
     await store.open()
     for answer, kept in ((b"\x00\xff first", b"\x00\xff first"), (b"x" * 50_000, b"x" * 50_000), (None, b"x" * 50_000)):
@@ -67,7 +68,7 @@ async def test_an_answer_is_kept_beside_its_record(new_store: NewStore) -> None:
     await store.close()
 
 
-async def test_a_record_is_copied_at_the_put(new_store: NewStore) -> None:
+async def test_a_put_copies_the_record(new_store: NewStore) -> None:
     """What the caller does to the object afterwards does not reach the record."""
     store = new_store()
     await store.open()
@@ -78,8 +79,8 @@ async def test_a_record_is_copied_at_the_put(new_store: NewStore) -> None:
     await store.close()
 
 
-async def test_a_record_that_is_no_json_is_the_callers_fault(new_store: NewStore) -> None:
-    """It raises at the put, in every store alike, and leaves nothing behind."""
+async def test_a_put_of_anything_but_json_raises(new_store: NewStore) -> None:
+    """Every store raises TypeError at the put, and nothing is stored."""
     store = new_store()
     await store.open()
     with pytest.raises(TypeError):
@@ -91,7 +92,7 @@ async def test_a_record_that_is_no_json_is_the_callers_fault(new_store: NewStore
 
 
 async def test_only_the_newest_turns_are_kept(new_store: NewStore) -> None:
-    """History is bounded, whether it comes in one flush or in many."""
+    """The history is bounded, whether it comes in one flush or in many."""
     store = new_store(max_turns_kept=3)
     await store.open()
     for number in range(5):
@@ -104,7 +105,7 @@ async def test_only_the_newest_turns_are_kept(new_store: NewStore) -> None:
     await store.close()
 
 
-async def test_a_forgotten_trajectory_is_gone_and_can_begin_anew(new_store: NewStore) -> None:
+async def test_a_forgotten_trajectory_is_gone_and_can_be_put_again(new_store: NewStore) -> None:
     """Nothing of the old one shows up again, whether it was forgotten before or after it was settled."""
     store = new_store()
     await store.open()
@@ -124,7 +125,7 @@ async def test_a_forgotten_trajectory_is_gone_and_can_begin_anew(new_store: NewS
 
 
 async def test_pieces_are_read_by_prefix_and_put_once(new_store: NewStore) -> None:
-    """Any bytes under any name, each trajectory for itself; the first put of a name counts."""
+    """A piece is any bytes under any name. Each trajectory has its own names, and the first put of a name counts."""
     store = new_store()
     await store.open()
     for name, data in (
@@ -135,7 +136,7 @@ async def test_pieces_are_read_by_prefix_and_put_once(new_store: NewStore) -> No
     ):
         store.put_piece("t", name, data)
     store.put_piece("tt", "tokens/1", b"other")
-    for _ in range(2):  # what waits, and what is settled
+    for _ in range(2):  # while they wait, and when they are settled
         assert await store.get_pieces("t", "tokens/") == {"tokens/1": b"\x00\xff", "tokens/ü 2": b"x" * 3_000_000}
         assert await store.get_pieces("t") == await store.get_pieces("t", "tokens/") | {"part/1": b""}
         assert await store.get_pieces("nobody") == {}
@@ -147,8 +148,8 @@ async def test_pieces_are_read_by_prefix_and_put_once(new_store: NewStore) -> No
 
 
 @pytest.mark.parametrize("settled", [False, True])
-async def test_dropped_pieces_are_gone_and_can_be_put_anew(new_store: NewStore, settled: bool) -> None:
-    """By prefix, or all with their trajectory; those of others stay."""
+async def test_dropped_pieces_are_gone_and_can_be_put_again(new_store: NewStore, settled: bool) -> None:
+    """Pieces are dropped by prefix, or all with their trajectory; other trajectories keep theirs."""
     store = new_store()
     await store.open()
     for trajectory_id in ("t", "u"):
@@ -174,7 +175,7 @@ async def test_dropped_pieces_are_gone_and_can_be_put_anew(new_store: NewStore, 
 
 
 async def test_named_blobs_keep_their_last_value(new_store: NewStore) -> None:
-    """They are bytes, and none of the trajectories."""
+    """Blobs are bytes, and do not show up as trajectories."""
     store = new_store()
     await store.open()
     store.put_state("predictor", b"\x00old")
@@ -187,8 +188,8 @@ async def test_named_blobs_keep_their_last_value(new_store: NewStore) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "redis"], indirect=True)
-async def test_a_restarted_process_finds_everything_and_goes_on(new_store: NewStore) -> None:
-    """Close, open on the same data: records, history and blobs are there, and history goes on in order."""
+async def test_a_reopened_store_has_everything_and_continues_the_history(new_store: NewStore) -> None:
+    """Records, answers, history, pieces and blobs are there after a close, and the history continues in order."""
     for number in range(3):
         store = new_store("same", max_turns_kept=2)
         await store.open()
@@ -210,7 +211,7 @@ async def test_a_restarted_process_finds_everything_and_goes_on(new_store: NewSt
 
 
 async def test_ten_thousand_trajectories_load_in_two_seconds(new_store: NewStore, kind: str) -> None:
-    """A restart of a full gateway is short: 10,000 trajectories of ten turns, closed, opened and loaded.
+    """A full gateway restarts quickly: 10,000 trajectories of ten turns are closed, opened and loaded.
 
     The bound is on processor time, so that a crowded machine does not fail it.
     """
@@ -264,10 +265,10 @@ _numbers = itertools.count()
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(steps=STEPS)
 @example(steps=[("put", "a", {}), ("restart", "", {}), ("append", "b", {})])  # it must not take the place of the first
-async def test_any_sequence_of_puts_equals_a_dictionary(
+async def test_any_sequence_of_puts_matches_a_dictionary(
     new_store: NewStore, kind: str, steps: list[tuple[str, str, dict[str, Any]]]
 ) -> None:
-    """Records, history and forgetting behave as plain dictionaries do, however the puts fall into flushes and between
+    """Records, history, pieces and forgetting behave as in plain dictionaries, however the puts fall into flushes and
     processes."""
     place = f"sequence-{next(_numbers)}"
     store = new_store(place, max_turns_kept=3)

@@ -1,4 +1,4 @@
-"""The embedded store against what befalls a file: SIGKILL, a second owner, damage, a full disk."""
+"""The embedded store under SIGKILL, a second owner, damage and a full disk."""
 
 import asyncio
 import sqlite3
@@ -12,7 +12,7 @@ from tests.store.child import child
 
 
 async def test_every_settled_put_survives_sigkill(tmp_path: Path) -> None:
-    """A process killed in the midst of putting leaves all that had settled, nothing by half, and a sound file."""
+    """A process killed while it puts leaves everything that had settled, no put by half, and a sound file."""
     path = tmp_path / "store.sqlite3"
     process = child(
         """
@@ -47,7 +47,7 @@ async def test_every_settled_put_survives_sigkill(tmp_path: Path) -> None:
 
 
 async def test_a_second_process_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
-    """Two gateways on one file would undo each other; the error names the owner, and SIGKILL frees the file."""
+    """Two gateways on one file would overwrite each other. The error names the owner, and SIGKILL frees the file."""
     path = tmp_path / "store.sqlite3"
     process = child(
         """
@@ -72,7 +72,7 @@ async def test_a_second_process_is_refused_until_the_first_has_died(tmp_path: Pa
 
 
 async def test_one_process_cannot_open_a_file_twice(tmp_path: Path) -> None:
-    """The lock is held against oneself too."""
+    """The lock also holds within one process."""
     first, second = (open_store(f"sqlite:{tmp_path / 's'}") for _ in range(2))
     await first.open()
     with pytest.raises(StoreInUse):
@@ -83,7 +83,7 @@ async def test_one_process_cannot_open_a_file_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["header", "middle"])
-async def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path, where: str) -> None:
+async def test_a_damaged_file_is_refused_and_named(tmp_path: Path, where: str) -> None:
     """The gateway does not start on half a record; the operator is told which file to move away."""
     path = tmp_path / "store.sqlite3"
     store = open_store(f"sqlite:{path}")
@@ -105,7 +105,7 @@ async def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path, where: st
 
 
 async def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
-    """A newer program's record, or another program's database, is not touched."""
+    """A newer program's record, or another program's database, is not used."""
     path = tmp_path / "other.sqlite3"
     with sqlite3.connect(path) as database:
         database.execute("CREATE TABLE bookmarks (url TEXT)")
@@ -114,14 +114,15 @@ async def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
         await open_store(f"sqlite:{path}").open()
 
 
-async def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
-    """A directory in place of the file stops the start with one line."""
+async def test_a_directory_in_place_of_the_file_is_a_clear_error(tmp_path: Path) -> None:
+    """The message names the path."""
     with pytest.raises(StoreError, match=str(tmp_path)):
         await open_store(f"sqlite:{tmp_path}").open()
 
 
-async def test_a_full_disk_stops_no_put_and_is_healed(tmp_path: Path) -> None:
-    """While the file cannot grow, puts return and health says so; then the owner rewrites everything, once."""
+async def test_puts_continue_on_a_full_disk_and_the_record_is_healed(tmp_path: Path) -> None:
+    """While the file cannot grow, puts return and health reports the fault. Then the owner rewrites everything,
+    once."""
     path = tmp_path / "store.sqlite3"
     process = child(
         """
@@ -144,7 +145,7 @@ async def test_a_full_disk_stops_no_put_and_is_healed(tmp_path: Path) -> None:
             assert not await store.settle(1.0)
             assert not store.health().ok and store.health().num_dropped, store.health()
             limit(resource.RLIM_INFINITY)
-            while not healed.is_set():  # so that a put waits when the heal begins, under its number of before
+            while not healed.is_set():  # so that a put numbered before the heal still waits when it begins
                 store.put_trajectory("live", {"number": 98})
                 await asyncio.sleep(0)
             assert store.health().ok and await store.settle(1.0), store.health()
@@ -155,13 +156,15 @@ async def test_a_full_disk_stops_no_put_and_is_healed(tmp_path: Path) -> None:
         """,
         path,
     )
-    found = await _left_behind(process, "healed", path)
+    found = await _trajectory_left_by(process, "healed", path)
     assert (found.record, found.turns) == ({"number": 99}, [{"number": 1}, {"number": 2}])
 
 
-async def test_a_heal_that_fails_hides_nothing_that_was_written(tmp_path: Path) -> None:
-    """A process killed between a heal that found the disk still full and the next one leaves each trajectory once, with
-    what had settled of it before and after; it was there twice, and the one with the newest turn alone was found."""
+async def test_a_failed_heal_leaves_each_trajectory_once_with_all_that_settled(tmp_path: Path) -> None:
+    """The process is killed after a heal that found the disk still full and before the next one.
+
+    The trajectory was once there twice, and only the copy with the newest turn was found.
+    """
     path = tmp_path / "store.sqlite3"
     process = child(
         """
@@ -189,12 +192,12 @@ async def test_a_heal_that_fails_hides_nothing_that_was_written(tmp_path: Path) 
         """,
         path,
     )
-    found = await _left_behind(process, "written", path)
+    found = await _trajectory_left_by(process, "written", path)
     assert (found.record, found.turns) == ({"number": 3}, [{"number": 1}, {"number": 3}])
 
 
-async def test_a_turn_whose_record_a_full_disk_did_not_take_stops_no_start(tmp_path: Path) -> None:
-    """A process killed before it could write everything again leaves a turn of nobody, which goes."""
+async def test_a_turn_without_its_trajectory_does_not_stop_the_start(tmp_path: Path) -> None:
+    """A process killed before it could rewrite everything leaves a turn whose trajectory is missing. It is dropped."""
     path = tmp_path / "store.sqlite3"
     process = child(
         """
@@ -214,12 +217,12 @@ async def test_a_turn_whose_record_a_full_disk_did_not_take_stops_no_start(tmp_p
         """,
         path,
     )
-    found = await _left_behind(process, "written", path)
+    found = await _trajectory_left_by(process, "written", path)
     assert (found.trajectory_id, found.record, found.turns) == ("kept", {}, [{"number": 3}])
 
 
-async def test_a_file_by_another_name_is_the_same_file(tmp_path: Path) -> None:
-    """A link to a record is that record: two gateways that were given both would undo each other."""
+async def test_a_link_to_an_open_file_is_refused_too(tmp_path: Path) -> None:
+    """A link to a record is that record: two gateways given both names would overwrite each other."""
     (tmp_path / "link").symlink_to(tmp_path / "s")
     first, second = open_store(f"sqlite:{tmp_path / 's'}"), open_store(f"sqlite:{tmp_path / 'link'}")
     await first.open()
@@ -228,9 +231,9 @@ async def test_a_file_by_another_name_is_the_same_file(tmp_path: Path) -> None:
     await first.close()
 
 
-async def _left_behind(process: subprocess.Popen[str], said: str, path: Path) -> StoredTrajectory:
-    """The one trajectory that a process leaves, killed when it has said so."""
-    assert process.stdout and process.stdout.readline() == f"{said}\n"
+async def _trajectory_left_by(process: subprocess.Popen[str], last_line: str, path: Path) -> StoredTrajectory:
+    """The one trajectory that a process leaves when it is killed after printing `last_line`."""
+    assert process.stdout and process.stdout.readline() == f"{last_line}\n"
     process.kill()
     process.communicate()
     store = open_store(f"sqlite:{path}")
@@ -244,7 +247,7 @@ def _wal_bytes(path: Path) -> int:
     return Path(f"{path}-wal").stat().st_size
 
 
-async def test_the_write_ahead_log_stays_small_while_puts_go_on(tmp_path: Path) -> None:
+async def test_the_write_ahead_log_stays_small_while_puts_continue(tmp_path: Path) -> None:
     """Checkpoints run beside the puts: 40,000 records of 1 KB do not leave a log of 40,000 pages."""
     path = tmp_path / "store.sqlite3"
     store = open_store(f"sqlite:{path}", StoreSettings())
@@ -257,10 +260,11 @@ async def test_the_write_ahead_log_stays_small_while_puts_go_on(tmp_path: Path) 
     await store.close()
 
 
-async def test_the_write_ahead_log_stays_small_where_values_are_large(tmp_path: Path) -> None:
-    """What is learned is megabytes, put again every few seconds, and a gateway may have little else to put.
+async def test_the_write_ahead_log_stays_small_when_values_are_large(tmp_path: Path) -> None:
+    """The predictor's state is megabytes, put again every few seconds, and a gateway may have little else to put.
 
-    Nor does a put that waits for a checkpoint keep it waiting: then both last until the checkpoint gives up.
+    A put that waits for a checkpoint must not keep the checkpoint waiting: both would last until the checkpoint gives
+    up.
     """
     path = tmp_path / "store.sqlite3"
     store = open_store(f"sqlite:{path}", StoreSettings())

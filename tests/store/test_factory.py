@@ -1,4 +1,4 @@
-"""Which URL names which store, and what is said of the others."""
+"""Which URL opens which store, and how other URLs are refused."""
 
 import pytest
 
@@ -17,8 +17,8 @@ from store import BadStoreUrl, StoreError, StoreSettings, open_store
         ("rediss://localhost:6380/0?ssl_ca_certs=ca.pem&ssl_cert_reqs=required", "RedisStore"),
     ],
 )
-def test_each_form_of_url_names_its_store(url: str, name: str) -> None:
-    """One setting chooses the record."""
+def test_each_form_of_url_opens_its_store(url: str, name: str) -> None:
+    """One setting chooses the store."""
     assert type(open_store(url)).__name__ == name
 
 
@@ -32,19 +32,19 @@ def test_each_form_of_url_names_its_store(url: str, name: str) -> None:
     ],
 )
 def test_any_other_url_is_one_clear_error(url: str) -> None:
-    """It says which forms there are, and repeats no password."""
+    """The message lists the forms that exist, and repeats no password."""
     with pytest.raises(BadStoreUrl, match="is not one of: sqlite:PATH") as caught:
         open_store(url)
     assert "secret" not in str(caught.value)
 
 
-def test_a_wrong_option_of_tls_is_one_clear_error() -> None:
-    """It was found when the client connected, and Redis taken for away."""
+def test_a_wrong_tls_option_is_one_clear_error() -> None:
+    """Otherwise the error appears only when the client connects, and looks like a Redis that is away."""
     with pytest.raises(StoreError, match="Redis URL for h:6380/0: Invalid SSL"):
         open_store("rediss://u:secret@h:6380/0?ssl_cert_reqs=perhaps")
 
 
 def test_a_limit_of_zero_is_refused() -> None:
-    """Every limit is positive; a store that may keep nothing is a mistake."""
+    """Every limit is positive: a store that may keep nothing is a mistake."""
     with pytest.raises(AssertionError, match="max_turns_kept"):
         StoreSettings(max_turns_kept=0)

@@ -1,4 +1,4 @@
-"""What waits for Redis: coalesced it says what was put, and no more of it waits than is allowed."""
+"""Puts that wait for Redis: coalescing does not change what the server ends up with, and the queue is bounded."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ puts = st.tuples(kinds, ids, sizes)
 
 
 def operations(one: Put, number: int) -> list[Operation]:
-    """What a put is to come to, with a value that no other has, of so many bytes at least."""
+    """The operations that a put stands for, with a value of at least `size` bytes that no other put has."""
     kind, id, size = one
     value = b"%d" % number + b"x" * size
     match kind:
@@ -43,7 +43,7 @@ def operations(one: Put, number: int) -> list[Operation]:
 
 
 def put(pending: Pending, one: Put, number: int) -> None:
-    """The same by the door."""
+    """The same put through the queue's own methods."""
     name, id, value, part = operations(one, number)[-1]
     match name:
         case "record":
@@ -64,7 +64,7 @@ def put(pending: Pending, one: Put, number: int) -> None:
 
 @dataclass
 class Server:
-    """A record that does what it is sent, one operation after the other."""
+    """A server that applies what it is sent, one operation after the other."""
 
     records: dict[str, bytes] = field(default_factory=dict)
     answers: dict[str, bytes] = field(default_factory=dict)
@@ -103,8 +103,8 @@ class Server:
 
 @settings(max_examples=300)
 @given(steps=st.lists(st.one_of(puts, puts, puts, st.just("take")), min_size=2, max_size=25))
-def test_what_was_coalesced_comes_to_the_same_as_one_after_the_other(steps: list[Put | str]) -> None:
-    """However the puts fall into flushes."""
+def test_coalesced_puts_equal_puts_applied_one_by_one(steps: list[Put | str]) -> None:
+    """This holds however the puts fall into flushes."""
     pending = Pending(UNBOUNDED)
     coalesced, plain = Server(), Server()
     touched: set[object] = set()
@@ -121,8 +121,8 @@ def test_what_was_coalesced_comes_to_the_same_as_one_after_the_other(steps: list
             assert len(pending) == len(touched)
 
 
-def waiting(puts_of: dict[str, list[tuple[Put, int]]]) -> dict[str, int]:
-    """Bytes that wait of each trajectory, told by what would be sent of it."""
+def pending_bytes(puts_of: dict[str, list[tuple[Put, int]]]) -> dict[str, int]:
+    """Bytes pending for each trajectory, computed from what would be sent of it."""
     found = {}
     for id, some in puts_of.items():
         alone = Pending(UNBOUNDED)
@@ -139,8 +139,9 @@ def waiting(puts_of: dict[str, list[tuple[Put, int]]]) -> dict[str, int]:
     max_bytes=st.integers(600, 5_000),
     max_trajectories=st.integers(1, 2),
 )
-def test_no_more_waits_than_is_allowed(steps: list[Put], max_bytes: int, max_trajectories: int) -> None:
-    """What has waited longest goes first, whole, and is counted; nothing goes that could have stayed."""
+def test_pending_puts_stay_within_their_bounds(steps: list[Put], max_bytes: int, max_trajectories: int) -> None:
+    """The trajectory that has waited longest is dropped first, whole, and counted. Nothing is dropped that would have
+    fitted."""
     bounds = {"max_pending_bytes": max_bytes, "max_pending_trajectories": max_trajectories}
     pending = Pending(replace(UNBOUNDED, **bounds))
     puts_of: dict[str, list[tuple[Put, int]]] = {}
@@ -148,7 +149,7 @@ def test_no_more_waits_than_is_allowed(steps: list[Put], max_bytes: int, max_tra
     for number, step in enumerate(steps):
         put(pending, step, number)
         puts_of.setdefault(step[1], []).append((step, number))
-        while len(puts_of) > max_trajectories or sum(waiting(puts_of).values()) > max_bytes:
+        while len(puts_of) > max_trajectories or sum(pending_bytes(puts_of).values()) > max_bytes:
             del puts_of[next(iter(puts_of))]
             num_dropped += 1
         assert (len(pending), pending.num_dropped, pending.num_puts) == (len(puts_of), num_dropped, number + 1)
@@ -156,14 +157,14 @@ def test_no_more_waits_than_is_allowed(steps: list[Put], max_bytes: int, max_tra
     for one, number in sorted((each for some in puts_of.values() for each in some), key=lambda each: each[1]):
         put(expected, one, number)
     assert Server().take(pending.take()) == Server().take(expected.take())
-    for number, step in enumerate(steps):  # and the next ones are counted from nothing
+    for number, step in enumerate(steps):  # after `take`, the bounds start from zero again
         put(pending, step, number)
-    assert pending.num_dropped >= num_dropped
+    assert pending.num_dropped == 2 * num_dropped
 
 
 @given(steps=st.lists(puts, max_size=25), batch_bytes=st.integers(1, 3_000))
-def test_batches_are_about_as_large_as_they_may_be(steps: list[Put], batch_bytes: int) -> None:
-    """One ends with the operation that fills it, so that none but the last is smaller; together they are all."""
+def test_a_batch_ends_with_the_operation_that_fills_it(steps: list[Put], batch_bytes: int) -> None:
+    """Only the last batch may be smaller than `batch_bytes`. Together the batches hold every operation, in order."""
     pending, whole = Pending(replace(UNBOUNDED, batch_bytes=batch_bytes)), Pending(UNBOUNDED)
     for number, step in enumerate(steps):
         put(pending, step, number)
@@ -176,21 +177,22 @@ def test_batches_are_about_as_large_as_they_may_be(steps: list[Put], batch_bytes
 
 
 @given(before=st.lists(puts, max_size=15), waits=st.lists(puts, max_size=10), after=st.lists(puts, max_size=15))
-def test_a_rewrite_leaves_what_was_rewritten_and_pieces_that_still_belong_to_something(
+def test_a_rewrite_leaves_only_its_own_puts_named_blobs_and_pieces_in_use(
     before: list[Put], waits: list[Put], after: list[Put]
 ) -> None:
-    """Whatever the server had, and whatever waited: as much as it takes, for nothing may be dropped of it."""
+    """This holds whatever the server had and whatever waited. No bounds apply to a rewrite, because none of it may be
+    dropped."""
     first, rewritten = Pending(UNBOUNDED), Pending(UNBOUNDED)
     pending = Pending(replace(UNBOUNDED, max_pending_bytes=600, max_pending_trajectories=1))
 
-    def all_of(some: list[Put], target: Pending, start: int) -> Callable[[], None]:
+    def put_all(some: list[Put], target: Pending, start: int) -> Callable[[], None]:
         return lambda: [put(target, one, start + number) for number, one in enumerate(some)].clear()
 
-    all_of(before, first, 0)()
-    all_of(waits, pending, 100)()
+    put_all(before, first, 0)()
+    put_all(waits, pending, 100)()
     num_dropped, num_puts = pending.num_dropped, pending.num_puts
-    pending.replace_all(all_of(after, pending, 200))
-    all_of(after, rewritten, 200)()
+    pending.replace_all(put_all(after, pending, 200))
+    put_all(after, rewritten, 200)()
     assert pending.num_dropped == num_dropped and pending.num_puts > num_puts
     server = Server().take(first.take())
     pieces, states = dict(server.pieces), dict(server.states)
@@ -199,5 +201,5 @@ def test_a_rewrite_leaves_what_was_rewritten_and_pieces_that_still_belong_to_som
     alone = Server(pieces=pieces, states=states | waited_states).take(rewritten.take())
     alone.pieces = {id: some for id, some in alone.pieces.items() if id in alone.records}
     assert server == alone
-    all_of([("record", id, 900) for id in "ab"], pending, 300)()
+    put_all([("record", id, 900) for id in "ab"], pending, 300)()
     assert pending.num_dropped > num_dropped, "the bounds hold again"

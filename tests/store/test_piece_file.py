@@ -1,4 +1,4 @@
-"""Pieces in the embedded store against what befalls a file: SIGKILL, a full disk, damage; and memory that runs full."""
+"""Pieces in the embedded store under SIGKILL, a full disk and damage; and the bound on waiting pieces."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.store.child import child
 
 
 async def test_every_settled_piece_survives_sigkill(tmp_path: Path) -> None:
-    """A process killed in the midst of putting leaves all that had settled, and each piece whole or not at all."""
+    """A process killed while it puts leaves everything that had settled, and each piece whole or not at all."""
     path = tmp_path / "store.sqlite3"
     process = child(
         """
@@ -42,8 +42,8 @@ async def test_every_settled_piece_survives_sigkill(tmp_path: Path) -> None:
     assert all(data == name.partition("/")[0].encode() * 2_000 for name, data in found.items())
 
 
-async def test_a_full_disk_keeps_pieces_waiting(tmp_path: Path) -> None:
-    """While the file cannot grow, puts return and health says so; then what waited is written, with nothing missing."""
+async def test_pieces_wait_while_the_disk_is_full(tmp_path: Path) -> None:
+    """Puts return and health reports the fault. When the file can grow again, everything that waited is written."""
     path = tmp_path / "store.sqlite3"
     process = child(
         """
@@ -82,8 +82,8 @@ async def test_a_full_disk_keeps_pieces_waiting(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_what_waits_to_be_written_is_bounded(tmp_path: Path) -> None:
-    """The oldest go and are counted; the newest stay."""
+async def test_pieces_that_wait_are_bounded(tmp_path: Path) -> None:
+    """The oldest are dropped and counted; the newest stay."""
     store = open_store(f"sqlite:{tmp_path / 's'}", StoreSettings(max_pending_bytes=50_000))
     await store.open()
     for number in range(20):
@@ -94,8 +94,8 @@ async def test_what_waits_to_be_written_is_bounded(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_what_was_written_makes_room_for_what_comes(tmp_path: Path) -> None:
-    """However much it was in all; and what is larger than the room there is is written too."""
+async def test_written_pieces_do_not_count_against_the_bound(tmp_path: Path) -> None:
+    """This holds however many bytes were written in all. A piece larger than the bound is written, too."""
     store = open_store(f"sqlite:{tmp_path / 's'}", StoreSettings(max_pending_bytes=50_000, batch_bytes=15_000))
     await store.open()
     for number in range(20):
@@ -109,8 +109,8 @@ async def test_what_was_written_makes_room_for_what_comes(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("damage", [b"no database at all" * 100, None], ids=["damaged", "another format"])
-async def test_a_file_that_cannot_be_read_is_refused_with_its_name(tmp_path: Path, damage: bytes | None) -> None:
-    """The operator is told which file to move away; the records are as they were."""
+async def test_an_unreadable_piece_file_is_refused_and_named(tmp_path: Path, damage: bytes | None) -> None:
+    """The operator is told which file to move away; the records stay as they were."""
     path = tmp_path / "store.sqlite3"
     store = open_store(f"sqlite:{path}")
     await store.open()

@@ -1,4 +1,4 @@
-"""The Redis store against what befalls a server: absence, restarts without data, lost answers, a second writer."""
+"""The Redis store when its server is away, restarts without data, loses answers or gets a second writer."""
 
 import asyncio
 import time
@@ -54,8 +54,9 @@ async def _reopened(store: Store, url: str) -> dict[str, tuple[dict[str, Any], l
     return found
 
 
-async def test_redis_away_stops_no_put_and_is_caught_up_with(server: RedisServer) -> None:
-    """While the server is down puts return, settle says no at once, health says why; afterwards nothing is missing."""
+async def test_puts_continue_while_redis_is_away_and_are_sent_afterwards(server: RedisServer) -> None:
+    """While the server is down, puts return, settle returns False at once and health states why. Afterwards nothing is
+    missing."""
     store = _new(server.url())
     await store.open()
     store.append_turn("t", {"number": 0})
@@ -84,8 +85,8 @@ async def test_redis_away_stops_no_put_and_is_caught_up_with(server: RedisServer
     assert await _reopened(store, server.url()) == {"t": ({"number": 99}, [{"number": n} for n in range(100)])}
 
 
-async def test_a_store_opened_while_redis_is_away_serves_and_connects_later(server: RedisServer) -> None:
-    """Opening does not fail, loading says that Redis is away, and what was put meanwhile gets there."""
+async def test_a_store_opens_while_redis_is_away_and_connects_later(server: RedisServer) -> None:
+    """Opening does not fail, loading raises StoreAway, and what was put meanwhile arrives."""
     server.kill()
     store = _new(server.url())
     await store.open()
@@ -101,7 +102,7 @@ async def test_a_store_opened_while_redis_is_away_serves_and_connects_later(serv
 
 @pytest.mark.parametrize("busy", [True, False])
 async def test_a_redis_restarted_without_its_data_is_rewritten(server: RedisServer, busy: bool) -> None:
-    """The loss is noticed at the next put, or soon by itself, and everything live is at the record again."""
+    """The loss is noticed at the next put, or soon without one, and everything live is in the record again."""
     store = _new(server.url())
     await store.open()
 
@@ -124,8 +125,8 @@ async def test_a_redis_restarted_without_its_data_is_rewritten(server: RedisServ
     assert await _reopened(store, server.url()) == {"live": ({"home": "engine-1"}, [{"number": 1}])}
 
 
-async def test_a_full_queue_drops_the_oldest_counts_them_and_has_all_rewritten(server: RedisServer) -> None:
-    """Memory is bounded while Redis is away; the owner's rewrite, which is not bounded, makes good what was dropped."""
+async def test_a_full_queue_drops_and_counts_the_oldest_and_has_all_rewritten(server: RedisServer) -> None:
+    """Memory is bounded while Redis is away. The owner's rewrite, which is not bounded, restores what was dropped."""
     store = _new(server.url(), max_pending_trajectories=10)
     await store.open()
     live = {f"t{number}": {"number": number} for number in range(50)}
@@ -149,8 +150,8 @@ async def test_a_full_queue_drops_the_oldest_counts_them_and_has_all_rewritten(s
     assert await _reopened(store, server.url()) == {key: (record, []) for key, record in live.items()}
 
 
-async def test_bytes_waiting_are_bounded_too(server: RedisServer) -> None:
-    """A few huge histories cannot fill the memory either; coalesced records count once."""
+async def test_pending_bytes_are_bounded_too(server: RedisServer) -> None:
+    """A few huge histories cannot fill the memory either. Coalesced records count once."""
     server.kill()
     store = _new(server.url(), max_pending_bytes=100_000)
     await store.open()
@@ -165,8 +166,9 @@ async def test_bytes_waiting_are_bounded_too(server: RedisServer) -> None:
     await store.close()
 
 
-async def test_a_turn_is_not_repeated_when_the_answer_is_lost(server: RedisServer) -> None:
-    """Every second connection breaks after the server has applied the batch: history has each turn once."""
+async def test_a_turn_is_not_stored_twice_when_the_answer_is_lost(server: RedisServer) -> None:
+    """Connections break after the server has applied a batch and before its answer arrives: the history has each turn
+    once."""
     async with _breaking_proxy(server.port) as (port, num_broken):
         store = _new(f"redis://127.0.0.1:{port}/0")
         await store.open()
@@ -184,7 +186,8 @@ async def test_a_turn_is_not_repeated_when_the_answer_is_lost(server: RedisServe
 
 
 async def test_a_later_process_takes_over_and_the_earlier_one_is_fenced_off(server: RedisServer) -> None:
-    """Two gateways that were given one namespace do not mix their records; the earlier one says so in its health."""
+    """Two gateways that were given one namespace do not mix their records; the earlier one's health reports the
+    takeover."""
     first, second = _new(server.url()), _new(server.url())
     await first.open()
     first.put_trajectory("t", {"by": "first"})
@@ -200,8 +203,8 @@ async def test_a_later_process_takes_over_and_the_earlier_one_is_fenced_off(serv
     await second.close()
 
 
-async def test_an_older_program_that_takes_over_fences_off_too(server: RedisServer) -> None:
-    """It names itself as the writer, and leaves the time of the claim before as it is."""
+async def test_a_takeover_by_an_older_version_fences_off_too(server: RedisServer) -> None:
+    """An older version names itself as the writer and leaves the previous claim's time as it is."""
     store = _new(server.url())
     await store.open()
     await _ask(server, b"HSET heddle:owner writer older batch 1\r\n", b":0\r\n")
@@ -213,7 +216,7 @@ async def test_an_older_program_that_takes_over_fences_off_too(server: RedisServ
 async def test_after_a_loss_the_later_of_two_processes_still_owns_the_record(
     server: RedisServer, is_claimed: bool
 ) -> None:
-    """A server that lost everything is the later one's, whoever of the two is heard first."""
+    """A server that lost everything belongs to the later process, whichever of the two it hears from first."""
     first, second = _new(server.url(), check_every_s=60.0), _new(server.url(), check_every_s=60.0)
     second.on_loss(lambda: second.put_trajectory("t", {"by": "second"}))
     await first.open()
@@ -235,7 +238,7 @@ async def test_after_a_loss_the_later_of_two_processes_still_owns_the_record(
         await store.close()
 
 
-async def test_a_claim_is_later_than_the_one_it_finds_though_the_servers_clock_is_behind(server: RedisServer) -> None:
+async def test_a_takeover_holds_when_the_servers_clock_is_behind(server: RedisServer) -> None:
     """After a failover to a server whose clock is behind, the process that took over stays the owner."""
     ahead = str(int((time.time() + 3600.0) * 1e6)).encode()
     async with redis.Redis.from_url(server.url()) as client:
@@ -251,8 +254,8 @@ async def test_a_claim_is_later_than_the_one_it_finds_though_the_servers_clock_i
     await store.close()
 
 
-async def test_namespaces_share_a_server_without_meeting(server: RedisServer) -> None:
-    """Several fleets on one Redis see only their own."""
+async def test_namespaces_on_one_server_are_separate(server: RedisServer) -> None:
+    """Several fleets on one Redis see only their own records."""
     one, two = _new(server.url(), namespace="one:"), _new(server.url(), namespace="two:")
     for store in (one, two):
         await store.open()
@@ -279,7 +282,7 @@ async def test_forgotten_trajectories_leave_no_key_behind(server: RedisServer) -
 
 
 async def test_a_flush_larger_than_a_batch_arrives_whole(server: RedisServer) -> None:
-    """Many batches, one settle; the first batches stay in order with the last."""
+    """One settle covers many batches, and turns stay in order across them."""
     store = _new(server.url(), batch_bytes=1000)
     await store.open()
     for number in range(300):
@@ -291,8 +294,8 @@ async def test_a_flush_larger_than_a_batch_arrives_whole(server: RedisServer) ->
     await store.close()
 
 
-async def test_many_who_settle_share_a_flush(server: RedisServer) -> None:
-    """A thousand waiters cost a few commands at the server, not a thousand."""
+async def test_concurrent_settles_share_a_flush(server: RedisServer) -> None:
+    """A thousand waiters cost the server a few commands beyond their puts, not a thousand."""
     store = _new(server.url(), check_every_s=60.0)
     await store.open()
     before = await _num_commands(server)
@@ -306,8 +309,8 @@ async def test_many_who_settle_share_a_flush(server: RedisServer) -> None:
     await store.close()
 
 
-async def test_a_wrong_password_stops_the_start_without_repeating_it(server: RedisServer) -> None:
-    """A mistake in the configuration is not taken for an absent server."""
+async def test_a_wrong_password_stops_the_start_and_is_not_shown(server: RedisServer) -> None:
+    """A mistake in the configuration is not taken for a server that is away."""
     store = _new(f"redis://nobody:secret@127.0.0.1:{server.port}/0")
     with pytest.raises(StoreError, match="refuses the login") as caught:
         await store.open()
@@ -315,10 +318,11 @@ async def test_a_wrong_password_stops_the_start_without_repeating_it(server: Red
 
 
 async def test_a_record_of_another_format_is_refused(server: RedisServer) -> None:
-    """What a newer program wrote is not overwritten."""
+    """A newer program's record is not overwritten."""
     await _ask(server, b"HSET heddle:owner format 2\r\n", b":1\r\n")
     with pytest.raises(StoreCorrupt, match="heddle:owner has format"):
         await _new(server.url()).open()
+    await _ask(server, b"HGETALL heddle:owner\r\n", b"*2\r\n$6\r\nformat\r\n$1\r\n2\r\n")
 
 
 async def _keys(server: RedisServer) -> list[bytes]:
@@ -332,7 +336,7 @@ async def _num_commands(server: RedisServer) -> int:
 
 
 async def _ask(server: RedisServer, question: bytes, expected: bytes) -> bytes:
-    """Ask the server beside the store, in its plain protocol."""
+    """Send the server a command in its plain protocol, beside the store."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(question + b"QUIT\r\n")
     answer = await reader.read()
@@ -343,7 +347,8 @@ async def _ask(server: RedisServer, question: bytes, expected: bytes) -> bytes:
 
 @asynccontextmanager
 async def _breaking_proxy(redis_port: int) -> AsyncIterator[tuple[int, Callable[[], int]]]:
-    """A way to Redis whose every second connection loses the first answer to a batch, after it was applied."""
+    """A proxy to Redis that applies batches and loses their answers: every second connection loses the first answer,
+    the others the fourth."""
     num_connections = num_broken = 0
 
     async def serve(client_reader: asyncio.StreamReader, client_writer: asyncio.StreamWriter) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from store import StoreSettings, Stream, open_store, open_stream
-from tests.store.way import way_to
+from tests.store.redis_proxy import proxy_to
 from tests.support.redis_server import RedisServer
 
 QUICK: dict[str, Any] = {"backoff_min_s": 0.005, "backoff_max_s": 0.02, "check_every_s": 0.01, "op_timeout_s": 5.0}
@@ -33,13 +33,13 @@ Model = dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
-@example(steps=[("record", "a"), ("settle", ""), ("set back", 1)])  # by one batch: the next look hid it
-@example(steps=[("record", "a"), ("set back", 1)])  # to before its claim: it took its predecessor for a successor
+@example(steps=[("record", "a"), ("settle", ""), ("set back", 1)])  # back by one batch: the next check hid it
+@example(steps=[("record", "a"), ("set back", 1)])  # back to before its claim: it took its predecessor for a successor
 async def test_a_server_set_back_to_any_earlier_state_is_healed(
     redis_server: RedisServer, steps: list[tuple[str, Any]]
 ) -> None:
-    """Whatever it lost, and whether or not anything is put after it: soon it has what the owner has, and no more."""
-    async with _client(redis_server) as redis, way_to(redis_server.port) as way:
+    """Whatever it lost, and whether or not anything is put after it, the server soon has exactly what its owner has."""
+    async with _client(redis_server) as redis, proxy_to(redis_server.port) as proxy:
         await redis.flushdb()
         model: Model = {"of an earlier process": ({"number": -1}, [])}
         before = open_store(redis_server.url(), StoreSettings(**QUICK))
@@ -47,7 +47,7 @@ async def test_a_server_set_back_to_any_earlier_state_is_healed(
         before.put_trajectory("of an earlier process", {"number": -1})
         await before.close()
         states = [await _state(redis)]
-        store = open_store(f"redis://127.0.0.1:{way.port}/0", StoreSettings(**QUICK))
+        store = open_store(f"redis://127.0.0.1:{proxy.port}/0", StoreSettings(**QUICK))
 
         def rewrite() -> None:
             for trajectory_id, (record, turns) in model.items():
@@ -76,13 +76,14 @@ async def test_a_server_set_back_to_any_earlier_state_is_healed(
                 case "set back":
                     await _set_back(redis, states[-1 - about % len(states)])
                 case _:
-                    way.num_to_lose += 1
+                    proxy.num_answers_to_lose += 1
         await _until(lambda: _has(redis, model))
         await store.close()
 
 
-async def test_pieces_of_what_was_forgotten_do_not_come_back(redis_server: RedisServer) -> None:
-    """A server that is set back has them again, and its owner knows nothing of them; others' pieces stay."""
+async def test_pieces_of_a_forgotten_trajectory_do_not_come_back(redis_server: RedisServer) -> None:
+    """A server that is set back has them again, and its owner knows nothing of them. Other trajectories keep their
+    pieces."""
     async with _client(redis_server) as redis:
         await redis.flushdb()
         store = open_store(redis_server.url(), StoreSettings(**QUICK))
@@ -102,24 +103,22 @@ async def test_pieces_of_what_was_forgotten_do_not_come_back(redis_server: Redis
         await store.close()
 
 
-async def test_a_replica_that_takes_over_behind_the_same_address_gets_the_puts(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
-    """The old server lives on as a replica, with the connections to it: they must not be used for ever."""
+async def test_puts_reach_a_replica_promoted_behind_the_same_address(redis_server: RedisServer, tmp_path: Path) -> None:
+    """The old server lives on as a replica, and connections to it stay open: they must not be used forever."""
     replica = RedisServer(redis_server.binary, tmp_path)
     replica.start()
     try:
         async with (
             _client(redis_server) as old,
             _client(replica) as new,
-            way_to(redis_server.port) as way,
+            proxy_to(redis_server.port) as proxy,
         ):
             await old.flushdb()
-            store = open_store(f"redis://127.0.0.1:{way.port}/0", StoreSettings(**QUICK))
+            store = open_store(f"redis://127.0.0.1:{proxy.port}/0", StoreSettings(**QUICK))
             await store.open()
             store.put_trajectory("t", {"number": 1})
             assert await store.settle(5.0)
-            way.leads_to = replica.port
+            proxy.target_port = replica.port
             await old.execute_command("REPLICAOF", "127.0.0.1", replica.port)
             store.on_loss(lambda: store.put_trajectory("t", {"number": 2}))
             store.put_trajectory("t", {"number": 2})
@@ -131,10 +130,11 @@ async def test_a_replica_that_takes_over_behind_the_same_address_gets_the_puts(
         replica.kill()
 
 
-async def test_a_task_that_asks_ends_when_it_is_cancelled_at_any_step(redis_server: RedisServer) -> None:
-    """Of 150 stores that closed while connections broke, two never did; nor did a controller that read a stream."""
+async def test_a_stream_task_ends_when_cancelled_at_any_step(redis_server: RedisServer) -> None:
+    """Of 150 stores that closed while connections broke, two never finished; nor did a controller that read a
+    stream."""
 
-    async def asks(stream: Stream) -> None:
+    async def add_and_read(stream: Stream) -> None:
         while True:
             await stream.add(b"said")
             await stream.newest()
@@ -142,7 +142,7 @@ async def test_a_task_that_asks_ends_when_it_is_cancelled_at_any_step(redis_serv
     for num_steps in range(60):
         stream = open_stream(redis_server.url(), "steps", StoreSettings(**QUICK))
         await stream.newest()
-        task = asyncio.create_task(asks(stream))
+        task = asyncio.create_task(add_and_read(stream))
         for _ in range(num_steps):
             await asyncio.sleep(0)
         task.cancel()
@@ -153,7 +153,7 @@ async def test_a_task_that_asks_ends_when_it_is_cancelled_at_any_step(redis_serv
 
 @asynccontextmanager
 async def _client(server: RedisServer) -> AsyncIterator[Redis]:
-    """One beside the store's own."""
+    """A client beside the store's own."""
     redis = Redis(port=server.port)
     try:
         yield redis
@@ -162,7 +162,7 @@ async def _client(server: RedisServer) -> AsyncIterator[Redis]:
 
 
 async def _state(redis: Redis) -> dict[bytes, bytes]:
-    """All that the server has, as it dumps it."""
+    """Everything that the server has, as it dumps it."""
     async with redis.pipeline() as pipe:
         keys: list[bytes] = await redis.keys("*")
         for key in keys:
@@ -200,5 +200,5 @@ async def _until(condition: Callable[[], Any]) -> None:
         held = condition()
         if held is True or (held is not False and await held):
             return
-        assert time.monotonic() < ends_at, "it never happens"
+        assert time.monotonic() < ends_at, "never happened"
         await asyncio.sleep(0.005)
