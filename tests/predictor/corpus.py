@@ -1,7 +1,7 @@
-"""Conversations written for tests: in one corpus the text tells how long a trajectory becomes, in the other not.
+"""Conversations written for tests: in one corpus the text tells a trajectory's length, in the other it does not.
 
-No corpus of real conversations with their lengths is at hand, so this shows that a text predictor learns what there is
-to learn and nothing where there is nothing. It does not show what real text is worth.
+No corpus of real conversations with their lengths is at hand. This one shows that a text predictor learns what there is
+to learn, and nothing when there is nothing. It does not show what real text is worth.
 """
 
 import math
@@ -37,7 +37,7 @@ _SPREAD_UNTOLD = 0.4
 def corpus(num_groups: int, has_signal: bool, seed: int) -> list[TextExample]:
     """Two siblings of each group, each at its first turn and at a later one.
 
-    The same law of lengths in both corpora: where there is no signal, task and logs are drawn without regard to it.
+    Both corpora have the same law of lengths. Without a signal, task and logs are drawn independently of the length.
     """
     rng = random.Random(seed)
     examples = []

@@ -1,4 +1,4 @@
-"""How predictors are compared: figures against their definitions, time kept honest, no group on both sides."""
+"""How predictors are compared: figures match their definitions, replays know no future, no group is on both sides."""
 
 import gzip
 import itertools
@@ -25,8 +25,8 @@ from workloads.trajectories import Trajectory, Turn
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=2, max_size=25))
-def test_kendalls_tau_is_what_counting_pairs_gives(pairs: list[tuple[int, int]]) -> None:
-    """Agreeing less disagreeing pairs, over the untied of each (tau-b)."""
+def test_kendalls_tau_equals_counting_pairs(pairs: list[tuple[int, int]]) -> None:
+    """Tau-b: agreeing less disagreeing pairs, over the geometric mean of the pairs that are untied in each."""
     xs, ys = [float(x) for x, _ in pairs], [float(y) for _, y in pairs]
 
     def sign(number: float) -> int:
@@ -44,8 +44,8 @@ def test_recall_counts_the_longest_that_were_found() -> None:
     assert recall(predicted, truth, 0.2, 0.5) == 1.0
 
 
-def test_recall_of_a_constant_is_chance_and_equals_at_the_limit_all_count() -> None:
-    """A constant finds as many as a blind draw; three that reached the limit are all among the longest tenth."""
+def test_recall_of_a_constant_is_chance_and_ties_at_the_limit_all_count() -> None:
+    """A constant finds as many as a blind draw. Three that reached the limit all belong to the longest tenth."""
     truth = [float(n) for n in range(100)]
     assert recall([7.0] * 100, truth, 0.2, 0.2) == pytest.approx(0.2)
     capped = [1.0] * 7 + [40.0] * 3
@@ -53,22 +53,22 @@ def test_recall_of_a_constant_is_chance_and_equals_at_the_limit_all_count() -> N
     assert recall([9.0] + [0.0] * 6 + [1.0, 2.0, 3.0], capped, 0.1, 0.1) == pytest.approx(2 / 3)
 
 
-def test_correlation_is_of_logs() -> None:
-    """A power law of the truth is as good as the truth."""
+def test_log_pearson_correlates_logarithms() -> None:
+    """A power of the truth correlates as well as the truth; a constant does not correlate."""
     truth = [10.0, 300.0, 2_000.0, 50_000.0]
     assert log_pearson([x**0.5 for x in truth], truth) == pytest.approx(1.0)
     assert log_pearson([5.0] * 4, truth) == 0.0
 
 
 @pytest.mark.parametrize(("arrival", "known"), [("together", 0), ("chained", 2)])
-def test_a_sibling_is_finished_when_it_would_be(arrival: Arrival, known: int) -> None:
-    """Started together, the third member's first turn knows of no end; one after the other, it knows of two."""
+def test_a_replay_reports_the_ends_of_siblings_in_time(arrival: Arrival, known: int) -> None:
+    """Started together, the third member's first turn knows of no end. Started one after the other, it knows of two."""
     turns = (Turn(0, 10, 1.0), Turn(5, 10, 0.0))
     trajectories = [Trajectory(f"t{number}", "g", 100, turns) for number in range(3)]
     ended: list[Progress] = []
     seen: dict[tuple[str, int], int] = {}
 
-    class Watching(SiblingPredictor):
+    class EndRecorder(SiblingPredictor):
         def ended(self, progress: Progress) -> None:
             ended.append(progress)
 
@@ -76,13 +76,13 @@ def test_a_sibling_is_finished_when_it_would_be(arrival: Arrival, known: int) ->
         seen[progress.trajectory_id, progress.num_turns] = len(ended)
         return 1.0, None
 
-    list(play(trajectories, Watching(), ask, arrival))
+    list(play(trajectories, EndRecorder(), ask, arrival))
     assert seen["t2", 0] == known and len(ended) == 3
     assert ended[0] == Progress("t0", "g", "", 100, 125, 20, 10, 2)
 
 
-def test_no_group_is_learned_from_and_asked_about() -> None:
-    """Each trajectory is asked about once, by a predictor that never saw its group."""
+def test_folds_never_learn_from_a_group_that_they_predict() -> None:
+    """Each trajectory is predicted once, by a predictor that never saw its group."""
     trajectories = draw(CODING, 320, 1).trajectories
     asked: list[str] = []
     for before, after in folds(trajectories, 4):
@@ -96,15 +96,15 @@ def test_the_tabular_predictor_beats_every_single_feature() -> None:
     splits = [(draw(CODING, 640, 101).trajectories, draw(CODING, 640, 2).trajectories)]
     rows = evaluate(splits, "chained", ["tabular"])
     for step in (1, 4):
-        mine, *singles = (row.score for row in rows if row.step == step)
-        for figure in ("pearson", "remaining_pearson", "kendall"):
-            assert getattr(mine, figure) > max(abs(getattr(single, figure)) for single in singles)
+        tabular, *singles = (row.score for row in rows if row.step == step)
+        for figure in ("pearson", "remaining_pearson", "kendall", "recall_20"):
+            assert getattr(tabular, figure) > max(abs(getattr(single, figure)) for single in singles)
     assert "against the best single feature" in markdown(rows)
 
 
 @pytest.mark.parametrize("name", PREDICTORS)
-def test_every_predictor_keeps_the_protocol(name: str) -> None:
-    """Predicts more than was made, learns, forgets what was dropped, and is restored from its dump."""
+def test_every_predictor_learns_drops_and_restores(name: str) -> None:
+    """A restored predictor predicts more than the output so far, with the 90th percentile at or above the mean."""
     predictor, dice = predictor_named(name), random.Random(1)
     for number in range(40):
         total = dice.randint(50, 5_000)
@@ -114,18 +114,18 @@ def test_every_predictor_keeps_the_protocol(name: str) -> None:
     predictor.predict(Progress("gone", "g", "p", 100, 100))
     predictor.dropped("gone")
     predictor.dropped("never seen")
-    said = predictor_named(name, predictor.dump()).predict(Progress("new", "g", "", 100, 900, 700, 300, 2))
-    assert 700 < said.total_tokens <= said.p90_tokens
+    predicted = predictor_named(name, predictor.dump()).predict(Progress("new", "g", "", 100, 900, 700, 300, 2))
+    assert 700 < predicted.total_tokens <= predicted.p90_tokens
 
 
-def test_an_unknown_name_is_told_what_there_is() -> None:
-    """The message lists the names."""
+def test_an_unknown_predictor_name_lists_the_known_ones() -> None:
+    """The error is a ValueError."""
     with pytest.raises(ValueError, match="tabular"):
         predictor_named("no-such")
 
 
 @pytest.mark.parametrize("is_gzipped", [False, True])
-def test_what_is_learned_from_an_event_log_is_what_serving_would_have_taught(is_gzipped: bool, tmp_path: Path) -> None:
+def test_learning_from_an_event_log_equals_learning_while_serving(is_gzipped: bool, tmp_path: Path) -> None:
     """A log of the same trajectories makes the same model as the trajectories themselves."""
     served, read = TabularPredictor(), TabularPredictor()
     lines: list[bytes] = []
@@ -155,8 +155,8 @@ def logged(trajectory_id: str, total: int, state: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize("line", [b"nonsense", b"[]", b'{"type": "TurnArrived"}', b"{}"])
-def test_a_line_of_another_file_is_named(line: bytes, tmp_path: Path) -> None:
-    """The message says which line, and of which file, for many may be given."""
+def test_a_line_that_is_not_an_event_is_named(line: bytes, tmp_path: Path) -> None:
+    """The message names the line and its file, because several files may be given."""
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"\n".join([*logged("t", 10, "finished")[:1], line]))
     with pytest.raises(ValueError, match=r"events\.jsonl, line 2: "):
@@ -164,7 +164,7 @@ def test_a_line_of_another_file_is_named(line: bytes, tmp_path: Path) -> None:
 
 
 def test_the_commands_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A model is written from a law and an event log, and a table printed with every single feature."""
+    """`train` writes a model from a law and an event log; `evaluate` prints a table that includes single features."""
     model, events = tmp_path / "model.json", tmp_path / "events.jsonl"
     events.write_bytes(b"\n".join(logged("t", 900, "finished")) + b"\n")
     given = ["--law", "coding", "--trajectories", "64"]
@@ -176,16 +176,19 @@ def test_the_commands_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureF
     assert "| tabular |" in shown and "| *three siblings* |" in shown
 
 
-def test_what_a_rollout_of_single_turns_taught_is_known_in_the_next() -> None:
-    """Nothing is reported after the ends of such a rollout; that lengths follow prompts is known all the same."""
-    alike = [Trajectory(f"t{n}", f"g{n}", 100 + n, (Turn(0, 50 + 3 * n, 0.0),)) for n in range(300)]
-    [row] = [row for row in evaluate(folds(alike, 5), "together", ["tabular"]) if not row.is_single]
+def test_a_rollout_of_single_turns_teaches_the_next_one() -> None:
+    """Nothing is reported between a single turn's start and its end; that lengths follow prompt lengths is learned all
+    the same."""
+    trajectories = [Trajectory(f"t{n}", f"g{n}", 100 + n, (Turn(0, 50 + 3 * n, 0.0),)) for n in range(300)]
+    [row] = [row for row in evaluate(folds(trajectories, 5), "together", ["tabular"]) if not row.is_single]
     assert (row.step, row.score.num) == (0, 300)
     assert row.score.pearson > 0.8 and row.score.kendall > 0.8
 
 
-def test_the_log_of_a_whole_rollout_is_learned_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As it is written, with the line at its head that says how the scheduler was made."""
+def test_the_event_log_of_a_simulated_rollout_can_be_learned_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log is read as written, including its first line, which describes the scheduler."""
     scenario, events, model = tmp_path / "small.toml", tmp_path / "events.jsonl", tmp_path / "model"
     scenario.write_text(
         'policies = ["heddle"]\n[workload]\nlaw = "coding"\ntrajectories = 24\n'
@@ -196,11 +199,11 @@ def test_the_log_of_a_whole_rollout_is_learned_from(tmp_path: Path, capsys: pyte
     assert "trained on 24 trajectories" in capsys.readouterr().out
 
 
-def test_the_commands_say_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_report_missing_data_and_unknown_laws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without data there is nothing to learn from, and a law must exist."""
     assert main(["predictor", "train", "--out", str(tmp_path / "m")]) == 2
     assert main(["predictor", "evaluate", "--law", "no-such"]) == 2
-    assert "no trajectory" in (told := capsys.readouterr().err) and "no-such" in told
+    assert "no trajectory" in (errors := capsys.readouterr().err) and "no-such" in errors
 
 
 def test_learning_counts_trajectories_and_scores_need_no_quantiles() -> None:
@@ -208,5 +211,5 @@ def test_learning_counts_trajectories_and_scores_need_no_quantiles() -> None:
     predictor = SiblingPredictor()
     trajectories = draw(CODING, 32, 1).trajectories
     assert learn_trajectories(predictor, trajectories) == 32
-    said = play(trajectories, predictor, lambda p: (predictor.predict(p).total_tokens, None), "together")
-    assert score([one for one in said if one.step == 0]).under_p90 is None
+    predicted = play(trajectories, predictor, lambda p: (predictor.predict(p).total_tokens, None), "together")
+    assert score([one for one in predicted if one.step == 0]).under_p90 is None

@@ -1,4 +1,4 @@
-"""Tool outcomes, read from conversations as the common agent frameworks write them."""
+"""Tool outcomes, read from conversations as common agent frameworks write them."""
 
 import json
 from typing import Any
@@ -104,25 +104,25 @@ CONVERSATIONS = {"chat": CHAT, "responses": RESPONSES, "anthropic": ANTHROPIC, "
     ],
     ids=CONVERSATIONS,
 )
-def test_each_form_tells_tool_size_and_status(messages: list[Message], expected: tuple[str, ...]) -> None:
-    """Parallel calls count each, in order; the question itself and reminders beside results do not."""
+def test_tool_size_and_status_are_read_from_every_api_form(messages: list[Message], expected: tuple[str, ...]) -> None:
+    """Each of several parallel calls counts, in order. The question itself and reminders beside results do not."""
     assert outcomes(messages) == expected
 
 
-def test_results_without_their_calls_are_counted_under_no_name() -> None:
-    """A request that goes on from a stored response brings outputs only; a compacted history has lost its calls."""
+def test_results_without_their_calls_count_as_an_unknown_tool() -> None:
+    """A request that continues a stored response contains outputs only; a compacted history has lost its calls."""
     assert outcomes([{"type": "function_call_output", "call_id": "c9", "output": "fine"}]) == ("?:small:success",)
     assert outcomes([chat_result("c9", "fine")]) == ("?:small:success",)
 
 
-def test_a_tools_name_cannot_break_the_form() -> None:
-    """Three fields whatever the name: colons are replaced, length is cut."""
+def test_a_tools_name_cannot_break_the_format() -> None:
+    """There are three fields whatever the name: colons are replaced and the length is cut."""
     [found] = outcomes([chat_call(("c1", "a:b" * 100)), chat_result("c1", "x")])
     assert found.count(":") == 2 and len(found) < 70
 
 
 def test_size_classes_can_be_set() -> None:
-    """A text belongs to the class that begins with its length."""
+    """A text exactly as long as a class's lower limit belongs to that class."""
     settings = OutcomeSettings(medium_from=40, large_from=80)
     assert outcomes([chat_call(("c", "t")), chat_result("c", "y" * 40)], settings) == ("t:medium:success",)
     assert outcomes([chat_call(("c", "t")), chat_result("c", "y" * 39)], settings) == ("t:small:success",)

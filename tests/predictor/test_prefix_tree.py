@@ -1,4 +1,4 @@
-"""The prefix trees: what they say of chains of outcomes, whom they believe, what they forget."""
+"""The prefix trees: what they predict from chains of outcomes, how they weigh siblings, what they forget."""
 
 import math
 import random
@@ -24,77 +24,79 @@ def at(
     return Progress(name, group, prompt, output_tokens=made, num_turns=num_turns, outcomes=chain)
 
 
-def live(predictor: TreePredictor, name: str, outputs: list[int], chain: list[str], group: str = "") -> None:
-    """A whole trajectory: a turn for each output, an outcome after each but the last."""
+def teach(predictor: TreePredictor, name: str, outputs: list[int], chain: list[str], group: str = "") -> None:
+    """Report a whole trajectory: a turn for each output, an outcome after each turn but the last."""
     for turn in range(len(outputs)):
         predictor.predict(at(name, sum(outputs[:turn]), tuple(chain[:turn]), group))
     predictor.ended(at(name, sum(outputs), tuple(chain), group, turns=len(outputs)))
 
 
-def left(predictor: TreePredictor, chain: tuple[str, ...] = (), group: str = "", made: int = 0) -> float:
+def remaining(predictor: TreePredictor, chain: tuple[str, ...] = (), group: str = "", made: int = 0) -> float:
     prediction = predictor.predict(at("asked", made, chain, group))
     predictor.dropped("asked")
     return prediction.total_tokens - made
 
 
-def test_before_any_trajectory_has_ended_it_says_what_it_assumes() -> None:
-    """Mean and 90th percentile of the assumed log-normal, on top of what is made."""
+def test_without_data_the_prediction_is_the_prior() -> None:
+    """Mean and 90th percentile of the assumed log-normal, on top of the output so far."""
     predictor = TreePredictor(TreeSettings(typical_tokens=1_000, spread=1.0))
     prediction = predictor.predict(at("a", made=70))
     assert prediction.total_tokens == pytest.approx(70 + 1_000 * math.exp(0.5))
     assert prediction.p90_tokens == pytest.approx(70 + 1_000 * math.exp(1.2816), rel=1e-3)
 
 
-def test_outcomes_tell_the_long_from_the_short() -> None:
-    """Where failures go on and successes end, one outcome moves the prediction most of the way."""
+def test_outcomes_tell_long_trajectories_from_short_ones() -> None:
+    """Trajectories continue after failures and end after a success, so one outcome moves the prediction most of the
+    way."""
     predictor = TreePredictor()
     for n in range(60):
-        live(predictor, f"good{n}", [100, 100], [OK])
-        live(predictor, f"bad{n}", [100, *[1_000] * 8], [BAD] * 8)
-    assert left(predictor, (OK,)) == pytest.approx(100, rel=0.4)
-    assert left(predictor, (BAD,)) == pytest.approx(8_000, rel=0.4)
+        teach(predictor, f"good{n}", [100, 100], [OK])
+        teach(predictor, f"bad{n}", [100, *[1_000] * 8], [BAD] * 8)
+    assert remaining(predictor, (OK,)) == pytest.approx(100, rel=0.4)
+    assert remaining(predictor, (BAD,)) == pytest.approx(8_000, rel=0.4)
     blind = TreePredictor(TreeSettings(use_outcomes=False))
     for n in range(60):
-        live(blind, f"good{n}", [100, 100], [OK])
-        live(blind, f"bad{n}", [100, *[1_000] * 8], [BAD] * 8)
-    assert left(blind, (OK,)) == left(blind, (BAD,)) > 500
+        teach(blind, f"good{n}", [100, 100], [OK])
+        teach(blind, f"bad{n}", [100, *[1_000] * 8], [BAD] * 8)
+    assert remaining(blind, (OK,)) == remaining(blind, (BAD,)) > 500
 
 
-def test_an_unseen_chain_is_its_parent() -> None:
-    """What nobody saw says nothing."""
+def test_an_unseen_chain_is_predicted_as_its_parent() -> None:
+    """An outcome that nobody had is no evidence."""
     predictor = TreePredictor()
     for n in range(30):
-        live(predictor, f"t{n}", [50, 2_000], [BAD])
-    assert left(predictor, (BAD, SLOW, SLOW)) == left(predictor, (BAD,)) > 1_000
+        teach(predictor, f"t{n}", [50, 2_000], [BAD])
+    assert remaining(predictor, (BAD, SLOW, SLOW)) == remaining(predictor, (BAD,)) > 1_000
 
 
-def test_one_sibling_moves_its_prompt_and_hardly_others() -> None:
-    """Half-way between the sibling and all others at first, nearer with each sibling."""
+def test_one_sibling_moves_its_group_and_hardly_others() -> None:
+    """The first sibling more than triples its group's prediction, and each further one raises it."""
     predictor = TreePredictor()
     for n in range(100):
-        live(predictor, f"t{n}", [round(1_000 * math.exp(random.Random(n).gauss(0, 0.9)))], [], group=f"g{n}")
-    before = left(predictor, group="other")
+        teach(predictor, f"t{n}", [round(1_000 * math.exp(random.Random(n).gauss(0, 0.9)))], [], group=f"g{n}")
+    before = remaining(predictor, group="other")
     seen = []
     for n in range(4):
-        live(predictor, f"long{n}", [60_000], [], group="g")
-        seen.append(left(predictor, group="g"))
+        teach(predictor, f"long{n}", [60_000], [], group="g")
+        seen.append(remaining(predictor, group="g"))
         if n == 0:
-            assert left(predictor, group="other") < 2 * before
+            assert remaining(predictor, group="other") < 2 * before
     assert before * 3 < seen[0] < seen[1] < seen[3]
 
 
-def test_a_prompt_with_a_sibling_still_learns_from_all_others() -> None:
-    """Libra's tree would say what the one sibling did; here a chain that it never had is told by the global tree."""
+def test_a_group_with_one_sibling_still_uses_the_global_tree() -> None:
+    """Libra's tree would predict what the one sibling did. Here the global tree predicts a chain that the sibling never
+    had."""
     predictor = TreePredictor()
     for n in range(60):
-        live(predictor, f"good{n}", [100, 100], [OK], group=f"g{n}")
-        live(predictor, f"bad{n}", [100, *[1_000] * 8], [BAD] * 8, group=f"g{n}")
-    live(predictor, "sibling", [100, 100], [OK], group="new")
-    assert left(predictor, (BAD,), group="new") > 5 * left(predictor, (OK,), group="new")
+        teach(predictor, f"good{n}", [100, 100], [OK], group=f"g{n}")
+        teach(predictor, f"bad{n}", [100, *[1_000] * 8], [BAD] * 8, group=f"g{n}")
+    teach(predictor, "sibling", [100, 100], [OK], group="new")
+    assert remaining(predictor, (BAD,), group="new") > 5 * remaining(predictor, (OK,), group="new")
 
 
-def test_what_siblings_are_worth_is_learned() -> None:
-    """Where groups say nothing about lengths, a sibling counts little; where they say all, it counts in full."""
+def test_the_weight_of_siblings_is_learned() -> None:
+    """If groups say nothing about lengths, a sibling counts little; if they determine lengths, it counts in full."""
 
     def after(within: float, between: float) -> float:
         rng = random.Random(3)
@@ -102,16 +104,16 @@ def test_what_siblings_are_worth_is_learned() -> None:
         for n in range(150):
             level = rng.gauss(8, between)
             for k in range(4):
-                live(predictor, f"{n}-{k}", [round(math.exp(rng.gauss(level, within)))], [], group=f"g{n}")
-        live(predictor, "one", [60_000], [], group="g")
-        return left(predictor, group="g")
+                teach(predictor, f"{n}-{k}", [round(math.exp(rng.gauss(level, within)))], [], group=f"g{n}")
+        teach(predictor, "one", [60_000], [], group="g")
+        return remaining(predictor, group="g")
 
     assert after(within=1.0, between=0.05) < 20_000
     assert after(within=0.1, between=1.0) == pytest.approx(60_000, rel=0.25)
 
 
-def test_the_90th_percentile_keeps_its_word() -> None:
-    """On trajectories with and without siblings, about nine in ten end below it."""
+def test_the_90th_percentile_is_calibrated() -> None:
+    """With and without siblings, about nine in ten trajectories end below it."""
     rng = random.Random(5)
     predictor = TreePredictor()
     below: dict[int, list[bool]] = {0: [], 1: [], 4: []}
@@ -119,27 +121,28 @@ def test_the_90th_percentile_keeps_its_word() -> None:
         level = rng.gauss(8, 0.8)
         for k in range(6):
             total = round(math.exp(rng.gauss(level, 0.6)))
-            said = predictor.predict(at(f"{n}-{k}", group=f"g{n}"))
+            prediction = predictor.predict(at(f"{n}-{k}", group=f"g{n}"))
             if k in below and n > 100:
-                below[k].append(total <= said.p90_tokens)
+                below[k].append(total <= prediction.p90_tokens)
             predictor.ended(at(f"{n}-{k}", total, group=f"g{n}"))
-    assert all(0.84 < fmean(said) < 0.96 for said in below.values()), {k: fmean(v) for k, v in below.items()}
+    assert all(0.84 < fmean(hits) < 0.96 for hits in below.values()), {k: fmean(v) for k, v in below.items()}
 
 
 @pytest.mark.parametrize("num", [150, 64, 47, 32])
-def test_the_90th_percentile_is_that_of_the_sample(num: int) -> None:
-    """Of the logs of the latest 64, between the two nearest; beside the mean of the same trajectories."""
+def test_the_90th_percentile_is_that_of_the_latest_64_totals(num: int) -> None:
+    """It is interpolated between the logs of the two nearest totals, and relates to the mean of the same
+    trajectories."""
     dice, predictor = random.Random(num), TreePredictor()
     totals = [round(dice.lognormvariate(7.0, 1.0)) + 1 for _ in range(num)]
     for number, total in enumerate(totals):
-        live(predictor, f"t{number}", [total], [])
+        teach(predictor, f"t{number}", [total], [])
     prediction, latest = predictor.predict(at("asked")), totals[-64:]
     p90 = math.exp(np.percentile(np.log(latest), 90))
     assert prediction.p90_tokens / prediction.total_tokens == pytest.approx(p90 / fmean(latest), rel=1e-5)
 
 
-def test_who_was_dropped_or_pushed_out_is_learned_from_by_its_end_alone() -> None:
-    """Ways of trajectories that nobody tells the end of are not kept for ever."""
+def test_a_dropped_or_evicted_trajectory_teaches_only_its_total() -> None:
+    """The steps of trajectories whose end nobody reports are not kept forever."""
     plain, dropping, full = TreePredictor(), TreePredictor(), TreePredictor(TreeSettings(max_live=2))
     for predictor in (dropping, full):
         for turn in range(3):
@@ -152,67 +155,67 @@ def test_who_was_dropped_or_pushed_out_is_learned_from_by_its_end_alone() -> Non
     assert plain.dump() == dropping.dump() == full.dump()
 
 
-def test_a_trajectory_of_thousands_of_turns_is_bounded_too() -> None:
-    """Its chain in nodes, and its turns in the weight that they have."""
+def test_a_trajectory_of_a_thousand_turns_is_bounded() -> None:
+    """The bounds hold for the nodes of its chain and for the weight of its turns."""
     predictor = TreePredictor(TreeSettings(max_depth=4, memory=10_000.0))
-    live(predictor, "a", [10] * 1_000, [OK] * 999)
+    teach(predictor, "a", [10] * 1_000, [OK] * 999)
     assert len(predictor) == 5
     assert sum(row[2] for row in orjson.loads(predictor.dump())["nodes"]) == 16
 
 
-def test_it_follows_drift() -> None:
-    """When trajectories grow from 500 to 8,000 tokens, predictions follow, of an old chain too."""
+def test_predictions_follow_drift() -> None:
+    """When trajectories grow from 500 to 8,000 tokens, predictions follow, also for a chain seen only before."""
     predictor = TreePredictor(TreeSettings(memory=50, half_life=50))
     for n in range(200):
-        live(predictor, f"old{n}", [250, 250], [BAD])
-    early = left(predictor)
+        teach(predictor, f"old{n}", [250, 250], [BAD])
+    early = remaining(predictor)
     for n in range(200):
-        live(predictor, f"late{n}", [4_000, 4_000], [OK])
-    assert left(predictor) > 8 * early
-    assert left(predictor, (BAD,)) > 4 * 250
+        teach(predictor, f"late{n}", [4_000, 4_000], [OK])
+    assert remaining(predictor) > 8 * early
+    assert remaining(predictor, (BAD,)) > 4 * 250
 
 
-def test_memory_is_bounded_and_the_longest_unused_goes_first() -> None:
-    """Never more nodes than allowed, of prompts, chains or both; a prompt in use stays."""
+def test_memory_is_bounded_and_the_least_recently_used_goes_first() -> None:
+    """There are never more nodes than allowed, of prompts, chains or both. A prompt in use stays."""
     predictor = TreePredictor(TreeSettings(max_nodes=100, max_depth=5, max_live=10))
     for n in range(300):
-        live(predictor, f"{n}", [1] * 8, [f"{n}:small:success"] * 7, group=f"g{n}")
-        live(predictor, f"again{n}", [90_000], [], group="kept")
+        teach(predictor, f"{n}", [1] * 8, [f"{n}:small:success"] * 7, group=f"g{n}")
+        teach(predictor, f"again{n}", [90_000], [], group="kept")
         predictor.predict(at(f"never ends {n}"))
         assert len(predictor) <= 100
-    assert left(predictor, group="kept") > 2 * left(predictor, group="g3")
-    assert left(predictor, group="g3") == left(predictor, group="never seen")
+    assert remaining(predictor, group="kept") > 2 * remaining(predictor, group="g3")
+    assert remaining(predictor, group="g3") == remaining(predictor, group="never seen")
     assert len(predictor._live) <= 10
 
 
 chains = st.lists(st.sampled_from([OK, BAD, SLOW]), max_size=6)
-ways = st.lists(st.tuples(chains, st.integers(1, 5_000), st.sampled_from(["", "g", "h"])), max_size=12)
+trajectories = st.lists(st.tuples(chains, st.integers(1, 5_000), st.sampled_from(["", "g", "h"])), max_size=12)
 
 
-@given(ways, chains, st.integers(0, 10_000), st.sampled_from(["", "g", "new"]))
-def test_every_prediction_is_one(
+@given(trajectories, chains, st.integers(0, 10_000), st.sampled_from(["", "g", "new"]))
+def test_every_prediction_is_finite_and_above_the_output_so_far(
     seen: list[tuple[list[str], int, str]], chain: list[str], made: int, group: str
 ) -> None:
-    """Whatever was learned: more than what is made, finite, and no 90th percentile below the mean."""
+    """This holds whatever was learned, and the 90th percentile is never below the mean."""
     predictor = TreePredictor(TreeSettings(sample=8, max_nodes=40, max_depth=4))
-    for n, (outcomes, tokens, of) in enumerate(seen):
-        live(predictor, f"{n}", [tokens] * (len(outcomes) + 1), outcomes, of)
+    for n, (outcomes, tokens, of_group) in enumerate(seen):
+        teach(predictor, f"{n}", [tokens] * (len(outcomes) + 1), outcomes, of_group)
     prediction = predictor.predict(at("x", made, tuple(chain), group))
     assert made < prediction.total_tokens <= prediction.p90_tokens < math.inf
 
 
-@given(ways, chains, st.sampled_from(["", "g", "new"]))
-def test_a_restored_predictor_says_and_learns_the_same(
+@given(trajectories, chains, st.sampled_from(["", "g", "new"]))
+def test_a_restored_predictor_predicts_and_learns_the_same(
     seen: list[tuple[list[str], int, str]], chain: list[str], group: str
 ) -> None:
-    """Its next predictions, what it learns later, and what it forgets first are those of the first."""
+    """Its next predictions, what it learns later and what it forgets first equal those of the original."""
     settings = TreeSettings(sample=8, max_nodes=30, max_depth=4)
     first, second = TreePredictor(settings), TreePredictor(settings)
-    for n, (outcomes, tokens, of) in enumerate(seen):
-        live(first, f"{n}", [tokens] * (len(outcomes) + 1), outcomes, of)
+    for n, (outcomes, tokens, of_group) in enumerate(seen):
+        teach(first, f"{n}", [tokens] * (len(outcomes) + 1), outcomes, of_group)
     second.restore(first.dump())
     for predictor in (first, second):
-        live(predictor, "more", [700, 10], [SLOW], "g")
+        teach(predictor, "more", [700, 10], [SLOW], "g")
     assert first.predict(at("x", 0, tuple(chain), group)) == second.predict(at("x", 0, tuple(chain), group))
     assert first.dump() == second.dump()
 
@@ -229,33 +232,33 @@ def test_a_restored_predictor_says_and_learns_the_same(
         b'{"kind": "prefix-tree-1", "learned": [1], "nodes": []}',
     ],
 )
-def test_what_is_no_dump_is_refused_and_changes_nothing(dumped: bytes) -> None:
-    """ValueError, and what was learned stays."""
+def test_a_malformed_dump_is_refused_and_changes_nothing(dumped: bytes) -> None:
+    """`restore` raises ValueError, and what was learned stays."""
     predictor = TreePredictor()
-    live(predictor, "a", [77_000], [], "g")
+    teach(predictor, "a", [77_000], [], "g")
     before = predictor.dump()
     with pytest.raises(ValueError):
         predictor.restore(dumped)
     assert predictor.dump() == before
 
 
-def test_an_end_without_a_beginning_is_learned() -> None:
-    """After a restart only the total is known, and it counts; an end without output does not."""
+def test_an_end_without_earlier_turns_is_learned() -> None:
+    """After a restart only the total is known, and it counts. An end without output does not."""
     predictor = TreePredictor()
     predictor.ended(at("a", 50_000, group="g"))
-    assert left(predictor, group="g") > 3 * left(predictor, group="other")
+    assert remaining(predictor, group="g") > 3 * remaining(predictor, group="other")
     before = predictor.dump()
     predictor.ended(at("b", 0, group="g"))
     assert predictor.dump() == before
 
 
 def test_a_prediction_takes_under_100_us() -> None:
-    """At 24 turns, in well-grown trees; the best of five rounds, in time of this process: machines are busy."""
+    """At 24 turns, in well-grown trees. The best of five rounds counts, in process time, because machines are busy."""
     rng = random.Random(7)
     predictor = TreePredictor()
     for n in range(300):
         chain = [rng.choice((OK, OK, OK, BAD)) for _ in range(24)]
-        live(predictor, f"{n}", [100] * 25, chain, f"g{n % 40}")
+        teach(predictor, f"{n}", [100] * 25, chain, f"g{n % 40}")
     asked = [at("x", 2_400, tuple(rng.choice((OK, OK, OK, BAD)) for _ in range(24)), f"g{n % 40}") for n in range(200)]
 
     def round_s() -> float:

@@ -1,4 +1,4 @@
-"""The sibling predictor: what it assumes, what it learns, what it forgets."""
+"""The sibling predictor: what it assumes, learns and forgets."""
 
 import math
 import random
@@ -12,11 +12,11 @@ from predictor.siblings import SiblingPredictor, SiblingSettings
 
 
 def after(output_tokens: int, group_id: str = "g") -> Progress:
-    """A trajectory of the group that has made so much."""
+    """A trajectory of the group with this much output so far."""
     return Progress("t", group_id, output_tokens=output_tokens)
 
 
-def test_before_any_trajectory_has_ended_it_says_what_it_assumes() -> None:
+def test_without_data_the_prediction_is_the_prior() -> None:
     """Mean and 90th percentile of a log-normal with the assumed median and spread."""
     settings = SiblingSettings(typical_tokens=1_000, spread=1.0, within_share=0.5)
     prediction = SiblingPredictor(settings).predict(after(0, "g"))
@@ -24,7 +24,7 @@ def test_before_any_trajectory_has_ended_it_says_what_it_assumes() -> None:
     assert prediction.p90_tokens == pytest.approx(1_000 * math.exp(1.2816), rel=1e-3)
 
 
-def test_one_short_trajectory_does_not_overrule_the_assumption() -> None:
+def test_one_short_trajectory_does_not_overrule_the_prior() -> None:
     """Its own group follows it; another group hardly does."""
     predictor = SiblingPredictor()
     before = predictor.predict(after(0, "other")).total_tokens
@@ -33,8 +33,9 @@ def test_one_short_trajectory_does_not_overrule_the_assumption() -> None:
     assert predictor.predict(after(0, "g")).total_tokens < predictor.predict(after(0, "other")).total_tokens / 3
 
 
-def test_siblings_rank_groups_as_their_true_lengths_do() -> None:
-    """With groups that differ as in rollouts, the prediction from three siblings orders unseen trajectories well."""
+def test_siblings_rank_groups_by_their_true_lengths() -> None:
+    """If groups differ as in rollouts, three siblings of each are enough to order four in five pairs of groups
+    correctly."""
     rng = random.Random(1)
     predictor = SiblingPredictor()
     groups = {f"g{n}": rng.gauss(8.0, 0.8) for n in range(60)}
@@ -48,7 +49,7 @@ def test_siblings_rank_groups_as_their_true_lengths_do() -> None:
     assert agreeing / len(pairs) > 0.8
 
 
-def test_it_follows_drift() -> None:
+def test_predictions_follow_drift() -> None:
     """When trajectories grow from 500 to 8,000 tokens, a new group's prediction follows."""
     predictor = SiblingPredictor(SiblingSettings(memory=50))
     for n in range(200):
@@ -61,21 +62,21 @@ def test_it_follows_drift() -> None:
 
 @given(st.integers(0, 100_000), st.integers(0, 100_000), st.lists(st.integers(1, 100_000), max_size=5))
 @example(63_896, 1, [295, 633, 633, 29_736])
-def test_more_done_never_means_less_in_all(done: int, more: int, siblings: list[int]) -> None:
-    """The total is above what was made, grows with it, and its 90th percentile is not below its mean."""
+def test_the_predicted_total_never_falls_as_output_grows(made: int, more: int, siblings: list[int]) -> None:
+    """The total is above the output so far, and its 90th percentile is not below its mean."""
     predictor = SiblingPredictor()
     for tokens in siblings:
         predictor.ended(after(tokens, "g"))
     first, second = (
-        predictor.predict(after(done, "g")),
-        predictor.predict(after(done + more, "g")),
+        predictor.predict(after(made, "g")),
+        predictor.predict(after(made + more, "g")),
     )
-    assert first.total_tokens > done and first.p90_tokens >= first.total_tokens
+    assert first.total_tokens > made and first.p90_tokens >= first.total_tokens
     assert second.total_tokens >= first.total_tokens * (1 - 1e-9)
 
 
-def test_what_was_learned_survives_and_memory_is_bounded() -> None:
-    """A restored predictor says the same; of too many groups the longest unused is forgotten."""
+def test_a_dump_restores_every_prediction_and_memory_is_bounded() -> None:
+    """A restored predictor predicts the same. Of too many groups, the least recently used is forgotten."""
     predictor = SiblingPredictor(SiblingSettings(max_groups=2))
     for group, tokens in (("a", 10), ("b", 90_000), ("a", 10), ("c", 90_000)):
         predictor.ended(after(tokens, group))
@@ -101,8 +102,8 @@ def test_a_dump_of_another_kind_changes_nothing(dumped: bytes) -> None:
     assert predictor.predict(after(0)) == before
 
 
-def test_a_trajectory_that_made_nothing_teaches_nothing() -> None:
-    """One that was declared and finished without a turn has no length to learn from."""
+def test_a_trajectory_without_output_teaches_nothing() -> None:
+    """A trajectory that was declared and finished without a turn has no length to learn from."""
     predictor = SiblingPredictor()
     before = predictor.predict(after(0))
     predictor.ended(after(0))

@@ -1,4 +1,4 @@
-"""Success, failure or timeout, on what the tools of real agents write."""
+"""The status of tool results as real agents' tools write them: success, failure or timeout."""
 
 import json
 
@@ -71,31 +71,31 @@ SUCCESSES = {
 
 @pytest.mark.parametrize("case", FAILURES)
 def test_a_failure_is_found(case: str) -> None:
-    """Exit codes, JSON fields, tracebacks and leading errors."""
+    """Exit codes, JSON fields, tracebacks and leading errors are recognised."""
     assert status_of(FAILURES[case]) == "failure"
 
 
 @pytest.mark.parametrize("case", TIMEOUTS)
 def test_a_timeout_is_told_from_a_failure(case: str) -> None:
-    """However a tool says that its time was up."""
+    """Tools report timeouts in many words and codes."""
     assert status_of(TIMEOUTS[case]) == "timeout"
 
 
 @pytest.mark.parametrize("case", SUCCESSES)
-def test_a_mention_of_an_error_is_no_failure(case: str) -> None:
-    """Files, logs, pages and search hits are full of the word; an exit code of 0 outranks them all."""
+def test_a_mention_of_an_error_is_not_a_failure(case: str) -> None:
+    """Files, logs, pages and search hits are full of the word. An exit code of 0 outranks them all."""
     assert status_of(SUCCESSES[case]) == "success"
 
 
-def test_the_messages_own_flag_counts() -> None:
-    """`is_error` makes a failure of any text, and a timeout where the text says so."""
+def test_is_error_rules_out_success() -> None:
+    """`is_error` makes any text a failure, or a timeout if the text says so."""
     assert status_of("Not now", is_error=True) == "failure"
     assert status_of("Exit code 0\nfine", is_error=True) == "failure"
     assert status_of("Error: Exit code 143\nCommand timed out after 10s", is_error=True) == "timeout"
 
 
-def test_a_long_text_costs_no_more_than_its_ends() -> None:
-    """What stands in the middle of a megabyte is a file's business; its last line counts."""
+def test_only_the_ends_of_a_long_text_are_read() -> None:
+    """An exit code in the middle of a megabyte belongs to a file; the last line counts."""
     middle = "line of a log\n" * 40_000
     assert status_of(middle + "Error: in the middle\nexit code: 3\n" + middle) == "success"
     assert status_of(middle + middle + "exit code: 3\n") == "failure"
@@ -114,8 +114,8 @@ json_values = st.recursive(
 
 
 @given(st.text() | json_values | json_values.map(lambda value: json.dumps(value)), st.booleans())
-def test_nothing_raises(result: object, is_error: bool) -> None:
-    """Any text and any data have one of three statuses, and a flagged one is no success."""
+def test_any_result_has_a_status(result: object, is_error: bool) -> None:
+    """Any text and any data have one of three statuses, and a flagged result is never a success."""
     status = status_of(result, is_error)
     assert status in ("success", "failure", "timeout")
     assert not (is_error and status == "success")

@@ -1,4 +1,4 @@
-"""The tabular predictor: what each source of evidence brings, that it is calibrated, learns, forgets and survives."""
+"""The tabular predictor: what each source of evidence adds; calibration, learning, forgetting and restarts."""
 
 import itertools
 import math
@@ -23,30 +23,30 @@ from workloads.trajectories import Trajectory
 PROMPTS = [f"p{number}" for number in range(60)]
 
 
-def live(predictor: TabularPredictor, trajectory_id: str, group_id: str, total: int, prompt_id: str = "") -> None:
+def teach(predictor: TabularPredictor, trajectory_id: str, group_id: str, total: int, prompt_id: str = "") -> None:
     """A trajectory of one turn comes and ends."""
     predictor.predict(Progress(trajectory_id, group_id, prompt_id, 100, 100))
     predictor.ended(Progress(trajectory_id, group_id, prompt_id, 100, 100 + total, total, total, 1))
 
 
-def mean(predictor: TabularPredictor, progress: Progress) -> float:
-    """What is predicted, without being remembered."""
+def predicted_total(predictor: TabularPredictor, progress: Progress) -> float:
+    """The predicted total; the trajectory is then dropped."""
     total = predictor.predict(progress).total_tokens
     predictor.dropped(progress.trajectory_id)
     return total
 
 
-def crowd(predictor: TabularPredictor, num_groups: int = 60, size: int = 8, seed: int = 1) -> None:
-    """Groups as in rollouts: log totals with a spread of 0.8 between groups and 0.5 within."""
+def teach_groups(predictor: TabularPredictor, num_groups: int = 60, size: int = 8, seed: int = 1) -> None:
+    """Groups as in rollouts: log totals with a spread of 0.8 between groups and 0.5 within them."""
     dice = random.Random(seed)
     for group in range(num_groups):
         level = dice.gauss(8.0, 0.8)
         for member in range(size):
-            live(predictor, f"{seed}-{group}-{member}", f"{seed}-{group}", round(math.exp(dice.gauss(level, 0.5))))
+            teach(predictor, f"{seed}-{group}-{member}", f"{seed}-{group}", round(math.exp(dice.gauss(level, 0.5))))
 
 
-def asked(trajectories: tuple[Trajectory, ...], predictor: TabularPredictor) -> list[ReplayedPrediction]:
-    """What it says of trajectories that all start at once."""
+def replayed(trajectories: tuple[Trajectory, ...], predictor: TabularPredictor) -> list[ReplayedPrediction]:
+    """Predictions for trajectories that all start at once."""
 
     def ask(progress: Progress) -> tuple[float, tuple[float, float]]:
         forecast = predictor.forecast(progress)
@@ -55,76 +55,76 @@ def asked(trajectories: tuple[Trajectory, ...], predictor: TabularPredictor) -> 
     return list(play(trajectories, predictor, ask, "together"))
 
 
-def at_step(said: list[ReplayedPrediction], step: int) -> list[ReplayedPrediction]:
-    return [one for one in said if one.step == step]
+def at_step(predictions: list[ReplayedPrediction], step: int) -> list[ReplayedPrediction]:
+    return [one for one in predictions if one.step == step]
 
 
-def test_before_anything_is_known_it_says_what_it_assumes() -> None:
-    """The median is the typical length."""
+def test_without_data_the_median_is_the_typical_length() -> None:
+    """The typical length is a setting."""
     predictor = TabularPredictor(TabularSettings(typical_tokens=1_000))
     assert predictor.forecast(Progress("t")).quantile(0.5) == pytest.approx(1_000, rel=0.1)
 
 
-def test_a_finished_sibling_moves_its_group_and_hardly_another() -> None:
-    """Where siblings are alike, one of 20,000 tokens makes the next expected to be several times the usual."""
+def test_a_finished_sibling_moves_its_group_and_hardly_others() -> None:
+    """Where siblings are alike, one of 20,000 tokens more than doubles the prediction for the next."""
     predictor = TabularPredictor()
-    crowd(predictor)
-    usual = mean(predictor, Progress("x", "another"))
-    live(predictor, "a", "g", 20_000)
-    assert mean(predictor, Progress("b", "g")) > 2 * usual
-    assert mean(predictor, Progress("c", "another")) == pytest.approx(usual, rel=0.1)
+    teach_groups(predictor)
+    usual = predicted_total(predictor, Progress("x", "another"))
+    teach(predictor, "a", "g", 20_000)
+    assert predicted_total(predictor, Progress("b", "g")) > 2 * usual
+    assert predicted_total(predictor, Progress("c", "another")) == pytest.approx(usual, rel=0.1)
 
 
-def test_a_sibling_that_still_runs_is_evidence_too() -> None:
-    """Siblings that have made 15,000 tokens and go on say that this one is long."""
+def test_running_siblings_are_evidence_too() -> None:
+    """Siblings that go on after 15,000 tokens make a long trajectory likely, and no longer do once they are dropped."""
     predictor = TabularPredictor()
-    crowd(predictor)
-    usual = mean(predictor, Progress("x", "g"))
+    teach_groups(predictor)
+    usual = predicted_total(predictor, Progress("x", "g"))
     for number in range(4):
         predictor.predict(Progress(f"r{number}", "g", output_tokens=15_000, num_turns=9))
-    assert mean(predictor, Progress("b", "g")) > 2 * usual
+    assert predicted_total(predictor, Progress("b", "g")) > 2 * usual
     for number in range(4):
         predictor.dropped(f"r{number}")
-    assert mean(predictor, Progress("c", "g")) == pytest.approx(usual, rel=0.05)
+    assert predicted_total(predictor, Progress("c", "g")) == pytest.approx(usual, rel=0.05)
 
 
-def test_how_alike_siblings_are_is_learned() -> None:
-    """Where groups have nothing in common, three long siblings say little; where they have all, they say all."""
+def test_the_similarity_of_siblings_is_learned() -> None:
+    """If groups have nothing in common, three long siblings say little; if siblings are equal, they say everything."""
 
-    def after_three_long(alike: bool) -> float:
+    def after_three_long(are_equal: bool) -> float:
         predictor, dice = TabularPredictor(), random.Random(3)
         for group in range(80):
             level = dice.gauss(8.0, 1.0)
             for member in range(8):
-                log = level if alike else dice.gauss(8.0, 1.0)
-                live(predictor, f"{group}-{member}", str(group), round(math.exp(log)))
+                log = level if are_equal else dice.gauss(8.0, 1.0)
+                teach(predictor, f"{group}-{member}", str(group), round(math.exp(log)))
         for member in range(3):
-            live(predictor, f"long{member}", "g", 30_000)
-        return mean(predictor, Progress("t", "g"))
+            teach(predictor, f"long{member}", "g", 30_000)
+        return predicted_total(predictor, Progress("t", "g"))
 
-    assert after_three_long(alike=True) > 24_000
-    assert after_three_long(alike=False) < 10_000
+    assert after_three_long(are_equal=True) > 24_000
+    assert after_three_long(are_equal=False) < 10_000
 
 
-def test_the_same_prompt_in_an_earlier_rollout_tells_of_the_first_turn() -> None:
-    """Groups of a later rollout, with other names, are predicted from their prompts before any of them has ended."""
+def test_earlier_rollouts_of_a_prompt_predict_its_first_turn() -> None:
+    """Groups of a later rollout, with other ids, are predicted from their prompts before any of them has ended."""
     predictor, dice = TabularPredictor(), random.Random(5)
     levels = {f"p{number}": dice.gauss(8.0, 0.9) for number in range(60)}
     for epoch in range(2):
         for prompt, level in levels.items():
             for member in range(8):
                 total = round(math.exp(dice.gauss(level, 0.4)))
-                live(predictor, f"{prompt}-{epoch}-{member}", f"{prompt}-{epoch}", total, prompt)
-    said = {prompt: mean(predictor, Progress("t", f"{prompt}-new", prompt)) for prompt in levels}
+                teach(predictor, f"{prompt}-{epoch}-{member}", f"{prompt}-{epoch}", total, prompt)
+    predicted = {prompt: predicted_total(predictor, Progress("t", f"{prompt}-new", prompt)) for prompt in levels}
     names = sorted(levels, key=lambda prompt: levels[prompt])
-    assert sum(said[name] for name in names[-15:]) > 4 * sum(said[name] for name in names[:15])
-    assert mean(predictor, Progress("t", "unheard-of", "unheard-of-too")) == pytest.approx(
-        sum(said.values()) / len(said), rel=0.5
+    assert sum(predicted[name] for name in names[-15:]) > 4 * sum(predicted[name] for name in names[:15])
+    assert predicted_total(predictor, Progress("t", "unheard-of", "unheard-of-too")) == pytest.approx(
+        sum(predicted.values()) / len(predicted), rel=0.5
     )
 
 
-def test_a_pace_that_goes_with_length_is_learned() -> None:
-    """When long trajectories write long turns, one long turn is enough to tell."""
+def test_a_correlation_of_turn_and_total_length_is_learned() -> None:
+    """When long trajectories write long turns, one long turn is enough evidence."""
     predictor, dice = TabularPredictor(), random.Random(7)
     for number in range(300):
         total = round(math.exp(dice.gauss(8.0, 1.0)))
@@ -134,35 +134,38 @@ def test_a_pace_that_goes_with_length_is_learned() -> None:
         predictor.ended(Progress(name, name, output_tokens=total, last_output_tokens=turn, num_turns=10))
 
     def after(turn: int) -> float:
-        return mean(predictor, Progress(f"x{turn}", "x", output_tokens=turn, last_output_tokens=turn, num_turns=1))
+        return predicted_total(
+            predictor, Progress(f"x{turn}", "x", output_tokens=turn, last_output_tokens=turn, num_turns=1)
+        )
 
     assert after(2_000) > 2.5 * after(300) and after(2_000) == pytest.approx(20_000, rel=0.5)
 
 
-def test_a_late_stage_speaks_for_lengths_that_nobody_has_ended_at_yet() -> None:
-    """Only the longest tenth of those that ended came so far. Whoever is longer than all of them comes so far too: that
-    it did says no more for the longest seen than for a length that was not seen yet."""
+def test_reaching_a_late_stage_does_not_rule_out_unseen_lengths() -> None:
+    """Only the longest tenth of the ended trajectories reached this stage. A trajectory longer than all of them would
+    reach it, too, so lengths not seen yet stay about as likely as the longest ones seen."""
     dice = random.Random(5)
-    looks = FeatureLaw(Lengths(2_000, 1.2, 2.0, 4_000), 1, 4_000)
+    law = FeatureLaw(Lengths(2_000, 1.2, 2.0, 4_000), 1, 4_000)
     for _ in range(1_000):
         in_bin = round(dice.triangular(18, 50, 36))
-        looks.learn([dice.gauss(6.0, 0.5)] if in_bin >= 45 else None, in_bin)
-    likelihood = looks.likelihood([6.0])
+        law.learn([dice.gauss(6.0, 0.5)] if in_bin >= 45 else None, in_bin)
+    likelihood = law.likelihood([6.0])
     assert likelihood is not None
     assert likelihood[30] < 0.1 * likelihood[47]
     assert likelihood[60] > 0.5 * likelihood[47]
 
 
-def test_trajectories_that_run_count_before_any_has_ended() -> None:
-    """While all have made 6,000 tokens and none has ended, a new one is not expected to be of 2,000."""
+def test_running_trajectories_count_before_any_has_ended() -> None:
+    """While all have made 6,000 tokens and none has ended, even the 10th percentile of a new one is above 4,000."""
     predictor = TabularPredictor()
     for number in range(200):
         predictor.predict(Progress(f"r{number}", f"g{number}", output_tokens=6_000, num_turns=5))
     assert predictor.forecast(Progress("t", "new")).quantile(0.1) > 4_000
 
 
-def test_what_ends_first_does_not_pass_for_all() -> None:
-    """In the middle of a first rollout the law of lengths is right, though only the short half has ended."""
+def test_early_ends_do_not_bias_the_law_of_lengths() -> None:
+    """In the middle of a first rollout only the shorter half has ended, and the law of lengths is right all the
+    same."""
     lengths, dice = Lengths(2_000, 1.2, 2.0, 4_000), random.Random(11)
     totals = sorted(round(math.exp(dice.gauss(8.5, 0.9))) for _ in range(1_000))
     for number, total in enumerate(totals[:500]):
@@ -170,7 +173,7 @@ def test_what_ends_first_does_not_pass_for_all() -> None:
         lengths.ended(bin_of(total), 1_000 - number)
     for _ in totals[500:]:
         lengths.came(0, bin_of(totals[500]))
-    for _ in range(1_000):  # all report once more, and ends are counted
+    for _ in range(1_000):  # everyone reports once more, so the ends are counted
         lengths.came(bin_of(totals[500]), bin_of(totals[500]))
     lengths.refresh()
     middle = bin_of(totals[500])
@@ -179,9 +182,10 @@ def test_what_ends_first_does_not_pass_for_all() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, NUM_BINS - 1), st.booleans(), st.integers(0, 3)), max_size=40))
-def test_the_law_of_lengths_is_kaplan_and_meiers(lives: list[tuple[int, bool, int]]) -> None:
-    """In each bin: of those that came through it, the share that ended there. Who runs counts in what it has passed,
-    what is assumed as two. An end is known once as many have reported as ran then, or at a restart."""
+def test_the_law_of_lengths_is_the_kaplan_meier_estimate(lives: list[tuple[int, bool, int]]) -> None:
+    """A bin's hazard is the number of ends in it, divided by that number plus the number of trajectories known to have
+    passed it. A running trajectory counts in the bins that it has passed; the assumed law counts as two trajectories.
+    An end counts once as many reports have followed as trajectories ran then, or at a restart."""
     assumed, lengths = Lengths(2_000, 1.2, 2.0, 4_000), Lengths(2_000, 1.2, 2.0, 4_000)
     due_after: list[int] = []
     for in_bin, has_ended, num_running in lives:
@@ -193,43 +197,43 @@ def test_the_law_of_lengths_is_kaplan_and_meiers(lives: list[tuple[int, bool, in
             lengths.ended(in_bin, num_running)
             due_after.append(num_running)
         assert len(lengths.dump()["held"]) == len(due_after)
-    told = Lengths(2_000, 1.2, 2.0, 4_000)
-    told.restore(lengths.dump())
+    restored = Lengths(2_000, 1.2, 2.0, 4_000)
+    restored.restore(lengths.dump())
     surviving = 1.0
     for index in range(NUM_BINS):
         num_ended = sum(has_ended for in_bin, has_ended, _ in lives if in_bin == index)
         num_passed = sum(in_bin > index for in_bin, _, _ in lives) + num_ended
         hazard = (2 * assumed.shares[index] / assumed.surviving[index] + num_ended) / (2 + num_passed)
-        assert told.surviving[index] == pytest.approx(surviving)
+        assert restored.surviving[index] == pytest.approx(surviving)
         if index < NUM_BINS - 1:  # the last one takes the rest
-            assert told.shares[index] == pytest.approx(surviving * hazard)
+            assert restored.shares[index] == pytest.approx(surviving * hazard)
             surviving *= 1 - hazard
-    assert told.shares[-1] == pytest.approx(surviving)
-    assert told.mean == pytest.approx(BINS @ told.shares)
-    assert told.variance == pytest.approx((BINS - told.mean) ** 2 @ told.shares)
+    assert restored.shares[-1] == pytest.approx(surviving)
+    assert restored.mean == pytest.approx(BINS @ restored.shares)
+    assert restored.variance == pytest.approx((BINS - restored.mean) ** 2 @ restored.shares)
 
 
-def test_what_is_predicted_is_the_mean_and_the_90th_percentile_of_what_is_known() -> None:
-    """And never less than the mean, where the law has so long a tail that it is further up."""
+def test_a_prediction_is_the_forecasts_mean_and_90th_percentile() -> None:
+    """If a very long tail lifts the mean above the 90th percentile, the mean stands for both."""
     predictor, again = TabularPredictor(), TabularPredictor()
     for number in range(40):
         length = 2**17 if number % 16 == 0 else 64  # a sixteenth is 2,000 times as long as the others
         for one in (predictor, again):
-            live(one, f"t{number}", "g", length)
+            teach(one, f"t{number}", "g", length)
     for progress in (Progress("a"), Progress("b", "g"), Progress("c", "g", "", 100, 300, 200, 200, 1)):
-        told, forecast = predictor.predict(progress), again.forecast(progress)
-        assert told.total_tokens == forecast.mean()
-        assert told.p90_tokens == max(forecast.quantile(0.9), forecast.mean())
+        prediction, forecast = predictor.predict(progress), again.forecast(progress)
+        assert prediction.total_tokens == forecast.mean()
+        assert prediction.p90_tokens == max(forecast.quantile(0.9), forecast.mean())
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_it_is_calibrated_and_finds_the_longest_on_a_rollout(seed: int) -> None:
-    """Having seen another rollout, its quantiles keep their word after four turns, and nearly all of the longest
-    hundredth are among its longest tenth."""
+def test_a_second_rollout_is_calibrated_and_its_longest_are_found(seed: int) -> None:
+    """After another rollout, quantiles are calibrated at the fourth turn, and over 90 % of the longest hundredth are in
+    the longest tenth by prediction."""
     predictor = TabularPredictor()
-    asked(draw(CODING, 800, seed + 100).trajectories, predictor)
-    said = asked(draw(CODING, 800, seed).trajectories, predictor)
-    after_four = score(at_step(said, 4))
+    replayed(draw(CODING, 800, seed + 100).trajectories, predictor)
+    predictions = replayed(draw(CODING, 800, seed).trajectories, predictor)
+    after_four = score(at_step(predictions, 4))
     assert after_four.under_p50 == pytest.approx(0.5, abs=0.1)
     assert after_four.under_p90 == pytest.approx(0.9, abs=0.07)
     assert after_four.pearson > 0.8 and after_four.in_top_10 > 0.9
@@ -237,34 +241,34 @@ def test_it_is_calibrated_and_finds_the_longest_on_a_rollout(seed: int) -> None:
 
 def test_a_first_rollout_is_calibrated_too() -> None:
     """With nothing learned before, quantiles are wide, not wrong."""
-    said = asked(draw(CODING, 800, 3).trajectories, TabularPredictor())
+    predictions = replayed(draw(CODING, 800, 3).trajectories, TabularPredictor())
     for step in (4, 8):
-        cold = score(at_step(said, step))
+        cold = score(at_step(predictions, step))
         assert cold.under_p50 is not None and 0.3 < cold.under_p50 < 0.7
         assert cold.under_p90 is not None and 0.75 < cold.under_p90 < 0.99
 
 
-def test_it_follows_drift() -> None:
+def test_predictions_follow_drift() -> None:
     """When trajectories grow from 500 to 8,000 tokens, a new group's prediction follows."""
     predictor = TabularPredictor(TabularSettings(memory=50))
     for number in range(200):
-        live(predictor, f"a{number}", f"old{number}", 500)
-    early = mean(predictor, Progress("t", "new"))
+        teach(predictor, f"a{number}", f"old{number}", 500)
+    early = predicted_total(predictor, Progress("t", "new"))
     for number in range(300):
-        live(predictor, f"b{number}", f"late{number}", 8_000)
-    assert mean(predictor, Progress("t", "newer")) > 6 * early
+        teach(predictor, f"b{number}", f"late{number}", 8_000)
+    assert predicted_total(predictor, Progress("t", "newer")) > 6 * early
 
 
-def test_a_prompts_past_is_taken_relative_to_all() -> None:
-    """When all trajectories have grown, a prompt whose group was usual before is expected to be usual now."""
+def test_a_prompts_past_is_relative_to_all_trajectories() -> None:
+    """When all trajectories have grown, a prompt that was average before is predicted to be average now."""
     predictor = TabularPredictor()
     for number in range(40):
         for member in range(4):
-            live(predictor, f"{number}-{member}", f"g{number}", 1_000, f"p{number}")
+            teach(predictor, f"{number}-{member}", f"g{number}", 1_000, f"p{number}")
     for number in range(2_000):
-        live(predictor, f"late{number}", f"late{number}", 8_000)
-    usual = mean(predictor, Progress("t", "new"))
-    assert mean(predictor, Progress("u", "newer", "p7")) == pytest.approx(usual, rel=0.15)
+        teach(predictor, f"late{number}", f"late{number}", 8_000)
+    usual = predicted_total(predictor, Progress("t", "new"))
+    assert predicted_total(predictor, Progress("u", "newer", "p7")) == pytest.approx(usual, rel=0.15)
 
 
 @given(
@@ -274,36 +278,39 @@ def test_a_prompts_past_is_taken_relative_to_all() -> None:
     st.integers(0, 10**7),
     st.lists(st.integers(1, 10**6), max_size=4),
 )
-def test_whatever_it_is_told_its_answer_makes_sense(
+def test_every_prediction_is_finite_and_above_the_output_so_far(
     made: int, last: int, turns: int, context: int, siblings: list[int]
 ) -> None:
-    """More than was made, finite, and no mean above the 90th percentile."""
+    """This holds whatever was reported, and the 90th percentile is never below the mean."""
     predictor = TabularPredictor()
     for number, total in enumerate(siblings):
-        live(predictor, f"s{number}", "g", total)
-    said = predictor.predict(Progress("t", "g", "p", context // 2, context, made, last, turns))
-    assert made < said.total_tokens <= said.p90_tokens < math.inf
+        teach(predictor, f"s{number}", "g", total)
+    prediction = predictor.predict(Progress("t", "g", "p", context // 2, context, made, last, turns))
+    assert made < prediction.total_tokens <= prediction.p90_tokens < math.inf
 
 
-def test_what_was_learned_survives_and_memory_is_bounded() -> None:
-    """A restored predictor says the same; of too many groups the longest unused is forgotten."""
+def test_a_dump_keeps_what_was_learned_and_memory_is_bounded() -> None:
+    """Restoring a second time changes no prediction. Of too many groups, the least recently used is forgotten."""
     predictor = TabularPredictor(TabularSettings(max_groups=2))
-    asked(draw(CODING, 160, 4).trajectories, predictor)
+    replayed(draw(CODING, 160, 4).trajectories, predictor)
     for group in ("a", "b", "a", "c"):
-        live(predictor, f"t-{group}", group, 30_000, f"p-{group}")
+        teach(predictor, f"t-{group}", group, 30_000, f"p-{group}")
     restored, again = (TabularPredictor(TabularSettings(max_groups=2)) for _ in range(2))
     restored.restore(predictor.dump())
     again.restore(restored.dump())
     for group in ("a", "c", "new"):
         for turns in (0, 3):
             progress = Progress("t", group, "", 900, 5_000, 300 * turns, 300, turns)
-            assert mean(restored, progress) == mean(again, progress)
-    assert mean(restored, Progress("t", "c")) > 1.3 * mean(restored, Progress("t", "newer"))
-    assert mean(predictor, Progress("t", "b")) == pytest.approx(mean(predictor, Progress("t", "new")), rel=1e-6)
+            assert predicted_total(restored, progress) == predicted_total(again, progress)
+    assert predicted_total(restored, Progress("t", "c")) > 1.3 * predicted_total(restored, Progress("t", "newer"))
+    assert predicted_total(predictor, Progress("t", "b")) == pytest.approx(
+        predicted_total(predictor, Progress("t", "new")), rel=1e-6
+    )
 
 
 def rolled_out(restart_at: int | None, seed: int) -> TabularPredictor:
-    """A first rollout of 60 groups of 16, 400 tokens a turn, in rounds; the process is another one from a round on."""
+    """A first rollout of 60 groups of 16 in rounds, 400 tokens a turn; a new process continues from round
+    `restart_at`."""
     dice, predictor = random.Random(seed), TabularPredictor()
     left: dict[tuple[int, int], int] = {}
     for group in range(60):
@@ -318,54 +325,57 @@ def rolled_out(restart_at: int | None, seed: int) -> TabularPredictor:
             return predictor
         for (group, member), total in list(left.items()):
             made = min(400 * num_turns, total)
-            told = Progress(f"{group}-{member}", f"g{group}", f"p{group}", 100, 100 + made, made, 400, num_turns)
+            progress = Progress(f"{group}-{member}", f"g{group}", f"p{group}", 100, 100 + made, made, 400, num_turns)
             if made < total:
-                predictor.predict(told)
+                predictor.predict(progress)
             else:
-                predictor.ended(told)
+                predictor.ended(progress)
                 del left[group, member]
-    raise AssertionError("it counts for ever")
+    raise AssertionError("the rollout never ends")
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("restart_at", [3, 6, 12, 24])
 def test_a_restart_in_the_middle_of_a_rollout_changes_little(restart_at: int, seed: int) -> None:
-    """Nobody's tokens count twice, no prompt is told of its late siblings alone, and no end counts before its time.
+    """No tokens count twice, no prompt is judged by its late siblings alone, and no end counts before its time.
 
-    The law of lengths is tabulated at other moments, which is worth some percent.
+    The law of lengths is tabulated at other moments, which changes predictions by some percent.
     """
-    here, there = rolled_out(None, seed), rolled_out(restart_at, seed)
-    new, *known = ([mean(one, Progress("t", "g", prompt)) for one in (here, there)] for prompt in ["new", *PROMPTS])
+    unbroken, restarted = rolled_out(None, seed), rolled_out(restart_at, seed)
+    new, *known = (
+        [predicted_total(one, Progress("t", "g", prompt)) for one in (unbroken, restarted)]
+        for prompt in ["new", *PROMPTS]
+    )
     assert new[1] == pytest.approx(new[0], rel=0.06)
     assert statistics.median(abs(math.log(again / once)) for once, again in known) < 0.06
 
 
 def test_running_trajectories_are_bounded() -> None:
-    """Those whose end nobody tells are forgotten, the oldest first; they no longer speak for their group."""
+    """Trajectories whose end nobody reports are forgotten, oldest first, and no longer count for their group."""
     predictor = TabularPredictor(TabularSettings(max_running=2))
     for name in "abc":
         predictor.predict(Progress(name, name, output_tokens=30_000, num_turns=2))
-    usual = mean(predictor, Progress("t", "new"))
-    assert mean(predictor, Progress("t", "a")) == pytest.approx(usual, rel=1e-6)
-    assert mean(predictor, Progress("t", "c")) > 1.5 * usual
+    usual = predicted_total(predictor, Progress("t", "new"))
+    assert predicted_total(predictor, Progress("t", "a")) == pytest.approx(usual, rel=1e-6)
+    assert predicted_total(predictor, Progress("t", "c")) > 1.5 * usual
 
 
 @pytest.mark.parametrize("dumped", [b"nonsense", b"{}", b"[]", b'{"kind":"tabular-1","lengths":{"passed":[1]}}'])
 def test_a_dump_of_another_kind_changes_nothing(dumped: bytes) -> None:
     """It is refused, and what was learned stays."""
     predictor = TabularPredictor()
-    live(predictor, "t", "g", 30_000)
-    before = mean(predictor, Progress("u", "g"))
+    teach(predictor, "t", "g", 30_000)
+    before = predicted_total(predictor, Progress("u", "g"))
     with pytest.raises(ValueError):
         predictor.restore(dumped)
-    assert mean(predictor, Progress("u", "g")) == before
+    assert predicted_total(predictor, Progress("u", "g")) == before
 
 
 @pytest.mark.parametrize("part", ["passed", "ended"])
 def test_a_dump_of_another_lattice_changes_nothing(part: str) -> None:
-    """Its bins mean other lengths."""
+    """Its bins stand for other lengths."""
     predictor = TabularPredictor()
-    crowd(predictor, num_groups=2)
+    teach_groups(predictor, num_groups=2)
     dumped = predictor.dump()
     other = orjson.loads(dumped)
     other["lengths"][part].append(1.0)
@@ -375,7 +385,7 @@ def test_a_dump_of_another_lattice_changes_nothing(part: str) -> None:
 
 
 def test_the_lattice_covers_every_length() -> None:
-    """Bins follow each other without gaps, and a length lies in its own."""
+    """Bins follow each other without gaps, and each length lies in its bin."""
     assert len(EDGES) == NUM_BINS + 1 and len(CENTRES) == NUM_BINS
     for tokens in (4, 5, 17, 400, 2_000, 39_999, 40_000, 900_000):
         assert EDGES[bin_of(tokens)] <= tokens < EDGES[bin_of(tokens) + 1]

@@ -1,4 +1,4 @@
-"""The text predictor's parts that need no torch: examples, texts, the answer in time, the choice."""
+"""The text predictor's parts that need no torch: examples, texts, background predictions, selection."""
 
 import importlib.util
 import json
@@ -24,21 +24,23 @@ from tests.predictor.corpus import corpus
 
 
 def test_the_text_holds_the_task_and_the_latest_result() -> None:
-    """Of a long conversation the begin and the end stay, in any API's form; ids and cache marks are not said."""
+    """The beginning and the end of a long conversation stay, whatever its API's form. Ids and cache marks are left
+    out."""
     call = {"id": "call_9", "function": {"name": "bash", "arguments": '{"cmd": "make"}'}}
+    cache = {"cache_control": {"type": "ephemeral"}}
     messages = [
         {"role": "user", "content": "Port the parser."},
         *({"role": "assistant", "content": "filler " * 100} for _ in range(200)),
         {"role": "assistant", "tool_calls": [call]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "3 tests fail"}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "3 tests fail", **cache}]},
     ]
     text = conversation_text(messages)
     assert text.startswith("user\nPort the parser.") and text.rstrip().endswith("3 tests fail")
-    assert "make" in text and "call_9" not in text and len(text) < 6_000
+    assert "make" in text and not any(mark in text for mark in ("call_9", "ephemeral")) and len(text) < 6_000
 
 
-def test_the_order_of_what_is_said_is_kept() -> None:
-    """The end is read backwards, and still reads forwards."""
+def test_messages_keep_their_order() -> None:
+    """The tail is read backwards, and still reads forwards."""
     text = conversation_text([{"role": "user", "content": f"word{n}"} for n in range(5)])
     tail = text.split("word4", 1)[1]
     assert [tail.index(f"word{n}") for n in range(5)] == sorted(tail.index(f"word{n}") for n in range(5))
@@ -54,12 +56,12 @@ def test_the_order_of_what_is_said_is_kept() -> None:
     )
 )
 def test_any_messages_have_a_text(messages: object) -> None:
-    """Malformed ones too."""
+    """Malformed messages have one, too."""
     assert isinstance(conversation_text(messages), str)
 
 
 def test_examples_are_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
-    """Messages stand for a text; what lacks a field stops the reading with its line."""
+    """Messages may take the place of a text. A line that lacks a field stops the reading and is named."""
     path = tmp_path / "examples.jsonl"
     good = {"messages": [{"role": "user", "content": "hello"}], "group_id": "g", "output_tokens": 3, "num_turns": 1}
     path.write_text(json.dumps(good | {"total_tokens": 9}) + "\n")
@@ -71,14 +73,14 @@ def test_examples_are_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
 
 
 def test_too_few_examples_train_nothing(tmp_path: Path) -> None:
-    """A model of three conversations would be believed: it is refused, before torch is even loaded."""
+    """A model trained on too little would be believed. Training is refused before torch is even loaded."""
     with pytest.raises(ValueError, match="too few"):
         train_text([TextExample("a", "g", 0, 0, 9)] * 60, tmp_path / "model.pt")
     assert "torch" not in sys.modules
 
 
 class Gate:
-    """A predictor that answers when it is let to."""
+    """A predictor that answers once its gate is open."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -93,12 +95,12 @@ class Gate:
 
 
 def finish(executor: ThreadPoolExecutor) -> None:
-    """Everything submitted so far is done: one thread takes its work in order."""
+    """Wait until everything submitted so far is done: one thread takes its work in order."""
     executor.submit(int).result(20)
 
 
-def test_an_answer_in_time_is_used_once() -> None:
-    """The turn after the tool gets it; the one after that does not get it again."""
+def test_a_prediction_in_time_is_used_once() -> None:
+    """The turn after the tool gets it; the turn after that does not get it again."""
     gate = Gate()
     with ThreadPoolExecutor(1) as executor:
         background = BackgroundPredictions(gate.predict, executor)
@@ -110,8 +112,8 @@ def test_an_answer_in_time_is_used_once() -> None:
     assert background.counts.num_in_time == 1
 
 
-def test_a_late_answer_is_not_waited_for() -> None:
-    """A tool that returns first goes on without it, and the late answer is never given to a later turn."""
+def test_a_late_prediction_is_not_waited_for() -> None:
+    """If the tool returns first, its turn continues without it, and no later turn gets the late prediction."""
     gate = Gate()
     with ThreadPoolExecutor(1) as executor:
         background = BackgroundPredictions(gate.predict, executor)
@@ -124,8 +126,8 @@ def test_a_late_answer_is_not_waited_for() -> None:
     assert (background.counts.num_late, background.counts.num_in_time) == (1, 0)
 
 
-def test_a_new_question_replaces_the_old_one() -> None:
-    """The answer is the one to the latest turn's text."""
+def test_a_new_text_replaces_the_old_one() -> None:
+    """The prediction is for the latest turn's text."""
     gate = Gate()
     with ThreadPoolExecutor(1) as executor:
         background = BackgroundPredictions(gate.predict, executor)
@@ -136,8 +138,8 @@ def test_a_new_question_replaces_the_old_one() -> None:
         assert background.take("a") == Prediction(300, 300)
 
 
-def test_a_predictor_that_fails_is_as_one_that_is_late() -> None:
-    """No exception reaches the turn; it is counted."""
+def test_a_failed_prediction_is_counted_and_raises_nothing() -> None:
+    """The turn continues without it, as after a late one."""
     gate = Gate()
     gate.open.set()
     with ThreadPoolExecutor(1) as executor:
@@ -148,8 +150,8 @@ def test_a_predictor_that_fails_is_as_one_that_is_late() -> None:
     assert background.counts.num_failed == 1
 
 
-def test_questions_do_not_pile_up() -> None:
-    """Beyond the limit new ones are refused until there is room; those of ended trajectories make room."""
+def test_open_predictions_are_bounded() -> None:
+    """Beyond the limit, new ones are refused until there is room. Ended trajectories make room."""
     gate = Gate()
     with ThreadPoolExecutor(1) as executor:
         background = BackgroundPredictions(gate.predict, executor, max_open=2)
@@ -163,48 +165,48 @@ def test_questions_do_not_pile_up() -> None:
         assert [background.take(name) for name in "abcd"] == [Prediction(1, 1), None, None, Prediction(4, 4)]
 
 
-def judged(challenger_noise: float, incumbent_noise: float, num_groups: int = 60) -> list[PredictionPair]:
+def prediction_pairs(challenger_noise: float, incumbent_noise: float, num_groups: int = 60) -> list[PredictionPair]:
     rng = random.Random(2)
     rows = []
     for n in range(num_groups):
         for _ in range(3):
             log = rng.gauss(8, 1)
-            said = [math.exp(log + rng.gauss(0, noise)) for noise in (challenger_noise, incumbent_noise)]
-            rows.append(PredictionPair(f"g{n}", math.exp(log), *said))
+            predicted = [math.exp(log + rng.gauss(0, noise)) for noise in (challenger_noise, incumbent_noise)]
+            rows.append(PredictionPair(f"g{n}", math.exp(log), *predicted))
     return rows
 
 
-def test_the_challenger_is_taken_where_it_is_better() -> None:
-    """Clearly better order and recall take it, and the figures say by how much."""
-    choice = choose(judged(0.3, 1.5))
+def test_a_better_challenger_is_chosen() -> None:
+    """Clearly better order and recall decide, and the figures state by how much."""
+    choice = choose(prediction_pairs(0.3, 1.5))
     assert choice.takes_challenger and choice.gain > choice.gain_low > 0.1 and choice.recall_gain > 0
 
 
 @pytest.mark.parametrize(("challenger", "incumbent"), [(1.5, 0.3), (0.7, 0.7)], ids=["worse", "equal"])
-def test_the_challenger_is_left_where_it_is_not(challenger: float, incumbent: float) -> None:
-    """Worse, or equal up to chance: the cheap one stays."""
-    assert not choose(judged(challenger, incumbent)).takes_challenger
+def test_a_challenger_that_is_not_better_is_not_chosen(challenger: float, incumbent: float) -> None:
+    """If it is worse, or equal up to chance, the cheap predictor stays."""
+    assert not choose(prediction_pairs(challenger, incumbent)).takes_challenger
 
 
-def test_few_groups_decide_nothing() -> None:
-    """However good it looks on a handful of prompts."""
-    assert not choose(judged(0.1, 3.0, num_groups=10)).takes_challenger
+def test_few_groups_never_choose_the_challenger() -> None:
+    """A handful of prompts is not enough, however good it looks on them."""
+    assert not choose(prediction_pairs(0.1, 3.0, num_groups=10)).takes_challenger
 
 
-def test_the_tabular_prediction_of_an_example_knows_nothing_of_its_own_group() -> None:
-    """What a group came to changes what is said of other groups, and nothing of what is said of itself."""
+def test_an_examples_tabular_prediction_ignores_its_own_group() -> None:
+    """A group's totals change the predictions for other groups, and none of its own."""
     examples = corpus(60, has_signal=True, seed=3)
     before = beside_tabular(examples)
     own = examples[0].group_id
     longer = [replace(one, total_tokens=one.total_tokens * (50 if one.group_id == own else 1)) for one in examples]
     after = beside_tabular(longer)
-    said = [(one.group_id, one.base_tokens, other.base_tokens) for one, other in zip(before, after, strict=True)]
-    assert all(was == now > 0 for group_id, was, now in said if group_id == own)
-    assert any(was != now for group_id, was, now in said if group_id != own)
+    totals = [(one.group_id, one.base_tokens, other.base_tokens) for one, other in zip(before, after, strict=True)]
+    assert all(was == now > 0 for group_id, was, now in totals if group_id == own)
+    assert any(was != now for group_id, was, now in totals if group_id != own)
 
 
-def test_a_prediction_that_is_there_is_taken() -> None:
-    """A gateway's own predictor knew the siblings: better than what can be made up afterwards."""
+def test_a_recorded_prediction_is_kept() -> None:
+    """A gateway's own predictor knew the siblings, which is better than any prediction computed afterwards."""
     examples = [replace(one, base_tokens=77.0) for one in corpus(8, has_signal=True, seed=3)]
     assert beside_tabular(examples) == examples
 
@@ -222,10 +224,10 @@ def test_a_prediction_that_is_there_is_taken() -> None:
         ([], ["--law", "coding"], "--text cannot be combined with --events, --trace or --law"),
     ],
 )
-def test_conversations_that_teach_nothing_are_refused_in_one_line(
+def test_unusable_conversations_are_refused_in_one_line(
     lines: list[str], more: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit status 2, and no model."""
+    """The exit status is 2, and no model is written."""
     path, out = tmp_path / "conversations.jsonl", tmp_path / "text.pt"
     path.write_text("\n".join(lines))
     assert main(["predictor", "train", "--text", str(path), "--out", str(out), *more]) == 2
@@ -236,7 +238,7 @@ def test_conversations_that_teach_nothing_are_refused_in_one_line(
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is here")
 def test_without_torch_the_extra_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In one line, with what to install."""
+    """One line names the package to install."""
     path = tmp_path / "conversations.jsonl"
     path.write_text("\n".join(json.dumps(asdict(example)) for example in corpus(60, has_signal=True, seed=3)))
     assert main(["predictor", "train", "--text", str(path), "--out", str(tmp_path / "text.pt")]) == 2

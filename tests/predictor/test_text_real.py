@@ -1,4 +1,4 @@
-"""The text predictor, trained and asked where torch is: the environment that `make real` and `make text` install."""
+"""The text predictor, trained and used with torch: the environment that `make real` and `make text` install."""
 
 import json
 import os
@@ -27,17 +27,17 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 _CHECKOUT = Path(__file__).parents[2]
 
 
-def with_tabular(examples: list[TextExample]) -> list[TextExample]:
-    """Each example beside what the prefix tree says, which learns from the trajectories before it."""
+def with_tree_predictions(examples: list[TextExample]) -> list[TextExample]:
+    """Each example with the prediction of a prefix tree that learns from the trajectories before it."""
     tree = TreePredictor()
-    examples_told = []
+    predicted = []
     for number, example in enumerate(examples):
         name = f"{number // 2}"
         progress = Progress(name, example.group_id, output_tokens=example.output_tokens, num_turns=example.num_turns)
-        examples_told.append(replace(example, base_tokens=tree.predict(progress).total_tokens))
+        predicted.append(replace(example, base_tokens=tree.predict(progress).total_tokens))
         if number % 2:
             tree.ended(replace(progress, output_tokens=example.total_tokens))
-    return examples_told
+    return predicted
 
 
 def write(path: Path, examples: list[TextExample]) -> Path:
@@ -54,16 +54,16 @@ def torch_python() -> Path:
 
 @dataclass(frozen=True)
 class Trained:
-    """A model, what it was asked, and what came of that."""
+    """A model, the questions it was asked, and what the worker reported."""
 
     model: Path
     questions: list[TextExample]
-    came: dict[str, Any]
+    reply: dict[str, Any]
 
 
 def trained(tmp_path: Path, has_signal: bool) -> Trained:
-    """1,600 examples of 400 groups to learn from, 800 of 200 others to be judged by."""
-    examples = with_tabular(corpus(600, has_signal, seed=4))
+    """Trained on 1,600 examples of 400 groups, then asked about 800 examples of 200 other groups."""
+    examples = with_tree_predictions(corpus(600, has_signal, seed=4))
     files = write(tmp_path / "train.jsonl", examples[:1600]), write(tmp_path / "test.jsonl", examples[1600:])
     model = tmp_path / "model.pt"
     command = (torch_python(), "-m", "tests.predictor.text_worker", *files, model)
@@ -75,54 +75,54 @@ def trained(tmp_path: Path, has_signal: bool) -> Trained:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Where the text tells it."""
-    return trained(tmp_path_factory.mktemp("told"), has_signal=True)
+def with_signal(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Trained on texts that tell the length."""
+    return trained(tmp_path_factory.mktemp("with_signal"), has_signal=True)
 
 
-def judged(questions: list[TextExample], said: list[list[float]]) -> list[PredictionPair]:
+def prediction_pairs(questions: list[TextExample], predictions: list[list[float]]) -> list[PredictionPair]:
     return [
         PredictionPair(question.group_id, question.total_tokens, total, question.base_tokens)
-        for question, (total, _) in zip(questions, said, strict=True)
+        for question, (total, _) in zip(questions, predictions, strict=True)
     ]
 
 
-def test_where_the_text_tells_it_is_learned_and_chosen(told: Trained) -> None:
-    """In a minute on a CPU; its order beats the prefix tree's, and its 90th percentile keeps its word."""
-    questions, came = told.questions, told.came
-    choice = choose(judged(questions, came["said"]))
-    below = fmean(q.total_tokens <= p90 for q, (_, p90) in zip(questions, came["said"], strict=True))
-    print(came["report"], choice, f"under p90: {below:.2f}", f"{came['one_s'] * 1e3:.1f} ms a prediction")
+def test_a_text_that_tells_the_length_is_learned_and_chosen(with_signal: Trained) -> None:
+    """It takes under 90 s on a CPU. Its order beats the prefix tree's, and its 90th percentile is calibrated."""
+    questions, reply = with_signal.questions, with_signal.reply
+    choice = choose(prediction_pairs(questions, reply["predictions"]))
+    below = fmean(q.total_tokens <= p90 for q, (_, p90) in zip(questions, reply["predictions"], strict=True))
+    print(reply["report"], choice, f"under p90: {below:.2f}", f"{reply['one_s'] * 1e3:.1f} ms a prediction")
     assert choice.takes_challenger and choice.gain_low > 0.05
     assert 0.8 < below < 0.98
-    assert came["report"]["took_s"] < 90
-    assert came["single"] == pytest.approx(came["said"][0], rel=1e-3)
-    assert "is not a text predictor" in came["refusal"]
+    assert reply["report"]["took_s"] < 90
+    assert reply["single"] == pytest.approx(reply["predictions"][0], rel=1e-3)
+    assert "is not a text predictor" in reply["refusal"]
 
 
 @pytest.mark.text
-def test_where_the_text_tells_nothing_it_is_not_chosen(tmp_path: Path) -> None:
-    """Trained on noise it is no better than the prefix tree that it starts from, and the evaluation says so."""
+def test_a_predictor_trained_on_noise_is_not_chosen(tmp_path: Path) -> None:
+    """It is no better than the prefix tree that it starts from, and the evaluation shows that."""
     noise = trained(tmp_path, has_signal=False)
-    choice = choose(judged(noise.questions, noise.came["said"]))
-    print(noise.came["report"], choice)
+    choice = choose(prediction_pairs(noise.questions, noise.reply["predictions"]))
+    print(noise.reply["report"], choice)
     assert not choice.takes_challenger
     assert choice.gain > -0.1
 
 
 @pytest.mark.text
 @pytest.mark.parametrize("has_signal", [True, False])
-def test_the_command_keeps_a_model_only_where_it_pays(tmp_path: Path, has_signal: bool) -> None:
-    """Trained and judged in one go, on other groups; where the text tells nothing no model is left behind."""
+def test_the_command_keeps_a_model_only_if_it_pays(tmp_path: Path, has_signal: bool) -> None:
+    """It is trained and judged in one run, on different groups. If the text tells nothing, no model is left behind."""
     conversations = write(tmp_path / "conversations.jsonl", corpus(500, has_signal, seed=4))
     out = tmp_path / "text.pt"
     arguments = ("-m", "heddle", "predictor", "train", "--text", conversations, "--out", out)
-    # An environment with torch need not have what Heddle needs: this one's is put beside it.
-    beside = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
+    # An environment with torch may lack Heddle's dependencies: it gets those of this one.
+    python_path = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
     done = subprocess.run(
         [str(part) for part in (torch_python(), *arguments)],
         cwd=_CHECKOUT,
-        env=os.environ | {"PYTHONPATH": beside},
+        env=os.environ | {"PYTHONPATH": python_path},
         capture_output=True,
         text=True,
         timeout=280,
@@ -134,13 +134,14 @@ def test_the_command_keeps_a_model_only_where_it_pays(tmp_path: Path, has_signal
     assert ("Not worth having" in done.stdout) != has_signal
 
 
-async def test_the_gateway_hears_it_at_the_next_turn(told: Trained) -> None:
-    """Asked as a turn ends, whole or streamed; the turn that comes next has its prediction, and the first has not."""
-    beside = os.pathsep.join([str(_CHECKOUT), *(path for path in sys.path if path.endswith("site-packages"))])
-    settings = {"HEDDLE_TEXT_PREDICTOR": str(told.model), "HEDDLE_STORE": "memory:"}
+async def test_the_gateway_uses_the_text_prediction_at_the_next_turn(with_signal: Trained) -> None:
+    """The predictor is asked when a turn ends, whole or streamed. The next turn has its prediction, and the first has
+    none."""
+    python_path = os.pathsep.join([str(_CHECKOUT), *(path for path in sys.path if path.endswith("site-packages"))])
+    settings = {"HEDDLE_TEXT_PREDICTOR": str(with_signal.model), "HEDDLE_STORE": "memory:"}
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=50)) as engine,
-        gateway_process("--engine", engine, python=str(torch_python()), PYTHONPATH=beside, **settings) as gateway,
+        gateway_process("--engine", engine, python=str(torch_python()), PYTHONPATH=python_path, **settings) as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=60) as client,
     ):
 
@@ -167,12 +168,12 @@ async def test_the_gateway_hears_it_at_the_next_turn(told: Trained) -> None:
                 return (await client.get("/v1/trajectories/t-1")).json()["num_turns"] == number + 1  # noqa: B023
 
             await eventually(is_answered, 60)
-            # Nothing tells when it was read: a tool takes longer.
+            # Nothing reports when the text was read (a tool takes longer): probes ask until one of theirs was.
             while number == 0 and await num_read("in_time") == 0:
                 probe = dict(body, messages=messages[:1], max_tokens=1, stream=False)
                 await client.post("/v1/chat/completions", json=probe, headers={"x-trajectory-id": "probe"})
         turns = (await client.get("/v1/trajectories/t-1")).json()["turns"]
         assert await num_read("failed") == 0
-        # One thread reads them in order: when the probe's was heard, the trajectory's was there.
+        # One thread reads texts in order: when the probe's prediction was ready, so was the trajectory's.
         assert await num_read("in_time") >= 2
         assert turns[0]["predicted_tokens"] != turns[1]["predicted_tokens"]

@@ -1,4 +1,5 @@
-"""Trains a text predictor and predicts with it, in a process that has torch: EXAMPLES QUESTIONS MODEL, JSON out."""
+"""Trains a text predictor and predicts with it in a process that has torch. Takes EXAMPLES QUESTIONS MODEL, prints
+JSON."""
 
 import json
 import sys
@@ -24,12 +25,12 @@ def main(examples: Path, questions: Path, model: Path) -> None:
         refusal = ""
     except ValueError as error:
         refusal = str(error)
-    said = [(one.total_tokens, one.p90_tokens) for one in predictions]
+    pairs = [(one.total_tokens, one.p90_tokens) for one in predictions]
     print(
         json.dumps(
             {
                 "report": asdict(report),
-                "said": said,
+                "predictions": pairs,
                 "single": (single.total_tokens, single.p90_tokens),
                 "one_s": one_s,
                 "refusal": refusal,
