@@ -1,4 +1,4 @@
-"""The agent without wires: text of the wanted size, valid conversations, answers held to what was asked."""
+"""The agent without a network: prompts of the wanted size, valid conversations, answers checked against the request."""
 
 from typing import Any
 
@@ -21,8 +21,9 @@ def answer(turn: Turn, prompt_tokens: int = 100, **changes: Any) -> Answer:
 
 
 @pytest.mark.parametrize(("chars_per_token", "template_tokens"), [(4.0, 0), (5.5, 25), (1.0, 9), (2.3, 300)])
-def test_the_writer_learns_the_models_tokens(chars_per_token: float, template_tokens: int) -> None:
-    """After two prompts of different size it tells the template from the text and writes what is wanted within 2 %."""
+def test_the_writer_learns_the_models_tokenisation(chars_per_token: float, template_tokens: int) -> None:
+    """After two prompts of different sizes, it separates the template from the text and hits a wanted size within 2
+    %."""
     writer = Writer()
 
     def count(text: str) -> int:
@@ -36,8 +37,8 @@ def test_the_writer_learns_the_models_tokens(chars_per_token: float, template_to
     assert count(text) == pytest.approx(wanted, rel=0.02)
 
 
-def test_siblings_begin_alike_and_strangers_do_not() -> None:
-    """A group shares its first prompt to the letter, even if the writer has learned between; other groups do not."""
+def test_siblings_share_their_first_prompt_and_other_groups_do_not() -> None:
+    """Siblings' prompts are equal to the letter, even if the writer has learned in between."""
     writer = Writer()
     first = writer.first_prompt(Trajectory("a-0", "a", 200, ()))
     writer.learn(1_000, 100)
@@ -46,7 +47,8 @@ def test_siblings_begin_alike_and_strangers_do_not() -> None:
 
 
 def test_a_conversation_keeps_to_its_planned_length() -> None:
-    """A template that the writer does not know of adds to the prompt at each turn; what follows makes up for it."""
+    """A template that the writer does not know adds tokens to the prompt at each turn; later messages make up for
+    it."""
     turns = tuple(Turn(100 if index else 0, 50, 0.0) for index in range(10))
     trajectory = Trajectory("t", "g", 500, turns)
     conversation = Conversation(trajectory, Writer())
@@ -75,8 +77,8 @@ def test_roles_follow_the_answer() -> None:
     assert [m["role"] for m in conversation.ask()][4:] == ["assistant", "user"]
 
 
-def test_an_answer_that_was_not_asked_for_is_told() -> None:
-    """Too few tokens, too many, or an end of the model's own choice: each has its reason."""
+def test_an_answer_that_differs_from_the_request_is_explained() -> None:
+    """Too few tokens, too many, and an end that the model chose each have their message."""
     turn = Turn(0, 20, 0.0)
     assert mismatch(turn, answer(turn)) is None
     assert mismatch(turn, answer(turn, finish_reason="tool_calls")) is None
@@ -85,7 +87,7 @@ def test_an_answer_that_was_not_asked_for_is_told() -> None:
     assert "'stop'" in str(mismatch(turn, answer(turn, finish_reason="stop")))
 
 
-def test_each_form_of_identity_says_it_in_one_place() -> None:
+def test_each_identity_form_puts_the_id_in_one_place() -> None:
     """Header, path and body carry the id where the gateway looks for it; `none` carries nothing at all."""
     header = address_of("header", "t", "g", "r")
     assert header.headers == {"X-Trajectory-Id": "t", "X-Group-Id": "g", "X-Rollout-Id": "r"}

@@ -1,4 +1,4 @@
-"""The benchmark: each section measures the gateway, a server that fails is said so, tables and checks are right."""
+"""The benchmark: each section measures the gateway, a server that fails is reported, tables and checks are right."""
 
 import sys
 from argparse import Namespace
@@ -31,7 +31,7 @@ def peer_named(name: str) -> Peer:
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
 def test_each_section_measures_the_gateway(section: Section, tmp_path: Path) -> None:
-    """Every column has a figure; what costs processor time or memory costs some."""
+    """Every column has a figure; figures of processor time and memory are above zero."""
     sample = section.measure(rig_for(peer_named(GATEWAY), tmp_path))
     cells = [column.cell(GATEWAY, {GATEWAY: [sample], DIRECT: [sample]}) for column in section.columns]
     titles = [column.title for column in section.columns]
@@ -42,18 +42,18 @@ def test_each_section_measures_the_gateway(section: Section, tmp_path: Path) -> 
 
 
 def test_token_legs_are_measured_at_token_level(tmp_path: Path) -> None:
-    """The backend has the routes, and answers with the same words: each answer is checked, with tools and without."""
+    """The backend has the routes and answers with the same words: each answer is checked, with tools and without."""
     for name in ("gateway, token legs", "gateway, token legs, tools"):
         rig = rig_for(peer_named(name), tmp_path)
         with rig.serving() as served:
             assert rig.load(served, connections=2)["num_answers"] > 0
             assert rig.load(served, connections=2, stream=True)["num_answers"] > 0
-            # Legs at token level have ids of the gateway, the backend's own chat has always the same.
+            # Answers of token legs have ids from the gateway; the backend's own chat always has the same id.
             assert answers.ABOUT["id"] not in _one_answer(served.port, rig.peer.has_tools)
 
 
 def test_slow_streams_are_measured_at_token_level(tmp_path: Path) -> None:
-    """Chunks arrive with their stamps, and at their pace, there too."""
+    """Chunks carry their timestamps there, too, so their delays have figures."""
     slow = next(section for section in SECTIONS if section.name == "slow")
     sample = slow.measure(rig_for(peer_named("gateway, token legs"), tmp_path))
     assert sample["share 2000"] > 0 and sample["p50 2000"] > 0
@@ -67,10 +67,10 @@ def _one_answer(port: int, has_tools: bool) -> str:
     return httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", content=body, headers=headers, timeout=60).text
 
 
-def test_a_server_that_does_not_start_is_in_the_table_and_stops_nothing(
+def test_a_server_that_does_not_start_is_listed_and_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what it said, and the others measured; a run that is resumed does not measure them again."""
+    """Its output is in the table and the others are measured. A resumed run measures nothing again."""
     monkeypatch.setattr("loadtest.bench.run.WORK", tmp_path)
     broken = Peer("broken", lambda *_: [sys.executable, "-c", "raise SystemExit('no such model')"])
     absent = Peer("absent", lambda *_: [], needs=tmp_path / "nowhere")
@@ -95,14 +95,14 @@ def test_a_server_that_does_not_start_is_in_the_table_and_stops_nothing(
 
 
 def test_a_server_that_ends_at_once_is_not_waited_for(tmp_path: Path) -> None:
-    """What it said is told."""
+    """The error shows its output."""
     broken = Peer("broken", lambda *_: [sys.executable, "-c", "raise SystemExit('no such option')"])
     with pytest.raises(NotStarted, match="no such option"), rig_for(broken, tmp_path).serving():
         pass
 
 
-def test_ratios_and_differences_are_those_within_a_repeat() -> None:
-    """Medians and spreads worked out by hand; a repeat that failed counts for nothing."""
+def test_ratios_and_differences_are_taken_within_a_repeat() -> None:
+    """Medians and spreads are computed by hand; a repeat that failed does not count."""
     samples: dict[str, list[dict[str, float] | None]] = {
         DIRECT: [{"us": 10.0}, {"us": 30.0}, {"us": 20.0}],
         "fast": [{"us": 50.0}, {"us": 60.0}, {"us": 100.0}],
@@ -118,8 +118,8 @@ def test_ratios_and_differences_are_those_within_a_repeat() -> None:
     assert text.splitlines()[-1] == "* slow: a / b"
 
 
-def test_a_record_is_gone_on_with_only_under_the_same_settings(tmp_path: Path) -> None:
-    """What was measured of another commit, or for another time, is not what is measured now."""
+def test_a_record_is_resumed_only_with_the_same_settings(tmp_path: Path) -> None:
+    """Samples measured with another duration are not mixed in."""
     path = tmp_path / "some.jsonl"
     record = Record(path, {"seconds": 1.0})
     record.begin()
@@ -133,7 +133,7 @@ def test_a_record_is_gone_on_with_only_under_the_same_settings(tmp_path: Path) -
 
 
 def test_a_table_goes_between_its_marks(tmp_path: Path) -> None:
-    """All else of the file stays; a file without them is left."""
+    """The rest of the file stays; a file without the marks is an error."""
     path = tmp_path / "page.md"
     path.write_text("a\n<!-- bench:slow:begin -->\nold\n<!-- bench:slow:end -->\nz\n")
     write(path, "slow", "new")
@@ -142,8 +142,8 @@ def test_a_table_goes_between_its_marks(tmp_path: Path) -> None:
         write(path, "fast", "new")
 
 
-def test_goals_are_held_against_what_was_measured() -> None:
-    """By the median of the repeats; what was not measured is neither met nor missed."""
+def test_goals_are_compared_with_the_measurements() -> None:
+    """The median of the repeats counts. A goal that was not measured is neither met nor missed."""
     assert all("not measured" in line for line in goals_table({}).splitlines()[2:])
     repeats = [{"5.5 KB": 30.0, "100 KB": 70.0}, {"5.5 KB": 90.0, "100 KB": 71.0}, {"5.5 KB": 40.0, "100 KB": 72.0}]
     rival = [{"5.5 KB": 100.0, "100 KB": 70.0}] * 3
@@ -153,8 +153,8 @@ def test_goals_are_held_against_what_was_measured() -> None:
     assert lines[5].endswith("| 1x | 1.01 | **no** |")
 
 
-def test_goals_name_servers_and_figures_that_there_are(tmp_path: Path) -> None:
-    """Else a goal would be unmeasured for ever."""
+def test_goals_name_existing_servers_and_figures(tmp_path: Path) -> None:
+    """Otherwise a goal would stay unmeasured forever."""
     names = {peer.name for peer in PEERS}
     assert names >= {STICKY, PROGRAMS, *RUST}
     keys = {"5.5 KB": 1.0, "100 KB": 1.0, "1 MB": 1.0, "chunk": 1.0, "p99_us 1": 1.0, "p99 2000": 1.0}
@@ -167,8 +167,8 @@ def test_goals_name_servers_and_figures_that_there_are(tmp_path: Path) -> None:
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
-def test_an_answer_that_is_not_the_backends_is_seen() -> None:
-    """Whole or streamed: a word lost, doubled or swapped, an end that is missing, another status."""
+def test_an_answer_that_differs_from_the_backends_is_detected() -> None:
+    """Whole or streamed: a word lost, doubled or swapped, a missing end, another status."""
     good = [*answers.STREAM, answers.STREAM_END]
     checker = Checker(stream=True)
     checker.check(HEAD + b"".join(good))
@@ -185,8 +185,8 @@ def test_an_answer_that_is_not_the_backends_is_seen() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1_000, 5_500, 100_000, 1_000_000])
-def test_requests_have_the_size_that_is_asked_for(num_bytes: int) -> None:
-    """To the byte, all of a run different, and the same for the same seed."""
+def test_requests_have_exactly_the_size_asked_for(num_bytes: int) -> None:
+    """All requests of a run differ, and the same seed makes the same requests."""
     some = bodies(1, True, num_bytes)
     assert {len(body) for body in some} == {num_bytes}
     assert len(set(some)) == len(some) and some == bodies(1, True, num_bytes)

@@ -1,4 +1,4 @@
-"""Results and how they are shown: figures by hand, better is above one, unknown is not nothing."""
+"""Results and their display: figures computed by hand, ratios above one are better, unknown is not zero."""
 
 import io
 from dataclasses import replace
@@ -29,8 +29,8 @@ def shown(*results: RolloutResult) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
-def test_figures_are_those_of_the_trajectories() -> None:
-    """Mean, percentiles, throughput and the longest tenth by what was asked, worked out by hand."""
+def test_figures_equal_those_computed_by_hand() -> None:
+    """Mean, percentiles, throughput, and the longest tenth by requested output."""
     result = rollout("a", [float(n) for n in range(1, 11)], [float(n) for n in range(10)])
     assert (result.makespan_s, result.output_tokens, result.tokens_per_s) == (10.0, 550, 55.0)
     assert (result.mean_trajectory_s, result.p50_trajectory_s, result.p99_trajectory_s) == (5.5, 5.0, 10.0)
@@ -41,12 +41,12 @@ def test_figures_are_those_of_the_trajectories() -> None:
 
 @pytest.mark.parametrize(("percent", "value"), [(0, 1), (1, 1), (50, 50), (99, 99), (100, 100)])
 def test_percentiles_are_by_nearest_rank(percent: float, value: int) -> None:
-    """Of the numbers 1 to 100 the P50 is 50: a value that occurred, not one between two."""
+    """Of the numbers 1 to 100, the P50 is 50: a value that occurred, not one between two values."""
     assert percentile(list(range(100, 0, -1)), percent) == value
 
 
-def test_turns_never_asked_count_as_failed() -> None:
-    """A trajectory that ended after its first of five turns failed five times, once with a reason."""
+def test_turns_never_sent_count_as_failed() -> None:
+    """A trajectory that ended after the first of its five turns failed five times, once with a reason."""
     failed = TrajectoryResult("t", "g", 5, 0.0, 1.0, (turn("t", 10, 1.0, None, "HTTP 503"),))
     result = RolloutResult("a", "r", 1.0, (failed,))
     assert (result.num_failed_turns, result.errors) == (5, ("t, turn 0: HTTP 503",))
@@ -66,7 +66,7 @@ def test_a_ratio_above_one_is_better_for_times_and_throughput() -> None:
         assert "x2.00" in rows[label], label
 
 
-def test_waiting_is_unknown_where_an_answer_came_whole() -> None:
+def test_waiting_is_unknown_without_streaming() -> None:
     """Unknown is not zero, and has no ratio."""
     whole = TrajectoryResult("t", "g", 1, 0.0, 1.0, (replace(turn("t", 10, 1.0, None), first_token_at=None),))
     text = shown(RolloutResult("whole", "r", 1.0, (whole,)), rollout("streamed", [1.0], [None]))
@@ -76,23 +76,23 @@ def test_waiting_is_unknown_where_an_answer_came_whole() -> None:
     assert "x" not in row.replace("prefill", "")
 
 
-def test_durations_are_multiplied_together() -> None:
-    """A rollout twenty times as slow takes twenty times as long in every figure, and made as many tokens."""
+def test_a_slowed_rollout_multiplies_every_duration() -> None:
+    """A rollout that is 20 times as slow takes 20 times as long in every figure and generates as many tokens."""
     result = rollout("a", [1.0, 2.0], [0.5, 1.0])
     slowed = result.times(20)
     assert (slowed.makespan_s, slowed.mean_queued_s, slowed.mean_waited_s) == (40.0, 15.0, 15.0)
     assert (slowed.output_tokens, slowed.tokens_per_s) == (result.output_tokens, result.tokens_per_s / 20)
 
 
-def test_errors_are_shown_as_they_are() -> None:
-    """A server's text in brackets is no markup, and a flood is cut with its number."""
+def test_errors_are_shown_verbatim_and_cut_off() -> None:
+    """Brackets in a server's text are not markup. Beyond five, errors are only counted."""
     text = shown(rollout("a", [1.0] * 7, [None] * 7, error="[bold]no[/bold]"))
     assert "t0, turn 0: [bold]no[/bold]" in text
     assert "and 2 more errors" in text
 
 
 def test_progress_counts_turns_trajectories_and_tokens() -> None:
-    """The bar moves by turns, and a trajectory is ended at its last one."""
+    """The bar moves by turns, and a trajectory ends with its last turn."""
     turns = (Turn(0, 10, 0.0), Turn(5, 10, 0.0))
     workload = Workload("w", (Trajectory("t0", "g", 9, turns), Trajectory("t1", "g", 9, turns[:1])))
     console = Console(file=io.StringIO(), width=120, force_terminal=True)

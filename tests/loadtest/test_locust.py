@@ -34,8 +34,8 @@ async def locust(file: str, url: str, directory: Path, *arguments: str) -> tuple
     return process.returncode, rows, output.decode()
 
 
-async def some_seconds(url: str, directory: Path) -> tuple[int, dict[str, dict[str, str]], str]:
-    """Agents for three seconds; for thirty, where the machine was too busy for one trajectory to end in three."""
+async def run_agents(url: str, directory: Path) -> tuple[int, dict[str, dict[str, str]], str]:
+    """Run agents for 3 s, or for 30 s if the machine was too busy for one trajectory to end in 3."""
     for run_time in ("3s", "30s"):
         code, rows, output = await locust("locustfile.py", url, directory, "-u", "4", "-r", "4", "-t", run_time)
         if "AGENT trajectory" in rows:
@@ -44,10 +44,10 @@ async def some_seconds(url: str, directory: Path) -> tuple[int, dict[str, dict[s
 
 
 async def test_agents_play_trajectories_and_report_them(tmp_path: Path) -> None:
-    """A headless run ends well, and turns, first tokens and whole trajectories are lines of their own."""
+    """A headless run succeeds. Turns, first tokens and whole trajectories have lines of their own."""
     app = ToyChat()
     with serve(app) as url:
-        code, rows, output = await some_seconds(url, tmp_path)
+        code, rows, output = await run_agents(url, tmp_path)
     assert code == 0, output
     num_turns = int(rows["POST turn"]["Request Count"])
     num_trajectories = int(rows["AGENT trajectory"]["Request Count"])
@@ -60,7 +60,7 @@ async def test_agents_play_trajectories_and_report_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("faults", [Faults(num_unavailable=1), Faults(num_broken_streams=1), Faults(short_by=1)])
 async def test_a_failure_fails_the_run(tmp_path: Path, faults: Faults) -> None:
-    """One refused turn, one broken stream or one answer too short: exit code 1 and a failed trajectory."""
+    """One refused turn, broken stream or short answer means exit code 1 and a failed trajectory."""
     with serve(ToyChat(faults=faults)) as url:
         code, rows, output = await locust("shapes.py", url, tmp_path, "--agents", "3", "--law", "math-heavy")
     assert code == 1, output
@@ -69,7 +69,7 @@ async def test_a_failure_fails_the_run(tmp_path: Path, faults: Faults) -> None:
 
 
 async def test_rollouts_follow_each_other_and_are_complete(tmp_path: Path) -> None:
-    """Two rollouts of five: ten trajectories, no more, and those of the second begin when the first has ended."""
+    """Two rollouts of five are ten trajectories, no more; the second rollout begins when the first has ended."""
     app = ToyChat()
     with serve(app) as url:
         code, rows, output = await locust("shapes.py", url, tmp_path, "--agents", "5", "--rollouts", "2")
@@ -84,7 +84,7 @@ async def test_rollouts_follow_each_other_and_are_complete(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("faults", [Faults(), Faults(models_after_s=2.5)])
 async def test_a_ramp_ends_by_itself(tmp_path: Path, faults: Faults) -> None:
-    """Agents are added until all are there, however long that takes them, and the run ends soon after."""
+    """Agents are added until all are there, however long they take to start, and the run ends soon after."""
     with serve(ToyChat(faults=faults)) as url:
         code, rows, output = await locust(
             "shapes.py", url, tmp_path, "--shape", "ramp", "--agents", "3", "--ramp-s", "2", "--law", "math"
@@ -93,8 +93,8 @@ async def test_a_ramp_ends_by_itself(tmp_path: Path, faults: Faults) -> None:
     assert int(rows["GET models"]["Request Count"]) == 3
 
 
-async def test_agents_of_the_gateway_end_well(tmp_path: Path) -> None:
-    """The same against the gateway and two simulated engines: nothing fails, and it knows every trajectory."""
+async def test_agents_run_against_the_gateway_without_failures(tmp_path: Path) -> None:
+    """Behind the gateway are two simulated engines. The gateway knows every trajectory."""
     settings = SimulatedEngineSettings(speed_up=50)
     async with (
         serve_engine(settings) as first,
@@ -102,7 +102,7 @@ async def test_agents_of_the_gateway_end_well(tmp_path: Path) -> None:
         running_gateway(first, second) as gateway,
         httpx2.AsyncClient(base_url=gateway.url) as client,
     ):
-        code, rows, output = await some_seconds(gateway.url, tmp_path)
+        code, rows, output = await run_agents(gateway.url, tmp_path)
         known = (await client.get("/v1/trajectories", params={"limit": 1000})).json()["data"]
     assert code == 0, output
     assert rows["Aggregated"]["Failure Count"] == "0"

@@ -1,4 +1,4 @@
-"""The replayer against a server that speaks the protocol: every turn once, faults survived or told."""
+"""The replayer against a server that speaks the protocol: every turn once, faults survived or reported."""
 
 import asyncio
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def settings(app: ToyChat, client: Any) -> Iterator[ReplaySettings]:
 async def test_every_turn_is_played_once_and_counted(
     app: ToyChat, settings: ReplaySettings, stream_share: float
 ) -> None:
-    """Streamed or whole: each turn is asked once, with the length of the trajectory, and all figures add up."""
+    """Streamed or whole, each turn is sent once with the trajectory's length, and all figures add up."""
     seen: list[TurnResult] = []
     result = await replay(WORKLOAD, replace(settings, stream_share=stream_share), on_turn=seen.append)
     assert result.errors == ()
@@ -64,7 +64,7 @@ async def test_every_turn_is_played_once_and_counted(
 
 
 async def test_a_conversation_grows_by_its_answers(app: ToyChat, settings: ReplaySettings) -> None:
-    """Each turn sends all before it unchanged, the last answer among it, so an engine's prefix cache can hit."""
+    """Each turn repeats all before it unchanged, including the last answer, so an engine's prefix cache can hit."""
     await replay(Workload("w", WORKLOAD.trajectories[:1]), settings)
     sent = [body["messages"] for _, _, body in app.seen]
     for before, after in pairwise(sent):
@@ -77,7 +77,7 @@ async def test_a_conversation_grows_by_its_answers(app: ToyChat, settings: Repla
 
 
 async def test_tool_calls_are_answered_with_their_ids(app: ToyChat, settings: ReplaySettings) -> None:
-    """A streamed tool call comes back whole as the assistant's, followed by the tool's message."""
+    """A streamed tool call comes back whole in the assistant's message, followed by the tool's message."""
     app.with_tool_calls = True
     result = await replay(Workload("w", WORKLOAD.trajectories[:1]), settings)
     assert result.errors == ()
@@ -88,7 +88,7 @@ async def test_tool_calls_are_answered_with_their_ids(app: ToyChat, settings: Re
 
 @pytest.mark.parametrize("identity", ["header", "session", "path", "body", "none"])
 async def test_identity_reaches_the_server(app: ToyChat, settings: ReplaySettings, identity: Any) -> None:
-    """The chosen form and no other is on the wire; an agent without one finishes by the name the server gave it."""
+    """Only the chosen form is sent. An agent without an id finishes by the name that the server gave it."""
     app.answer_headers = {"x-trajectory-id": "r-t" if identity != "none" else "inferred-1"}
     await replay(ONE_TURN, replace(settings, identity=identity))
     [(path, headers, body)] = app.seen
@@ -102,13 +102,13 @@ async def test_identity_reaches_the_server(app: ToyChat, settings: ReplaySetting
 
 
 async def test_finish_can_be_left_out(app: ToyChat, settings: ReplaySettings) -> None:
-    """Without it no trajectory is reported as ended."""
+    """Then no trajectory is reported as ended."""
     await replay(ONE_TURN, replace(settings, finish=False))
     assert not [path for method, path in app.calls if method == "POST"]
 
 
 async def test_queueing_comes_from_headers_or_the_trajectory(app: ToyChat, settings: ReplaySettings) -> None:
-    """The header wins; without it the trajectory's route is asked; a server with neither leaves it unknown."""
+    """The header wins; without it, the trajectory's route is asked. A server with neither leaves it unknown."""
     assert (await replay(ONE_TURN, settings)).mean_queued_s is None
     app.seen.clear()
     app.knows_trajectories = True
@@ -118,15 +118,15 @@ async def test_queueing_comes_from_headers_or_the_trajectory(app: ToyChat, setti
     assert result.mean_queued_s == 0.25
 
 
-async def test_a_server_that_is_busy_is_asked_again(app: ToyChat, settings: ReplaySettings) -> None:
+async def test_a_busy_server_is_retried(app: ToyChat, settings: ReplaySettings) -> None:
     """A 503 costs a retry, which is counted, and no turn."""
     app.faults = Faults(num_unavailable=1)
     result = await replay(ONE_TURN, settings)
     assert (result.errors, result.num_retries, len(app.seen)) == ((), 1, 2)
 
 
-async def test_a_broken_stream_is_asked_again(app: ToyChat, settings: ReplaySettings) -> None:
-    """A stream that ends in mid-answer costs a retry, and the pieces that came are not in the answer twice."""
+async def test_a_broken_stream_is_retried(app: ToyChat, settings: ReplaySettings) -> None:
+    """A stream that ends in the middle costs a retry, and the chunks that had come are not in the answer twice."""
     app.faults = Faults(num_broken_streams=1)
     two_turns = Workload("w", (Trajectory("t", "g", 40, (Turn(0, 10, 0.0), Turn(20, 10, 0.0))),))
     result = await replay(two_turns, settings)
@@ -135,7 +135,7 @@ async def test_a_broken_stream_is_asked_again(app: ToyChat, settings: ReplaySett
 
 
 async def test_retries_end_and_the_turn_fails_with_its_reason(app: ToyChat, settings: ReplaySettings) -> None:
-    """When they are used up the trajectory ends there; turns that could not be asked count as failed too."""
+    """When they are used up, the trajectory ends; turns that could not be sent count as failed, too."""
     app.faults = Faults(num_unavailable=1_000)
     result = await replay(Workload("w", WORKLOAD.trajectories[:1]), replace(settings, max_retries=0))
     assert result.num_failed_turns == len(WORKLOAD.trajectories[0].turns)
@@ -143,8 +143,8 @@ async def test_retries_end_and_the_turn_fails_with_its_reason(app: ToyChat, sett
     assert "503" in result.errors[0]
 
 
-async def test_a_short_answer_is_a_failed_turn_but_not_the_end(app: ToyChat, settings: ReplaySettings) -> None:
-    """Lost tokens are found: each short turn fails with both numbers, and the conversation goes on."""
+async def test_a_short_answer_fails_its_turn_and_not_the_trajectory(app: ToyChat, settings: ReplaySettings) -> None:
+    """Lost tokens are detected: each short turn fails with both numbers, and the conversation continues."""
     app.faults = Faults(short_by=2)
     workload = Workload("w", (Trajectory("t", "g", 40, (Turn(0, 10, 0.0), Turn(9, 10, 0.0))),))
     result = await replay(workload, settings)
@@ -153,24 +153,24 @@ async def test_a_short_answer_is_a_failed_turn_but_not_the_end(app: ToyChat, set
 
 
 @pytest.mark.parametrize("stream_share", [0.0, 1.0])
-async def test_nonsense_fails_one_turn_and_not_the_rollout(
+async def test_nonsense_answers_fail_trajectories_and_not_the_rollout(
     app: ToyChat, settings: ReplaySettings, stream_share: float
 ) -> None:
-    """A server that answers 200 with something else costs its trajectories, each told; the result still comes."""
+    """A server that answers 200 with something else fails each trajectory with a message; the result still comes."""
     app.faults = Faults(nonsense=True)
     result = await replay(WORKLOAD, replace(settings, stream_share=stream_share, max_retries=0))
     assert len(result.trajectories) == len(result.errors) == len(WORKLOAD.trajectories)
     assert result.num_failed_turns == WORKLOAD.num_turns
 
 
-async def test_a_finish_without_a_body_is_a_finish(app: ToyChat, settings: ReplaySettings) -> None:
+async def test_a_finish_may_be_answered_without_a_body(app: ToyChat, settings: ReplaySettings) -> None:
     """204 is as good as 200."""
     app.empty_finish = True
     assert (await replay(ONE_TURN, settings)).errors == ()
 
 
-async def test_a_restart_in_the_middle_is_survived(client: Any) -> None:
-    """The server goes after the third turn and comes back at its old port once a client has been refused."""
+async def test_a_restart_of_the_server_is_survived(client: Any) -> None:
+    """The server stops after the third turn and comes back at its old port once a client has been refused."""
     app = ToyChat()
     loop = asyncio.get_running_loop()
     with ExitStack() as first, ExitStack() as second:
@@ -204,7 +204,7 @@ async def test_a_restart_in_the_middle_is_survived(client: Any) -> None:
 
 
 async def test_concurrency_is_bounded(app: ToyChat, settings: ReplaySettings) -> None:
-    """With a limit of one, trajectories do not overlap, and waiting for their turn is no part of their time."""
+    """With a limit of one, trajectories do not overlap, and waiting to start does not count as their time."""
     result = await replay(WORKLOAD, replace(settings, concurrency=1))
     spans = sorted((t.started_at, t.ended_at) for t in result.trajectories)
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
@@ -212,18 +212,18 @@ async def test_concurrency_is_bounded(app: ToyChat, settings: ReplaySettings) ->
     assert max(t.started_at for t in unbounded.trajectories) < unbounded.makespan_s / 2
 
 
-async def test_tools_take_their_time_over_the_speed_up(settings: ReplaySettings) -> None:
-    """A tool of 10 s at 50 times the speed holds its trajectory for 0.2 s, and the model's time does not count it."""
+async def test_tool_times_are_divided_by_the_speed_up(settings: ReplaySettings) -> None:
+    """A tool of 10 s at 50 times the speed holds its trajectory for 0.2 s and is not counted as the model's time."""
     workload = Workload("w", (Trajectory("t", "g", 40, (Turn(0, 5, 10.0), Turn(9, 5, 99.0))),))
     result: RolloutResult = await replay(workload, replace(settings, speed_up=50))
     [played] = result.trajectories
     assert played.time_s - played.llm_s == pytest.approx(0.2, abs=0.1)
-    # The tool after the last turn is nobody's.
+    # The tool after the last turn does not count.
     assert played.time_s < 1.0
 
 
-async def test_calibration_makes_the_first_prompts_right(app: ToyChat, settings: ReplaySettings) -> None:
-    """All first turns go out before any answer, and yet have the wanted size."""
+async def test_calibration_gives_first_prompts_the_right_size(app: ToyChat, settings: ReplaySettings) -> None:
+    """All first turns are sent before any answer, and still have the wanted size."""
     workload = Workload("w", tuple(Trajectory(f"{n}", f"g{n}", 300, (Turn(0, 5, 0.0),)) for n in range(4)))
     result = await replay(workload, replace(settings, calibrate=True))
     for turn in result.turns:
@@ -232,7 +232,7 @@ async def test_calibration_makes_the_first_prompts_right(app: ToyChat, settings:
 
 @pytest.mark.parametrize("identity", ["header", "none"])
 async def test_a_gateway_learns_nothing_from_calibration(client: Any, identity: Any) -> None:
-    """Probes are no trajectories: of their one token a predictor that knows little would think that all are short."""
+    """Probes are not trajectories: from their single tokens, a new predictor would conclude that all are short."""
     workload = Workload("w", tuple(Trajectory(f"{n}", f"g{n}", 300, (Turn(0, 5, 0.0),)) for n in range(3)))
     engine_settings = SimulatedEngineSettings(profile=load_profile("toy-cpu-tp1"))
     async with recorded_engine(engine_settings) as engine, running_gateway(engine.url) as gateway:
@@ -245,10 +245,10 @@ async def test_a_gateway_learns_nothing_from_calibration(client: Any, identity: 
 
 
 @pytest.mark.parametrize("identity", ["header", "path", "body", "none"])
-async def test_ids_that_no_header_can_carry_are_sent_all_the_same(
+async def test_ids_that_no_header_can_carry_are_sent_and_stay_distinct(
     app: ToyChat, settings: ReplaySettings, identity: Any
 ) -> None:
-    """A trace from anywhere has ids of any script, with slashes, line ends, a page long: all are played, all differ."""
+    """Traces from anywhere have ids in any script, with slashes and line breaks, a page long: all are played."""
     names = ["Bahn/é?#1", "轨迹-1", "轨迹-2", "a\r\nX-Group-Id: b", "x" * 300, "x" * 301, " a", "a%2Fb"]
     workload = Workload("any", tuple(Trajectory(name, name, 40, (Turn(0, 10, 0.0),)) for name in names))
     result = await replay(workload, replace(settings, identity=identity))

@@ -16,22 +16,22 @@ FLAT = Sample(
 )
 
 
-def test_what_grows_from_third_to_third_is_named() -> None:
-    """A kilobyte a turn in 20,000 turns, or a connection for each of 50 clients that left."""
+def test_figures_that_grow_from_third_to_third_are_named() -> None:
+    """For example, a kilobyte a turn in 20,000 turns, or a connection for each of 50 clients that left."""
     before = [replace(FLAT, memory_bytes=1e8 + 1e5 * second, descriptors=50 + second // 4) for second in range(200)]
     after = [replace(FLAT, memory_bytes=1e8 + 1e5 * second, descriptors=50 + second // 4) for second in range(200, 400)]
     assert grown(before, after) == ["memory_bytes", "descriptors"]
 
 
-def test_what_comes_and_goes_is_no_leak() -> None:
-    """Engines die, rollouts begin: for some seconds there is more of everything."""
+def test_a_passing_increase_is_not_a_leak() -> None:
+    """Engines die and rollouts begin: for some seconds there is more of everything."""
     before = [FLAT] * 200
     after = [replace(FLAT, descriptors=300, trajectories=900, processes=3) if n % 4 == 0 else FLAT for n in range(200)]
     assert grown(before, after) == []
 
 
-async def test_a_gateway_is_looked_at_while_it_works(tmp_path: Path) -> None:
-    """From outside: what it has is seen, and turns are served."""
+async def test_the_soak_samples_a_working_gateway(tmp_path: Path) -> None:
+    """From outside, its resources are seen, and turns are served."""
     samples, num_turns = await soak(0.1, tmp_path)
     assert num_turns > 0
     last = samples[-1]
