@@ -1,4 +1,4 @@
-"""How these tests ask a gateway, in the four APIs, and read what comes."""
+"""How these tests send requests to a gateway, in the four APIs, and read the replies."""
 
 import asyncio
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ PATHS = {
 
 
 def body_of(api: str, stream: bool = False, tokens: int = 8, text: str = "hello", **more: Any) -> dict[str, Any]:
-    """A request for so many tokens."""
+    """A request for this many tokens."""
     messages = [{"role": "user", "content": text}]
     body: dict[str, Any] = {"model": "simulated", "stream": stream, "ignore_eos": True}
     match api:
@@ -33,8 +33,8 @@ def body_of(api: str, stream: bool = False, tokens: int = 8, text: str = "hello"
 
 
 @dataclass(frozen=True)
-class Heard:
-    """An answer as its client saw it: whole, or as the data of a stream's events."""
+class Reply:
+    """An answer as its client received it: whole, or as the data of a stream's events."""
 
     status: int
     headers: httpx.Headers
@@ -46,7 +46,7 @@ class Heard:
 
     @property
     def events(self) -> list[Any]:
-        """The data of all events but [DONE]."""
+        """The data of all events except [DONE]."""
         lines = [line.removeprefix("data: ") for line in self.text.splitlines() if line.startswith("data: ")]
         return [orjson.loads(line) for line in lines if line != "[DONE]"]
 
@@ -64,11 +64,11 @@ class Heard:
         return last in ("message_stop", "response.completed", "response.incomplete")
 
     def error(self, api: str) -> dict[str, Any]:
-        """The error it ended with; checks that it is in the API's own form."""
+        """The error that it ended with; checks that the error has the API's own form."""
         is_stream = "event-stream" in self.headers["content-type"]
         body = self.events[-1] if is_stream else self.json
         if is_stream:
-            assert "[DONE]" not in self.text, "an error ends a stream, which is not done then"
+            assert "[DONE]" not in self.text, "a stream that ends with an error has no [DONE]"
         if api == "messages":
             assert body["type"] == "error" and set(body["error"]) == {"type", "message"}, body
         else:
@@ -83,15 +83,15 @@ class Heard:
 
 async def ask(
     client: httpx.AsyncClient, url: str, api: str, body: dict[str, Any], headers: dict[str, str] | None = None
-) -> Heard:
-    """Send a request and read all of its answer."""
+) -> Reply:
+    """Send a request and read its whole answer."""
     response = await client.post(url + PATHS[api], json=body, headers=headers)
     assert response.headers["x-request-id"]
-    return Heard(response.status_code, response.headers, response.text)
+    return Reply(response.status_code, response.headers, response.text)
 
 
 def check_error(api: str, response: httpx.Response, status: int, code: str | None = None) -> None:
-    """An error answer in the API's own form, with its request id."""
+    """Check that the response is an error in the API's own form, with a request id."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"]
@@ -105,7 +105,7 @@ def check_error(api: str, response: httpx.Response, status: int, code: str | Non
 
 
 async def raw(url: str, data: bytes, timeout_s: float = 5.0) -> bytes:
-    """What comes back for these bytes until the gateway closes the connection."""
+    """Everything the gateway sends for these bytes until it closes the connection."""
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:

@@ -1,4 +1,4 @@
-"""What the fault tests share."""
+"""Fixtures of the fault tests."""
 
 import itertools
 from collections.abc import AsyncIterator
@@ -12,7 +12,7 @@ from tests.support.redis_server import RedisServer, redis_server
 
 __all__ = ["redis_server"]
 
-# A Redis server has sixteen; each test takes one of its own.
+# A Redis server has sixteen databases; each test takes its own.
 _databases = itertools.cycle(range(16))
 
 

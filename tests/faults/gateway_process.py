@@ -1,4 +1,4 @@
-"""A gateway as a process of its own, to be killed and started again at the same address."""
+"""A gateway in a process of its own, which tests kill and restart at the same address."""
 
 import asyncio
 import contextlib
@@ -24,11 +24,11 @@ class GatewayProcess:
     """`heddle serve` with these options, on a port that stays the same.
 
     Args:
-        python: what runs it.
+        python: the interpreter that runs it.
 
     Attributes:
         start_s: seconds from the last start until it answered.
-        start_cpu_s: of its processor time until then, which others' work does not change.
+        start_cpu_s: its processor time until then, which other processes do not affect.
     """
 
     def __init__(self, *options: str, python: str = sys.executable, **environment: str) -> None:
@@ -41,7 +41,7 @@ class GatewayProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def begin(self) -> None:
-        """Start it, and wait for nothing."""
+        """Start it without waiting for anything."""
         self._process = await asyncio.create_subprocess_exec(
             self._python,
             *("-m", "heddle", "serve", "--port", str(self.port), "--log-level", "warning", *self._options),
@@ -51,7 +51,7 @@ class GatewayProcess:
         )
 
     async def start(self) -> None:
-        """Start it and return when it is healthy; its output is what it said if it ended instead."""
+        """Start it and return when it is healthy. If it exits instead, its output is the error."""
         began_at = time.perf_counter()
         await self.begin()
         assert self._process is not None
@@ -65,20 +65,20 @@ class GatewayProcess:
         self.start_s, self.start_cpu_s = time.perf_counter() - began_at, cpu_us(self._process.pid) / 1e6
 
     async def kill(self) -> None:
-        """End it as SIGKILL does."""
+        """Send SIGKILL."""
         assert self._process is not None
         if self._process.returncode is None:
             self._process.kill()
         await self._process.wait()
 
     async def terminate(self) -> int:
-        """Ask it to end, and give its exit status."""
+        """Send SIGTERM; returns the exit status."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         return await self._process.wait()
 
     async def output(self) -> str:
-        """All it said; it must have ended."""
+        """All its output; it must have ended."""
         assert self._process is not None and self._process.stdout is not None
         return (await self._process.stdout.read()).decode()
 
@@ -87,7 +87,7 @@ class GatewayProcess:
 async def gateway_process(
     *options: str, python: str = sys.executable, **environment: str
 ) -> AsyncIterator[GatewayProcess]:
-    """A started one, killed when this is left."""
+    """A started gateway, killed on exit."""
     process = GatewayProcess(*options, python=python, **environment)
     await process.start()
     try:
@@ -97,7 +97,7 @@ async def gateway_process(
 
 
 async def refused_start(*options: str, **environment: str) -> tuple[int, str]:
-    """Exit status and standard error of a gateway that does not start."""
+    """Exit status and standard error of a gateway that refuses to start."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "heddle", "serve", *options),
@@ -107,16 +107,16 @@ async def refused_start(*options: str, **environment: str) -> tuple[int, str]:
     )
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
-            _, said = await process.communicate()
+            _, errors = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
     assert process.returncode is not None
-    return process.returncode, said.decode()
+    return process.returncode, errors.decode()
 
 
 async def tokens_written(store_url: str) -> int:
-    """The tokens of unfinished turns that a gateway which is gone left in its store."""
+    """The tokens of unfinished turns that a dead gateway left in its store."""
     store = open_store(store_url, StoreSettings())
     await store.open()
     num = 0

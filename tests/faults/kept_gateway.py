@@ -1,4 +1,4 @@
-"""A gateway under `heddle keep`, to be killed; the keeper starts it again, at the same address."""
+"""A gateway under `heddle keep`: tests kill it, and the keeper restarts it at the same address."""
 
 import asyncio
 import contextlib
@@ -48,14 +48,14 @@ class KeptGateway:
 
     @property
     def pid(self) -> int | None:
-        """Of the gateway; None between two of them."""
+        """The gateway's process id; None between two gateways."""
         assert self._process is not None
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
         return int(children[0]) if children else None
 
     @property
     def num_tapes(self) -> int:
-        """How many legs' tapes the keeper has."""
+        """How many legs' tapes the keeper holds."""
         assert self._process is not None
         num = 0
         for link in Path(f"/proc/{self._process.pid}/fd").iterdir():
@@ -72,7 +72,7 @@ class KeptGateway:
         await eventually(lambda: self.pid != killed)
 
     async def end(self, number: signal.Signals) -> int:
-        """End the keeper by a signal; its status."""
+        """End the keeper with a signal; returns its exit status."""
         assert self._process is not None
         if self._process.returncode is None:
             self._process.send_signal(number)
@@ -81,7 +81,7 @@ class KeptGateway:
 
 @asynccontextmanager
 async def kept_gateway(*options: str, **environment: str) -> AsyncIterator[KeptGateway]:
-    """A started one, ended when this is left."""
+    """A started keeper and gateway, ended on exit."""
     gateway = KeptGateway(*options, **environment)
     try:
         await gateway.start()

@@ -1,4 +1,4 @@
-"""An engine that looks like vLLM to whoever watches it, and answers turns with whatever bytes a test says."""
+"""An engine that looks like vLLM to the gateway's watch, and answers turns with any bytes that a test chooses."""
 
 import asyncio
 import contextlib
@@ -20,15 +20,15 @@ process_start_time_seconds {started_at}
 
 @dataclass
 class RawEngine:
-    """What it answers, and what it saw.
+    """What it answers, and what it received.
 
     Args:
         answer: writes the answer to a POST; its connection is closed afterwards.
-        watched: whether models and metrics are answered at all; False hangs there too.
-        running, tokens: its gauge of running requests and its counter of tokens, from its metrics page.
-        page: a whole metrics page in place of its own.
+        watched: whether models and metrics are answered at all; if False, they hang too.
+        running, tokens: its gauge of running requests and its token counter, on its metrics page.
+        page: a whole metrics page instead of its own.
         models: the body of its list of models.
-        keeps_open: a connection goes on after an answer, unless `answer` closed it.
+        keeps_open: a connection stays open after an answer, unless `answer` closed it.
 
     Attributes:
         posts: head and body of every POST.
@@ -48,7 +48,7 @@ class RawEngine:
     num_open: int = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
+        """Serve one connection."""
         try:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 while await self._exchange(reader, writer):
@@ -83,7 +83,7 @@ class RawEngine:
 
 @asynccontextmanager
 async def raw_engine(answer: Answer, port: int = 0, **settings: object) -> AsyncIterator[RawEngine]:
-    """An engine that serves until this is left."""
+    """An engine that serves until exit."""
     engine = RawEngine(answer, **settings)  # type: ignore[arg-type]
     tasks: set[asyncio.Task[None]] = set()
 
@@ -118,7 +118,7 @@ CHAT_EVENT = b'data: {"id":"c","object":"chat.completion.chunk","choices":[{"ind
 
 
 def writes(data: bytes) -> Answer:
-    """An answer of these bytes, after which the connection is closed."""
+    """An answer of these bytes; the connection is closed afterwards."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(data)
@@ -138,7 +138,7 @@ async def hangs(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def endless_headers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A head that does not end before the other side has had enough."""
+    """A head that does not end until the other side gives up."""
     writer.write(b"HTTP/1.1 200 OK\r\n")
     while True:
         writer.write(b"x-filler: " + b"y" * 1000 + b"\r\n")
@@ -147,7 +147,7 @@ async def endless_headers(reader: asyncio.StreamReader, writer: asyncio.StreamWr
 
 
 async def endless_body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A JSON body that does not end before the other side has had enough."""
+    """A JSON body that does not end until the other side gives up."""
     writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
     writer.write(chunk(b'{"a": "'))
     while True:

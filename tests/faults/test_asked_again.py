@@ -1,4 +1,4 @@
-"""The very same request again, after its client left: another turn, of which nothing of the first is a part."""
+"""The same request again after its client left: a new turn, which contains nothing of the first."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,26 +18,26 @@ MINE = {"x-trajectory-id": "mine"}
 
 
 @asynccontextmanager
-async def heard(client: httpx.AsyncClient, url: str, text: str) -> AsyncIterator[None]:
-    """The client has read this of its answer's text, and leaves."""
+async def client_that_reads(client: httpx.AsyncClient, url: str, text: str) -> AsyncIterator[None]:
+    """The client reads until it has this text, then leaves."""
     async with client.stream("POST", url + "/v1/chat/completions", json=BODY, headers=MINE) as answer:
-        said = ""
+        received = ""
         async for line in answer.aiter_lines():
-            said += line.partition('"content":"')[2].partition('"')[0]
-            if said == text:
+            received += line.partition('"content":"')[2].partition('"')[0]
+            if received == text:
                 break
         yield
 
 
 @pytest.mark.parametrize("store", ["sqlite", "redis"])
-async def test_a_killed_gateway_goes_on_with_the_turn_that_ran_last(
+async def test_a_killed_gateway_resumes_the_last_of_two_equal_turns(
     client: httpx.AsyncClient, tmp_path: Path, store: str, request: pytest.FixtureRequest
 ) -> None:
-    """What was written down of one that its client had left before was put together with it."""
-    wire, says = Wire("auto"), iter((("a", "a", "a", "a"), ("b", "b"), ("c",)))
+    """The earlier turn was abandoned by its client. Its stored tokens were once put before those of the later turn."""
+    wire, texts_of_turns = Wire("auto"), iter((("a", "a", "a", "a"), ("b", "b"), ("c",)))
 
     async def play(asked: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:
-        texts = next(says) if asked.headers["x-session-id"] == "mine" else ("c",)
+        texts = next(texts_of_turns) if asked.headers["x-session-id"] == "mine" else ("c",)
         for text in texts:
             await write(wire.chunk(text, "stop" if text == "c" else None))
         if texts != ("c",):
@@ -49,19 +49,19 @@ async def test_a_killed_gateway_goes_on_with_the_turn_that_ran_last(
         engine.scripts[GENERATE] = Script(play)
         async with gateway_process("--engine", engine.url, "--store", url, **settings) as gateway:
 
-            async def is_left() -> bool:
+            async def is_abandoned() -> bool:
                 shown = (await client.get(gateway.url + "/v1/trajectories/mine")).json()
                 return [turn["outcome"] for turn in shown["turns"]] == ["left"]
 
-            async with heard(client, gateway.url, "aaaa"):
+            async with client_that_reads(client, gateway.url, "aaaa"):
                 pass
-            await eventually(is_left)
-            async with heard(client, gateway.url, "bb"):
+            await eventually(is_abandoned)
+            async with client_that_reads(client, gateway.url, "bb"):
                 # A turn's end waits until the store has what was put before.
                 other = {"x-trajectory-id": "other"}
                 await client.post(gateway.url + "/v1/chat/completions", json=BODY, headers=other)
                 await gateway.kill()
             await gateway.start()
             answer = await client.post(gateway.url + "/v1/chat/completions", json=BODY, headers=MINE)
-            said = "".join(part.partition('"')[0] for part in answer.text.split('"content":"')[1:])
-            assert said == "bbc"
+            text = "".join(part.partition('"')[0] for part in answer.text.split('"content":"')[1:])
+            assert text == "bbc"

@@ -1,4 +1,4 @@
-"""Engines that refuse work for now: they are left alone, and others are asked."""
+"""Engines that refuse work for now are left alone, and others are asked."""
 
 import asyncio
 
@@ -15,8 +15,8 @@ ANSWER = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"sto
 
 
 @pytest.mark.parametrize("status", [b"503 Service Unavailable", b"429 Too Many Requests"])
-async def test_a_busy_engine_is_left_alone_for_as_long_as_it_asks(client: httpx.AsyncClient, status: bytes) -> None:
-    """By `Retry-After`: where it says nothing it is asked again after a second, or `retry_pause_s`."""
+async def test_a_busy_engine_is_not_asked_before_its_retry_after(client: httpx.AsyncClient, status: bytes) -> None:
+    """Also if `retry_pause_s` is shorter."""
     asked_at = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -31,8 +31,8 @@ async def test_a_busy_engine_is_left_alone_for_as_long_as_it_asks(client: httpx.
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions/render", "/inference/v1/generate"])
-async def test_a_busy_engine_is_left_alone_at_token_level_too(client: httpx.AsyncClient, path: str) -> None:
-    """Whichever of its routes says so."""
+async def test_a_busy_engine_is_left_alone_at_token_level(client: httpx.AsyncClient, path: str) -> None:
+    """Whichever of its token routes refused."""
     busy = Fault("refuse", path=path, count=1, retry_after_s=3)
     engine_settings = SimulatedEngineSettings(dialect="vllm", speed_up=200, faults=(busy,))
     async with (
@@ -47,26 +47,26 @@ async def test_a_busy_engine_is_left_alone_at_token_level_too(client: httpx.Asyn
 @pytest.mark.parametrize(
     "failure", [b"503 Service Unavailable", b"429 Too Many Requests", b"500 Internal Server Error"]
 )
-async def test_a_request_without_a_trajectory_that_an_engine_refuses_is_served_by_another(
+async def test_a_refused_request_without_a_trajectory_goes_to_another_engine(
     client: httpx.AsyncClient, failure: bytes
 ) -> None:
-    """Its status is not the fleet's; where all refuse, the client hears it. A wrong request goes to one engine only."""
+    """If all engines refuse, the client gets the refusal. A wrong request goes to one engine only."""
     async with (
         raw_engine(writes(whole(b"{}", failure))) as bad,
         raw_engine(writes(whole(b'{"data":[]}'))) as good,
         running_gateway(bad.url, good.url) as gateway,
     ):
-        heard = await client.post(gateway.url + "/v1/embeddings", json={"model": "simulated", "input": "x"})
-        assert (heard.status_code, heard.content) == (200, b'{"data":[]}')
+        response = await client.post(gateway.url + "/v1/embeddings", json={"model": "simulated", "input": "x"})
+        assert (response.status_code, response.content) == (200, b'{"data":[]}')
         assert (len(bad.posts), len(good.posts)) == (1, 1)
         good.answer = writes(whole(b"{}", failure))
-        heard = await client.post(gateway.url + "/v1/embeddings", json={"model": "simulated", "input": "x"})
-        assert heard.status_code == int(failure[:3])
+        response = await client.post(gateway.url + "/v1/embeddings", json={"model": "simulated", "input": "x"})
+        assert response.status_code == int(failure[:3])
         bad.answer = good.answer = resets
-        heard = await client.post(gateway.url + "/v1/embeddings", json={"model": "simulated", "input": "x"})
-        check_error("other", heard, 502, "engine_failed")
-        assert (heard.headers["retry-after"], heard.headers["x-should-retry"]) == ("1", "true")
+        response = await client.post(gateway.url + "/v1/embeddings", json={"model": "simulated", "input": "x"})
+        check_error("other", response, 502, "engine_failed")
+        assert (response.headers["retry-after"], response.headers["x-should-retry"]) == ("1", "true")
         bad.answer = writes(whole(b"{}", b"400 Bad Request"))
-        heard = await client.post(gateway.url + "/v1/embeddings", json={"model": "simulated", "input": "x"})
-        assert heard.status_code == 400
+        response = await client.post(gateway.url + "/v1/embeddings", json={"model": "simulated", "input": "x"})
+        assert response.status_code == 400
         assert (len(bad.posts), len(good.posts)) == (4, 3)

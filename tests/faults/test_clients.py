@@ -1,4 +1,4 @@
-"""Clients that leave, and clients that ask again: an engine works for those who wait, and for nobody else."""
+"""Clients that leave, and clients that repeat a request: an engine works only for clients that still wait."""
 
 import asyncio
 import socket
@@ -16,7 +16,7 @@ import pytest
 from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from tests.faults.asking import APIS, PATHS, Heard, ask, body_of
+from tests.faults.asking import APIS, PATHS, Reply, ask, body_of
 from tests.faults.raw_engine import CHAT_EVENT, STREAM_HEAD, chunk, hangs, raw_engine, whole
 from tests.support.gateway import eventually, running_gateway
 from tests.support.rounds import came_about, num_ended, play_rounds
@@ -29,10 +29,10 @@ GAUGES = {"vllm": "vllm:num_requests_running", "sglang": "sglang:num_running_req
 
 
 @asynccontextmanager
-async def asking(
+async def client_connection(
     url: str, api: str, body: dict[str, Any], headers: dict[str, str] | None = None
 ) -> AsyncIterator[asyncio.StreamReader]:
-    """A client on a connection of its own, which it drops when this is left; what it gets can be read."""
+    """A client on a connection of its own, which it drops on exit; its answer can be read."""
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     data = orjson.dumps(body)
@@ -45,8 +45,8 @@ async def asking(
         writer.transport.abort()
 
 
-async def test_a_request_without_a_trajectory_ends_with_its_client() -> None:
-    """The engine worked on for `silence_timeout_s`, for nobody."""
+async def test_a_request_without_a_trajectory_ends_when_its_client_leaves() -> None:
+    """The engine used to continue for `silence_timeout_s`, for nobody."""
     async with raw_engine(hangs) as engine, running_gateway(engine.url) as gateway:
         host, _, port = gateway.url.removeprefix("http://").partition(":")
         _, writer = await asyncio.open_connection(host, int(port))
@@ -57,7 +57,7 @@ async def test_a_request_without_a_trajectory_ends_with_its_client() -> None:
 
 
 async def num_running(client: httpx.AsyncClient, engine: str, dialect: str = "vllm") -> int:
-    """The engine's own word."""
+    """The engine's own gauge."""
     page = (await client.get(engine + "/metrics")).text
     lines = [line for line in page.splitlines() if line.startswith(GAUGES[dialect] + "{")]
     return int(sum(float(line.split()[-1]) for line in lines))
@@ -84,12 +84,12 @@ async def metric(client: httpx.AsyncClient, url: str, name: str) -> float:
 async def test_a_client_that_leaves_frees_its_engine_within_a_second(
     client: httpx.AsyncClient, dialect: Any, stream: bool, api: str, record_property: Any
 ) -> None:
-    """The engine's own gauge of running requests falls, whatever the API, streaming or not."""
+    """The engine's gauge of running requests falls, in every API, streaming or not."""
     async with (
         serve_engine(SimulatedEngineSettings(dialect=dialect)) as engine,
         running_gateway(engine) as gateway,
     ):
-        async with asking(gateway.url, api, body_of(api, stream, LONG), {"x-trajectory-id": "leaver"}):
+        async with client_connection(gateway.url, api, body_of(api, stream, LONG), {"x-trajectory-id": "leaver"}):
             await eventually(lambda: is_running(client, engine, 1, dialect))
             left_at = time.perf_counter()
         await eventually(lambda: is_running(client, engine, 0, dialect), timeout_s=1.0)
@@ -102,15 +102,15 @@ async def test_a_client_that_leaves_frees_its_engine_within_a_second(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_the_queue_leaves_no_trace(client: httpx.AsyncClient, stream: bool) -> None:
-    """It waits for a slot, leaves, and neither queue nor engine ever see it again; the one behind it is served."""
+    """It waits for a slot and leaves. Its turn never reaches the engine, and the next turn is served."""
     async with (
         serve_engine(SimulatedEngineSettings(profile=ONE_SLOT)) as engine,
         running_gateway(engine) as gateway,
-        asking(gateway.url, "chat", body_of("chat", True, LONG), {"x-trajectory-id": "holder"}),
+        client_connection(gateway.url, "chat", body_of("chat", True, LONG), {"x-trajectory-id": "holder"}),
     ):
         await eventually(lambda: is_running(client, engine, 1))
         waiter = {"x-trajectory-id": "waiter"}
-        async with asking(gateway.url, "chat", body_of("chat", stream, text="I wait"), waiter):
+        async with client_connection(gateway.url, "chat", body_of("chat", stream, text="I wait"), waiter):
             await eventually(lambda: is_waiting(client, gateway.url, 1))
         await eventually(lambda: is_waiting(client, gateway.url, 0), timeout_s=1.0)
         assert [turn["legs"] for turn in await turns_of(client, gateway.url, "waiter")] == [0]
@@ -118,11 +118,11 @@ async def test_a_client_that_leaves_the_queue_leaves_no_trace(client: httpx.Asyn
         assert (await ask(client, gateway.url, "chat", body_of("chat"))).is_finished("chat")
         total = (await client.get(engine + "/metrics")).text
         counted = [line for line in total.splitlines() if line.startswith("vllm:request_success_total")]
-        assert sum(float(line.split()[-1]) for line in counted) <= 2, "holder and the last one, never the waiter"
+        assert sum(float(line.split()[-1]) for line in counted) <= 2, "the holder and the last one, never the waiter"
 
 
-async def test_a_client_that_leaves_while_it_sends_its_body_leaves_no_trace(client: httpx.AsyncClient) -> None:
-    """Half a request is none."""
+async def test_a_client_that_leaves_in_mid_body_leaves_no_trace(client: httpx.AsyncClient) -> None:
+    """Half a request is not a request."""
     async with serve_engine(SimulatedEngineSettings()) as engine, running_gateway(engine) as gateway:
         host, _, port = gateway.url.removeprefix("http://").partition(":")
         _, writer = await asyncio.open_connection(host, int(port))
@@ -137,10 +137,10 @@ async def test_a_client_that_leaves_while_it_sends_its_body_leaves_no_trace(clie
 @pytest.mark.parametrize("sign", ["its own id", "the SDK's retry header"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", APIS)
-async def test_a_repeated_request_joins_the_turn_that_runs(
+async def test_a_repeated_request_joins_the_running_turn(
     client: httpx.AsyncClient, api: str, stream: bool, sign: str
 ) -> None:
-    """Both clients get the same whole answer, and the engine makes it once."""
+    """Both clients get the same whole answer, and the engine generates it once."""
     has_id = sign == "its own id"
     user = {} if has_id else {"metadata": {"user_id": "alice"}, "user": "alice"}
     async with serve_engine(SimulatedEngineSettings(speed_up=2)) as engine, running_gateway(engine) as gateway:
@@ -155,30 +155,30 @@ async def test_a_repeated_request_joins_the_turn_that_runs(
                 return False
             again = asyncio.create_task(ask(client, gateway.url, api, body, again_headers))
             has_joined_it = await came_about(lambda: has_joined(client, gateway.url, joined + 1), first.done)
-            heard, heard_again = await first, await again
+            reply, reply_again = await first, await again
             if not has_joined_it:
                 return False
-            assert heard.is_finished(api)
-            assert heard.text == heard_again.text
-            assert heard.headers["x-request-id"] == heard_again.headers["x-request-id"]
-            trajectory_id = heard.headers["x-trajectory-id"]
+            assert reply.is_finished(api)
+            assert reply.text == reply_again.text
+            assert reply.headers["x-request-id"] == reply_again.headers["x-request-id"]
+            trajectory_id = reply.headers["x-trajectory-id"]
             assert [turn["outcome"] for turn in await turns_of(client, gateway.url, trajectory_id)] == ["finished"]
             return True
 
-        await play_rounds("the turn still ran when it was asked for again", play)
+        await play_rounds("the turn still ran when its request was repeated", play)
 
 
 async def test_siblings_that_share_a_user_are_not_joined(client: httpx.AsyncClient) -> None:
-    """GRPO siblings ask the same question under one user, and each wants an answer of its own."""
+    """GRPO siblings ask the same question under one user, and each needs its own answer."""
     async with serve_engine(SimulatedEngineSettings(speed_up=5)) as engine, running_gateway(engine) as gateway:
 
         async def play(number: int) -> bool:
             body = body_of("chat", tokens=60, text=f"hello {number}", user="trainer")
-            asked = [asyncio.create_task(ask(client, gateway.url, "chat", body)) for _ in range(4)]
-            ran_at_once = await came_about(lambda: is_running(client, engine, 4), lambda: num_ended(asked) > 0)
-            heard = await asyncio.gather(*asked)
-            assert all(one.is_finished("chat") for one in heard)
-            assert len({one.json["id"] for one in heard}) == 4
+            pending = [asyncio.create_task(ask(client, gateway.url, "chat", body)) for _ in range(4)]
+            ran_at_once = await came_about(lambda: is_running(client, engine, 4), lambda: num_ended(pending) > 0)
+            replies = await asyncio.gather(*pending)
+            assert all(one.is_finished("chat") for one in replies)
+            assert len({one.json["id"] for one in replies}) == 4
             assert await metric(client, gateway.url, "heddle_joined_turns_total") == 0
             return ran_at_once
 
@@ -186,17 +186,17 @@ async def test_siblings_that_share_a_user_are_not_joined(client: httpx.AsyncClie
 
 
 async def test_another_request_of_the_same_trajectory_is_not_joined(client: httpx.AsyncClient) -> None:
-    """Only the very same bytes on the same route are a retry."""
+    """Only the same bytes on the same route are a retry."""
     async with serve_engine(SimulatedEngineSettings(speed_up=5)) as engine, running_gateway(engine) as gateway:
 
         async def play(number: int) -> bool:
             mine = {"x-trajectory-id": f"mine-{number}"}
-            asked = [
+            pending = [
                 asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", tokens=60, text=text), mine))
                 for text in ("one", "two")
             ]
-            ran_at_once = await came_about(lambda: is_running(client, engine, 2), lambda: num_ended(asked) > 0)
-            assert all(one.is_finished("chat") for one in await asyncio.gather(*asked))
+            ran_at_once = await came_about(lambda: is_running(client, engine, 2), lambda: num_ended(pending) > 0)
+            assert all(one.is_finished("chat") for one in await asyncio.gather(*pending))
             assert await metric(client, gateway.url, "heddle_joined_turns_total") == 0
             return ran_at_once
 
@@ -204,25 +204,25 @@ async def test_another_request_of_the_same_trajectory_is_not_joined(client: http
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_first_client_may_leave_and_the_one_that_joined_gets_everything(
+async def test_a_client_that_joined_gets_everything_if_the_first_leaves(
     client: httpx.AsyncClient, stream: bool
 ) -> None:
-    """From the answer's first byte, made once."""
+    """From the first byte of the answer, which is generated once."""
     async with serve_engine(SimulatedEngineSettings(speed_up=2)) as engine, running_gateway(engine) as gateway:
 
         async def play(number: int) -> bool:
             trajectory_id = f"mine-{number}"
             body, mine = body_of("chat", stream, 100, f"hello {number}"), {"x-trajectory-id": trajectory_id}
             joined = await metric(client, gateway.url, "heddle_joined_turns_total")
-            async with asking(gateway.url, "chat", body, mine) as answer:
+            async with client_connection(gateway.url, "chat", body, mine) as answer:
                 await eventually(lambda: has_begun(client, gateway.url, trajectory_id))
                 if stream:
                     assert await answer.readuntil(b"data: ")
                 again = asyncio.create_task(ask(client, gateway.url, "chat", body, mine))
                 has_joined_it = await came_about(lambda: has_joined(client, gateway.url, joined + 1), again.done)
-            heard = await again
-            assert heard.is_finished("chat")
-            assert num_tokens(heard, stream) == 100
+            reply = await again
+            assert reply.is_finished("chat")
+            assert num_tokens(reply, stream) == 100
             turns = await turns_of(client, gateway.url, trajectory_id)
             assert [(turn["outcome"], turn["legs"]) for turn in turns] == [("finished", 1)]
             return has_joined_it
@@ -231,13 +231,13 @@ async def test_the_first_client_may_leave_and_the_one_that_joined_gets_everythin
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_turn_that_all_its_clients_have_left_is_aborted(client: httpx.AsyncClient, stream: bool) -> None:
-    """One leaves and it runs on; both leave and the engine is free."""
+async def test_a_turn_is_aborted_when_all_its_clients_have_left(client: httpx.AsyncClient, stream: bool) -> None:
+    """If one leaves, it runs on; if both leave, the engine is free."""
     async with serve_engine(SimulatedEngineSettings()) as engine, running_gateway(engine) as gateway:
         body, mine = body_of("chat", stream, LONG), {"x-trajectory-id": "mine"}
-        async with asking(gateway.url, "chat", body, mine):
+        async with client_connection(gateway.url, "chat", body, mine):
             await eventually(lambda: is_running(client, engine, 1))
-            async with asking(gateway.url, "chat", body, mine):
+            async with client_connection(gateway.url, "chat", body, mine):
                 await eventually(lambda: has_joined(client, gateway.url, 1))
             assert (await ask(client, gateway.url, "chat", body_of("chat"))).is_finished("chat")
             assert await num_running(client, engine) == 1
@@ -245,35 +245,35 @@ async def test_a_turn_that_all_its_clients_have_left_is_aborted(client: httpx.As
         await eventually(lambda: outcomes_are(client, gateway.url, "mine", ["left"]))
 
 
-async def test_a_client_that_asks_again_as_soon_as_it_left_gets_a_turn_of_its_own(client: httpx.AsyncClient) -> None:
-    """The turn that it left is about to be aborted; to join that would be to wait for nothing."""
+async def test_a_client_that_repeats_at_once_after_leaving_gets_a_new_turn(client: httpx.AsyncClient) -> None:
+    """The abandoned turn is about to be aborted; joining it would mean waiting for nothing."""
     async with serve_engine(SimulatedEngineSettings(speed_up=100)) as engine, running_gateway(engine) as gateway:
         for number in range(20):
             body, mine = body_of("chat", False, 60, f"hello {number}"), {"x-trajectory-id": f"mine-{number}"}
-            async with asking(gateway.url, "chat", body, mine):
+            async with client_connection(gateway.url, "chat", body, mine):
                 await asyncio.sleep(0)
             async with asyncio.timeout(60):
                 assert (await ask(client, gateway.url, "chat", body, mine)).is_finished("chat")
 
 
-async def test_a_slow_reader_holds_up_its_engine_only(client: httpx.AsyncClient) -> None:
-    """A client that reads nothing of a large stream: others are served, and its leaving frees the engine."""
+async def test_a_slow_reader_does_not_block_other_turns(client: httpx.AsyncClient) -> None:
+    """A client reads nothing of a large stream: others are served, and its leaving frees the engine."""
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=10_000)) as engine,
         running_gateway(engine) as gateway,
     ):
         body = body_of("chat", True, 30_000)
-        async with asking(gateway.url, "chat", body, {"x-trajectory-id": "slow"}):
+        async with client_connection(gateway.url, "chat", body, {"x-trajectory-id": "slow"}):
             await eventually(lambda: has_begun(client, gateway.url, "slow"))
             assert (await ask(client, gateway.url, "chat", body_of("chat"))).is_finished("chat")
         await eventually(lambda: has_ended(client, gateway.url, "slow"), timeout_s=2.0)
         await eventually(lambda: is_running(client, engine, 0), timeout_s=1.0)
 
 
-def num_tokens(heard: Heard, stream: bool) -> int:
+def num_tokens(reply: Reply, stream: bool) -> int:
     if not stream:
-        return int(heard.json["usage"]["completion_tokens"])
-    return sum(bool(choice["delta"].get("content")) for event in heard.events for choice in event["choices"])
+        return int(reply.json["usage"]["completion_tokens"])
+    return sum(bool(choice["delta"].get("content")) for event in reply.events for choice in event["choices"])
 
 
 async def is_running(client: httpx.AsyncClient, engine: str, num: int, dialect: str = "vllm") -> bool:
@@ -302,8 +302,8 @@ async def has_ended(client: httpx.AsyncClient, url: str, trajectory_id: str) -> 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_takes_nothing_is_taken_to_have_left(client: httpx.AsyncClient, stream: bool) -> None:
-    """It would hold its slot and its answer for ever, and its engine is not to blame: nothing of others is lost."""
+async def test_a_client_that_reads_nothing_is_disconnected(client: httpx.AsyncClient, stream: bool) -> None:
+    """Otherwise it would hold its slot and its answer forever. Its engine is not to blame and stays ready."""
     content = b"y" * 2**16
     event = chunk(CHAT_EVENT.replace(b'"x"', b'"%b"' % content))
     answer = [STREAM_HEAD, *[event] * 400] if stream else [whole(WHOLE.replace(b'"x"', b'"%b"' % (content * 400)))]
@@ -337,6 +337,6 @@ async def turns_or_live(client: httpx.AsyncClient, url: str) -> bool:
 
 
 def is_served(port: int) -> bool:
-    """Whether a connection from this port of ours is still open at its other end."""
+    """Whether a connection from this local port is still open at its other end."""
     ends = [line.split()[2:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return any(peer.endswith(f":{port:04X}") and state == "01" for peer, state in ends)

@@ -1,4 +1,4 @@
-"""A stream of tokens that says that it is done, and has no end."""
+"""A token stream that claims to be done, but has no end."""
 
 import asyncio
 
@@ -7,29 +7,27 @@ import pytest
 
 from engines.simulated.server import serve_engine
 from tests.faults.raw_engine import STREAM_HEAD, chunk, raw_engine, whole
-from tests.faults.token_jobs import ENDURING, all_told, body_of, engine_of, undisturbed
+from tests.faults.token_jobs import ENDURING, body_of, contents_of_replies, engine_of, undisturbed_contents
 from tests.support.gateway import running_gateway
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_whose_end_the_engine_left_out_goes_on_from_there(
-    client: httpx.AsyncClient, stream: bool
-) -> None:
-    """It is no shorter answer: its turn fails there, and the next leg makes the rest."""
-    asked = [("chat", body_of(1, "plain", "chat", stream))]
+async def test_a_stream_that_is_done_without_an_end_is_continued(client: httpx.AsyncClient, stream: bool) -> None:
+    """It is not a shorter answer: the leg fails there, and the next leg generates the rest."""
+    requests = [("chat", body_of(1, "plain", "chat", stream))]
     num_cut = 0
     async with serve_engine(engine_of("vllm", speed_up=200)) as behind:
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            """As the engine behind, but the first generation's last tokens are left out."""
+            """Answers as the engine behind does, but leaves out the last tokens of the first generation."""
             nonlocal num_cut
             head, _, body = engine.posts[-1].partition(b"\r\n\r\n")
             path = head.split()[1].decode()
-            said = await client.post(behind + path, content=body, headers={"content-type": "application/json"})
-            if "event-stream" not in said.headers["content-type"]:
-                writer.write(whole(said.content, b"%d Status" % said.status_code))
+            response = await client.post(behind + path, content=body, headers={"content-type": "application/json"})
+            if "event-stream" not in response.headers["content-type"]:
+                writer.write(whole(response.content, b"%d Status" % response.status_code))
                 return
-            events = [event + b"\n\n" for event in said.content.split(b"\n\n") if event]
+            events = [event + b"\n\n" for event in response.content.split(b"\n\n") if event]
             if num_cut == 0:
                 num_cut = 1
                 events = [*events[:2], events[-1]]
@@ -37,6 +35,6 @@ async def test_an_answer_whose_end_the_engine_left_out_goes_on_from_there(
             writer.write(STREAM_HEAD + chunk(b"".join(events)) + b"0\r\n\r\n")
 
         async with raw_engine(answer) as engine, running_gateway(engine.url, **ENDURING) as gateway:
-            got = await all_told(client, gateway.url, asked)
-    assert num_cut == 1, "the turn passed through"
-    assert got == await undisturbed(asked)
+            received = await contents_of_replies(client, gateway.url, requests)
+    assert num_cut == 1, "the turn did not run at token level"
+    assert received == await undisturbed_contents(requests)

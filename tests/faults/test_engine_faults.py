@@ -1,4 +1,5 @@
-"""Engines that fail a turn: before anything of an answer is out it goes elsewhere, afterwards the client is told."""
+"""Engines that fail a turn: before any of the answer is out, the turn goes elsewhere; afterwards, the client gets an
+error."""
 
 import asyncio
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from tests.support.gateway import eventually, running_gateway
 HALF = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n{"choices": [{"in'
 FINISHED = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]'
 
-# What an engine may do before a client has seen anything of an answer.
+# What an engine may do before the client has received any of the answer.
 BEFORE_FIRST_BYTE: dict[str, Answer] = {
     "reset": resets,
     "500": writes(whole(b'{"error":{"message":"EngineCore died","code":500}}', b"500 Internal Server Error")),
@@ -50,7 +51,7 @@ BEFORE_FIRST_BYTE: dict[str, Answer] = {
     "empty": writes(whole(b"")),
     "null": writes(whole(b"null")),
 }
-# What a stream may do besides, with its status line out and no event yet.
+# What a stream may do in addition, after its status line and before its first event.
 BEFORE_FIRST_EVENT: dict[str, Answer] = {
     "only a head": writes(STREAM_HEAD),
     "ends at once": writes(STREAM_HEAD + b"0\r\n\r\n"),
@@ -70,11 +71,11 @@ FAULTS += [(name, answer, True) for name, answer in BEFORE_FIRST_EVENT.items()]
     ("answer", "stream"),
     [pytest.param(answer, stream, id=f"{name}-{'stream' if stream else 'whole'}") for name, answer, stream in FAULTS],
 )
-async def test_a_turn_that_an_engine_fails_before_its_first_byte_is_served_by_another(
+async def test_a_turn_that_fails_before_its_first_byte_goes_to_another_engine(
     client: httpx.AsyncClient, answer: Answer, stream: bool
 ) -> None:
-    """The client sees a whole answer and nothing of the engine that failed; alone, that engine is tried again only so
-    often, a busy one only for so long, and the client gets an error in OpenAI's form."""
+    """The client gets a whole answer and nothing of the failed engine. If that engine is alone, its attempts are
+    limited (for a busy one, their time), and the client gets an error in OpenAI's form."""
     limits: dict[str, Any] = {
         "retry_pause_s": 0, "queue_timeout_s": 2, "max_answer_bytes": 100_000, "faults_to_open": 100
     }  # fmt: skip
@@ -99,9 +100,9 @@ async def test_a_turn_that_an_engine_fails_before_its_first_byte_is_served_by_an
                 return
         bad.posts.clear()
         async with running_gateway(bad.url, good, **limits | {"retry_pause_s": 30}) as gateway:
-            asked = [ask(client, gateway.url, "chat", body_of("chat", stream, text=f"hello {n}")) for n in range(4)]
-            heard = await asyncio.gather(*asked)
-            assert all(one.is_finished("chat") for one in heard), heard
+            pending = [ask(client, gateway.url, "chat", body_of("chat", stream, text=f"hello {n}")) for n in range(4)]
+            replies = await asyncio.gather(*pending)
+            assert all(one.is_finished("chat") for one in replies), replies
             assert bad.posts, "one of four turns went to the bad engine first"
 
 
@@ -110,60 +111,62 @@ async def test_a_turn_that_an_engine_fails_before_its_first_byte_is_served_by_an
 async def test_a_stream_that_breaks_after_its_first_event_ends_with_an_error_event(
     client: httpx.AsyncClient, api: str, kind: Any
 ) -> None:
-    """What is out cannot be taken back: no retry, no silence, but an error in the API's own form."""
+    """What is out cannot be taken back: no retry and no silence, but an error in the API's own form."""
     fault = Fault(kind, after_chunks=3, path=PATHS[api])
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=5, faults=(fault,))) as bad,
         running_gateway(bad, retry_pause_s=0) as gateway,
     ):
-        heard = await ask(client, gateway.url, api, body_of(api, stream=True, tokens=20))
-        assert heard.status == 200
-        assert len(heard.events) >= 2
-        assert heard.error(api)
-        turns = await turns_of(client, gateway.url, heard)
+        reply = await ask(client, gateway.url, api, body_of(api, stream=True, tokens=20))
+        assert reply.status == 200
+        assert len(reply.events) >= 2
+        assert reply.error(api)
+        turns = await turns_of(client, gateway.url, reply)
         assert [(turn["outcome"], turn["legs"]) for turn in turns] == [("failed", 1)]
 
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", ["refuse", "error", "html", "reset"])
-async def test_every_api_goes_to_another_engine(client: httpx.AsyncClient, api: str, stream: bool, kind: Any) -> None:
-    """An engine that fails every request of any API, beside one that serves them."""
+async def test_every_api_fails_over_to_another_engine(
+    client: httpx.AsyncClient, api: str, stream: bool, kind: Any
+) -> None:
+    """An engine that fails every request of an API, beside one that serves them."""
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=50, faults=(Fault(kind, path=PATHS[api]),))) as bad,
         serve_engine(SimulatedEngineSettings(speed_up=50)) as good,
         running_gateway(bad, good) as gateway,
     ):
-        asked = [ask(client, gateway.url, api, body_of(api, stream, text=f"hello {n}")) for n in range(4)]
-        heard = await asyncio.gather(*asked)
-        assert all(one.is_finished(api) for one in heard), heard
-        legs = [turn["legs"] for one in heard for turn in await turns_of(client, gateway.url, one)]
+        pending = [ask(client, gateway.url, api, body_of(api, stream, text=f"hello {n}")) for n in range(4)]
+        replies = await asyncio.gather(*pending)
+        assert all(one.is_finished(api) for one in replies), replies
+        legs = [turn["legs"] for one in replies for turn in await turns_of(client, gateway.url, one)]
         assert max(legs) > 1, "one of four turns went to the bad engine first"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_engine_that_is_slow_to_its_first_byte_is_waited_for(client: httpx.AsyncClient, stream: bool) -> None:
-    """A queue within the engine is no fault: no retry, and no turn is made twice."""
+async def test_a_slow_first_byte_is_waited_for(client: httpx.AsyncClient, stream: bool) -> None:
+    """A queue inside the engine is not a fault: one leg, no retry."""
     fault = Fault("slow", delay_s=1.5, path="/v1/chat")
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=50, faults=(fault,))) as engine,
         running_gateway(engine, observe_interval_s=0.1) as gateway,
     ):
-        heard = await ask(client, gateway.url, "chat", body_of("chat", stream))
-        assert heard.is_finished("chat")
-        assert [turn["legs"] for turn in await turns_of(client, gateway.url, heard)] == [1]
+        reply = await ask(client, gateway.url, "chat", body_of("chat", stream))
+        assert reply.is_finished("chat")
+        assert [turn["legs"] for turn in await turns_of(client, gateway.url, reply)] == [1]
 
 
-async def test_a_refused_connection_opens_the_circuit_and_an_engine_that_is_back_closes_it(
+async def test_a_refused_connection_opens_the_circuit_until_the_relaunch(
     client: httpx.AsyncClient,
 ) -> None:
-    """A turn waits for the only engine while nothing listens there, and the relaunched server is a new engine."""
+    """A turn waits for the only engine while nothing listens there. The relaunched server is a new engine."""
     async with raw_engine(writes(b""), started_at=1.0) as first:
         port = int(first.url.rpartition(":")[2])
         address = first.url.removeprefix("http://")
         async with running_gateway(first.url, observe_interval_s=0.05, retry_pause_s=0) as gateway:
             assert await engine_states(client, gateway.url) == {address: "ready"}
-            # The server leaves its port only when this is left, so it is left by hand.
+            # The server frees its port when this block exits.
             server = first
     async with running_gateway(f"http://127.0.0.1:{port}", observe_interval_s=0.05, retry_pause_s=0) as gateway:
         assert await engine_states(client, gateway.url) == {address: "lost"}
@@ -172,13 +175,13 @@ async def test_a_refused_connection_opens_the_circuit_and_an_engine_that_is_back
         assert refused.headers["retry-after"]
         async with raw_engine(writes(whole(FINISHED + b"}")), port=port, started_at=2.0):
             await eventually(lambda: is_ready(client, gateway.url))
-            assert await engine_states(client, gateway.url) == {address: "ready"}, "first seen, so not a new id"
+            assert await engine_states(client, gateway.url) == {address: "ready"}, "first seen, so no new id"
         await eventually(lambda: has_states(client, gateway.url, {address: "lost"}))
         waiting = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat")))
         await eventually(lambda: num_waiting(client, gateway.url, 1))
         async with raw_engine(writes(whole(FINISHED + b"}")), port=port, started_at=3.0):
-            heard = await waiting
-            assert heard.is_finished("chat")
+            reply = await waiting
+            assert reply.is_finished("chat")
             assert await engine_states(client, gateway.url) == {f"{address}~2": "ready"}, "another process"
     assert server.posts == []
 
@@ -191,10 +194,10 @@ async def test_a_refused_connection_opens_the_circuit_and_an_engine_that_is_back
         b'vllm:num_requests_running 0\nvllm:cache_config_info{block_size="16",num_gpu_blocks="1%s"} 1\n' % (b"0" * 30),
     ],
 )
-async def test_an_engine_that_tells_what_cannot_be_is_lost(
+async def test_an_engine_with_impossible_metrics_is_lost(
     client: httpx.AsyncClient, tmp_path: Path, page: bytes
 ) -> None:
-    """It was ready for some and unknown to others, and the whole fleet could not be looked at."""
+    """It was once ready for the fleet and unknown to the scheduler, and GET /v1/engines returned 500."""
     settings: dict[str, Any] = {"observe_interval_s": 0.05, "event_log": str(tmp_path / "events.jsonl")}
     async with raw_engine(resets, page=page) as engine, running_gateway(engine.url, **settings) as gateway:
         address = engine.url.removeprefix("http://")
@@ -203,12 +206,12 @@ async def test_an_engine_that_tells_what_cannot_be_is_lost(
         assert shown["last_fault"].startswith("it tells a number that cannot be")
 
 
-async def test_a_turn_that_waits_for_its_next_leg_is_shown_to_wait(client: httpx.AsyncClient) -> None:
-    """Its first one ran; the API says of it what the counts do."""
-    let_go = asyncio.Event()
+async def test_a_turn_between_two_legs_is_shown_as_waiting(client: httpx.AsyncClient) -> None:
+    """The trajectory's record and the counts agree."""
+    may_reset = asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await let_go.wait()
+        await may_reset.wait()
         await resets(reader, writer)
 
     async with (
@@ -216,7 +219,7 @@ async def test_a_turn_that_waits_for_its_next_leg_is_shown_to_wait(client: httpx
         running_gateway(engine.url, retry_pause_s=600) as gateway,
     ):
         body, mine = body_of("chat"), {"x-trajectory-id": "mine"}
-        asked = asyncio.create_task(ask(client, gateway.url, "chat", body, mine))
+        pending = asyncio.create_task(ask(client, gateway.url, "chat", body, mine))
 
         async def live() -> list[tuple[str, int]]:
             shown = (await client.get(gateway.url + "/v1/trajectories/mine")).json()
@@ -227,14 +230,14 @@ async def test_a_turn_that_waits_for_its_next_leg_is_shown_to_wait(client: httpx
             return await live() == [(state, 1)] and waiting == num_waiting
 
         await eventually(lambda: shows("running", 0))
-        let_go.set()
+        may_reset.set()
         await eventually(lambda: shows("waiting", 1))
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
+        pending.cancel()
+        await asyncio.gather(pending, return_exceptions=True)
 
 
-async def test_an_engine_relaunched_between_two_looks_is_asked_anew_what_it_is(client: httpx.AsyncClient) -> None:
-    """Nobody saw that nothing listened; the process of today may serve another model than the one before."""
+async def test_an_engine_relaunched_between_two_checks_is_discovered_again(client: httpx.AsyncClient) -> None:
+    """Nobody saw the gap, and the new process may serve another model."""
     async with (
         raw_engine(writes(whole(FINISHED + b"}"))) as engine,
         running_gateway(engine.url, observe_interval_s=0.05) as gateway,
@@ -249,23 +252,21 @@ async def test_an_engine_relaunched_between_two_looks_is_asked_anew_what_it_is(c
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_engine_that_hangs_with_its_metrics_loses_its_turns_to_another(
-    client: httpx.AsyncClient, stream: bool
-) -> None:
-    """It accepts connections and answers nothing: after some looks its circuit opens, and its turns start over."""
+async def test_turns_of_an_engine_whose_metrics_hang_go_to_another(client: httpx.AsyncClient, stream: bool) -> None:
+    """It accepts connections and answers nothing. After some checks its circuit opens, and its turns start over."""
     settings: dict[str, Any] = {"observe_interval_s": 0.05, "observe_timeout_s": 0.3}
     async with (
         raw_engine(hangs) as bad,
         serve_engine(SimulatedEngineSettings(speed_up=50)) as good,
         running_gateway(bad.url, **settings) as gateway,
     ):
-        asked = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", stream)))
+        pending = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", stream)))
         await eventually(lambda: bad.num_open == 1)
         await add_engine(client, gateway.url, good)
         bad.watched = False
-        heard = await asked
-        assert heard.is_finished("chat")
-        assert heard.headers["x-heddle-engine"] == good.removeprefix("http://")
+        reply = await pending
+        assert reply.is_finished("chat")
+        assert reply.headers["x-heddle-engine"] == good.removeprefix("http://")
         await eventually(lambda: bad.num_open == 0)
         bad.watched = True
         await eventually(lambda: is_ready(client, gateway.url, num=2))
@@ -273,29 +274,29 @@ async def test_an_engine_that_hangs_with_its_metrics_loses_its_turns_to_another(
 
 @pytest.mark.parametrize("running", [0, 1], ids=["gauge-shows-nothing", "gauge-shows-the-turn"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_engine_whose_token_counter_stands_still_while_turns_run_is_hung(
+async def test_an_engine_whose_token_counter_stalls_is_hung(
     client: httpx.AsyncClient, stream: bool, running: int
 ) -> None:
-    """Its metrics answer, but no token comes. A paused vLLM does not even count the request in its gauges."""
+    """Its metrics answer, but it generates nothing. A paused vLLM does not even count the request in its gauges."""
     settings: dict[str, Any] = {"observe_interval_s": 0.05, "stall_timeout_s": 0.5}
     async with (
         raw_engine(hangs, running=running) as bad,
         serve_engine(SimulatedEngineSettings(speed_up=50)) as good,
         running_gateway(bad.url, **settings) as gateway,
     ):
-        asked = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", stream)))
+        pending = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", stream)))
         await eventually(lambda: bad.num_open == 1)
         await add_engine(client, gateway.url, good)
-        heard = await asked
-        assert heard.is_finished("chat")
-        assert heard.headers["x-heddle-engine"] == good.removeprefix("http://")
+        reply = await pending
+        assert reply.is_finished("chat")
+        assert reply.headers["x-heddle-engine"] == good.removeprefix("http://")
         await eventually(lambda: bad.num_open == 0)
         bad.running = 0
         await eventually(lambda: is_ready(client, gateway.url, num=2))
 
 
 async def test_a_long_generation_never_opens_the_circuit(client: httpx.AsyncClient) -> None:
-    """Turns run past the leg's time limit, many in a row, and fail alone: the engine goes on with its other turns."""
+    """Turns exceed the time limit of a leg, many in a row, and only these turns fail: the engine keeps its others."""
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=1)) as engine,
         running_gateway(
@@ -303,46 +304,45 @@ async def test_a_long_generation_never_opens_the_circuit(client: httpx.AsyncClie
         ) as gateway,
     ):
         long_stream = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", True, 200, "streams")))
-        asked = [ask(client, gateway.url, "chat", body_of("chat", False, 2000, f"hello {n}")) for n in range(4)]
-        for heard in await asyncio.gather(*asked):
-            assert (heard.status, heard.error("chat")["code"]) == (502, "engine_failed")
-            assert [turn["legs"] for turn in await turns_of(client, gateway.url, heard)] == [2]
+        pending = [ask(client, gateway.url, "chat", body_of("chat", False, 2000, f"hello {n}")) for n in range(4)]
+        for reply in await asyncio.gather(*pending):
+            assert (reply.status, reply.error("chat")["code"]) == (502, "engine_failed")
+            assert [turn["legs"] for turn in await turns_of(client, gateway.url, reply)] == [2]
         assert await engine_states(client, gateway.url) == {engine.removeprefix("http://"): "ready"}
         assert (await long_stream).is_finished("chat")
 
 
 async def test_an_answer_that_is_too_large_fails_its_turn_and_not_the_engine(client: httpx.AsyncClient) -> None:
-    """Another engine would say as much, so there is no retry, and the circuit stays closed."""
+    """Another engine would answer the same, so there is no retry, and the circuit stays closed."""
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=1000)) as engine,
         running_gateway(engine, max_answer_bytes=1024, faults_to_open=1, observe_interval_s=30) as gateway,
     ):
         for tokens in (500, 5000):
-            heard = await ask(client, gateway.url, "chat", body_of("chat", tokens=tokens))
-            assert (heard.status, heard.error("chat")["code"]) == (502, "answer_too_large")
-            assert heard.headers["x-should-retry"] == "false", "an SDK would have it made again, twice"
-            assert [turn["legs"] for turn in await turns_of(client, gateway.url, heard)] == [1]
+            reply = await ask(client, gateway.url, "chat", body_of("chat", tokens=tokens))
+            assert (reply.status, reply.error("chat")["code"]) == (502, "answer_too_large")
+            assert reply.headers["x-should-retry"] == "false", "an SDK would have it generated again, twice"
+            assert [turn["legs"] for turn in await turns_of(client, gateway.url, reply)] == [1]
         assert await engine_states(client, gateway.url) == {engine.removeprefix("http://"): "ready"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_engine_that_dies_with_sixteen_turns_loses_none_that_had_not_begun(
-    client: httpx.AsyncClient, stream: bool
-) -> None:
-    """Whole answers all come from the other engine; streams that had begun end with an error event, and none waits."""
+async def test_an_engine_that_dies_loses_only_streams_that_had_begun(client: httpx.AsyncClient, stream: bool) -> None:
+    """Of sixteen turns, whole answers all come from the other engine; streams that had begun end with an error
+    event."""
     async with serve_engine(SimulatedEngineSettings(speed_up=20)) as good:
         async with serve_engine(SimulatedEngineSettings(speed_up=1)) as dying:
             engine = running_gateway(dying, observe_interval_s=0.1, retry_pause_s=0)
             gateway = await engine.__aenter__()
             bodies = [body_of("chat", stream, 300, f"hello {n}") for n in range(16)]
-            asked = [asyncio.create_task(ask(client, gateway.url, "chat", body)) for body in bodies]
+            pending = [asyncio.create_task(ask(client, gateway.url, "chat", body)) for body in bodies]
             await eventually(lambda: gauge(client, dying, "vllm:num_requests_running", 16))
             await add_engine(client, gateway.url, good)
         try:
-            heard = await asyncio.gather(*asked)
-            for one in heard:
+            replies = await asyncio.gather(*pending)
+            for one in replies:
                 assert one.is_finished("chat") or (stream and len(one.events) > 1 and one.error("chat")), one
-            assert stream or all(one.is_finished("chat") for one in heard)
+            assert stream or all(one.is_finished("chat") for one in replies)
             assert await engine_states(client, gateway.url) == {
                 dying.removeprefix("http://"): "lost",
                 good.removeprefix("http://"): "ready",
@@ -370,34 +370,34 @@ BAD_MODELS = {
 
 
 @pytest.mark.parametrize("page", BAD_PAGES.values(), ids=BAD_PAGES.keys())
-async def test_an_engine_with_nonsense_for_metrics_is_not_used_and_watched_on(
+async def test_an_engine_with_nonsense_metrics_is_not_used_until_they_are_valid(
     client: httpx.AsyncClient, page: bytes
 ) -> None:
-    """Whatever an engine shows, it is looked at again, and used once it makes sense."""
+    """Whatever it shows, it is checked again, and used once its metrics are valid."""
     async with raw_engine(writes(whole(FINISHED + b"}")), page=page) as engine:
         await never_ready_then_ready(client, engine.url, lambda: setattr(engine, "page", None))
 
 
 @pytest.mark.parametrize("models", BAD_MODELS.values(), ids=BAD_MODELS.keys())
-async def test_an_engine_with_nonsense_for_models_is_not_used_and_watched_on(
+async def test_an_engine_with_nonsense_models_is_not_used_until_they_are_valid(
     client: httpx.AsyncClient, models: bytes
 ) -> None:
-    """Whatever an engine shows, it is looked at again, and used once it makes sense."""
+    """Whatever it shows, it is checked again, and used once its models are valid."""
     good = b'{"data":[{"id":"simulated","owned_by":"vllm","max_model_len":"many"}]}'
     async with raw_engine(writes(whole(FINISHED + b"}")), models=models) as engine:
         await never_ready_then_ready(client, engine.url, lambda: setattr(engine, "models", good))
 
 
-async def never_ready_then_ready(client: httpx.AsyncClient, engine: str, mend: Callable[[], None]) -> None:
+async def never_ready_then_ready(client: httpx.AsyncClient, engine: str, fix: Callable[[], None]) -> None:
     async with running_gateway(engine, observe_interval_s=0.02, start_timeout_s=0.3) as gateway:
         assert (await client.get(gateway.url + "/readyz")).status_code == 503
-        mend()
+        fix()
         await eventually(lambda: is_ready(client, gateway.url))
         assert (await ask(client, gateway.url, "chat", body_of("chat"))).is_finished("chat")
 
 
-async def turns_of(client: httpx.AsyncClient, url: str, heard: Any) -> list[dict[str, Any]]:
-    answer = await client.get(f"{url}/v1/trajectories/{heard.headers['x-trajectory-id']}")
+async def turns_of(client: httpx.AsyncClient, url: str, reply: Any) -> list[dict[str, Any]]:
+    answer = await client.get(f"{url}/v1/trajectories/{reply.headers['x-trajectory-id']}")
     turns: list[dict[str, Any]] = answer.json()["turns"]
     return turns
 

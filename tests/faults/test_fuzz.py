@@ -1,4 +1,4 @@
-"""The API under requests that nobody would send: from its own OpenAPI schema, and bytes that are hardly HTTP."""
+"""The API under requests that nobody would send: generated from its own OpenAPI schema, and malformed HTTP."""
 
 import asyncio
 import random
@@ -26,12 +26,12 @@ from engines.simulated.settings import SimulatedEngineSettings
 from tests.support.gateway import ADMIN, running_gateway
 
 REQUEST_TIMEOUT_S = 10.0
-BODY_TIMEOUT_S = 0.2  # so that who stops in mid-request is soon left
+BODY_TIMEOUT_S = 0.2  # so that a client that stops in mid-request is dropped soon
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
 class Served:
-    """A gateway and its engine on a thread of their own, for clients that block.
+    """A gateway and its engine on a thread of their own, for blocking clients.
 
     Args:
         settings: of the gateway.
@@ -68,13 +68,13 @@ class Served:
 
 
 @pytest.mark.timeout(600)
-def test_every_operation_answers_as_its_schema_says() -> None:
-    """Whatever is sent: no 500, no hang, a documented status, the documented type and form of body."""
+def test_every_operation_conforms_to_its_schema() -> None:
+    """Whatever is sent: no 500, no hang, a documented status, and the documented type and form of the body."""
     with Served() as served:
-        answers_as_its_schema_says(served)
+        check_operations(served)
 
 
-def answers_as_its_schema_says(served: Served) -> None:
+def check_operations(served: Served) -> None:
     schema = schemathesis.openapi.from_url(served.url + "/openapi.json")
     # The stream of events has no end.
     operations = [found.ok() for found in schema.exclude(path="/v1/events").get_all_operations()]
@@ -85,7 +85,7 @@ def answers_as_its_schema_says(served: Served) -> None:
             try:
                 fuzz(operation, mode)
             except Unsatisfiable:
-                continue  # nothing could be sent that this operation does not allow
+                continue  # this operation allows every request
             except (AssertionError, FailureGroup, requests.RequestException) as failure:
                 failures.append(f"{operation.label} ({mode.value}): {failure!r}")
     assert not failures, "\n\n".join(failures)
@@ -141,24 +141,25 @@ BROKEN: list[bytes] = [
 ]
 
 
-def test_bytes_that_are_hardly_http_break_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """No answer is a 5xx, no traceback is logged, and a good request is served on after all."""
+def test_malformed_http_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """No answer is a 5xx, no traceback is logged, and afterwards a good request is still served."""
     good = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
     mutants = [mutant(good, random.Random(seed)) for seed in SEEDS]
     with Served(body_timeout_s=BODY_TIMEOUT_S) as served:
         for data in [*BROKEN, *mutants]:
-            answer = spoken(served.url, data)
+            answer = first_bytes(served.url, data)
             assert not answer or answer.startswith(b"HTTP/1.1 "), (data, answer)
             assert not answer.startswith(b"HTTP/1.1 5"), (data, answer)
-        assert answer_of_patience(served.url, good).startswith(b"HTTP/1.1 200 ")
+        assert answer_with_retries(served.url, good).startswith(b"HTTP/1.1 200 ")
     assert [record for record in caplog.records if record.exc_info] == []
 
 
-def answer_of_patience(url: str, data: bytes) -> bytes:
-    """Its answer. Whom a busy machine holds up for longer than a body may take is left without one, and asks again."""
+def answer_with_retries(url: str, data: bytes) -> bytes:
+    """The answer to these bytes. On a busy machine a client may be held up for longer than a body may take; it gets no
+    answer and asks again."""
     for _ in range(100):
         began = time.monotonic()
-        if (answer := spoken(url, data)) or time.monotonic() - began < BODY_TIMEOUT_S:
+        if (answer := first_bytes(url, data)) or time.monotonic() - began < BODY_TIMEOUT_S:
             break
     return answer
 
@@ -182,8 +183,8 @@ def mutant(data: bytes, dice: random.Random) -> bytes:
     return bytes(changed)
 
 
-def spoken(url: str, data: bytes) -> bytes:
-    """The first bytes of what comes back; b"" if the connection is closed without a word, or more is waited for."""
+def first_bytes(url: str, data: bytes) -> bytes:
+    """The first bytes of the answer; b"" if the connection is closed without one."""
     host, _, port = url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), REQUEST_TIMEOUT_S) as connection:
         connection.sendall(data)

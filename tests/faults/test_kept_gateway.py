@@ -1,4 +1,4 @@
-"""A gateway that is killed under `heddle keep` has nothing generated twice: counted by the engines, to the token."""
+"""A gateway that is killed under `heddle keep`: no token is generated twice, by the engines' own counts."""
 
 import asyncio
 import os
@@ -14,9 +14,17 @@ import pytest
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault
-from tests.faults.asking import PATHS, Heard, ask
+from tests.faults.asking import PATHS, Reply, ask
 from tests.faults.kept_gateway import KeptGateway, kept_gateway
-from tests.faults.token_jobs import PAIRS, body_of, differences, engine_of, fleet_of, jobs, told_of
+from tests.faults.token_jobs import (
+    PAIRS,
+    body_of,
+    comparable_content_of,
+    differences,
+    engine_of,
+    fleet_of,
+    requests_of_all_kinds,
+)
 from tests.support.gateway import ADMIN, ADMIN_KEY, eventually
 from tests.support.rounds import play_rounds
 
@@ -29,7 +37,7 @@ Job = tuple[str, dict[str, Any]]
 pytestmark = pytest.mark.timeout(300)
 
 
-async def made_by(client: httpx.AsyncClient, *engines: str) -> float:
+async def generated_by(client: httpx.AsyncClient, *engines: str) -> float:
     """All tokens that these engines have generated."""
     made = 0.0
     for engine in engines:
@@ -38,43 +46,43 @@ async def made_by(client: httpx.AsyncClient, *engines: str) -> float:
     return made
 
 
-async def told_at_last(client: httpx.AsyncClient, gateway: KeptGateway, name: str, job: Job) -> Heard:
-    """What a client hears that asks until it has a whole answer, and says so, as SDKs do."""
+async def reply_after_retries(client: httpx.AsyncClient, gateway: KeptGateway, name: str, job: Job) -> Reply:
+    """What a client gets that retries until it has a whole answer, and marks its retries, as SDKs do."""
     api, body = job
     for number in range(10_000):
         headers = {"x-trajectory-id": name} | ({"x-stainless-retry-count": str(number)} if number else {})
         try:
-            heard = await ask(client, gateway.url, api, body, headers)
+            reply = await ask(client, gateway.url, api, body, headers)
         except httpx.TransportError:
             await asyncio.sleep(0.02)
             continue
-        assert heard.is_finished(api), heard.text[-500:]
-        return heard
+        assert reply.is_finished(api), reply.text[-500:]
+        return reply
     raise AssertionError("never")
 
 
-def said(heard: Heard, body: dict[str, Any]) -> Any:
-    """All that an answer says; of several choices, which come interleaved, the text of each."""
+def content_of_reply(reply: Reply, body: dict[str, Any]) -> Any:
+    """All content of an answer; for several choices, which arrive interleaved, the text of each."""
     texts: dict[int, str] = {}
-    for answer in heard.events if body["stream"] else [heard.json]:
+    for answer in reply.events if body["stream"] else [reply.json]:
         for choice in answer.get("choices") or ():
             part = choice.get("delta") or choice.get("message") or {}
             texts[choice["index"]] = texts.get(choice["index"], "") + (part.get("content") or "")
-    return texts if len(texts) > 1 else told_of(heard, body)
+    return texts if len(texts) > 1 else comparable_content_of(reply, body)
 
 
-async def said_undisturbed(asked: list[Job], fleet: str) -> list[Any]:
-    """The same of a quiet engine, of the fleet's kind if all are of one."""
+async def undisturbed_contents(requests: list[Job], fleet: str) -> list[Any]:
+    """The content of an undisturbed engine's answers; it is of the fleet's kind if the fleet has one kind."""
     settings = engine_of("sglang" if fleet == "sglang" else "vllm", speed_up=200)
     async with httpx.AsyncClient(timeout=120) as client, fleet_of(settings) as [engine]:
-        answers = [await client.post(engine + PATHS[api], json=body) for api, body in asked]
-    heard = [Heard(answer.status_code, answer.headers, answer.text) for answer in answers]
-    return [said(one, body) for one, (_, body) in zip(heard, asked, strict=True)]
+        answers = [await client.post(engine + PATHS[api], json=body) for api, body in requests]
+    replies = [Reply(answer.status_code, answer.headers, answer.text) for answer in answers]
+    return [content_of_reply(one, body) for one, (_, body) in zip(replies, requests, strict=True)]
 
 
-def tokens_of(heard: Heard, stream: bool) -> int:
-    """How many tokens an answer says that it has."""
-    for answer in heard.events if stream else [heard.json]:
+def tokens_of(reply: Reply, stream: bool) -> int:
+    """How many tokens an answer reports."""
+    for answer in reply.events if stream else [reply.json]:
         usage = (answer.get("response") or answer).get("usage")
         number = usage and (usage.get("completion_tokens") or usage.get("output_tokens"))
         if number:
@@ -83,42 +91,40 @@ def tokens_of(heard: Heard, stream: bool) -> int:
 
 
 def long_jobs(seed: int, fleet: str) -> list[Job]:
-    """Turns of all kinds, longer than most, some for two choices."""
+    """Turns of all kinds, longer than most, some with two choices."""
     dice = random.Random(seed)
-    made = jobs(seed, NUM_TURNS, fleet)
+    made = requests_of_all_kinds(seed, NUM_TURNS, fleet)
     for api, body in made:
         for name in ("max_tokens", "max_output_tokens"):
             if body.get(name) == 80:
                 body[name] = 300
         if api == "chat" and "tools" not in body and dice.random() < 0.3:
-            body |= {"n": 2, "seed": 7}  # with a seed, each choice has its own, through the gateway too
+            body |= {"n": 2, "seed": 7}  # with a seed, each choice has its own, also through the gateway
     return made
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 @pytest.mark.parametrize("fleet", PAIRS)
-async def test_nothing_is_generated_twice(client: httpx.AsyncClient, tmp_path: Path, fleet: str, seed: int) -> None:
-    """SIGKILL at moments that dice choose, serving or not yet: what the engines made is what the answers have."""
-    # An engine of SGLang's that says in each event all that it said before takes a megabyte for 100 tokens and rivals.
+async def test_no_token_is_generated_twice(client: httpx.AsyncClient, tmp_path: Path, fleet: str, seed: int) -> None:
+    """SIGKILL at random moments, whether it serves yet or not: the engines generated what the answers contain."""
+    # SGLang's cumulative events take a megabyte for 100 tokens with alternatives.
     environment = {"HEDDLE_SAVE_TOKENS_S": "1000", "HEDDLE_KEPT_LEG_BYTES": str(64 * 2**20)}
     made, in_answers = await played(client, tmp_path, fleet, 40 + seed, environment)
     assert made == in_answers
 
 
-async def test_what_is_too_long_to_be_kept_goes_on_from_what_was_written_down(
-    client: httpx.AsyncClient, tmp_path: Path
-) -> None:
-    """Answers are whole all the same; what was not written down is made again, and no more."""
+async def test_legs_too_long_to_keep_continue_from_the_stored_tokens(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    """Answers are still whole. Only tokens that were not stored are generated again."""
     environment = {
         "HEDDLE_TOKEN_LEGS": "auto", "HEDDLE_SAVE_TOKENS_S": "0.01", "HEDDLE_KEPT_LEG_BYTES": str(64 * 2**10)
     }  # fmt: skip
-    asked = [
+    requests = [
         ("chat", body_of(1, "logprobs", "chat", True) | {"max_tokens": 600}),
         ("completions", body_of(2, "plain", "completions", False) | {"max_tokens": 600}),
         ("chat", body_of(3, "plain", "chat", False) | {"max_tokens": 600}),
         ("completions", body_of(4, "plain", "completions", True) | {"max_tokens": 600}),
     ]
-    expected = await said_undisturbed(asked, "sglang")
+    expected = await undisturbed_contents(requests, "sglang")
 
     async def play(number: int) -> bool:
         store = f"sqlite:{tmp_path}/{number}.sqlite3"
@@ -126,59 +132,60 @@ async def test_what_is_too_long_to_be_kept_goes_on_from_what_was_written_down(
             fleet_of(engine_of("sglang", speed_up=2)) as [engine],
             kept_gateway("--store", store, "--engine", engine, **environment) as gateway,
         ):
-            telling = [
-                asyncio.create_task(told_at_last(client, gateway, f"kept-{name}", job))
-                for name, job in enumerate(asked)
+            pending = [
+                asyncio.create_task(reply_after_retries(client, gateway, f"kept-{name}", job))
+                for name, job in enumerate(requests)
             ]
 
             async def are_too_long() -> bool:
-                return await made_by(client, engine) > 600 and gateway.num_tapes == 0
+                return await generated_by(client, engine) > 600 and gateway.num_tapes == 0
 
             await eventually(are_too_long, 120)
-            made_before = await made_by(client, engine)
-            were_running = not any(one.done() for one in telling)
+            generated_before = await generated_by(client, engine)
+            were_running = not any(one.done() for one in pending)
             await gateway.kill()
-            heard = await asyncio.gather(*telling)
-            made = await made_by(client, engine)
-        got = [said(one, body) for one, (_, body) in zip(heard, asked, strict=True)]
-        assert not (found := differences(expected, got, asked)), "\n".join(one[:2000] for one in found)
-        in_answers = sum(tokens_of(one, body["stream"]) for one, (_, body) in zip(heard, asked, strict=True))
+            replies = await asyncio.gather(*pending)
+            made = await generated_by(client, engine)
+        got = [content_of_reply(one, body) for one, (_, body) in zip(replies, requests, strict=True)]
+        assert not (found := differences(expected, got, requests)), "\n".join(one[:2000] for one in found)
+        in_answers = sum(tokens_of(one, body["stream"]) for one, (_, body) in zip(replies, requests, strict=True))
         assert made >= in_answers == 2400
-        return were_running and made - in_answers < made_before  # of turns that begin anew all of it is made again
+        # A turn that starts over generates all its tokens again.
+        return were_running and made - in_answers < generated_before
 
-    await play_rounds("turns ran whose legs were too long to be kept, and the store had some of each", play)
+    await play_rounds("turns ran whose legs were too long to keep, and the store had some tokens of each", play)
 
 
 async def played(
     client: httpx.AsyncClient, tmp_path: Path, fleet: str, seed: int, environment: dict[str, str]
 ) -> tuple[float, int]:
-    """Have a gateway killed under many turns, each of which is told what it would have been told; how many tokens the
-    engines made, and how many the answers have."""
+    """Kill a gateway under many turns, and check that each gets its undisturbed answer. Returns how many tokens the
+    engines generated, and how many the answers contain."""
     dice = random.Random(seed)
-    asked = long_jobs(seed, fleet)
-    expected = await said_undisturbed(asked, fleet)
+    requests = long_jobs(seed, fleet)
+    expected = await undisturbed_contents(requests, fleet)
     settings = [engine_of(kind, speed_up=2, seed=n) for n, kind in enumerate(PAIRS[fleet])]
     async with fleet_of(*settings) as engines:
         options = [option for engine in engines for option in ("--engine", engine)]
         store = ("--store", f"sqlite:{tmp_path}/h.sqlite3")
         async with kept_gateway(*store, *options, HEDDLE_TOKEN_LEGS="auto", **environment) as gateway:
-            telling = asyncio.gather(
-                *(told_at_last(client, gateway, f"kept-{number}", job) for number, job in enumerate(asked))
+            pending = asyncio.gather(
+                *(reply_after_retries(client, gateway, f"kept-{number}", job) for number, job in enumerate(requests))
             )
             for _ in range(NUM_KILLS):
-                until = await made_by(client, *engines) + dice.randrange(1, 800)
+                until = await generated_by(client, *engines) + dice.randrange(1, 800)
 
-                async def has_come(until: float = until) -> bool:
-                    return telling.done() or await made_by(client, *engines) >= until
+                async def is_reached(until: float = until) -> bool:
+                    return pending.done() or await generated_by(client, *engines) >= until
 
-                await eventually(has_come, 120)
+                await eventually(is_reached, 120)
                 await gateway.kill()
-            heard = await telling
+            replies = await pending
             await eventually(lambda: gateway.num_tapes == 0, 120)
-        made = await made_by(client, *engines)
-    got = [said(one, body) for one, (_, body) in zip(heard, asked, strict=True)]
-    assert not (found := differences(expected, got, asked)), "\n".join(one[:2000] for one in found[:3])
-    return made, sum(tokens_of(one, body["stream"]) for one, (_, body) in zip(heard, asked, strict=True))
+        made = await generated_by(client, *engines)
+    got = [content_of_reply(one, body) for one, (_, body) in zip(replies, requests, strict=True)]
+    assert not (found := differences(expected, got, requests)), "\n".join(one[:2000] for one in found[:3])
+    return made, sum(tokens_of(one, body["stream"]) for one, (_, body) in zip(replies, requests, strict=True))
 
 
 SLOW = engine_of("vllm", speed_up=0.3)
@@ -195,7 +202,7 @@ async def one_turn(
     faults: Sequence[Fault] = (),
     **environment: str,
 ) -> AsyncIterator[tuple[KeptGateway, dict[str, Any]]]:
-    """A gateway that was killed while its only turn, of so many tokens, ran; and the turn's request.
+    """A gateway that was killed while its only turn, of this many tokens, ran; and the turn's request.
 
     Args:
         faults: of the engines, from the kill on.
@@ -204,10 +211,10 @@ async def one_turn(
     options = [option for engine in engines for option in ("--engine", engine)]
     environment |= {"HEDDLE_TOKEN_LEGS": "auto", "HEDDLE_SAVE_TOKENS_S": "1000", "HEDDLE_ADMIN_KEY": ADMIN_KEY}
     async with kept_gateway("--store", f"sqlite:{tmp_path}/h.sqlite3", *options, **environment) as gateway:
-        asked = asyncio.create_task(client.post(gateway.url + PATHS["chat"], json=body, headers=ALONE))
+        turn = asyncio.create_task(client.post(gateway.url + PATHS["chat"], json=body, headers=ALONE))
 
         async def has_begun() -> bool:
-            return await made_by(client, *engines) > begun_tokens
+            return await generated_by(client, *engines) > begun_tokens
 
         await eventually(has_begun, 120)
         for engine in engines:
@@ -215,7 +222,7 @@ async def one_turn(
             assert put.status_code == 200, put.text
         await gateway.kill()
         with pytest.raises(httpx.TransportError):
-            await asked
+            await turn
         yield gateway, body
 
 
@@ -225,33 +232,33 @@ async def is_idle(client: httpx.AsyncClient, engine: str) -> bool:
     return bool(running) and all(float(line.split()[-1]) == 0 for line in running)
 
 
-async def test_what_nobody_asks_for_again_is_stopped(client: httpx.AsyncClient, tmp_path: Path) -> None:
-    """After a while, long before the engine is done; the turn is made anew then."""
+async def test_a_kept_leg_that_nobody_asks_for_again_is_stopped(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    """After `kept_leg_s`, long before the engine is done."""
     async with (
         fleet_of(SLOW) as [engine],
         one_turn(client, tmp_path, engine, max_tokens=20_000, HEDDLE_KEPT_LEG_S="0.2") as (gateway, _),
     ):
         await eventually(lambda: is_idle(client, engine), 120)
-        assert await made_by(client, engine) < 20_000
+        assert await generated_by(client, engine) < 20_000
         assert await gateway.is_healthy()
 
 
-async def test_another_question_does_not_get_what_was_kept(client: httpx.AsyncClient, tmp_path: Path) -> None:
-    """It goes by the very request."""
+async def test_a_kept_leg_serves_only_its_own_request(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    """Another request of the same trajectory gets its own answer; the first request then gets the kept one."""
     async with (
         fleet_of(SLOW) as [engine],
         one_turn(client, tmp_path, engine, max_tokens=130, begun_tokens=10) as (gateway, body),
     ):
         other = body | {"messages": [{"role": "user", "content": "something else"}], "max_tokens": 7}
-        heard = await ask(client, gateway.url, "chat", other, ALONE)
-        assert tokens_of(heard, stream=False) == 7
-        again = await told_at_last(client, gateway, "alone", ("chat", body))
+        reply = await ask(client, gateway.url, "chat", other, ALONE)
+        assert tokens_of(reply, stream=False) == 7
+        again = await reply_after_retries(client, gateway, "alone", ("chat", body))
         assert tokens_of(again, stream=False) == 130
-        assert await made_by(client, engine) == 137
+        assert await generated_by(client, engine) == 137
 
 
 async def add_engine(client: httpx.AsyncClient, gateway: KeptGateway, url: str) -> None:
-    """Have a gateway that has no engine which is ready serve by this one."""
+    """Add this engine to a gateway that has no ready engine, and wait until it serves."""
     added = await client.post(gateway.url + "/v1/engines", json={"url": url}, headers=ADMIN)
     assert added.status_code == 201, added.text
 
@@ -261,29 +268,29 @@ async def add_engine(client: httpx.AsyncClient, gateway: KeptGateway, url: str) 
     await eventually(is_ready, 120)
 
 
-async def test_an_engine_that_dies_before_the_next_gateway_comes_loses_no_turn(
+async def test_an_engine_that_dies_before_the_next_gateway_loses_no_turn(
     client: httpx.AsyncClient, tmp_path: Path
 ) -> None:
-    """What it had said until then is not made again elsewhere."""
+    """What it had sent until then is not generated again elsewhere."""
     async with AsyncExitStack() as stack, serve_engine(engine_of("vllm", speed_up=20)) as second:
         first = await stack.enter_async_context(serve_engine(SLOW))
         async with one_turn(client, tmp_path, first) as (gateway, body):
             await stack.aclose()
             refused = await client.post(gateway.url + PATHS["chat"], json=body, headers=ALONE, timeout=120)
-            assert refused.status_code == 503, "what was kept waits for the next try"
+            assert refused.status_code == 503, "the kept leg waits for the next try"
             await add_engine(client, gateway, second)
-            heard = await told_at_last(client, gateway, "alone", ("chat", body))
-            assert tokens_of(heard, stream=False) == 400
-            assert await made_by(client, second) <= 400 - 64, "an event has 32 tokens"
-            assert told_of(heard, body) == (await said_undisturbed([("chat", body)], "vllm"))[0]
+            reply = await reply_after_retries(client, gateway, "alone", ("chat", body))
+            assert tokens_of(reply, stream=False) == 400
+            assert await generated_by(client, second) <= 400 - 64, "an event has 32 tokens"
+            assert comparable_content_of(reply, body) == (await undisturbed_contents([("chat", body)], "vllm"))[0]
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-async def test_an_engine_that_is_not_ready_again_goes_on_with_what_it_was_asked(
+async def test_a_kept_leg_continues_while_its_engine_is_not_ready(
     client: httpx.AsyncClient, tmp_path: Path, kind: str
 ) -> None:
-    """It makes tokens, and cannot say how it is: whichever kind of engine the turn is sent to, none are made twice."""
-    unseen = {"HEDDLE_OBSERVE_INTERVAL_S": "1000", "HEDDLE_FAULTS_TO_OPEN": "1"}
+    """It generates, but its metrics fail. Whichever kind of engine gets the turn next, no token is generated twice."""
+    unobserved = {"HEDDLE_OBSERVE_INTERVAL_S": "1000", "HEDDLE_FAULTS_TO_OPEN": "1"}
     async with (
         fleet_of(SLOW, engine_of(kind, speed_up=20)) as [first, second],
         one_turn(
@@ -293,18 +300,18 @@ async def test_an_engine_that_is_not_ready_again_goes_on_with_what_it_was_asked(
             max_tokens=200,
             begun_tokens=50,
             faults=[Fault("refuse", path="/metrics")],
-            **unseen,
+            **unobserved,
         ) as (gateway, body),
     ):
         await add_engine(client, gateway, second)
-        heard = await told_at_last(client, gateway, "alone", ("chat", body))
+        reply = await reply_after_retries(client, gateway, "alone", ("chat", body))
         assert (await client.request("DELETE", first + "/simulate/faults")).status_code == 200
-        assert await made_by(client, first, second) == tokens_of(heard, stream=False) == 200
-        assert told_of(heard, body) == (await said_undisturbed([("chat", body)], "vllm"))[0]
+        assert await generated_by(client, first, second) == tokens_of(reply, stream=False) == 200
+        assert comparable_content_of(reply, body) == (await undisturbed_contents([("chat", body)], "vllm"))[0]
 
 
-async def test_who_connects_between_two_gateways_waits(client: httpx.AsyncClient, tmp_path: Path) -> None:
-    """The listening socket is kept, too: nobody is refused."""
+async def test_connections_between_two_gateways_wait(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    """The keeper holds the listening socket too, so no connection is refused."""
     async with kept_gateway("--store", f"sqlite:{tmp_path}/h.sqlite3") as gateway:
         await gateway.kill()
         for _ in range(20):

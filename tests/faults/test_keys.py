@@ -1,4 +1,4 @@
-"""Who may do what: client keys, the admin's key, and that neither ever leaves the gateway."""
+"""Who may do what: client keys, the admin key, and that neither ever leaves the gateway."""
 
 import io
 import logging
@@ -19,8 +19,8 @@ ANSWER = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"sto
 
 
 @pytest.mark.parametrize("api", APIS)
-async def test_client_keys_are_asked_for_and_checked(client: httpx.AsyncClient, api: str) -> None:
-    """Missing and wrong ones get 401 in the API's form; the right one is taken in either header."""
+async def test_client_keys_are_required_and_checked(client: httpx.AsyncClient, api: str) -> None:
+    """Missing and wrong keys get 401 in the API's form; the right one is accepted in either header."""
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=100)) as engine,
         running_gateway(engine, api_keys=("another", CLIENT_KEY)) as gateway,
@@ -38,7 +38,7 @@ async def test_client_keys_are_asked_for_and_checked(client: httpx.AsyncClient, 
 
 
 async def test_turns_refused_for_their_keys_are_counted(client: httpx.AsyncClient) -> None:
-    """A key that was changed on one side alone is seen by who watches; neither log nor metrics told of it."""
+    """A key that was changed on one side only shows up in a metric."""
     async with running_gateway(api_keys=["right"]) as gateway:
         for api in APIS:
             wrong = {"authorization": "Bearer wrong"}
@@ -49,8 +49,8 @@ async def test_turns_refused_for_their_keys_are_counted(client: httpx.AsyncClien
     assert f'heddle_refused_requests_total{{status="401"}} {len(APIS)}.0' in page
 
 
-async def test_the_fleet_changes_only_by_the_admin_key(client: httpx.AsyncClient) -> None:
-    """A client's key may look at it; without an admin key nobody may change it."""
+async def test_only_the_admin_key_may_change_the_fleet(client: httpx.AsyncClient) -> None:
+    """A client key may read it. Without an admin key, nobody may change it."""
     changes = [
         ("POST", "/v1/engines"),
         ("DELETE", "/v1/engines/{id}"),
@@ -80,9 +80,10 @@ async def test_the_fleet_changes_only_by_the_admin_key(client: httpx.AsyncClient
 
 
 async def test_keys_are_neither_logged_nor_sent_to_engines(client: httpx.AsyncClient) -> None:
-    """Not those of clients, good or bad, nor the admin's, nor the engine's, at the most talkative level."""
-    said = io.StringIO()
-    handler = logging.StreamHandler(said)
+    """Neither those of clients, good or bad, nor the admin's, nor the engine's own, even at level DEBUG. Only an
+    engine's own key goes to that engine."""
+    lines = io.StringIO()
+    handler = logging.StreamHandler(lines)
     handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
     level = root.level
@@ -115,7 +116,7 @@ async def test_keys_are_neither_logged_nor_sent_to_engines(client: httpx.AsyncCl
     finally:
         root.removeHandler(handler)
         root.setLevel(level)
-    log = said.getvalue()
+    log = lines.getvalue()
     assert '"message":"turn"' in log
     for secret in (CLIENT_KEY, ADMIN_KEY, engine_key, "sk-cookie", "sk-wrong-key"):
         assert secret not in log

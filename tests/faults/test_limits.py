@@ -1,4 +1,4 @@
-"""What a client may not do, and how it is told: statuses, `Retry-After` and bodies in the API's own form."""
+"""Limits on clients, and how they are reported: statuses, `Retry-After` and bodies in the API's own form."""
 
 import asyncio
 from dataclasses import replace
@@ -20,9 +20,7 @@ ANSWER = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"sto
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", APIS)
-async def test_a_full_queue_answers_429_with_a_time_to_come_back(
-    client: httpx.AsyncClient, api: str, stream: bool
-) -> None:
+async def test_a_full_queue_answers_429_with_retry_after(client: httpx.AsyncClient, api: str, stream: bool) -> None:
     """One turn runs, one waits, and the third is refused."""
     async with serve_engine(ONE_SLOT) as engine, running_gateway(engine, max_waiting_turns=1) as gateway:
         held = [
@@ -41,18 +39,18 @@ async def test_a_full_queue_answers_429_with_a_time_to_come_back(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", APIS)
-async def test_a_turn_that_waits_for_too_long_gets_503(client: httpx.AsyncClient, api: str, stream: bool) -> None:
+async def test_a_turn_that_waits_too_long_gets_503(client: httpx.AsyncClient, api: str, stream: bool) -> None:
     """Or an error event, if heartbeats have kept its stream open."""
     settings = {"queue_timeout_s": 0.3, "heartbeat_s": 0.1}
     async with serve_engine(ONE_SLOT) as engine, running_gateway(engine, **settings) as gateway:
         held = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", tokens=4000)))
         await eventually(lambda: has_legs(client, gateway.url, 1))
-        heard = await ask(client, gateway.url, api, body_of(api, stream))
-        assert heard.error(api)
+        reply = await ask(client, gateway.url, api, body_of(api, stream))
+        assert reply.error(api)
         if stream:
-            assert heard.status == 200 and heard.text.startswith(": waiting\n\n")
+            assert reply.status == 200 and reply.text.startswith(": waiting\n\n")
         else:
-            assert heard.status == 503 and heard.headers["retry-after"]
+            assert reply.status == 503 and reply.headers["retry-after"]
         held.cancel()
         await asyncio.gather(held, return_exceptions=True)
 
@@ -60,7 +58,7 @@ async def test_a_turn_that_waits_for_too_long_gets_503(client: httpx.AsyncClient
 @pytest.mark.parametrize("path", [*PATHS.values(), "/v1/embeddings", "/v1/trajectories", "/v1/engines"])
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_body_above_the_limit_gets_413(client: httpx.AsyncClient, path: str, chunked: bool) -> None:
-    """By its content-length at once, by its chunks as soon as they are too many; the connection stays usable."""
+    """Whether its length is declared or it comes in chunks. The gateway goes on serving."""
     api = "messages" if path == "/v1/messages" else "other"
 
     async def chunks() -> Any:
@@ -87,8 +85,8 @@ async def test_headers_above_the_limit_get_431(client: httpx.AsyncClient, path: 
             check_error(api, response, 431, "headers_too_large")
 
 
-async def test_headers_that_do_not_end_are_cut_off() -> None:
-    """They are not gathered in memory: the connection is closed soon above the limit."""
+async def test_endless_headers_are_cut_off() -> None:
+    """They do not accumulate in memory: the connection is closed soon after the limit."""
     async with running_gateway(max_header_bytes=2000) as gateway:
         host, _, port = gateway.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -107,8 +105,8 @@ async def test_headers_that_do_not_end_are_cut_off() -> None:
         writer.close()
 
 
-async def test_a_body_that_stops_coming_gets_408_and_its_connection_is_closed() -> None:
-    """A client that is stuck holds nothing for ever."""
+async def test_a_stalled_body_gets_408_and_closes_the_connection() -> None:
+    """A stuck client holds nothing forever."""
     async with running_gateway(body_timeout_s=0.2) as gateway:
         for path in ("/v1/chat/completions", "/v1/trajectories"):
             head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 900\r\n\r\n{{".encode()
@@ -117,14 +115,14 @@ async def test_a_body_that_stops_coming_gets_408_and_its_connection_is_closed() 
             assert b'"code":"body_timeout"' in answer
 
 
-async def test_a_head_that_stops_coming_closes_the_connection() -> None:
+async def test_a_stalled_head_closes_the_connection() -> None:
     """Half a request line, half the headers, or nothing at all."""
     async with running_gateway(body_timeout_s=0.2) as gateway:
         for data in (b"", b"POST /v1/ch", b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"):
             assert await raw(gateway.url, data) == b""
 
 
-async def test_a_key_has_its_own_limit_of_turns(client: httpx.AsyncClient) -> None:
+async def test_each_key_has_its_own_turn_limit(client: httpx.AsyncClient) -> None:
     """The greedy client gets 429, the other one is served."""
     keys = ("first", "second")
     async with (
@@ -144,8 +142,9 @@ async def test_a_key_has_its_own_limit_of_turns(client: httpx.AsyncClient) -> No
         assert (await ask(client, gateway.url, "chat", body_of("chat"), first)).is_finished("chat")
 
 
-async def test_a_conversation_goes_on_after_a_turn_that_was_refused(client: httpx.AsyncClient) -> None:
-    """Of a client that sends no id, and asks something else then: it was taken for one that is at work still."""
+async def test_a_conversation_continues_after_a_refused_turn(client: httpx.AsyncClient) -> None:
+    """The client sends no id and then asks something else. Its trajectory was once taken for one that still has a
+    turn."""
     async with (
         serve_engine(SimulatedEngineSettings()) as engine,
         running_gateway(engine, max_turns_per_key=1) as gateway,
@@ -165,8 +164,8 @@ async def test_a_conversation_goes_on_after_a_turn_that_was_refused(client: http
         assert other.headers["x-trajectory-id"] == first.headers["x-trajectory-id"]
 
 
-async def test_a_connection_is_kept_alive_and_pipelined_requests_are_answered_in_order() -> None:
-    """Three requests in one write, an error between two answers, and the connection goes on."""
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    """Three requests in one write, with an error between two answers; the connection stays open."""
     async with serve_engine(SimulatedEngineSettings(speed_up=50)) as engine, running_gateway(engine) as gateway:
         bodies = [orjson.dumps(body_of("chat", tokens=3)), b"{bad", orjson.dumps(body_of("chat", True, 3))]
         head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n"
@@ -179,7 +178,7 @@ async def test_a_connection_is_kept_alive_and_pipelined_requests_are_answered_in
 
 
 async def test_without_an_engine_a_turn_gets_503(client: httpx.AsyncClient) -> None:
-    """And a time to come back."""
+    """With a `Retry-After`."""
     async with running_gateway() as gateway:
         for api in APIS:
             response = await client.post(gateway.url + PATHS[api], json=body_of(api))

@@ -1,4 +1,4 @@
-"""How the process begins and ends: one clear line where it cannot start, and nobody cut off where it stops."""
+"""How the process starts and stops: one clear line if it cannot start, and no client is cut off when it stops."""
 
 import asyncio
 import time
@@ -22,14 +22,14 @@ from tests.support.redis_server import RedisServer
 ANSWER = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]}'
 
 
-async def test_a_second_gateway_on_the_same_file_is_refused_with_one_line(tmp_path: Any) -> None:
-    """Two schedulers over one record would undo each other."""
+async def test_a_second_gateway_on_the_same_store_is_refused_with_one_line(tmp_path: Any) -> None:
+    """Two schedulers on one record would undo each other's work."""
     store = f"sqlite:{tmp_path / 'heddle.sqlite3'}"
     async with gateway_process("--store", store):
-        status, said = await refused_start("--store", store, "--port", "0")
+        status, errors = await refused_start("--store", store, "--port", "0")
         assert status == 2
-        assert len(said.splitlines()) == 1 and said.startswith("heddle serve: "), said
-        assert "heddle.sqlite3" in said
+        assert len(errors.splitlines()) == 1 and errors.startswith("heddle serve: "), errors
+        assert "heddle.sqlite3" in errors
 
 
 BAD_STARTS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
@@ -57,30 +57,30 @@ BAD_STARTS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
 
 
 @pytest.mark.parametrize(("toml", "options", "environment"), BAD_STARTS.values(), ids=BAD_STARTS.keys())
-async def test_bad_settings_stop_the_start_with_one_clear_line(
+async def test_bad_settings_stop_the_start_with_one_line(
     tmp_path: Any, toml: str, options: tuple[str, ...], environment: dict[str, str]
 ) -> None:
     """Exit status 2, no traceback."""
     file = tmp_path / "heddle.toml"
     file.write_bytes(toml.encode("utf-8", "surrogateescape"))
     given = [str(file) if option == "FILE" else option for option in options]
-    status, said = await refused_start("--port", "0", "--store", "memory:", *given, **environment)
-    assert status == 2, said
-    assert len(said.splitlines()) == 1 and said.startswith("heddle serve: "), said
+    status, errors = await refused_start("--port", "0", "--store", "memory:", *given, **environment)
+    assert status == 2, errors
+    assert len(errors.splitlines()) == 1 and errors.startswith("heddle serve: "), errors
 
 
-async def test_a_port_in_use_stops_the_start_with_one_clear_line() -> None:
-    """And says which."""
+async def test_a_port_in_use_stops_the_start_with_one_line() -> None:
+    """It names the port."""
     async with running_gateway() as gateway:
         port = gateway.url.rpartition(":")[2]
-        status, said = await refused_start("--store", "memory:", "--port", port)
+        status, errors = await refused_start("--store", "memory:", "--port", port)
         assert status == 2
-        assert len(said.splitlines()) == 1 and port in said, said
+        assert len(errors.splitlines()) == 1 and port in errors, errors
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_sigterm_lets_running_turns_end(client: httpx.AsyncClient, tmp_path: Any, stream: bool) -> None:
-    """No new connection is taken, what runs ends well, the record is settled, and the exit status is 0."""
+    """Running turns finish, the record is settled, and the exit status is 0."""
     store = f"sqlite:{tmp_path / 'heddle.sqlite3'}"
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=1)) as engine,
@@ -104,7 +104,8 @@ async def test_sigterm_lets_running_turns_end(client: httpx.AsyncClient, tmp_pat
 
 
 async def test_sigterm_ends_a_start_that_waits_for_its_store() -> None:
-    """At once, with status 0: it was heard when `store_start_timeout_s` was over, and supervisors kill before that."""
+    """At once, with status 0. It used to take effect only after `store_start_timeout_s`, and supervisors send SIGKILL
+    before that."""
     away = f"redis://127.0.0.1:{free_port()}/0"
     gateway = GatewayProcess("--store", away, HEDDLE_STORE_START_TIMEOUT_S="3600")
     await gateway.begin()
@@ -118,10 +119,11 @@ async def test_sigterm_ends_a_start_that_waits_for_its_store() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_turn_that_outlasts_the_shutdown_is_told_to_come_back(
+async def test_a_turn_that_outlasts_the_shutdown_gets_shutting_down(
     client: httpx.AsyncClient, tmp_path: Any, stream: bool
 ) -> None:
-    """503, or an error event in a stream that had begun; the engine is freed, and the record tells."""
+    """503, or an error event in a stream that had begun. The shutdown ends on time, and the record has the turn as
+    stopped."""
     store = f"sqlite:{tmp_path / 'heddle.sqlite3'}"
     async with serve_engine(SimulatedEngineSettings(speed_up=1)) as engine:
         options = ("--store", store, "--engine", engine)
@@ -132,9 +134,9 @@ async def test_a_turn_that_outlasts_the_shutdown_is_told_to_come_back(
             began_at = time.perf_counter()
             assert await gateway.terminate() == 0
             assert time.perf_counter() - began_at < 5
-            heard = await running
-            assert heard.status == (200 if stream else 503)
-            assert heard.error("chat")["code"] == "shutting_down"
+            reply = await running
+            assert reply.status == (200 if stream else 503)
+            assert reply.error("chat")["code"] == "shutting_down"
             output = await gateway.output()
             assert "Traceback" not in output, output
             await gateway.start()
@@ -143,30 +145,28 @@ async def test_a_turn_that_outlasts_the_shutdown_is_told_to_come_back(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_joined_a_turn_that_outlasts_the_shutdown_is_told_so_too(
-    client: httpx.AsyncClient, stream: bool
-) -> None:
-    """It hears what the first one hears: it got nothing at all."""
+async def test_a_client_that_joined_a_turn_gets_shutting_down_too(client: httpx.AsyncClient, stream: bool) -> None:
+    """If the turn outlasts the shutdown, it gets what the first client gets; it used to get nothing at all."""
     async with serve_engine(SimulatedEngineSettings(speed_up=1)) as engine:
         options = ("--store", "memory:", "--engine", engine)
         async with gateway_process(*options, HEDDLE_SHUTDOWN_TIMEOUT_S="1") as gateway:
-            body, who = body_of("chat", stream, 4000), {"x-trajectory-id": "long"}
-            first = asyncio.create_task(ask(client, gateway.url, "chat", body, who))
+            body, headers = body_of("chat", stream, 4000), {"x-trajectory-id": "long"}
+            first = asyncio.create_task(ask(client, gateway.url, "chat", body, headers))
             await eventually(lambda: num_legs(client, gateway.url, 1))
-            second = asyncio.create_task(ask(client, gateway.url, "chat", body, who))
+            second = asyncio.create_task(ask(client, gateway.url, "chat", body, headers))
             await eventually(lambda: has_joined(client, gateway.url))
             assert await gateway.terminate() == 0
-            for heard in (await first, await second):
-                assert heard.status == (200 if stream else 503)
-                assert heard.error("chat")["code"] == "shutting_down"
+            for reply in (await first, await second):
+                assert reply.status == (200 if stream else 503)
+                assert reply.error("chat")["code"] == "shutting_down"
             output = await gateway.output()
             assert "Traceback" not in output, output
 
 
-async def test_a_request_without_a_trajectory_that_outlasts_the_shutdown_is_told_to_come_back(
+async def test_a_request_without_a_trajectory_gets_shutting_down(
     client: httpx.AsyncClient,
 ) -> None:
-    """503, and no traceback: it was a plain 500."""
+    """If it outlasts the shutdown: 503 and no traceback, where it used to be a plain 500."""
     async with raw_engine(hangs) as engine, stopping_gateway(engine.url) as gateway:
         asked = {"model": "simulated", "input": "x"}
         answer = asyncio.create_task(client.post(gateway.url + "/v1/embeddings", json=asked, timeout=60))
@@ -175,8 +175,8 @@ async def test_a_request_without_a_trajectory_that_outlasts_the_shutdown_is_told
         check_error("other", await answer, 503, "shutting_down")
 
 
-async def test_a_shutdown_may_take_a_part_of_a_second(client: httpx.AsyncClient) -> None:
-    """It was cut to whole seconds, and so to none."""
+async def test_shutdown_timeout_may_be_a_fraction_of_a_second(client: httpx.AsyncClient) -> None:
+    """It used to be truncated to whole seconds, here to zero."""
     async with (
         raw_engine(hangs) as engine,
         gateway_process("--store", "memory:", "--engine", engine.url, HEDDLE_SHUTDOWN_TIMEOUT_S="0.9") as gateway,
@@ -189,8 +189,8 @@ async def test_a_shutdown_may_take_a_part_of_a_second(client: httpx.AsyncClient)
         assert (await turn).error("chat")["code"] == "shutting_down"
 
 
-async def test_a_drain_that_outlasts_the_shutdown_is_told_to_come_back(client: httpx.AsyncClient) -> None:
-    """As a turn is; and the turn that it waits for."""
+async def test_a_drain_that_outlasts_the_shutdown_gets_shutting_down(client: httpx.AsyncClient) -> None:
+    """So does the turn that it waits for."""
     async with raw_engine(hangs) as engine, stopping_gateway(engine.url) as gateway:
         turn = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat")))
         await eventually(lambda: engine.num_open == 1)
@@ -208,7 +208,7 @@ async def test_a_drain_that_outlasts_the_shutdown_is_told_to_come_back(client: h
         assert (await turn).error("chat")["code"] == "shutting_down"
 
 
-async def test_a_body_that_is_still_coming_at_the_end_of_a_shutdown_is_told_to_come_back() -> None:
+async def test_a_body_still_arriving_at_the_end_of_a_shutdown_gets_503() -> None:
     """It is read until then, and refused in the form of its API."""
     async with stopping_gateway("http://127.0.0.1:9") as gateway:
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
@@ -223,10 +223,10 @@ async def test_a_body_that_is_still_coming_at_the_end_of_a_shutdown_is_told_to_c
 
 
 @pytest.mark.parametrize("is_together", [True, False], ids=["hot", "cold"])
-async def test_a_turn_that_finished_is_answered_though_the_store_outlasts_the_shutdown(
+async def test_a_finished_turn_is_answered_if_the_store_outlasts_the_shutdown(
     client: httpx.AsyncClient, redis_server: RedisServer, is_together: bool
 ) -> None:
-    """Its history says once that it finished, and its client gets no error for what the engine has made."""
+    """It is logged once, and its client gets the engine's answer instead of an error."""
     settings = {"HEDDLE_SETTLE_TIMEOUT_S": "60", "HEDDLE_SHUTDOWN_TIMEOUT_S": "0"}
     async with (
         raw_engine(writes(whole(ANSWER))) as engine,
@@ -258,7 +258,7 @@ async def test_a_turn_that_finished_is_answered_though_the_store_outlasts_the_sh
 
 @asynccontextmanager
 async def stopping_gateway(engine: str) -> AsyncIterator[GatewayProcess]:
-    """A gateway whose shutdown is short; it has said nothing when this is left."""
+    """A gateway with a short shutdown; it must not have logged a traceback on exit."""
     options = ("--store", "memory:", "--engine", engine, "--log-level", "error")
     async with gateway_process(*options, HEDDLE_SHUTDOWN_TIMEOUT_S="1", HEDDLE_ADMIN_KEY="k") as gateway:
         yield gateway
@@ -284,8 +284,8 @@ async def num_legs(client: httpx.AsyncClient, url: str, num: int) -> bool:
     return sum(engine["num_legs"] for engine in engines) == num
 
 
-async def test_sigterm_does_not_wait_for_those_who_watch_events(client: httpx.AsyncClient) -> None:
-    """Their streams have no end of their own; they get one."""
+async def test_sigterm_does_not_wait_for_event_streams(client: httpx.AsyncClient) -> None:
+    """They have no end of their own, so the shutdown ends them."""
     async with gateway_process("--store", "memory:") as gateway:
         async with client.stream("GET", gateway.url + "/v1/events") as response:
             lines = response.aiter_lines()

@@ -1,4 +1,4 @@
-"""A request that comes again after its turn has ended: a retry gets the same answer, a new question a new one."""
+"""A request that is repeated after its turn has ended: a retry gets the same answer, a new question a new one."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -34,7 +34,7 @@ async def num_turns(client: httpx.AsyncClient, url: str) -> int:
 async def test_a_retry_of_a_finished_turn_gets_the_same_answer(
     client: httpx.AsyncClient, api: str, stream: bool
 ) -> None:
-    """To the byte, with its request id, and the engine makes it once."""
+    """To the byte, with its request id; the engine generates it once."""
     async with serve_engine(SimulatedEngineSettings(speed_up=50)) as engine, running_gateway(engine) as gateway:
         body = body_of(api, stream)
         first = await ask(client, gateway.url, api, body, MINE)
@@ -44,32 +44,32 @@ async def test_a_retry_of_a_finished_turn_gets_the_same_answer(
         assert await num_turns(client, gateway.url) == 1
 
 
-async def test_the_same_question_without_a_sign_of_a_retry_is_asked_anew(client: httpx.AsyncClient) -> None:
-    """An agent that samples again wants another answer; so does a retry with another body."""
+async def test_a_repeat_that_is_not_marked_as_a_retry_is_a_new_turn(client: httpx.AsyncClient) -> None:
+    """An agent that samples again needs another answer; so does a retry with another body."""
     async with serve_engine(SimulatedEngineSettings(speed_up=50)) as engine, running_gateway(engine) as gateway:
         first = await ask(client, gateway.url, "chat", body_of("chat"), MINE)
         second = await ask(client, gateway.url, "chat", body_of("chat"), MINE)
         third = await ask(client, gateway.url, "chat", body_of("chat", text="other"), RETRY)
-        assert len({heard.headers["x-request-id"] for heard in (first, second, third)}) == 3
+        assert len({one.headers["x-request-id"] for one in (first, second, third)}) == 3
         assert await num_turns(client, gateway.url) == 3
 
 
-async def test_a_conversation_goes_on_after_a_retry_that_got_its_answer_again(client: httpx.AsyncClient) -> None:
-    """Of a client that sends no id: no turn came of the retry, so the trajectory is not at work."""
+async def test_a_conversation_continues_after_a_retry(client: httpx.AsyncClient) -> None:
+    """The client sends no id. The retry starts no turn, so the trajectory has none running."""
     async with serve_engine(SimulatedEngineSettings(speed_up=50)) as engine, running_gateway(engine) as gateway:
         messages: list[Any] = [{"role": "user", "content": "hello"}]
-        heard = []
+        replies = []
         for _ in range(3):
             body = body_of("chat", messages=messages)
-            heard.append(await ask(client, gateway.url, "chat", body))
-            messages = [*messages, heard[-1].json["choices"][0]["message"], {"role": "user", "content": "and then?"}]
-            if len(heard) == 2:
+            replies.append(await ask(client, gateway.url, "chat", body))
+            messages = [*messages, replies[-1].json["choices"][0]["message"], {"role": "user", "content": "and then?"}]
+            if len(replies) == 2:
                 again = await ask(client, gateway.url, "chat", body, {"x-stainless-retry-count": "1"})
-                assert again.text == heard[-1].text
-        assert len({one.headers["x-trajectory-id"] for one in heard}) == 1
+                assert again.text == replies[-1].text
+        assert len({one.headers["x-trajectory-id"] for one in replies}) == 1
 
 
-async def test_a_failed_turn_is_no_answer_to_repeat(client: httpx.AsyncClient) -> None:
+async def test_a_failed_turn_is_not_repeated_to_a_retry(client: httpx.AsyncClient) -> None:
     """After an error the retry is a turn of its own."""
     async with serve_engine(SimulatedEngineSettings(speed_up=50)) as engine, running_gateway(engine) as gateway:
         refused = await ask(client, gateway.url, "chat", body_of("chat", tokens=10**6), MINE)
@@ -78,7 +78,7 @@ async def test_a_failed_turn_is_no_answer_to_repeat(client: httpx.AsyncClient) -
         assert refused.headers["x-request-id"] != again.headers["x-request-id"]
 
 
-async def test_the_answers_kept_are_bounded(client: httpx.AsyncClient) -> None:
+async def test_answers_beyond_the_byte_limit_are_not_kept(client: httpx.AsyncClient) -> None:
     """With no room for answers, none is kept and everything else works."""
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=50)) as engine,
@@ -92,10 +92,10 @@ async def test_the_answers_kept_are_bounded(client: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", APIS)
-async def test_a_retry_gets_the_same_answer_from_a_gateway_that_was_killed(
+async def test_a_retry_gets_the_same_answer_after_the_gateway_was_killed(
     client: httpx.AsyncClient, tmp_path: Path, api: str, stream: bool
 ) -> None:
-    """The turn had ended when the gateway was killed, but who knows whether its client heard of it."""
+    """The turn had ended, but nobody knows whether its client got the answer."""
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=50)) as engine,
         gateway_process("--store", f"sqlite:{tmp_path}/s.sqlite3", "--engine", engine) as gateway,
@@ -113,7 +113,7 @@ async def test_a_retry_gets_the_same_answer_from_a_gateway_that_was_killed(
 
 
 async def test_a_long_answer_is_not_stored(client: httpx.AsyncClient, tmp_path: Path) -> None:
-    """Above the limit the retry after a restart is a turn of its own, and nothing else differs."""
+    """Above the limit, the retry after a restart is a turn of its own, and nothing else differs."""
     async with serve_engine(SimulatedEngineSettings(speed_up=50)) as engine:
         options = ("--store", f"sqlite:{tmp_path}/s.sqlite3", "--engine", engine)
         async with gateway_process(*options, HEDDLE_MAX_STORED_ANSWER_BYTES="100") as gateway:

@@ -1,4 +1,4 @@
-"""Gateways that die and stores that go away: no trajectory is lost, and none learns of it but by waiting."""
+"""Gateways that die and stores that go away: no trajectory is lost, and none notices anything except a wait."""
 
 import asyncio
 import time
@@ -33,13 +33,13 @@ WORKLOAD = Workload(
     ),
 )
 ENGINE = SimulatedEngineSettings(speed_up=3)
-MAX_RETRIES = 40  # bridge four minutes: a start may take two on a busy machine
+MAX_RETRIES = 40  # these bridge four minutes; on a busy machine a start may take two
 RESTORE_LIMIT_S = 2.0
 MAX_STOLEN = 0.05
 
 
 class Milestone:
-    """Set when so many turns of a rollout have ended."""
+    """Set when this many turns of a rollout have ended."""
 
     def __init__(self, num_turns: int) -> None:
         self.reached = asyncio.Event()
@@ -53,7 +53,7 @@ class Milestone:
 
 
 async def check_histories(client: httpx.AsyncClient, url: str, result: RolloutResult) -> None:
-    """Every trajectory finished, each of its turns once and in order, its home where the last one ran."""
+    """Every trajectory finished, each turn is there once and in order, and the home is where the last turn ran."""
     assert [turn.error for one in result.trajectories for turn in one.turns if turn.error] == []
     listed = (await client.get(f"{url}/v1/trajectories?rollout=r&limit=1000")).json()["data"]
     assert len(listed) == NUM_TRAJECTORIES
@@ -72,12 +72,10 @@ async def engine_ids(client: httpx.AsyncClient, url: str) -> list[str]:
     return [engine["id"] for engine in (await client.get(url + "/v1/engines")).json()["data"]]
 
 
-async def test_a_rollout_survives_a_gateway_that_is_killed_and_started_again(
-    client: httpx.AsyncClient, store_url: str, tmp_path: Path
-) -> None:
-    """Killed twice in its middle: every trajectory finishes with its history and home, and engines keep their ids.
+async def test_a_rollout_survives_killed_gateways(client: httpx.AsyncClient, store_url: str, tmp_path: Path) -> None:
+    """Killed twice in mid-rollout: every trajectory finishes with its history and home, and engines keep their ids.
 
-    The event log of all three processes, played again, leads to the same decisions.
+    Replaying the event log of all three processes gives the same decisions.
     """
     event_log = tmp_path / "events.jsonl"
     async with serve_engine(ENGINE) as first, serve_engine(ENGINE) as second:
@@ -100,7 +98,9 @@ async def test_a_rollout_survives_a_gateway_that_is_killed_and_started_again(
                 await gateway.start()
                 assert await engine_ids(client, gateway.url) == ids
             result = await playing
-            assert sum(turn.num_retries for one in result.trajectories for turn in one.turns) > 0, "it was felt"
+            assert sum(turn.num_retries for one in result.trajectories for turn in one.turns) > 0, (
+                "no client noticed the kills"
+            )
             await check_histories(client, gateway.url, result)
         replayed = replay_log(event_log)
         assert replayed.difference is None and replayed.num_actions > 2 * NUM_TRAJECTORIES * NUM_TURNS
@@ -111,10 +111,10 @@ async def test_a_rollout_survives_a_gateway_that_is_killed_and_started_again(
 async def test_ten_thousand_trajectories_are_restored_within_two_seconds(
     client: httpx.AsyncClient, store_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With ten turns each: from the start until it answers, less what an empty gateway takes; best of three.
+    """With ten turns each: from the start until it answers, less the time an empty gateway takes; best of three.
 
-    Judged are what the gateway and Redis compute, and the clock; but for the clock of a machine whose cores are lent to
-    others meanwhile, which says nothing of the gateway.
+    Checked are the processor time of the gateway and Redis, and the clock. The clock does not count if other tenants
+    took processor time of this machine meanwhile, because then it says nothing about the gateway.
     """
     await fill(store_url, num_trajectories=10_000, num_turns=10)
     async with gateway_process("--store", "memory:") as bare:
@@ -135,7 +135,7 @@ async def test_ten_thousand_trajectories_are_restored_within_two_seconds(
 
 
 async def least_start(gateway: GatewayProcess, store_url: str) -> tuple[float, float]:
-    """Seconds of processor time, Redis's included, and of the clock; of three starts the least of each."""
+    """Seconds of processor time, including Redis's, and of the clock; the minimum of each over three starts."""
     cpu, clock = [], []
     for _ in range(3):
         await gateway.kill()
@@ -147,13 +147,13 @@ async def least_start(gateway: GatewayProcess, store_url: str) -> tuple[float, f
 
 
 def processor_ticks() -> tuple[int, int]:
-    """What others took of this machine's cores so far, and all there was (proc(5))."""
+    """Ticks that other tenants took from this machine's cores so far, and all ticks (proc(5))."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return ticks[7], sum(ticks)
 
 
 def redis_cpu_s(store_url: str) -> float:
-    """What the server has computed so far; 0 where the store is none."""
+    """The server's processor time so far; 0 if the store is not Redis."""
     if not store_url.startswith("redis:"):
         return 0.0
     with Redis.from_url(store_url) as server:
@@ -162,7 +162,7 @@ def redis_cpu_s(store_url: str) -> float:
 
 
 async def fill(store_url: str, num_trajectories: int, num_turns: int) -> None:
-    """Put trajectories with turns as a gateway writes them."""
+    """Write trajectories with turns as a gateway does."""
     store = open_store(store_url, StoreSettings(max_turns_kept=1000))
     await store.open()
     now = time.time()
@@ -212,10 +212,10 @@ TURN_ROW: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("empty", [False, True], ids=["with its data", "empty"])
-async def test_serving_goes_on_while_redis_is_away_and_it_catches_up(
+async def test_serving_continues_while_redis_is_away_and_the_record_catches_up(
     client: httpx.AsyncClient, redis_server: RedisServer, empty: bool
 ) -> None:
-    """Health and metrics say so; once Redis is back, with its data or without, the record has everything."""
+    """Health and metrics report it. Once Redis is back, with its data or without, the record is complete."""
     settings: dict[str, Any] = {"store": redis_server.url(14 if empty else 15)}
     async with serve_engine(ENGINE) as engine:
         async with running_gateway(engine, **settings) as gateway:
@@ -242,8 +242,8 @@ async def test_serving_goes_on_while_redis_is_away_and_it_catches_up(
             await check_histories(client, gateway.url, result)
 
 
-async def test_a_store_that_is_away_is_logged_once(redis_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
-    """With the reason, and again when it is back: who reads logs alone saw nothing."""
+async def test_a_store_outage_is_logged_once(redis_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    """With the reason, and once more when it is back."""
     async with running_gateway(store=redis_server.url(13)):
         redis_server.kill()
         try:
@@ -251,9 +251,9 @@ async def test_a_store_that_is_away_is_logged_once(redis_server: RedisServer, ca
         finally:
             redis_server.restart()
         await eventually(lambda: "store is back" in caplog.messages)
-    said = [record for record in caplog.records if record.message.startswith("store is")]
-    assert [record.message for record in said] == ["store is away", "store is back"]
-    assert "is away: ConnectionError" in vars(said[0])["fields"]["detail"]
+    logged = [record for record in caplog.records if record.message.startswith("store is")]
+    assert [record.message for record in logged] == ["store is away", "store is back"]
+    assert "is away: ConnectionError" in vars(logged[0])["fields"]["detail"]
 
 
 async def store_is(client: httpx.AsyncClient, url: str, status: str, gauge: float) -> bool:
@@ -270,8 +270,8 @@ async def nothing_is_pending(client: httpx.AsyncClient, url: str) -> bool:
 async def test_what_the_predictor_learned_survives_a_restart(
     client: httpx.AsyncClient, store_url: str, predictor: str, within: float
 ) -> None:
-    """A sibling that comes after the restart is predicted from those before it: by a simple predictor exactly so, by
-    one that brings its tables up to date now and then, nearly."""
+    """A sibling that arrives after the restart is predicted from the siblings before it: exactly by a simple predictor,
+    approximately by one that updates its tables from time to time."""
     async with serve_engine(SimulatedEngineSettings(speed_up=100)) as engine:
         options = ("--store", store_url, "--engine", engine)
         async with gateway_process(*options, HEDDLE_PREDICTOR=predictor) as gateway:
@@ -295,10 +295,10 @@ async def predicted(client: httpx.AsyncClient, url: str, trajectory_id: str, gro
     return float(turns[0]["predicted_tokens"])
 
 
-async def test_a_conversation_without_an_id_is_known_again_after_a_restart(
+async def test_a_conversation_without_an_id_is_recognised_after_a_restart(
     client: httpx.AsyncClient, store_url: str
 ) -> None:
-    """Its client says nothing but its messages, before the kill and after it."""
+    """Its client sends nothing but its messages, before the kill and after it."""
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=100)) as engine,
         gateway_process("--store", store_url, "--engine", engine) as gateway,
@@ -315,10 +315,10 @@ async def test_a_conversation_without_an_id_is_known_again_after_a_restart(
         assert second.headers["x-trajectory-id"] == first.headers["x-trajectory-id"]
 
 
-async def test_an_engine_that_was_relaunched_while_the_gateway_was_down_is_a_new_one(
+async def test_an_engine_relaunched_while_the_gateway_was_down_is_a_new_one(
     client: httpx.AsyncClient, store_url: str
 ) -> None:
-    """Its KV is gone, so homes that were there do not hold, and their turns are served all the same."""
+    """Its KV is gone, so homes there are void, but their turns are still served."""
     settings = SimulatedEngineSettings(speed_up=100)
     mine = {"x-trajectory-id": "mine"}
     async with AsyncExitStack() as first:

@@ -1,6 +1,6 @@
-"""Turns at token level under every disturbance there is: what a client gets is one uninterrupted generation.
+"""Turns at token level under every kind of disturbance: the client gets one uninterrupted generation.
 
-On fleets of both kinds of engine, and of both in one. `FAULT_SEEDS` says how many seeds of each are played.
+On fleets of either kind of engine, and of both. `FAULT_SEEDS` sets how many seeds of each are played.
 """
 
 import asyncio
@@ -18,22 +18,22 @@ import pytest
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault
-from tests.faults.asking import Heard, ask
+from tests.faults.asking import Reply, ask
 from tests.faults.gateway_process import gateway_process, tokens_written
 from tests.faults.token_jobs import (
     ENDURING,
     FLEETS,
     PAIRS,
     URGENT,
-    all_told,
     body_of,
+    content_of,
+    contents_of_replies,
     count_of,
     differences,
     engine_of,
     fleet_of,
-    jobs,
-    told,
-    undisturbed,
+    requests_of_all_kinds,
+    undisturbed_contents,
 )
 from tests.support.gateway import ADMIN, eventually, running_gateway
 from tests.support.rounds import play_rounds
@@ -50,12 +50,12 @@ on_every_fleet = pytest.mark.parametrize("fleet", FLEETS)
 async def test_legs_that_break_anywhere_leave_no_trace_in_any_answer(
     client: httpx.AsyncClient, fleet: str, seed: int
 ) -> None:
-    """Connections reset, streams end, nonsense comes, at a token that dice choose; some engines refuse."""
+    """Connections reset, streams end early and nonsense arrives, at random tokens; some requests are refused."""
     dice = random.Random(seed)
-    asked = jobs(seed, NUM_TURNS, fleet)
+    requests = requests_of_all_kinds(seed, NUM_TURNS, fleet)
     settings = [engine_of(kind, speed_up=100, seed=seed * 10 + n) for n, kind in enumerate(FLEETS[fleet])]
     async with fleet_of(*settings) as engines, running_gateway(*engines, **ENDURING) as gateway:
-        # Only now: an engine that refuses to say whether it has token routes has none.
+        # Only now, because an engine whose token probe is refused counts as one without token routes.
         for engine, one in zip(engines, settings, strict=True):
             generate = GENERATE[one.dialect]
             faults = [
@@ -65,41 +65,41 @@ async def test_legs_that_break_anywhere_leave_no_trace_in_any_answer(
             faults += [Fault("error", probability=0.05, path="/v1"), Fault("refuse", probability=0.05, path=generate)]
             put = await client.post(engine + "/simulate/faults", json={"faults": [asdict(fault) for fault in faults]})
             assert put.status_code == 200
-        got = await all_told(client, gateway.url, asked)
+        got = await contents_of_replies(client, gateway.url, requests)
         metrics = (await client.get(gateway.url + "/metrics")).text
-    assert not (found := differences(await undisturbed(asked, fleet), got, asked)), "\n".join(found[:3])
+    assert not (found := differences(await undisturbed_contents(requests, fleet), got, requests)), "\n".join(found[:3])
     assert count_of(metrics, 'heddle_retried_legs_total{fault="engine"}') > NUM_TURNS / 4
 
 
-async def test_the_error_that_ends_a_response_has_the_next_number(client: httpx.AsyncClient) -> None:
-    """A client that puts events in order by their numbers sees it last."""
+async def test_an_error_that_ends_a_response_has_the_next_sequence_number(client: httpx.AsyncClient) -> None:
+    """A client that sorts events by their numbers sees it last."""
     async with fleet_of(engine_of("vllm", speed_up=20)) as [engine], running_gateway(engine, **ONE_ATTEMPT) as gateway:
         fault = Fault("die", after_chunks=12, path=GENERATE["vllm"])
         put = await client.post(engine + "/simulate/faults", json={"faults": [asdict(fault)]})
         assert put.status_code == 200
-        heard = await ask(client, gateway.url, "responses", body_of(1, "plain", "responses", stream=True))
-    assert heard.events[-1]["type"] == "error" and len(heard.events) > 2
-    assert [event["sequence_number"] for event in heard.events] == list(range(len(heard.events)))
+        reply = await ask(client, gateway.url, "responses", body_of(1, "plain", "responses", stream=True))
+    assert reply.events[-1]["type"] == "error" and len(reply.events) > 2
+    assert [event["sequence_number"] for event in reply.events] == list(range(len(reply.events)))
 
 
-class Crowd:
-    """Turns that keep engines busy for as long as it takes to do something to them, however slow the machine is.
+class SustainedLoad:
+    """Turns that keep engines busy while a test disturbs them, however slow the machine is.
 
     Attributes:
-        asked: the requests that were sent.
-        got: what each was told.
+        requests: those that were sent.
+        got: the content of each reply.
     """
 
-    def __init__(self, client: httpx.AsyncClient, url: str, asked: Sequence[tuple[str, dict[str, Any]]]) -> None:
-        self.asked: list[tuple[str, dict[str, Any]]] = []
+    def __init__(self, client: httpx.AsyncClient, url: str, requests: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        self.requests: list[tuple[str, dict[str, Any]]] = []
         self.got: list[Any] = []
         self._client = client
         self._url = url
-        self._waiting = list(reversed(asked))
+        self._waiting = list(reversed(requests))
         self._is_leaving = False
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> "Crowd":
+    async def __aenter__(self) -> "SustainedLoad":
         self._tasks = [asyncio.create_task(self._ask_on()) for _ in range(24)]
         return self
 
@@ -110,21 +110,19 @@ class Crowd:
     async def _ask_on(self) -> None:
         while self._waiting and not self._is_leaving:
             one = self._waiting.pop()
-            (got,) = await all_told(self._client, self._url, [one])
-            self.asked.append(one)
+            (got,) = await contents_of_replies(self._client, self._url, [one])
+            self.requests.append(one)
             self.got.append(got)
 
 
 @on_every_fleet
-async def test_engines_that_are_drained_and_come_back_all_the_time_leave_no_trace(
-    client: httpx.AsyncClient, fleet: str
-) -> None:
-    """Each drain pauses what runs there at whatever token it has come to; it goes on at another engine."""
+async def test_repeated_drains_leave_no_trace_in_any_answer(client: httpx.AsyncClient, fleet: str) -> None:
+    """Each drain pauses the engine's turns at whatever token they have reached; they continue on another engine."""
     settings = [engine_of(kind, speed_up=2, seed=n) for n, kind in enumerate(PAIRS[fleet])]
     async with fleet_of(*settings) as engines, running_gateway(*engines, **ENDURING) as gateway:
         ids = [engine["id"] for engine in await engines_of(client, gateway.url)]
         moved = 0
-        async with Crowd(client, gateway.url, jobs(10, 2000, fleet)) as crowd:
+        async with SustainedLoad(client, gateway.url, requests_of_all_kinds(10, 2000, fleet)) as load:
             for drained in (0, 1) * 3:
                 await eventually(lambda n=drained: has_legs(client, gateway.url, n, 3), 120)
                 moved += (await engines_of(client, gateway.url))[drained]["num_legs"]
@@ -133,24 +131,24 @@ async def test_engines_that_are_drained_and_come_back_all_the_time_leave_no_trac
                 assert answer.json()["is_drained"] and answer.json()["token_legs"]
                 await client.post(f"{url}/uncordon", headers=ADMIN)
     assert moved > 6
-    assert not (found := differences(await undisturbed(crowd.asked, fleet), crowd.got, crowd.asked)), "\n".join(
-        found[:3]
+    assert not (found := differences(await undisturbed_contents(load.requests, fleet), load.got, load.requests)), (
+        "\n".join(found[:3])
     )
 
 
 @on_every_fleet
-async def test_engines_that_hang_in_mid_turn_lose_no_turn(client: httpx.AsyncClient, fleet: str) -> None:
-    """An engine stands still with its turns, which go on at the other."""
+async def test_an_engine_that_hangs_in_mid_turn_loses_no_turn(client: httpx.AsyncClient, fleet: str) -> None:
+    """An engine stalls with its turns, which continue on the other."""
     settings = [engine_of(kind, speed_up=4, seed=n) for n, kind in enumerate(PAIRS[fleet])]
     impatient: dict[str, Any] = ENDURING | {"silence_timeout_s": 2, "stall_timeout_s": 2, "observe_interval_s": 0.5}
     async with fleet_of(*settings) as engines, running_gateway(*engines, **impatient) as gateway:
-        async with Crowd(client, gateway.url, jobs(20, 2000, fleet)) as crowd:
+        async with SustainedLoad(client, gateway.url, requests_of_all_kinds(20, 2000, fleet)) as load:
             await eventually(lambda: has_legs(client, gateway.url, 0, 3), 120)
-            await stand_still(client, engines[0], settings[0].dialect)
+            await stall(client, engines[0], settings[0].dialect)
             await eventually(lambda: has_failed_over(client, gateway.url), 120)
-        await go_on(client, engines[0], settings[0].dialect)
-    assert not (found := differences(await undisturbed(crowd.asked, fleet), crowd.got, crowd.asked)), "\n".join(
-        found[:3]
+        await resume(client, engines[0], settings[0].dialect)
+    assert not (found := differences(await undisturbed_contents(load.requests, fleet), load.got, load.requests)), (
+        "\n".join(found[:3])
     )
 
 
@@ -158,14 +156,14 @@ async def has_failed_over(client: httpx.AsyncClient, url: str) -> bool:
     return count_of((await client.get(url + "/metrics")).text, 'heddle_retried_legs_total{fault="engine"}') >= 3
 
 
-async def stand_still(client: httpx.AsyncClient, engine: str, dialect: str) -> None:
+async def stall(client: httpx.AsyncClient, engine: str, dialect: str) -> None:
     if dialect == "vllm":
         await client.post(engine + "/pause?mode=keep&clear_cache=false")
     else:
         await client.post(engine + "/pause_generation", json={"mode": "in_place"})
 
 
-async def go_on(client: httpx.AsyncClient, engine: str, dialect: str) -> None:
+async def resume(client: httpx.AsyncClient, engine: str, dialect: str) -> None:
     await client.post(engine + ("/resume" if dialect == "vllm" else "/continue_generation"), json={})
 
 
@@ -179,25 +177,26 @@ async def has_legs(client: httpx.AsyncClient, url: str, number: int, num: int) -
 
 
 @on_every_fleet
-async def test_urgent_turns_take_slots_from_others_which_lose_nothing(
-    client: httpx.AsyncClient, tmp_path: Path, fleet: str
-) -> None:
-    """The scheduler's own Preempt, over and over: a leg is stopped at its engine, and goes on when a slot is free."""
+async def test_preempted_turns_lose_nothing(client: httpx.AsyncClient, tmp_path: Path, fleet: str) -> None:
+    """The scheduler's own Preempt, over and over: a leg is stopped at its engine, and the turn continues when a slot is
+    free."""
     settings = [engine_of(kind, speed_up=1, seed=n) for n, kind in enumerate(PAIRS[fleet])]
     preempting: dict[str, Any] = {"policy": "remaining-first", "preempt_after_s": 0.0}
 
     async def play(round_number: int) -> bool:
-        asked = jobs(77 + round_number, 40, fleet)
+        requests = requests_of_all_kinds(77 + round_number, 40, fleet)
         event_log = tmp_path / f"{round_number}.jsonl"
         async with fleet_of(*settings) as engines:
             chosen: list[Any] = [{"url": engine, "slots": 6} for engine in engines]
             async with running_gateway(*chosen, **ENDURING | preempting, event_log=str(event_log)) as gateway:
-                got = asyncio.create_task(all_told(client, gateway.url, asked))
+                got = asyncio.create_task(contents_of_replies(client, gateway.url, requests))
                 for num in range(12):
                     urgent = body_of(90_000 + num, "plain", "chat", False) | {"max_tokens": 2, "nvext": URGENT}
                     assert (await ask(client, gateway.url, "chat", urgent)).is_finished("chat")
-                said = await got
-        assert not (found := differences(await undisturbed(asked, fleet), said, asked)), "\n".join(found[:3])
+                received = await got
+        assert not (found := differences(await undisturbed_contents(requests, fleet), received, requests)), "\n".join(
+            found[:3]
+        )
         log = event_log.read_text()
         return min(log.count('"Preempt"'), log.count('"TurnPaused"')) > 5
 
@@ -205,32 +204,34 @@ async def test_urgent_turns_take_slots_from_others_which_lose_nothing(
 
 
 @on_every_fleet
-async def test_an_engine_that_is_killed_loses_no_turn(client: httpx.AsyncClient, fleet: str) -> None:
-    """Every turn goes on from its last token on the engine that is left."""
-    second_kind, first_kind = PAIRS[fleet]  # in a mixed fleet SGLang dies: the other way is that of the drains
+async def test_a_killed_engine_loses_no_turn(client: httpx.AsyncClient, fleet: str) -> None:
+    """Every turn continues from its last token on the remaining engine."""
+    second_kind, first_kind = PAIRS[fleet]  # in a mixed fleet SGLang dies; the drains test the other way
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(serve_engine(engine_of(first_kind, speed_up=4)))
         async with (
             serve_engine(engine_of(second_kind, speed_up=20)) as second,
             running_gateway(first, second, **ENDURING) as gateway,
-            Crowd(client, gateway.url, jobs(5, 2000, fleet)) as crowd,
+            SustainedLoad(client, gateway.url, requests_of_all_kinds(5, 2000, fleet)) as load,
         ):
             await eventually(lambda: has_legs(client, gateway.url, 0, 6), 120)
             await stack.aclose()
-    assert not (found := differences(await undisturbed(crowd.asked, fleet), crowd.got, crowd.asked)), "\n".join(
-        found[:3]
+    assert not (found := differences(await undisturbed_contents(load.requests, fleet), load.got, load.requests)), (
+        "\n".join(found[:3])
     )
 
 
-async def test_a_call_that_only_its_first_engine_can_end_waits_for_it(client: httpx.AsyncClient) -> None:
-    """SGLang tells nothing of a call that the limit cuts: the turn goes back to vLLM, and the client hears it all.
+async def test_a_call_that_only_its_first_engine_can_end_waits_for_that_engine(client: httpx.AsyncClient) -> None:
+    """SGLang returns nothing of a call that the limit truncates. The turn returns to vLLM, and the client gets all of
+    it.
 
-    Unless the client had heard nothing of the call yet, as where the machine is slow: then SGLang's nothing is all.
+    The exception, on a slow machine: if the client had received nothing of the call yet, SGLang's empty answer is
+    final.
     """
     settings = engine_of("vllm", speed_up=0.1), engine_of("sglang", speed_up=20)
 
     async def play(round_number: int) -> bool:
-        asked = [
+        requests = [
             ("chat", body_of(31_000 + 100 * round_number + n, "tools", "chat", True) | {"max_tokens": 24})
             for n in range(12)
         ]
@@ -239,12 +240,12 @@ async def test_a_call_that_only_its_first_engine_can_end_waits_for_it(client: ht
                 f"{gateway.url}/v1/engines/{engine['id']}" for engine in await engines_of(client, gateway.url)
             ]
             await client.post(f"{second}/cordon", headers=ADMIN)
-            got = asyncio.create_task(all_told(client, gateway.url, asked))
+            got = asyncio.create_task(contents_of_replies(client, gateway.url, requests))
 
-            async def is_half_made() -> bool:
-                return got.done() or await made_by(client, engines[0]) > 12 * 17
+            async def is_half_generated() -> bool:
+                return got.done() or await generated_by(client, engines[0]) > 12 * 17
 
-            await eventually(is_half_made, 60)
+            await eventually(is_half_generated, 60)
             await client.post(f"{second}/uncordon", headers=ADMIN)
             answer = await client.post(f"{first}/drain?timeout_s=60", headers=ADMIN, timeout=90)
             assert answer.json()["is_drained"]
@@ -256,22 +257,22 @@ async def test_a_call_that_only_its_first_engine_can_end_waits_for_it(client: ht
             await eventually(was_refused, 60)
             has_waited = not got.done()
             await client.post(f"{first}/uncordon", headers=ADMIN)
-            said, expected = await got, await undisturbed(asked)
+            received, expected = await got, await undisturbed_contents(requests)
             expected = [
-                want | {"text": "", "calls": []} if not heard["text"] and not heard["calls"] else want
-                for want, heard in zip(expected, said, strict=True)
+                want | {"text": "", "calls": []} if not reply["text"] and not reply["calls"] else want
+                for want, reply in zip(expected, received, strict=True)
             ]
-            assert not (found := differences(expected, said, asked)), "\n".join(found[:3])
+            assert not (found := differences(expected, received, requests)), "\n".join(found[:3])
         return has_waited
 
-    await play_rounds("a call that the client knew a part of was cut at the other engine", play)
+    await play_rounds("a call of which the client had a part was truncated at the other engine", play)
 
 
 @pytest.mark.parametrize(("kind", "stream"), [("vllm", False), ("sglang", True)])
-async def test_a_killed_gateway_goes_on_where_it_was(
+async def test_a_restarted_gateway_continues_from_its_stored_tokens(
     client: httpx.AsyncClient, tmp_path: Path, kind: str, stream: bool
 ) -> None:
-    """A request that is sent again after a restart gets the whole answer; what was written down is not made again."""
+    """A request that is repeated after a restart gets the whole answer; stored tokens are not generated again."""
     num, length = 12, 400
 
     async def play(round_number: int) -> bool:
@@ -282,42 +283,42 @@ async def test_a_killed_gateway_goes_on_where_it_was(
             environment = {"HEDDLE_TOKEN_LEGS": "auto", "HEDDLE_SAVE_TOKENS_S": "0.05"}
             async with gateway_process(*options, **environment) as gateway:
 
-                async def one(number: int) -> Heard:
+                async def one(number: int) -> Reply:
                     while True:
                         with contextlib.suppress(httpx.TransportError):
                             named = {"x-trajectory-id": f"killed-{number}"}
                             return await ask(client, gateway.url, "chat", bodies[number], named)
                         await asyncio.sleep(0.05)
 
-                asked = asyncio.gather(*map(one, range(num)))
+                pending = asyncio.gather(*map(one, range(num)))
 
-                async def half_made() -> bool:
-                    return await made_by(client, engine) > num * length / 2
+                async def is_half_generated() -> bool:
+                    return await generated_by(client, engine) > num * length / 2
 
                 async def is_idle() -> bool:
                     return await sum_of(client, engine, RUNNING) == 0
 
-                await eventually(half_made, 60)
+                await eventually(is_half_generated, 60)
                 await gateway.kill()
                 await eventually(is_idle, 60)
-                made_at_kill, written = await made_by(client, engine), await tokens_written(store)
+                generated_at_kill, stored = await generated_by(client, engine), await tokens_written(store)
                 await gateway.start()
-                heard = await asked
-            made = await made_by(client, engine)
+                replies = await pending
+            generated = await generated_by(client, engine)
         asked_for = [("chat", body) for body in bodies]
-        got = [told(one, stream) for one in heard]
-        assert not (found := differences(await undisturbed(asked_for), got, asked_for)), "\n".join(found[:3])
-        assert made - num * length <= made_at_kill - written, "what was written down is not made again"
-        return written > num * length / 4
+        got = [content_of(one, stream) for one in replies]
+        assert not (found := differences(await undisturbed_contents(asked_for), got, asked_for)), "\n".join(found[:3])
+        assert generated - num * length <= generated_at_kill - stored, "stored tokens are not generated again"
+        return stored > num * length / 4
 
-    await play_rounds("much was written down of turns that ran when the gateway was killed", play)
+    await play_rounds("many tokens were stored of turns that ran when the gateway was killed", play)
 
 
 MADE = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
 RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 
 
-async def made_by(client: httpx.AsyncClient, engine: str) -> float:
+async def generated_by(client: httpx.AsyncClient, engine: str) -> float:
     return await sum_of(client, engine, MADE)
 
 

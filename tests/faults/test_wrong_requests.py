@@ -1,4 +1,4 @@
-"""Requests that are wrong, or only unusual: unknown routes, other methods, bodies that are none."""
+"""Requests that are wrong, or only unusual: unknown routes, other methods, malformed bodies."""
 
 import gzip
 from typing import Any
@@ -49,8 +49,8 @@ BAD_FIELDS: list[dict[str, Any]] = [
         if path in PATHS.values() or not name.startswith(("an id", "a stream"))
     ],
 )
-async def test_a_body_that_is_no_request_gets_400(client: httpx.AsyncClient, path: str, body: bytes) -> None:
-    """In the form of its API, and nothing of it reaches an engine."""
+async def test_a_malformed_body_gets_400(client: httpx.AsyncClient, path: str, body: bytes) -> None:
+    """In the form of its API, and no engine sees it."""
     async with raw_engine(writes(whole(ANSWER))) as engine, running_gateway(engine.url) as gateway:
         response = await client.post(gateway.url + path, content=body)
         check_error("messages" if path.startswith("/v1/messages") else "other", response, 400)
@@ -59,10 +59,8 @@ async def test_a_body_that_is_no_request_gets_400(client: httpx.AsyncClient, pat
 
 @pytest.mark.parametrize("levels", [100, 480])
 @pytest.mark.parametrize("api", APIS)
-async def test_results_within_results_are_the_engines_to_refuse(
-    client: httpx.AsyncClient, api: str, levels: int
-) -> None:
-    """However deep they are: to tell the conversation, the gateway looks into the outermost alone."""
+async def test_nested_tool_results_are_left_to_the_engine(client: httpx.AsyncClient, api: str, levels: int) -> None:
+    """However deep they are: to recognise the conversation, the gateway reads only the outermost."""
     deep = b'[{"type":"tool_result","content":' * levels + b'"x"' + b"}]" * levels
     body = b'{"model":"simulated","system":%s,"messages":[{"role":"user","content":%s}]}' % (deep, deep)
     async with raw_engine(writes(whole(b"{}", b"400 Bad Request"))) as engine, running_gateway(engine.url) as gateway:
@@ -72,10 +70,10 @@ async def test_results_within_results_are_the_engines_to_refuse(
 
 @pytest.mark.parametrize("fields", BAD_FIELDS, ids=[str(number) for number in range(len(BAD_FIELDS))])
 @pytest.mark.parametrize("api", APIS)
-async def test_fields_of_the_wrong_type_are_the_engines_to_refuse(
+async def test_fields_of_the_wrong_type_never_fail_the_gateway(
     client: httpx.AsyncClient, api: str, fields: dict[str, Any]
 ) -> None:
-    """The gateway reads around them and passes the engine's 400 on in the form of the API; it never fails itself."""
+    """The gateway skips them, and returns the engine's 400 in the form of the API."""
     async with serve_engine(SimulatedEngineSettings(speed_up=1000)) as engine, running_gateway(engine) as gateway:
         response = await client.post(gateway.url + PATHS[api], json=body_of(api) | fields)
         if response.status_code != 200:
@@ -101,8 +99,8 @@ async def test_fields_of_the_wrong_type_are_the_engines_to_refuse(
         b"",
     ],
 )
-async def test_a_declaration_that_cannot_be_kept_gets_400(client: httpx.AsyncClient, body: bytes) -> None:
-    """What JSON can say and a store cannot hold would break every later look at the trajectories."""
+async def test_a_declaration_that_cannot_be_stored_gets_400(client: httpx.AsyncClient, body: bytes) -> None:
+    """A value that JSON can express but a store cannot would break every later listing of trajectories."""
     async with running_gateway() as gateway:
         headers = {"content-type": "application/json"}
         response = await client.post(gateway.url + "/v1/trajectories", content=body, headers=headers)
@@ -120,8 +118,8 @@ async def test_a_declaration_that_cannot_be_kept_gets_400(client: httpx.AsyncCli
         b'{"reward": 1, "metadata": {"n": -Infinity}}',
     ],
 )
-async def test_a_reward_that_cannot_be_kept_gets_400(client: httpx.AsyncClient, body: bytes) -> None:
-    """It would break every later look at its trajectory, and every later turn of it."""
+async def test_a_reward_that_cannot_be_stored_gets_400(client: httpx.AsyncClient, body: bytes) -> None:
+    """It would break every later read of its trajectory, and its later turns."""
     async with raw_engine(writes(whole(ANSWER))) as engine, running_gateway(engine.url) as gateway:
         headers = {"content-type": "application/json"}
         turn = gateway.url + "/t/mine" + PATHS["chat"]
@@ -154,10 +152,10 @@ async def test_an_unknown_model_gets_404(client: httpx.AsyncClient) -> None:
         ("GET", "/v1/engines?all", "all: unknown."),
     ],
 )
-async def test_a_parameter_that_no_route_has_gets_400(
+async def test_an_unknown_query_parameter_gets_400(
     client: httpx.AsyncClient, method: str, target: str, message: str
 ) -> None:
-    """Passed over, a slip would list all rollouts in place of one, or drain with another timeout than was meant."""
+    """If it were ignored, a typo would list all rollouts instead of one, or drain with another timeout."""
     async with running_gateway(admin_key="a") as gateway:
         response = await client.request(method, gateway.url + target, headers={"authorization": "Bearer a"})
         check_error("other", response, 400)
@@ -168,8 +166,8 @@ async def test_a_parameter_that_no_route_has_gets_400(
 @pytest.mark.parametrize(
     "target", ["/healthz?verbose=1", "/metrics?name=x", "/v1/models?limit=20", "/readyz?exclude=a"]
 )
-async def test_probes_and_model_lists_take_any_parameter(client: httpx.AsyncClient, target: str) -> None:
-    """Scrapers, load balancers and SDKs send some of their own."""
+async def test_probes_and_model_lists_accept_any_query_parameter(client: httpx.AsyncClient, target: str) -> None:
+    """Scrapers, load balancers and SDKs send their own."""
     async with running_gateway() as gateway:
         assert (await client.get(gateway.url + target)).status_code in (200, 503)
 
@@ -189,7 +187,7 @@ async def test_probes_and_model_lists_take_any_parameter(client: httpx.AsyncClie
         (b"", "The request has no body; it must be a JSON object."),
     ],
 )
-async def test_a_wrong_field_is_told_in_plain_words(client: httpx.AsyncClient, body: bytes, message: str) -> None:
+async def test_the_error_names_the_wrong_field(client: httpx.AsyncClient, body: bytes, message: str) -> None:
     """Which field, what it must be, and what it was."""
     async with running_gateway() as gateway:
         headers = {"content-type": "application/json"}
@@ -207,10 +205,10 @@ async def test_a_wrong_field_is_told_in_plain_words(client: httpx.AsyncClient, b
         ("/v1/tokenise", None),
     ],
 )
-async def test_a_base_url_with_one_v1_too_few_or_too_many_is_told_so(
+async def test_the_error_suggests_the_path_if_v1_is_missing_or_doubled(
     client: httpx.AsyncClient, path: str, meant: str | None
 ) -> None:
-    """The commonest slip in setting up a client; its path is else just another unknown one."""
+    """The most common mistake in a client's base URL. Any other unknown path gets no suggestion."""
     async with running_gateway() as gateway:
         response = await client.post(gateway.url + path, json={})
         check_error("other", response, 404, "unknown_route")
@@ -218,8 +216,8 @@ async def test_a_base_url_with_one_v1_too_few_or_too_many_is_told_so(
         assert (hint or "POST /v1/tokenise.") in response.json()["error"]["message"]
 
 
-async def test_without_an_engine_the_error_tells_why(client: httpx.AsyncClient) -> None:
-    """No engine in the fleet is another matter than none that answers."""
+async def test_without_a_ready_engine_the_error_says_why(client: httpx.AsyncClient) -> None:
+    """A fleet without engines differs from one whose engines do not answer."""
     async with running_gateway() as gateway:
         response = await client.post(gateway.url + PATHS["chat"], json=body_of("chat"))
         check_error("other", response, 503, "no_engine")
@@ -239,8 +237,8 @@ async def test_without_an_engine_the_error_tells_why(client: httpx.AsyncClient) 
      "/v1/chat/completions/render", "/v1/../sleep", "/v1/%2e%2e/sleep", "//sleep",
      "/t/x/v1/../sleep", "/t/x/sleep", "/t/x/v1/nope", "/%ff", "/v1/trajectories/", "/simulate/faults"],
 )  # fmt: skip
-async def test_an_unknown_route_gets_404_and_reaches_no_engine(client: httpx.AsyncClient, path: str) -> None:
-    """An engine's control routes above all."""
+async def test_an_unknown_route_gets_404_or_405_and_reaches_no_engine(client: httpx.AsyncClient, path: str) -> None:
+    """Above all an engine's control routes."""
     async with raw_engine(writes(whole(ANSWER))) as engine, running_gateway(engine.url) as gateway:
         for method in ("POST", "GET"):
             data = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{{}}".encode()
@@ -250,7 +248,7 @@ async def test_an_unknown_route_gets_404_and_reaches_no_engine(client: httpx.Asy
         assert engine.posts == []
 
 
-async def test_a_wrong_method_gets_405_with_the_right_one(client: httpx.AsyncClient) -> None:
+async def test_a_wrong_method_gets_405_with_the_allowed_ones(client: httpx.AsyncClient) -> None:
     """In the form of its API."""
     async with running_gateway() as gateway:
         for path in [*PATHS.values(), "/v1/embeddings", "/tokenize"]:
@@ -269,12 +267,12 @@ async def test_a_wrong_method_gets_405_with_the_right_one(client: httpx.AsyncCli
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics", "/v1/models", "/t/a/v1/engines", "/nope"])
-async def test_head_is_answered_as_get_is_without_a_body(client: httpx.AsyncClient, path: str) -> None:
-    """Load balancers ask so; what comes next on the connection is the next answer."""
+async def test_head_is_answered_like_get_without_a_body(client: httpx.AsyncClient, path: str) -> None:
+    """Load balancers use it. The next bytes on the connection are the next answer."""
     async with running_gateway() as gateway:
-        asked = await client.get(gateway.url + path)
+        get = await client.get(gateway.url + path)
         head = await client.head(gateway.url + path)
-        assert (head.status_code, head.headers["content-type"]) == (asked.status_code, asked.headers["content-type"])
+        assert (head.status_code, head.headers["content-type"]) == (get.status_code, get.headers["content-type"])
         assert int(head.headers["content-length"]) > 0 and not head.content
         request = f"HEAD {path} HTTP/1.1\r\nhost: x\r\n\r\nGET /v1/models HTTP/1.1\r\nconnection: close\r\n\r\n"
         answers = await raw(gateway.url, request.encode())
@@ -282,16 +280,16 @@ async def test_head_is_answered_as_get_is_without_a_body(client: httpx.AsyncClie
 
 
 @pytest.mark.parametrize("path", [*PATHS.values(), "/v1/embeddings"])
-async def test_no_route_is_moved(client: httpx.AsyncClient, path: str) -> None:
-    """A slash too much is an unknown route: a redirect would lose the identity in the path, and name a host that a
-    proxy's clients cannot reach."""
+async def test_a_trailing_slash_is_not_redirected(client: httpx.AsyncClient, path: str) -> None:
+    """It is an unknown route: a redirect would lose the identity in the path, and name a host that clients behind a
+    proxy cannot reach."""
     async with running_gateway() as gateway:
         check_error("other", await client.post(f"{gateway.url}/t/a{path}/", json={}), 404, "unknown_route")
 
 
 @pytest.mark.parametrize("path", [*PATHS.values(), "/v1/embeddings"])
 async def test_a_compressed_body_gets_415(client: httpx.AsyncClient, path: str) -> None:
-    """It says that, and not that some byte is no UTF-8."""
+    """The error names the encoding, instead of an invalid UTF-8 byte."""
     async with raw_engine(writes(whole(ANSWER))) as engine, running_gateway(engine.url) as gateway:
         headers = {"content-encoding": "gzip"}
         response = await client.post(gateway.url + path, content=gzip.compress(b"{}"), headers=headers)
@@ -300,16 +298,17 @@ async def test_a_compressed_body_gets_415(client: httpx.AsyncClient, path: str) 
 
 
 @pytest.mark.parametrize("path", [*PATHS.values(), "/v1/embeddings", "/v1/trajectories"])
-async def test_a_body_that_is_not_json_gets_one_code_everywhere(client: httpx.AsyncClient, path: str) -> None:
-    """On routes of FastAPI's, too."""
+async def test_a_body_that_is_not_json_gets_the_same_code_everywhere(client: httpx.AsyncClient, path: str) -> None:
+    """Also on routes of FastAPI."""
     async with running_gateway() as gateway:
         response = await client.post(gateway.url + path, content=b"{", headers={"content-type": "application/json"})
         check_error("messages" if path == PATHS["messages"] else "other", response, 400, "invalid_json")
         assert "is not valid JSON: " in response.json()["error"]["message"]
 
 
-async def test_a_request_that_cannot_be_written_anew_gets_400(client: httpx.AsyncClient) -> None:
-    """JSON is read to a greater depth than it is written, and a field that the client set too has the body written."""
+async def test_a_request_too_deep_to_rewrite_gets_400(client: httpx.AsyncClient) -> None:
+    """JSON can be parsed to a greater depth than it can be written, and stream options set by the client force a
+    rewrite of the body."""
     body = b'{"model":"simulated","stream":true,"stream_options":{},"messages":[],"x":%s%s}' % (b"[" * 400, b"]" * 400)
     async with raw_engine(writes(whole(ANSWER))) as engine, running_gateway(engine.url) as gateway:
         response = await client.post(gateway.url + PATHS["chat"], content=body)

@@ -1,7 +1,7 @@
-"""Turns at token level on real vLLM: they outlive engines and gateways, and say what the engine itself would say.
+"""Turns at token level on real vLLM: they survive engines and gateways, and the answers equal the engine's own.
 
-The model's greedy choices are far from ties, so what an undisturbed engine says of a prompt is what every engine and
-every chain of legs must say of it, token by token.
+The model's greedy choices are far from ties, so every engine and every chain of legs must answer a prompt like an
+undisturbed engine, token by token.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from engines.local_vllm import LocalEngine
 from tests.faults.asking import ask
 from tests.faults.gateway_process import gateway_process, tokens_written
 from tests.faults.kept_gateway import kept_gateway
-from tests.faults.token_jobs import ENDURING, URGENT, told
+from tests.faults.token_jobs import ENDURING, URGENT, content_of
 from tests.support.gateway import ADMIN, PATIENT, running_gateway
 from tests.support.rounds import LOOK_TIMEOUT_S, came_about, num_ended, play_rounds
 
-REST_S = 3.0  # longer than a busy machine lets one of an engine's processes stand still beside the other
+IDLE_CHECK_S = 3.0  # longer than one of an engine's processes stalls beside the other on a busy machine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 
@@ -34,13 +34,13 @@ TOKENS_BETWEEN_DRAINS = 20
 
 
 def chat(number: int, max_tokens: int, **more: Any) -> dict[str, Any]:
-    """A greedy chat request of so many tokens, if it does not end by itself."""
+    """A greedy chat request for this many tokens, unless it ends by itself."""
     messages = [{"role": "user", "content": f"Tell me of number {number}, and take your time."}]
     return {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": max_tokens, **more}
 
 
 def long_chats(seed: int, num: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Such requests that do not end early, every other one streamed, some with log-probabilities."""
+    """Chat requests that do not end early; every other one is streamed, and some have log-probabilities."""
     dice = random.Random(seed)
     made = []
     for number in range(num):
@@ -53,17 +53,19 @@ def long_chats(seed: int, num: int, max_tokens: int) -> list[dict[str, Any]]:
     return made
 
 
-async def all_told(client: httpx.AsyncClient, url: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each of these requests is told, all of them sent at once."""
-    heard = await asyncio.gather(*(ask(client, url, "chat", body) for body in bodies))
-    assert all(one.is_finished("chat") for one in heard), [one.text[-300:] for one in heard]
-    return [_near(told(one, body["stream"])) for one, body in zip(heard, bodies, strict=True)]
+async def contents_of_replies(
+    client: httpx.AsyncClient, url: str, bodies: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The content of the reply to each of these requests, all sent at once."""
+    received = await asyncio.gather(*(ask(client, url, "chat", body) for body in bodies))
+    assert all(one.is_finished("chat") for one in received), [one.text[-300:] for one in received]
+    return [_rounded(content_of(one, body["stream"])) for one, body in zip(received, bodies, strict=True)]
 
 
-async def undisturbed(
+async def undisturbed_contents(
     client: httpx.AsyncClient, engines: list[LocalEngine], bodies: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """What quiet engines say, asked without a gateway."""
+    """The content of the answers of otherwise idle engines, without a gateway."""
     turn_of = cycle(engines)
 
     async def one(body: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +74,7 @@ async def undisturbed(
         answer = await client.post(engine.url + "/v1/chat/completions", json=whole)
         assert answer.status_code == 200, answer.text
         choice, usage = answer.json()["choices"][0], answer.json()["usage"]
-        return _near(
+        return _rounded(
             {
                 "text": choice["message"]["content"],
                 "calls": [],
@@ -86,37 +88,37 @@ async def undisturbed(
     return list(await asyncio.gather(*map(one, bodies)))
 
 
-def _near(said: dict[str, Any]) -> dict[str, Any]:
-    """Log-probabilities change in their last bits with the batch: the tokens are compared, and three decimals."""
-    return said | {"logprobs": [(entry["token"], round(entry["logprob"], 2)) for entry in said["logprobs"]]}
+def _rounded(content: dict[str, Any]) -> dict[str, Any]:
+    """Log-probabilities change in their last bits with the batch, so their tokens and two decimals are compared."""
+    return content | {"logprobs": [(entry["token"], round(entry["logprob"], 2)) for entry in content["logprobs"]]}
 
 
-async def has_come_on(client: httpx.AsyncClient, url: str, servers: list[LocalEngine], tokens: float) -> bool:
-    """Whether so many tokens are made in all, and turns run on both engines or hardly any are left."""
+async def has_progressed(client: httpx.AsyncClient, url: str, servers: list[LocalEngine], tokens: float) -> bool:
+    """Whether this many tokens are generated in all, and turns run on both engines or hardly any turns are left."""
     engines = (await client.get(url + "/v1/engines")).json()["data"]
     run_on_both = all(engine["num_legs"] for engine in engines) or sum(engine["num_legs"] for engine in engines) < 3
-    return run_on_both and await made_by(client, *servers) >= tokens
+    return run_on_both and await generated_by(client, *servers) >= tokens
 
 
-async def made_by(client: httpx.AsyncClient, *engines: LocalEngine) -> float:
+async def generated_by(client: httpx.AsyncClient, *engines: LocalEngine) -> float:
     """All tokens that these engines have generated."""
     return sum([await metric(client, engine, "generation_tokens_total") for engine in engines])
 
 
-async def made_at_rest(client: httpx.AsyncClient, engines: list[LocalEngine]) -> float:
-    """All tokens that these engines have generated, once nothing runs on them and nothing more is counted.
+async def generated_when_idle(client: httpx.AsyncClient, engines: list[LocalEngine]) -> float:
+    """All tokens that these engines have generated, once nothing runs on them and the counters stand still.
 
-    An engine's own processes lag behind each other: on a machine that stood still, one that said that nothing ran
-    counted hundreds of tokens later.
+    An engine's processes lag behind each other: on a machine that had stalled, an engine that reported no running
+    request counted hundreds of tokens later.
     """
     made, is_idle = -1.0, False
     async with asyncio.timeout(LOOK_TIMEOUT_S):
         while True:
-            before, made = made, await made_by(client, *engines)
+            before, made = made, await generated_by(client, *engines)
             if is_idle and made == before:
                 return made
             is_idle = not any([await metric(client, engine, "num_requests_running") for engine in engines])
-            await asyncio.sleep(REST_S)
+            await asyncio.sleep(IDLE_CHECK_S)
 
 
 async def metric(client: httpx.AsyncClient, engine: LocalEngine, name: str) -> float:
@@ -127,36 +129,34 @@ async def metric(client: httpx.AsyncClient, engine: LocalEngine, name: str) -> f
 async def test_a_killed_engine_loses_no_turn(
     real_engines: list[LocalEngine], doomed_engine: LocalEngine, tmp_path: Path
 ) -> None:
-    """SIGKILL while most of 16 turns run on it, streamed and not: each goes on elsewhere, with the tokens it would have
-    had, and those that the gateway had heard are not made again."""
+    """SIGKILL while most of 16 turns run on it, streamed and not. Each continues elsewhere with the tokens it would
+    have had, and tokens that the gateway had received are not generated again."""
     quiet, event_log = real_engines[0], tmp_path / "events.jsonl"
 
     async def play(round_number: int) -> bool:
         bodies = long_chats(1 + 100 * round_number, 16, 600)
-        wanted = await undisturbed(client, real_engines, bodies)
-        made_before = await made_by(client, quiet)
-        heard_before = sum(heard_of(event_log).values())
-        asked = [asyncio.create_task(all_told(client, gateway.url, [body])) for body in bodies]
+        expected = await undisturbed_contents(client, real_engines, bodies)
+        generated_before = await generated_by(client, quiet)
+        received_before = sum(tokens_received(event_log).values())
+        asked = [asyncio.create_task(contents_of_replies(client, gateway.url, [body])) for body in bodies]
 
         async def most_have_tokens() -> bool:
-            return sum(heard_of(event_log).values()) >= heard_before + 16 * 50
+            return sum(tokens_received(event_log).values()) >= received_before + 16 * 50
 
-        async def is_right() -> None:
-            assert [one for told_one in await asyncio.gather(*asked) for one in told_one] == wanted
+        async def check() -> None:
+            assert [one for contents in await asyncio.gather(*asked) for one in contents] == expected
 
         if not await came_about(most_have_tokens, lambda: num_ended(asked) > 8):
-            await is_right()
+            await check()
             return False
         doomed_engine.send_signal(signal.SIGKILL)
-        heard = sum(heard_of(event_log).values()) - heard_before
+        received = sum(tokens_received(event_log).values()) - received_before
         added = await client.post(gateway.url + "/v1/engines", json={"url": quiet.url}, headers=ADMIN)
         assert added.status_code == 201, added.text
-        await is_right()
-        made = await made_by(client, quiet) - made_before
-        print(
-            f"the engine that was killed had made {heard} tokens that were heard of, the other made {made:.0f} of 9600"
-        )
-        assert made <= 16 * 600 - heard, "what was made before is not made again"
+        await check()
+        made = await generated_by(client, quiet) - generated_before
+        print(f"{received} tokens were received from the killed engine, and the other generated {made:.0f} of 9600")
+        assert made <= 16 * 600 - received, "tokens received before are not generated again"
         return True
 
     enduring = ENDURING | PATIENT | {"event_log": str(event_log)}
@@ -164,20 +164,19 @@ async def test_a_killed_engine_loses_no_turn(
         await play_rounds("turns were in flight when the engine was killed", play)
 
 
-async def test_turns_that_are_preempted_at_any_token_say_what_they_would_have_said(
-    real_engines: list[LocalEngine], tmp_path: Path
-) -> None:
-    """More than fifty turns are paused, by the scheduler for more urgent ones and by drains of their engine, and go on
-    here or on the other engine. How often that comes to pass is the machine's affair, so they play until it did."""
+async def test_preempted_turns_give_their_undisturbed_answers(real_engines: list[LocalEngine], tmp_path: Path) -> None:
+    """More than fifty turns are paused, by the scheduler for more urgent ones and by drains, and continue on the same
+    or the other engine. How many are paused in a round depends on the machine, so rounds are played until there were
+    enough."""
     event_log = tmp_path / "events.jsonl"
     preempting: dict[str, Any] = {"policy": "remaining-first", "preempt_after_s": 0.0, "event_log": str(event_log)}
 
     async def play(round_number: int) -> bool:
         bodies = long_chats(2 + round_number, 60, 200)
-        wanted = await undisturbed(client, real_engines, bodies)
-        asked = asyncio.create_task(all_told(client, gateway.url, bodies))
+        expected = await undisturbed_contents(client, real_engines, bodies)
+        asked = asyncio.create_task(contents_of_replies(client, gateway.url, bodies))
         await disturb(client, gateway.url, real_engines, asked)
-        assert await asked == wanted
+        assert await asked == expected
         paused, preempted = pauses_in(event_log)
         num_moved = sum(len(engines) > 1 for engines in paused.values())
         print(f"{len(paused)} turns paused, {len(preempted)} of them by the scheduler; {num_moved} moved")
@@ -189,9 +188,10 @@ async def test_turns_that_are_preempted_at_any_token_say_what_they_would_have_sa
 
 
 async def disturb(client: httpx.AsyncClient, url: str, servers: list[LocalEngine], asked: asyncio.Task[Any]) -> None:
-    """Drain one engine and then the other, and send urgent turns, until all is answered.
+    """Drain the engines alternately, and send urgent turns, until everything is answered.
 
-    Between two drains they make some tokens: a turn that was left alone among drains was stopped 213 times in 36 s.
+    Between two drains the engines generate some tokens: a turn that was alone among drains was once stopped 213 times
+    in 36 s.
     """
     engines = [engine["id"] for engine in (await client.get(url + "/v1/engines")).json()["data"]]
     num = 0
@@ -203,23 +203,24 @@ async def disturb(client: httpx.AsyncClient, url: str, servers: list[LocalEngine
         engine = f"{url}/v1/engines/{engines[num % 2]}"
         await client.post(f"{engine}/drain?timeout_s=60", headers=ADMIN)
         await client.post(f"{engine}/uncordon", headers=ADMIN)
-        made = await made_by(client, *servers)
-        await came_about(partial(has_come_on, client, url, servers, made + TOKENS_BETWEEN_DRAINS), asked.done)
+        made = await generated_by(client, *servers)
+        await came_about(partial(has_progressed, client, url, servers, made + TOKENS_BETWEEN_DRAINS), asked.done)
 
 
 def pauses_in(event_log: Path) -> tuple[dict[str, set[str]], set[str]]:
     """The engines of each turn that was paused, and the turns that the scheduler preempted."""
-    said = [orjson.loads(line) for line in event_log.read_text().splitlines()]
+    entries = [orjson.loads(line) for line in event_log.read_text().splitlines()]
     engines_of: dict[str, set[str]] = {}
-    for line in said:
+    for line in entries:
         if line.get("type") == "Dispatch":
             engines_of.setdefault(line["turn_id"], set()).add(line["engine_id"])
-    paused = {line["turn_id"]: engines_of[line["turn_id"]] for line in said if line.get("type") == "TurnPaused"}
-    return paused, {line["turn_id"] for line in said if line.get("type") == "Preempt"}
+    paused = {line["turn_id"]: engines_of[line["turn_id"]] for line in entries if line.get("type") == "TurnPaused"}
+    return paused, {line["turn_id"] for line in entries if line.get("type") == "Preempt"}
 
 
-async def test_a_killed_gateway_has_nothing_generated_twice(real_engines: list[LocalEngine], tmp_path: Path) -> None:
-    """SIGKILL the gateway in the middle of eight turns: the SDK asks again, and each goes on from its tokens."""
+async def test_a_killed_gateway_regenerates_no_stored_token(real_engines: list[LocalEngine], tmp_path: Path) -> None:
+    """SIGKILL the gateway in the middle of eight turns: the SDK retries, and each turn continues from its stored
+    tokens."""
     num, length = 8, 800
 
     async def play(round_number: int) -> bool:
@@ -227,41 +228,43 @@ async def test_a_killed_gateway_has_nothing_generated_twice(real_engines: list[L
         options = [option for engine in real_engines for option in ("--engine", engine.url)]
         settings = PATIENT | {"token_legs": "auto", "save_tokens_s": 0.01, "event_log": str(event_log)}
         bodies = [chat(7_000 + 100 * round_number + n, length, ignore_eos=True) for n in range(num)]
-        wanted = [said["text"] for said in await undisturbed(client, real_engines, bodies)]
-        made_before = await made_by(client, *real_engines)
+        expected = [content["text"] for content in await undisturbed_contents(client, real_engines, bodies)]
+        generated_before = await generated_by(client, *real_engines)
         async with gateway_process(
             "--store", store, *options, **{f"HEDDLE_{name.upper()}": str(value) for name, value in settings.items()}
         ) as gateway:
             sdk = openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="none", max_retries=20, timeout=600)
             asked = [asyncio.create_task(sdk_answer(sdk, n, body)) for n, body in enumerate(bodies)]
 
-            async def half_heard() -> bool:
-                return sum(heard_of(event_log).values()) > num * length / 2
+            async def is_half_received() -> bool:
+                return sum(tokens_received(event_log).values()) > num * length / 2
 
-            is_in_the_middle = await came_about(half_heard, lambda: num_ended(asked) > num / 2)
+            is_in_the_middle = await came_about(is_half_received, lambda: num_ended(asked) > num / 2)
             await gateway.kill()
-            heard = sum(heard_of(event_log).values())
-            # Engines stop when they see that their client is gone. What they made until then counts as made before.
-            at_kill = await made_at_rest(client, real_engines) - made_before
-            written = await tokens_written(store)
+            received = sum(tokens_received(event_log).values())
+            # Engines stop when they notice that their client is gone. Tokens until then count as generated before.
+            at_kill = await generated_when_idle(client, real_engines) - generated_before
+            stored = await tokens_written(store)
             await gateway.start()
             got = await asyncio.gather(*asked)
-            again = await made_by(client, *real_engines) - made_before - num * length
-        assert got == wanted
-        print(f"{again:.0f} of {num * length} made again; {at_kill:.0f} were made, {heard} heard, {written} written")
-        # One step of each turn may be counted late, or be made for a request that is being aborted.
-        assert again <= at_kill - written + num, "what the gateway had written down is not made again"
-        return is_in_the_middle and written > num * length / 8
+            again = await generated_by(client, *real_engines) - generated_before - num * length
+        assert got == expected
+        print(
+            f"{again:.0f} of {num * length} again; at the kill {at_kill:.0f} made, {received} received, {stored} stored"
+        )
+        # One step of each turn may be counted late, or run for a request that is being aborted.
+        assert again <= at_kill - stored + num, "tokens that the gateway had stored are not generated again"
+        return is_in_the_middle and stored > num * length / 8
 
     async with httpx.AsyncClient(timeout=600) as client:
         await play_rounds("the gateway was killed in the middle of turns", play)
 
 
-async def test_a_gateway_killed_under_its_keeper_has_not_one_token_generated_twice(
+async def test_a_gateway_killed_under_its_keeper_regenerates_no_token(
     real_engines: list[LocalEngine], tmp_path: Path
 ) -> None:
-    """SIGKILL it three times in the middle of eight turns, half of them streamed: the SDK asks again, what engines
-    say meanwhile is heard later, and they have generated what the answers hold, to the token."""
+    """SIGKILL it three times in the middle of eight turns, half of them streamed. The SDK retries, output of the
+    engines in between is read later, and they have generated exactly the tokens of the answers."""
     num, length = 8, 800
 
     async def play(round_number: int) -> bool:
@@ -270,22 +273,22 @@ async def test_a_gateway_killed_under_its_keeper_has_not_one_token_generated_twi
         settings = PATIENT | {"token_legs": "auto", "save_tokens_s": 1000}
         environment = {f"HEDDLE_{name.upper()}": str(value) for name, value in settings.items()}
         bodies = [chat(9_000 + 100 * round_number + n, length, ignore_eos=True) for n in range(num)]
-        wanted = [said["text"] for said in await undisturbed(client, real_engines, bodies)]
-        made_before = await made_at_rest(client, real_engines)
+        expected = [content["text"] for content in await undisturbed_contents(client, real_engines, bodies)]
+        generated_before = await generated_when_idle(client, real_engines)
         num_in_the_middle = 0
         async with kept_gateway("--store", store, *options, **environment) as gateway:
             sdk = openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="none", max_retries=20, timeout=600)
             asked = [asyncio.create_task(sdk_answer(sdk, n, body, n % 2 == 0)) for n, body in enumerate(bodies)]
             for part in (1, 2, 3):
 
-                async def have_come_on(part: int = part) -> bool:
-                    return await made_by(client, *real_engines) - made_before > part * num * length / 5
+                async def have_progressed(part: int = part) -> bool:
+                    return await generated_by(client, *real_engines) - generated_before > part * num * length / 5
 
-                num_in_the_middle += await came_about(have_come_on, lambda: num_ended(asked) > num / 2)
+                num_in_the_middle += await came_about(have_progressed, lambda: num_ended(asked) > num / 2)
                 await gateway.kill()
             got = await asyncio.gather(*asked)
-            made = await made_at_rest(client, real_engines) - made_before
-        assert got == wanted
+            made = await generated_when_idle(client, real_engines) - generated_before
+        assert got == expected
         print(f"{made:.0f} generated, {num * length} in the answers; killed {num_in_the_middle} times in the middle")
         assert made == num * length
         return num_in_the_middle == 3
@@ -294,19 +297,19 @@ async def test_a_gateway_killed_under_its_keeper_has_not_one_token_generated_twi
         await play_rounds("the gateway was killed three times in the middle of turns", play)
 
 
-def heard_of(event_log: Path) -> dict[str, int]:
-    """How many tokens of each turn the gateway told its scheduler of; it writes them down with the same word."""
-    heard: dict[str, int] = {}
+def tokens_received(event_log: Path) -> dict[str, int]:
+    """For each turn, how many tokens the gateway has reported to its scheduler; it stores them at the same time."""
+    received: dict[str, int] = {}
     for line in event_log.read_bytes().splitlines() if event_log.exists() else ():
         if b'"TurnProgressed"' in line and line.endswith(b"}"):
-            said = orjson.loads(line)
-            heard[said["turn_id"]] = said["output_tokens"]
-    return heard
+            entry = orjson.loads(line)
+            received[entry["turn_id"]] = entry["output_tokens"]
+    return received
 
 
 async def sdk_answer(sdk: openai.AsyncOpenAI, number: int, body: dict[str, Any], stream: bool = False) -> str:
-    """The text that an SDK gets for this request of a trajectory of its own; for a stream that broke an agent asks
-    again, as the SDK does for what it did not get at all."""
+    """The text that an SDK gets for this request of a trajectory of its own. After a stream that broke, an agent
+    retries, as the SDK does for a request without an answer."""
     asked = partial(
         sdk.chat.completions.create,
         model=body["model"],
