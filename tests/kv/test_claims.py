@@ -1,4 +1,4 @@
-"""What is shown of the KV that trajectories claim: what it comes to in their engine's cache."""
+"""The reported KV that trajectories claim: what their claims amount to in their engine's cache."""
 
 import httpx
 
@@ -9,9 +9,9 @@ from tests.support.gateway import running_gateway
 METRIC = "heddle_engine_kv_claimed_tokens{"
 
 
-async def test_a_prompt_that_siblings_share_is_shown_once() -> None:
-    """As entry counts it: four siblings in tool calls hold one prompt and four answers, not four contexts. How long the
-    prompt is was estimated before the first of them had run."""
+async def test_a_prompt_shared_by_siblings_is_counted_once() -> None:
+    """As admission counts it: four siblings in tool calls hold one prompt and four answers, not four contexts. The
+    prompt's length was estimated before the first of them had run."""
     body = {"messages": [{"role": "user", "content": "Weave a long prompt. " * 200}], "max_tokens": 5}
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=100)) as engine,

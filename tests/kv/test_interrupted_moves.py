@@ -1,4 +1,4 @@
-"""Moves of KV whose engines end half way, and what a turn that comes meanwhile gets of them."""
+"""KV moves whose engines end in the middle, and what a turn that arrives meanwhile gets of them."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -7,7 +7,7 @@ import httpx
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault
-from tests.kv.site import Site, engine, first_messages, site
+from tests.kv.kv_fleet import Fleet, engine, first_messages, running_fleet
 from tests.support.gateway import ADMIN, eventually, running_gateway
 
 
@@ -15,14 +15,14 @@ def id_of(url: str) -> str:
     return url.removeprefix("http://")
 
 
-async def offers_kv(fleet: Site, engine_id: str) -> bool:
-    """Whether an engine keeps KV for another one that has not fetched it yet."""
+async def offers_kv(fleet: Fleet, engine_id: str) -> bool:
+    """Whether an engine holds KV that another one has not fetched yet."""
     return bool((await fleet.engines())[engine_id]["kv_offered_tokens"])
 
 
-async def test_kv_that_was_brought_to_an_engine_that_left_is_not_shown_for_the_turn() -> None:
-    """Fetched in the tool call; then the new home leaves, and the turn computes its context at a third engine."""
-    async with site(engine(), engine(), engine()) as fleet:
+async def test_kv_by_is_none_if_the_engine_that_fetched_the_kv_left() -> None:
+    """Fetched in the tool call. Then the new home leaves, and the turn computes its context on a third engine."""
+    async with running_fleet(engine(), engine(), engine()) as fleet:
         home, target, third = map(id_of, fleet.urls)
         for other in (target, third):
             await fleet.act(other, "cordon")
@@ -39,35 +39,35 @@ async def test_kv_that_was_brought_to_an_engine_that_left_is_not_shown_for_the_t
         assert await fleet.cached_share("t") == 0.0
 
 
-async def test_a_turn_waits_for_a_move_no_longer_than_a_move_may_take() -> None:
+async def test_a_turn_waits_for_a_move_for_at_most_its_timeout() -> None:
     """Its move in the tool call failed to fetch and hangs in the prefill: the turn runs, and fetches nothing itself."""
     hanging = Fault("hang", path="/v1/chat", count=2)
-    async with site(engine(), engine(hanging), kv_move_timeout_s=1.0) as fleet:
+    async with running_fleet(engine(), engine(hanging), kv_move_timeout_s=1.0) as fleet:
         home, target = map(id_of, fleet.urls)
         await fleet.act(target, "cordon")
         messages = first_messages()
         await fleet.turn("t", messages)
         await fleet.act(target, "uncordon")
-        leaving = asyncio.create_task(fleet.act(home, "evacuate"))
+        evacuation = asyncio.create_task(fleet.act(home, "evacuate"))
         await eventually(lambda: offers_kv(fleet, home))
         await fleet.turn("t", messages)
         last = await fleet.last("t")
         assert (last["engine"], last["kv_by"], last["legs"]) == (target, None, 1)
-        await leaving
+        await evacuation
         assert await fleet.moves() == {"failed": 1}
 
 
-async def test_a_relaunched_engine_does_not_keep_what_its_predecessor_offered() -> None:
-    """The KV that nobody fetched went with the process: all of the new one's memory is for its own turns."""
+async def test_a_relaunched_engine_has_none_of_its_predecessors_offers() -> None:
+    """KV that nobody fetched is gone with the process: the new process has all its memory for its own turns."""
     not_fetched = Fault("refuse", path="/simulate/kv", count=1)
-    not_given_back = Fault("hang", path="/v1/completions", count=1)
-    async with AsyncExitStack() as first_process, serve_engine(engine(not_given_back)) as other:
+    not_released = Fault("hang", path="/v1/completions", count=1)
+    async with AsyncExitStack() as first_process, serve_engine(engine(not_released)) as other:
         url = await first_process.enter_async_context(serve_engine(engine(not_fetched)))
         async with (
             running_gateway(url, other, kv_move_min_tokens=100, observe_interval_s=0.05) as gateway,
             httpx.AsyncClient(base_url=gateway.url, timeout=90) as client,
         ):
-            fleet = Site(client, [url, other])
+            fleet = Fleet(client, [url, other])
             await fleet.act(id_of(other), "cordon")
             await fleet.turn("t", first_messages())
             await fleet.act(id_of(other), "uncordon")

@@ -1,4 +1,5 @@
-"""A trajectory's KV follows it to another engine; what cannot be brought is computed, and no turn notices."""
+"""A trajectory's KV follows it to another engine. KV that cannot be moved is computed again, and no turn is
+affected."""
 
 import asyncio
 from typing import Any
@@ -8,56 +9,56 @@ import pytest
 
 from engines.kv import LEASE_S
 from engines.simulated.settings import Fault
-from tests.kv.site import Site, engine, first_messages, site
+from tests.kv.kv_fleet import Fleet, engine, first_messages, running_fleet
 from tests.support.gateway import ADMIN, eventually
 
 TOKEN_LEGS = pytest.mark.parametrize("token_legs", ["off", "auto"])
 
 
-async def answers_at_rest(num_turns: int) -> list[str]:
-    """What the turns of a trajectory say where nothing moves."""
-    async with site(engine()) as alone:
+async def undisturbed_answers(num_turns: int) -> list[str]:
+    """The answers of a trajectory's turns if nothing moves."""
+    async with running_fleet(engine()) as undisturbed:
         messages = first_messages()
-        return [await alone.turn("t", messages) for _ in range(num_turns)]
+        return [await undisturbed.turn("t", messages) for _ in range(num_turns)]
 
 
 @TOKEN_LEGS
-async def test_in_a_tool_call_the_new_home_fetches_the_kv(token_legs: str) -> None:
-    """Before the next turn comes: of its context at least 90 % are there, and the answers stay the same."""
-    expected = await answers_at_rest(3)
-    async with site(engine(), engine(), token_legs=token_legs) as fleet:
+async def test_the_new_home_fetches_the_kv_in_a_tool_call(token_legs: str) -> None:
+    """Before the next turn arrives, at least 90 % of its context is there, and the answers stay the same."""
+    expected = await undisturbed_answers(3)
+    async with running_fleet(engine(), engine(), token_legs=token_legs) as fleet:
         messages = first_messages()
-        said = [await fleet.turn("t", messages) for _ in range(2)]
+        answers = [await fleet.turn("t", messages) for _ in range(2)]
         home = (await fleet.last("t"))["engine"]
-        told = await fleet.act(home, "evacuate")
-        assert told["is_evacuated"] and await fleet.moves() == {"fetched": 1}
-        said.append(await fleet.turn("t", messages))
+        evacuated = await fleet.act(home, "evacuate")
+        assert evacuated["is_evacuated"] and await fleet.moves() == {"fetched": 1}
+        answers.append(await fleet.turn("t", messages))
         assert (await fleet.last("t"))["engine"] != home
         assert await fleet.cached_share("t") >= 0.9
         assert await fleet.moves() == {"fetched": 1}, "the turn found all that it needs"
         assert all(one["kv_offered_tokens"] == 0 for one in (await fleet.engines()).values())
-    assert said == expected
+    assert answers == expected
 
 
 @TOKEN_LEGS
-async def test_a_turn_that_comes_first_has_its_kv_fetched_before_it_runs(token_legs: str) -> None:
-    """Its home gets no more turns, and nobody had the time to move it."""
-    expected = await answers_at_rest(3)
-    async with site(engine(), engine(), token_legs=token_legs) as fleet:
+async def test_kv_is_fetched_before_a_turn_that_arrives_first(token_legs: str) -> None:
+    """Its home gets no more turns, and there was no time to move it in the tool call."""
+    expected = await undisturbed_answers(3)
+    async with running_fleet(engine(), engine(), token_legs=token_legs) as fleet:
         messages = first_messages()
-        said = [await fleet.turn("t", messages) for _ in range(2)]
+        answers = [await fleet.turn("t", messages) for _ in range(2)]
         home = (await fleet.last("t"))["engine"]
         await fleet.act(home, "cordon")
-        said.append(await fleet.turn("t", messages))
+        answers.append(await fleet.turn("t", messages))
         assert await fleet.cached_share("t") >= 0.9 and await fleet.moves() == {"fetched": 1}
-    assert said == expected
+    assert answers == expected
 
 
-async def test_a_turn_that_goes_on_elsewhere_takes_its_tokens_and_its_kv_along() -> None:
-    """Drained in mid-turn: the other engine has the prompt and what was made of the answer, but for the last block."""
-    async with site(engine(), engine(), token_legs="auto") as undisturbed:
+async def test_a_turn_drained_in_mid_generation_moves_with_its_kv() -> None:
+    """The other engine gets the prompt and the answer so far, except for the last block."""
+    async with running_fleet(engine(), engine(), token_legs="auto") as undisturbed:
         expected = await undisturbed.turn("t", first_messages(), tokens=400)
-    async with site(engine(speed_up=2.0), engine(speed_up=2.0), token_legs="auto") as fleet:
+    async with running_fleet(engine(speed_up=2.0), engine(speed_up=2.0), token_legs="auto") as fleet:
         running = asyncio.create_task(fleet.turn("t", first_messages(), tokens=400))
 
         async def has_made_some() -> bool:
@@ -74,15 +75,15 @@ async def test_a_turn_that_goes_on_elsewhere_takes_its_tokens_and_its_kv_along()
 
 
 @pytest.mark.parametrize("fault", ["refuse", "reset", "hang"])
-async def test_what_cannot_be_fetched_is_prefilled_in_the_tool_call(fault: Any) -> None:
-    """The transfer fails, at once or by silence: it is counted, and the next turn still finds its context."""
+async def test_kv_that_cannot_be_fetched_is_prefilled_in_the_tool_call(fault: Any) -> None:
+    """The transfer fails at once or times out: it is counted, and the next turn still finds its context."""
     broken = Fault(fault, path="/simulate/kv")
-    async with site(engine(broken), engine(broken), kv_move_timeout_s=1.0) as fleet:
+    async with running_fleet(engine(broken), engine(broken), kv_move_timeout_s=1.0) as fleet:
         messages = first_messages()
         await fleet.turn("t", messages)
         home = (await fleet.last("t"))["engine"]
         await fleet.act(home, "evacuate")
-        assert (await fleet.engines())[home]["kv_offered_tokens"] > 500, "its lease is not over"
+        assert (await fleet.engines())[home]["kv_offered_tokens"] > 500, "its lease has not expired"
 
         async def counts_as_used() -> bool:
             one = (await fleet.engines())[home]
@@ -95,41 +96,41 @@ async def test_what_cannot_be_fetched_is_prefilled_in_the_tool_call(fault: Any) 
 
 
 @pytest.mark.parametrize("fault", ["refuse", "hang"])
-async def test_an_offer_that_was_not_fetched_is_given_back(fault: Any) -> None:
-    """A move that failed or timed out leaves nothing pinned at the old home: nobody waits for the lease to be over."""
+async def test_an_offer_that_was_not_fetched_is_released(fault: Any) -> None:
+    """A move that failed or timed out leaves nothing pinned at the old home, long before the lease expires."""
     once = Fault(fault, path="/simulate/kv", count=1)
     engines = [engine(once, kv_lease_s=1e6) for _ in range(2)]
-    async with site(*engines, kv_move_timeout_s=2.0) as fleet:
+    async with running_fleet(*engines, kv_move_timeout_s=2.0) as fleet:
         messages = first_messages()
         await fleet.turn("t", messages)
         home = (await fleet.last("t"))["engine"]
         await fleet.act(home, "evacuate")
         assert await fleet.moves() == {"failed": 1, "prefilled": 1}
-        await eventually(lambda: fleet_is_free(fleet, home), LEASE_S - 5)
+        await eventually(lambda: is_kv_free(fleet, home), LEASE_S - 5)
         await fleet.turn("t", messages)
         assert await fleet.cached_share("t") >= 0.85
 
 
-async def test_an_offer_whose_lease_is_over_is_computed_anew() -> None:
-    """The blocks are free again at the old home, and the new one prefills."""
-    async with site(engine(kv_lease_s=0.0), engine(kv_lease_s=0.0)) as fleet:
+async def test_kv_whose_lease_has_expired_is_computed_again() -> None:
+    """The blocks are free again at the old home, and the fetch counts as failed."""
+    async with running_fleet(engine(kv_lease_s=0.0), engine(kv_lease_s=0.0)) as fleet:
         messages = first_messages()
         await fleet.turn("t", messages)
         home = (await fleet.last("t"))["engine"]
         await fleet.act(home, "cordon")
         await fleet.turn("t", messages)
         assert await fleet.moves() == {"failed": 1}
-        await eventually(lambda: fleet_is_free(fleet, home), 60)
+        await eventually(lambda: is_kv_free(fleet, home), 60)
 
 
-async def fleet_is_free(fleet: Site, engine_id: str) -> bool:
+async def is_kv_free(fleet: Fleet, engine_id: str) -> bool:
     one = (await fleet.engines())[engine_id]
     return one["kv_used_share"] == 0.0 and one["kv_offered_tokens"] == 0
 
 
-async def test_a_home_that_is_gone_costs_a_prefill_and_no_turn() -> None:
-    """Lost in a tool call: nothing can be fetched, and nothing fails."""
-    async with site(engine(), engine(), faults_to_open=1) as fleet:
+async def test_a_lost_home_costs_a_prefill_but_no_turn() -> None:
+    """It is lost in a tool call: nothing can be fetched, and nothing fails."""
+    async with running_fleet(engine(), engine(), faults_to_open=1) as fleet:
         messages = first_messages()
         await fleet.turn("t", messages)
         home = (await fleet.last("t"))["engine"]
@@ -141,9 +142,9 @@ async def test_a_home_that_is_gone_costs_a_prefill_and_no_turn() -> None:
 @pytest.mark.parametrize("kinds", [(False, False), (True, False), (False, True)])
 @TOKEN_LEGS
 async def test_without_nixl_the_new_home_prefills_in_the_tool_call(kinds: tuple[bool, bool], token_legs: str) -> None:
-    """Where one of the two cannot; then the next turn finds its context all the same."""
+    """If one of the two cannot use NIXL, the next turn still finds its context."""
     engines = [engine(kv_transfer=kind) for kind in kinds]
-    async with site(*engines, token_legs=token_legs) as fleet:
+    async with running_fleet(*engines, token_legs=token_legs) as fleet:
         messages = first_messages()
         await fleet.turn("t", messages)
         home = (await fleet.last("t"))["engine"]
@@ -154,8 +155,8 @@ async def test_without_nixl_the_new_home_prefills_in_the_tool_call(kinds: tuple[
 
 
 async def test_sglang_prefills_in_the_tool_call() -> None:
-    """It hands out no KV that way."""
-    async with site(engine(dialect="sglang"), engine(dialect="sglang")) as fleet:
+    """It does not hand out KV over NIXL."""
+    async with running_fleet(engine(dialect="sglang"), engine(dialect="sglang")) as fleet:
         messages = first_messages()
         await fleet.turn("t", messages)
         await fleet.act((await fleet.last("t"))["engine"], "evacuate")
@@ -163,46 +164,50 @@ async def test_sglang_prefills_in_the_tool_call() -> None:
         assert await fleet.moves() == {"prefilled": 1} and await fleet.cached_share("t") >= 0.85
 
 
-async def test_an_engine_that_only_seems_to_offer_kv_is_asked_once() -> None:
-    """It was said to; its answer shows that it does not. The others prefill."""
-    async with site(engine(kv_transfer=False), engine()) as fleet:
-        liar, other = (url.removeprefix("http://") for url in fleet.urls)
-        await fleet.client.delete(f"/v1/engines/{liar}", headers=ADMIN)
-        said = {"url": fleet.urls[0], "kv_transfer": "nixl"}
-        assert (await fleet.client.post("/v1/engines", json=said, headers=ADMIN)).status_code == 201
-        liar += "~2"
-        await eventually(lambda: is_ready(fleet, liar), 60)
+async def test_an_engine_wrongly_declared_to_have_nixl_is_asked_only_at_first() -> None:
+    """Its first answers show that it cannot offer KV. The trajectories are prefilled."""
+    async with running_fleet(engine(kv_transfer=False), engine()) as fleet:
+        first, other = (url.removeprefix("http://") for url in fleet.urls)
+        await fleet.client.delete(f"/v1/engines/{first}", headers=ADMIN)
+        declared = {"url": fleet.urls[0], "kv_transfer": "nixl"}
+        assert (await fleet.client.post("/v1/engines", json=declared, headers=ADMIN)).status_code == 201
+        first += "~2"
+        await eventually(lambda: is_ready(fleet, first), 60)
         await fleet.act(other, "cordon")
         messages = {name: first_messages(name) for name in ("a", "b")}
         for name in messages:
             await fleet.turn(name, messages[name])
-            assert (await fleet.last(name))["engine"] == liar
+            assert (await fleet.last(name))["engine"] == first
         await fleet.act(other, "uncordon")
-        await fleet.act(liar, "evacuate")
+        await fleet.act(first, "evacuate")
         moves = await fleet.moves()
         assert moves["prefilled"] == 2 and 1 <= moves["failed"] <= 2
-        assert not (await fleet.engines())[liar]["moves_kv"]
+        assert not (await fleet.engines())[first]["moves_kv"]
 
 
-async def is_ready(fleet: Site, engine_id: str) -> bool:
+async def is_ready(fleet: Fleet, engine_id: str) -> bool:
     found = (await fleet.engines()).get(engine_id)
     return found is not None and found["state"] == "ready"
 
 
-async def test_a_short_context_and_one_that_ended_are_left_alone() -> None:
-    """A prefill of it is as fast; and nobody goes on from the other."""
-    async with site(engine(), engine(), kv_move_min_tokens=100_000) as fleet:
+async def test_short_contexts_and_ended_trajectories_are_not_moved() -> None:
+    """A short context is prefilled just as fast, and nobody continues an ended trajectory."""
+    async with running_fleet(engine(), engine(), kv_move_min_tokens=100_000) as fleet:
         messages = first_messages()
         await fleet.turn("short", messages)
-        home = (await fleet.last("short"))["engine"]
-        await fleet.client.post("/v1/trajectories/short/finish")
+        await fleet.act((await fleet.last("short"))["engine"], "evacuate")
+        assert await fleet.moves() == {}
+    async with running_fleet(engine(), engine()) as fleet:
+        await fleet.turn("ended", first_messages())
+        home = (await fleet.last("ended"))["engine"]
+        await fleet.client.post("/v1/trajectories/ended/finish")
         await fleet.act(home, "evacuate")
         assert await fleet.moves() == {}
 
 
 async def test_kv_of_other_weights_is_not_fetched() -> None:
-    """An engine that holds other weights hands nothing over."""
-    async with site(engine(), engine(weight_version="other")) as fleet:
+    """An engine never gets KV from an engine with other weights."""
+    async with running_fleet(engine(), engine(weight_version="other")) as fleet:
         messages = first_messages()
         await fleet.turn("t", messages)
         home = (await fleet.last("t"))["engine"]
@@ -211,27 +216,29 @@ async def test_kv_of_other_weights_is_not_fetched() -> None:
         assert await fleet.moves() == {} and await fleet.cached_share("t") == 0.0
 
 
-async def test_many_trajectories_leave_in_one_drain() -> None:
-    """Those in a tool call at once, those that run when their turn is over; all are fetched, and none is altered."""
-    async with site(engine(), engine(), kv_moves_at_once=2) as undisturbed:
+async def test_one_drain_moves_many_trajectories() -> None:
+    """Six are in tool calls at the drain: all KV is fetched, and their next turns find it."""
+    async with running_fleet(engine(), engine(), kv_moves_at_once=2) as undisturbed:
         expected = [await undisturbed.turn(f"t{number}", first_messages(f"{number}")) for number in range(6)]
-    async with site(engine(), engine(), kv_moves_at_once=2) as fleet:
+    async with running_fleet(engine(), engine(), kv_moves_at_once=2) as fleet:
         first, second = (url.removeprefix("http://") for url in fleet.urls)
         await fleet.act(second, "cordon")
-        talks = [first_messages(f"{number}") for number in range(6)]
-        said = await asyncio.gather(*(fleet.turn(f"t{number}", talk) for number, talk in enumerate(talks)))
-        assert said == expected
+        conversations = [first_messages(f"{number}") for number in range(6)]
+        answers = await asyncio.gather(
+            *(fleet.turn(f"t{number}", messages) for number, messages in enumerate(conversations))
+        )
+        assert answers == expected
         await fleet.act(second, "uncordon")
         drained = await fleet.act(first, "drain")
         assert drained["is_drained"] and drained["is_evacuated"] and await fleet.moves() == {"fetched": 6}
-        await asyncio.gather(*(fleet.turn(f"t{number}", talk) for number, talk in enumerate(talks)))
+        await asyncio.gather(*(fleet.turn(f"t{number}", messages) for number, messages in enumerate(conversations)))
         for number in range(6):
             assert await fleet.cached_share(f"t{number}") >= 0.9
 
 
-async def test_the_admin_key_is_asked_for() -> None:
-    """To evacuate is to change the fleet."""
-    async with site(engine(), engine()) as fleet:
+async def test_evacuate_requires_the_admin_key() -> None:
+    """It changes the fleet."""
+    async with running_fleet(engine(), engine()) as fleet:
         engine_id = fleet.urls[0].removeprefix("http://")
         answer: httpx.Response = await fleet.client.post(f"/v1/engines/{engine_id}/evacuate")
         assert answer.status_code == 401

@@ -1,5 +1,5 @@
-"""Engines that are relaunched, removed or lost while an update of the weights runs, and engines whose weights are in
-doubt after one."""
+"""Engines that are relaunched, removed or lost during a weight update, and engines whose weights are in doubt after
+one."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,7 +16,7 @@ from engines.simulated.settings import Fault, SimulatedEngineSettings
 from tests.faults.gateway_process import gateway_process
 from tests.support.engine import Asked, RecordedEngine, Script, recorded_engine
 from tests.support.gateway import ADMIN, ADMIN_KEY, eventually, running_gateway
-from tests.weights.asking import complete, engine, last_turn, said_by, update
+from tests.weights.gateway_client import complete, engine, is_generated_by, last_turn, update
 
 KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 LOADS = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
@@ -26,18 +26,18 @@ QUICK = {"observe_interval_s": 0.05}
 
 @dataclass
 class HeldCall:
-    """A call to an engine that gets its answer when the test says so."""
+    """A call to an engine that is answered when the test allows it."""
 
     status: int = 200
-    has_come: asyncio.Event = field(default_factory=asyncio.Event)
-    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+    has_arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    may_end: asyncio.Event = field(default_factory=asyncio.Event)
 
     def script(self) -> Script:
         """The answer, for a recorded engine."""
 
         async def play(asked: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:
-            self.has_come.set()
-            await self.is_over.wait()
+            self.has_arrived.set()
+            await self.may_end.wait()
             await write(b"{}")
 
         return Script(play, self.status)
@@ -89,8 +89,8 @@ async def shown(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
     return found
 
 
-async def becomes(client: httpx.AsyncClient, url: str, state: str) -> dict[str, Any]:
-    """Wait until the engine at this address has this state; the engine then."""
+async def wait_for_state(client: httpx.AsyncClient, url: str, state: str) -> dict[str, Any]:
+    """Wait until the engine at this address has this state; returns the engine."""
 
     async def has_state() -> bool:
         return bool((await shown(client, url))["state"] == state)
@@ -100,13 +100,13 @@ async def becomes(client: httpx.AsyncClient, url: str, state: str) -> dict[str, 
 
 
 async def states(client: httpx.AsyncClient) -> dict[str, str]:
-    """How far each engine is in the last update."""
+    """The state of each engine in the last update."""
     engines = (await client.get("/v1/weights")).json()["update"]["engines"]
     return {engine_id: progress["state"] for engine_id, progress in engines.items()}
 
 
-async def ended(client: httpx.AsyncClient) -> dict[str, Any]:
-    """The last update, once it has ended."""
+async def ended_update(client: httpx.AsyncClient) -> dict[str, Any]:
+    """The last update, once it has ended_update."""
 
     async def has_ended() -> bool:
         return (await client.get("/v1/weights")).json()["update"]["ended_at"] is not None
@@ -116,25 +116,25 @@ async def ended(client: httpx.AsyncClient) -> dict[str, Any]:
     return last
 
 
-async def is_out_of_sight(client: httpx.AsyncClient, url: str) -> None:
+async def make_lost(client: httpx.AsyncClient, url: str) -> None:
     """Its process lives, but its metrics fail until it counts as lost."""
     faults = [{"kind": "error", "path": "/metrics"}]
     await client.post(url + "/simulate/faults", json={"faults": faults})
-    await becomes(client, url, "lost")
+    await wait_for_state(client, url, "lost")
 
 
-async def is_back(client: httpx.AsyncClient, url: str) -> None:
+async def restore_metrics(client: httpx.AsyncClient, url: str) -> None:
     await client.delete(url + "/simulate/faults")
 
 
 def loads(one: RecordedEngine) -> list[str]:
-    """The paths that a vLLM was told to load from."""
+    """The paths that a vLLM loaded weights from."""
     return [asked.json["kwargs"]["weights_path"] for asked in one.seen if asked.path == LOADS["vllm"]]
 
 
 @KINDS
 async def test_an_engine_relaunched_while_another_loads_does_not_end_the_update(kind: str) -> None:
-    """It is another engine then and takes the weights by itself; the update continues with the engines that wait."""
+    """It is a new engine and loads the weights itself; the update continues with the engines that wait."""
     load = HeldCall()
     async with (
         recorded_engine(engine(kind)) as slow,
@@ -144,14 +144,14 @@ async def test_an_engine_relaunched_while_another_loads_does_not_end_the_update(
     ):
         slow.scripts[LOADS[kind]] = load.script()
         await update(client, "v1", wait=False)
-        await load.has_come.wait()
+        await load.has_arrived.wait()
         await relaunched.kill()
-        await becomes(client, relaunched.url, "lost")
+        await wait_for_state(client, relaunched.url, "lost")
         await relaunched.launch(engine(kind))
-        again = await becomes(client, relaunched.url, "ready")
+        again = await wait_for_state(client, relaunched.url, "ready")
         assert (again["id"], again["weight_version"]) == (id_of(relaunched.url) + "~2", "v1")
-        load.is_over.set()
-        assert (await ended(client))["status"] == "done"
+        load.may_end.set()
+        assert (await ended_update(client))["status"] == "done"
         assert await states(client) == {
             id_of(slow.url): "done",
             id_of(relaunched.url): "absent",
@@ -160,8 +160,8 @@ async def test_an_engine_relaunched_while_another_loads_does_not_end_the_update(
         assert (await update(client, "v1")).json()["status"] == "done"
 
 
-async def test_an_update_that_was_refused_is_taken_back_though_an_engine_was_relaunched_meanwhile() -> None:
-    """The trainer gets its 502, and the version is what it was."""
+async def test_a_refused_update_is_taken_back_despite_a_relaunched_engine() -> None:
+    """The trainer gets 502, and the version does not change."""
     load = HeldCall(status=500)
     async with (
         recorded_engine(engine("vllm")) as refusing,
@@ -171,18 +171,18 @@ async def test_an_update_that_was_refused_is_taken_back_though_an_engine_was_rel
         assert (await update(client, "v1")).json()["status"] == "done"
         refusing.scripts[LOADS["vllm"]] = load.script()
         order = asyncio.create_task(update(client, "v2", path="/weights/missing-v2"))
-        await load.has_come.wait()
+        await load.has_arrived.wait()
         await relaunched.kill()
-        await becomes(client, relaunched.url, "lost")
+        await wait_for_state(client, relaunched.url, "lost")
         await relaunched.launch(engine("vllm"))
-        await becomes(client, relaunched.url, "ready")
-        load.is_over.set()
+        await wait_for_state(client, relaunched.url, "ready")
+        load.may_end.set()
         assert (await order).status_code == 502
         assert (await client.get("/v1/weights")).json()["version"] == "v1"
 
 
-async def test_an_engine_removed_while_another_loads_is_not_given_weights() -> None:
-    """The update is done without it, and the next process at its address gets an id of its own."""
+async def test_an_engine_removed_during_an_update_gets_no_weights() -> None:
+    """The update finishes without it, and the next process at its address gets a new id."""
     load = HeldCall()
     async with (
         recorded_engine(engine("vllm")) as slow,
@@ -191,18 +191,18 @@ async def test_an_engine_removed_while_another_loads_is_not_given_weights() -> N
     ):
         slow.scripts[LOADS["vllm"]] = load.script()
         await update(client, "v1", wait=False)
-        await load.has_come.wait()
+        await load.has_arrived.wait()
         await client.delete(f"/v1/engines/{id_of(removed.url)}", headers=ADMIN)
-        load.is_over.set()
-        assert (await ended(client))["status"] == "done"
+        load.may_end.set()
+        assert (await ended_update(client))["status"] == "done"
         assert await states(client) == {id_of(slow.url): "done", id_of(removed.url): "absent"}
         assert loads(removed) == []
         added = await client.post("/v1/engines", json={"url": removed.url}, headers=ADMIN)
         assert added.json()["id"] == id_of(removed.url) + "~2"
 
 
-async def test_an_engine_lost_while_others_load_is_given_the_weights_once() -> None:
-    """When it is back it takes them by itself; the update does not load them into it at the same time."""
+async def test_an_engine_lost_during_an_update_loads_the_weights_once() -> None:
+    """It loads them itself when it is back; the update does not load them into it at the same time."""
     first_load, own_load = HeldCall(), HeldCall()
     async with (
         serve_engine(engine("vllm")) as first,
@@ -212,24 +212,24 @@ async def test_an_engine_lost_while_others_load_is_given_the_weights_once() -> N
     ):
         slow.scripts[LOADS["vllm"]], lost.scripts[LOADS["vllm"]] = first_load.script(), own_load.script()
         await update(client, "v1", wait=False)
-        await first_load.has_come.wait()
-        await is_out_of_sight(client, lost.url)
-        await is_back(client, lost.url)
-        await own_load.has_come.wait()
-        first_load.is_over.set()
+        await first_load.has_arrived.wait()
+        await make_lost(client, lost.url)
+        await restore_metrics(client, lost.url)
+        await own_load.has_arrived.wait()
+        first_load.may_end.set()
 
         async def has_reached_all() -> bool:
             return "waiting" not in (await states(client)).values()
 
         await eventually(has_reached_all)
         assert (await states(client))[id_of(lost.url)] == "absent"
-        own_load.is_over.set()
-        await becomes(client, lost.url, "ready")
+        own_load.may_end.set()
+        await wait_for_state(client, lost.url, "ready")
         assert loads(lost) == ["/weights/v1"]
 
 
-async def test_a_load_that_failed_as_an_engine_joined_leaves_its_weights_in_doubt() -> None:
-    """It loaded v2, which was refused elsewhere and taken back: it gets v1 again before its next turn."""
+async def test_a_failed_load_of_a_joining_engine_leaves_its_weights_in_doubt() -> None:
+    """It loaded v2, which another engine refused and which was taken back: it loads v1 again before its next turn."""
     refusal, naming = HeldCall(status=500), HeldCall(status=500)
     async with (
         recorded_engine(engine("vllm")) as refusing,
@@ -240,41 +240,42 @@ async def test_a_load_that_failed_as_an_engine_joined_leaves_its_weights_in_doub
         refusing.scripts[LOADS["vllm"]] = refusal.script()
         joining.scripts["/update_weight_version"] = naming.script()
         order = asyncio.create_task(update(client, "v2"))
-        await refusal.has_come.wait()
-        await is_out_of_sight(client, joining.url)
-        await is_back(client, joining.url)
-        await naming.has_come.wait()
-        refusal.is_over.set()
+        await refusal.has_arrived.wait()
+        await make_lost(client, joining.url)
+        await restore_metrics(client, joining.url)
+        await naming.has_arrived.wait()
+        refusal.may_end.set()
         assert (await order).status_code == 502
         del joining.scripts["/update_weight_version"]
-        naming.is_over.set()
-        await becomes(client, joining.url, "ready")
+        naming.may_end.set()
+        await wait_for_state(client, joining.url, "ready")
         assert loads(joining) == ["/weights/v1", "/weights/v2", "/weights/v1"]
-        assert said_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
+        assert is_generated_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
 
 
 @pytest.mark.parametrize("is_restarted", [False, True], ids=["lost-for-a-while", "gateway-restarted"])
 async def test_weights_in_doubt_before_any_version_was_set_keep_the_engine_held(
     tmp_path: Path, is_restarted: bool
 ) -> None:
-    """The first update failed half way, so there is no version to go back to: the engine waits for another update."""
+    """The first update failed in the middle, so there is no version to return to: the engine waits for another
+    update."""
     store = f"sqlite:{tmp_path / 'store.sqlite3'}"
     async with serve_engine(engine("vllm", Fault("error", path="/update_weight_version", count=1))) as url:
         async with gateway_of(url, store=store) as client:
-            assert (await update(client, "v1")).status_code == 502, "loaded, but not named"
+            assert (await update(client, "v1")).status_code == 502, "loaded, but without its version"
             if not is_restarted:
-                await is_out_of_sight(client, url)
-                await is_back(client, url)
-                assert "was set before" in (await becomes(client, url, "ready"))["cordon_reason"]
+                await make_lost(client, url)
+                await restore_metrics(client, url)
+                assert "was set before" in (await wait_for_state(client, url, "ready"))["cordon_reason"]
         async with gateway_of(url, store=store) as client:
             if is_restarted:
-                assert "was set before" in (await becomes(client, url, "ready"))["cordon_reason"]
+                assert "was set before" in (await wait_for_state(client, url, "ready"))["cordon_reason"]
             assert (await update(client, "v1")).json()["status"] == "done"
-            assert said_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
+            assert is_generated_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
 
 
-async def test_weights_in_doubt_are_not_believed_of_an_engine_that_was_removed_and_added() -> None:
-    """The same process: it still reports the old version of weights that were loaded over."""
+async def test_weights_in_doubt_stay_so_if_the_engine_is_removed_and_added() -> None:
+    """It is the same process: it still reports the old version for weights that were overwritten."""
     async with serve_engine(engine("vllm")) as url, gateway_of(url) as client:
         assert (await update(client, "v1")).json()["status"] == "done"
         fault = {"kind": "error", "path": "/update_weight_version", "count": 1}
@@ -282,12 +283,12 @@ async def test_weights_in_doubt_are_not_believed_of_an_engine_that_was_removed_a
         assert (await update(client, "v2")).status_code == 502
         await client.delete(f"/v1/engines/{id_of(url)}", headers=ADMIN)
         await client.post("/v1/engines", json={"url": url}, headers=ADMIN)
-        assert (await becomes(client, url, "ready"))["cordon_reason"] is None
-        assert said_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
+        assert (await wait_for_state(client, url, "ready"))["cordon_reason"] is None
+        assert is_generated_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
 
 
-async def test_another_process_at_the_address_of_a_removed_engine_is_not_in_doubt() -> None:
-    """No version was ever set, so nothing is known against its weights."""
+async def test_a_new_process_at_a_removed_engines_address_is_not_in_doubt() -> None:
+    """No version was ever set, so its weights are not suspect."""
     async with (
         launched(engine("vllm", Fault("error", path="/update_weight_version", count=1))) as one,
         gateway_of(one.url) as client,
@@ -297,14 +298,14 @@ async def test_another_process_at_the_address_of_a_removed_engine_is_not_in_doub
         await one.kill()
         await one.launch(engine("vllm"))
         await client.post("/v1/engines", json={"url": one.url}, headers=ADMIN)
-        again = await becomes(client, one.url, "ready")
+        again = await wait_for_state(client, one.url, "ready")
         assert again["cordon_reason"] is None and again["id"] != id_of(one.url)
         await complete(client, "one", PROMPT, 5)
         assert (await last_turn(client, "one"))["engine"] == again["id"]
 
 
-async def test_an_engine_that_joined_as_the_gateway_died_is_not_left_paused(tmp_path: Path) -> None:
-    """SGLang names its weights itself: the load ended after the gateway was killed, and nobody has it continue."""
+async def test_an_engine_that_joined_as_the_gateway_died_is_resumed(tmp_path: Path) -> None:
+    """SGLang names its weights itself: the load ended after the gateway was killed, and nobody resumed the engine."""
     options = ("--store", f"sqlite:{tmp_path / 'store.sqlite3'}")
     async with (
         serve_engine(engine("sglang")) as first,
@@ -318,45 +319,47 @@ async def test_an_engine_that_joined_as_the_gateway_died_is_not_left_paused(tmp_
         await gateway.kill()
 
         async def has_loaded() -> bool:
-            told = (await client.get(joining.url + "/model_info")).json()
-            return bool(told["weight_version"] == "v1")
+            info = (await client.get(joining.url + "/model_info")).json()
+            return bool(info["weight_version"] == "v1")
 
         await eventually(has_loaded)
         await gateway.start()
         await client.post(f"/v1/engines/{id_of(first)}/cordon", headers=ADMIN)
         await client.post("/v1/engines", json={"url": joining.url}, headers=ADMIN)
-        assert said_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
+        assert is_generated_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
 
 
-async def test_an_engine_that_joined_but_did_not_resume_is_not_left_paused() -> None:
-    """It is held with the reason; once it was out of sight, it is given the weights again before its next turn."""
+async def test_a_joined_engine_that_did_not_resume_is_not_left_paused() -> None:
+    """It is held with the reason. After it was lost for a while, it loads the weights again before its next turn."""
     async with launched(engine("vllm")) as one, gateway_of(one.url) as client:
         assert (await update(client, "v1")).json()["status"] == "done"
         await one.kill()
-        await becomes(client, one.url, "lost")
+        await wait_for_state(client, one.url, "lost")
         await one.launch(engine("vllm", Fault("error", path="/resume", count=1)))
-        assert "resume" in (await becomes(client, one.url, "ready"))["cordon_reason"]
-        await is_out_of_sight(client, one.url)
-        await is_back(client, one.url)
-        assert (await becomes(client, one.url, "ready"))["cordon_reason"] is None
-        assert said_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
+        assert "resume" in (await wait_for_state(client, one.url, "ready"))["cordon_reason"]
+        await make_lost(client, one.url)
+        await restore_metrics(client, one.url)
+        assert (await wait_for_state(client, one.url, "ready"))["cordon_reason"] is None
+        assert is_generated_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
 
 
 @KINDS
-async def test_a_relaunched_engine_is_one_new_engine_however_often_its_version_cannot_be_read(kind: str) -> None:
-    """Its first looks break off where they ask for the weights; its id does not change with each of them."""
+async def test_a_relaunched_engine_gets_one_id_if_its_version_cannot_be_read(kind: str) -> None:
+    """Its first checks fail when they ask for its weights; its id does not change with each of them."""
     path = "/weight_info" if kind == "vllm" else "/model_info"
     async with launched(engine(kind)) as one, gateway_of(one.url) as client:
         assert (await update(client, "v1")).json()["status"] == "done"
         await one.kill()
-        await becomes(client, one.url, "lost")
+        await wait_for_state(client, one.url, "lost")
         await one.launch(engine(kind, Fault("reset", path=path, count=4)))
-        assert (await becomes(client, one.url, "ready"))["id"] == id_of(one.url) + "~2"
+        assert (await wait_for_state(client, one.url, "ready"))["id"] == id_of(one.url) + "~2"
 
 
-@pytest.mark.parametrize("word", ["cordon", "uncordon"])
-async def test_an_engine_named_after_its_weights_keeps_its_models_through_a_restart(tmp_path: Path, word: str) -> None:
-    """SGLang calls its model by the path of its weights. An operator cordons it before a new gateway has seen it."""
+@pytest.mark.parametrize("action", ["cordon", "uncordon"])
+async def test_an_engine_named_after_its_weights_keeps_its_models_through_a_restart(
+    tmp_path: Path, action: str
+) -> None:
+    """SGLang names its model by the path of its weights. An operator cordons it before a new gateway has seen it."""
     store = f"sqlite:{tmp_path / 'store.sqlite3'}"
     async with serve_engine(engine("sglang")) as url:
         async with gateway_of(url, store=store) as client:
@@ -364,6 +367,6 @@ async def test_an_engine_named_after_its_weights_keeps_its_models_through_a_rest
         async with httpx.AsyncClient() as direct:
             await direct.post(url + "/simulate/faults", json={"faults": [{"kind": "error", "path": "/v1/models"}]})
         async with gateway_of(url, store=store, start_timeout_s=0) as client:
-            await client.post(f"/v1/engines/{id_of(url)}/{word}", headers=ADMIN)
-            await is_back(client, url)
-            assert (await becomes(client, url, "ready"))["models"] == ["simulated"]
+            await client.post(f"/v1/engines/{id_of(url)}/{action}", headers=ADMIN)
+            await restore_metrics(client, url)
+            assert (await wait_for_state(client, url, "ready"))["models"] == ["simulated"]

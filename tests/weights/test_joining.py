@@ -1,4 +1,4 @@
-"""Engines and gateways that end and come back around a weight update: who gets turns, and with which weights."""
+"""Engines and gateways that die and return around a weight update: which engines get turns, and with which weights."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault, SimulatedEngineSettings
 from tests.faults.gateway_process import gateway_process
 from tests.support.gateway import ADMIN_KEY, eventually, running_gateway
-from tests.weights.asking import TOKENIZER, complete, engine, last_turn, said_by, update
+from tests.weights.gateway_client import TOKENIZER, complete, engine, is_generated_by, last_turn, update
 
 KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 PROMPT = "Tell me about looms."
@@ -21,7 +21,7 @@ QUICK = {"observe_interval_s": 0.05}
 
 
 class Server:
-    """A simulated engine at an address of its own, to be ended and started again."""
+    """A simulated engine at a fixed address, which tests stop and restart."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -33,13 +33,13 @@ class Server:
         self.url = await self._stack.enter_async_context(serve_engine(settings, port=port))
 
     async def end(self) -> None:
-        """It is gone, as when its process dies."""
+        """Stop it, as if its process died."""
         await self._stack.aclose()
 
 
 @asynccontextmanager
 async def server(settings: SimulatedEngineSettings) -> AsyncIterator[Server]:
-    """A started one."""
+    """A started server."""
     one = Server()
     await one.start(settings)
     try:
@@ -49,7 +49,7 @@ async def server(settings: SimulatedEngineSettings) -> AsyncIterator[Server]:
 
 
 async def engines(client: httpx.AsyncClient) -> list[dict[str, Any]]:
-    """What GET /v1/engines says."""
+    """The list of GET /v1/engines."""
     listed: list[dict[str, Any]] = (await client.get("/v1/engines")).json()["data"]
     return listed
 
@@ -60,7 +60,7 @@ async def has_state(client: httpx.AsyncClient, number: int, state: str) -> bool:
 
 @KINDS
 async def test_a_relaunched_engine_joins_only_with_the_current_weights(kind: str) -> None:
-    """It was started with older ones: it is given the current ones from their path before its first turn."""
+    """It was started with older ones, so it loads the current ones from their path before its first turn."""
     async with (
         server(engine(kind)) as one,
         running_gateway(one.url, **QUICK) as gateway,
@@ -71,15 +71,15 @@ async def test_a_relaunched_engine_joins_only_with_the_current_weights(kind: str
         await eventually(lambda: has_state(client, 0, "lost"), 60)
         turn = asyncio.create_task(complete(client, "one", PROMPT, 40))
         await one.start(engine(kind, weight_load_s=20.0))
-        assert said_by(["v1"], PROMPT, await turn)
+        assert is_generated_by(["v1"], PROMPT, await turn)
         assert (await last_turn(client, "one"))["weight_versions"] == ["v1"]
         (shown,) = await engines(client)
         assert (shown["weight_version"], shown["is_cordoned"], shown["models"]) == ("v1", False, ["simulated"])
 
 
 @KINDS
-async def test_a_relaunched_engine_waits_where_its_weights_came_by_transfer(kind: str) -> None:
-    """It is held, with the reason, until they are sent again; then its turns are served."""
+async def test_a_relaunched_engine_is_held_until_weights_are_transferred_again(kind: str) -> None:
+    """The reason is shown. After the transfer its turns are served."""
     transfer = {
         "init_info": {},
         "update_info": {"weights": "v1"},
@@ -100,11 +100,11 @@ async def test_a_relaunched_engine_waits_where_its_weights_came_by_transfer(kind
         assert shown["is_cordoned"] and "'default'" in shown["cordon_reason"] and "'v1'" in shown["cordon_reason"]
         assert not turn.done()
         assert (await update(client, "v1", transfer=transfer)).json()["status"] == "done"
-        assert said_by(["v1"], PROMPT, await turn)
+        assert is_generated_by(["v1"], PROMPT, await turn)
 
 
-async def test_an_engine_that_does_not_tell_its_weights_joins_only_while_none_were_set() -> None:
-    """As a vLLM without its development routes."""
+async def test_an_engine_of_unknown_weights_joins_only_before_any_update() -> None:
+    """For example a vLLM without its development routes."""
     silent = engine("vllm", Fault("error", path="/weight_info"))
     async with (
         server(engine("vllm")) as one,
@@ -128,7 +128,7 @@ async def test_an_engine_that_does_not_tell_its_weights_joins_only_while_none_we
 
 
 @KINDS
-async def test_an_engine_that_was_away_takes_the_weights_when_it_is_back(kind: str) -> None:
+async def test_an_absent_engine_gets_the_weights_when_it_returns(kind: str) -> None:
     """The update does not wait for it."""
     async with (
         server(engine(kind)) as one,
@@ -147,8 +147,8 @@ async def test_an_engine_that_was_away_takes_the_weights_when_it_is_back(kind: s
 
 
 @KINDS
-async def test_a_transfer_that_meets_no_engine_is_not_done(kind: str) -> None:
-    """Who is away cannot have it later: its sender is told, and the version is what it was."""
+async def test_a_transfer_without_any_engine_fails(kind: str) -> None:
+    """An absent engine cannot get the weights later, so the trainer gets an error, and the version does not change."""
     transfer = {"update_info": {}, "distributed": {"names": []}}
     async with (
         server(engine(kind)) as one,
@@ -168,8 +168,8 @@ async def test_a_transfer_that_meets_no_engine_is_not_done(kind: str) -> None:
 
 
 @KINDS
-async def test_a_gateway_killed_in_mid_update_brings_every_engine_to_the_new_weights(kind: str, tmp_path: Path) -> None:
-    """Those that had them, the one that was paused, and the one that was not yet reached: none serves the old ones."""
+async def test_an_update_survives_a_killed_gateway(kind: str, tmp_path: Path) -> None:
+    """The engine that had the new weights, and the one that was loading them: neither serves the old ones."""
     async with server(engine(kind)) as one, server(engine(kind, weight_load_s=100.0)) as other:
         options = ("--engine", one.url, "--engine", other.url, "--store", f"sqlite:{tmp_path / 'store.sqlite3'}")
         async with (
@@ -187,7 +187,7 @@ async def test_a_gateway_killed_in_mid_update_brings_every_engine_to_the_new_wei
             await gateway.kill()
             await gateway.start()
             texts = await asyncio.gather(*(complete(client, f"t{n}", PROMPT, 60) for n in range(6)))
-            assert all(said_by(["v1"], PROMPT, text) for text in texts)
+            assert all(is_generated_by(["v1"], PROMPT, text) for text in texts)
             await eventually(lambda: has_state(client, 1, "ready"), 60)
             shown = (await client.get("/v1/weights")).json()
             assert shown["version"] == "v1"
@@ -200,15 +200,16 @@ async def test_a_gateway_killed_in_mid_update_brings_every_engine_to_the_new_wei
             assert rows[-1]["cached_tokens"] == 0
 
 
-async def test_weights_that_are_in_doubt_are_not_believed_over_a_restart(tmp_path: Path) -> None:
-    """A load whose last step failed: the engine tells the old version, and the fleet's is the old one again."""
+async def test_weights_in_doubt_are_loaded_again_after_a_restart(tmp_path: Path) -> None:
+    """The last step of a load failed: the engine reports the old version, and the fleet's version is the old one
+    again."""
     store = f"sqlite:{tmp_path / 'store.sqlite3'}"
     async with server(engine("vllm", Fault("error", path="/update_weight_version", count=1))) as one:
         async with (
             running_gateway(one.url, store=store) as gateway,
             httpx.AsyncClient(base_url=gateway.url, timeout=90) as client,
         ):
-            assert (await update(client, "v1")).status_code == 502, "loaded, but not named"
+            assert (await update(client, "v1")).status_code == 502, "loaded, but without its version"
             assert (await update(client, "v1")).json()["status"] == "done"
             fault = {"kind": "error", "path": "/update_weight_version", "count": 1}
             await client.post(one.url + "/simulate/faults", json={"faults": [fault]})
@@ -219,12 +220,12 @@ async def test_weights_that_are_in_doubt_are_not_believed_over_a_restart(tmp_pat
             httpx.AsyncClient(base_url=gateway.url, timeout=90) as client,
         ):
             text = await complete(client, "one", PROMPT, 60)
-            assert said_by(["v1"], PROMPT, text) and not said_by(["v2"], PROMPT, text)
+            assert is_generated_by(["v1"], PROMPT, text) and not is_generated_by(["v2"], PROMPT, text)
 
 
 @KINDS
-async def test_a_joining_engine_that_cannot_take_the_weights_is_held_with_the_reason(kind: str) -> None:
-    """A look does not try again; an update does."""
+async def test_a_joining_engine_that_cannot_load_the_weights_is_held(kind: str) -> None:
+    """The reason is shown. The fleet's checks do not try again; an update does."""
     path = "/collective_rpc" if kind == "vllm" else "/update_weights_from_disk"
     async with (
         server(engine(kind)) as one,
@@ -240,4 +241,4 @@ async def test_a_joining_engine_that_cannot_take_the_weights_is_held_with_the_re
         assert shown["is_cordoned"] and "load" in shown["cordon_reason"], shown
         assert (await update(client, "v1")).json()["status"] == "done"
         text = await complete(client, "one", PROMPT, 30)
-        assert said_by(["v1"], PROMPT, text) and len(TOKENIZER.encode(text)) == 30
+        assert is_generated_by(["v1"], PROMPT, text) and len(TOKENIZER.encode(text)) == 30

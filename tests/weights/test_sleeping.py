@@ -1,4 +1,4 @@
-"""An engine of the gateway that somebody puts to sleep, as trainers do that share its GPUs."""
+"""An engine of the gateway that somebody else puts to sleep, as trainers do that share its GPUs."""
 
 import asyncio
 from typing import Any
@@ -9,14 +9,15 @@ from engines.http import HttpClient
 from engines.simulated.server import serve_engine
 from engines.sleep import SLEEP
 from tests.support.gateway import eventually, running_gateway
-from tests.weights.asking import complete, engine, last_turn, said_by, update
+from tests.weights.gateway_client import complete, engine, is_generated_by, last_turn, update
 
 QUICK = {"observe_interval_s": 0.05}
 PROMPT = "Tell me about looms."
 
 
-async def test_an_engine_that_slept_is_another_one_and_has_the_weights_set_meanwhile() -> None:
-    """Asleep it gets no turn and no weights; awake it has a new id, for its KV is gone, and first the new weights."""
+async def test_an_awakened_engine_is_a_new_one_with_the_current_weights() -> None:
+    """Asleep, it gets no turns. Awake, it has a new id, because its KV is gone, and the weights that were set in the
+    meantime."""
     async with (
         serve_engine(engine("vllm")) as url,
         serve_engine(engine("vllm")) as other,
@@ -34,15 +35,15 @@ async def test_an_engine_that_slept_is_another_one_and_has_the_weights_set_meanw
         assert "sleeps" in (await _engines(client))[0]["last_fault"]
         assert (await update(client, "v1")).json()["status"] in ("done", "partial")
         turns = [complete(client, f"while-{number}", PROMPT, 20) for number in range(4)]
-        assert all(said_by(["v1"], PROMPT, text) for text in await asyncio.gather(*turns))
+        assert all(is_generated_by(["v1"], PROMPT, text) for text in await asyncio.gather(*turns))
         await control.wake(http, 1, 60)
 
         async def is_ready() -> bool:
             return bool((await _engines(client))[0]["state"] == "ready")
 
         await eventually(is_ready, 60)
-        (after, awake) = await _engines(client)
-        assert after["id"] != before["id"] and after["weight_version"] == awake["weight_version"] == "v1"
+        (after, other_shown) = await _engines(client)
+        assert after["id"] != before["id"] and after["weight_version"] == other_shown["weight_version"] == "v1"
         assert not after["is_cordoned"]
         await complete(client, "then", PROMPT, 20)
         assert (await last_turn(client, "then"))["weight_versions"] == ["v1"]

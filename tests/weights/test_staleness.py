@@ -1,4 +1,4 @@
-"""Trajectories whose oldest token is too many versions old: refused, or begun again, as configured."""
+"""Trajectories whose oldest token is too many versions old: refused or restarted, as configured."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,7 +12,7 @@ import pytest
 from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from tests.support.gateway import eventually, running_gateway
-from tests.weights.asking import TOKENIZER, body_of, complete, engine, last_turn, said_by, update
+from tests.weights.gateway_client import TOKENIZER, body_of, complete, engine, is_generated_by, last_turn, update
 
 KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 PROMPT = "Tell me about looms."
@@ -41,8 +41,8 @@ async def ask(client: httpx.AsyncClient, trajectory: str) -> httpx.Response:
 
 
 @KINDS
-async def test_a_trajectory_is_refused_beyond_the_limit_and_not_before(kind: str) -> None:
-    """Its age counts the versions set since its oldest token was made, whatever their names."""
+async def test_a_trajectory_is_refused_only_beyond_the_limit(kind: str) -> None:
+    """Its staleness is the number of versions set since its oldest token was generated, whatever their names."""
     async with gateway_before(kind, max_staleness=1) as client:
         await complete(client, "old", PROMPT, 5)
         await update(client, "zebra")
@@ -57,14 +57,14 @@ async def test_a_trajectory_is_refused_beyond_the_limit_and_not_before(kind: str
         assert (await ask(client, "new")).status_code == 200
         again = await update(client, "aardvark")
         assert again.json()["status"] == "done"
-        assert (await ask(client, "young")).status_code == 200, "the same version again is not a newer one"
+        assert (await ask(client, "young")).status_code == 200, "setting the same version again does not age it"
         await update(client, "middle")
         assert (await ask(client, "young")).status_code == 409
         assert (await ask(client, "new")).status_code == 200
 
 
-async def test_after_a_version_was_set_again_the_oldest_token_may_be_of_a_later_turn() -> None:
-    """As when a trainer goes back to a checkpoint: what its weights made is young again, what came between is not."""
+async def test_tokens_of_a_version_that_is_set_again_are_young_again() -> None:
+    """As when a trainer returns to a checkpoint. The tokens of versions in between stay old."""
     async with gateway_before("vllm", max_staleness=1) as client:
         for version in ("good", "bad"):
             await update(client, version)
@@ -89,8 +89,9 @@ async def test_without_a_limit_nothing_is_too_stale(kind: str) -> None:
 
 @KINDS
 @pytest.mark.parametrize("token_legs", ["off", "auto"])
-async def test_what_runs_when_it_becomes_too_stale_ends_with_the_same_error(kind: str, token_legs: str) -> None:
-    """It would make tokens that nobody can use; what is young enough goes on. Again if that ended before the update."""
+async def test_a_running_turn_that_becomes_too_stale_fails(kind: str, token_legs: str) -> None:
+    """Its tokens would be useless, and a turn that is young enough goes on. Rounds repeat until the young turn has
+    tokens of both versions."""
     path, number, versions = "/t/{}-{}/v1/completions", 0, []
     async with gateway_before(kind, 5.0, max_staleness=1, token_legs=token_legs) as client:
         while len(versions) < 2:
@@ -108,7 +109,7 @@ async def test_what_runs_when_it_becomes_too_stale_ends_with_the_same_error(kind
                     events += [line] if line else []
             refused = await old
             assert (refused.status_code, refused.json()["error"]["code"]) == (409, "too_stale"), refused.text
-            assert refused.headers["x-should-retry"] == "false", "an SDK would ask again, in vain"
+            assert refused.headers["x-should-retry"] == "false", "an SDK would retry in vain"
             assert ", 2 versions behind (max_staleness 1)." in refused.text
             assert young.status_code == 200 and events[-1] == "data: [DONE]"
             versions = (await last_turn(client, f"young-{number}"))["weight_versions"]
@@ -116,8 +117,8 @@ async def test_what_runs_when_it_becomes_too_stale_ends_with_the_same_error(kind
 
 
 @pytest.mark.parametrize("token_legs", ["off", "auto"])
-async def test_what_waits_when_it_becomes_too_stale_ends_with_the_same_error(token_legs: str) -> None:
-    """As turns do that wait for a slot while the weights of all engines change."""
+async def test_a_waiting_turn_that_becomes_too_stale_fails(token_legs: str) -> None:
+    """For example a turn that waits for a slot while the weights of all engines change."""
     async with gateway_before("vllm", 1.0, slots=1, max_staleness=1, token_legs=token_legs) as client:
         await complete(client, "old", PROMPT, 5)
         await update(client, "v1")
@@ -141,21 +142,21 @@ async def test_what_waits_when_it_becomes_too_stale_ends_with_the_same_error(tok
 
 @KINDS
 @pytest.mark.parametrize("token_legs", ["off", "auto"])
-async def test_a_turn_begins_again_under_the_new_weights_where_so_configured(kind: str, token_legs: str) -> None:
-    """Nothing of its answer is out: all of it is of the new weights, and older turns of its trajectory do not count."""
+async def test_a_stale_turn_restarts_under_the_new_weights_if_configured(kind: str, token_legs: str) -> None:
+    """None of its answer is out: all of it is of the new weights, and older turns of its trajectory do not count."""
     async with gateway_before(kind, 5.0, max_staleness=0, stale="restart", token_legs=token_legs) as client:
         await complete(client, "one", PROMPT, 5)
         turn = asyncio.create_task(complete(client, "one", PROMPT, 400))
         await eventually(lambda: has_legs(client, 1), 60)
         await update(client, "v1")
         text = await turn
-        assert len(TOKENIZER.encode(text)) == 400 and said_by(["v1"], PROMPT, text)
+        assert len(TOKENIZER.encode(text)) == 400 and is_generated_by(["v1"], PROMPT, text)
         row = await last_turn(client, "one")
         assert (row["weight_versions"], row["legs"]) == (["v1"], 2)
 
 
 @KINDS
-async def test_a_stream_that_has_begun_cannot_begin_again(kind: str) -> None:
+async def test_a_stale_stream_that_has_begun_is_not_restarted(kind: str) -> None:
     """What is out cannot be taken back, so it ends with the error."""
     async with gateway_before(kind, 5.0, max_staleness=0, stale="restart") as client:
         text, done = "", None

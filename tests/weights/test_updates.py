@@ -18,7 +18,16 @@ from tests.faults.asking import APIS, PATHS
 from tests.faults.asking import body_of as body_in
 from tests.support.engine import Asked, RecordedEngine, Script, recorded_engine
 from tests.support.gateway import ADMIN, eventually, running_gateway
-from tests.weights.asking import MEAN_TOKENS, TOKENIZER, body_of, complete, engine, last_turn, said_by, update
+from tests.weights.gateway_client import (
+    MEAN_TOKENS,
+    TOKENIZER,
+    body_of,
+    complete,
+    engine,
+    is_generated_by,
+    last_turn,
+    update,
+)
 
 KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 STEPS = [
@@ -51,14 +60,14 @@ async def running_on(client: httpx.AsyncClient, engine_id: str) -> int:
 
 
 @pytest.mark.parametrize("token_legs", ["off", "auto"])
-async def test_every_turn_of_a_rollout_ends_well_while_updates_come(token_legs: str) -> None:
-    """Three updates in both modes: each answer is one generation by the weights that its row names, in that order."""
+async def test_every_turn_of_a_rollout_finishes_during_updates(token_legs: str) -> None:
+    """Three updates in both modes: each answer is one generation by the weights that its row names, in their order."""
     versions = ["default", "v1", "v2", "v3"]
     answers: dict[str, tuple[str, str]] = {}
     are_done = asyncio.Event()
 
     async def trajectory(client: httpx.AsyncClient, number: int) -> None:
-        for turn in itertools.count():  # as long as updates come, however slow the machine is
+        for turn in itertools.count():  # until the last update, however slow the machine is
             if turn >= 4 and are_done.is_set():
                 return
             prompt = f"Task {number}, turn {turn}: " + "look at the loom. " * 20
@@ -78,19 +87,19 @@ async def test_every_turn_of_a_rollout_ends_well_while_updates_come(token_legs: 
                 assert set(done["engines"]) == set(ids)
             are_done.set()
         assert len(answers) >= 36
-        mixed = 0
+        num_mixed = 0
         for name, (prompt, text) in answers.items():
             made_by = (await last_turn(client, name))["weight_versions"]
             assert made_by and made_by == sorted(made_by, key=versions.index), made_by
             assert len(TOKENIZER.encode(text)) == 250
-            assert said_by(made_by, prompt, text), (name, made_by)
-            mixed += not said_by(made_by[-1:], prompt, text)
-        assert mixed, "no turn was in flight at an update"
+            assert is_generated_by(made_by, prompt, text), (name, made_by)
+            num_mixed += not is_generated_by(made_by[-1:], prompt, text)
+        assert num_mixed, "no turn was in flight at an update"
         assert (await client.get("/v1/weights")).json()["version"] == "v3"
 
 
-async def test_requests_of_no_trajectory_pass_by_an_engine_that_gets_weights() -> None:
-    """It stands still meanwhile, and has the fewest turns: the other one answers."""
+async def test_requests_without_a_trajectory_avoid_an_engine_in_an_update() -> None:
+    """It is paused and has the fewest turns, but the other engine gets them."""
     is_over = asyncio.Event()
 
     async def load(asked: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:
@@ -106,19 +115,20 @@ async def test_requests_of_no_trajectory_pass_by_an_engine_that_gets_weights() -
         order = asyncio.create_task(update(client, "v1"))
         await eventually(lambda: any(asked.path == "/collective_rpc" for asked in one.seen), 60)
         for _ in range(3):
-            heard = await client.post("/tokenize", json={"model": "simulated", "prompt": "Hello"})
-            assert heard.status_code == 200, heard.text
-        asked_of = [[asked.path for asked in each.seen].count("/tokenize") for each in (one, other)]
+            response = await client.post("/tokenize", json={"model": "simulated", "prompt": "Hello"})
+            assert response.status_code == 200, response.text
+        num_requests = [[asked.path for asked in each.seen].count("/tokenize") for each in (one, other)]
         is_over.set()
         await order
-        assert asked_of == [0, 3]
+        assert num_requests == [0, 3]
 
 
 @KINDS
 @pytest.mark.parametrize("mode", ["keep", "restart"])
 @pytest.mark.parametrize("api", APIS)
-async def test_no_turn_meets_kv_of_earlier_weights(kind: str, mode: str, api: str) -> None:
-    """The first turn after an update finds nothing in the cache, whatever its API and its own salt; the second does."""
+async def test_no_turn_reuses_kv_of_earlier_weights(kind: str, mode: str, api: str) -> None:
+    """The first turn after an update finds nothing in the cache, whatever its API and its own salt; the second one
+    does."""
     body = body_in(api, text="Tell me about looms. " * 30)
     async with fleet(engine(kind)) as (client, _):
 
@@ -138,8 +148,8 @@ async def test_no_turn_meets_kv_of_earlier_weights(kind: str, mode: str, api: st
 
 
 @KINDS
-async def test_requests_carry_no_salt_until_a_version_was_set(kind: str) -> None:
-    """The plain path passes bodies as they came."""
+async def test_requests_have_no_salt_until_a_version_is_set(kind: str) -> None:
+    """A salt of the client's own comes before the gateway's."""
     async with (
         recorded_engine(engine(kind)) as one,
         running_gateway(one.url) as gateway,
@@ -157,10 +167,9 @@ async def test_requests_carry_no_salt_until_a_version_was_set(kind: str) -> None
 
 @pytest.mark.parametrize(("kind", "path", "step"), STEPS)
 @pytest.mark.parametrize("fault", ["error", "die", "hang"])
-async def test_an_engine_that_fails_at_a_step_is_held_and_costs_the_fleet_nothing(
-    kind: str, path: str, step: str, fault: Any
-) -> None:
-    """The others get the weights; it gets no turns, its own go on elsewhere, and the same POST again brings it back."""
+async def test_an_engine_that_fails_at_a_step_is_held(kind: str, path: str, step: str, fault: Any) -> None:
+    """The other gets the weights. The failed one gets no turns, its own turn continues elsewhere, and the same POST
+    again brings it back."""
     bad = engine(kind, Fault(fault, path=path, count=1), speed_up=5.0)
     limits = {"weight_pause_timeout_s": 2.0, "weight_load_timeout_s": 2.0, "retry_pause_s": 0.1}
     async with fleet(engine(kind), bad, **limits) as (client, (good_id, bad_id)):
@@ -182,7 +191,7 @@ async def test_an_engine_that_fails_at_a_step_is_held_and_costs_the_fleet_nothin
             assert (await last_turn(client, f"later{number}"))["engine"] == good_id
         again = (await update(client, "v1")).json()
         assert again["status"] == "done", again
-        assert again["engines"][good_id]["load_s"] is None, "it had them already"
+        assert again["engines"][good_id]["load_s"] is None, "it has them already"
         shown = {one["id"]: one for one in (await client.get("/v1/engines")).json()["data"]}
         assert not shown[bad_id]["is_cordoned"] and shown[bad_id]["weight_version"] == "v1"
 
@@ -193,10 +202,9 @@ async def _has_legs(client: httpx.AsyncClient, engine_id: str) -> bool:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("token_legs", ["off", "auto"])
-async def test_whatever_fails_by_seed_every_turn_ends_well_with_tokens_of_the_versions_it_names(
-    seed: int, token_legs: str
-) -> None:
-    """Half of all control calls fail in some way; updates are sent again until all engines have them."""
+async def test_every_turn_finishes_under_random_update_failures(seed: int, token_legs: str) -> None:
+    """Half of all control calls fail in some way, and updates are repeated until all engines have them. The tokens of
+    each turn are of the versions that its row names."""
     kinds = ("error", "die", "reset", "html", "hang")
     paths = sorted({path for _, path, _ in STEPS})
     dice = random.Random(seed)
@@ -218,7 +226,7 @@ async def test_whatever_fails_by_seed_every_turn_ends_well_with_tokens_of_the_ve
                 name = f"t{number}-{turn}"
                 text = await complete(client, name, prompt, 120)
                 row = await last_turn(client, name)
-                assert len(TOKENIZER.encode(text)) == 120 and said_by(row["weight_versions"], prompt, text), row
+                assert len(TOKENIZER.encode(text)) == 120 and is_generated_by(row["weight_versions"], prompt, text), row
                 assert row["weight_versions"] == sorted(row["weight_versions"], key=versions.index)
 
         async with asyncio.TaskGroup() as group:
@@ -233,8 +241,9 @@ async def test_whatever_fails_by_seed_every_turn_ends_well_with_tokens_of_the_ve
 
 
 @KINDS
-async def test_a_path_that_the_first_engine_refuses_leaves_the_others_as_they_were(kind: str) -> None:
-    """A trainer's mistake costs one engine; the version does not change, and the last good version heals it."""
+async def test_a_path_that_the_first_engine_refuses_leaves_the_others_alone(kind: str) -> None:
+    """A trainer's mistake costs one engine. The version does not change, and an update to the last good version repairs
+    the engine."""
     async with fleet(*[engine(kind)] * 3) as (client, _):
         assert (await update(client, "v1")).json()["status"] == "done"
         refused = await update(client, "v2", path="/weights/missing-v2")
@@ -251,8 +260,9 @@ async def test_a_path_that_the_first_engine_refuses_leaves_the_others_as_they_we
 
 
 @KINDS
-async def test_the_record_names_the_weights_of_every_token_of_legs_that_broke_off(kind: str) -> None:
-    """A whole answer comes by 32 tokens: those that came across an update are not taken for the newer weights' own."""
+async def test_the_record_has_the_weights_of_every_token_of_paused_legs(kind: str) -> None:
+    """A whole answer arrives in events of 32 tokens: those of an event that spans an update are not taken for the newer
+    weights'."""
     slow = engine(kind, speed_up=5.0)
     async with fleet(slow, slow, token_legs="auto", retry_pause_s=0.05) as (client, engine_ids):
         turn = asyncio.create_task(complete(client, "one", "Tell me about looms.", 1_200))
@@ -286,8 +296,9 @@ async def test_the_record_names_the_weights_of_every_token_of_legs_that_broke_of
                 assert next_ids == [ids[at]], (at, span)
 
 
-async def test_one_update_at_a_time() -> None:
-    """A second one is told which runs; the same one again waits for its end, and loads nothing twice."""
+async def test_only_one_update_runs_at_a_time() -> None:
+    """Another version is refused with the version that runs. A repeat of the same one waits for its end, and loads
+    nothing twice."""
     async with fleet(engine("vllm", weight_load_s=50.0), engine("sglang", weight_load_s=50.0)) as (client, _):
         begun = await update(client, "v1", wait=False)
         assert (begun.status_code, begun.json()["status"]) == (202, "running")
@@ -302,7 +313,7 @@ async def test_one_update_at_a_time() -> None:
 
 
 async def test_an_update_of_some_engines_does_not_answer_for_others() -> None:
-    """Who orders the same version for another engine is told to wait, and not that it is done."""
+    """The same version for another engine is refused until the update ends, instead of being reported as done."""
     slow = engine("vllm", weight_load_s=50.0)
     async with fleet(slow, slow) as (client, (first_id, second_id)):
         assert (await update(client, "v1", engines=[first_id], wait=False)).status_code == 202
@@ -317,7 +328,7 @@ async def test_an_update_of_some_engines_does_not_answer_for_others() -> None:
 
 
 async def test_an_engine_that_is_removed_in_mid_update_stays_removed() -> None:
-    """It is not reported again, and the update ends without it."""
+    """It does not return, and the update ends without it."""
     async with fleet(engine("vllm"), engine("vllm", weight_load_s=5000.0)) as (client, (first_id, second_id)):
         begun = await update(client, "v1", wait=False)
         assert begun.status_code == 202
@@ -341,7 +352,7 @@ async def test_an_engine_that_is_removed_in_mid_update_stays_removed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "status", "told"),
+    ("order", "status", "message"),
     [
         ({"path": None}, 400, "either"),
         ({"transfer": {"update_info": {}}, "path": "/weights/v1"}, 400, "either"),
@@ -352,23 +363,24 @@ async def test_an_engine_that_is_removed_in_mid_update_stays_removed() -> None:
         ({"version": ""}, 400, "version"),
     ],
 )
-async def test_an_order_that_cannot_be_met_is_refused(order: dict[str, Any], status: int, told: str) -> None:
-    """With a clear word, and nothing begun."""
+async def test_an_invalid_update_is_refused(order: dict[str, Any], status: int, message: str) -> None:
+    """With a clear message, and nothing begins."""
     async with fleet(engine("vllm")) as (client, _):
         response = await update(client, **{"version": "v1"} | order)
-        assert response.status_code == status and told in response.json()["error"]["message"], response.text
+        assert response.status_code == status and message in response.json()["error"]["message"], response.text
         assert (await client.get("/v1/weights")).json()["version"] is None
 
 
 async def test_only_the_admin_may_change_weights() -> None:
-    """401 without a key, and nothing begun."""
+    """401 without a key, and nothing begins."""
     async with fleet(engine("vllm")) as (client, _):
         response = await client.post("/v1/weights", json={"version": "v1", "path": "/weights/v1"})
         assert response.status_code == 401
+        assert (await client.get("/v1/weights")).json()["version"] is None
 
 
 async def test_a_transfer_reaches_each_engine_in_its_own_form() -> None:
-    """Common fields and those of one engine; the trainer's calls are the engine's own."""
+    """Common fields, those of one engine, and calls in the dialect of each engine."""
 
     def calls(one: RecordedEngine) -> list[tuple[str, Any]]:
         return [(asked.path, asked.json if asked.body else None) for asked in one.turns]
@@ -399,14 +411,14 @@ async def test_a_transfer_reaches_each_engine_in_its_own_form() -> None:
             "/continue_generation",
         ]
         prompt = "Tell me about looms."
-        assert said_by(["v1"], prompt, await complete(client, "one", prompt, 40))
+        assert is_generated_by(["v1"], prompt, await complete(client, "one", prompt, 40))
         sglang_id = sglang.url.removeprefix("http://")
         refused = await update(client, "v2", transfer=transfer, transfer_of=of_vllm, engines=[sglang_id])
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "transfer_of")
 
 
-async def test_a_stream_waits_through_an_update() -> None:
-    """No event is missing or twice: it just says nothing for a while."""
+async def test_a_stream_pauses_during_an_update() -> None:
+    """No event is missing or duplicated."""
     async with fleet(engine("vllm", weight_load_s=20.0, speed_up=10.0)) as (client, _):
         prompt, text = "Go on.", ""
         path, body = "/t/one/v1/completions", body_of(prompt, 400, stream=True)
@@ -419,4 +431,4 @@ async def test_a_stream_waits_through_an_update() -> None:
                     done = done or asyncio.create_task(update(client, "v1"))
         assert done is not None and (await done).json()["status"] == "done"
         assert len(TOKENIZER.encode(text)) == 400
-        assert said_by(["default", "v1"], prompt, text) and not said_by(["default"], prompt, text)
+        assert is_generated_by(["default", "v1"], prompt, text) and not is_generated_by(["default"], prompt, text)

@@ -1,4 +1,4 @@
-"""Which weights the fleet is to have, and how old others are: over updates, those taken back, and restarts."""
+"""Which weights the fleet should have, and how old others are: across updates, failed updates and restarts."""
 
 import asyncio
 
@@ -23,8 +23,9 @@ steps = st.lists(
 
 
 @given(steps)
-def test_the_age_of_weights_is_how_many_were_set_since(steps: list[tuple[str, str, str | None]]) -> None:
-    """One that is set again is new again; one that nobody took was never set; a restart changes none of it."""
+def test_the_age_of_a_version_counts_those_set_since(steps: list[tuple[str, str, str | None]]) -> None:
+    """A version that is set again is new again, one that no engine took was never set, and a restart changes
+    nothing."""
     store = open_store("memory:", StoreSettings())
     record = WeightRecord(store)
     run_id, is_written = record.run_id, False
@@ -37,7 +38,7 @@ def test_the_age_of_weights_is_how_many_were_set_since(steps: list[tuple[str, st
             record = WeightRecord(store)
             asyncio.run(record.restore())
             assert record.is_unfinished == is_unfinished
-            assert (record.run_id == run_id) or not is_written, "its numbers are of the same run"
+            assert (record.run_id == run_id) or not is_written, "a restart keeps the run id"
             run_id = record.run_id
         else:
             record.begin(NewWeights(version, UpdateMode.KEEP, path))
@@ -61,8 +62,8 @@ def test_the_age_of_weights_is_how_many_were_set_since(steps: list[tuple[str, st
         assert all(record.is_path(one) == (one in paths) for one in ("/weights/a", "/weights/b", "a-model"))
 
 
-def test_as_many_versions_are_remembered_as_any_engine_may_have() -> None:
-    """The oldest count as older than all that are known."""
+def test_the_record_keeps_the_last_thousand_versions() -> None:
+    """Older versions count as older than all known ones."""
     record = WeightRecord(open_store("memory:", StoreSettings()))
     for number in range(1_500):
         record.begin(NewWeights(f"step-{number}", UpdateMode.KEEP, f"/weights/{number}"))

@@ -1,4 +1,4 @@
-"""A gateway before simulated engines that hand KV to each other, and a trajectory whose turns are long."""
+"""A gateway before simulated engines that transfer KV between each other, and a trajectory with long turns."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,20 +20,20 @@ def engine(*faults: Fault, **settings: Any) -> SimulatedEngineSettings:
 
 
 @dataclass
-class Site:
-    """The gateway's client."""
+class Fleet:
+    """A gateway's client and its engines' addresses."""
 
     client: httpx.AsyncClient
     urls: list[str] = field(default_factory=list)
 
     async def turn(self, trajectory: str, messages: list[dict[str, Any]], tokens: int = 40, **more: Any) -> str:
-        """One greedy turn, which must end well; its answer is added to the messages."""
+        """One greedy turn, which must finish; its answer is appended to the messages."""
         body = {"model": "simulated", "messages": messages, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
         response = await self.client.post(f"/t/{trajectory}/v1/chat/completions", json=body | more)
         assert response.status_code == 200, response.text
-        said: str = response.json()["choices"][0]["message"]["content"]
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "the tool says: go on"}]
-        return said
+        answer: str = response.json()["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "the tool says: go on"}]
+        return answer
 
     async def rows(self, trajectory: str) -> list[dict[str, Any]]:
         """The trajectory's turns."""
@@ -41,20 +41,20 @@ class Site:
         return turns
 
     async def last(self, trajectory: str) -> dict[str, Any]:
-        """The last of them."""
+        """The trajectory's last turn."""
         return (await self.rows(trajectory))[-1]
 
     async def cached_share(self, trajectory: str) -> float:
-        """Of the context before the last turn, how much its engine had."""
+        """The share of the context before the last turn that its engine had cached."""
         before, last = (await self.rows(trajectory))[-2:]
         return float(last["cached_tokens"] / (before["prompt_tokens"] + before["output_tokens"]))
 
     async def engines(self) -> dict[str, dict[str, Any]]:
-        """By id."""
+        """The engines by id."""
         return {one["id"]: one for one in (await self.client.get("/v1/engines")).json()["data"]}
 
     async def act(self, engine_id: str, what: str, timeout_s: float = 60.0) -> dict[str, Any]:
-        """An operator's word about an engine."""
+        """Run an operator's action on an engine."""
         path = f"/v1/engines/{engine_id}/{what}"
         params = {"timeout_s": timeout_s} if what in ("drain", "evacuate") else {}
         response = await self.client.post(path, params=params, headers=ADMIN)
@@ -63,13 +63,13 @@ class Site:
         return done
 
     async def made_tokens(self, url: str) -> float:
-        """Output of an engine so far."""
+        """Tokens that an engine has generated so far."""
         page = (await self.client.get(f"{url}/metrics")).text
         line = next(line for line in page.splitlines() if line.startswith("vllm:generation_tokens_total"))
         return float(line.rpartition(" ")[2])
 
     async def moves(self) -> dict[str, float]:
-        """How many moves ended in which way."""
+        """How many moves ended with each outcome."""
         page = (await self.client.get("/metrics")).text
         prefix = 'heddle_kv_moves_total{outcome="'
         lines = [line.removeprefix(prefix) for line in page.splitlines() if line.startswith(prefix)]
@@ -78,7 +78,7 @@ class Site:
 
 
 @asynccontextmanager
-async def site(*engines: SimulatedEngineSettings, **settings: Any) -> AsyncIterator[Site]:
+async def running_fleet(*engines: SimulatedEngineSettings, **settings: Any) -> AsyncIterator[Fleet]:
     """A gateway before these engines."""
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serve_engine(one)) for one in engines]
@@ -86,7 +86,7 @@ async def site(*engines: SimulatedEngineSettings, **settings: Any) -> AsyncItera
             running_gateway(*urls, **{"kv_move_min_tokens": 100, "observe_interval_s": 0.05} | settings)
         )
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=gateway.url, timeout=90))
-        yield Site(client, urls)
+        yield Fleet(client, urls)
 
 
 def first_messages(name: str = "") -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A gateway before simulated engines that can be given other weights, and what their text would be."""
+"""Requests to a gateway before simulated engines that can get new weights, and the text that given weights generate."""
 
 import itertools
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ def engine(kind: str, *faults: Fault, **settings: Any) -> SimulatedEngineSetting
 
 
 def body_of(prompt: str, tokens: int, **more: Any) -> dict[str, Any]:
-    """A greedy completion of so many tokens."""
+    """A greedy completion of this many tokens."""
     return {"model": "simulated", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True} | more
 
 
 async def complete(client: httpx.AsyncClient, trajectory: str, prompt: str, tokens: int, **more: Any) -> str:
-    """The text of one turn, which must end well."""
+    """The text of one turn, which must finish."""
     response = await client.post(f"/t/{trajectory}/v1/completions", json=body_of(prompt, tokens, **more))
     assert response.status_code == 200, response.text
     text: str = response.json()["choices"][0]["text"]
@@ -34,19 +34,19 @@ async def complete(client: httpx.AsyncClient, trajectory: str, prompt: str, toke
 
 
 async def update(client: httpx.AsyncClient, version: str, **order: Any) -> httpx.Response:
-    """POST /v1/weights; the path's last part names the weights to a simulated engine."""
+    """POST /v1/weights. The last part of the path names the weights to a simulated engine."""
     source = {} if "transfer" in order else {"path": f"/weights/{version}"}
     return await client.post("/v1/weights", json={"version": version, **source, **order}, headers=ADMIN)
 
 
 async def last_turn(client: httpx.AsyncClient, trajectory: str) -> dict[str, Any]:
-    """The history's last row of a trajectory."""
+    """The last row of a trajectory's history."""
     row: dict[str, Any] = (await client.get(f"/v1/trajectories/{trajectory}")).json()["turns"][-1]
     return row
 
 
-def said_by(weights: Sequence[str], prompt: str, text: str) -> bool:
-    """Whether this text can be one generation, each token by one of these weights, in this order."""
+def is_generated_by(weights: Sequence[str], prompt: str, text: str) -> bool:
+    """Whether this text can be one generation in which each token comes from one of these weights, in this order."""
     ids, made = TOKENIZER.encode(text), 0
     for name in weights:
         wish = Wish(max_tokens=max(len(ids) - made, 1), ignore_eos=True)
