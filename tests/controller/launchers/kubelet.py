@@ -1,7 +1,8 @@
-"""Nodes for a cluster that has none: one scheduler and one kubelet for all, which run containers as local processes.
+"""Nodes for a cluster that has none: one scheduler and one kubelet for all nodes, which run containers as local
+processes.
 
-It speaks to the API server with the official client, as the real ones do, so it stands under the API double and under a
-real kube-apiserver alike. Each Pod has an address of its own (127.0.x.y), so all may use the same port.
+It talks to the API server with the official client, as the real ones do, so it works under the API double and under a
+real kube-apiserver alike. Each Pod has its own address (127.0.x.y), so all may use the same port.
 """
 
 import contextlib
@@ -56,7 +57,7 @@ class Kubelet:
         self._thread.start()
 
     def add_node(self, name: str, num_gpus: int) -> None:
-        """A node that is ready."""
+        """Add a node that is ready."""
         self._num_gpus[name] = num_gpus
         capacity = {"pods": "110", RESOURCE: str(num_gpus)}
         conditions = [{"type": "Ready", "status": "True"}]
@@ -66,26 +67,26 @@ class Kubelet:
         self._core.create_node({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "status": status})
 
     def lose_node(self, name: str) -> None:
-        """It is gone from one moment to the next, with all that runs there."""
+        """The node is suddenly gone, with everything that runs there."""
         for pod in self._pods():
             if pod["spec"].get("nodeName") == name and (running := self._running.pop(pod["metadata"]["name"], None)):
                 _kill(running)
         self._core.delete_node(name)
 
     def freeze_node(self, name: str) -> None:
-        """It is not heard any more; nobody knows what runs there."""
+        """The node is no longer heard from; nobody knows what runs there."""
         self._num_gpus.pop(name)
         self._core.patch_node_status(name, {"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}})
 
     def log_of(self, pod_name: str, num_lines: int) -> str | None:
-        """The end of a container's output; None where none was started."""
+        """The end of a container's output; None if none was started."""
         log = self._folder / f"{pod_name}.log"
         if not log.exists():
             return None
         return "".join(f"{line}\n" for line in log.read_text(errors="replace").splitlines()[-num_lines:])
 
     def stop(self) -> None:
-        """End, and all containers too."""
+        """End, and kill all containers."""
         self._ending.set()
         self._thread.join()
         for running in self._running.values():
@@ -94,7 +95,7 @@ class Kubelet:
     def _run(self) -> None:
         while not self._ending.wait(_LOOK_EVERY_S):
             for pod in self._pods():
-                with contextlib.suppress(ApiException):  # It may change or go meanwhile; there is another look.
+                with contextlib.suppress(ApiException):  # It may change or go meanwhile; the next look sees that.
                     self._tend(pod)
 
     def _pods(self) -> list[Json]:
@@ -113,7 +114,7 @@ class Kubelet:
             self._start(pod)
         elif running is not None and running.process.poll() is not None and phase == "Running":
             _kill(running)
-            self._say_ended(pod, running)
+            self._report_ended(pod, running)
         if pod["metadata"].get("deletionTimestamp"):
             self._end(pod, running)
 
@@ -152,7 +153,7 @@ class Kubelet:
         state = {"running": {"startedAt": _now()}, "waiting": None, "terminated": None}
         self._patch(name, {"phase": "Running", "podIP": address, "containerStatuses": [_container(container, state)]})
 
-    def _say_ended(self, pod: Json, running: Running) -> None:
+    def _report_ended(self, pod: Json, running: Running) -> None:
         status = running.process.returncode
         code = status if status >= 0 else 128 - status
         terminated = {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": _now()}
@@ -180,7 +181,7 @@ class Kubelet:
         self._core.patch_namespaced_pod_status(name, self._namespace, {"status": status})
 
     def _serve_logs(self, tls: tuple[Path, Path]) -> int:
-        """As the kubelet does: /containerLogs/NAMESPACE/POD/CONTAINER."""
+        """Serve /containerLogs/NAMESPACE/POD/CONTAINER, as the kubelet does."""
         kubelet = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -204,7 +205,7 @@ class Kubelet:
 
 
 def _expanded(text: str, environment: dict[str, str]) -> str:
-    """`$(NAME)` as Kubernetes fills it in; `$$(` is a literal `$(`, and a name that is not known stays."""
+    """`$(NAME)` as Kubernetes expands it; `$$(` is a literal `$(`, and an unknown name stays."""
 
     def value(found: "re.Match[str]") -> str:
         if found[0].startswith("$$"):
@@ -224,7 +225,7 @@ def _num_wanted(pod: Json) -> int:
 
 
 def _kill(running: Running) -> None:
-    """A container's processes end together."""
+    """Kill a container's processes together."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(running.process.pid, signal.SIGKILL)
     running.process.wait()
@@ -235,7 +236,7 @@ def _now() -> str:
 
 
 def api(url: str, token: str, verify_ssl: bool = False) -> Any:
-    """The API as the holder of a token."""
+    """The API for the holder of a token."""
     configuration = kubernetes.client.Configuration()
     configuration.host, configuration.verify_ssl = url, verify_ssl
     configuration.api_key = {"authorization": f"Bearer {token}"}

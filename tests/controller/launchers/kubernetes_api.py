@@ -1,8 +1,8 @@
-"""A double of the few routes of the Kubernetes API that are used here, over real HTTP, strict about what it is sent.
+"""A double of the few Kubernetes API routes that are used here, over real HTTP, strict about what it is sent.
 
-It follows kube-apiserver where the launcher could tell the difference: conflicts, graceful deletion, who may do what
-(the rules of the given roles), and the schema of each Pod, which is that of the official client's models. What it does
-not do: admission, defaults, watches. The same tests run on the real kube-apiserver: see kubernetes_site.
+It follows kube-apiserver wherever the launcher could tell the difference: conflicts, graceful deletion, permissions
+(the rules of the given roles), and the schema of each Pod, taken from the official client's models. It has no
+admission, defaults or watches. The same tests run on the real kube-apiserver: see kubernetes_site.
 """
 
 import datetime
@@ -29,7 +29,7 @@ class ApiDouble:
 
     Args:
         allows: whether "controller-token" may do this, by verb, resource, name and namespace; "admin-token" may do all.
-        log_of: the last lines of a Pod, so many; None where it has not run.
+        log_of: the last lines of a Pod, at most this many; None if it has not run.
     """
 
     def __init__(self, allows: Callable[[str, str, str, str], bool], log_of: Callable[[str, int], str | None]) -> None:
@@ -51,14 +51,14 @@ class ApiDouble:
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
     def start(self) -> str:
-        """Its URL."""
+        """Start the server; gives its URL."""
         self._thread.start()
         while not self._server.started:
             self._thread.join(0.01)
         return f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
 
     def stop(self) -> None:
-        """End."""
+        """End the server."""
         self._server.should_exit = True
         self._thread.join()
 
@@ -89,7 +89,7 @@ class ApiDouble:
         kind, name = request.path_params["kind"], request.path_params["name"]
         if refused := self._refusal(request, request.method.lower(), kind, name):
             return refused
-        # As with the real one, a body takes the query's place; without either, the Pod says how long.
+        # As in the real server, a body replaces the query; without either, the Pod's own grace period applies.
         how = orjson.loads(await request.body() or b"{}") or dict(request.query_params)
         with self._lock:
             if (there := self.objects[kind].get(name)) is None:
@@ -158,7 +158,7 @@ class ApiDouble:
 
 
 def schema_problems(value: Any, kind: str, where: str = "") -> list[str]:
-    """What is wrong with an object by the published schema: unknown fields, missing ones, wrong types."""
+    """What is wrong with an object by the published schema: unknown fields, missing fields, wrong types."""
     if kind in ("object", "datetime") or value is None:
         return []
     if kind in ("str", "int", "bool", "float"):
@@ -186,7 +186,7 @@ def _model_problems(value: Any, kind: str, where: str) -> list[str]:
         problems += schema_problems(value[key], model.openapi_types[names[key]], f"{where}.{key}")
     try:
         model(**{names[key]: value[key] for key in value.keys() & names.keys()})
-    except ValueError as error:  # The models say which fields must be there.
+    except ValueError as error:  # The models know which fields are required.
         problems.append(f"{where}: {error}")
     return problems
 

@@ -38,7 +38,7 @@ class Cluster:
     used: set[tuple[str, str]] = field(default_factory=set)
 
     def launcher(self, **options: Any) -> KubernetesLauncher:
-        """As the controller's account, with the example fleet's template."""
+        """A launcher with the controller's account and the example fleet's template."""
         kubeconfig = self.folder / "kubeconfig"
         cluster = {"server": self.url, "insecure-skip-tls-verify": True}
         kubeconfig.write_text(
@@ -56,7 +56,7 @@ class Cluster:
 
 
 def manifests(*names: str) -> list[dict[str, Any]]:
-    """The objects of these files, or of all that are to be applied."""
+    """The objects of these files, or of all files that are to be applied."""
     files = [MANIFESTS / f"{name}.yaml" for name in names or ("gateway", "controller", "fleet")]
     return [document for file in files for document in yaml.safe_load_all(file.read_text())]
 
@@ -88,7 +88,7 @@ def double(folder: Path) -> Iterator[Cluster]:
 
 @contextmanager
 def real(folder: Path, kube_apiserver: str, etcd: str) -> Iterator[Cluster]:
-    """A cluster on the real API server, to which all manifests were applied as an administrator would."""
+    """A cluster on the real API server, with all manifests applied as an administrator would."""
     etcd_url, peer_url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
     port = free_port()
     key, certificate, tokens = folder / "key.pem", folder / "certificate.pem", folder / "tokens.csv"
@@ -107,7 +107,7 @@ def real(folder: Path, kube_apiserver: str, etcd: str) -> Iterator[Cluster]:
             *("--authorization-mode", "RBAC", "--service-cluster-ip-range", "10.0.0.0/24"),
             *("--service-account-issuer", "https://test", "--service-account-key-file", str(certificate)),
             *("--service-account-signing-key-file", str(key), "--endpoint-reconciler-type", "none"),
-            # Without a controller manager nobody makes the accounts' tokens.
+            # Without a controller manager, nobody creates the accounts' tokens.
             *("--disable-admission-plugins", "ServiceAccount", "--advertise-address", "10.255.255.1"),
         ],
     ]

@@ -1,7 +1,7 @@
 """The launcher contract on Kubernetes, and what only this launcher promises.
 
-Everything runs above our own kubelet, on a double of the API; and on the real kube-apiserver, under the same rules of
-RBAC that the manifests give, where KUBE_APISERVER and ETCD name their programs.
+Everything runs on our own kubelet, under a double of the API. If KUBE_APISERVER and ETCD name their programs, it also
+runs under the real kube-apiserver, with the RBAC rules of the manifests.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from controller.launcher import LaunchFailed, ServerState
 
 pytest.importorskip("kubernetes")
 from tests.controller.launcher_contract import PROMISES, SERVE, STUBBORN, Promise, Site
-from tests.controller.launchers.asking import serves_models, until
 from tests.controller.launchers.kubernetes_site import NAMESPACE, Cluster, double, real, template
+from tests.controller.launchers.waiting import serves_models, until
 
 has_real = {"KUBE_APISERVER", "ETCD"} <= os.environ.keys()
 
@@ -38,7 +38,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 async def site(cluster: Cluster) -> AsyncIterator[Site]:
-    # Which of its node's GPUs a container sees is the device plugin's choice: see the test of that below.
+    # The device plugin chooses which GPUs of its node a container sees; a test below covers that.
     site = Site(cluster.launcher, sys.executable)
     yield site
     for server in await site.launcher.find(site.fleet_id):
@@ -51,10 +51,11 @@ async def test_the_kubernetes_launcher_keeps_the_contract(promise: Promise, site
     await promise(site)
 
 
-async def test_another_controller_that_is_first_by_a_hair_holds_nothing_against_a_launch(
+async def test_a_launch_succeeds_if_another_controller_is_just_ahead(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It creates the same server's Pod after this one saw none, and before it looks who holds the devices."""
+    """The other creates the same server's Pod after this one saw none, and before this one checks who holds the
+    devices."""
     spec, loop = site.spec(), asyncio.get_running_loop()
     inventory = site.launcher.inventory
 
@@ -67,20 +68,20 @@ async def test_another_controller_that_is_first_by_a_hair_holds_nothing_against_
     assert len(await site.launcher.find(site.fleet_id)) == 1
 
 
-async def test_two_servers_of_a_node_see_gpus_of_their_own(site: Site) -> None:
-    """As many as they have devices, on the devices' node."""
+async def test_two_servers_on_a_node_see_different_gpus(site: Site) -> None:
+    """Each server sees as many GPUs as it has devices, on the devices' node."""
     assert site.launcher.inventory() == ("node-a/0", "node-a/1", "node-b/0", "node-b/1")
     specs = [site.spec(SERVE, *devices) for devices in (["node-a/1"], ["node-a/0"], ["node-b/0", "node-b/1"])]
     seen = []
     for spec in specs:
         await site.launcher.launch(spec)
-        said = await site.answer(spec.server_id)
-        seen.append(said["environment"]["NVIDIA_VISIBLE_DEVICES"].split(","))
+        about = await site.answer(spec.server_id)
+        seen.append(about["environment"]["NVIDIA_VISIBLE_DEVICES"].split(","))
     assert sorted(seen[0] + seen[1]) == ["0", "1"] and seen[2] == ["0", "1"]
 
 
 async def test_a_simulated_engine_outlives_a_killed_controller(site: Site, cluster: Cluster) -> None:
-    """SIGKILL of the process that launched it does not touch it, and another finds, uses and stops it."""
+    """SIGKILL of the process that launched it does not touch it; another controller finds, uses and stops it."""
     engine = (sys.executable, "-m", "heddle", "sim-engine", "--host", "{host}", "--port", "{port}")
     spec = site.spec(command=engine)
     arguments = [str(cluster.folder / "kubeconfig"), spec.server_id, spec.fleet_id, *engine]
@@ -105,8 +106,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-async def test_a_server_without_room_says_what_it_waits_for(site: Site, cluster: Cluster) -> None:
-    """Somebody else's Pod has the GPUs: until they are free, Kubernetes' words are its last lines."""
+async def test_a_server_without_room_reports_what_it_waits_for(site: Site, cluster: Cluster) -> None:
+    """Another Pod has the GPUs: until they are free, Kubernetes' message is the server's last line."""
     stranger, spec = site.spec(SERVE, "node-a/0", "node-a/1"), site.spec(SERVE, "node-a/0")
     pod = engine_pod(stranger, template(), "nvidia.com/gpu", 8000)
     del pod["metadata"]["labels"]
@@ -121,7 +122,7 @@ async def test_a_server_without_room_says_what_it_waits_for(site: Site, cluster:
 
 
 async def test_a_pod_that_the_api_refuses_is_a_failed_launch(site: Site, cluster: Cluster) -> None:
-    """Its words are passed on, and nothing is left."""
+    """The API's message is passed on, and nothing is left."""
     with pytest.raises(LaunchFailed, match="403 Forbidden"):
         await cluster.launcher(namespace="elsewhere").launch(site.spec())
     broken = cluster.launcher(resource="no resource")
@@ -145,18 +146,18 @@ async def test_somebody_elses_pod_of_the_same_name_is_left_alone(site: Site, clu
         cluster.core.delete_namespaced_pod(spec.server_id, NAMESPACE, grace_period_seconds=1)
 
 
-async def test_an_api_server_that_is_away_is_told_as_such(site: Site, cluster: Cluster, tmp_path: Path) -> None:
-    """Finding and stopping raise what is safe to repeat; a launch fails."""
+async def test_an_api_server_that_is_away_is_reported(site: Site, cluster: Cluster, tmp_path: Path) -> None:
+    """Finding and stopping raise ConnectionError, which is safe to retry; a launch fails."""
     away = replace(cluster, url="http://127.0.0.1:1", folder=tmp_path).launcher()
-    for asking in (away.find(site.fleet_id), away.stop("engine", 1.0)):
+    for call in (away.find(site.fleet_id), away.stop("engine", 1.0)):
         with pytest.raises(ConnectionError, match="Kubernetes"):
-            await asking
+            await call
     with pytest.raises(LaunchFailed, match="Kubernetes"):
         await away.launch(site.spec())
 
 
 async def test_a_lost_node_is_an_exit_cause(site: Site, cluster: Cluster) -> None:
-    """Its servers are found as ended, and their devices are no longer in the inventory."""
+    """Its servers are found as ended, and its devices are no longer in the inventory."""
     cluster.kubelet.add_node("node-c", 1)
     spec = site.spec(SERVE, "node-c/0")
     await site.launcher.launch(spec)
@@ -165,12 +166,12 @@ async def test_a_lost_node_is_an_exit_cause(site: Site, cluster: Cluster) -> Non
     ended = await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
     assert ended.exit_cause == "its node node-c is gone"
     assert "node-c/0" not in site.launcher.inventory()
-    # What the cluster's garbage collector does with Pods of nodes that are gone.
+    # The cluster's garbage collector does this with Pods of nodes that are gone.
     cluster.core.delete_namespaced_pod(spec.server_id, NAMESPACE, grace_period_seconds=0)
 
 
-async def test_a_node_that_is_not_heard_is_not_taken_for_lost(site: Site, cluster: Cluster) -> None:
-    """Its server goes on as far as anybody knows; stopping it fails, nothing is forced, and then it counts as ended."""
+async def test_a_silent_node_is_not_taken_for_lost(site: Site, cluster: Cluster) -> None:
+    """Its server still counts as running. Stopping it fails and forces nothing; afterwards it counts as ended."""
     cluster.kubelet.add_node("node-d", 1)
     spec = site.spec(SERVE, "node-d/0")
     await site.launcher.launch(spec)
@@ -187,8 +188,8 @@ async def test_a_node_that_is_not_heard_is_not_taken_for_lost(site: Site, cluste
     cluster.core.delete_namespaced_pod(spec.server_id, NAMESPACE, grace_period_seconds=0)
 
 
-async def test_the_grace_is_what_was_asked_for(site: Site, cluster: Cluster) -> None:
-    """Whatever the template says."""
+async def test_the_grace_period_is_the_one_asked_for(site: Site, cluster: Cluster) -> None:
+    """It replaces the template's."""
     spec = site.spec(STUBBORN)
     await site.launcher.launch(spec)
     await site.answer(spec.server_id)
@@ -199,8 +200,8 @@ async def test_the_grace_is_what_was_asked_for(site: Site, cluster: Cluster) -> 
     assert await site.is_gone(spec.server_id)
 
 
-async def test_an_engine_goes_with_its_fleet(site: Site, cluster: Cluster) -> None:
-    """Its owner is the fleet's ConfigMap, not the controller, whose Pod comes and goes."""
+async def test_an_engine_pod_is_owned_by_its_fleets_config_map(site: Site, cluster: Cluster) -> None:
+    """The controller does not own it, because the controller's Pod comes and goes."""
     spec = site.spec()
     await site.launcher.launch(spec)
     (owner,) = cluster.core.read_namespaced_pod(spec.server_id, NAMESPACE).metadata.owner_references
@@ -208,8 +209,8 @@ async def test_an_engine_goes_with_its_fleet(site: Site, cluster: Cluster) -> No
     assert (owner.kind, owner.name, owner.uid) == ("ConfigMap", "heddle-fleet", fleet.metadata.uid)
 
 
-async def test_a_program_that_is_killed_says_its_status(site: Site) -> None:
-    """As the container runtime counts: 128 and the signal's number."""
+async def test_a_killed_program_reports_its_status(site: Site) -> None:
+    """The status is 128 plus the signal's number, as container runtimes count."""
     spec = site.spec("import os, signal; print('so long', flush=True); os.kill(os.getpid(), signal.SIGKILL)")
     await site.launcher.launch(spec)
     ended = await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)

@@ -1,4 +1,4 @@
-"""What deploy/kubernetes holds is what Kubernetes takes and the controller needs.
+"""deploy/kubernetes is what Kubernetes accepts and the controller needs.
 
 `python -m tests.controller.launchers.test_kubernetes_manifests` prints deploy/kubernetes/created-engine-pod.yaml.
 """
@@ -27,14 +27,14 @@ SPEC = ServerSpec("engine-1", "fleet", 2, ("node-a/0", "node-a/1"), ("serve", "-
 
 
 def example_fleet(folder: Path) -> FleetFile:
-    """As the controller reads it from the ConfigMap."""
+    """The fleet as the controller reads it from the ConfigMap."""
     path = folder / "fleet.toml"
     path.write_text(manifests("fleet")[0]["data"]["fleet.toml"])
     return load_fleet_file(path)
 
 
 def created_pod(fleet: FleetFile) -> dict[str, Any]:
-    """What the example fleet makes of one of its engines."""
+    """The Pod that the controller creates for an engine of the example fleet."""
     spec = server_spec(fleet, DesiredServer("qwen3-7", 2, ("gpu-node-1/4", "gpu-node-1/5")))
     return engine_pod(spec, template(), "nvidia.com/gpu", 8000)
 
@@ -42,15 +42,15 @@ def created_pod(fleet: FleetFile) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "manifest", manifests(), ids=lambda manifest: f"{manifest['kind']}-{manifest['metadata']['name']}"
 )
-def test_each_manifest_is_of_the_published_schema(manifest: dict[str, Any]) -> None:
-    """No field is misspelt, missing or of the wrong type; all but the cluster's own are in the namespace."""
+def test_each_manifest_matches_the_published_schema(manifest: dict[str, Any]) -> None:
+    """No field is misspelt, missing or of the wrong type. All objects but the cluster's own are in the namespace."""
     assert schema_problems(manifest, f"V1{manifest['kind']}") == []
     is_of_cluster = manifest["kind"] in ("Namespace", "ClusterRole", "ClusterRoleBinding")
     assert manifest["metadata"].get("namespace") == (None if is_of_cluster else "heddle")
 
 
 def test_the_schema_check_finds_mistakes() -> None:
-    """An unknown field, a missing one, and a wrong type."""
+    """It finds an unknown field, a missing field and a wrong type."""
     pod = engine_pod(SPEC, template(), "nvidia.com/gpu", 8000)
     assert schema_problems(pod, "V1Pod") == []
     for path, value in (("restartpolicy", "Never"), ("tolerations", "all"), ("containers", [{"image": "x"}])):
@@ -59,8 +59,8 @@ def test_the_schema_check_finds_mistakes() -> None:
         assert schema_problems(broken, "V1Pod") != [], path
 
 
-def test_manifests_name_each_other_rightly() -> None:
-    """Accounts, roles, volumes, ConfigMaps and the options of the fleet are those that are there."""
+def test_manifests_refer_to_objects_that_exist() -> None:
+    """These are accounts, roles, volumes, ConfigMaps and the fleet's options."""
     named = {(each["kind"], each["metadata"]["name"]): each for each in manifests()}
     for binding in (each for each in manifests() if each["kind"].endswith("Binding")):
         assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) in named
@@ -79,8 +79,8 @@ def test_manifests_name_each_other_rightly() -> None:
     assert Path(options["template"]).name in named["ConfigMap", "heddle-fleet"]["data"]
 
 
-async def test_the_controller_may_do_what_it_does_and_nothing_else(tmp_path: Path) -> None:
-    """Each right that the roles give is used by a launch, a look or a stop; what is not given is refused (403)."""
+async def test_the_controller_has_exactly_the_rights_that_it_uses(tmp_path: Path) -> None:
+    """Each right in the roles is used by a launch, a look or a stop; anything beyond them is refused (403)."""
     with double(tmp_path) as cluster:
         site = Site(cluster.launcher, sys.executable)
         spec = site.spec(FAIL)
@@ -93,15 +93,16 @@ async def test_the_controller_may_do_what_it_does_and_nothing_else(tmp_path: Pat
         assert cluster.used == given
 
 
-def test_the_example_of_a_created_pod_is_what_is_created(tmp_path: Path) -> None:
-    """Made of the example fleet by the controller's own code."""
+def test_the_example_of_a_created_pod_is_current(tmp_path: Path) -> None:
+    """It is what the controller's own code makes of the example fleet."""
     shown = yaml.safe_load((MANIFESTS / "created-engine-pod.yaml").read_text())
-    assert shown == created_pod(example_fleet(tmp_path)), f"write there what `python -m {__spec__.name}` prints"
+    assert shown == created_pod(example_fleet(tmp_path)), f"replace it with what `python -m {__spec__.name}` prints"
     assert schema_problems(shown, "V1Pod") == []
 
 
-def test_a_pod_keeps_what_the_template_says() -> None:
-    """Volumes, tolerations, labels and environment of the operator's stay; what is set over them is the launcher's."""
+def test_a_pod_keeps_the_templates_fields() -> None:
+    """The operator's volumes, tolerations, labels and environment stay; the launcher's own fields replace the
+    template's."""
     ours = template()
     container = ours["spec"]["containers"][0]
     container |= {"env": [{"name": "A", "value": "x"}, {"name": "B", "value": "y"}], "args": ["--unused"]}
@@ -115,16 +116,16 @@ def test_a_pod_keeps_what_the_template_says() -> None:
     assert spec_of(pod) == SPEC
 
 
-def test_what_looks_like_a_variable_of_kubernetes_is_passed_on_as_it_is() -> None:
-    """`$(...)` in a command is the engine's, not Kubernetes'."""
+def test_text_that_looks_like_a_kubernetes_variable_is_escaped() -> None:
+    """`$(...)` in a command is meant for the engine, not for Kubernetes."""
     spec = ServerSpec("e", "f", 1, ("n/0",), ("sh", "-c", "echo $(date) {host}"), {"A": "$(B)"})
     container = engine_pod(spec, template(), "nvidia.com/gpu", 8000)["spec"]["containers"][0]
     assert container["command"] == ["sh", "-c", "echo $$(date) $(POD_IP)"]
     assert {"name": "A", "value": "$$(B)"} in container["env"]
 
 
-def test_names_that_kubernetes_does_not_take_become_names_that_differ() -> None:
-    """Servers keep their ids; only their Pods are called otherwise."""
+def test_ids_that_are_not_pod_names_get_distinct_valid_ones() -> None:
+    """Servers keep their ids; only their Pods are named differently."""
     names = [pod_name(server_id) for server_id in ("qwen-1", "Qwen_1", "qwen_1", "x" * 80, "_")]
     assert names[0] == "qwen-1" and len(set(names)) == 5
     assert all(len(name) <= 63 and name == name.lower() and name.strip("-_") == name for name in names)
@@ -153,15 +154,15 @@ def test_names_that_kubernetes_does_not_take_become_names_that_differ() -> None:
         ),
     ],
 )
-def test_a_pods_status_is_a_servers_state(status: dict[str, Any], state: ServerState, cause: str) -> None:
-    """With the cause in Kubernetes' words."""
+def test_a_pods_status_gives_the_servers_state(status: dict[str, Any], state: ServerState, cause: str) -> None:
+    """The exit cause is in Kubernetes' words."""
     pod = engine_pod(SPEC, template(), "nvidia.com/gpu", 8000) | {"status": status}
     server = server_of(pod, (), "", 8000)
     assert (server.state, server.exit_cause) == (state, cause)
 
 
-def test_an_address_of_version_6_is_a_url() -> None:
-    """In brackets."""
+def test_an_ipv6_address_becomes_a_url() -> None:
+    """The URL has it in brackets."""
     pod = engine_pod(SPEC, template(), "nvidia.com/gpu", 8000) | {"status": {"phase": "Running", "podIP": "fd00::7"}}
     assert server_of(pod, (), "", 8000).url == "http://[fd00::7]:8000"
 

@@ -1,4 +1,4 @@
-"""A fleet file that asks for a launcher which cannot be had is refused with one clear line."""
+"""A fleet file that asks for an unusable launcher is refused with one clear line."""
 
 import sys
 from pathlib import Path
@@ -16,25 +16,25 @@ def fleet(launcher: str, **options: Any) -> FleetFile:
 
 @pytest.mark.parametrize(("launcher", "library"), [("ray", "ray"), ("kubernetes", "kubernetes")])
 def test_a_library_that_is_not_installed_is_named(launcher: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what installs it."""
+    """The message gives the command that installs it."""
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(sys.modules, f"controller.{launcher}_launcher", raising=False)
     with pytest.raises(FleetFileError, match=rf"pip install 'heddle\[{launcher}\]'"):
         launcher_of(fleet(launcher))
 
 
-def test_options_of_kubernetes_that_cannot_be_used_are_told(tmp_path: Path) -> None:
-    """A missing template, an absent one, one that is no YAML, an unknown option, no cluster."""
+def test_unusable_kubernetes_options_are_reported(tmp_path: Path) -> None:
+    """No template, an absent one, one that is not YAML, an unknown option, no cluster."""
     pytest.importorskip("kubernetes")
     template = tmp_path / "pod.yaml"
     template.write_text("{a: [")
     absent, config = str(tmp_path / "absent.yaml"), str(tmp_path / "no-kubeconfig")
-    for options, words in (
+    for options, message in (
         ({}, "template is missing"),
         ({"template": absent}, "absent.yaml"),
         ({"template": str(template)}, "expected"),
     ):
-        with pytest.raises(FleetFileError, match=words):
+        with pytest.raises(FleetFileError, match=message):
             launcher_of(fleet("kubernetes", **options))
     template.write_text("{}")
     with pytest.raises(FleetFileError, match="colour"):

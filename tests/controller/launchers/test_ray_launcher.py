@@ -12,7 +12,7 @@ import pytest
 
 from controller.launcher import LaunchFailed, ServerState
 from tests.controller.launcher_contract import FAIL, PROMISES, SERVE, Promise, Site
-from tests.controller.launchers.asking import serves_models, until
+from tests.controller.launchers.waiting import serves_models, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 ray = pytest.importorskip("ray", reason="make ray installs it")
@@ -36,7 +36,7 @@ def cluster() -> Iterator[Any]:
 async def site(cluster: Any, tmp_path: Path) -> AsyncIterator[Site]:
     from controller.ray_launcher import RayLauncher
 
-    # Which of its node's GPUs a server gets is Ray's choice: see the test of that below.
+    # Ray chooses which GPUs of its node a server gets; a test below covers that.
     site = Site(lambda: RayLauncher(cluster.address, log_dir=str(tmp_path)), sys.executable)
     yield site
     await site.stop_all()
@@ -48,14 +48,14 @@ async def test_the_ray_launcher_keeps_the_contract(promise: Promise, site: Site)
     await promise(site)
 
 
-async def test_the_inventory_is_each_nodes_gpus_side_by_side(site: Site) -> None:
-    """Two nodes with two each; neighbours share a node."""
+async def test_the_inventory_lists_each_nodes_gpus_together(site: Site) -> None:
+    """Two nodes have two GPUs each; neighbours in the list share a node."""
     first, second, third, fourth = (device.rpartition("/")[0] for device in site.launcher.inventory())
     assert first == second != third == fourth
 
 
 async def test_a_server_gets_as_many_gpus_of_its_node_as_it_has_devices(site: Site) -> None:
-    """CUDA_VISIBLE_DEVICES says which; two servers of a node never share one, and the node is the devices' node."""
+    """CUDA_VISIBLE_DEVICES names them. Two servers of a node never share one, and the node is the devices' node."""
     devices = site.launcher.inventory()
     alone, pair = site.spec(SERVE, devices[3]), site.spec(SERVE, *devices[:2])
     beside = site.spec(SERVE, devices[2])
@@ -63,15 +63,15 @@ async def test_a_server_gets_as_many_gpus_of_its_node_as_it_has_devices(site: Si
         await site.launcher.launch(spec)
     visible = {}
     for spec in (alone, pair, beside):
-        said = await site.answer(spec.server_id)
-        visible[spec.server_id] = set(said["environment"]["CUDA_VISIBLE_DEVICES"].split(","))
+        about = await site.answer(spec.server_id)
+        visible[spec.server_id] = set(about["environment"]["CUDA_VISIBLE_DEVICES"].split(","))
     assert visible[pair.server_id] == {"0", "1"}
     assert visible[alone.server_id] | visible[beside.server_id] == {"0", "1"}
     assert len(visible[alone.server_id]) == len(visible[beside.server_id]) == 1
 
 
 async def test_a_server_over_two_nodes_is_refused_unless_asked_for(site: Site, cluster: Any, tmp_path: Path) -> None:
-    """Asked for, its command runs on each node, and every rank knows where the first one is."""
+    """If the option is set, its command runs on each node, and every rank knows where the first one is."""
     from controller.ray_launcher import RayLauncher
 
     _, left, right, _ = site.launcher.inventory()
@@ -91,8 +91,8 @@ async def test_a_server_over_two_nodes_is_refused_unless_asked_for(site: Site, c
     await site.launcher.launch(site.spec(SERVE, right))
 
 
-async def test_a_server_ends_when_one_of_its_nodes_parts_does(site: Site, cluster: Any, tmp_path: Path) -> None:
-    """A model cut in two does not answer with one half; the GPUs of both are free."""
+async def test_a_server_over_two_nodes_ends_when_one_part_does(site: Site, cluster: Any, tmp_path: Path) -> None:
+    """Half a model does not answer; the GPUs of both nodes are free."""
     from controller.ray_launcher import RayLauncher
 
     _, left, right, _ = site.launcher.inventory()
@@ -145,8 +145,8 @@ async def test_a_server_whose_actor_was_killed_has_ended(site: Site) -> None:
     await site.answer(successor.server_id)
 
 
-async def test_what_a_failed_server_wrote_is_known_when_its_log_is_gone(site: Site, tmp_path: Path) -> None:
-    """Exit cause and last lines lie with Ray's head."""
+async def test_a_failed_servers_last_lines_outlive_its_log(site: Site, tmp_path: Path) -> None:
+    """The exit cause and the last lines are kept at Ray's head."""
     spec = site.spec(FAIL)
     await site.launcher.launch(spec)
     await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
@@ -155,7 +155,7 @@ async def test_what_a_failed_server_wrote_is_known_when_its_log_is_gone(site: Si
     assert (ended.exit_cause, ended.last_lines) == ("exit status 3", ("loading", "no such model"))
 
 
-async def test_gpus_that_ray_does_not_give_are_a_failed_launch(site: Site, cluster: Any, tmp_path: Path) -> None:
+async def test_a_launch_fails_if_ray_does_not_give_the_gpus(site: Site, cluster: Any, tmp_path: Path) -> None:
     """Another job of the cluster has them: nothing is launched, and nothing waits for them."""
     from controller.ray_launcher import RayLauncher
 

@@ -1,4 +1,4 @@
-"""Waiting for what a test wants to see."""
+"""Waiting until a test's condition holds."""
 
 import asyncio
 import urllib.request
@@ -8,7 +8,7 @@ from tests.controller.launcher_contract import TIMEOUT_S
 
 
 async def until(holds: Callable[[], object]) -> None:
-    """Returns as soon as that holds; it is asked in a thread."""
+    """Return once `holds` is true; it is called in a thread."""
     async with asyncio.timeout(TIMEOUT_S):
         while True:
             if await asyncio.to_thread(holds):
@@ -17,7 +17,7 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 def serves_models(url: str | None) -> bool:
-    """Whether an engine answers there."""
+    """Whether an engine answers at this URL."""
     try:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=5.0) as response:
             return bool(response.status == 200)
