@@ -1,8 +1,8 @@
 """A controller that kills itself: `python -m tests.controller.crashing FLEET_JSON POINT`.
 
-A point is the moment before or after a record, or before or after a call to the launcher, the gateway or a server that
-changes something. At point number POINT the process ends by SIGKILL. If the fleet is as wanted before, it exits with 0
-and prints how many points it passed.
+A point is the moment before or after a record, or before or after a call that changes something at the launcher, the
+gateway or a server. At point number POINT, the process ends by SIGKILL. If the fleet is as wanted before that, it exits
+with 0 and prints how many points it passed.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from engines.sleep import VllmSleep
 
 
 class Fuse:
-    """Counts points."""
+    """Counts points, and kills the process at one."""
 
     def __init__(self, point: int) -> None:
         self.num_passed = 0
@@ -62,7 +62,7 @@ class Fuse:
 
 
 async def main(fleet: FleetFile, fuse: Fuse) -> None:
-    """Act until the fleet is as wanted."""
+    """Run the controller until the fleet is as wanted."""
     async with controller(fleet, LocalLauncher(fleet.state_dir / "servers", fleet.local_devices, None)) as made:
         task = asyncio.create_task(made.run())
         while not (is_reached(made.journal.state.wanted, made.seen) and _is_quiet(made.journal)):
@@ -74,7 +74,7 @@ async def main(fleet: FleetFile, fuse: Fuse) -> None:
 
 
 def _is_quiet(journal: Journal) -> bool:
-    """Nothing is left to be forgotten."""
+    """The gateway and the journal have nothing left to forget."""
     return journal.state.wanted == journal.state.proven and set(journal.state.urls) == {
         one.server_id for one in journal.state.wanted
     }

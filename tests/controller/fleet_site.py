@@ -1,4 +1,4 @@
-"""A fleet of simulated engines in processes of their own, a gateway, and a controller before them."""
+"""A fleet of simulated engines in processes of their own, with a gateway and a controller."""
 
 import asyncio
 import contextlib
@@ -24,9 +24,9 @@ TIMEOUT_S = 90.0
 ENGINE = {"kind": "sim", "profiles": {1: "toy-cpu-tp1", 2: "toy-cpu-tp2"}}
 
 
-def fleet_file(state_dir: Path, gateway_url: str, **more: Any) -> FleetFile:
-    """A fleet of two CPU slots, to be TP 1 twice or TP 2 once."""
-    said: dict[str, Any] = {
+def fleet_file(state_dir: Path, gateway_url: str, **changes: Any) -> FleetFile:
+    """A fleet of two CPU slots, which can be two engines of TP 1 or one of TP 2."""
+    fields: dict[str, Any] = {
         "fleet": "test",
         "model": "simulated",
         "gateway": gateway_url,
@@ -38,7 +38,7 @@ def fleet_file(state_dir: Path, gateway_url: str, **more: Any) -> FleetFile:
         "planning": {"interval_s": 0.2},
         "admin_key": ADMIN_KEY,
     }
-    return FleetFile(**said | more)
+    return FleetFile(**fields | changes)
 
 
 def launcher_for(fleet: FleetFile) -> LocalLauncher:
@@ -47,7 +47,7 @@ def launcher_for(fleet: FleetFile) -> LocalLauncher:
 
 @asynccontextmanager
 async def acting(fleet: FleetFile) -> AsyncIterator[Controller]:
-    """A controller that acts in this process."""
+    """A controller that runs in this process."""
     async with controller(fleet, launcher_for(fleet)) as made:
         task = asyncio.create_task(made.run())
         try:
@@ -60,7 +60,7 @@ async def acting(fleet: FleetFile) -> AsyncIterator[Controller]:
 
 @asynccontextmanager
 async def acting_without_its_journal(fleet: FleetFile, *tps: int) -> AsyncIterator[Controller]:
-    """A controller that acts on a fleet of these sizes, which it had to find, and left as it was."""
+    """A controller that lost the journal of a fleet of these sizes, and adopted the same servers."""
     async with acting(fleet) as made:
         await until_reached(made, *tps)
         before = {one.server_id for one in made.journal.state.wanted}
@@ -83,13 +83,13 @@ async def stopped_at_the_end(fleet: FleetFile) -> AsyncIterator[None]:
 
 
 async def until(holds: Callable[[], bool], what: Callable[[], Any] = lambda: "", timeout_s: float = TIMEOUT_S) -> None:
-    """Wait until that holds; `what` tells what was seen instead."""
+    """Wait until `holds` is true; `what` describes what was seen instead."""
     try:
         async with asyncio.timeout(timeout_s):
-            while not holds():  # noqa: ASYNC110 (no event tells of other processes)
+            while not holds():  # noqa: ASYNC110 (other processes raise no event here)
                 await asyncio.sleep(0.02)
     except TimeoutError:
-        raise AssertionError(f"it never came to be: {what()}") from None
+        raise AssertionError(f"never happened: {what()}") from None
 
 
 async def until_reached(made: Controller, *tps: int, timeout_s: float = TIMEOUT_S) -> None:
@@ -110,7 +110,8 @@ async def engines(gateway_url: str) -> list[dict[str, Any]]:
 
 
 async def cached_at_new_homes(gateway_url: str, number: int) -> list[float]:
-    """Of the context before each turn that ran, all of it, elsewhere than the one before: the share that was there."""
+    """For each turn that ran in one leg on another engine than the turn before: the cached share of the context so
+    far."""
     async with httpx.AsyncClient(timeout=60.0) as client:
         rows = (await client.get(f"{gateway_url}/v1/trajectories/agent-{number}")).json()["turns"]
     return [
@@ -121,7 +122,7 @@ async def cached_at_new_homes(gateway_url: str, number: int) -> list[float]:
 
 
 async def kv_moves(gateway_url: str) -> dict[str, int]:
-    """How many times KV was brought to a new home, by outcome."""
+    """How many times KV was moved to a new home, by outcome."""
     async with httpx.AsyncClient(timeout=60.0) as client:
         page = (await client.get(f"{gateway_url}/metrics")).text
     found = re.findall(r'^heddle_kv_moves_total\{outcome="(\w+)"\} (\d+)', page, re.MULTILINE)
@@ -129,13 +130,13 @@ async def kv_moves(gateway_url: str) -> dict[str, int]:
 
 
 class Rollout:
-    """Agents that go on with greedy turns until told to stop; each knows what its turns must say.
+    """Agents that take greedy turns until they are told to stop.
 
     Args:
         num_agents: trajectories at once.
-        tool_s: between their turns.
+        tool_s: pause between their turns.
         num_turns: of each agent, which then tells the gateway that it has ended; None: until they are told to stop.
-        task: what is said in each first prompt behind its number.
+        task: what each first prompt says after its number.
     """
 
     def __init__(
@@ -168,12 +169,12 @@ class Rollout:
         self._tasks = [asyncio.create_task(self._agent(name, number)) for number in range(len(self.answers))]
 
     async def end(self, stop: bool = True) -> None:
-        """Let the turns under way end; without `stop`, all turns."""
+        """Let the turns in flight end; without `stop`, all turns."""
         self._stopping = stop
         await asyncio.gather(*self._tasks)
 
     async def check_undisturbed(self) -> None:
-        """Every answer is what the same agents are told when nothing happens to them."""
+        """Every answer is the one that the same agents get when nothing changes under them."""
         num_turns = max(map(len, self.answers))
         again = Rollout(self._url, self._model, len(self.answers), self._max_tokens, 0.0, num_turns, self._task)
         again.begin("again")
@@ -198,32 +199,32 @@ class Rollout:
                 if response.status_code != 200:
                     self.failures.append(f"{number}: {response.status_code} {response.text[:300]}")
                     return
-                said = response.json()["choices"][0]["message"]["content"]
-                self.answers[number].append(said)
-                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
+                content = response.json()["choices"][0]["message"]["content"]
+                self.answers[number].append(content)
+                messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "go on"}]
                 await asyncio.sleep(self._tool_s)
             if self._num_turns is not None:
                 (await client.post(f"{self._url}/v1/trajectories/{name}-{number}/finish")).raise_for_status()
 
 
 async def play_through_changes(made: Controller, rollout: Rollout, timeout_s: float = TIMEOUT_S) -> None:
-    """The rollout, while the fleet becomes one engine of TP 2 and two of TP 1 again; no turn fails.
+    """Play the rollout while the fleet becomes one engine of TP 2, then two of TP 1 again; no turn fails.
 
     Args:
-        timeout_s: for each change, and for the turns between two.
+        timeout_s: for each change, and for the turns between two changes.
     """
     rollout.begin()
     for tps in ([2], [1, 1]):
-        await _goes_on(rollout, timeout_s)
+        await _until_two_more_answers(rollout, timeout_s)
         made.ask(made.desired.scaled(tps, made.observed()))
         await until_reached(made, *tps, timeout_s=timeout_s)
-    await _goes_on(rollout, timeout_s)
+    await _until_two_more_answers(rollout, timeout_s)
     await rollout.end()
     assert rollout.failures == []
 
 
-async def _goes_on(rollout: Rollout, timeout_s: float) -> None:
-    """Wait until each agent had two more answers."""
+async def _until_two_more_answers(rollout: Rollout, timeout_s: float) -> None:
+    """Wait until each agent has had two more answers."""
     before = [len(answers) for answers in rollout.answers]
     await until(
         lambda: (

@@ -1,6 +1,6 @@
 """What every launcher promises, whatever it launches with. Each promise is a function of a `Site`; see PROMISES.
 
-A site says how to get at one kind of launcher; its servers are small Python programs, given here.
+A site gives access to one kind of launcher; its servers are the small Python programs below.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from controller.launcher import Launcher, LaunchFailed, Server, ServerSpec, Serv
 TIMEOUT_S = 60.0
 GRACE_S = 10.0
 
-# Answers with its process, arguments and environment; says that it is ready.
+# Answers with its process id, arguments and environment; prints a line when it is ready.
 SERVE = """
 import json, os, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -37,10 +37,10 @@ print("it listens", flush=True)
 server.serve_forever()
 """
 
-# Ends as a server does that does not find its model.
+# Ends like a server that does not find its model.
 FAIL = "import sys; print('loading'); print('no such model'); sys.exit(3)"
 
-# Ignores SIGTERM, and so does a worker that it has.
+# Ignores SIGTERM, and so does its worker.
 STUBBORN = (
     """
 import os, signal, time
@@ -54,12 +54,12 @@ while os.fork() == 0:
 
 @dataclass
 class Site:
-    """One kind of launcher, with two devices or more that nobody holds.
+    """One kind of launcher, with at least two devices that nobody holds.
 
     Args:
-        connect: a launcher on the same place; called again it is the launcher of another controller.
-        python: what runs Python there.
-        pinned: the devices that a server with this environment may use; None where nothing is pinned.
+        connect: a launcher on the same place; called again, it is the launcher of another controller.
+        python: runs Python there.
+        pinned: the devices that a server with this environment may use; None if nothing is pinned.
     """
 
     connect: Callable[[], Launcher]
@@ -72,27 +72,27 @@ class Site:
         self.launcher = self.connect()
 
     def spec(self, program: str = SERVE, *devices: str, **fields: Any) -> ServerSpec:
-        """A server of this site's fleet with a new id; on the first device where none is given."""
-        on = devices or self.launcher.inventory()[:1]
+        """A server of this site's fleet with a new id; on the first device if none is given."""
+        held = devices or self.launcher.inventory()[:1]
         server_id = f"{self.fleet_id}-{next(self.numbers)}"
         return ServerSpec(
             **{
                 "server_id": server_id,
                 "fleet_id": self.fleet_id,
-                "tp": len(on),
-                "devices": on,
+                "tp": len(held),
+                "devices": held,
                 "command": (self.python, "-c", program, "--port", "{port}"),
             }
             | fields
         )
 
     async def server(self, server_id: str) -> Server | None:
-        """As it is found now."""
+        """The server as it is found now."""
         found = await self.launcher.find(self.fleet_id)
         return next((server for server in found if server.spec.server_id == server_id), None)
 
     async def until(self, server_id: str, holds: Callable[[Server], bool]) -> Server:
-        """The server as soon as that holds."""
+        """The server, once `holds` is true of it."""
         async with asyncio.timeout(TIMEOUT_S):
             while True:
                 server = await self.server(server_id)
@@ -101,22 +101,22 @@ class Site:
                 await asyncio.sleep(0.05)
 
     async def answer(self, server_id: str) -> dict[str, Any]:
-        """What a serving program says of itself, as soon as it answers."""
+        """What a serving program answers about itself, once it does."""
         async with asyncio.timeout(TIMEOUT_S):
             while True:
                 server = await self.until(server_id, lambda server: server.url is not None)
                 assert server.state is not ServerState.EXITED, server
-                if (said := await asyncio.to_thread(_get, server.url)) is not None:
-                    return said
+                if (about := await asyncio.to_thread(_get, server.url)) is not None:
+                    return about
                 await asyncio.sleep(0.05)
 
     async def is_gone(self, server_id: str) -> bool:
-        """A stopped server is found as one that has ended, or not at all."""
+        """A stopped server is found as ended, or not at all."""
         server = await self.server(server_id)
         return server is None or server.state is ServerState.EXITED
 
     async def stop_all(self) -> None:
-        """For the end of a test."""
+        """Stop every server, at the end of a test."""
         for server in await self.launcher.find(self.fleet_id):
             await self.launcher.stop(server.spec.server_id, 0.0)
 
@@ -125,25 +125,25 @@ Promise = Callable[[Site], Awaitable[None]]
 
 
 async def the_inventory_names_each_device_once(site: Site) -> None:
-    """And no server of a new fleet is there."""
+    """No server of a new fleet is there."""
     devices = site.launcher.inventory()
     assert len(devices) >= 2 and len(set(devices)) == len(devices)
     assert await site.launcher.find(site.fleet_id) == []
 
 
 async def a_launched_server_answers_at_its_url(site: Site) -> None:
-    """It is found running, with all that was asked of it, and what it wrote."""
+    """It is found running, with everything that was asked for and what it wrote."""
     spec = site.spec(environment={"COLOUR": "blue", "KV_HOST": "{host}", "KV_PORT": "{kv_port}"})
     launched = await site.launcher.launch(spec)
     assert launched.spec.server_id == spec.server_id and launched.state is not ServerState.EXITED
-    said = await site.answer(spec.server_id)
+    about = await site.answer(spec.server_id)
     found = await site.until(spec.server_id, lambda server: "it listens" in server.last_lines)
     assert found.state is ServerState.RUNNING and found.exit_cause == ""
     assert (found.spec.devices, found.spec.tp, found.spec.fleet_id) == (spec.devices, spec.tp, spec.fleet_id)
-    assert said["environment"]["COLOUR"] == "blue"
-    assert found.url and said["environment"]["KV_HOST"] in found.url
-    assert said["environment"]["KV_PORT"].isdecimal() and said["environment"]["KV_PORT"] not in found.url
-    assert said["arguments"] == ["--port", found.url.rpartition(":")[2]] if found.url else False
+    assert about["environment"]["COLOUR"] == "blue"
+    assert found.url and about["environment"]["KV_HOST"] in found.url
+    assert about["environment"]["KV_PORT"].isdecimal() and about["environment"]["KV_PORT"] not in found.url
+    assert about["arguments"] == ["--port", found.url.rpartition(":")[2]] if found.url else False
 
 
 async def a_server_sees_its_devices_only(site: Site) -> None:
@@ -153,31 +153,31 @@ async def a_server_sees_its_devices_only(site: Site) -> None:
     for spec in specs:
         await site.launcher.launch(spec)
     for spec in specs:
-        said = await site.answer(spec.server_id)
+        about = await site.answer(spec.server_id)
         if site.pinned is not None:
-            assert site.pinned(said["environment"]) == spec.devices
+            assert site.pinned(about["environment"]) == spec.devices
 
 
 async def launching_it_twice_gives_the_same_server(site: Site) -> None:
-    """Also by another controller, and at the same time."""
+    """This also holds for another controller at the same time."""
     spec = site.spec()
     await asyncio.gather(site.launcher.launch(spec), site.connect().launch(spec))
-    said = await site.answer(spec.server_id)
+    about = await site.answer(spec.server_id)
     again = await site.connect().launch(spec)
     assert again.spec.server_id == spec.server_id
-    assert (await site.answer(spec.server_id))["pid"] == said["pid"]
+    assert (await site.answer(spec.server_id))["pid"] == about["pid"]
     assert len(await site.launcher.find(site.fleet_id)) == 1
 
 
 async def an_unknown_device_is_refused(site: Site) -> None:
-    """And nothing is launched."""
+    """Nothing is launched."""
     with pytest.raises(LaunchFailed, match="no-such-device"):
         await site.launcher.launch(site.spec(SERVE, "no-such-device"))
     assert await site.launcher.find(site.fleet_id) == []
 
 
 async def a_held_device_is_refused(site: Site) -> None:
-    """Whoever holds it: no device is held twice, whatever a controller believes."""
+    """No device is held twice, whatever a controller believes."""
     first, second = site.launcher.inventory()[:2]
     holder = site.spec(SERVE, first)
     await site.launcher.launch(holder)
@@ -186,8 +186,8 @@ async def a_held_device_is_refused(site: Site) -> None:
     assert [server.spec.server_id for server in await site.launcher.find(site.fleet_id)] == [holder.server_id]
 
 
-async def a_server_that_fails_says_why(site: Site) -> None:
-    """Its exit status and its last lines are kept until it is stopped."""
+async def a_server_that_fails_reports_why(site: Site) -> None:
+    """Its exit status and last lines are kept until it is stopped."""
     spec = site.spec(FAIL)
     await site.launcher.launch(spec)
     ended = await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
@@ -196,7 +196,7 @@ async def a_server_that_fails_says_why(site: Site) -> None:
 
 
 async def a_server_that_has_ended_holds_no_device(site: Site) -> None:
-    """Its place can be taken before anybody stopped it."""
+    """Its device can be taken before anybody stops it."""
     failed = site.spec(FAIL)
     await site.launcher.launch(failed)
     await site.until(failed.server_id, lambda server: server.state is ServerState.EXITED)
@@ -217,7 +217,7 @@ async def another_controller_finds_and_stops_it(site: Site) -> None:
 
 
 async def stopping_frees_the_devices(site: Site) -> None:
-    """On return the next server may have them; stopping again, or what never was, does nothing."""
+    """On return, the next server may have them. Stopping again, or stopping a server that never was, does nothing."""
     spec = site.spec()
     url = (await site.launcher.launch(spec)).url
     await site.answer(spec.server_id)
@@ -231,8 +231,8 @@ async def stopping_frees_the_devices(site: Site) -> None:
     await site.answer(successor.server_id)
 
 
-async def a_stubborn_server_ends_by_force(site: Site) -> None:
-    """With its workers: nothing of it answers, and its devices are free."""
+async def a_server_that_ignores_sigterm_is_killed(site: Site) -> None:
+    """Its workers are killed, too: nothing answers, and its devices are free."""
     spec = site.spec(STUBBORN)
     await site.launcher.launch(spec)
     await site.answer(spec.server_id)
@@ -243,7 +243,7 @@ async def a_stubborn_server_ends_by_force(site: Site) -> None:
 
 
 async def a_server_can_be_stopped_while_it_starts(site: Site) -> None:
-    """Right behind its launch; it does not come up later."""
+    """It is stopped right after its launch and does not come up later."""
     spec = site.spec()
     await asyncio.gather(site.launcher.launch(spec), site.launcher.stop("never-launched", 0.0))
     await site.connect().stop(spec.server_id, 0.0)
@@ -255,7 +255,7 @@ async def a_server_can_be_stopped_while_it_starts(site: Site) -> None:
 
 
 async def fleets_do_not_see_each_other(site: Site) -> None:
-    """Though they share devices."""
+    """This holds although they share devices."""
     spec = site.spec()
     await site.launcher.launch(spec)
     assert await site.launcher.find(f"{site.fleet_id}-other") == []
@@ -268,11 +268,11 @@ PROMISES: tuple[Promise, ...] = (
     launching_it_twice_gives_the_same_server,
     an_unknown_device_is_refused,
     a_held_device_is_refused,
-    a_server_that_fails_says_why,
+    a_server_that_fails_reports_why,
     a_server_that_has_ended_holds_no_device,
     another_controller_finds_and_stops_it,
     stopping_frees_the_devices,
-    a_stubborn_server_ends_by_force,
+    a_server_that_ignores_sigterm_is_killed,
     a_server_can_be_stopped_while_it_starts,
     fleets_do_not_see_each_other,
 )
@@ -282,7 +282,7 @@ def _get(url: str | None) -> dict[str, Any] | None:
     assert url is not None
     try:
         with urllib.request.urlopen(url, timeout=5.0) as response:
-            said: dict[str, Any] = json.loads(response.read())
-            return said
+            about: dict[str, Any] = json.loads(response.read())
+            return about
     except (OSError, urllib.error.URLError):
         return None

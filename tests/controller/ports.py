@@ -1,8 +1,8 @@
-"""A launcher and a gateway in memory, before and behind which a controller can be killed at every point.
+"""A launcher and a gateway in memory, with points at which a controller can be killed.
 
-They outlive controllers, as processes and the gateway do, and assert that no controller does harm. A point is the
-moment before or after a record, before or after each call that changes something, and in the middle of a launch and of
-a stop, which are not one act with any real launcher.
+They outlive controllers, as real ones do, and assert that no controller does harm. A point is the moment before or
+after a record, before or after each call that changes something, and in the middle of a launch and of a stop, because
+neither is atomic with a real launcher.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from controller.launcher import LaunchFailed, Server, ServerSpec, ServerState
 
 
 class Killed(BaseException):
-    """SIGKILL, as far as a process can show it to itself: nothing catches it, and nothing works after it."""
+    """SIGKILL, as far as a process can simulate it on itself: nothing catches it, and nothing works after it."""
 
 
 class Points(Protocol):
-    """Told of every point that is passed, and of every look, which changes nothing; what it raises happens there."""
+    """Called at every point, and at every look, which changes nothing; what it raises happens there."""
 
     def pass_point(self) -> None: ...
 
@@ -33,7 +33,7 @@ class Points(Protocol):
 
 @dataclass
 class Fuse:
-    """Kills whoever passes point number `at`, and everything of that process after it. None: never."""
+    """Kills the process that passes point number `at`, and everything of it afterwards. None: never."""
 
     at: int | None = None
     num_passed: int = 0
@@ -53,11 +53,11 @@ class Fuse:
 
 
 @dataclass
-class BadLine:
-    """Loses one request or its answer: at point number `at`, an odd one before it is done, an even one behind that.
+class LostMessage:
+    """Loses one request or its answer at point number `at`: an odd point is before the call, an even one after it.
 
     Args:
-        fault: what whoever asked sees of it.
+        fault: what the caller sees.
         then: called at that moment.
     """
 
@@ -91,14 +91,14 @@ class FusedJournal(Journal):
 
 
 @dataclass
-class Floor:
-    """What is there whatever a controller believes: servers, and what the gateway has of them.
+class Cluster:
+    """What exists, whatever a controller believes: servers, and what the gateway knows of them.
 
     Args:
-        turns: running on each server, by URL; they end one look after nothing new comes.
+        turns: running on each server, by URL; they end one look after it gets no new ones.
         asleep: addresses of servers that sleep; see `answering_engines`.
-        looks_lost: so many looks at the gateway still find nobody.
-        finds_lost: so many looks at the launcher still fail.
+        num_looks_lost: as many of the next looks at the gateway find nobody.
+        num_finds_lost: as many of the next looks at the launcher fail.
     """
 
     devices: tuple[str, ...]
@@ -108,36 +108,36 @@ class Floor:
     members: dict[str, Member] = field(default_factory=dict)
     turns: dict[str, int] = field(default_factory=dict)
     moved: set[str] = field(default_factory=set)
-    looks_lost: int = 0
-    finds_lost: int = 0
+    num_looks_lost: int = 0
+    num_finds_lost: int = 0
 
     def alive(self) -> list[Server]:
         return [one for one in self.servers.values() if one.state is not ServerState.EXITED]
 
     def awake(self) -> list[Server]:
-        """Of those alive, who holds its devices."""
+        """Servers that are alive and hold their devices."""
         return [one for one in self.alive() if urlsplit(one.url or "").hostname not in self.asleep]
 
 
 class MemoryLauncher:
-    """One controller's way to the servers."""
+    """One controller's connection to the servers."""
 
-    def __init__(self, floor: Floor, points: Points) -> None:
-        self._floor = floor
+    def __init__(self, cluster: Cluster, points: Points) -> None:
+        self._cluster = cluster
         self._points = points
 
     def inventory(self) -> tuple[str, ...]:
-        return self._floor.devices
+        return self._cluster.devices
 
     async def launch(self, spec: ServerSpec) -> Server:
         self._points.pass_point()
-        servers = self._floor.servers
+        servers = self._cluster.servers
         there = servers.get(spec.server_id)
         if there is None:
-            for other in self._floor.alive():
+            for other in self._cluster.alive():
                 if set(other.spec.devices) & set(spec.devices) and other.spec.server_id not in spec.beside:
                     raise LaunchFailed(f"{other.spec.server_id} holds a device of {spec.server_id}")
-            url = f"http://127.0.1.{len(servers) + 1}:{self._floor.port}"  # another address for each, one listener
+            url = f"http://127.0.1.{len(servers) + 1}:{self._cluster.port}"  # one address each, one listener
             servers[spec.server_id] = Server(spec, ServerState.STARTING, url)
         self._points.pass_point()
         if servers[spec.server_id].state is ServerState.STARTING:
@@ -147,55 +147,55 @@ class MemoryLauncher:
 
     async def find(self, fleet_id: str) -> list[Server]:
         self._points.look()
-        if self._floor.finds_lost:
-            self._floor.finds_lost -= 1
+        if self._cluster.num_finds_lost:
+            self._cluster.num_finds_lost -= 1
             raise OSError("no connection to the launcher")
-        return [one for one in self._floor.servers.values() if one.spec.fleet_id == fleet_id]
+        return [one for one in self._cluster.servers.values() if one.spec.fleet_id == fleet_id]
 
     async def stop(self, server_id: str, grace_s: float) -> None:
         self._points.pass_point()
-        server = self._floor.servers.get(server_id)
+        server = self._cluster.servers.get(server_id)
         if server is None:
             return
         if server.state is not ServerState.EXITED:
-            member = self._floor.members.get(server.url or "")
-            assert not self._floor.turns.get(server.url or ""), "a server is stopped while turns run on it"
+            member = self._cluster.members.get(server.url or "")
+            assert not self._cluster.turns.get(server.url or ""), "a server is stopped while turns run on it"
             assert member is None or member.is_cordoned, "a server is stopped that the gateway may give turns"
-            assert member is None or member.engine_id in self._floor.moved, "its KV was not offered to others"
+            assert member is None or member.engine_id in self._cluster.moved, "its KV was not offered to others"
         await asyncio.sleep(0)
         self._points.pass_point()
-        self._floor.servers[server_id] = replace(server, state=ServerState.EXITED, exit_cause="stopped")
+        self._cluster.servers[server_id] = replace(server, state=ServerState.EXITED, exit_cause="stopped")
         self._points.pass_point()
 
 
 class MemoryGateway:
-    """One controller's way to the gateway; in place of `GatewayClient`."""
+    """One controller's connection to the gateway, in place of `GatewayClient`."""
 
-    def __init__(self, floor: Floor, points: Points) -> None:
-        self._floor = floor
+    def __init__(self, cluster: Cluster, points: Points) -> None:
+        self._cluster = cluster
         self._points = points
 
     async def engines(self) -> list[Member]:
         self._points.look()
-        if self._floor.looks_lost:
-            self._floor.looks_lost -= 1
+        if self._cluster.num_looks_lost:
+            self._cluster.num_looks_lost -= 1
             raise GatewayAway("no connection to the gateway")
-        told = []
-        for url, member in self._floor.members.items():
-            told.append(replace(member, num_turns=self._floor.turns.get(url, 0)))
+        members = []
+        for url, member in self._cluster.members.items():
+            members.append(replace(member, num_turns=self._cluster.turns.get(url, 0)))
             if member.is_cordoned:
-                self._floor.turns[url] = 0
-        return told
+                self._cluster.turns[url] = 0
+        return members
 
     async def add(self, engine: dict[str, Any]) -> None:
         self._points.pass_point()
         self._check_there()
         url = engine["url"]
-        server = next(one for one in self._floor.servers.values() if one.url == url)
+        server = next(one for one in self._cluster.servers.values() if one.url == url)
         assert server.state is ServerState.RUNNING, "the gateway is told of a server that is not there"
-        if url not in self._floor.members:
-            self._floor.members[url] = Member(f"at {url}", url, is_ready=True, is_cordoned=False, num_turns=0)
-            self._floor.turns[url] = 1
+        if url not in self._cluster.members:
+            self._cluster.members[url] = Member(f"at {url}", url, is_ready=True, is_cordoned=False, num_turns=0)
+            self._cluster.turns[url] = 1
         self._points.pass_point()
 
     async def drain(self, engine_id: str) -> None:
@@ -208,16 +208,16 @@ class MemoryGateway:
         self._points.pass_point()
         self._check_there()
         url = engine_id.removeprefix("at ")
-        awake = {one.url for one in self._floor.awake()}
+        awake = {one.url for one in self._cluster.awake()}
         assert url not in awake, "the gateway is told to forget a server that works"
-        self._floor.members.pop(url, None)
+        self._cluster.members.pop(url, None)
         self._points.pass_point()
 
     async def move(self, engine_id: str) -> None:
-        """The mover."""
+        """Used as the controller's `move`: offers the KV of trajectories there to others."""
         self._points.pass_point()
-        assert not self._floor.turns.get(engine_id.removeprefix("at ")), "KV is moved under a turn"
-        self._floor.moved.add(engine_id)
+        assert not self._cluster.turns.get(engine_id.removeprefix("at ")), "KV is moved under a turn"
+        self._cluster.moved.add(engine_id)
         self._points.pass_point()
 
     def close(self) -> None:
@@ -227,23 +227,23 @@ class MemoryGateway:
         self._points.pass_point()
         self._check_there()
         url = engine_id.removeprefix("at ")
-        self._floor.members[url] = replace(self._floor.members[url], is_cordoned=is_cordoned)
-        self._floor.turns[url] = int(not is_cordoned or self._floor.turns.get(url, 0))
+        self._cluster.members[url] = replace(self._cluster.members[url], is_cordoned=is_cordoned)
+        self._cluster.turns[url] = int(not is_cordoned or self._cluster.turns.get(url, 0))
         self._points.pass_point()
 
     def _check_there(self) -> None:
-        if self._floor.looks_lost:
+        if self._cluster.num_looks_lost:
             raise GatewayAway("no connection to the gateway")
 
 
 class MemoryDemand:
-    """Nothing to do, as the gateway says while it is there."""
+    """No work, as the gateway reports while it is there."""
 
-    def __init__(self, floor: Floor) -> None:
-        self._floor = floor
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
 
     async def work(self, since: float = 0.0) -> Work:
-        if self._floor.looks_lost:
+        if self._cluster.num_looks_lost:
             raise DemandAway("no connection to the gateway")
         return Work((), 0, None)
 
@@ -253,10 +253,10 @@ class MemoryDemand:
 
 @asynccontextmanager
 async def answering_engines(asleep: set[str] | None = None) -> AsyncIterator[int]:
-    """One listener at every loopback address, each an engine that answers every request with 200; gives its port.
+    """One listener at every loopback address: each is an engine that answers every request with 200. Gives its port.
 
     Args:
-        asleep: addresses that were told to fall asleep, and not to wake since. They refuse to make tokens.
+        asleep: addresses that were told to fall asleep, and not to wake since. They refuse to generate tokens.
     """
     sleeping = set() if asleep is None else asleep
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 async def heddle(*arguments: str, admin_key: str | None = ADMIN_KEY) -> tuple[int, str]:
-    """A command's exit status, and all that it said."""
+    """A command's exit status and everything that it printed."""
     environment = {name: value for name, value in os.environ.items() if name != ADMIN_KEY_VARIABLE}
     if admin_key:
         environment[ADMIN_KEY_VARIABLE] = admin_key
@@ -37,9 +37,9 @@ async def heddle(*arguments: str, admin_key: str | None = ADMIN_KEY) -> tuple[in
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    said, _ = await process.communicate()
+    output, _ = await process.communicate()
     assert process.returncode is not None
-    return process.returncode, said.decode()
+    return process.returncode, output.decode()
 
 
 @asynccontextmanager
@@ -76,68 +76,68 @@ observe_interval_s = 0.1
     return path
 
 
-async def test_a_folder_that_cannot_be_made_stops_the_start(tmp_path: Path) -> None:
-    """With one line that names it."""
+async def test_a_state_folder_that_cannot_be_created_stops_the_start(tmp_path: Path) -> None:
+    """The exit status is 2, and one line names the folder."""
     path = write_fleet(tmp_path, "http://127.0.0.1:9", 0)
     path.write_text(path.read_text().replace('"state"', '"fleet.toml/state"'))
-    status, said = await heddle("controller", "--fleet", str(path))
-    assert (status, len(said.splitlines())) == (2, 1), said
-    assert "fleet.toml/state cannot be used: Not a directory" in said
+    status, output = await heddle("controller", "--fleet", str(path))
+    assert (status, len(output.splitlines())) == (2, 1), output
+    assert "fleet.toml/state cannot be used: Not a directory" in output
 
 
 @pytest.mark.timeout(300)
 async def test_a_fleet_is_shown_planned_scaled_and_drained(tmp_path: Path) -> None:
-    """From the first dry run to a server that is taken away; SIGTERM of the controller leaves the engines."""
+    """From the first dry run to a drained server. SIGTERM ends the controller and leaves the engines running."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
         port = free_port()
         path = write_fleet(tmp_path, gateway.url, port)
         url = f"http://127.0.0.1:{port}"
         fleet = load_fleet_file(path)
-        status, said = await heddle("controller", "--fleet", str(path), "--dry-run")
-        assert status == 0 and "nothing serves" in said and said.rstrip().endswith("Nothing was changed.")
-        assert re.findall(r"^1\. (\w+) .* \(TP (\d) on (\w+)\)", said, re.MULTILINE) == [
+        status, output = await heddle("controller", "--fleet", str(path), "--dry-run")
+        assert status == 0 and "nothing serves" in output and output.rstrip().endswith("Nothing was changed.")
+        assert re.findall(r"^1\. (\w+) .* \(TP (\d) on (\w+)\)", output, re.MULTILINE) == [
             ("launch", "1", "cpu0"),
             ("launch", "1", "cpu1"),
         ]
         larger = path.with_name("larger.toml")
         larger.write_text(path.read_text().replace("tp_sizes", "first = [2, 2]\ntp_sizes"))
-        status, said = await heddle("controller", "--fleet", str(larger), "--dry-run")
-        assert status == 0 and "It is not possible: engines of TP [2, 2] do not fit onto 2 devices" in said
+        status, output = await heddle("controller", "--fleet", str(larger), "--dry-run")
+        assert status == 0 and "It is not possible: engines of TP [2, 2] do not fit onto 2 devices" in output
         async with stopped_at_the_end(fleet):
             async with controller_process(path) as process, httpx.AsyncClient() as client:
 
                 async def is_reached(count: int) -> bool:
                     try:
-                        told = (await client.get(f"{url}/v1/fleet")).json()
+                        reply = (await client.get(f"{url}/v1/fleet")).json()
                     except httpx.TransportError:
                         return False
-                    return bool(told["is_reached"]) and len(told["servers"]) == count
+                    return bool(reply["is_reached"]) and len(reply["servers"]) == count
 
                 await eventually(lambda: is_reached(2), TIMEOUT_S)
-                status, said = await heddle("fleet", "show", "--controller", url)
-                assert status == 0 and said.count("serving") == 2
-                assert re.search(r"^start took TP 1 [\d.]+ s$", said, re.MULTILINE)
+                status, output = await heddle("fleet", "show", "--controller", url)
+                assert status == 0 and output.count("serving") == 2
+                assert re.search(r"^start took TP 1 [\d.]+ s$", output, re.MULTILINE)
                 assert (
                     "plan: 0 trajectories are at work: too few to plan for\nplans are only shown, because planning"
-                    in said
+                    in output
                 )
-                status, said = await heddle("fleet", "plan", "2xTP2", "--controller", url)
-                assert status == 1 and "do not fit" in said
-                status, said = await heddle("fleet", "plan", "1xTP2", "--controller", url)
-                assert said.startswith("to 1 x TP 2:\n")
-                steps = [line.split()[1] for line in said.splitlines() if re.match(r"\d+\. ", line)]
+                status, output = await heddle("fleet", "plan", "2xTP2", "--controller", url)
+                assert status == 1 and "do not fit" in output
+                status, output = await heddle("fleet", "plan", "1xTP2", "--controller", url)
+                assert output.startswith("to 1 x TP 2:\n")
+                steps = [line.split()[1] for line in output.splitlines() if re.match(r"\d+\. ", line)]
                 assert steps[:2] == ["drain", "drain"] and steps[-3:] == ["register", "remove", "remove"]
 
-                status, said = await heddle("fleet", "scale", "1xTP2", "--controller", url, admin_key=None)
-                assert status == 1 and "needs the admin key" in said
+                status, output = await heddle("fleet", "scale", "1xTP2", "--controller", url, admin_key=None)
+                assert status == 1 and "needs the admin key" in output
                 status, _ = await heddle("fleet", "scale", "1xTP2", "--controller", url)
                 assert status == 0
                 await eventually(lambda: is_reached(1), TIMEOUT_S)
-                status, said = await heddle("controller", "--fleet", str(path), "--dry-run")
-                assert "1 x TP 2 serves" in said and "too few to plan for" in said
+                status, output = await heddle("controller", "--fleet", str(path), "--dry-run")
+                assert "1 x TP 2 serves" in output and "too few to plan for" in output
 
-                status, said = await heddle("fleet", "scale", "0xTP1", "--controller", url)
-                assert status == 1 and "ends every engine of the fleet" in said and await is_reached(1)
+                status, output = await heddle("fleet", "scale", "0xTP1", "--controller", url)
+                assert status == 1 and "ends every engine of the fleet" in output and await is_reached(1)
 
                 (server,) = (await client.get(f"{url}/v1/fleet")).json()["servers"]
                 assert (await heddle("fleet", "drain", "nobody", "--controller", url))[0] == 1
@@ -168,44 +168,45 @@ async def alive(fleet: FleetFile) -> list[Server]:
     return [one for one in await launcher_for(fleet).find(fleet.fleet) if one.state is not ServerState.EXITED]
 
 
-async def test_a_command_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
-    """Before anybody is asked; a controller that is not there is named."""
+async def test_invalid_commands_and_absent_controllers_are_reported(tmp_path: Path) -> None:
+    """Invalid arguments are refused before any request; an absent controller or fleet file is named."""
     url = f"http://127.0.0.1:{free_port()}"
     for arguments in (("scale",), ("scale", "4TP1"), ("drain",), ("scale", "1x1", "--plans")):
-        status, said = await heddle("fleet", *arguments, "--controller", url)
-        assert status == 2 and said.startswith("heddle fleet: ")
-    status, said = await heddle("fleet", "show", "--controller", url)
-    assert status == 1 and f"no controller at {url}" in said
-    status, said = await heddle("controller", "--fleet", str(tmp_path / "absent.toml"))
-    assert status == 2 and "cannot read" in said
+        status, output = await heddle("fleet", *arguments, "--controller", url)
+        assert status == 2 and output.startswith("heddle fleet: ")
+    status, output = await heddle("fleet", "show", "--controller", url)
+    assert status == 1 and f"no controller at {url}" in output
+    status, output = await heddle("controller", "--fleet", str(tmp_path / "absent.toml"))
+    assert status == 2 and "cannot read" in output
 
 
 async def test_a_first_fleet_that_does_not_fit_stops_the_start(tmp_path: Path) -> None:
-    """With one line, once the gateway is there to be asked."""
+    """The last line states why, once the gateway can be asked."""
     async with running_gateway() as gateway:
         path = write_fleet(tmp_path, gateway.url, free_port())
         path.write_text(path.read_text().replace("tp_sizes", "first = [2, 2]\ntp_sizes"))
-        status, said = await heddle("controller", "--fleet", str(path))
-        assert status == 2 and "the first fleet is not possible" in said.splitlines()[-1]
+        status, output = await heddle("controller", "--fleet", str(path))
+        assert status == 2 and "the first fleet is not possible" in output.splitlines()[-1]
 
 
-async def test_the_gateway_tells_the_work_at_hand(tmp_path: Path) -> None:
-    """To who has the admin key: what each active trajectory still needs, and how well predictions came true."""
+async def test_the_gateway_reports_the_work_at_hand(tmp_path: Path) -> None:
+    """With the admin key, it reports what each active trajectory still needs, and how well predictions came true."""
     async with running_gateway() as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
         assert (await client.get("/v1/demand")).status_code == 401
         for number in range(12):
             declared = {"id": f"t{number}", "expected_output_tokens": 1000 * (number + 1)}
             assert (await client.post("/v1/trajectories", json=declared)).status_code == 201
-        told = (await client.get("/v1/demand", headers=ADMIN)).json()
-        assert sorted(one["output_tokens"] for one in told["trajectories"]) == [1000 * n for n in range(1, 13)]
-        assert told["correlation"] is None and told["num_waiting_turns"] == 0
+        reply = (await client.get("/v1/demand", headers=ADMIN)).json()
+        assert sorted(one["output_tokens"] for one in reply["trajectories"]) == [1000 * n for n in range(1, 13)]
+        assert reply["correlation"] is None and reply["num_waiting_turns"] == 0
         await client.delete("/v1/trajectories/t0")
-        told = (await client.get("/v1/demand", headers=ADMIN)).json()
-        assert len(told["trajectories"]) == 11
+        reply = (await client.get("/v1/demand", headers=ADMIN)).json()
+        assert len(reply["trajectories"]) == 11
 
 
-async def test_the_gateway_tells_what_the_last_rollout_came_to(tmp_path: Path) -> None:
-    """Whole, once none of its trajectories is active, whatever other rollouts do; and not to who knows it already."""
+async def test_the_gateway_reports_the_last_rollout(tmp_path: Path) -> None:
+    """It is reported whole, once none of its trajectories is active, whatever other rollouts do, and not to a client
+    that knows it already."""
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=100.0)) as engine,
         running_gateway(engine) as gateway,
@@ -233,12 +234,12 @@ async def test_the_gateway_tells_what_the_last_rollout_came_to(tmp_path: Path) -
         await finish("a1")
         await finish("a2")
         await play("b0", "b", 1)
-        told = await last_rollout()
-        assert told["rollout_id"] == "a"
-        assert sorted(one["output_tokens"] for one in told["trajectories"]) == [8, 16, 24]
-        short, _, long = sorted(told["trajectories"], key=lambda one: one["output_tokens"])
+        reply = await last_rollout()
+        assert reply["rollout_id"] == "a"
+        assert sorted(one["output_tokens"] for one in reply["trajectories"]) == [8, 16, 24]
+        short, _, long = sorted(reply["trajectories"], key=lambda one: one["output_tokens"])
         assert short["context_tokens"] == long["context_tokens"] > 0 == short["new_tokens"] < long["new_tokens"]
-        assert await last_rollout(told["ended_at"]) is None
+        assert await last_rollout(reply["ended_at"]) is None
         await play("nobody", None, 1)
         await finish("nobody")
-        assert (await last_rollout(told["ended_at"]))["rollout_id"] is None
+        assert (await last_rollout(reply["ended_at"]))["rollout_id"] is None

@@ -1,4 +1,4 @@
-"""SIGKILL of the controller at any point of any step, under a rollout; and two controllers at once."""
+"""SIGKILL of the controller at random points of a change under a rollout; and two controllers at once."""
 
 import asyncio
 import contextlib
@@ -25,24 +25,25 @@ from tests.controller.fleet_site import (
 )
 from tests.support.gateway import ADMIN_KEY, running_gateway
 
-# More of them: CRASH_SEEDS=20 pytest tests/controller/test_crashes.py
+# For more seeds: CRASH_SEEDS=20 pytest tests/controller/test_crashes.py
 SEEDS = range(int(os.environ.get("CRASH_SEEDS", "1")))
 
 
 async def run_until_point(fleet: FleetFile, point: int) -> tuple[int, int]:
-    """A controller process that ends at that point: its status, and the points that it passed if it got to the end."""
+    """Run a controller process that ends at that point. Gives its status, and the points that it passed if it
+    finished."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.controller.crashing", fleet.model_dump_json(), str(point)),
         env={**os.environ, ADMIN_KEY_VARIABLE: ADMIN_KEY},
         stdout=asyncio.subprocess.PIPE,
     )
     try:
-        said, _ = await process.communicate()
+        output, _ = await process.communicate()
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
     assert process.returncode is not None
-    return process.returncode, int(said or 0)
+    return process.returncode, int(output or 0)
 
 
 @pytest.mark.timeout(600)
@@ -51,7 +52,7 @@ async def run_until_point(fleet: FleetFile, point: int) -> tuple[int, int]:
 async def test_a_change_of_shape_survives_sigkill_anywhere(
     seed: int, sleeping: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """Again and again, a random number of points apart: the change is finished, nothing is left over, no turn fails."""
+    """Kills come a random number of points apart: the change is finished, nothing is left over, and no turn fails."""
     dice = random.Random(seed)
     async with running_gateway(observe_interval_s=0.1) as gateway:
         fleet = fleet_file(tmp_path, gateway.url, sleep={"tp_sizes": sleeping})
@@ -85,7 +86,8 @@ async def check_devices(fleet: FleetFile) -> None:
 
 
 async def check_end(fleet: FleetFile, gateway_url: str, tps: list[int]) -> None:
-    """What is awake is what is wanted, and the gateway has just that; of sizes that may sleep the others do."""
+    """The gateway has exactly the servers that are awake, and they are the wanted ones; servers of other sizes that may
+    sleep are asleep."""
     servers = await awake(fleet)
     assert sorted(server.spec.tp for server in servers) == sorted(tps)
     members = await engines(gateway_url)
@@ -100,21 +102,21 @@ async def alive(fleet: FleetFile) -> list[Server]:
 
 
 async def awake(fleet: FleetFile) -> list[Server]:
-    """By their own word; one that does not answer yet holds its devices."""
+    """By the servers' own answers; one that does not answer yet holds its devices."""
     found = []
     async with httpx.AsyncClient(timeout=60.0) as client:
         for server in await alive(fleet):
             try:
-                told = (await client.get(f"{server.url}/is_sleeping")).json()
+                reply = (await client.get(f"{server.url}/is_sleeping")).json()
             except httpx.TransportError:
-                told = {"is_sleeping": False}
-            if not told["is_sleeping"]:
+                reply = {"is_sleeping": False}
+            if not reply["is_sleeping"]:
                 found.append(server)
     return found
 
 
-async def test_of_two_controllers_one_acts_and_the_other_takes_over(tmp_path: Path) -> None:
-    """The second does nothing while the first lives, and then goes on with what the first had begun."""
+async def test_a_second_controller_waits_and_then_takes_over(tmp_path: Path) -> None:
+    """The second does nothing while the first lives, and then finishes what the first has begun."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
         fleet = fleet_file(tmp_path, gateway.url)
         async with stopped_at_the_end(fleet):

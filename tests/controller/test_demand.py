@@ -1,4 +1,4 @@
-"""Where the controller hears what there is to do: a gateway that is asked and a stream that is read tell the same."""
+"""How the controller learns of work: a gateway that is asked and a stream that is read report the same."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -30,7 +30,7 @@ EVERY_S = 0.02
 
 @dataclass(frozen=True)
 class Source:
-    """One way to hear of work: a store that the gateway has, and what the fleet file says of it."""
+    """One way to learn of work: the gateway's store, and the fleet file's table for it."""
 
     store: str
     table: DemandTable
@@ -65,23 +65,23 @@ def read_from(server: RedisServer, max_age_s: float = 30.0) -> Source:
     return Source(server.url(), DemandTable.model_validate({"redis": server.url(), "max_age_s": max_age_s}))
 
 
-async def told(demand: Demand, holds: Callable[[Work], bool], since: float = 0.0) -> Work:
-    """What is told once that holds; until then nobody may have said anything."""
+async def reported(demand: Demand, holds: Callable[[Work], bool], since: float = 0.0) -> Work:
+    """The work reported once `holds` is true of it; until then, a refusal is fine."""
     found: list[Work] = []
 
-    async def is_told() -> bool:
+    async def is_reported() -> bool:
         try:
             found.append(await demand.work(since))
         except DemandAway:
             return False
         return holds(found[-1])
 
-    await eventually(is_told)
+    await eventually(is_reported)
     return found[-1]
 
 
 async def refusal(demand: Demand) -> str:
-    """Why nothing is told, once that is so."""
+    """Why nothing is reported, once that is so."""
     why: list[str] = []
 
     async def is_refused() -> bool:
@@ -97,93 +97,95 @@ async def refusal(demand: Demand) -> str:
 
 async def declare(url: str, name: str, output_tokens: int) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=60.0) as client:
-        said = {"id": name, "expected_output_tokens": output_tokens}
-        (await client.post("/v1/trajectories", json=said)).raise_for_status()
+        declared = {"id": name, "expected_output_tokens": output_tokens}
+        (await client.post("/v1/trajectories", json=declared)).raise_for_status()
 
 
 async def play(gateway: Listening, rollout: str, max_tokens: int) -> None:
-    """Two trajectories of one turn; a rollout has ended when none of it is active, so the first one waits."""
+    """Two trajectories of one turn. A rollout ends when none of its trajectories is active, so both finish at the
+    end."""
     names = [f"{rollout}-{number}" for number in range(2)]
     async with httpx.AsyncClient(base_url=gateway.url, timeout=60.0) as client:
         for name in names:
             body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": max_tokens, "ignore_eos": True}
             labels = {"X-Rollout-Id": rollout}
-            asked = {"model": "simulated", **body}
-            answer = await client.post(f"/t/{name}/v1/chat/completions", json=asked, headers=labels)
+            request = {"model": "simulated", **body}
+            answer = await client.post(f"/t/{name}/v1/chat/completions", json=request, headers=labels)
             answer.raise_for_status()
         for name in names:
             (await client.post(f"/v1/trajectories/{name}/finish")).raise_for_status()
 
 
-async def test_work_is_told_as_it_is(source: Source) -> None:
-    """Of each active trajectory what it still needs; more of them soon after they come."""
+async def test_remaining_work_is_reported(source: Source) -> None:
+    """The report has what each active trajectory still needs, and shows new trajectories soon after they are
+    declared."""
     async with source.gateway() as gateway, source.demand(gateway.url) as demand:
-        assert (await told(demand, lambda work: True)).remaining == ()
+        assert (await reported(demand, lambda work: True)).remaining == ()
         await declare(gateway.url, "a", 1_000)
         await declare(gateway.url, "b", 2_000)
-        work = await told(demand, lambda work: len(work.remaining) == 2)
+        work = await reported(demand, lambda work: len(work.remaining) == 2)
         assert sorted(one.output_tokens for one in work.remaining) == [1_000, 2_000]
         assert (work.num_waiting_turns, work.correlation, work.last_rollout) == (0, None, None)
 
 
-async def test_a_rollout_that_ended_is_told_until_it_is_known(source: Source) -> None:
-    """Also by a gateway that was started again since, and until another one has ended."""
+async def test_an_ended_rollout_is_reported_until_it_is_known(source: Source) -> None:
+    """A gateway that was restarted since reports it, too, until another rollout has ended."""
     async with recorded_engine(ENGINE) as engine:
         async with source.gateway(engine.url) as gateway, source.demand(gateway.url) as demand:
             await play(gateway, "first", max_tokens=5)
-            first = (await told(demand, lambda work: work.last_rollout is not None)).last_rollout
+            first = (await reported(demand, lambda work: work.last_rollout is not None)).last_rollout
             assert first is not None and [one.output_tokens for one in first.trajectories] == [5, 5]
             assert all(one.uncached_tokens == one.context_tokens > 0 for one in first.trajectories)
             assert (await demand.work(first.ended_at)).last_rollout is None
         async with source.gateway(engine.url) as gateway, source.demand(gateway.url) as demand:
-            again = await told(demand, lambda work: work.last_rollout is not None)
+            again = await reported(demand, lambda work: work.last_rollout is not None)
             assert again.last_rollout == first
             await play(gateway, "second", max_tokens=7)
-            found = await told(demand, lambda work: work.last_rollout is not None, since=first.ended_at)
+            found = await reported(demand, lambda work: work.last_rollout is not None, since=first.ended_at)
             assert found.last_rollout is not None
             assert [one.output_tokens for one in found.last_rollout.trajectories] == [7, 7]
 
 
-async def test_a_gateway_that_is_gone_has_no_demand(source: Source) -> None:
-    """What it said last is nobody's demand any more."""
+async def test_a_gateway_that_is_gone_reports_no_demand(source: Source) -> None:
+    """Its last report no longer counts."""
     source = replace(source, table=source.table.model_copy(update={"max_age_s": 2.0}))
     async with source.gateway() as gateway, source.demand(gateway.url) as demand:
         await declare(gateway.url, "a", 1_000)
-        await told(demand, lambda work: len(work.remaining) == 1)
+        await reported(demand, lambda work: len(work.remaining) == 1)
     async with source.demand(gateway.url) as demand:
         assert await refusal(demand)
 
 
-async def test_redis_away_is_said_and_back_it_tells_what_is_now(server: RedisServer) -> None:
-    """With its data or without: never what there was to do before."""
+async def test_demand_fails_while_redis_is_away_and_is_current_afterwards(server: RedisServer) -> None:
+    """This holds with Redis' data or without: work from before the outage is never reported."""
     source = read_from(server)
     async with source.gateway() as gateway, source.demand(gateway.url) as demand:
         await declare(gateway.url, "a", 1_000)
-        await told(demand, lambda work: len(work.remaining) == 1)
+        await reported(demand, lambda work: len(work.remaining) == 1)
         for number, is_empty in enumerate((False, True)):
             await asyncio.to_thread(server.kill)
             assert "is away" in await refusal(demand)
             await declare(gateway.url, f"away-{number}", 2_000)
             await asyncio.to_thread(server.restart, empty=is_empty)
-            await told(demand, lambda work, now=2 + number: len(work.remaining) == now)  # type: ignore[misc]
+            await reported(demand, lambda work, now=2 + number: len(work.remaining) == now)  # type: ignore[misc]
 
 
-async def test_what_is_too_old_or_not_understood_is_no_demand(server: RedisServer) -> None:
-    """Nor is a stream in which nobody has said anything; each has its own words."""
+async def test_stale_and_unreadable_reports_are_refused(server: RedisServer) -> None:
+    """A stream without reports is refused, too; each reason has its own message."""
     demand = demand_of(read_from(server, max_age_s=0.2).table, GatewayClient("http://127.0.0.1:9", None))
     stream = Stream(server.url(), DEMAND, StoreSettings())
     async with aclosing(demand), aclosing(stream):
         assert "no gateway has reported its work there" in await refusal(demand)
-        for said in (b"nonsense", b"[]", b"{}", b'{"trajectories": [{}]}'):
-            await stream.add(said)
+        for entry in (b"nonsense", b"[]", b"{}", b'{"trajectories": [{}]}'):
+            await stream.add(entry)
             why = await refusal(demand)
             assert "cannot be read" in why or "was silent" in why
-        await asyncio.sleep(0.3)  # what makes it old
+        await asyncio.sleep(0.3)  # longer than the greatest age
         assert "the gateway was silent for" in await refusal(demand)
 
 
 async def test_the_stream_is_bounded(server: RedisServer) -> None:
-    """However long a gateway goes on: a few entries, the newest last."""
+    """However long a gateway runs, the stream has a few entries, the newest last."""
     async with aclosing(Stream(server.url(), DEMAND, StoreSettings())) as stream:
         for number in range(20):
             await stream.add(b"%d" % number)
@@ -193,8 +195,8 @@ async def test_the_stream_is_bounded(server: RedisServer) -> None:
         assert redis.xlen(f"heddle:{DEMAND}") == 4
 
 
-async def test_a_gateway_that_lost_its_store_to_another_one_is_silent(server: RedisServer) -> None:
-    """Two in one namespace are a mistake; the second has the trajectories, and its word is the one that counts."""
+async def test_a_gateway_that_lost_its_store_reports_nothing(server: RedisServer) -> None:
+    """Two gateways in one namespace are a mistake. The second has the trajectories, and only its reports count."""
     source = read_from(server)
     async with source.gateway() as first, source.gateway() as second, source.demand(second.url) as demand:
         await declare(first.url, "of-the-first", 1_000)
@@ -205,7 +207,7 @@ async def test_a_gateway_that_lost_its_store_to_another_one_is_silent(server: Re
 
             await eventually(is_fenced)
         await declare(second.url, "of-the-second", 2_000)
-        await told(demand, lambda work: [one.output_tokens for one in work.remaining] == [2_000])
+        await reported(demand, lambda work: [one.output_tokens for one in work.remaining] == [2_000])
         for _ in range(50):
             assert [one.output_tokens for one in (await demand.work()).remaining] == [2_000]
             await asyncio.sleep(EVERY_S / 2)

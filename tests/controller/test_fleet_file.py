@@ -1,4 +1,4 @@
-"""What a fleet file may say, and the commands that come of it."""
+"""What a fleet file may contain, and the engine commands made from it."""
 
 import json
 from pathlib import Path
@@ -35,8 +35,10 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_a_file_says_what_a_fleet_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The key comes from the environment, and relative paths are those of the file."""
+def test_a_fleet_file_is_read_with_the_key_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative paths start at the file's folder, and no dump shows the key."""
     monkeypatch.setenv(ADMIN_KEY_VARIABLE, "secret")
     fleet = load_fleet_file(written(tmp_path, WHOLE))
     assert fleet.local_devices == tuple("01234567") and fleet.first == (4, 2, 2)
@@ -47,22 +49,22 @@ def test_a_file_says_what_a_fleet_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "secret" not in fleet.model_dump_json()
 
 
-def test_work_may_be_heard_of_over_tls(tmp_path: Path) -> None:
-    """By the same URL as the gateway's store."""
+def test_demand_may_be_read_over_tls(tmp_path: Path) -> None:
+    """The URL has the same form as that of the gateway's store."""
     url = "rediss://:secret@redis.example:6380/1?ssl_cert_reqs=none"
     fleet = load_fleet_file(written(tmp_path, WHOLE + f'\n[demand]\nredis = "{url}"\n'))
     assert fleet.demand.redis is not None and fleet.demand.redis.get_secret_value() == url
 
 
-def test_an_empty_key_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of the gateway: who sends none must not pass for who has it."""
+def test_an_empty_admin_key_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the gateway: a client that sends no key must not pass for one that has it."""
     monkeypatch.setenv(ADMIN_KEY_VARIABLE, "")
     assert load_fleet_file(written(tmp_path, WHOLE)).admin_key is None
 
 
 @pytest.mark.parametrize("key", ["of a file\n", " secret", "€"])
 def test_a_key_that_cannot_be_sent_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    """As at the gateway, and not shown."""
+    """As at the gateway; the message does not show it."""
     monkeypatch.setenv(ADMIN_KEY_VARIABLE, key)
     with pytest.raises(FleetFileError, match=r"admin_key: .* printable ASCII") as raised:
         load_fleet_file(written(tmp_path, WHOLE))
@@ -125,8 +127,8 @@ SLEEP = "[sleep]\ntp_sizes = [1, 2]\nweight_bytes = 10\nhost_bytes = 120\n[engin
         (('served_name = "policy"', 'served_name = ""'), "served_name: must not be empty, not ''$"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_one_clear_line(tmp_path: Path, changed: tuple[str, str], message: str) -> None:
-    """It names the file and the field."""
+def test_a_mistake_is_reported_in_one_clear_line(tmp_path: Path, changed: tuple[str, str], message: str) -> None:
+    """The line names the file and the field."""
     assert changed[0] in WHOLE
     text = WHOLE.replace(*changed) + "\n[planning]\nis_automatic = true\n"
     with pytest.raises(FleetFileError, match=message) as raised:
@@ -134,18 +136,19 @@ def test_what_is_wrong_is_one_clear_line(tmp_path: Path, changed: tuple[str, str
     assert "\n" not in str(raised.value) and "fleet.toml" in str(raised.value)
 
 
-def test_a_file_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FleetFileError, match=r"cannot read .*absent\.toml: No such file"):
         load_fleet_file(tmp_path / "absent.toml")
 
 
-def test_vllm_is_launched_to_start_fast(tmp_path: Path) -> None:
-    """A fixed KV size where there is one, else the kept result of profiling; a compile cache for each TP size."""
+def test_vllm_is_launched_for_a_fast_start(tmp_path: Path) -> None:
+    """If the file has a KV size, it is fixed; if not, the result of profiling is kept. Each TP size has a compile
+    cache."""
     fleet = load_fleet_file(written(tmp_path, WHOLE))
     two = server_spec(fleet, DesiredServer("rollout-1", 2, ("0", "1")))
     assert two.command[:3] == ("vllm", "serve", "Qwen/Qwen3-14B") and two.devices == ("0", "1")
-    assert said(two.command, "--tensor-parallel-size") == "2" and said(two.command, "--max-num-seqs") == "128"
-    assert said(two.command, "--kv-cache-memory-bytes") == "30000000000"
+    assert value_of(two.command, "--tensor-parallel-size") == "2" and value_of(two.command, "--max-num-seqs") == "128"
+    assert value_of(two.command, "--kv-cache-memory-bytes") == "30000000000"
     assert "VLLM_ENABLE_STARTUP_PLAN" not in two.environment
     four = server_spec(fleet, DesiredServer("rollout-2", 4, ("4", "5", "6", "7")))
     assert "--kv-cache-memory-bytes" not in four.command and four.command[-1] == "--enable-expert-parallel"
@@ -153,11 +156,11 @@ def test_vllm_is_launched_to_start_fast(tmp_path: Path) -> None:
     assert four.environment["VLLM_CACHE_ROOT"] != two.environment["VLLM_CACHE_ROOT"]
 
 
-def test_vllm_is_launched_to_hand_kv_on_where_that_is_wanted(tmp_path: Path) -> None:
-    """What it cannot fetch it computes; others find it by an address and port that its launcher gives it."""
+def test_vllm_is_launched_with_kv_transfer_if_configured(tmp_path: Path) -> None:
+    """KV that it cannot fetch is recomputed. Others reach it at an address and a port from its launcher."""
     fleet = load_fleet_file(written(tmp_path, WHOLE.replace("[engine]", '[engine]\nkv_transfer = "nixl"')))
     spec = server_spec(fleet, DesiredServer("a", 2, ("0", "1")))
-    config = json.loads(said(spec.command, "--kv-transfer-config"))
+    config = json.loads(value_of(spec.command, "--kv-transfer-config"))
     assert (config["kv_connector"], config["kv_role"]) == ("NixlConnector", "kv_both")
     assert config["kv_load_failure_policy"] == "recompute" and "kv_buffer_device" not in config
     assert spec.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "{kv_port}"
@@ -166,12 +169,12 @@ def test_vllm_is_launched_to_hand_kv_on_where_that_is_wanted(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_vllm_is_launched_to_share_a_kv_tier_where_that_is_wanted(tmp_path: Path, both: bool) -> None:
-    """What was made is kept there, too, in the layout of all TP sizes; with NIXL, what lives is asked first."""
+def test_vllm_is_launched_with_a_kv_tier_if_configured(tmp_path: Path, both: bool) -> None:
+    """The tier also keeps generated tokens, in one layout for all TP sizes. With NIXL, live engines are asked first."""
     more = '\nkv_tier = "/mnt/kv"\nkv_tier_host_bytes = 1000' + both * '\nkv_transfer = "nixl"'
     fleet = load_fleet_file(written(tmp_path, WHOLE.replace("[engine]", "[engine]" + more)))
     spec = server_spec(fleet, DesiredServer("a", 2, ("0", "1")))
-    config = json.loads(said(spec.command, "--kv-transfer-config"))
+    config = json.loads(value_of(spec.command, "--kv-transfer-config"))
     assert config["engine_id"] == "a" and config["kv_load_failure_policy"] == "recompute"
     if both:
         first, config = config["kv_connector_extra_config"]["connectors"]
@@ -182,31 +185,35 @@ def test_vllm_is_launched_to_share_a_kv_tier_where_that_is_wanted(tmp_path: Path
     assert extra["secondary_tiers"] == [{"type": "fs", "root_dir": "/mnt/kv"}]
 
 
-def test_sglang_is_launched_to_share_a_kv_tier_where_that_is_wanted(tmp_path: Path) -> None:
-    """Its HiCache writes all that is computed, and waits for what a request finds there."""
+def test_sglang_is_launched_with_a_kv_tier_if_configured(tmp_path: Path) -> None:
+    """HiCache writes everything that is computed through to the tier, and a request waits for what it finds there."""
     text = WHOLE.replace("[engine]", '[engine]\nkind = "sglang"\nkv_tier = "/mnt/kv"')
     spec = server_spec(load_fleet_file(written(tmp_path, text)), DesiredServer("a", 2, ("0", "1")))
-    assert said(spec.command, "--hicache-storage-backend") == "file" and "--enable-hierarchical-cache" in spec.command
-    assert said(spec.command, "--hicache-write-policy") == "write_through"
+    assert (
+        value_of(spec.command, "--hicache-storage-backend") == "file" and "--enable-hierarchical-cache" in spec.command
+    )
+    assert value_of(spec.command, "--hicache-write-policy") == "write_through"
+    assert value_of(spec.command, "--hicache-storage-prefetch-policy") == "wait_complete"
     assert spec.environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == "/mnt/kv"
 
 
 def test_fast_starts_can_be_turned_off(tmp_path: Path) -> None:
-    """Then nothing but what the gateway needs is set."""
+    """Then no environment is set but the file's own."""
     fleet = load_fleet_file(written(tmp_path, WHOLE + "is_fast_start = false\n"))
     assert server_spec(fleet, DesiredServer("a", 4, ("0", "1", "2", "3"))).environment == {"NCCL_DEBUG": "WARN"}
 
 
-def test_sglang_is_told_which_priorities_come_first(tmp_path: Path) -> None:
-    """Without that flag it would serve the least urgent first."""
+def test_sglang_is_launched_to_serve_low_priority_values_first(tmp_path: Path) -> None:
+    """Without that flag it would serve the least urgent turn first."""
     fleet = load_fleet_file(written(tmp_path, WHOLE.replace("[engine]", '[engine]\nkind = "sglang"')))
     spec = server_spec(fleet, DesiredServer("a", 2, ("0", "1")))
-    assert "--schedule-low-priority-values-first" in spec.command and said(spec.command, "--tp-size") == "2"
+    assert "--schedule-low-priority-values-first" in spec.command and value_of(spec.command, "--tp-size") == "2"
     assert "--skip-server-warmup" in spec.command
 
 
-def test_engines_that_may_sleep_are_launched_for_it(tmp_path: Path) -> None:
-    """Those only; beside whom they sleep the launcher is told."""
+def test_engines_that_may_sleep_are_launched_with_sleep_mode(tmp_path: Path) -> None:
+    """Other TP sizes are launched without it. The spec names the servers that an engine sleeps beside. Ray is
+    refused."""
     fleet = load_fleet_file(written(tmp_path, WHOLE.replace("[engine]", SLEEP)))
     two = server_spec(fleet, DesiredServer("a", 2, ("0", "1")), ["c", "b"])
     assert "--enable-sleep-mode" in two.command and two.environment["VLLM_SERVER_DEV_MODE"] == "1"
@@ -219,12 +226,12 @@ def test_engines_that_may_sleep_are_launched_for_it(tmp_path: Path) -> None:
         FleetFile(fleet="f", model="m", launcher="ray", sleep={"tp_sizes": (1,)})
 
 
-def test_a_module_of_vllm_takes_the_model_as_a_flag() -> None:
-    """Where there is no command `vllm`, it is `python -m vllm.entrypoints.openai.api_server`."""
+def test_vllms_module_takes_the_model_as_a_flag() -> None:
+    """Without a command `vllm`, the program is `python -m vllm.entrypoints.openai.api_server`."""
     program = ("python", "-m", "vllm.entrypoints.openai.api_server")
     fleet = FleetFile(fleet="f", model="m", cpu_slots=1, engine={"program": program})
-    assert said(server_spec(fleet, DesiredServer("a", 1, ("cpu0",))).command, "--model") == "m"
+    assert value_of(server_spec(fleet, DesiredServer("a", 1, ("cpu0",))).command, "--model") == "m"
 
 
-def said(command: tuple[str, ...], flag: str) -> str:
+def value_of(command: tuple[str, ...], flag: str) -> str:
     return command[command.index(flag) + 1]

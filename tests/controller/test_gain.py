@@ -1,6 +1,6 @@
-"""What cutting the fleet anew is worth, in the whole loop: gateway, controller, eight simulated engines in processes.
+"""What reshaping the fleet is worth in the whole loop: a gateway, a controller, eight processes of simulated engines.
 
-Wants a machine that does nothing else (`make fidelity`).
+It needs a machine that does nothing else (`make fidelity`).
 """
 
 import asyncio
@@ -25,12 +25,12 @@ SHORT_TURNS, LONG_TURNS = 2, 30
 TURN_TOKENS = 1_000
 
 
-async def test_a_tail_on_large_engines_ends_sooner_by_what_was_promised(
+async def test_a_reshaped_fleet_gains_most_of_what_its_plan_promised(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two long trajectories among short ones, on eight engines of TP 1: with plans and without.
 
-    Of the promised speed-up at least three quarters must come; turns that had to end first, and what the estimate
+    At least three quarters of the promised speed-up must be reached; turns that had to end first, and what the estimate
     leaves out, may take the rest.
     """
     fixed_s, _ = await rollout_s(tmp_path / "fixed", is_automatic=False)
@@ -73,7 +73,7 @@ async def rollout_s(state_dir: Path, is_automatic: bool) -> tuple[float, str]:
 
 
 async def agent(url: str, name: str, num_turns: int) -> None:
-    """Declares how long it will be, and is as long as that."""
+    """Declares its length, and has that length."""
     async with httpx.AsyncClient(base_url=url, timeout=900.0) as client:
         declared = {"id": name, "expected_output_tokens": num_turns * TURN_TOKENS}
         assert (await client.post("/v1/trajectories", json=declared)).status_code == 201

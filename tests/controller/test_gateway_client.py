@@ -1,4 +1,4 @@
-"""What the controller makes of what answers at the gateway's address: a gateway, or something else."""
+"""What the controller makes of servers at the gateway's address that are not a gateway."""
 
 import pytest
 
@@ -22,8 +22,9 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("status, body", OTHERS.values(), ids=OTHERS.keys())
-async def test_what_is_no_gateway_is_a_gateway_that_is_away_or_refuses(status: int, body: bytes) -> None:
-    """A proxy, say, or another service at its port: the controller goes on looking, and is not ended by it."""
+async def test_answers_of_other_servers_count_as_gateway_errors(status: int, body: bytes) -> None:
+    """A proxy or another service may answer there: the client raises only the errors after which the controller tries
+    again."""
     async with recorded_engine(SimulatedEngineSettings()) as server:
         server.scripts |= {path: fixed(status, body) for path in ("/v1/engines", "/v1/demand")}
         gateway = GatewayClient(server.url, "key")

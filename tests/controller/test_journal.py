@@ -1,4 +1,4 @@
-"""What the journal keeps, and what becomes of servers that end."""
+"""What the journal keeps, and what happens after servers end."""
 
 import json
 from dataclasses import replace
@@ -36,8 +36,8 @@ def write_all(journal: Journal) -> None:
     )
 
 
-def test_a_reader_finds_the_state_that_the_writer_had(tmp_path: Path) -> None:
-    """After any kind of record; a drain counts from its beginning, a stop from its end."""
+def test_a_reader_finds_the_writers_state(tmp_path: Path) -> None:
+    """This holds for every kind of record. A drain counts from its beginning, a stop from its end."""
     journal = Journal(tmp_path / "journal.jsonl")
     write_all(journal)
     state = journal.state
@@ -48,8 +48,8 @@ def test_a_reader_finds_the_state_that_the_writer_had(tmp_path: Path) -> None:
     assert Journal(tmp_path / "journal.jsonl").state == state
 
 
-def test_a_torn_record_never_was(tmp_path: Path) -> None:
-    """Cut anywhere, the file is what was whole before; what is written next is not spoilt by the rest."""
+def test_a_torn_record_is_ignored(tmp_path: Path) -> None:
+    """A file cut anywhere counts up to the last whole record, and the torn rest does not spoil later records."""
     path = tmp_path / "journal.jsonl"
     write_all(Journal(path))
     whole = path.read_bytes()
@@ -64,8 +64,8 @@ def test_a_torn_record_never_was(tmp_path: Path) -> None:
         assert Journal(path).state == later
 
 
-def test_damage_inside_is_not_passed_over(tmp_path: Path) -> None:
-    """It says where, and what to do."""
+def test_damage_before_the_end_is_refused(tmp_path: Path) -> None:
+    """The message states the line, and what to do."""
     path = tmp_path / "journal.jsonl"
     write_all(Journal(path))
     lines = path.read_bytes().splitlines(keepends=True)
@@ -74,16 +74,16 @@ def test_damage_inside_is_not_passed_over(tmp_path: Path) -> None:
         Journal(path)
 
 
-def test_a_state_is_the_same_after_json(tmp_path: Path) -> None:
-    """The short form that a long journal is replaced by loses nothing."""
+def test_a_dumped_state_loses_nothing(tmp_path: Path) -> None:
+    """A long journal is replaced by this short form."""
     journal = Journal(tmp_path / "journal.jsonl")
     write_all(journal)
     short = Journal(tmp_path / "short.jsonl")
     assert short.write(kind="state", state=dumped(journal.state)) == journal.state
 
 
-def test_removed_and_reopened_engines_are_forgotten(tmp_path: Path) -> None:
-    """Their URLs and cordons must not be taken for those of others."""
+def test_reopened_engines_lose_their_cordon_and_removed_ones_their_url(tmp_path: Path) -> None:
+    """Neither must be taken for another engine's."""
     journal = Journal(tmp_path / "journal.jsonl")
     write_all(journal)
     journal.write(**step_record("done", Reopen("a"), 40.0))
@@ -92,9 +92,9 @@ def test_removed_and_reopened_engines_are_forgotten(tmp_path: Path) -> None:
     assert journal.state.urls == {}
 
 
-def test_a_journal_knows_who_sleeps_and_who_may(tmp_path: Path) -> None:
-    """One that was told to and did not say that it has may be either; who is gone is forgotten; a journal that was
-    made short says the same."""
+def test_the_journal_tracks_sleeping_servers_and_spares(tmp_path: Path) -> None:
+    """A server that was told to sleep or wake and has not confirmed it may be either. A server that is gone is
+    forgotten. The journal's short form has the same state."""
     journal = Journal(tmp_path / "journal.jsonl")
 
     def after(**record: Any) -> State:
@@ -122,8 +122,8 @@ def test_a_journal_knows_who_sleeps_and_who_may(tmp_path: Path) -> None:
     assert after(**wanted_record(TWO, 3, 22.0, "again", is_manual=True)).sleepless == "too little memory"
     after(**step_record("begun", Sleep("a"), 23.0, level=1))
     forgotten = after(kind="gone", server_ids=["a", "b"])
-    for of in (forgotten.drained, forgotten.moved, forgotten.stopped, forgotten.urls, forgotten.rest, forgotten.begun):
-        assert "a" not in of
+    for ids in (forgotten.drained, forgotten.moved, forgotten.stopped, forgotten.urls, forgotten.rest, forgotten.begun):
+        assert "a" not in ids
     assert forgotten.levels == {"c": 2} and forgotten.is_manual
     assert not after(**wanted_record(TWO, 3, 24.0, "plans decide", is_manual=False)).is_manual
 
@@ -144,8 +144,8 @@ def tended(state: State, ended: list[Ended], now: float = 100.0, *alive: Desired
     return journal_state
 
 
-def test_a_server_that_does_not_start_is_tried_again_later_and_then_given_up() -> None:
-    """Pauses double; after the third try the fleet before is wanted again, and this size is not planned any more."""
+def test_a_server_that_does_not_start_is_retried_and_then_given_up() -> None:
+    """Pauses double. After the third try, the fleet before is wanted again, and this size is no longer planned."""
     state = State(wanted=TWO, proven=ONES)
     died = "exit status 1"
     state = tended(state, [Ended("c", died, ("no memory",))])
@@ -161,29 +161,29 @@ def test_a_server_that_does_not_start_is_tried_again_later_and_then_given_up() -
     assert state.blocked_tps == {2} and len(state.failures) == 3 and state.failures[0].last_lines == ("no memory",)
 
 
-def test_a_fleet_goes_on_without_a_server_that_was_given_up() -> None:
-    """Where there is no other fleet to go back to."""
+def test_a_fleet_continues_without_a_server_that_was_given_up() -> None:
+    """There is no other fleet to go back to."""
     state = State(wanted=ONES, proven=ONES, num_tries={"b": 2})
     state = tended(state, [Ended("b", "exit status 1")])
     assert state.wanted == ONES[:1] and state.blocked_tps == {1}
 
 
-def test_of_a_first_fleet_the_others_serve_on_where_one_never_starts() -> None:
-    """No fleet served before it, so there is none to go back to: one bad device ended all the engines beside it."""
+def test_a_first_fleet_continues_without_a_server_that_never_starts() -> None:
+    """No fleet served before it, so there is none to go back to: one bad device used to end all engines beside it."""
     state = State(wanted=ONES, num_tries={"b": 2})
     state = tended(state, [Ended("b", "exit status 1")])
     assert state.wanted == ONES[:1] and "fleet before" not in state.why
 
 
-def test_the_fleet_before_leaves_devices_at_rest() -> None:
-    """An operator took one out of use since, and another server was given up before the rest had been reached."""
+def test_a_fleet_that_comes_back_leaves_resting_devices_unused() -> None:
+    """An operator has taken a device out of use since then; giving up another server does not bring it back."""
     state = State(wanted=ONES[:1], proven=ONES, resting=frozenset(ONES[1].devices), num_tries={"a": 2})
     assert tended(state, [Ended("a", "exit status 1")]).wanted == ()
     state = State(wanted=TWO, proven=ONES, resting=frozenset(ONES[1].devices), num_tries={"c": 2})
     assert tended(state, [Ended("c", "exit status 1")], 100.0, *ONES).wanted == ONES[:1]
 
 
-def test_a_server_that_served_is_tried_anew() -> None:
+def test_tries_start_again_for_a_server_that_served() -> None:
     """Its tries do not add up over weeks."""
     state = State(wanted=ONES, proven=ONES, num_tries={"b": 2}, urls={"b": "http://b"}, serial=7)
     state = tended(state, [Ended("b", "killed by SIGKILL")])
@@ -196,8 +196,8 @@ def test_a_server_that_served_is_tried_anew() -> None:
     ]
 
 
-def test_a_spare_that_ended_is_let_go() -> None:
-    """It is told of, and nobody takes its place."""
+def test_a_spare_that_ended_is_not_replaced() -> None:
+    """Its end is recorded as a failure."""
     state = State(wanted=ONES, proven=ONES, spares=TWO, serial=7)
     state = tended(state, [Ended("c", "killed by SIGKILL")])
     assert state.spares == () and state.wanted == ONES and state.serial == 7 and state.failures[0].tp == 2
@@ -214,15 +214,15 @@ def test_pauses_between_tries_are_bounded() -> None:
     ]
 
 
-def test_tries_of_servers_that_are_wanted_no_more_are_forgotten() -> None:
-    """A server ends now and then for weeks, and all of this is written each time."""
+def test_tries_of_servers_no_longer_wanted_are_forgotten() -> None:
+    """Servers end now and then for weeks, and all tries are written each time."""
     state = State(wanted=ONES, proven=ONES, num_tries={"b": 2, "z": 1}, not_before={"z": 1.0}, urls={"b": "http://b"})
     state = tended(state, [Ended("b", "killed by SIGKILL")])
     assert state.num_tries.keys() == state.not_before.keys() == {state.wanted[1].server_id}
 
 
-def test_a_long_journal_is_made_short_while_it_is_written(tmp_path: Path) -> None:
-    """A controller runs for weeks, and what it notes of each rollout is tens of kilobytes."""
+def test_a_long_journal_is_shortened_while_it_is_written(tmp_path: Path) -> None:
+    """A controller runs for weeks, and records tens of kilobytes for each rollout."""
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
     write_all(journal)
@@ -235,8 +235,8 @@ def test_a_long_journal_is_made_short_while_it_is_written(tmp_path: Path) -> Non
     assert Journal(path).state == state
 
 
-def test_a_journal_that_an_earlier_version_let_grow_is_made_short(tmp_path: Path) -> None:
-    """At the start, and without having all of it in memory at once."""
+def test_a_long_journal_is_shortened_at_the_start(tmp_path: Path) -> None:
+    """An earlier version let it grow."""
     path = tmp_path / "journal.jsonl"
     write_all(Journal(path))
     with path.open("ab") as file:

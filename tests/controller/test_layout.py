@@ -1,4 +1,4 @@
-"""Where the engines of a fleet go, on floors of several nodes: what can stay does, and what fits is laid out."""
+"""Where the engines of a fleet go, on floors of several nodes: what can stay stays, and what fits is placed."""
 
 from collections import Counter
 from itertools import combinations, count
@@ -15,7 +15,7 @@ SIZES = (1, 2, 4, 8)
 
 @st.composite
 def floors(draw: st.DrawFn) -> Floor:
-    """Nodes that are told by name, of unequal size, or counted off; some devices rest."""
+    """Nodes given by name, with unequal sizes, or by number alone; some devices rest."""
     if draw(st.booleans()):
         nodes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
         devices = tuple(f"node{number}/{device}" for number, size in enumerate(nodes) for device in range(size))
@@ -26,7 +26,7 @@ def floors(draw: st.DrawFn) -> Floor:
 
 
 def on_first_blocks(tps: list[int], floor: Floor, taken: set[str]) -> list[tuple[str, ...]] | None:
-    """Each engine on the first block that is free, the largest first; None where there is none."""
+    """Each engine on its first free block, the largest first; None if one has none."""
     taken, blocks = set(taken), []
     for tp in sorted(tps, reverse=True):
         block = next((block for block in floor.blocks(tp) if not taken & set(block)), None)
@@ -51,7 +51,7 @@ def fleets(draw: st.DrawFn, floor: Floor) -> list[DesiredServer]:
     return there
 
 
-def laid(
+def laid_out(
     tps: list[int], there: list[DesiredServer], floor: Floor, asleep: list[DesiredServer] | None = None
 ) -> list[DesiredServer]:
     numbers = count()
@@ -64,14 +64,14 @@ def devices_of(servers: list[DesiredServer]) -> list[str]:
 
 @given(st.data(), floors(), st.lists(st.sampled_from(SIZES), max_size=12))
 @settings(max_examples=300)
-def test_what_fits_is_laid_out_whatever_is_there(data: st.DataObject, floor: Floor, tps: list[int]) -> None:
-    """On blocks that nobody else has, none of them at rest; and only what does not fit is refused."""
+def test_a_fleet_that_fits_is_laid_out_whatever_is_there(data: st.DataObject, floor: Floor, tps: list[int]) -> None:
+    """Engines get blocks of their own, none of them at rest. Only a fleet that does not fit is refused."""
     there = data.draw(fleets(Floor(floor.devices, floor.devices_per_node)))
     if on_first_blocks(tps, floor, set()) is None:
         with pytest.raises(DoesNotFit):
-            laid(tps, there, floor)
+            laid_out(tps, there, floor)
         return
-    found = laid(tps, there, floor)
+    found = laid_out(tps, there, floor)
     assert Counter(one.tp for one in found) == Counter(tps)
     used = devices_of(found)
     assert len(used) == len(set(used)) and not floor.resting & set(used)
@@ -81,25 +81,25 @@ def test_what_fits_is_laid_out_whatever_is_there(data: st.DataObject, floor: Flo
 
 @given(st.data(), floors())
 def test_a_smaller_fleet_starts_nothing(data: st.DataObject, floor: Floor) -> None:
-    """Wherever those stand that stay: an engine less is no reason to start another."""
+    """Wherever the engines that stay are, removing one is no reason to start another."""
     there = data.draw(fleets(floor))
-    left = data.draw(st.lists(st.sampled_from(there), unique=True)) if there else []
-    assert all(one in there for one in laid([one.tp for one in left], there, floor))
+    staying = data.draw(st.lists(st.sampled_from(there), unique=True)) if there else []
+    assert all(one in there for one in laid_out([one.tp for one in staying], there, floor))
 
 
 @given(st.data(), floors(), st.lists(st.sampled_from(SIZES), min_size=1, max_size=4))
-def test_who_comes_where_there_is_room_disturbs_nobody(data: st.DataObject, floor: Floor, more: list[int]) -> None:
-    """Those who are there stay, and serve on meanwhile."""
+def test_engines_that_join_move_nobody_if_there_is_room(data: st.DataObject, floor: Floor, more: list[int]) -> None:
+    """The engines that are there stay, and keep serving meanwhile."""
     there = data.draw(fleets(floor))
     found_room = on_first_blocks(more, floor, set(devices_of(there))) is not None
     if found_room:
-        assert set(there) <= set(laid([one.tp for one in there] + more, there, floor))
+        assert set(there) <= set(laid_out([one.tp for one in there] + more, there, floor))
 
 
 @given(st.data(), st.lists(st.sampled_from((1, 2, 4)), max_size=6))
 @settings(max_examples=300)
-def test_as_many_devices_keep_their_engine_as_can(data: st.DataObject, tps: list[int]) -> None:
-    """Against every choice of those who stay, on two nodes of four devices."""
+def test_as_many_devices_as_possible_keep_their_engine(data: st.DataObject, tps: list[int]) -> None:
+    """Compared with every choice of engines that stay, on two nodes of four devices."""
     floor = Floor(tuple(f"gpu{number}" for number in range(8)), 4)
     there = data.draw(fleets(floor))
     if on_first_blocks(tps, floor, set()) is None:
@@ -114,28 +114,28 @@ def test_as_many_devices_keep_their_engine_as_can(data: st.DataObject, tps: list
         )
         is not None
     )
-    assert sum(one.tp for one in laid(tps, there, floor) if one in there) == most
+    assert sum(one.tp for one in laid_out(tps, there, floor) if one in there) == most
 
 
-def test_a_sleeper_is_woken_where_it_costs_no_engine_that_stays() -> None:
-    """A start takes longer than a waking, but two starts in place of the engines on its devices take longest."""
+def test_a_sleeper_is_woken_if_no_staying_engine_has_to_go() -> None:
+    """A start takes longer than a wake-up, but two starts in place of the engines on its devices take longest."""
     floor = Floor(("0", "1", "2", "3"), 4)
     ones = [DesiredServer("a", 1, ("0",)), DesiredServer("b", 1, ("1",))]
     sleeper = DesiredServer("c", 2, ("0", "1"))
-    assert laid([2], ones, floor, [sleeper]) == [sleeper]
-    assert laid([2, 1], ones[1:], floor, [sleeper]) == [DesiredServer("new-0", 2, ("2", "3")), ones[1]]
-    assert laid([2, 2], [], floor, [sleeper]) == [sleeper, DesiredServer("new-0", 2, ("2", "3"))]
+    assert laid_out([2], ones, floor, [sleeper]) == [sleeper]
+    assert laid_out([2, 1], ones[1:], floor, [sleeper]) == [DesiredServer("new-0", 2, ("2", "3")), ones[1]]
+    assert laid_out([2, 2], [], floor, [sleeper]) == [sleeper, DesiredServer("new-0", 2, ("2", "3"))]
 
 
 def test_an_engine_across_two_blocks_stays_while_there_is_room_beside_it() -> None:
-    """It began when the inventory was another one; where it is in the way of what is wanted, it goes."""
+    """It was started under another inventory. If it is in the way of what is wanted, it goes."""
     floor = Floor(tuple(f"gpu{number}" for number in range(8)), 8)
     across = DesiredServer("across", 2, ("gpu1", "gpu2"))
-    assert across in laid([4, 2], [across], floor)
-    assert [one.devices for one in laid([4, 2, 2], [across], floor)] == [
+    assert across in laid_out([4, 2], [across], floor)
+    assert [one.devices for one in laid_out([4, 2, 2], [across], floor)] == [
         ("gpu0", "gpu1", "gpu2", "gpu3"),
         ("gpu4", "gpu5"),
         ("gpu6", "gpu7"),
     ]
     elsewhere = DesiredServer("elsewhere", 1, ("gpu8",))
-    assert [one.devices for one in laid([1], [elsewhere], floor)] == [("gpu0",)], "its device is not there any more"
+    assert [one.devices for one in laid_out([1], [elsewhere], floor)] == [("gpu0",)], "its device no longer exists"

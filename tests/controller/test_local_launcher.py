@@ -46,7 +46,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 async def test_a_server_outlives_a_killed_launcher(site: Site, tmp_path: Path) -> None:
-    """SIGKILL of the process that launched it does not touch it, and another finds it."""
+    """SIGKILL of the process that launched it does not touch it, and another launcher finds it."""
     site.fleet_id = "fleet"
     launching = await asyncio.create_subprocess_exec(sys.executable, "-c", LAUNCH, str(tmp_path), SERVE)
     assert await launching.wait() == -signal.SIGKILL
@@ -56,10 +56,10 @@ async def test_a_server_outlives_a_killed_launcher(site: Site, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_what_a_killed_server_leaves_is_removed_when_it_is_stopped(
+async def test_stopping_a_server_removes_the_files_it_leaves(
     site: Site, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Its own only; also where it had ended by itself, before anybody stopped it."""
+    """Only its own are removed, also if it had been killed before it was stopped."""
     mine, another = tmp_path / "shm" / "left_mine-0.mmap", tmp_path / "shm" / "left_another-0.mmap"
     mine.parent.mkdir()
     for file in (mine, another):
@@ -75,8 +75,8 @@ async def test_what_a_killed_server_leaves_is_removed_when_it_is_stopped(
     assert not mine.exists() and another.exists()
 
 
-async def test_a_device_is_shared_with_those_only_that_are_said_to_sleep(site: Site) -> None:
-    """By name: another server on the same device is refused as ever, also beside one that sleeps."""
+async def test_a_device_is_shared_only_with_servers_named_as_sleeping(site: Site) -> None:
+    """Any other server on the same device is refused, also beside one that sleeps."""
     sleeper = site.spec()
     await site.launcher.launch(sleeper)
     with pytest.raises(LaunchFailed, match=f"{sleeper.server_id} holds 0"):
@@ -99,14 +99,16 @@ async def test_workers_of_a_killed_guard_hold_the_device_until_they_are_stopped(
     guard = json.loads((tmp_path / site.fleet_id / spec.server_id / "process.json").read_text())["pid"]
     os.kill(guard, signal.SIGKILL)
     left = await site.until(spec.server_id, lambda _: started(guard) is None)
-    assert left.state is ServerState.RUNNING  # its worker, which nobody told to die
+    assert left.state is ServerState.RUNNING  # its worker, which nobody told to end
+    with pytest.raises(LaunchFailed, match=f"{spec.server_id} holds 0"):
+        await site.launcher.launch(site.spec())
     await site.launcher.stop(spec.server_id, 60.0)
     assert await site.is_gone(spec.server_id)
     await site.launcher.launch(site.spec())
 
 
 async def test_a_recycled_pid_is_not_taken_for_a_server(site: Site, tmp_path: Path) -> None:
-    """The pid lives, but it is another process: the server has ended, and stopping it kills nobody else."""
+    """The pid is alive but belongs to another process: the server has ended, and stopping it kills nobody else."""
     spec = site.spec(FAIL)
     await site.launcher.launch(spec)
     await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
@@ -135,8 +137,8 @@ async def test_a_restarted_machine_has_no_servers(site: Site, tmp_path: Path) ->
     path.write_text(written)
 
 
-async def test_a_launch_that_broke_off_is_gone_on_with(site: Site, tmp_path: Path) -> None:
-    """Written down but never started, it starts at the second try; and never, if somebody stopped it meanwhile."""
+async def test_a_launch_that_broke_off_is_continued(site: Site, tmp_path: Path) -> None:
+    """Written down but never started, the server starts at the second try, and never if it was stopped meanwhile."""
     spec, unwanted = site.spec(SERVE, "0"), site.spec(SERVE, "1")
     for one in (spec, unwanted):
         await site.launcher.launch(one)
@@ -150,22 +152,22 @@ async def test_a_launch_that_broke_off_is_gone_on_with(site: Site, tmp_path: Pat
     assert (await site.launcher.launch(unwanted)).state is ServerState.EXITED
 
 
-async def test_a_program_that_is_not_there_is_an_exit_cause(site: Site) -> None:
-    """Said like any other end."""
+async def test_a_missing_program_is_an_exit_cause(site: Site) -> None:
+    """It is reported like any other end."""
     spec = site.spec(command=("/no/such/program",))
     await site.launcher.launch(spec)
     ended = await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
     assert "/no/such/program" in ended.exit_cause
 
 
-async def test_many_servers_get_ports_of_their_own(site: Site) -> None:
-    """Launched at once, before any listens."""
+async def test_servers_launched_at_once_get_different_ports(site: Site) -> None:
+    """The ports are chosen before any server listens."""
     specs = [site.spec(SERVE, device) for device in ("0", "1", "2")]
     servers = await asyncio.gather(*(site.launcher.launch(spec) for spec in specs))
     assert len({server.url for server in servers}) == 3
 
 
-# Writes lines until it is stopped; a million of them would be 20 MB.
+# Writes lines until it is stopped; a million lines would be 20 MB.
 TALK = """
 import itertools
 for number in itertools.count():
@@ -173,8 +175,8 @@ for number in itertools.count():
 """
 
 
-async def test_a_log_is_bounded_and_its_last_lines_are_there(site: Site, tmp_path: Path) -> None:
-    """The file becomes log.1 and goes on empty, while the server writes; the last lines go over both."""
+async def test_a_full_log_is_rotated_and_its_last_lines_are_found(site: Site, tmp_path: Path) -> None:
+    """The file becomes log.1 and continues empty while the server writes; the last lines come from both files."""
     launcher = LocalLauncher(tmp_path, ("0", "1", "2"), max_log_bytes=100_000)
     spec = site.spec(TALK)
     await launcher.launch(spec)
@@ -187,8 +189,8 @@ async def test_a_log_is_bounded_and_its_last_lines_are_there(site: Site, tmp_pat
     await launcher.stop(spec.server_id, 5.0)
 
 
-def test_a_log_that_is_not_full_is_left_alone(tmp_path: Path) -> None:
-    """A full one loses nothing: it is in the older file; of that, only the newest is kept."""
+def test_only_a_full_log_is_rotated(tmp_path: Path) -> None:
+    """Rotation loses nothing: all lines of a full log are in the older file."""
     log, older = tmp_path / "log", tmp_path / "log.1"
     with log.open("ab") as writer:
         for content in (b"first", b"second"):
@@ -201,8 +203,8 @@ def test_a_log_that_is_not_full_is_left_alone(tmp_path: Path) -> None:
             older.unlink()
 
 
-async def test_a_look_while_old_folders_are_cleared_away_sees_whole_servers(tmp_path: Path) -> None:
-    """Stopped servers beyond those that are kept go when another is launched; nobody meets half of one."""
+async def test_find_sees_whole_servers_while_old_folders_are_removed(tmp_path: Path) -> None:
+    """A launch removes the folders of stopped servers beyond those that are kept; nobody sees half a server."""
     launcher = LocalLauncher(tmp_path, ("0",))
     for number in range(MAX_STOPPED_KEPT + 300):
         folder = tmp_path / "fleet" / f"old-{number}"

@@ -1,4 +1,4 @@
-"""One look through all processes serves for all who wait for one."""
+"""One scan of all processes serves every caller that waits for one."""
 
 import subprocess
 import threading
@@ -8,14 +8,14 @@ from controller.local_guard import started
 from controller.local_processes import Sessions, Table, read_processes
 
 
-def test_who_asks_while_a_look_is_taken_shares_the_next_one() -> None:
-    """Not the one that began before he asked: a process that came in between must be in it."""
-    # A busy machine may let threads ask one after the other: then each has a look of his own, and it is tried again.
-    assert min(num_reads_of(16) for _ in range(20)) < 17, "each took a look of his own"
+def test_callers_during_a_scan_share_the_next_one() -> None:
+    """They cannot use the scan that began before they asked: a process that started in between must be in it."""
+    # On a busy machine, threads may ask one after the other, and each gets its own scan: then it is tried again.
+    assert min(num_scans_for(16) for _ in range(20)) < 17, "each caller made its own scan"
 
 
-def num_reads_of(num_asking: int) -> int:
-    """How many looks are taken for one who asks, and so many more who ask while his look is taken."""
+def num_scans_for(num_asking: int) -> int:
+    """The number of scans for one caller and `num_asking` others that ask while its scan runs."""
     num_reads = 0
     first_began, may_end = threading.Event(), threading.Event()
 
@@ -45,9 +45,9 @@ def num_reads_of(num_asking: int) -> int:
     return num_reads
 
 
-def test_a_look_finds_a_sessions_processes_and_none_of_another_of_its_number() -> None:
-    """By session and start: a number that was given again is another session."""
-    # The tests' own session may have a leader that is not seen from here: in a container it has the number 0.
+def test_a_scan_distinguishes_sessions_that_reuse_a_number() -> None:
+    """A session is identified by its number and its leader's start time."""
+    # The tests' own session may have a leader that is not visible here: in a container it has the number 0.
     leader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True)
     try:
         since = started(leader.pid)

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 async def test_a_fleet_changes_shape_under_a_rollout(tmp_path: Path) -> None:
-    """2 x TP 1 -> 1 x TP 2 -> 2 x TP 1: no turn fails, and greedy answers are those of an undisturbed gateway."""
+    """2 x TP 1 -> 1 x TP 2 -> 2 x TP 1: no turn fails, and greedy answers equal those of an undisturbed gateway."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
         fleet = fleet_file(tmp_path, gateway.url)
         async with stopped_at_the_end(fleet), acting(fleet) as made:
@@ -52,8 +52,9 @@ async def test_a_fleet_changes_shape_under_a_rollout(tmp_path: Path) -> None:
             assert answers == expected[: len(answers)]
 
 
-async def test_trajectories_take_their_kv_along_where_devices_are_free(tmp_path: Path) -> None:
-    """The new server starts beside the old ones, and fetches the KV of who goes on there before these are stopped."""
+async def test_trajectories_take_their_kv_along_if_devices_are_free(tmp_path: Path) -> None:
+    """The new server starts beside the old ones. It fetches the KV of trajectories that continue there before the old
+    ones are stopped."""
     settings = {"observe_interval_s": 0.1, "token_legs": "auto", "kv_move_min_tokens": 100}
     async with running_gateway(**settings) as gateway:
         engine = ENGINE | {"kv_transfer": "nixl"}
@@ -70,8 +71,8 @@ async def test_trajectories_take_their_kv_along_where_devices_are_free(tmp_path:
             assert {phase for phase, _ in made.journal.state.phase_s} >= {"move"}
 
 
-async def test_kv_outlives_the_servers_of_a_fleet_that_is_cut_anew_on_its_own_devices(tmp_path: Path) -> None:
-    """Both old servers are gone before the new one starts; in the tier it finds what they computed."""
+async def test_kv_in_a_tier_survives_a_change_of_shape_on_the_same_devices(tmp_path: Path) -> None:
+    """Both old servers are gone before the new one starts. It finds what they computed in the tier."""
     settings = {"observe_interval_s": 0.1, "token_legs": "auto", "kv_move_min_tokens": 100}
     async with running_gateway(**settings) as gateway:
         engine = ENGINE | {"kv_tier": tmp_path / "kv"}
@@ -87,8 +88,8 @@ async def test_kv_outlives_the_servers_of_a_fleet_that_is_cut_anew_on_its_own_de
             assert moves["loaded"] > 0 and moves["failed"] == 0, moves
 
 
-async def test_an_engine_that_dies_in_start_up_is_tried_again_and_given_up(tmp_path: Path) -> None:
-    """With its last lines; then the fleet before comes back, and this size is not planned any more."""
+async def test_an_engine_that_dies_at_startup_is_retried_and_given_up(tmp_path: Path) -> None:
+    """Its last lines are kept. Then the fleet before comes back, and this size is no longer planned."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
         broken = {**ENGINE, "flags_by_tp": {2: ("--no-such-flag",)}}
         fleet = fleet_file(tmp_path, gateway.url, engine=broken)
@@ -105,7 +106,7 @@ async def test_an_engine_that_dies_in_start_up_is_tried_again_and_given_up(tmp_p
 
 
 async def test_an_engine_that_dies_while_it_serves_is_replaced(tmp_path: Path) -> None:
-    """On the same device, under another id; the gateway forgets the dead one."""
+    """The replacement is on the same device, under another id; the gateway forgets the dead engine."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
         fleet = fleet_file(tmp_path, gateway.url)
         async with stopped_at_the_end(fleet), acting(fleet) as made:
@@ -122,8 +123,9 @@ async def test_an_engine_that_dies_while_it_serves_is_replaced(tmp_path: Path) -
             assert len(await engines(gateway.url)) == 2
 
 
-async def test_without_the_gateway_nobody_kills_a_working_engine(tmp_path: Path) -> None:
-    """It is gone, and another fleet is wanted: nothing happens. When it is back, its engines are told to it again."""
+async def test_no_working_engine_is_stopped_while_the_gateway_is_away(tmp_path: Path) -> None:
+    """Another fleet is wanted meanwhile, and nothing happens. When the gateway is back, it is told of its engines
+    again."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
         port = int(gateway.url.rpartition(":")[2])
     fleet = fleet_file(tmp_path, gateway.url)
@@ -149,8 +151,9 @@ async def test_without_the_gateway_nobody_kills_a_working_engine(tmp_path: Path)
         assert [(one.spec, one.state) for one in after] == [(one.spec, one.state) for one in servers]
 
 
-async def test_a_gateway_that_restarts_in_a_change_gets_its_engines_back(tmp_path: Path) -> None:
-    """One of two has left and the new server is not there yet: the other one serves on, though it is to leave, too."""
+async def test_a_gateway_restarted_during_a_change_gets_its_engines_back(tmp_path: Path) -> None:
+    """One of two engines has left and the new server is not there yet: the other keeps serving, though it is to leave,
+    too."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
         port = int(gateway.url.rpartition(":")[2])
     engine = ENGINE | {"flags_by_tp": {2: ("--start-s", "1000000")}}
@@ -174,8 +177,8 @@ async def test_a_gateway_that_restarts_in_a_change_gets_its_engines_back(tmp_pat
             assert [one.server_id for one in made.seen if one.is_serving] == [last]
 
 
-async def test_what_runs_is_adopted_when_the_journal_is_lost(tmp_path: Path) -> None:
-    """No engine is stopped, none launched."""
+async def test_running_engines_are_adopted_when_the_journal_is_lost(tmp_path: Path) -> None:
+    """No engine is stopped, and none is launched."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
         fleet = fleet_file(tmp_path, gateway.url)
         async with stopped_at_the_end(fleet), acting_without_its_journal(fleet, 1, 1):
@@ -183,7 +186,7 @@ async def test_what_runs_is_adopted_when_the_journal_is_lost(tmp_path: Path) -> 
 
 
 async def test_a_drained_server_is_gone_until_the_fleet_is_scaled(tmp_path: Path) -> None:
-    """Its device rests, also for plans."""
+    """Its device rests meanwhile."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
         fleet = fleet_file(tmp_path, gateway.url)
         async with stopped_at_the_end(fleet), acting(fleet) as made:
@@ -192,7 +195,7 @@ async def test_a_drained_server_is_gone_until_the_fleet_is_scaled(tmp_path: Path
             made.ask(made.desired.drained(victim.server_id, made.seen))
             await until_reached(made, 1)
             assert made.journal.state.resting == set(victim.devices)
-            # As a controller leaves it that was killed between a request to forget the engine and the record of it.
+            # The state that a controller leaves if it is killed between a request to forget the engine and its record.
             made.journal.write(**step_record("begun", Register(victim.server_id), 0.0, url="http://127.0.0.1:9"))
             await until(lambda: victim.server_id not in made.journal.state.urls)
             async with httpx.AsyncClient() as client:
@@ -202,7 +205,7 @@ async def test_a_drained_server_is_gone_until_the_fleet_is_scaled(tmp_path: Path
 
 
 async def test_a_plan_that_pays_is_carried_out(tmp_path: Path) -> None:
-    """Two long trajectories are at work on four small engines: they get one large one, and the reason is kept."""
+    """Two long trajectories are at work on four small engines: the fleet gets a larger one, and the reason is kept."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
         sizes = (1, 2, 4)
         fleet = fleet_file(
@@ -226,10 +229,10 @@ async def test_a_plan_that_pays_is_carried_out(tmp_path: Path) -> None:
             await until(lambda: "best one" in getattr(made.proposal, "why", ""), lambda: made.proposal)
 
 
-async def test_the_next_rollout_gets_the_fleet_that_the_last_one_wanted(tmp_path: Path) -> None:
-    """Three trajectories on four small engines: nothing is changed while they run, for the predictor has shown nothing;
-    when they have ended, the fleet is cut for the next three, with what a start took here. And it stays.
-    """
+async def test_the_fleet_is_reshaped_for_the_next_rollout_and_stays(tmp_path: Path) -> None:
+    """Three trajectories run on four small engines. Nothing changes while they run, because the predictor has shown
+    nothing. When they have ended, the fleet is reshaped for the next three, with the start times measured here; it then
+    stays."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
         sizes = (1, 2, 4)
         fleet = fleet_file(

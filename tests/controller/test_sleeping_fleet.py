@@ -42,9 +42,9 @@ async def alive(fleet: FleetFile) -> set[str]:
     return {one.spec.server_id for one in found if one.state is not ServerState.EXITED}
 
 
-async def test_shapes_are_swapped_under_a_rollout_and_no_server_is_started(tmp_path: Path) -> None:
-    """2 x TP 1 -> 1 x TP 2 -> 2 x TP 1 by the same three processes: no turn fails or says another thing, the seconds
-    of each phase are kept, the next change costs what waking took, and `--dry-run` says so."""
+async def test_shapes_swap_under_a_rollout_without_a_start(tmp_path: Path) -> None:
+    """2 x TP 1 -> 1 x TP 2 -> 2 x TP 1 by the same three processes: no turn fails or differs, the seconds of each phase
+    are kept, the next change is planned with the wake-up times measured here, and `--dry-run` shows them."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
         fleet = sleeping_fleet(tmp_path, gateway.url)
         async with stopped_at_the_end(fleet), acting(fleet) as made:
@@ -79,8 +79,8 @@ async def test_shapes_are_swapped_under_a_rollout_and_no_server_is_started(tmp_p
             assert answers == expected[: len(answers)]
 
 
-async def test_who_wakes_has_the_weights_that_were_set_while_it_slept(tmp_path: Path) -> None:
-    """Before its first turn, at both levels: asleep it has none or old ones."""
+async def test_a_woken_server_has_the_weights_set_while_it_slept(tmp_path: Path) -> None:
+    """It has them before its first turn, at both sleep levels; asleep it has none or old ones."""
     async with running_gateway(observe_interval_s=0.1) as gateway, httpx.AsyncClient(timeout=60) as client:
         for level in (1, 2):
             fleet = sleeping_fleet(tmp_path / str(level), gateway.url, level=level)
@@ -100,8 +100,8 @@ async def test_who_wakes_has_the_weights_that_were_set_while_it_slept(tmp_path: 
                 await until(lambda: not any(one.is_alive or one.is_member for one in made.seen), lambda: made.seen)
 
 
-async def test_who_wakes_has_all_its_weights_whatever_the_file_says_by_now(tmp_path: Path) -> None:
-    """Those that it dropped at level 2 are loaded again by a controller whose file says level 1."""
+async def test_a_woken_server_has_its_weights_even_if_the_level_changed(tmp_path: Path) -> None:
+    """Weights dropped at level 2 are loaded again by a controller whose file sets level 1."""
     async with (
         running_gateway(observe_interval_s=0.1) as gateway,
         stopped_at_the_end(sleeping_fleet(tmp_path, gateway.url)),
@@ -122,8 +122,8 @@ async def test_who_wakes_has_all_its_weights_whatever_the_file_says_by_now(tmp_p
                 assert again.answers == rollout.answers and not again.failures
 
 
-async def test_engines_that_cannot_sleep_are_stopped_as_ever(tmp_path: Path) -> None:
-    """The engine's own word is told as an alarm, until an operator scales; the change is made all the same."""
+async def test_engines_that_cannot_sleep_are_stopped(tmp_path: Path) -> None:
+    """The engine's message is an alarm until an operator scales. The change is made all the same."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
         fleet = sleeping_fleet(tmp_path, gateway.url, "--dialect", "sglang", is_ahead=False)
         async with stopped_at_the_end(fleet), acting(fleet) as made:
@@ -135,11 +135,12 @@ async def test_engines_that_cannot_sleep_are_stopped_as_ever(tmp_path: Path) -> 
             assert made.journal.state.failures == ()
             assert "it has no /sleep" in alarms(made, 0.0)["cannot_sleep"]
             made.ask(made.desired.scaled([2], made.observed()))
-            assert "cannot_sleep" not in alarms(made, 0.0), "an operator may have mended it"
+            assert "cannot_sleep" not in alarms(made, 0.0), "an operator may have fixed it"
 
 
-async def test_a_sleeper_that_dies_is_missed_by_nobody(tmp_path: Path) -> None:
-    """Its end is told; the next change launches a server in its place. One that is drained by hand just ends."""
+async def test_a_sleeper_that_dies_does_no_harm(tmp_path: Path) -> None:
+    """Its end is recorded, and the next change launches a server in its place. A sleeper that is drained by hand just
+    ends."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
         fleet = sleeping_fleet(tmp_path, gateway.url)
         async with stopped_at_the_end(fleet), acting(fleet) as made:
@@ -161,7 +162,8 @@ async def test_a_sleeper_that_dies_is_missed_by_nobody(tmp_path: Path) -> None:
 
 
 async def test_sleepers_are_found_again_when_the_journal_is_lost(tmp_path: Path) -> None:
-    """By their own word: who sleeps is a spare, the others are the fleet, and a change wakes it as ever."""
+    """The servers' own answers count: a sleeping one is a spare, the others are the fleet, and a change wakes the
+    spare."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
         fleet = sleeping_fleet(tmp_path, gateway.url)
         async with stopped_at_the_end(fleet), acting_without_its_journal(fleet, 1, 1) as made:

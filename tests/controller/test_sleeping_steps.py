@@ -35,8 +35,8 @@ def asleep(*servers: DesiredServer) -> list[ObservedServer]:
     return [ObservedServer(one.server_id, one.tp, one.devices, sleep_state=SleepState.ASLEEP) for one in servers]
 
 
-def test_a_change_of_shape_is_sleep_and_wake_and_no_start() -> None:
-    """Two engines fall asleep and one wakes; nothing is stopped or launched, there or back."""
+def test_a_change_of_shape_sleeps_and_wakes_and_starts_nothing() -> None:
+    """Two engines fall asleep and one wakes; nothing is stopped or launched, in either direction."""
     there = itinerary([TWO], [*serving(*ONES), *asleep(TWO)], spares=ONES)
     assert there == [
         [Drain("a"), Drain("b")],
@@ -52,8 +52,8 @@ def test_a_change_of_shape_is_sleep_and_wake_and_no_start() -> None:
     assert not any(isinstance(step, (Stop, Launch)) for steps in back for step in steps)
 
 
-def test_the_first_fleet_waits_for_those_that_are_to_sleep_on_its_devices() -> None:
-    """Each shape is started once, one after the other, and asleep before the next one begins."""
+def test_the_first_fleet_waits_until_its_spares_sleep() -> None:
+    """Shapes are started one after the other, each asleep before the next one begins."""
     assert itinerary(ONES, [], spares=[TWO]) == [
         [Launch(TWO)],
         [MakeReady("c")],
@@ -64,23 +64,23 @@ def test_the_first_fleet_waits_for_those_that_are_to_sleep_on_its_devices() -> N
     ]
 
 
-def test_no_engine_that_serves_gives_way_to_one_that_is_to_sleep() -> None:
-    """Nor does a wanted one wait for it."""
+def test_no_serving_engine_gives_way_to_a_spare() -> None:
+    """A wanted engine does not wait for a spare either."""
     assert next_steps(ONES, serving(*ONES), spares=[TWO]) == []
     four = DesiredServer("d", 4, ("0", "1", "2", "3"))
     more = [*ONES, DesiredServer("e", 1, ("2",))]
     assert next_steps(more, serving(*ONES), spares=[four]) == [Launch(more[2])]
 
 
-def test_nobody_wakes_before_all_its_devices_are_free() -> None:
-    """One of two has fallen asleep there; turns still run on the other."""
+def test_a_server_wakes_only_when_all_its_devices_are_free() -> None:
+    """One of the two servers there has fallen asleep; turns still run on the other."""
     left = replace(serving(ONES[1])[0], is_cordoned=True, is_serving=False, was_drained=True, num_turns=1)
     assert next_steps([TWO], [*asleep(ONES[0]), left, *asleep(TWO)], spares=ONES) == []
     assert next_steps([TWO], [*asleep(*ONES), *asleep(TWO)], spares=ONES) == [Wake("c")]
 
 
-def test_one_of_which_nobody_knows_whether_it_sleeps_holds_its_devices() -> None:
-    """The controller was killed while it woke: it is told again, and nobody else gets its devices before."""
+def test_a_server_in_an_unknown_sleep_state_holds_its_devices() -> None:
+    """The controller was killed while the server woke: it is told again, and nobody else gets its devices before."""
     between = [replace(one, sleep_state=SleepState.BETWEEN) for one in asleep(TWO)]
     assert next_steps([TWO], [*between, *asleep(*ONES)], spares=ONES) == [Wake("c")]
     assert next_steps(ONES, [*between, *asleep(*ONES)], spares=[TWO]) == [Sleep("c")]
@@ -99,10 +99,10 @@ def test_one_of_which_nobody_knows_whether_it_sleeps_holds_its_devices() -> None
 def test_any_fleet_becomes_any_other_with_sleepers_beside_it(
     data: st.DataObject, first: list[int], plans: list[list[int]], tps: set[int], is_ahead: bool, min_engines: int
 ) -> None:
-    """Steps singly, in any order, twice or not at all, or broken off with the server already asleep or not yet; turns
-    come and go, servers die, plans change. The world asserts that no device has two servers awake, no turn meets one
-    that sleeps, and none is stopped under turns. In the end what is wanted serves, and all else sleeps or is gone.
-    """
+    """Steps are taken singly, in any order, twice or not at all, or break off with the server already asleep or not
+    yet. Turns come and go, servers die, plans change. The world asserts that no device has two servers awake, that no
+    sleeping server gets a turn, and that none is stopped under turns. In the end, the wanted servers serve, and all
+    others sleep or are gone."""
     world = World()
     rule = SpareRule(frozenset(tps), is_ahead)
     wanted = lay_out(first, [], FLOOR, world.new_id)
@@ -141,10 +141,9 @@ def test_any_fleet_becomes_any_other_with_sleepers_beside_it(
 
 
 @given(sizes().filter(bool), st.sets(st.sampled_from((1, 2, 4, 8))), st.sets(st.sampled_from(DEVICES), max_size=3))
-def test_there_is_one_server_for_each_block_of_the_sizes_that_sleep(
-    tps: list[int], sleeping: set[int], resting: set[str]
-) -> None:
-    """Awake or asleep, none on devices that rest; and none at all beside an empty fleet, which an operator ended."""
+def test_each_block_of_a_size_that_sleeps_has_one_server(tps: list[int], sleeping: set[int], resting: set[str]) -> None:
+    """Awake or asleep, none is on resting devices. There are no spares beside an empty fleet, which an operator
+    ended."""
     world = World()
     wanted = lay_out(tps, [], FLOOR, world.new_id)
     floor = Floor(DEVICES, 8, frozenset(resting))
@@ -157,8 +156,8 @@ def test_there_is_one_server_for_each_block_of_the_sizes_that_sleep(
     assert spares_beside([], wanted, floor, rule, world.new_id) == []
 
 
-def test_what_sleeps_on_the_right_devices_is_woken_in_place_of_a_new_server() -> None:
-    """Its id comes back; a size without a sleeper gets a new one, on devices that are free if there are."""
+def test_a_sleeper_on_the_right_devices_is_woken_instead_of_a_launch() -> None:
+    """Its id comes back. A size without a sleeper gets a new server, on free devices if there are any."""
     floor = Floor(("0", "1", "2", "3"), 4)
     world = World()
     assert lay_out([2], ONES, floor, world.new_id, [TWO]) == [TWO]

@@ -30,13 +30,13 @@ FLOOR = Floor(DEVICES, 8)
 
 
 def serving(*wanted: DesiredServer) -> list[ObservedServer]:
-    told = {"is_ready": True, "is_registered": True, "is_member": True, "is_serving": True}
-    return [ObservedServer(one.server_id, one.tp, one.devices, **told) for one in wanted]
+    flags = {"is_ready": True, "is_registered": True, "is_member": True, "is_serving": True}
+    return [ObservedServer(one.server_id, one.tp, one.devices, **flags) for one in wanted]
 
 
 @st.composite
 def sizes(draw: st.DrawFn) -> list[int]:
-    """TP sizes that fit onto eight devices, none of them left or some."""
+    """TP sizes that fit onto eight devices, with some devices left or none."""
     left, tps = 8, []
     for tp in draw(st.lists(st.sampled_from((1, 2, 4, 8)), max_size=8)):
         if tp <= left:
@@ -46,7 +46,7 @@ def sizes(draw: st.DrawFn) -> list[int]:
 
 
 def test_two_engines_become_one_and_back() -> None:
-    """Drain, move, stop, launch, ready, register; the old ones are forgotten only when another serves."""
+    """Drain, move, stop, launch, make ready, register; the old ones are forgotten only when another serves."""
     ones = [DesiredServer("a", 1, ("0",)), DesiredServer("b", 1, ("1",))]
     two = [DesiredServer("c", 2, ("0", "1"))]
     assert itinerary(two, serving(*ones)) == [
@@ -64,7 +64,7 @@ def test_two_engines_become_one_and_back() -> None:
 
 
 def test_nothing_is_done_to_a_fleet_that_is_as_wanted() -> None:
-    """Nor to one that waits for a turn to end."""
+    """Nothing is done either while turns of leaving servers still run."""
     ones = [DesiredServer("a", 1, ("0",)), DesiredServer("b", 1, ("1",))]
     assert next_steps(ones, serving(*ones)) == []
     draining = [
@@ -73,8 +73,9 @@ def test_nothing_is_done_to_a_fleet_that_is_as_wanted() -> None:
     assert next_steps([DesiredServer("c", 2, ("0", "1"))], draining) == []
 
 
-def test_engines_leave_by_groups_while_enough_others_serve() -> None:
-    """Four stay while four of eight go; the others follow when the new one serves, and not where too few are left."""
+def test_engines_leave_in_sets_while_enough_others_serve() -> None:
+    """Four of eight leave while four stay; the others follow when the new one serves, and stay if too few would be
+    left."""
     ones = [DesiredServer(f"one-{number}", 1, (device,)) for number, device in enumerate(DEVICES)]
     fours = [DesiredServer("four-0", 4, DEVICES[:4]), DesiredServer("four-1", 4, DEVICES[4:])]
     first, *later = itinerary(fours, serving(*ones), min_engines=1)
@@ -88,9 +89,7 @@ def test_engines_leave_by_groups_while_enough_others_serve() -> None:
 
 
 @given(sizes(), sizes(), st.integers(0, 8))
-def test_whoever_changes_their_mind_while_turns_still_run_is_not_refused(
-    first: list[int], second: list[int], num_rounds: int
-) -> None:
+def test_a_new_plan_is_reachable_while_turns_still_run(first: list[int], second: list[int], num_rounds: int) -> None:
     """From any point of a change to another fleet, or to the same: drains take as long as their turns."""
     ids = map(str, itertools.count())
     there = lay_out([1] * 8, [], FLOOR, lambda: next(ids))
@@ -104,30 +103,33 @@ def test_whoever_changes_their_mind_while_turns_still_run_is_not_refused(
         assert is_reachable(lay_out(second, wanted, FLOOR, lambda: next(ids)), now)
 
 
-def test_a_gateway_that_was_restarted_is_told_of_those_that_are_to_leave_too() -> None:
-    """They serve on until others do: a gateway that does not know them is no reason to stop them."""
+def test_a_restarted_gateway_is_told_of_leaving_servers_too() -> None:
+    """They serve until others do: a gateway that does not know them is no reason to stop them."""
     wanted = [DesiredServer("c", 2, ("2", "3"))]
     leaving = serving(DesiredServer("a", 1, ("0",)), DesiredServer("b", 1, ("1",)))
     forgotten = [replace(one, is_member=False, is_serving=False) for one in leaving]
     steps = next_steps(wanted, forgotten, min_engines=1)
     assert steps == [Register("a"), Register("b"), Launch(wanted[0])]
-    told = [replace(one, is_starting=True, is_serving=False) for one in leaving]
-    assert next_steps(wanted, told, min_engines=1) == [Launch(wanted[0])], "the gateway has not looked at them yet"
+    unobserved = [replace(one, is_starting=True, is_serving=False) for one in leaving]
+    assert next_steps(wanted, unobserved, min_engines=1) == [Launch(wanted[0])], (
+        "the gateway has not looked at them yet"
+    )
     assert next_steps(wanted, [*leaving, *serving(*wanted)], min_engines=1) == [Drain("a"), Drain("b")]
     drained = [replace(one, was_drained=True) for one in forgotten]
     assert next_steps(wanted, drained, min_engines=0) == [Stop("a"), Stop("b"), Launch(wanted[0])]
 
 
 def test_an_operators_cordon_is_left_alone() -> None:
-    """Only what this controller drained is opened again."""
+    """Only a server that this controller drained is reopened."""
     (one,) = serving(DesiredServer("a", 1, ("0",)))
     cordoned = replace(one, is_cordoned=True, is_serving=False)
     assert next_steps([DesiredServer("a", 1, ("0",))], [cordoned]) == []
     assert next_steps([DesiredServer("a", 1, ("0",))], [replace(cordoned, was_drained=True)]) == [Reopen("a")]
 
 
-def test_no_server_is_stopped_on_the_word_of_an_operators_cordon() -> None:
-    """It may be lifted at any time, and turns come; and so may be the controller's own."""
+def test_an_operators_cordon_does_not_replace_a_drain() -> None:
+    """A cordon may be lifted at any time, and turns come. The controller's own may be lifted, too, and is then
+    repeated."""
     (one,) = serving(DesiredServer("a", 1, ("0",)))
     cordoned = replace(one, is_cordoned=True, is_serving=False)
     assert next_steps([], [cordoned]) == [Drain("a")]
@@ -136,8 +138,9 @@ def test_no_server_is_stopped_on_the_word_of_an_operators_cordon() -> None:
     assert next_steps([], [lifted]) == [Drain("a")]
 
 
-def test_what_serves_nobody_may_leave_though_few_serve() -> None:
-    """An engine that hangs is replaced, and one that was only just told of need not be waited for where none must."""
+def test_an_engine_that_does_not_serve_may_leave_though_few_serve() -> None:
+    """An engine that hangs is replaced. One that the gateway has not observed yet is waited for only if a minimum must
+    serve."""
     (one,) = serving(DesiredServer("a", 1, ("0",)))
     hangs = replace(one, is_serving=False)
     assert next_steps([DesiredServer("b", 1, ("0",))], [hangs], min_engines=1) == [Drain("a")]
@@ -145,8 +148,8 @@ def test_what_serves_nobody_may_leave_though_few_serve() -> None:
     assert next_steps([], [replace(hangs, is_starting=True)], min_engines=1) == []
 
 
-def test_what_has_ended_or_waits_for_its_next_try_is_left_alone() -> None:
-    """Who decides what is wanted puts another in its place, and says when that one may start."""
+def test_ended_and_held_back_servers_are_left_alone() -> None:
+    """Their replacements, and when these may start, are decided elsewhere."""
     (one,) = serving(DesiredServer("a", 1, ("0",)))
     assert next_steps([DesiredServer("a", 1, ("0",))], [replace(one, is_alive=False, is_ready=False)]) == []
     ones = [DesiredServer("a", 1, ("0",)), DesiredServer("b", 1, ("1",))]
@@ -159,10 +162,10 @@ def test_any_fleet_becomes_any_other(
     data: st.DataObject, first: list[int], plans: list[list[int]], min_engines: int, max_starting: int
 ) -> None:
     """Steps are taken singly, in any order, some twice and some not at all (the controller was killed before or after
-    them, or in the midst of a launch); turns come and go, the gateway restarts, servers die, operators cordon them, the
-    plan changes on the way. The world asserts that no device is held twice and no server stopped with turns; here:
-    never fewer than the minimum by our doing, no orphan. What can be reached with the minimum is.
-    """
+    them, or in the middle of a launch). Turns come and go, the gateway restarts, servers die, operators cordon them,
+    and the plan changes on the way. The world asserts that no device is held twice and no server stopped with turns.
+    This test asserts that the controller never causes fewer engines than the minimum, and leaves no orphan. What can be
+    reached with the minimum is reached."""
     world = World()
     wanted = lay_out(first, [], FLOOR, world.new_id)
     for one in wanted:
@@ -188,20 +191,24 @@ def test_any_fleet_becomes_any_other(
     world.lift_cordons()
     if is_reachable(wanted, world.seen(), min_engines=min_engines, max_starting=max_starting):
         world.settle(wanted, max_starting=max_starting, min_engines=min_engines)
-        assert is_reached(wanted, world.seen()), "it was told that this can be"
+        assert is_reached(wanted, world.seen()), "a fleet that is reachable is reached"
     world.settle(wanted, max_starting=max_starting)
     assert is_reached(wanted, world.seen())
     assert {one.server_id for one in world.seen() if one.is_alive or one.is_member} == {
         one.server_id for one in wanted
     }, "an orphan is left"
     wanted_ids = {one.server_id for one in wanted}
-    assert all(one.was_stopped for one in world.seen() if one.server_id not in wanted_ids), "what ended is not cleared"
+    assert all(one.was_stopped for one in world.seen() if one.server_id not in wanted_ids), (
+        "the remains of an ended server are left"
+    )
 
 
 @given(sizes(), sizes(), st.sets(st.sampled_from(DEVICES), max_size=3))
 @settings(max_examples=300)
-def test_a_layout_is_sound_and_keeps_what_it_can(first: list[int], second: list[int], resting: set[str]) -> None:
-    """Blocks are aligned and disjoint; the same sizes again move nobody; resting devices are left out."""
+def test_a_layout_is_sound_and_the_same_sizes_move_nobody(
+    first: list[int], second: list[int], resting: set[str]
+) -> None:
+    """Blocks are aligned and disjoint, and resting devices are left out."""
     world = World()
     current = lay_out(first, [], FLOOR, world.new_id)
     assert lay_out(first, current, FLOOR, world.new_id) == sorted(current, key=lambda one: -one.tp)
@@ -219,7 +226,7 @@ def test_a_layout_is_sound_and_keeps_what_it_can(first: list[int], second: list[
 
 
 def test_nodes_that_need_not_change_do_not() -> None:
-    """Of four nodes one is cut anew; the others keep every engine, whatever their numbers are in the plan."""
+    """One of four nodes is reshaped. The others keep every engine, whatever their numbers are in the plan."""
     devices = tuple(f"gpu{number}" for number in range(32))
     world = World()
     floor = Floor(devices, 8)
@@ -229,8 +236,8 @@ def test_nodes_that_need_not_change_do_not() -> None:
     assert len(kept) == 24 and len(laid) == 26
 
 
-def test_no_engine_is_split_over_nodes_that_are_told_by_name() -> None:
-    """Nodes of three and five GPUs have room for engines of TP 2 and 4, and not for two of TP 4."""
+def test_no_engine_is_split_over_named_nodes() -> None:
+    """Nodes of three and five GPUs have room for engines of TP 2 and 4, but not for two of TP 4."""
     devices = (*(f"a/{number}" for number in range(3)), *(f"b/{number}" for number in range(5)))
     laid = lay_out([4, 2], [], Floor(devices, 8), World().new_id)
     assert sorted(one.devices for one in laid) == [("a/0", "a/1"), ("b/0", "b/1", "b/2", "b/3")]
@@ -238,7 +245,7 @@ def test_no_engine_is_split_over_nodes_that_are_told_by_name() -> None:
         lay_out([4, 4], [], Floor(devices, 8), World().new_id)
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    """With a message that says how much is wanted of how much."""
+def test_a_fleet_that_does_not_fit_is_refused() -> None:
+    """The message states the sizes and the number of devices."""
     with pytest.raises(DoesNotFit, match=r"TP \[8, 1\].*8 devices"):
         lay_out([8, 1], [], FLOOR, World().new_id)

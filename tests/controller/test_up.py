@@ -30,8 +30,8 @@ async def up(path: Path) -> asyncio.subprocess.Process:
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 async def test_a_fleet_serves_with_one_command(how: signal.Signals, tmp_path: Path) -> None:
-    """A turn is answered by an engine that nobody started by hand. When it is told to end, or is killed, gateway and
-    controller end too, and the engines go on."""
+    """A turn is answered by an engine that nobody started by hand. When `heddle up` is told to end, or is killed,
+    gateway and controller end, too, and the engines keep running."""
     gateway, listen = (f"http://127.0.0.1:{port}" for port in (free_port(), free_port()))
     path = write_fleet(tmp_path, gateway, int(listen.rpartition(":")[2]))
     fleet = load_fleet_file(path)
@@ -66,25 +66,26 @@ async def test_a_fleet_serves_with_one_command(how: signal.Signals, tmp_path: Pa
         assert [server.state for server in servers] == [ServerState.RUNNING] * 2
 
 
-async def test_the_fleet_of_its_help_is_one(tmp_path: Path) -> None:
-    """What a newcomer copies from there starts engines."""
-    _, said = await heddle("up", "--help")
-    lines = said.partition("for a first look")[2].splitlines()[1:]
+async def test_the_fleet_in_its_help_text_is_valid(tmp_path: Path) -> None:
+    """A newcomer who copies it gets engines."""
+    _, output = await heddle("up", "--help")
+    lines = output.partition("for a first look")[2].splitlines()[1:]
     file = tmp_path / "fleet.toml"
     file.write_text("\n".join(itertools.takewhile(str.strip, lines)))
     fleet = load_fleet_file(file)
     assert fleet.local_devices == ("cpu0", "cpu1") and set(fleet.profiles()) == {1, 2}
 
 
-async def test_what_one_of_the_two_cannot_use_ends_both(tmp_path: Path) -> None:
-    """With the status of the one that said no; without a key, or with a file that is wrong, none begins."""
+async def test_a_refused_configuration_ends_both_processes(tmp_path: Path) -> None:
+    """The exit status is that of the process that refused it. Without a key, or without the fleet file, neither
+    starts."""
     port = free_port()
     path = write_fleet(tmp_path, f"http://127.0.0.1:{port}", free_port())
     config = tmp_path / "heddle.toml"
     config.write_text("no_such_setting = 1")
-    status, said = await heddle("up", "--fleet", str(path), "--config", str(config))
-    assert status == 2 and "no_such_setting" in said and "the gateway ended with status 2" in said
-    status, said = await heddle("up", "--fleet", str(path), admin_key=None)
-    assert (status, said) == (2, "heddle up: gateway and controller need a shared secret: set HEDDLE_ADMIN_KEY\n")
-    status, said = await heddle("up", "--fleet", str(tmp_path / "absent.toml"))
-    assert status == 2 and said.startswith("heddle up: cannot read ") and said.count("\n") == 1
+    status, output = await heddle("up", "--fleet", str(path), "--config", str(config))
+    assert status == 2 and "no_such_setting" in output and "the gateway ended with status 2" in output
+    status, output = await heddle("up", "--fleet", str(path), admin_key=None)
+    assert (status, output) == (2, "heddle up: gateway and controller need a shared secret: set HEDDLE_ADMIN_KEY\n")
+    status, output = await heddle("up", "--fleet", str(tmp_path / "absent.toml"))
+    assert status == 2 and output.startswith("heddle up: cannot read ") and output.count("\n") == 1

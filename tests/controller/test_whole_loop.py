@@ -1,4 +1,4 @@
-"""`make loop`, small: eight GPUs and a speed-up at which nothing is measured, but everything works."""
+"""`make loop` in small: eight GPUs and a speed-up at which nothing is measured, but everything works."""
 
 import asyncio
 import re
@@ -13,23 +13,23 @@ from controller.local_launcher import LocalLauncher
 
 @pytest.mark.timeout(600)
 async def test_the_loop_plays_both_rollouts_and_their_simulation(tmp_path: Path) -> None:
-    """No turn fails, with a fixed fleet and with plans; no engine outlives it; what is told adds up, and plans count a
-    relaunch in the same seconds as work."""
+    """No turn fails, with a fixed fleet and with plans; no engine outlives the run. The printed figures add up, and
+    plans count a relaunch in the same seconds as work."""
     options = ["--gpus", "8", "--trajectories", "24", "--speed-up", "40", "--start-s", "1", "--work-dir", str(tmp_path)]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "heddle.loop", *options),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    said = (await process.communicate())[0].decode()
-    assert process.returncode in (0, 1), said  # 1: the gain is another than promised, as it may be on a busy machine
-    (fixed_s, _), (planned_s, _) = re.findall(r"(?:fleet|out): ([\d.]+) s, (0) failed turns", said)
-    ((simulated_s, simulated_planned_s),) = re.findall(r"Simulator: ([\d.]+) s, with plans ([\d.]+) s", said)
-    ((gain, promise),) = re.findall(r"Gain: x([\d.]+); the simulator said x([\d.]+)", said)
+    output = (await process.communicate())[0].decode()
+    assert process.returncode in (0, 1), output  # 1: not the promised gain, as on a busy machine
+    (fixed_s, _), (planned_s, _) = re.findall(r"(?:fleet|out): ([\d.]+) s, (0) failed turns", output)
+    ((simulated_s, simulated_planned_s),) = re.findall(r"Simulator: ([\d.]+) s, with plans ([\d.]+) s", output)
+    ((gain, promise),) = re.findall(r"Gain: x([\d.]+); the simulator said x([\d.]+)", output)
     assert float(gain) == pytest.approx(float(fixed_s) / float(planned_s), rel=0.02)
     assert float(promise) == pytest.approx(float(simulated_s) / float(simulated_planned_s), rel=0.02)
-    # Python alone needs 0.3 s to start an engine, 12 s as it is played, and plans count in those.
-    ((relaunch_s, counted_s),) = re.findall(r"relaunch ([\d.]+) s, ([\d.]+) s counted", said)
+    # Starting Python takes 0.3 s an engine, which is 12 s in simulated time, and plans count simulated seconds.
+    ((relaunch_s, counted_s),) = re.findall(r"relaunch ([\d.]+) s, ([\d.]+) s counted", output)
     assert float(relaunch_s) > 10.0 and float(counted_s) > 10.0
     for rollout in ("fixed", "plans"):
         servers = await LocalLauncher(tmp_path / rollout / "servers", (), None).find("loop")

@@ -1,4 +1,4 @@
-"""A launcher and a gateway in a few lines, for tests of the pure steps: they do what a step says, and notice harm."""
+"""A launcher and a gateway in a few lines, for tests of the pure steps: they do what a step asks, and detect harm."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,7 @@ class World:
 
     Args:
         turns: running on each server, by its id.
-        asleep: ids of servers that truly sleep; what is seen is what the journal knows of that.
+        asleep: ids of servers that really sleep; `seen` shows what the journal knows of that.
     """
 
     servers: dict[str, ObservedServer] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class World:
         return {one.server_id for one in self.servers.values() if one.is_serving}
 
     def able_to_serve(self) -> set[str]:
-        """Those that serve, or would if a gateway that was restarted knew them."""
+        """Servers that serve, or would if a restarted gateway knew them."""
         return {
             one.server_id
             for one in self.servers.values()
@@ -57,7 +57,7 @@ class World:
         }
 
     def perform(self, step: Step) -> None:
-        """Do it, or assert that it does harm. Doing it again changes nothing."""
+        """Perform the step, or fail if it does harm. Performing it again changes nothing."""
         if isinstance(step, Launch):
             self._launch(step.wanted)
             return
@@ -86,7 +86,7 @@ class World:
                 self._check_alone(one.server_id, one.devices)
             case MakeReady():
                 assert one.is_alive and one.server_id not in self.asleep, "a server that sleeps is asked for tokens"
-                assert one.is_begun, "nobody goes on with a launch that broke off"
+                assert one.is_begun, "a launch that broke off was not continued"
                 one = replace(one, is_ready=True)
             case Register():
                 assert one.is_ready, "the gateway is told of a server that does not answer"
@@ -123,14 +123,14 @@ class World:
         self.servers[step.server_id] = replace(one, sleep_state=SleepState.BETWEEN, is_ready=False)
 
     def launch_breaks_off(self, step: Launch) -> None:
-        """The controller is killed on the way: the launcher has it, and it may never begin by itself."""
+        """The controller is killed on the way: the launcher has the server, which may never begin by itself."""
         if step.server_id not in self.servers:
             self._launch(step.wanted)
             self.servers[step.server_id] = replace(self.servers[step.server_id], is_begun=False)
 
     def something_happens(self, data: st.DataObject) -> str | None:
-        """Turns end, the gateway restarts, a server dies, an operator cordons one or lifts a cordon, or nothing does;
-        gives the id of one that died."""
+        """Turns end, the gateway restarts, a server dies, an operator cordons one or lifts a cordon, or nothing
+        happens. Gives the id of a server that died."""
         match data.draw(st.integers(0, 5)):
             case 0:
                 self.turns_end()
@@ -146,7 +146,7 @@ class World:
         return None
 
     def cordon(self, server_id: str, is_cordoned: bool) -> None:
-        """An operator's word; the gateway gives turns to who is not cordoned and answers."""
+        """An operator's act; the gateway gives turns to servers that answer and are not cordoned."""
         one = self.servers[server_id]
         is_serving = one.is_ready and not is_cordoned
         self.servers[server_id] = replace(one, is_cordoned=is_cordoned, is_serving=is_serving)
@@ -156,7 +156,7 @@ class World:
         return [replace(one, server_id=self.new_id()) if one.server_id == gone else one for one in wanted]
 
     def lift_cordons(self) -> None:
-        """Those of operators."""
+        """Lift the cordons of operators."""
         for one in self.servers.values():
             if one.is_cordoned and not one.was_drained:
                 self.cordon(one.server_id, False)
@@ -177,7 +177,7 @@ class World:
                 return
             for step in steps:
                 self.perform(step)
-        raise AssertionError("it never ends")
+        raise AssertionError("the steps never end")
 
     def turns_end(self) -> None:
         """Every turn ends on servers that get no more."""
@@ -186,14 +186,14 @@ class World:
                 self.turns[one.server_id] = 0
 
     def dies(self, server_id: str) -> None:
-        """Its processes end by themselves, and its turns with them."""
+        """Its processes end by themselves, and its turns end with them."""
         one = self.servers[server_id]
         self.turns[server_id] = 0
         self.asleep.discard(server_id)
         self.servers[server_id] = replace(one, is_alive=False, is_ready=False, is_serving=False)
 
     def gateway_restarts(self) -> None:
-        """It has forgotten the engines that it was told of, and its turns ended with it."""
+        """The gateway has forgotten the engines that it was told of, and its turns ended with it."""
         self.turns.clear()
         for one in self.servers.values():
             self.servers[one.server_id] = replace(one, is_member=False, is_serving=False, is_cordoned=False)
