@@ -147,8 +147,11 @@ def _state(one: ObservedServer, is_wanted: bool) -> str:
         return "serving" if is_wanted else "leaving"
     if one.is_cordoned:
         return "draining" if one.num_turns else "drained"
-    return "lost" if one.is_member else "ready" if one.is_ready else "starting"
+    if one.is_member and not one.is_starting:
+        return "lost"
+    return "ready" if one.is_ready else "starting"
 
 
 def _is_lost(one: ObservedServer, state: State) -> bool:
-    return one.is_alive and one.is_member and not one.is_serving and not one.is_cordoned and one.server_id in state.urls
+    is_usable = one.is_serving or one.is_cordoned or one.is_starting
+    return one.is_alive and one.is_member and not is_usable and one.server_id in state.urls
