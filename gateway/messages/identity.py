@@ -39,7 +39,6 @@ _HEADER_FORMS = (
 _HEADER_LABELS = tuple((name, name.decode()) for name in _HEADER_FORMS)
 # The part of a session that runs by itself: a session's agents and threads are distinct trajectories.
 _PARTS = {b"x-claude-code-session-id": b"x-claude-code-agent-id", b"session-id": b"thread-id"}
-_PARENT_HEADERS = frozenset({b"x-claude-code-agent-id", b"x-dynamo-parent-session-id"})
 _HINT_HEADERS = frozenset({b"x-dynamo-request-priority", b"x-dynamo-request-strict-priority"})
 
 
@@ -49,16 +48,13 @@ class IdentityError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a client says about its trajectory; None for what it did not say, or said in an unusable form.
+    """How urgent a client's turn is; None for what it did not say, or said in an unusable form.
 
-    `priority` and `strict_priority`: higher is more urgent (Dynamo agent hints); `strict_priority` is a tier that
-    precedes any `priority`. `expected_output_tokens`: of this turn. `deadline_s`: from now.
+    Higher is more urgent (Dynamo agent hints); `strict_priority` is a tier that precedes any `priority`.
     """
 
     priority: int | None = None
     strict_priority: int | None = None
-    expected_output_tokens: int | None = None
-    deadline_s: float | None = None
 
 
 @value_class(frozen=True, slots=True)
@@ -73,7 +69,6 @@ class Identity:
     strong: bool
     group_id: str | None
     rollout_id: str | None
-    parent_id: str | None
     hints: Hints
 
 
@@ -81,7 +76,7 @@ NO_HINTS = Hints()
 
 
 def identify(path: str, headers: Iterable[tuple[bytes, bytes]], body: Mapping[str, Any]) -> Identity:
-    """The identity that a request carries, with its group, rollout, parent and hints.
+    """The identity that a request carries, with its group, rollout and hints.
 
     Args:
         path: as sent, still percent-encoded.
@@ -106,7 +101,6 @@ def identify(path: str, headers: Iterable[tuple[bytes, bytes]], body: Mapping[st
         strong,
         _named(sent, metadata, b"x-group-id", "group_id"),
         _named(sent, metadata, b"x-rollout-id", "rollout_id"),
-        None if not context and _PARENT_HEADERS.isdisjoint(sent) else _parent(sent, context, source),
         NO_HINTS
         if not context and "nvext" not in body and _HINT_HEADERS.isdisjoint(sent)
         else _hints(sent, body, context),
@@ -174,24 +168,11 @@ def _named(sent: dict[bytes, bytes], metadata: Mapping[str, Any], header: bytes,
     return _id(metadata[field], f"metadata.{field}") if field in metadata else None
 
 
-def _parent(sent: dict[bytes, bytes], context: Mapping[str, Any], source: str) -> str | None:
-    if source == "x-claude-code-session-id" and _id(sent.get(b"x-claude-code-agent-id"), source):
-        # A subagent's parent is the named agent, else the session's main agent.
-        session = _id(sent[b"x-claude-code-session-id"], source)
-        return _joined(session or "", sent.get(b"x-claude-code-parent-agent-id"), source)
-    return _id(sent.get(b"x-dynamo-parent-session-id"), "X-Dynamo-Parent-Session-Id") or _id(
-        context.get("parent_program_id"), "vllm_xargs.agentic_context.parent_program_id"
-    )
-
-
 def _hints(sent: dict[bytes, bytes], body: Mapping[str, Any], context: Mapping[str, Any]) -> Hints:
     agent = _object(_object(body.get("nvext")).get("agent_hints"))
-    tokens = _first(agent.get("osl"), context.get("expected_output_length"))
     return Hints(
         _first(sent.get(b"x-dynamo-request-priority"), agent.get("priority"), context.get("priority")),
         _first(sent.get(b"x-dynamo-request-strict-priority"), agent.get("strict_priority")),
-        tokens if tokens and tokens > 0 else None,
-        _seconds(context.get("deadline_seconds")),
     )
 
 
@@ -273,9 +254,3 @@ def _first(*values: object) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_INT:
             return value
     return None
-
-
-def _seconds(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if 0 < value <= _MAX_INT else None

@@ -83,7 +83,7 @@ def test_a_blank_form_gives_way_to_the_next(place: int) -> None:
 
 def test_a_request_that_sends_nothing_has_no_identity() -> None:
     """No header of an ordinary client is taken for an id."""
-    assert identity() == Identity(None, "", False, None, None, None, Hints())
+    assert identity() == Identity(None, "", False, None, None, Hints())
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ JSON = st.recursive(
 )
 FIELDS = [
     "metadata", "vllm_xargs", "program_id", "session_params", "session_id", "user", "nvext", "agentic_context",
-    "agent_hints", "priority", "osl", "user_id", "deadline_seconds", "expected_output_length", "group_id",
+    "agent_hints", "priority", "strict_priority", "user_id", "group_id",
 ]  # fmt: skip
 
 
@@ -177,17 +177,15 @@ def test_no_body_of_any_shape_crashes_it(body: dict) -> None:
 
 
 def test_each_claude_code_agent_is_its_own_trajectory() -> None:
-    """A session's agents run side by side: agent ids tell them apart and name their parent."""
+    """A session's agents run side by side: agent ids tell them apart."""
     session = {"x-claude-code-session-id": "s"}
     main = identity(headers=session)
     sub = identity(headers=session | {"x-claude-code-agent-id": "a1"})
     nested = identity(headers=session | {"x-claude-code-agent-id": "a2", "x-claude-code-parent-agent-id": "a1"})
-    assert [found.trajectory_id for found in (main, sub, nested)] == ["s", "s:a1", "s:a2"]
-    assert [found.parent_id for found in (main, sub, nested)] == [None, "s", "s:a1"]
-    blank = identity(headers=session | {"x-claude-code-agent-id": " ", "x-dynamo-parent-session-id": "p"})
+    blank = identity(headers=session | {"x-claude-code-agent-id": " "})
     named = identity("/t/own/v1/messages", headers=session | {"x-claude-code-agent-id": "a1"})
-    assert (blank.trajectory_id, blank.parent_id) == ("s", "p"), "who is no subagent may still say whose it is"
-    assert (named.trajectory_id, named.parent_id) == ("own", None), "its session is not what it goes by"
+    found = [each.trajectory_id for each in (main, sub, nested, blank, named)]
+    assert found == ["s", "s:a1", "s:a2", "s", "own"]
 
 
 def test_threads_of_one_session_are_distinct_trajectories() -> None:
@@ -211,11 +209,11 @@ def test_a_claude_code_session_is_found_in_the_user_id(user_id: str) -> None:
 
 def test_agentic_context_may_be_a_json_string() -> None:
     """vLLM's vllm_xargs takes no objects, so its clients send this one as a string; nonsense there is nothing."""
-    context = {"program_id": "p", "parent_program_id": "q", "priority": 4, "deadline_seconds": 30}
+    context = {"program_id": "p", "priority": 4}
     as_object = identity(body={"vllm_xargs": {"agentic_context": context}})
     as_string = identity(body={"vllm_xargs": {"agentic_context": orjson.dumps(context).decode()}})
     assert as_object == as_string
-    assert (as_object.parent_id, as_object.hints.priority, as_object.hints.deadline_s) == ("q", 4, 30.0)
+    assert (as_object.trajectory_id, as_object.hints.priority) == ("p", 4)
     assert identity(body={"vllm_xargs": {"agentic_context": "{nonsense"}}).trajectory_id is None
 
 
@@ -231,14 +229,14 @@ def test_group_and_rollout_come_from_header_then_metadata() -> None:
 def test_hints_come_from_headers_then_nvext_then_agentic_context() -> None:
     """Dynamo's headers override nvext (Dynamo, priority scheduling); each hint is taken by itself."""
     body = {
-        "nvext": {"agent_hints": {"priority": 5, "strict_priority": 1, "osl": 1024}},
-        "vllm_xargs": {"agentic_context": {"priority": 9, "expected_output_length": 7, "deadline_seconds": 2.5}},
+        "nvext": {"agent_hints": {"priority": 5, "strict_priority": 1}},
+        "vllm_xargs": {"agentic_context": {"priority": 9}},
     }
-    assert identity(body=body).hints == Hints(5, 1, 1024, 2.5)
+    assert identity(body=body).hints == Hints(5, 1)
     headers = {"x-dynamo-request-priority": "-3", "x-dynamo-request-strict-priority": "2"}
-    assert identity(headers=headers, body=body).hints == Hints(-3, 2, 1024, 2.5)
-    assert identity(body={"nvext": body["nvext"]}).hints == Hints(5, 1, 1024, None)
-    assert identity(body={"vllm_xargs": body["vllm_xargs"]}).hints == Hints(9, None, 7, 2.5)
+    assert identity(headers=headers, body=body).hints == Hints(-3, 2)
+    assert identity(body={"nvext": body["nvext"]}).hints == Hints(5, 1)
+    assert identity(body={"vllm_xargs": body["vllm_xargs"]}).hints == Hints(9)
     for name, hints in zip(headers, (Hints(priority=-3), Hints(strict_priority=2)), strict=True):
         assert identity(headers={name: headers[name]}).hints == hints
 
@@ -246,7 +244,7 @@ def test_hints_come_from_headers_then_nvext_then_agentic_context() -> None:
 @pytest.mark.parametrize("bad", ["high", None, [], {}, True, 10**30, 1.5, -(10**12)])
 def test_a_hint_of_the_wrong_type_is_ignored(bad: object) -> None:
     """A hint is never a reason to refuse a turn."""
-    hints = identity(body={"nvext": {"agent_hints": {"priority": bad, "osl": bad, "strict_priority": bad}}}).hints
+    hints = identity(body={"nvext": {"agent_hints": {"priority": bad, "strict_priority": bad}}}).hints
     assert hints == Hints()
     assert identity(body={"nvext": bad}).hints == Hints()
     for said in ("urgent", "--5", "5-", "-", "1_0", "9" * 30):
@@ -263,33 +261,20 @@ def test_a_priority_is_what_engines_take_for_one(said: float, understood: int | 
     assert (priority, type(priority)) == (understood, type(understood))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "seconds", "hints"),
-    [
-        (1, 0.5, Hints(expected_output_tokens=1, deadline_s=0.5)),
-        (2**31 - 1, 2**31 - 1, Hints(expected_output_tokens=2**31 - 1, deadline_s=float(2**31 - 1))),
-        (2**31, 2**31, Hints()),
-        (0, 0, Hints()),
-        (-1, -1, Hints()),
-        (True, True, Hints()),
-        ("9", "9", Hints()),
-    ],
-)
-def test_tokens_and_seconds_are_more_than_none(tokens: object, seconds: object, hints: Hints) -> None:
-    """What else is said of them is nothing said."""
-    context = {"expected_output_length": tokens, "deadline_seconds": seconds}
-    assert identity(body={"vllm_xargs": {"agentic_context": context}}).hints == hints
-
-
 @pytest.mark.parametrize("number", [0, -5, 2**63, 2**64 - 1])
 def test_a_number_is_an_id(number: int) -> None:
     """Any that JSON brings: hashes have 64 bits."""
     assert identity(body={"program_id": number}).trajectory_id == str(number)
 
 
-def test_a_parent_may_be_named_without_claude_code() -> None:
-    """Dynamo's header names the parent whichever form names the trajectory."""
-    assert identity(headers={"x-session-id": "a", "x-dynamo-parent-session-id": "b"}).parent_id == "b"
+@pytest.mark.parametrize("parent", ["x" * (MAX_ID_LENGTH + 1), "sp\xe4t"])
+def test_a_parent_that_cannot_be_an_id_refuses_no_turn(parent: str) -> None:
+    """The gateway has no use for parents; a turn whose client named one oddly was a 400."""
+    headers = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"}
+    for name in ("x-claude-code-parent-agent-id", "x-dynamo-parent-session-id"):
+        assert identity(headers=headers | {name: parent}).trajectory_id == "s:a"
+    context = {"program_id": "p", "parent_program_id": parent}
+    assert identity(body={"vllm_xargs": {"agentic_context": context}}).trajectory_id == "p"
 
 
 def test_agents_of_one_kind_have_one_preamble() -> None:
