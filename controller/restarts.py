@@ -17,6 +17,8 @@ from controller.steps import DesiredServer
 
 Of = TypeVar("Of")
 
+_MAX_DOUBLINGS = 1_000  # a float ends at the 1,024th
+
 
 @dataclass(frozen=True, slots=True)
 class RetryRule:
@@ -34,7 +36,7 @@ class RetryRule:
 
     def pause_s(self, num_tries: int) -> float:
         """The pause after `num_tries` failed starts."""
-        return min(self.max_back_off_s, self.back_off_s * 2.0 ** (num_tries - 1))
+        return min(self.max_back_off_s, self.back_off_s * 2.0 ** min(num_tries - 1, _MAX_DOUBLINGS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ _FIRST_DESCRIPTOR = 3
 _PR_SET_PDEATHSIG = 1
 _NOT_FOUND = 127  # a shell's status for a command that cannot be run; one that never could is not tried again
 _TOLD_TO_END = (signal.SIGTERM, signal.SIGINT)
+_MAX_DOUBLINGS = 1_000  # a float ends at the 1,024th
+_MAX_SELECT_S = 86_400.0  # epoll counts milliseconds in 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,10 @@ class KeeperSettings:
     longest_pause_s: float = 5.0
     max_failures: int = 24
     steady_s: float = 10.0
+
+    def pause_s(self, num_failures: int) -> float:
+        """The pause after this many failures in a row."""
+        return min(self.first_pause_s * 2.0 ** min(num_failures - 1, _MAX_DOUBLINGS), self.longest_pause_s)
 
 
 class Keeper:
@@ -104,11 +110,9 @@ class Keeper:
             num_starts += 1
             if self._told_to_end or self._status == 0 or is_unknown or num_failures > settings.max_failures:
                 return self._status
-            pause_until = time.monotonic() + min(
-                settings.first_pause_s * 2 ** (num_failures - 1), settings.longest_pause_s
-            )
+            pause_until = time.monotonic() + settings.pause_s(num_failures)
             while (rest_s := pause_until - time.monotonic()) > 0 and not self._told_to_end:
-                selector.select(rest_s)
+                selector.select(min(rest_s, _MAX_SELECT_S))
                 self._hear(kept, signals)
             if self._told_to_end:
                 return 128 + self._told_to_end

@@ -214,6 +214,11 @@ def test_pauses_between_tries_are_bounded() -> None:
     ]
 
 
+def test_the_pause_before_a_start_has_its_limit_after_any_number_of_tries() -> None:
+    """Who sets `max_tries` to a million never wants to give up, and 2 ** 1024 is no float."""
+    assert RetryRule(10**6, 5.0, 300.0).pause_s(5_000) == 300.0
+
+
 def test_tries_of_servers_no_longer_wanted_are_forgotten() -> None:
     """Servers end now and then for weeks, and all tries are written each time."""
     state = State(wanted=ONES, proven=ONES, num_tries={"b": 2, "z": 1}, not_before={"z": 1.0}, urls={"b": "http://b"})
