@@ -8,7 +8,16 @@ from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -395,8 +404,13 @@ class Settings(BaseSettings):
 
     @field_validator("api_keys", "cors_origins", mode="before")
     @classmethod
-    def _parse_list(cls, value: Any) -> Any:
-        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+    def _parse_list(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, str):
+            return value
+        parts = tuple(part.strip() for part in value.split(",") if part.strip())
+        if info.field_name == "api_keys" and not parts:  # a variable that a deployment meant to fill, and did not
+            raise ValueError("must not be empty; leave it unset to let anybody use the gateway")
+        return parts
 
     @classmethod
     def settings_customise_sources(

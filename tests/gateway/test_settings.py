@@ -72,6 +72,7 @@ def test_a_setting_is_the_same_from_a_file_and_from_the_environment(
         ("port = ", "heddle.toml is not TOML: Invalid value"),
         ("admin_key = 5", r"setting admin_key: must be a string$"),
         ('admin_key = "k\\n"', r"setting admin_key: must be printable ASCII, without spaces or line ends around it$"),
+        ('api_keys = ""', r"setting api_keys: must not be empty; leave it unset to let anybody use the gateway$"),
         ('api_keys = ["one", ""]', r"setting api_keys.1: must not be empty$"),
         (
             'engines = [{url = "http://a:1", api_key = "k\\r\\nx: y"}]',
@@ -91,6 +92,14 @@ def test_a_wrong_setting_is_refused_with_its_name(tmp_path: Path, toml: str, mes
     with pytest.raises(ConfigError, match=message.replace("?", r"\?")) as refused:
         load_settings(str(file))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("value", ["", " ", ",", " , "])
+def test_empty_client_keys_in_the_environment_stop_the_start(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compose file or a secret that was not filled in gives an empty variable; it used to open the gateway to all."""
+    monkeypatch.setenv("HEDDLE_API_KEYS", value)
+    with pytest.raises(ConfigError, match=r"^setting api_keys: must not be empty; leave it unset to let anybody use"):
+        load_settings()
 
 
 def test_an_unknown_variable_is_refused_with_what_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
