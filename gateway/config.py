@@ -5,6 +5,7 @@ order. Each field has its unit in its name and the reason for its default beside
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -302,6 +303,11 @@ class Settings(BaseSettings):
     kv_watermark: float = Field(
         0.9, gt=0, le=1, description="Share of an engine's KV up to which trajectories may enter."
     )
+    answer_tokens: int = Field(
+        500,
+        ge=0,
+        description="Expected answer of a turn, claimed in advance until its trajectory's own are known.",
+    )
     in_tool_lease_s: float | None = Field(
         None,
         ge=0,
@@ -440,22 +446,8 @@ class Settings(BaseSettings):
         )
 
     def limits(self) -> Limits:
-        """The settings of the scheduler."""
-        return Limits(
-            kv_watermark=self.kv_watermark,
-            in_tool_lease_s=self.in_tool_lease_s,
-            entry_patience_s=self.entry_patience_s,
-            ageing_tokens_per_s=self.ageing_tokens_per_s,
-            max_waiting_turns=self.max_waiting_turns,
-            queue_timeout_s=self.queue_timeout_s,
-            max_attempts=self.max_attempts,
-            retry_pause_s=self.retry_pause_s,
-            preempt_after_s=self.preempt_after_s,
-            preempt_margin_tokens=self.preempt_margin_tokens,
-            trajectory_ttl_s=self.trajectory_ttl_s,
-            retention_s=self.retention_s,
-            max_trajectories=self.max_trajectories,
-        )
+        """The settings of the scheduler: each of its limits is one, of the same name."""
+        return Limits(**{limit.name: getattr(self, limit.name) for limit in fields(Limits)})
 
 
 def load_settings(config_file: str | None = None, **overrides: Any) -> Settings:

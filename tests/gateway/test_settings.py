@@ -1,11 +1,13 @@
 """Settings from a file and from the environment: read alike, and refused with what is wrong."""
 
 import json
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
 
 from gateway.config import ConfigError, Settings, load_settings
+from scheduling.limits import Limits
 
 # One that is not the default, for each that a rule for its kind does not give.
 OTHERS = {
@@ -100,6 +102,13 @@ def test_empty_client_keys_in_the_environment_stop_the_start(value: str, monkeyp
     monkeypatch.setenv("HEDDLE_API_KEYS", value)
     with pytest.raises(ConfigError, match=r"^setting api_keys: must not be empty; leave it unset to let anybody use"):
         load_settings()
+
+
+def test_every_limit_of_the_scheduler_is_a_setting_with_the_same_default() -> None:
+    """One that is fixed in the code could not be changed where it does not fit."""
+    assert load_settings().limits() == Limits()
+    changed = {limit.name: other(limit.name) for limit in fields(Limits)}
+    assert asdict(load_settings(**changed).limits()) == changed
 
 
 def test_an_unknown_variable_is_refused_with_what_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
