@@ -70,7 +70,7 @@ class EngineSettings(BaseModel):
     )
     slots: int | None = Field(None, ge=1, le=65_536, description="Concurrent turns; asked of the engine when unset.")
     kv_capacity_tokens: int | None = Field(
-        None, ge=1, description="Tokens that its KV cache holds; asked of the engine when unset."
+        None, ge=1, le=2**53, description="Tokens that its KV cache holds; asked of the engine when unset."
     )
     tp: int = Field(1, ge=1, le=1024, description="Tensor-parallel size.")
     profile: Annotated[str | None, AfterValidator(_known_profile)] = Field(
@@ -110,6 +110,10 @@ class EngineSettings(BaseModel):
 
 # Read elsewhere: the file's name below, the others by the scripts in deploy/ and by the tests.
 _OTHERS = frozenset({"HEDDLE_CONFIG", "HEDDLE_WORK", "HEDDLE_VLLM_VENV", "HEDDLE_REDIS_FROM"})
+
+# Of settings without a limit of their own: 30 million years, or a petabyte. The event log and the store hold integers
+# of 64 bits.
+_MAX_NUMBER = 10**15
 
 
 def _known_policy(name: str) -> str:
@@ -316,7 +320,12 @@ class Settings(BaseSettings):
     entry_patience_s: float = Field(
         300.0, ge=0, description="A turn that has waited this long may take the KV of any trajectory in a tool call."
     )
-    ageing_tokens_per_s: float = Field(100.0, ge=0, description="Predicted tokens that one second of waiting is worth.")
+    ageing_tokens_per_s: float = Field(
+        100.0,
+        ge=0,
+        le=1_000_000,
+        description="Predicted tokens that one second of waiting is worth; 1,000,000 is first come, first served.",
+    )
 
     kv_move_min_tokens: int = Field(
         1_000, ge=0, description="Least KV that follows a trajectory to another engine; less is prefilled as fast."
@@ -391,6 +400,13 @@ class Settings(BaseSettings):
     shutdown_timeout_s: float = Field(30.0, ge=0, description="How long running turns may take to end after SIGTERM.")
 
     _numbers = field_validator("*", mode="before")(classmethod(numbers))
+
+    @field_validator("*")
+    @classmethod
+    def _is_within_max_number(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and value > _MAX_NUMBER:
+            raise ValueError(f"must be at most {_MAX_NUMBER}, not {value}")
+        return value
 
     @field_validator("engines", mode="before")
     @classmethod

@@ -3,11 +3,17 @@
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import get_args
 
+import httpx
 import pytest
+from annotated_types import Le
 
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import SimulatedEngineSettings
 from gateway.config import ConfigError, Settings, load_settings
 from scheduling.limits import Limits
+from tests.support.gateway import running_gateway
 
 # One that is not the default, for each that a rule for its kind does not give.
 OTHERS = {
@@ -31,6 +37,19 @@ OTHERS = {
     "in_tool_lease_s": 5.0,
     "byte_workers": 2,
 }
+
+
+NUMBERS = [
+    name
+    for name, field in Settings.model_fields.items()
+    if {int, float} & {field.annotation, *get_args(field.annotation)}
+]
+
+
+def largest(name: str) -> int:
+    """What that number may be at most."""
+    own = [limit.le for limit in Settings.model_fields[name].metadata if isinstance(limit, Le)]
+    return int(own[0]) if own else 10**15  # type: ignore[call-overload]
 
 
 def other(name: str) -> object:
@@ -62,6 +81,10 @@ def test_a_setting_is_the_same_from_a_file_and_from_the_environment(
         ("engines = 5", "setting engines: must be a list"),
         ('[[engines]]\nurl = "http://a:1"\nslot = 3', "setting engines.0.slot: unknown, did you mean slots?"),
         ('[[engines]]\nurl = "http://a:1"\nslots = 0', "setting engines.0.slots: must be at least 1, not 0$"),
+        (
+            f'[[engines]]\nurl = "http://a:1"\nkv_capacity_tokens = {2**54}',
+            f"setting engines.0.kv_capacity_tokens: must be at most {2**53}, not {2**54}$",
+        ),
         ('engines = ["a:1"]', "'a:1' is not a base URL"),
         ('engines = ["http://a b:1"]', "'http://a b:1' is not a base URL"),
         ('engines = ["http://日本:1"]', "'http://日本:1' is not a base URL"),
@@ -109,6 +132,30 @@ def test_every_limit_of_the_scheduler_is_a_setting_with_the_same_default() -> No
     assert load_settings().limits() == Limits()
     changed = {limit.name: other(limit.name) for limit in fields(Limits)}
     assert asdict(load_settings(**changed).limits()) == changed
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_number_has_an_upper_limit(name: str) -> None:
+    """The event log and the store hold integers of 64 bits, and Python itself not every count."""
+    with pytest.raises(ConfigError, match=f"^setting {name}: must be at most {largest(name)}, not 1"):
+        load_settings(**{name: 10**30})
+
+
+async def test_turns_are_served_with_every_number_at_its_limit(tmp_path: Path) -> None:
+    """None overflows: with a million million tokens for a second of waiting each turn was a 500."""
+    files = {"store": f"sqlite:{tmp_path / 'heddle.sqlite3'}", "event_log": str(tmp_path / "events.jsonl")}
+    limits = {name: largest(name) for name in NUMBERS if name != "port"}
+    body = {"model": "simulated", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=50.0)) as engine,
+        running_gateway(engine, token_legs="auto", **files, **limits) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=60.0) as client,
+    ):
+        for stream in (False, True):
+            answer = await client.post("/t/one/v1/chat/completions", json=body | {"stream": stream})
+            assert answer.status_code == 200 and "error" not in answer.text, answer.text
+        turns = (await client.get("/v1/trajectories/one")).json()["turns"]
+        assert [turn["outcome"] for turn in turns] == ["finished", "finished"]
 
 
 def test_an_unknown_variable_is_refused_with_what_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
