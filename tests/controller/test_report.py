@@ -12,7 +12,7 @@ from controller.records import step_record
 from controller.report import alarms, status
 from controller.steps import Register
 from tests.controller.fleet_site import fleet_file
-from tests.controller.ports import Floor, Fuse, MemoryDemand, MemoryGateway, MemoryLauncher
+from tests.controller.ports import Cluster, Fuse, MemoryDemand, MemoryGateway, MemoryLauncher
 
 URL = "http://127.0.1.1:8000"
 
@@ -31,17 +31,17 @@ async def test_a_server_that_the_gateway_has_not_observed_yet_is_not_lost(
     at_the_gateway: Member | None, state: str, is_lost: bool, tmp_path: Path
 ) -> None:
     """Every start of a server passes through that state, so an alarm there would be false."""
-    floor = Floor(devices=("cpu0",), port=8000)
+    cluster = Cluster(devices=("cpu0",), port=8000)
     spec = ServerSpec("server-1", "test", 1, ("cpu0",), ("engine",))
-    floor.servers["server-1"] = Server(spec, ServerState.RUNNING, URL)
+    cluster.servers["server-1"] = Server(spec, ServerState.RUNNING, URL)
     if at_the_gateway is not None:
-        floor.members[URL] = at_the_gateway
+        cluster.members[URL] = at_the_gateway
     journal = Journal(tmp_path / "journal.jsonl")
     wanted = [{"server_id": "server-1", "tp": 1, "devices": ["cpu0"]}]
     journal.write(kind="wanted", at=0.0, wanted=wanted, serial=1, why="first")
     journal.write(**step_record("begun", Register("server-1"), 0.0, url=URL))
-    launcher, gateway = MemoryLauncher(floor, Fuse()), MemoryGateway(floor, Fuse())
-    made = Controller(fleet_file(tmp_path, URL), launcher, gateway, MemoryDemand(floor), journal)  # type: ignore[arg-type]
+    launcher, gateway = MemoryLauncher(cluster, Fuse()), MemoryGateway(cluster, Fuse())
+    made = Controller(fleet_file(tmp_path, URL), launcher, gateway, MemoryDemand(cluster), journal)  # type: ignore[arg-type]
     assert await made.look()
     assert [one["state"] for one in status(made, 0.0)["servers"]] == [state]
     assert ("engine_lost" in alarms(made, 0.0)) == is_lost
