@@ -119,3 +119,16 @@ def test_following_ranks_keeps_residency() -> None:
     fleet.finish("d1", prompt=10)
     fleet.close("d")
     assert fleet.sent(fleet.arrive("a3", "a", predicted=50_000, prompt=60)) == [("a3", "A")]
+
+
+def test_each_of_three_engines_gets_its_part_of_the_ranks() -> None:
+    """Nine trajectories of nearly one length: three for each engine, in the order of their lengths."""
+    fleet = Fleet(HEDDLE_PAPER)
+    for engine_id in "ABC":
+        fleet.engine(engine_id, slots=9)
+    for number in range(9):
+        fleet.declare(f"t{number}", predicted=9_000 - number)
+    for number in range(9):
+        fleet.arrive(f"turn{number}", f"t{number}", predicted=9_000 - number)
+    homes = [fleet.home(f"t{number}") for number in range(9)]
+    assert homes == sorted(homes) and [homes.count(engine_id) for engine_id in "ABC"] == [3, 3, 3]

@@ -1,0 +1,151 @@
+"""Which conversations count as the same however a client spells them, and which do not."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.messages.transcripts import History, digests_of_prompts, prompt_of, spelled
+
+USER = {"role": "user", "content": "q"}
+CALL = {"type": "function_call", "call_id": "c1", "name": "ls", "arguments": '{"a": 1, "b": 2}'}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "x"}
+USE = {"type": "tool_use", "id": "t1", "name": "ls", "input": {"a": 1, "b": 2}}
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "x"}
+
+
+def user(*parts: object) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def assistant(*parts: object) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(parts)}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def called(arguments: object, call_id: str = "c1") -> dict[str, Any]:
+    """An answer of the chat API that calls a tool."""
+    call = {"id": call_id, "type": "function", "function": {"name": "ls", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def image(url: str, **more: object) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}, **more}
+
+
+SAME = {
+    "text of the responses API": (USER, user({"type": "input_text", "text": "q"})),
+    "answer of the responses API": (said("a"), assistant({"type": "output_text", "text": "a", "annotations": []})),
+    "blanks around a text": (USER, {"role": "user", "content": " q\n"}),
+    "reasoning left in an answer": (said("a"), said("<think>because</think>\n\na")),
+    "order of a call's arguments": (CALL, CALL | {"arguments": '{"b":2,"a":1}'}),
+    "id and status of a call": (CALL, CALL | {"id": "fc_1", "status": "completed"}),
+    "id and status of an output": (OUTPUT, OUTPUT | {"id": "fo_1", "status": "completed"}),
+    "cache mark of an output": (OUTPUT, OUTPUT | {"cache_control": {"type": "ephemeral"}}),
+    "no arguments": (called("{}"), called("")),
+    "null arguments": (called("{}"), called(None)),
+    "thinking beside a call": (assistant(USE), assistant({"type": "thinking", "thinking": "hm"}, USE)),
+    "cache mark of a call": (assistant(USE), assistant(USE | {"cache_control": {"type": "ephemeral"}})),
+    "cache mark of a result": (user(RESULT), user(RESULT | {"cache_control": {"type": "ephemeral"}})),
+    "result as text parts": (user(RESULT), user(RESULT | {"content": [{"type": "text", "text": "x"}]})),
+    "cache mark of an image": (user(image("u")), user(image("u", cache_control={"type": "ephemeral"}))),
+}
+DIFFERENT = {
+    "what a user says of thinking": ({"role": "user", "content": "a</think>q"}, USER),
+    "the call that is answered": (
+        {"role": "tool", "content": "x", "tool_call_id": "c1"},
+        {"role": "tool", "content": "x", "tool_call_id": "c2"},
+    ),
+    "id of a call": (called("{}"), called("{}", "c2")),
+    "arguments of a call": (CALL, CALL | {"arguments": '{"a": 1}'}),
+    "arguments that are no JSON": (called("ls -l"), called("ls -a")),
+    "input of a custom tool": (
+        {"type": "custom_tool_call", "call_id": "c1", "name": "sh", "input": "ls"},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "sh", "input": "pwd"},
+    ),
+    "input of a tool": (assistant(USE), assistant(USE | {"input": {"a": 2}})),
+    "name of a tool": (assistant(USE), assistant(USE | {"name": "cat"})),
+    "text of a result": (user(RESULT), user(RESULT | {"content": "y"})),
+    "call of a result": (user(RESULT), user(RESULT | {"tool_use_id": "t2"})),
+    "output of a call": (OUTPUT, OUTPUT | {"output": "y"}),
+    "image": (user(image("u")), user(image("v"))),
+    "role": (USER, {"role": "system", "content": "q"}),
+    "calls of an unknown form": (
+        {"role": "assistant", "content": "", "tool_calls": ["a"]},
+        {"role": "assistant", "content": "", "tool_calls": ["b"]},
+    ),
+}
+
+
+def digest(message: object) -> str:
+    """Of a conversation that ends with this message."""
+    return History({"messages": [USER, message]}).digest()
+
+
+@pytest.mark.parametrize(("one", "other"), SAME.values(), ids=SAME.keys())
+def test_a_message_is_the_same_in_another_spelling(one: object, other: object) -> None:
+    """Clients drop or change these between turns: the conversation is still recognised."""
+    assert digest(one) == digest(other)
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT.values(), ids=DIFFERENT.keys())
+def test_a_message_that_differs_makes_another_conversation(one: object, other: object) -> None:
+    """Siblings that differ in this are not taken for each other."""
+    assert digest(one) != digest(other)
+
+
+ROLES = st.lists(st.sampled_from(["user", "assistant", "tool"]), max_size=8)
+
+
+@given(ROLES, st.sampled_from(["system", "instructions", None]))
+def test_a_history_has_a_digest_after_each_answer(roles: list[str], preamble: str | None) -> None:
+    """Each is that of the conversation up to there; a system prompt is no answer, and is part of all of them."""
+    messages = [{"role": role, "content": f"{number}"} for number, role in enumerate(roles)]
+    body = {preamble: "Be brief."} if preamble else {}
+    ends = [number + 1 for number, role in enumerate(roles) if role == "assistant"]
+    expected = [History({**body, "messages": messages[:end]}).digest() for end in ends]
+    assert History({**body, "messages": messages}).digests == expected
+    assert preamble is None or not expected or expected[0] != History({"messages": messages[: ends[0]]}).digest()
+
+
+@given(ROLES)
+def test_a_request_has_a_prompt_before_each_row_of_answers_and_a_last_one(roles: list[str]) -> None:
+    """A group is that of the first prompt: what precedes an answer, whatever comes later."""
+    messages = [{"role": role, "content": f"{number}"} for number, role in enumerate(roles)]
+    begins = [
+        number
+        for number, role in enumerate(roles)
+        if role == "assistant" and (number == 0 or roles[number - 1] != "assistant")
+    ]
+    expected = [digests_of_prompts({"messages": messages[:begin]})[-1] for begin in begins]
+    assert digests_of_prompts({"messages": messages})[:-1] == expected
+
+
+IDS = st.lists(st.integers(0, 200_000), max_size=6)
+
+
+@given(IDS, IDS)
+def test_tokens_begin_with_their_prefixes_and_with_nothing_else(ids: list[int], others: list[int]) -> None:
+    """As bytes, too: 1 is no prefix of 12, and no text begins with tokens."""
+    mine, other = spelled(ids), spelled(others)
+    assert mine is not None and other is not None
+    assert mine.startswith(other) is (ids[: len(others)] == others)
+    text = spelled(",".join(map(str, ids)))
+    assert text is not None and not text.startswith(mine)
+
+
+@pytest.mark.parametrize("value", [None, 5, {"a": 1}, [1, "a"], [True], [2**70], [["a"]]])
+def test_what_is_neither_text_nor_tokens_is_not_spelled(value: object) -> None:
+    """A list of several prompts, or a number that is no token."""
+    assert spelled(value) is None
+
+
+@pytest.mark.parametrize("name", ["prompt", "token_ids", "input_ids", "text"])
+def test_the_prompt_is_found_under_each_routes_name(name: str) -> None:
+    """Of completions and of the token routes; a request with messages has none."""
+    assert prompt_of({name: [1, 2]}) == [1, 2]
+    assert prompt_of({name: [1, 2], "messages": []}) is None and prompt_of({name: [1, 2], "input": "q"}) is None
