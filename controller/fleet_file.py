@@ -27,6 +27,7 @@ from scheduling.cost import EngineProfile
 from store import BadStoreUrl, StoreError, open_store
 
 ADMIN_KEY_VARIABLE = "HEDDLE_ADMIN_KEY"
+_DAY_S = 86_400  # the longest evacuation that the gateway accepts; Ray cannot wait for much longer ones
 
 
 class FleetFileError(Exception):
@@ -159,7 +160,9 @@ class Limits(BaseModel):
     max_tries: int = Field(3, ge=1, description="Starts of one server; one that fails three times fails for a reason.")
     back_off_s: float = Field(5.0, ge=0, description="Pause before the second start; it doubles each time.")
     max_back_off_s: float = Field(300.0, ge=0, description="Longest pause between starts.")
-    stop_grace_s: float = Field(20.0, ge=0, description="Time between SIGTERM and SIGKILL; vLLM ends within 10 s.")
+    stop_grace_s: float = Field(
+        20.0, ge=0, le=_DAY_S, description="Time between SIGTERM and SIGKILL; vLLM ends within 10 s."
+    )
     max_starting: int = Field(8, ge=1, description="Servers that start concurrently; they share disks and cores.")
     min_engines: int = Field(0, ge=0, description="Engines that keep serving during a change. 0: turns wait meanwhile.")
     sleep_timeout_s: float = Field(
@@ -167,7 +170,9 @@ class Limits(BaseModel):
         gt=0,
         description="Longest time to fall asleep or to wake: 140 GB of weights take 10 s, from a disk a minute.",
     )
-    move_timeout_s: float = Field(60.0, ge=0, description="Longest time to move a server's KV; the rest is left.")
+    move_timeout_s: float = Field(
+        60.0, ge=0, le=_DAY_S, description="Longest time to move a server's KV; the rest is left."
+    )
     drain_alarm_s: float = Field(1800.0, gt=0, description="A longer drain raises an alarm; nothing is killed.")
     observe_interval_s: float = Field(1.0, gt=0, description="Interval of observing launcher and gateway.")
     max_log_bytes: int = Field(

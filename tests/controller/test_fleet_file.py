@@ -75,6 +75,14 @@ def test_a_key_that_cannot_be_sent_is_refused(tmp_path: Path, monkeypatch: pytes
 SLEEP = "[sleep]\ntp_sizes = [1, 2]\nweight_bytes = 10\nhost_bytes = 120\n[engine]\n"
 
 
+@pytest.mark.parametrize("name", ["stop_grace_s", "move_timeout_s"])
+def test_a_step_may_take_a_day_at_most(tmp_path: Path, name: str) -> None:
+    """The gateway refuses a longer evacuation, so the server would never leave; Ray refuses an endless grace."""
+    changed = WHOLE.replace("[engine]", f"[limits]\n{name} = 86401\n[engine]")
+    with pytest.raises(FleetFileError, match=f"limits.{name}: must be at most 86400, not 86401$"):
+        load_fleet_file(written(tmp_path, changed))
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
