@@ -214,8 +214,8 @@ def test_pauses_between_tries_are_bounded() -> None:
     ]
 
 
-def test_the_pause_before_a_start_has_its_limit_after_any_number_of_tries() -> None:
-    """Who sets `max_tries` to a million never wants to give up, and 2 ** 1024 is no float."""
+def test_pauses_stay_bounded_after_thousands_of_tries() -> None:
+    """An operator who never wants to give up sets `max_tries` to a million, and 2 ** 1024 exceeds a float."""
     assert RetryRule(10**6, 5.0, 300.0).pause_s(5_000) == 300.0
 
 

@@ -209,8 +209,8 @@ async def test_find_sees_whole_servers_while_old_folders_are_removed(tmp_path: P
     for number in range(MAX_STOPPED_KEPT + 300):
         folder = tmp_path / "fleet" / f"old-{number}"
         folder.mkdir(parents=True)
-        asked = {"server_id": folder.name, "fleet_id": "fleet", "tp": 1, "devices": ["0"], "command": [], "port": 1}
-        spec = {name: value for name, value in asked.items() if name != "port"}
+        fields = {"server_id": folder.name, "fleet_id": "fleet", "tp": 1, "devices": ["0"], "command": [], "port": 1}
+        spec = {name: value for name, value in fields.items() if name != "port"}
         (folder / "server.json").write_text(json.dumps({"spec": spec | {"environment": {}}, "port": 1}))
         (folder / "process.json").write_text(json.dumps({"pid": 1, "started": -1, "boot": "another"}))
         (folder / "stop").touch()

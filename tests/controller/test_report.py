@@ -30,7 +30,7 @@ URL = "http://127.0.1.1:8000"
 async def test_a_server_that_the_gateway_has_not_observed_yet_is_not_lost(
     at_the_gateway: Member | None, state: str, is_lost: bool, tmp_path: Path
 ) -> None:
-    """Every start of a server passes through that state, so an alarm there would be false."""
+    """Every server passes through that state when it starts, so an alarm there would be false."""
     cluster = Cluster(devices=("cpu0",), port=8000)
     spec = ServerSpec("server-1", "test", 1, ("cpu0",), ("engine",))
     cluster.servers["server-1"] = Server(spec, ServerState.RUNNING, URL)

@@ -112,8 +112,8 @@ def test_a_signal_between_two_starts_ends_the_keeper(tmp_path: Path) -> None:
         assert keeper.wait(60) == 128 + signal.SIGTERM
 
 
-def test_a_pause_longer_than_select_can_wait_is_waited_for(tmp_path: Path) -> None:
-    """epoll takes at most 24 days; the keeper ended with a traceback, and the command with it."""
+def test_a_pause_longer_than_select_accepts_is_waited_for(tmp_path: Path) -> None:
+    """epoll takes at most 24 days; a longer pause ended the keeper with a traceback, and its command with it."""
     options = ("--longest-pause-s", "1e12", "--first-pause-s", "1e12")
     with kept_command(tmp_path, "sys.exit(1)\n", WAIT, options=options) as keeper:
         assert keeper.stderr is not None
@@ -122,8 +122,9 @@ def test_a_pause_longer_than_select_can_wait_is_waited_for(tmp_path: Path) -> No
         assert keeper.wait(60) == 128 + signal.SIGTERM
 
 
-def test_the_pause_doubles_up_to_its_limit_however_many_failures_there_were() -> None:
-    """After 1,024 failures in a row, an hour and a half, the keeper itself ended: 2 ** 1024 is no float."""
+def test_pauses_double_up_to_their_limit_after_any_number_of_failures() -> None:
+    """After 1,024 failures in a row, which take an hour and a half, the keeper itself ended: 2 ** 1024 exceeds a
+    float."""
     settings = KeeperSettings(max_failures=10**6)
     pauses = [settings.pause_s(num_failures) for num_failures in (1, 2, 3, 9, 1_024, 1_026, 10**6)]
     assert pauses == [0.05, 0.1, 0.2, 5.0, 5.0, 5.0, 5.0]

@@ -13,13 +13,13 @@ from predictor.text import TextPredictor, read_examples, train_text
 def main(examples: Path, questions: Path, model: Path) -> None:
     report = train_text(read_examples(examples), model)
     predictor = TextPredictor.load(model)
-    asked = read_examples(questions)
-    predictions = predictor.predict_all(asked)
+    to_predict = read_examples(questions)
+    predictions = predictor.predict_all(to_predict)
     started = time.perf_counter()
-    for question in asked[:50]:
+    for question in to_predict[:50]:
         predictor.predict(question)
     one_s = (time.perf_counter() - started) / 50
-    single = predictor.predict(asked[0])
+    single = predictor.predict(to_predict[0])
     try:
         TextPredictor.load(examples)
         refusal = ""
