@@ -101,7 +101,10 @@ class Engines:
         }
 
     def move_away(self, engine_id: str) -> None:
-        """Have an engine's turns continue from their tokens elsewhere, if other engines serve its models."""
+        """Have an engine's turns continue from their tokens elsewhere, if other engines serve its models.
+
+        One that is loading weights counts: turns wait for the end of the load, not the drain for the end of a turn.
+        """
         member = self.fleet.cordon(engine_id, True)
         if all(self.fleet.serving(model.model_id) for model in member.models):
             for turn in self._driver.live_turns():

@@ -123,6 +123,36 @@ async def test_requests_without_a_trajectory_avoid_an_engine_in_an_update() -> N
         assert num_requests == [0, 3]
 
 
+async def test_a_drain_empties_an_engine_although_the_only_other_one_is_in_an_update() -> None:
+    """The turn waits for the end of the load, which is soon; it could run on for an hour where it is."""
+    is_over = asyncio.Event()
+
+    async def load(asked: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:
+        await is_over.wait()
+
+    async with (
+        recorded_engine(engine("vllm", speed_up=5.0)) as one,
+        recorded_engine(engine("vllm", speed_up=5.0)) as other,
+        running_gateway(one.url, other.url, token_legs="auto") as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=90, headers=ADMIN) as client,
+    ):
+        one_id, other_id = (each.url.removeprefix("http://") for each in (one, other))
+        await client.post(f"/v1/engines/{other_id}/cordon")
+        turn = asyncio.create_task(complete(client, "one", "Go on.", 1_200))
+        await eventually(lambda: _has_legs(client, one_id), 60)
+        await client.post(f"/v1/engines/{other_id}/uncordon")
+        other.scripts["/collective_rpc"] = Script(load, 500)
+        order = asyncio.create_task(update(client, "v1", engines=[other_id]))
+        await eventually(lambda: any(asked.path == "/collective_rpc" for asked in other.seen), 60)
+        drained = (await client.post(f"/v1/engines/{one_id}/drain?timeout_s=60")).json()
+        assert drained["is_drained"] and not turn.done() and not is_over.is_set()
+        await client.post(f"/v1/engines/{one_id}/uncordon")
+        assert len(TOKENIZER.encode(await turn)) == 1_200
+        assert (await last_turn(client, "one"))["legs"] == 2
+        is_over.set()
+        await order
+
+
 @KINDS
 @pytest.mark.parametrize("mode", ["keep", "restart"])
 @pytest.mark.parametrize("api", APIS)
