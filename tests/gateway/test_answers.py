@@ -20,8 +20,8 @@ def chat(reason: str | None = "stop", **more: Any) -> dict:
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "tool_calls", "content_filter", "function_call"])
-def test_an_answer_in_order_is_passed_byte_for_byte(reason: str) -> None:
-    """Unknown fields, odd spacing and key order are the engine's and stay."""
+def test_a_valid_answer_passes_byte_for_byte(reason: str) -> None:
+    """Unknown fields, odd spacing and key order stay as the engine sent them."""
     body = b" " + orjson.dumps(chat(reason, service_tier=None, prompt_token_ids=[1, 2]), option=orjson.OPT_INDENT_2)
     answer = read_answer("chat", body)
     assert answer.body is body
@@ -31,30 +31,30 @@ def test_an_answer_in_order_is_passed_byte_for_byte(reason: str) -> None:
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 @pytest.mark.parametrize("api", ["chat", "completions"])
-def test_abort_and_error_are_faults_although_the_status_is_200(api: Any, reason: str) -> None:
-    """vLLM ends a request with 200 and `abort` on pause, sleep, abort_requests and SIGTERM: it is not finished."""
+def test_abort_and_error_are_faults_despite_status_200(api: Any, reason: str) -> None:
+    """vLLM ends a request with 200 and `abort` on pause, sleep, abort_requests and SIGTERM: it did not finish."""
     error = read_answer(api, orjson.dumps(chat(reason))).error
     assert error is not None
     assert error.status >= 500
 
 
-def test_one_aborted_choice_of_several_is_a_fault() -> None:
-    """With n > 1 every choice must be finished."""
+def test_one_aborted_choice_makes_the_answer_a_fault() -> None:
+    """With n > 1, every choice must have finished."""
     body = chat("stop")
     body["choices"].append({"index": 1, "message": {"role": "assistant", "content": ""}, "finish_reason": "abort"})
     assert read_answer("chat", orjson.dumps(body)).error is not None
 
 
 @pytest.mark.parametrize("reason", ["repetition", "eos_token", ""])
-def test_a_reason_outside_openais_set_becomes_stop(reason: str) -> None:
-    """vLLM's `repetition` and an engine's own words are ends; the rest of the answer is unchanged."""
+def test_a_finish_reason_unknown_to_openai_becomes_stop(reason: str) -> None:
+    """vLLM's `repetition` and an engine's own reasons are ends; the rest of the answer is unchanged."""
     answer = read_answer("chat", orjson.dumps(chat(reason, extra={"kept": 1})))
     assert (answer.finish_reason, answer.error) == ("stop", None)
     assert orjson.loads(answer.body) == chat("stop", extra={"kept": 1})
 
 
-def test_a_text_that_speaks_of_reasons_is_no_reason() -> None:
-    """Quotes in a text are escaped, so no text can make the search believe in an abort or a usage."""
+def test_text_that_quotes_a_finish_reason_is_not_one() -> None:
+    """Quotes in text are escaped, so no text can be mistaken for an abort or for usage."""
     body = chat()
     body["choices"][0]["message"]["content"] = '"finish_reason":"abort" "usage":{"prompt_tokens":99}'
     body["choices"][0]["message"]["reasoning"] = "abort"
@@ -62,8 +62,8 @@ def test_a_text_that_speaks_of_reasons_is_no_reason() -> None:
     assert (answer.error, answer.usage) == (None, Usage(7, 3, 5))
 
 
-def test_usage_is_found_among_token_ids_and_logprobs() -> None:
-    """Fields after the usage, such as SGLang's metadata, do not confuse it; none told is None."""
+def test_usage_is_found_beside_token_ids_and_metadata() -> None:
+    """Fields after the usage, such as SGLang's metadata, do not hide it; absent usage is None."""
     body = chat(metadata={"weight_version": "v1"}, prompt_token_ids=list(range(100)))
     assert read_answer("chat", orjson.dumps(body)).usage == Usage(7, 3, 5)
     del body["usage"]["prompt_tokens_details"]
@@ -74,23 +74,23 @@ def test_usage_is_found_among_token_ids_and_logprobs() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[1]", b'"x"', b'{"choices":', b"null"])
 @pytest.mark.parametrize("api", ["chat", "completions", "responses", "messages"])
-def test_nonsense_with_status_200_is_the_engines_fault(api: Any, body: bytes) -> None:
-    """What is not a JSON object never reaches a client as an answer."""
+def test_an_invalid_body_with_status_200_is_the_engines_fault(api: Any, body: bytes) -> None:
+    """Only a JSON object reaches a client as an answer."""
     error = read_answer(api, body).error
     assert error is not None
     assert error.status == 502
 
 
-def test_an_error_with_status_200_is_an_error() -> None:
-    """A body that is an error is one whatever its status line says."""
+def test_an_error_body_with_status_200_is_an_error() -> None:
+    """An error body is an error whatever its status line states."""
     for body in ({"error": {"message": "m", "code": 503}}, {"object": "error", "message": "m", "code": 503}):
         error = read_answer("chat", orjson.dumps(body)).error
         assert error is not None
         assert (error.status, error.message) == (503, "m")
 
 
-def test_usage_of_responses_and_anthropic() -> None:
-    """Both name their tokens otherwise; Anthropic's input does not count what came from the cache."""
+def test_usage_is_read_from_responses_and_anthropic_messages() -> None:
+    """Both name their token counts differently; Anthropic's input count excludes cached tokens."""
     responses = {
         "id": "r", "status": "completed", "output": [],
         "tools": [{"parameters": {"usage": {"prompt_tokens": 1}}}],
@@ -104,8 +104,8 @@ def test_usage_of_responses_and_anthropic() -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 2**53, 2**64 - 1, 1e999, 3.0, True, "3", None])
-def test_a_number_that_counts_no_tokens_is_none(number: object) -> None:
-    """It would go into sums, histories and metrics: these hold neither less than nothing nor more than 64 bits."""
+def test_an_invalid_token_count_is_ignored(number: object) -> None:
+    """Counts go into sums, histories and metrics, which take neither negative numbers nor more than 64 bits."""
     wrong = {"prompt_tokens": 7, "completion_tokens": number, "prompt_tokens_details": {"cached_tokens": number}}
     assert usage_of(wrong) == Usage(7, 0, None)
     assert usage_of({"prompt_tokens": number, "completion_tokens": 3}) is None
@@ -113,14 +113,14 @@ def test_a_number_that_counts_no_tokens_is_none(number: object) -> None:
 
 
 @pytest.mark.parametrize("status", ["failed", "cancelled"])
-def test_a_response_that_failed_or_was_cancelled_is_a_fault(status: str) -> None:
-    """`incomplete` is OpenAI's word for a length limit and is an answer; these two are not."""
+def test_a_failed_or_cancelled_response_is_a_fault(status: str) -> None:
+    """`incomplete` is OpenAI's status for a length limit, which is an answer; these two are not."""
     assert read_answer("responses", orjson.dumps({"status": status, "output": []})).error is not None
     assert read_answer("responses", orjson.dumps({"status": "incomplete", "output": []})).error is None
 
 
-def test_other_routes_are_not_read() -> None:
-    """Embeddings and tokenizing have no end to judge; they pass."""
+def test_answers_of_other_routes_are_not_read() -> None:
+    """Embeddings and tokenisation have no finish reason to check; they pass."""
     assert read_answer("other", b'{"tokens":[1]}').error is None
 
 
@@ -136,6 +136,6 @@ def test_the_content_is_what_a_client_sends_back() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"choices":[]}', b'{"choices":{}}', b'{"choices":[{"text":1}]}'])
 @pytest.mark.parametrize("api", ["chat", "completions", "responses", "messages", "other"])
-def test_an_answer_without_content_has_none(api: Any, body: bytes) -> None:
+def test_content_of_an_answer_without_content_is_none(api: Any, body: bytes) -> None:
     """Nothing to remember, and no crash."""
     assert content_of(api, body) is None

@@ -1,4 +1,4 @@
-"""A chat's answer told as one of Anthropic's messages: whole, and in whatever pieces it comes."""
+"""A chat answer rewritten as one of Anthropic's messages: whole, and as a stream that is cut anywhere."""
 
 import json
 from typing import Any
@@ -21,26 +21,28 @@ CALLS = st.lists(
 )
 
 
-def told(deltas: list[dict[str, Any]], reason: str, stop: Any = None, variant: Variant = VLLM) -> list[dict[str, Any]]:
-    """The events of a stream of these deltas."""
+def stream_events(
+    deltas: list[dict[str, Any]], reason: str, stop: Any = None, variant: Variant = VLLM
+) -> list[dict[str, Any]]:
+    """The events of a message whose chat stream has these deltas."""
     events = MessageEvents(variant)
-    said = events.start(HEAD, Usage(10, 0, 4))
+    stream = events.start(HEAD, Usage(10, 0, 4))
     for number, delta in enumerate(deltas):
         is_last = number == len(deltas) - 1
-        said += events.tell(delta, reason if is_last else None, stop if is_last else None)
-    said += events.end(USAGE)
-    return [data for name, data in events_of(said.decode()) if name == data["type"]]
+        stream += events.tell(delta, reason if is_last else None, stop if is_last else None)
+    stream += events.end(USAGE)
+    return [data for name, data in events_of(stream.decode()) if name == data["type"]]
 
 
-def put_together(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The blocks that a client makes of the events; checks that each is opened, told and closed before the next."""
+def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The blocks that a client builds from the events; each must be opened, filled and closed before the next."""
     blocks: list[dict[str, Any]] = []
     is_open = False
     for event in events[1:-2]:
         match event["type"]:
             case "content_block_start":
                 assert not is_open and event["index"] == len(blocks)
-                blocks.append(dict(event["content_block"]) | {"said": ""})
+                blocks.append(dict(event["content_block"]) | {"filled": ""})
                 is_open = True
             case "content_block_delta":
                 assert is_open and event["index"] == len(blocks) - 1
@@ -49,43 +51,43 @@ def put_together(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 if delta["type"] == "signature_delta":
                     assert delta["signature"]
                 else:
-                    blocks[-1]["said"] += delta[kind[delta["type"]]]
+                    blocks[-1]["filled"] += delta[kind[delta["type"]]]
             case "content_block_stop":
                 assert is_open and event["index"] == len(blocks) - 1
                 is_open = False
     assert not is_open
     for block in blocks:
-        said = block.pop("said")
+        filled = block.pop("filled")
         if block["type"] == "tool_use":
-            block["input"] = json.loads(said)
+            block["input"] = json.loads(filled)
         else:
-            block[block["type"]] = said
+            block[block["type"]] = filled
     return blocks
 
 
 @given(TEXTS, TEXTS, CALLS, st.data())
-def test_a_stream_says_what_the_whole_answer_says(
+def test_a_stream_builds_the_same_message_as_the_whole_answer(
     reasoning: str, text: str, calls: list[tuple[str, dict[str, Any]]], data: st.DataObject
 ) -> None:
-    """Thinking, text and calls, cut anywhere: the same blocks, the same end, the same usage."""
+    """Thinking, text and calls, cut anywhere, give the same blocks, stop reason and usage."""
     deltas: list[dict[str, Any]] = []
-    for name, said in (("reasoning", reasoning), ("content", text)):
-        cut = data.draw(st.integers(0, len(said)))
-        deltas += [{name: said[:cut]}, {name: said[cut:]}]
+    for name, value in (("reasoning", reasoning), ("content", text)):
+        cut = data.draw(st.integers(0, len(value)))
+        deltas += [{name: value[:cut]}, {name: value[cut:]}]
     functions = []
     for index, (name, arguments) in enumerate(calls):
-        said = json.dumps(arguments)
-        cut = data.draw(st.integers(0, len(said)))
-        functions.append({"id": f"c{index}", "function": {"name": name, "arguments": said}})
-        begun = {"index": index, "id": f"c{index}", "function": {"name": name, "arguments": said[:cut]}}
-        deltas.append({"tool_calls": [begun]})
-        deltas.append({"tool_calls": [{"index": index, "function": {"arguments": said[cut:]}}]})
+        value = json.dumps(arguments)
+        cut = data.draw(st.integers(0, len(value)))
+        functions.append({"id": f"c{index}", "function": {"name": name, "arguments": value}})
+        first = {"index": index, "id": f"c{index}", "function": {"name": name, "arguments": value[:cut]}}
+        deltas.append({"tool_calls": [first]})
+        deltas.append({"tool_calls": [{"index": index, "function": {"arguments": value[cut:]}}]})
     reason = "tool_calls" if calls else "stop"
     message = {"reasoning": reasoning or None, "content": text or None, "tool_calls": functions}
     whole = message_of(HEAD, {"message": message, "finish_reason": reason}, None, USAGE)
-    events = told(deltas, reason)
+    events = stream_events(deltas, reason)
     blocks = [{key: value for key, value in block.items() if key != "signature"} for block in whole["content"]]
-    assert put_together(events) == ([] if blocks == [{"type": "text", "text": ""}] else blocks)
+    assert blocks_of(events) == ([] if blocks == [{"type": "text", "text": ""}] else blocks)
     assert events[0]["message"]["usage"] == {"input_tokens": 10, "output_tokens": 0}
     assert events[-2]["usage"] == whole["usage"]
     assert whole["usage"] == {"input_tokens": 6, "output_tokens": 3, "cache_read_input_tokens": 4}
@@ -94,9 +96,9 @@ def test_a_stream_says_what_the_whole_answer_says(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason", "stop", "wanted"),
+    ("arguments", "reason", "stop", "expected"),
     [
-        ("{}", "stop", None, ("tool_use", None)),  # a named call ends so
+        ("{}", "stop", None, ("tool_use", None)),  # as a named call ends
         ("{}", "stop", "x", ("tool_use", None)),
         ('{"a', "stop", "x", ("stop_sequence", "x")),
         ('{"a', "length", None, ("max_tokens", None)),
@@ -104,15 +106,19 @@ def test_a_stream_says_what_the_whole_answer_says(
         (None, "stop", 7, ("end_turn", None)),
     ],
 )
-def test_how_an_answer_ended(arguments: str | None, reason: str, stop: Any, wanted: tuple[Any, Any]) -> None:
-    """A call that was cut short must not run; the token that ended an answer is no stop sequence."""
+def test_a_stream_reports_its_stop_reason_and_stop_sequence(
+    arguments: str | None, reason: str, stop: Any, expected: tuple[Any, Any]
+) -> None:
+    """A call that was cut short must not run. The token that ended an answer is not a stop sequence."""
     call = {"index": 0, "id": "c", "function": {"name": "run", "arguments": arguments}}
-    ended = told([{"content": "Hm."} if arguments is None else {"tool_calls": [call]}], reason, stop)[-2]["delta"]
-    assert (ended["stop_reason"], ended["stop_sequence"]) == wanted
+    ended = stream_events([{"content": "Hm."} if arguments is None else {"tool_calls": [call]}], reason, stop)[-2][
+        "delta"
+    ]
+    assert (ended["stop_reason"], ended["stop_sequence"]) == expected
 
 
-def test_what_is_said_while_a_call_is_open_comes_behind_it() -> None:
-    """As the blocks of a message are one after the other; and is in what the client will send back."""
+def test_text_during_an_open_call_becomes_a_block_after_it() -> None:
+    """A message's blocks follow one another. The content, which the client will send back, has the text too."""
     events = MessageEvents()
     events.tell({"tool_calls": [{"index": 0, "id": "c", "function": {"name": "run", "arguments": "{"}}]}, None, None)
     events.tell({"content": "Now."}, None, None)
@@ -125,16 +131,16 @@ def test_what_is_said_while_a_call_is_open_comes_behind_it() -> None:
 
 
 @pytest.mark.parametrize("arguments", ['{"a', "963", "", "[" * 10_000, "1" * 5_000, "null"])
-def test_a_whole_call_that_is_no_object_is_no_message(arguments: str) -> None:
-    """The engine's own route answers with an error; the client of a stream gets what there is."""
+def test_invalid_call_arguments_fail_a_whole_message_but_not_a_stream(arguments: str) -> None:
+    """The engine's own route answers with an error. The client of a stream gets what there is."""
     call = {"index": 0, "id": "c", "function": {"name": "run", "arguments": arguments}}
     with pytest.raises(ValueError, match="call of run"):
         message_of(HEAD, {"message": {"tool_calls": [call]}, "finish_reason": "stop"}, None, USAGE)
-    told([{"tool_calls": [call]}], "stop")
+    stream_events([{"tool_calls": [call]}], "stop")
 
 
-def test_a_whole_message_has_numbers_of_any_size() -> None:
-    """And half a surrogate pair: a model may write such JSON."""
+def test_call_arguments_keep_huge_integers_and_lone_surrogates() -> None:
+    """A model may write such JSON."""
     ask = Ask("messages", "", "m", b"", {}, "t", "g", None, 0, False, False)
     arguments = '{"a": 123456789012345678901234567890, "b": "\\ud83d"}'
     message = {"tool_calls": [{"id": "c", "function": {"name": "run", "arguments": arguments}}]}
@@ -144,12 +150,12 @@ def test_a_whole_message_has_numbers_of_any_size() -> None:
     assert json.loads(whole)["content"][0]["input"] == json.loads(arguments)
 
 
-def test_sglang_tells_a_message_in_its_own_way() -> None:
-    """Its prompt at the start, what was cached of it too; no signature, no stop sequence; calls without arguments."""
+def test_sglangs_messages_have_their_own_form() -> None:
+    """Usage at the start has prompt and cached tokens; no signature or stop sequence; a cut call has no arguments."""
     deltas = [{"reasoning_content": "hm"}, {"content": "Well."}]
-    begun, *_, ended, _ = events = told(deltas, "stop", stop="!", variant=SGLANG)
-    assert begun["message"]["usage"] == {"input_tokens": 6, "output_tokens": 0, "cache_read_input_tokens": 4}
-    assert [block["type"] for block in put_together(events)] == ["thinking", "text"]
+    start, *_, ended, _ = events = stream_events(deltas, "stop", stop="!", variant=SGLANG)
+    assert start["message"]["usage"] == {"input_tokens": 6, "output_tokens": 0, "cache_read_input_tokens": 4}
+    assert [block["type"] for block in blocks_of(events)] == ["thinking", "text"]
     assert not any("signature" in str(event) for event in events)
     assert (ended["delta"]["stop_reason"], ended["usage"]) == ("end_turn", {"output_tokens": 3})
     call = {"id": "c", "function": {"name": "run", "arguments": '{"a'}}

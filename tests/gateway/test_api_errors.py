@@ -1,4 +1,4 @@
-"""Errors in any engine's form, read and written in OpenAI's and Anthropic's."""
+"""Errors in any engine's form, rewritten in OpenAI's and Anthropic's."""
 
 from collections.abc import Iterator
 
@@ -17,8 +17,8 @@ SGLANG = {"object": "error", "message": "Too long.", "type": "BadRequest", "para
 
 
 @pytest.mark.parametrize("body", [VLLM, SGLANG], ids=["vLLM", "SGLang"])
-def test_nested_and_flat_errors_are_one_form(body: dict) -> None:
-    """vLLM nests its error and SGLang's OpenAI routes do not; clients always get the nested form."""
+def test_nested_and_flat_errors_get_one_form(body: dict) -> None:
+    """vLLM nests its errors and SGLang's OpenAI routes do not; clients always get the nested form."""
     error = engine_error(400, orjson.dumps(body))
     assert orjson.loads(error_body("chat", error)) == {
         "error": {"message": "Too long.", "type": "invalid_request_error", "param": "messages", "code": None}
@@ -40,15 +40,15 @@ def test_nested_and_flat_errors_are_one_form(body: dict) -> None:
         (500, b"\xff\xfe", "\ufffd\ufffd"),
     ],
 )
-def test_every_other_body_becomes_an_error_too(status: int, body: bytes, message: str) -> None:
-    """Strings, FastAPI's detail, plain text, HTML and nothing at all: always OpenAI's form, never HTML."""
+def test_any_other_body_becomes_an_error(status: int, body: bytes, message: str) -> None:
+    """Strings, FastAPI's detail, plain text, HTML or an empty body: always OpenAI's form, never HTML."""
     error = engine_error(status, body)
     assert (error.status, error.message) == (status, message)
     assert set(orjson.loads(error_body("chat", error))["error"]) == {"message", "type", "param", "code"}
 
 
 def test_a_validation_error_is_a_400_that_names_the_field() -> None:
-    """FastAPI answers 422 with a list; OpenAI's status for a wrong body is 400."""
+    """FastAPI answers 422 with a list; OpenAI's status for an invalid body is 400."""
     body = {"detail": [{"loc": ["body", "messages", 0], "msg": "Field required", "type": "missing"}]}
     error = engine_error(422, orjson.dumps(body))
     assert (error.status, error.message, error.param) == (400, "messages.0: Field required", "messages.0")
@@ -56,21 +56,21 @@ def test_a_validation_error_is_a_400_that_names_the_field() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_credentials_that_an_engine_refuses_are_not_the_clients(status: int) -> None:
-    """vLLM's 401 is `{"error":"Unauthorized"}`; the key it refused is the gateway's, so the client sees a 502."""
+def test_an_engine_that_refuses_the_gateways_key_is_a_502(status: int) -> None:
+    """vLLM's 401 is `{"error":"Unauthorized"}`. The refused key is the gateway's, so the client gets a 502."""
     error = engine_error(status, b'{"error":"Unauthorized"}')
     assert (error.status, error.type, error.is_clients_fault) == (502, "server_error", False)
 
 
-def test_an_error_event_has_the_status_in_its_code() -> None:
-    """vLLM streams answer 200 before the engine accepts; the event's number is the status that it meant."""
+def test_the_code_of_an_error_event_is_its_status() -> None:
+    """vLLM answers a stream with 200 before its engine accepts it; the event's code is the status that it meant."""
     event = {"error": {"message": "paused", "type": "ServiceUnavailableError", "param": None, "code": 503}}
     assert engine_error(200, event).status == 503
     assert engine_error(200, {"error": {"message": "?"}}).status == 502
 
 
 def test_the_code_is_a_string_or_null() -> None:
-    """OpenAI's `code` is a word or null, where vLLM and SGLang give a number; agents look for two of the words."""
+    """OpenAI's `code` is a word or null, but vLLM and SGLang give a number; agents check for two of the words."""
     message = "This model's maximum context length is 4096 tokens."
     codes = [
         engine_error(400, {"error": {"message": message, "code": 400}}).code,
@@ -91,7 +91,7 @@ def test_the_code_is_a_string_or_null() -> None:
     ],
 )  # fmt: skip
 def test_addresses_and_credentials_are_not_passed_on(secret: str) -> None:
-    """An engine's message may quote its own address or a header; the client learns neither."""
+    """An engine's message may quote its own address or a header; the client sees neither."""
     message = engine_error(500, {"error": {"message": f"Cannot reach {secret} now"}}).message
     assert message.startswith("Cannot reach ")
     assert message.endswith(" now")
@@ -100,12 +100,12 @@ def test_addresses_and_credentials_are_not_passed_on(secret: str) -> None:
 
 
 def test_ordinary_words_and_numbers_are_kept() -> None:
-    """Only what is an address or a credential is taken out of a message."""
+    """Only addresses and credentials are removed from a message."""
     message = "Line 3:14, ratio 1:2, time 12:30:05, version 0.33.0: top_p must be in (0, 1], got 1.5."
     assert engine_error(400, {"error": {"message": message}}).message == message
 
 
-def test_a_long_message_is_cut() -> None:
+def test_a_long_message_is_truncated() -> None:
     """An engine that echoes a whole prompt does not fill logs and clients with it."""
     assert len(engine_error(400, {"error": {"message": "x" * 10**6}}).message) == MAX_MESSAGE_LENGTH
     assert len(engine_error(500, b"y" * 10**6).message) == MAX_MESSAGE_LENGTH
@@ -123,8 +123,8 @@ def test_a_long_message_is_cut() -> None:
         max_leaves=8,
     ),
 )
-def test_any_answer_ends_in_a_valid_error(status: int, body: object) -> None:
-    """Whatever an engine sends: an error status, a message, OpenAI's four fields of the right types."""
+def test_any_body_becomes_a_valid_error(status: int, body: object) -> None:
+    """Whatever an engine sends gives an error status, a message, and OpenAI's four fields with the right types."""
     error = engine_error(status, orjson.dumps(body))
     assert 400 <= error.status <= 599
     assert error.message
@@ -145,7 +145,7 @@ def test_any_answer_ends_in_a_valid_error(status: int, body: object) -> None:
         (504, "server_error", "timeout_error"),
     ],
 )
-def test_each_api_has_its_own_words(status: int, openai_type: str, anthropic_type: str) -> None:
+def test_each_api_has_its_own_error_types(status: int, openai_type: str, anthropic_type: str) -> None:
     """The type follows from the status, and Anthropic's routes answer in Anthropic's form."""
     error = api_error(status, "m")
     assert orjson.loads(error_body("chat", error))["error"]["type"] == openai_type
@@ -153,15 +153,15 @@ def test_each_api_has_its_own_words(status: int, openai_type: str, anthropic_typ
     assert body == {"type": "error", "error": {"type": anthropic_type, "message": "m"}, "request_id": "req-1"}
 
 
-def test_a_retry_is_in_vain_only_for_a_clients_mistake() -> None:
-    """What another engine may do better is retried: overload, conflict and every 5xx."""
-    vain = [
+def test_only_400_404_and_413_are_the_clients_fault() -> None:
+    """Overload, conflicts and every 5xx are retried, because another engine may do better."""
+    clients_faults = [
         status for status in (400, 404, 408, 409, 413, 429, 500, 502, 503) if api_error(status, "").is_clients_fault
     ]
-    assert vain == [400, 404, 413]
+    assert clients_faults == [400, 404, 413]
 
 
-def streamed(content: bytes) -> httpx2.Client:
+def http_client_for(content: bytes) -> httpx2.Client:
     headers = {"content-type": "text/event-stream; charset=utf-8"}
     return httpx2.Client(
         transport=httpx2.MockTransport(lambda request: httpx2.Response(200, headers=headers, content=content))
@@ -180,27 +180,27 @@ STARTED = (
 
 
 def read_stream(api: Api, content: bytes) -> Iterator[object]:
-    """What the vendor's own SDK makes of a stream."""
+    """The events that the vendor's own SDK reads from a stream."""
     if api == "messages":
-        client = anthropic.Anthropic(api_key="k", base_url="http://gateway", http_client=streamed(content))
+        client = anthropic.Anthropic(api_key="k", base_url="http://gateway", http_client=http_client_for(content))
         user = [{"role": "user", "content": "hi"}]
         yield from client.messages.create(model="m", max_tokens=5, messages=user, stream=True)
         return
-    other = openai.OpenAI(api_key="k", base_url="http://gateway/v1", http_client=streamed(content))
+    openai_client = openai.OpenAI(api_key="k", base_url="http://gateway/v1", http_client=http_client_for(content))
     match api:
         case "chat":
-            yield from other.chat.completions.create(model="m", messages=[], stream=True)
+            yield from openai_client.chat.completions.create(model="m", messages=[], stream=True)
         case "completions":
-            yield from other.completions.create(model="m", prompt="p", stream=True)
+            yield from openai_client.completions.create(model="m", prompt="p", stream=True)
         case "responses":
-            yield from other.responses.create(model="m", input="p", stream=True)
+            yield from openai_client.responses.create(model="m", input="p", stream=True)
 
 
 @pytest.mark.parametrize(
     ("api", "first"), [("chat", CHUNK), ("completions", CHUNK), ("responses", CREATED), ("messages", STARTED)]
 )
 def test_a_broken_stream_raises_in_the_sdk(api: Api, first: bytes) -> None:
-    """The SDKs take a stream that just ends for a whole one; the error event makes each of them raise."""
+    """The SDKs take a stream that just ends for a complete one; the error event makes each of them raise."""
     event = error_event(api, api_error(502, "The engine died."), "req-1", sequence_number=1)
     seen = []
     with pytest.raises((openai.APIError, anthropic.APIError), match="The engine died") as raised:
@@ -210,8 +210,8 @@ def test_a_broken_stream_raises_in_the_sdk(api: Api, first: bytes) -> None:
 
 
 @pytest.mark.parametrize("api", ["chat", "completions", "responses", "messages"])
-def test_the_words_of_a_broken_stream_tell_its_status(api: Api) -> None:
-    """Agents that see no more than an SDK's message ask again where it tells of a server's fault."""
+def test_the_message_of_a_broken_stream_states_its_status(api: Api) -> None:
+    """Agents that see only an SDK's message retry if it states a server error."""
     event = error_event(api, api_error(502, "The engine died."))
     with pytest.raises((openai.APIError, anthropic.APIError), match="502 The engine died"):
         list(read_stream(api, event))

@@ -1,4 +1,4 @@
-"""A stream that a byte worker passes on is the same to its client, and in the history, as one that none does."""
+"""A stream that a byte worker passes on reaches its client, and the history, as if the gateway had passed it on."""
 
 import asyncio
 import contextlib
@@ -28,34 +28,34 @@ USAGE = b'data: {"id":"c","choices":[],"usage":{"prompt_tokens":9,"completion_to
 DONE = b"data: [DONE]\n\n"
 ERROR = b'data: {"error":{"message":"no","type":"InternalServerError","code":500}}\n\n'
 LAST = b"0\r\n\r\n"
-ENDED = b"\r\n"  # what `masked` leaves of it
+ENDED = b"\r\n"  # what `masked` leaves of LAST
 TWO = chunk(CHAT_EVENT) * 2
-# What an engine says of a stream that is lent behind its first event, in these pieces, and whether it then closes.
+# What an engine sends after the first event, once the stream is lent: its pieces, and whether it then closes.
 REST: dict[str, tuple[tuple[bytes, ...], bool]] = {
-    "to its end": ((TWO, chunk(END), chunk(USAGE), chunk(DONE) + LAST), False),
+    "complete": ((TWO, chunk(END), chunk(USAGE), chunk(DONE) + LAST), False),
     "at once": ((TWO + chunk(END) + chunk(USAGE) + chunk(DONE) + LAST,), False),
     "byte by byte": (tuple(bytes([byte]) for byte in TWO + chunk(END + USAGE + DONE) + LAST), False),
-    "an odd reason": ((TWO, chunk(ODD_END), chunk(DONE) + LAST), False),
+    "an unknown finish reason": ((TWO, chunk(ODD_END), chunk(DONE) + LAST), False),
     "comments": ((TWO, chunk(b": ping\n\n"), TWO, chunk(b": ping\n\n") + TWO, chunk(END + DONE) + LAST), False),
     "usage now and then": (
         (TWO, chunk(CHAT_EVENT.replace(b"}\n", b',"usage":null}\n')), TWO + chunk(END + DONE) + LAST),
         False,
     ),
     "a long event": ((chunk(CHAT_EVENT.replace(b"x", b"x" * 400_000)), TWO, chunk(END + DONE) + LAST), False),
-    "events over chunks": ((chunk(CHAT_EVENT[:30]), chunk(CHAT_EVENT[30:]), chunk(END + DONE) + LAST), False),
+    "events across chunks": ((chunk(CHAT_EVENT[:30]), chunk(CHAT_EVENT[30:]), chunk(END + DONE) + LAST), False),
     "an error": ((TWO, chunk(ERROR)), False),
     "cut": ((TWO, chunk(CHAT_EVENT)[:40]), True),
     "closed": ((TWO,), True),
-    "without its end": ((TWO + LAST,), False),
+    "without an end": ((TWO + LAST,), False),
     "not HTTP": ((TWO, b"SSH-2.0\r\n"), True),
     "not JSON": ((TWO, chunk(b"data: nonsense\n\n")), False),
-    "after it": ((TWO, chunk(END + DONE) + LAST + b"HTTP/1.1 200 OK\r\n\r\n"), False),
+    "data after the end": ((TWO, chunk(END + DONE) + LAST + b"HTTP/1.1 200 OK\r\n\r\n"), False),
 }
 
 
 @dataclass
-class Stage:
-    """An engine that begins a stream at once, and goes on when it is told to."""
+class ScriptedEngine:
+    """An engine that starts a stream at once and continues when it is allowed to."""
 
     rest: tuple[bytes, ...] = ()
     closes: bool = False
@@ -83,9 +83,9 @@ class Stage:
 
 @dataclass
 class Site:
-    """A gateway with one byte worker that is ready, or none; and whoever asks what it does."""
+    """A gateway whose byte workers, if it has any, are ready, and a client that watches it."""
 
-    stage: Stage
+    script: ScriptedEngine
     engine: RawEngine
     gateway: Listening
     watch: httpx.AsyncClient
@@ -105,7 +105,7 @@ class Site:
         await eventually(is_lent, 60)
 
     async def open(self, name: str = "t-1", **more: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection on which a stream was asked for."""
+        """A connection on which a stream was requested."""
         host, _, port = self.gateway.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         body = orjson.dumps(body_of("chat", True, **more))
@@ -120,9 +120,9 @@ class Site:
 
 @asynccontextmanager
 async def site(num_workers: int | None = 1, **settings: Any) -> AsyncIterator[Site]:
-    stage = Stage()
+    script = ScriptedEngine()
     async with (
-        raw_engine(stage.answer, keeps_open=True) as engine,
+        raw_engine(script.answer, keeps_open=True) as engine,
         running_gateway(
             engine.url,
             **{"byte_workers": num_workers, "byte_worker_turns": 0, "max_attempts": 1, **PATIENT, **settings},
@@ -134,20 +134,20 @@ async def site(num_workers: int | None = 1, **settings: Any) -> AsyncIterator[Si
             return (await watch.get("/readyz")).status_code == 200
 
         await eventually(is_ready, 60)
-        here = Site(stage, engine, gateway, watch)
-        if num_workers:  # the first stream has them started, and does not wait for them
-            stage.rest = (chunk(END + DONE) + LAST,)
-            stage.may_go_on.set()
+        here = Site(script, engine, gateway, watch)
+        if num_workers:  # the first stream starts them, and does not wait for them
+            script.rest = (chunk(END + DONE) + LAST,)
+            script.may_go_on.set()
             while len(await here.metrics("heddle_byte_worker_streams")) < num_workers:
                 reader, writer = await here.open("first")
                 await reader.read()
                 writer.close()
-            stage.may_go_on.clear()
+            script.may_go_on.clear()
         yield here
 
 
 def masked(answer: bytes) -> bytes:
-    """Without ids and times, and without the bounds of chunks, which are those of the engine's segments."""
+    """The answer without ids and times, and without chunk boundaries, which follow the engine's segments."""
     head, blank, body = answer.partition(b"\r\n\r\n")
     body = re.sub(rb"(?:^|\r\n)[0-9a-f]+\r\n", b"", body)
     answer = re.sub(rb"[0-9a-f]{32}", b"ID", head + blank + body)
@@ -155,20 +155,20 @@ def masked(answer: bytes) -> bytes:
 
 
 @dataclass
-class Seen:
-    """What a stream leaves behind: the bytes that its client got, and the turn in the history, without times."""
+class Trace:
+    """What a stream leaves behind: the bytes that its client got, and the turn in the history without times."""
 
     answer: bytes
     turn: dict[str, Any]
 
 
-async def seen(name: str, num_workers: int, home: Path) -> Seen:
+async def trace_of(name: str, num_workers: int, home: Path) -> Trace:
     async with site(num_workers, store=f"sqlite:{home / str(num_workers)}") as here:
-        here.stage.rest, here.stage.closes = REST[name]
+        here.script.rest, here.script.closes = REST[name]
         reader, writer = await here.open()
         if num_workers:
             await here.until_lent()
-        here.stage.may_go_on.set()
+        here.script.may_go_on.set()
         answer = await reader.read()
         writer.close()
         assert await here.num_lent() == 0
@@ -177,18 +177,18 @@ async def seen(name: str, num_workers: int, home: Path) -> Seen:
         assert bool(lent) == bool(num_workers)
         assert "lost" not in str(lent)
     timed = ("_at", "turn_id", "engine", "queued_s", "priority", "predicted_tokens")
-    return Seen(masked(answer), {name: value for name, value in turn.items() if not name.endswith(timed)})
+    return Trace(masked(answer), {name: value for name, value in turn.items() if not name.endswith(timed)})
 
 
 @pytest.mark.parametrize("name", REST)
-async def test_a_stream_that_is_lent_is_the_same(name: str, tmp_path: Path) -> None:
-    """Byte for byte, and in the history: whatever the engine does once a worker passes it on."""
+async def test_a_lent_stream_equals_one_that_is_not_lent(name: str, tmp_path: Path) -> None:
+    """Byte for byte, and in the history, whatever the engine does while a worker passes it on."""
     async with asyncio.timeout(110):
-        assert await seen(name, 1, tmp_path) == await seen(name, 0, tmp_path)
+        assert await trace_of(name, 1, tmp_path) == await trace_of(name, 0, tmp_path)
 
 
-async def test_a_client_that_leaves_frees_the_engine() -> None:
-    """Although a worker has both connections."""
+async def test_a_client_that_leaves_a_lent_stream_frees_the_engine() -> None:
+    """Even though a worker has both connections."""
     async with asyncio.timeout(110), site() as here:
         _, writer = await here.open()
         await here.until_lent()
@@ -201,8 +201,8 @@ async def test_a_client_that_leaves_frees_the_engine() -> None:
         await eventually(is_left, 60)
 
 
-async def test_a_trajectory_that_is_deleted_stops_its_stream() -> None:
-    """Its client is told within the stream, and the engine is freed."""
+async def test_deleting_a_trajectory_ends_its_lent_stream() -> None:
+    """The client is told within the stream, and the engine is freed."""
     async with asyncio.timeout(110), site() as here:
         reader, writer = await here.open()
         await here.until_lent()
@@ -214,16 +214,16 @@ async def test_a_trajectory_that_is_deleted_stops_its_stream() -> None:
         await eventually(lambda: here.engine.num_open == 0, 60)
 
 
-async def test_the_same_request_joins_a_stream_that_is_lent() -> None:
-    """It comes back for that; both clients get the same answer, and the engine one request."""
+async def test_a_repeated_request_joins_a_lent_stream() -> None:
+    """The stream is recalled for that. Both clients get the same answer, and the engine gets one request."""
     async with asyncio.timeout(110), site() as here:
         num_before = len(here.engine.posts)
         first, writer = await here.open()
         await here.until_lent()
         second, other = await here.open()
         await here.until_lent(0)
-        here.stage.rest = (TWO, chunk(END + DONE) + LAST)
-        here.stage.may_go_on.set()
+        here.script.rest = (TWO, chunk(END + DONE) + LAST)
+        here.script.may_go_on.set()
         answers = [masked(await reader.read()) for reader in (first, second)]
         writer.close()
         other.close()
@@ -232,14 +232,14 @@ async def test_the_same_request_joins_a_stream_that_is_lent() -> None:
         assert len(here.engine.posts) == num_before + 1
 
 
-async def test_a_client_that_does_not_read_loses_nothing() -> None:
+async def test_a_slow_client_of_a_lent_stream_loses_nothing() -> None:
     """The worker gives the stream back; the gateway waits for the client, which then gets all of it."""
     async with asyncio.timeout(110), site(byte_worker_loan_bytes=1 << 40) as here:
         events = [CHAT_EVENT.replace(b'"x"', b'"%06d%b"' % (number, b"y" * 2_000)) for number in range(6_000)]
-        here.stage.rest = (*map(chunk, events), chunk(END + DONE) + LAST)
+        here.script.rest = (*map(chunk, events), chunk(END + DONE) + LAST)
         reader, writer = await here.open()
         await here.until_lent()
-        here.stage.may_go_on.set()
+        here.script.may_go_on.set()
 
         async def is_slow() -> bool:
             return (await here.metrics("heddle_lent_streams_total")).get('{until="client"}', 0) > 0
@@ -251,35 +251,37 @@ async def test_a_client_that_does_not_read_loses_nothing() -> None:
         assert await here.outcomes() == ["finished"]
 
 
-async def test_a_stream_that_falls_silent_is_broken() -> None:
-    """After the same time as one that nobody has lent."""
+async def test_a_lent_stream_that_falls_silent_is_broken_off() -> None:
+    """After the same time as a stream that is not lent."""
     async with asyncio.timeout(110), site(silence_timeout_s=1) as here:
         reader, writer = await here.open()
         answer = await reader.read()
         writer.close()
         assert b"no byte for 1 s" in answer
         await eventually(lambda: here.engine.num_open == 0, 60)
+        assert (await here.metrics("heddle_lent_streams_total"))['{until="recalled"}'] == 1, "it was lent"
 
 
-async def test_a_long_stream_is_lent_again_and_again() -> None:
-    """A worker keeps so much of a stream and no more. What a stalled client does not take comes back for that alone."""
+async def test_a_long_stream_is_lent_repeatedly() -> None:
+    """A worker returns a stream when it has kept a certain part of it. If the client stalls, the stream comes back for
+    that reason instead, so the test tries again."""
     async with asyncio.timeout(110), site() as here:
         events = [CHAT_EVENT.replace(b'"x"', b'"%06d%b"' % (number, b"y" * 2_000)) for number in range(600)]
-        here.stage.rest = (*map(chunk, events), chunk(END + DONE) + LAST)
+        here.script.rest = (*map(chunk, events), chunk(END + DONE) + LAST)
         num_full, num_before = 0.0, 0.0
         while num_full - num_before <= 1:
             num_before = num_full
-            here.stage.may_go_on.clear()
+            here.script.may_go_on.clear()
             reader, writer = await here.open()
             await here.until_lent()
-            here.stage.may_go_on.set()
+            here.script.may_go_on.set()
             assert masked(await reader.read()).endswith(b"".join(events) + END + DONE + ENDED)
             writer.close()
             num_full = (await here.metrics("heddle_lent_streams_total")).get('{until="full"}', 0.0)
 
 
-async def test_a_worker_that_dies_cuts_its_streams_and_is_replaced() -> None:
-    """Nobody knows what their clients have: their connections end without an end. Others are not touched."""
+async def test_a_dead_worker_cuts_its_streams_and_is_replaced() -> None:
+    """Nobody knows what their clients have received, so their connections end without a last chunk."""
     async with asyncio.timeout(110), site() as here:
         reader, writer = await here.open()
         await here.until_lent()
@@ -288,9 +290,9 @@ async def test_a_worker_that_dies_cuts_its_streams_and_is_replaced() -> None:
         writer.close()
         await eventually(lambda: here.engine.num_open == 0, 60)
         assert await here.outcomes() == ["left"]
-        assert list((await here.metrics("heddle_engine_up")).values()) == [1], "it is no fault of the engine's"
-        here.stage.rest = (TWO, chunk(END + DONE) + LAST)
-        here.stage.may_go_on.set()
+        assert list((await here.metrics("heddle_engine_up")).values()) == [1], "the engine is not at fault"
+        here.script.rest = (TWO, chunk(END + DONE) + LAST)
+        here.script.may_go_on.set()
         while not await here.metrics("heddle_byte_worker_streams"):
             reader, writer = await here.open("t-2")
             assert (await reader.read()).endswith(LAST)
@@ -298,13 +300,13 @@ async def test_a_worker_that_dies_cuts_its_streams_and_is_replaced() -> None:
 
 
 async def test_a_worker_that_hangs_is_killed() -> None:
-    """Also where nobody asks it for a stream back: their clients would wait as long as for a silent engine."""
+    """Even if no stream is recalled from it: its clients would otherwise wait as long as for a silent engine."""
     async with asyncio.timeout(110), site(byte_worker_timeout_s=2) as here:
         reader, writer = await here.open()
         await here.until_lent()
         os.kill(pid := the_worker(), signal.SIGSTOP)
-        here.stage.rest = (TWO, chunk(END + DONE) + LAST)
-        here.stage.may_go_on.set()
+        here.script.rest = (TWO, chunk(END + DONE) + LAST)
+        here.script.may_go_on.set()
         await eventually(lambda: not is_alive(pid), 60)
         with contextlib.suppress(ConnectionError):
             assert not (await reader.read()).endswith(LAST)
@@ -315,28 +317,28 @@ async def test_a_worker_that_hangs_is_killed() -> None:
         writer.close()
 
 
-async def test_a_shutdown_waits_for_streams_that_are_lent() -> None:
-    """As for all others: they may end."""
+async def test_a_shutdown_waits_for_lent_streams() -> None:
+    """They may end, as other streams may."""
     async with asyncio.timeout(110):
         async with site(shutdown_timeout_s=60) as here:
             reader, writer = await here.open()
             await here.until_lent()
             pid = the_worker()
-            asyncio.get_running_loop().call_later(0.3, here.stage.may_go_on.set)
-            here.stage.rest = (TWO, chunk(END + DONE) + LAST)
+            asyncio.get_running_loop().call_later(0.3, here.script.may_go_on.set)
+            here.script.rest = (TWO, chunk(END + DONE) + LAST)
         assert masked(await reader.read()).endswith(DONE + ENDED)
         writer.close()
         assert not is_alive(pid)
 
 
-async def test_a_worker_that_does_not_start_is_not_tried_at_each_stream(
+async def test_a_worker_that_fails_to_start_is_not_retried_for_each_stream(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Streams go on without it, and the log says so once."""
+    """Streams continue without it, and the log reports it once."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
     async with asyncio.timeout(110), site(num_workers=None, byte_workers=1) as here:
-        here.stage.rest = (TWO, chunk(END + DONE) + LAST)
-        here.stage.may_go_on.set()
+        here.script.rest = (TWO, chunk(END + DONE) + LAST)
+        here.script.may_go_on.set()
         for number in range(5):
             reader, writer = await here.open(f"t-{number}")
             assert masked(await reader.read()).endswith(CHAT_EVENT * 3 + END + DONE + ENDED)
@@ -346,11 +348,11 @@ async def test_a_worker_that_does_not_start_is_not_tried_at_each_stream(
         assert caplog.text.count("byte worker did not start") == 1
 
 
-async def test_few_turns_need_no_worker() -> None:
-    """Below the limit none is started."""
+async def test_few_turns_start_no_worker() -> None:
+    """Below the limit, no stream is lent."""
     async with asyncio.timeout(110), site(num_workers=None, byte_worker_turns=2) as here:
-        here.stage.rest = (TWO, chunk(END + DONE) + LAST)
-        here.stage.may_go_on.set()
+        here.script.rest = (TWO, chunk(END + DONE) + LAST)
+        here.script.may_go_on.set()
         reader, writer = await here.open()
         assert (await reader.read()).endswith(LAST)
         writer.close()
@@ -358,20 +360,20 @@ async def test_few_turns_need_no_worker() -> None:
 
 
 async def test_two_workers_share_the_streams() -> None:
-    """Each stream goes to the one that has fewer."""
+    """Each stream goes to the worker that has fewer."""
     async with asyncio.timeout(110), site(num_workers=2) as here:
         opened = [await here.open(f"t-{number}") for number in range(6)]
         await here.until_lent(6)
         assert sorted((await here.metrics("heddle_byte_worker_streams")).values()) == [3, 3]
-        here.stage.rest = (TWO, chunk(END + DONE) + LAST)
-        here.stage.may_go_on.set()
+        here.script.rest = (TWO, chunk(END + DONE) + LAST)
+        here.script.may_go_on.set()
         for reader, writer in opened:
             assert masked(await reader.read()).endswith(CHAT_EVENT * 3 + END + DONE + ENDED)
             writer.close()
 
 
 def the_worker() -> int:
-    """The byte worker of this process."""
+    """The process id of this process's byte worker."""
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     (pid,) = (int(child) for child in children if b"gateway.workers" in Path(f"/proc/{child}/cmdline").read_bytes())
     return pid

@@ -1,4 +1,4 @@
-"""The chain of a turn's tokens: seams, and what of them the client hears."""
+"""The chain of a turn's tokens: seams between legs, and what the client is told of the tokens."""
 
 from typing import Any
 
@@ -22,41 +22,42 @@ def chain_of(stop: tuple[str, ...] = (), includes: bool = False, grammar: bool =
     return Chain(rendered, ids, None, tells, tells_logprobs=True)
 
 
-def say(chain: Chain, *pieces: tuple[list[int], str]) -> str:
-    """What the client hears of these pieces."""
+def add_pieces(chain: Chain, *pieces: tuple[list[int], str]) -> str:
+    """Adds these pieces; returns the text that the client is told."""
     return "".join(chain.add(Piece(ids, text), "v1").text for ids, text in pieces)
 
 
-def test_a_character_that_a_seam_cuts_is_made_again_and_told_once() -> None:
-    """Its first bytes have no text, and an engine would begin its text in the middle of it."""
+def test_a_character_cut_by_a_seam_is_made_again_and_told_once() -> None:
+    """Its first bytes have no text, and an engine would begin its text in the middle of the character."""
     chain = chain_of()
-    assert say(chain, ([10], "a"), ([11, 0xE4, 0xB8], "b")) == "ab"
+    assert add_pieces(chain, ([10], "a"), ([11, 0xE4, 0xB8], "b")) == "ab"
     assert chain.candidates() == [[10, 11, 0xE4, 0xB8], [10, 11, 0xE4], [10, 11], [10]]
     assert chain.mend(["ab", "ab", "ab", "a"]).text == ""
     assert chain.output_ids == [10, 11]
     chain.begin_leg()
-    assert say(chain, ([0xE4, 0xB8, 0x96], "世"), ([12], "c")) == "世c"
+    assert add_pieces(chain, ([0xE4, 0xB8, 0x96], "世"), ([12], "c")) == "世c"
     assert chain.output_ids == [10, 11, 0xE4, 0xB8, 0x96, 12] and chain.text == "ab世c"
 
 
-def test_an_answer_that_had_only_the_beginning_of_a_character_begins_anew() -> None:
+def test_an_answer_with_only_part_of_a_character_starts_over() -> None:
     """Not even the first token can stay."""
     chain = chain_of()
-    assert say(chain, ([0xE4], ""), ([0xB8], "")) == ""
+    assert add_pieces(chain, ([0xE4], ""), ([0xB8], "")) == ""
     chain.mend(["", ""])
     assert chain.output_ids == []
 
 
 @settings(max_examples=300)
 @given(st.text("ab\u00e9\u4e16\U0001f702", min_size=1, max_size=8), st.booleans(), st.booleans(), st.data())
-def test_whatever_breaks_off_each_token_is_told_once(
+def test_each_token_is_told_once_however_legs_break_off(
     text: str, tells: bool, grammar: bool, data: st.DataObject
 ) -> None:
-    """Tokens are the bytes of the text, in events of some; legs break off anywhere, the gateway is killed, and weights
-    change meanwhile. Text, tokens, log-probabilities and versions are those of one leg that never broke off."""
+    """Tokens are the bytes of the text, several to an event. Legs break off anywhere, the gateway is killed, and
+    weights change meanwhile. Text, tokens and log-probabilities equal those of one uninterrupted leg, and each token's
+    version is one that may have made it."""
     made = list(text.encode())
     chain, version, told = chain_of(grammar=grammar, tells=tells), 1, Told()
-    whose: list[set[str]] = [set() for _ in made]
+    possible_versions: list[set[str]] = [set() for _ in made]
     for num_left in reversed(range(data.draw(st.integers(1, 5)))):
         if chain.output_ids:
             if data.draw(st.sampled_from([False, False, True]), "the gateway is killed"):
@@ -64,7 +65,9 @@ def test_whatever_breaks_off_each_token_is_told_once(
                 chain = chain_of(grammar=grammar, tells=tells)
                 chain.restore(saved.output_ids[: saved.num_sure], saved.logprobs[: saved.num_sure], saved.versions)
             chain.drop_doubtful()
-            assert tells or all(len(whose[at]) == 1 for at in range(len(chain.output_ids))), "nothing is in doubt"
+            assert tells or all(len(possible_versions[at]) == 1 for at in range(len(chain.output_ids))), (
+                "nothing is in doubt"
+            )
             told.hear(chain.mend([complete(ids) for ids in chain.candidates()]))
         chain.begin_leg()
         first = at = len(chain.output_ids)
@@ -73,102 +76,102 @@ def test_whatever_breaks_off_each_token_is_told_once(
             older, version = version, version + data.draw(st.sampled_from([0, 0, 1]))
             until = min(at + data.draw(st.sampled_from([1, 2, 3, 0])), len(made))
             is_sure = at == first or until == at + 1
-            whose[at:until] = [{f"v{version}"} if is_sure else {f"v{older}", f"v{version}"}] * (until - at)
+            possible_versions[at:until] = [{f"v{version}"} if is_sure else {f"v{older}", f"v{version}"}] * (until - at)
             entries = [{"logprob": -1.0 * place} for place in range(at, until)]
-            fresh = complete(made[:until])[len(complete(made[:at])) :]
+            new_text = complete(made[:until])[len(complete(made[:at])) :]
             reason = "stop" if until == len(made) else None
-            told.hear(chain.add(Piece(made[at:until], fresh, entries, finish_reason=reason), f"v{version}"))
+            told.hear(chain.add(Piece(made[at:until], new_text, entries, finish_reason=reason), f"v{version}"))
             at = until
         if chain.finish_reason is not None:
             break
     assert (chain.output_ids, chain.text) == (made, text)
     assert list(chain.chosen_logprobs or ()) == [-1.0 * place for place in range(len(made))]
     assert [span.start for span in chain.versions] + [len(made)] == [0] + [span.end for span in chain.versions]
-    assert all(span.version in whose[at] for span in chain.versions for at in range(span.start, span.end))
+    assert all(span.version in possible_versions[at] for span in chain.versions for at in range(span.start, span.end))
     if tells:
         assert ("".join(told.texts), told.ids) == (text, made)
         assert told.logprobs == chain.told_logprobs == chain.logprobs
 
 
-def test_what_of_the_prompt_was_cached_is_told_by_the_first_leg() -> None:
-    """Its first word of it; a later leg finds the whole prompt, and what was made, in its own engine's cache."""
+def test_cached_prompt_tokens_are_those_of_the_first_leg() -> None:
+    """Its first report counts. A later leg finds the whole prompt, and the output so far, in its own engine's cache."""
     chain = chain_of()
     chain.begin_leg()
     for piece in (Piece([1], "a"), Piece([2], "b", cached_tokens=64), Piece([3], "c", cached_tokens=80)):
         chain.add(piece, "v1")
     assert chain.cached_tokens == 64
-    silent = chain_of()
-    say(silent, ([1], "a"))
-    silent.begin_leg()
-    silent.add(Piece([2], "b", cached_tokens=80), "v1")
-    assert silent.cached_tokens is None
+    without_report = chain_of()
+    add_pieces(without_report, ([1], "a"))
+    without_report.begin_leg()
+    without_report.add(Piece([2], "b", cached_tokens=80), "v1")
+    assert without_report.cached_tokens is None
 
 
 class Told:
-    """What a client has heard."""
+    """What a client has been told."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.ids: list[int] = []
         self.logprobs: list[Any] = []
 
-    def hear(self, said: NewText) -> None:
-        self.texts.append(said.text)
-        self.ids += said.ids
-        self.logprobs += said.logprobs
+    def hear(self, new: NewText) -> None:
+        self.texts.append(new.text)
+        self.ids += new.ids
+        self.logprobs += new.logprobs
 
 
 def complete(ids: list[int]) -> str:
-    """The text of bytes, as far as its characters are complete."""
+    """The text of these bytes, without incomplete characters."""
     return bytes(ids).decode(errors="ignore")
 
 
 @pytest.mark.parametrize("includes", [False, True])
 @pytest.mark.parametrize("cut", range(1, 6))
-def test_a_stop_string_over_a_seam_ends_the_answer_where_it_would_have(cut: int, includes: bool) -> None:
-    """Wherever the seam is; what follows it is not told."""
+def test_a_stop_string_across_a_seam_ends_the_answer(cut: int, includes: bool) -> None:
+    """Wherever the seam is, nothing after the stop string is told."""
     text, stop = "xxENDyy", "END"
     chain = chain_of((stop,), includes)
     held = 0 if includes else min(len(stop) - 1, cut)
-    heard = say(chain, ([1] * cut, text[: cut - held]))
+    heard = add_pieces(chain, ([1] * cut, text[: cut - held]))
     heard += chain.mend([text[:cut], text[: cut - 1]]).text
     chain.begin_leg()
     for i in range(cut, len(text)):
         if chain.finish_reason is None:
             is_last = i + 1 == len(text)
             heard += chain.add(Piece([1], text[i], finish_reason="length" if is_last else None), "v1").text
-    is_over_the_seam = 2 < cut < 5
-    assert heard == ("xx" + "END" * includes if is_over_the_seam else text)
-    assert chain.finish_reason == ("stop" if is_over_the_seam else "length")
-    assert chain.text == heard and chain.stop_reason == (stop if is_over_the_seam else None)
+    is_across_the_seam = 2 < cut < 5
+    assert heard == ("xx" + "END" * includes if is_across_the_seam else text)
+    assert chain.finish_reason == ("stop" if is_across_the_seam else "length")
+    assert chain.text == heard and chain.stop_reason == (stop if is_across_the_seam else None)
 
 
-def test_what_a_grammar_holds_is_made_again_and_must_be_the_same() -> None:
-    """The client hears only what is new; where something else comes, the turn fails."""
+def test_output_held_to_a_grammar_is_made_again_and_must_match() -> None:
+    """The client is told only what is new. If different output comes, the chain has diverged."""
     chain = chain_of(grammar=True)
-    assert say(chain, ([1], "{"), ([2], '"a"')) == '{"a"'
+    assert add_pieces(chain, ([1], "{"), ([2], '"a"')) == '{"a"'
     assert chain.candidates() == [] and chain.mend(()).text == ""
     chain.begin_leg()
-    assert say(chain, ([1], "{"), ([2], '"a"'), ([3], ":1}")) == ":1}"
+    assert add_pieces(chain, ([1], "{"), ([2], '"a"'), ([3], ":1}")) == ":1}"
     assert chain.output_ids == [1, 2, 3] and chain.text == '{"a":1}'
     chain.candidates()
     with pytest.raises(Diverged):
-        say(chain, ([1], "{"), ([7], '"b"'))
+        add_pieces(chain, ([1], "{"), ([7], '"b"'))
 
 
-def test_what_nobody_was_told_may_come_otherwise() -> None:
-    """An answer that is told whole begins anew."""
+def test_output_that_was_not_told_may_differ_when_made_again() -> None:
+    """An answer that is told only at its end starts over."""
     chain = chain_of(grammar=True, tells=False)
-    say(chain, ([1], "{"))
+    add_pieces(chain, ([1], "{"))
     chain.candidates()
-    say(chain, ([9], "[]"))
+    add_pieces(chain, ([9], "[]"))
     assert (chain.output_ids, chain.text) == ([9], "[]")
 
 
-def test_versions_cover_all_tokens_over_legs_without_a_gap() -> None:
-    """The engine's own word counts, from the beginning of its leg; where it tells none, what is known of it."""
+def test_versions_cover_the_tokens_of_all_legs_without_gaps() -> None:
+    """An engine's report counts from the beginning of its leg; without one, the version known for the leg counts."""
     chain = chain_of()
-    say(chain, ([10], "a"), ([11], "b"))
+    add_pieces(chain, ([10], "a"), ([11], "b"))
     chain.mend(["ab", "a"])
     chain.begin_leg()
     chain.add(Piece([12], "c"), "v1")
@@ -177,8 +180,8 @@ def test_versions_cover_all_tokens_over_legs_without_a_gap() -> None:
 
 
 @pytest.mark.parametrize("tells", [False, True])
-def test_tokens_of_which_nobody_says_whose_they_are_are_made_again(tells: bool) -> None:
-    """An event of several, on the way of which weights changed, of a leg that broke off: what is told stays."""
+def test_tokens_of_unknown_weights_are_made_again_unless_told(tells: bool) -> None:
+    """Weights changed within an event of several tokens, of a leg that then broke off. Tokens that were told stay."""
     chain = chain_of(tells=tells)
     chain.add(Piece([10, 11], "ab"), "v1")
     chain.add(Piece([12, 13], "cd"), "v2")
@@ -192,12 +195,12 @@ def test_tokens_of_which_nobody_says_whose_they_are_are_made_again(tells: bool) 
     chain.begin_leg()
     chain.add(Piece([22, 23], "CD"), "v2")
     chain.drop_doubtful()
-    assert (chain.output_ids, chain.text) == ([10, 11, 22, 23], "abCD"), "all of it is of the weights of its leg"
+    assert (chain.output_ids, chain.text) == ([10, 11, 22, 23], "abCD"), "the second leg's weights made all its tokens"
     assert chain.versions == [VersionSpan("v1", 0, 2), VersionSpan("v2", 2, 4)]
 
 
-def test_the_word_of_an_engine_leaves_no_doubt() -> None:
-    """It says of each token of its leg which weights made it."""
+def test_an_engines_version_report_leaves_no_token_in_doubt() -> None:
+    """It states for each token of its leg which weights made it."""
     chain = chain_of(tells=False)
     chain.add(Piece([10], "a"), "v1")
     chain.add(Piece([11, 12], "bc", finish_reason="stop", versions=(("v1", 0, 2), ("v2", 2, 3))), "v2")
@@ -205,15 +208,15 @@ def test_the_word_of_an_engine_leaves_no_doubt() -> None:
     assert chain.output_ids == [10, 11, 12]
 
 
-def test_tokens_of_an_earlier_process_are_told_whole() -> None:
-    """With their log-probabilities, to a client that has heard nothing of them."""
+def test_tokens_of_an_earlier_process_are_all_told() -> None:
+    """With their log-probabilities, because the client was told none of them."""
     chain = chain_of()
     chain.restore([5, 6], [{"logprob": -1.0}, {"logprob": -2.0}], [VersionSpan("v1", 0, 2)])
-    said = chain.mend(["hi", "h"])
-    assert (said.text, list(said.ids), len(said.logprobs)) == ("hi", [5, 6], 2)
+    new_text = chain.mend(["hi", "h"])
+    assert (new_text.text, list(new_text.ids), len(new_text.logprobs)) == ("hi", [5, 6], 2)
 
 
-def test_log_probabilities_of_a_part_are_none() -> None:
+def test_log_probabilities_of_only_some_tokens_are_none() -> None:
     """An earlier process asked for none (`keep_logprobs`, `Prefer: tokens=none`); this one did."""
     chain = chain_of(tells=False)
     chain.restore([5, 6], [], [VersionSpan("v1", 0, 2)])
@@ -232,30 +235,30 @@ END, ASK, ANSWER = 9, 7, 8
 
 
 @pytest.mark.parametrize(
-    ("rendered", "wanted"),
+    ("rendered", "expected"),
     [
-        pytest.param([ASK, 1, END, ANSWER, 3, 4, END, ASK, 5], [ASK, 1, END, ANSWER, 3, 4, END, ASK, 5], id="the same"),
+        pytest.param([ASK, 1, END, ANSWER, 3, 4, END, ASK, 5], [ASK, 1, END, ANSWER, 3, 4, END, ASK, 5], id="same"),
         pytest.param([ASK, 1, END, ANSWER, 34, END, ASK, 5], [ASK, 1, END, ANSWER, 3, 4, END, ASK, 5], id="others"),
-        pytest.param([ASK, 2, END, ANSWER, 3, 4, END, ASK, 5], None, id="another question"),
-        pytest.param([ASK, 1, END, ASK, 34, END, ANSWER], None, id="no answer there"),
+        pytest.param([ASK, 2, END, ANSWER, 3, 4, END, ASK, 5], None, id="a different question"),
+        pytest.param([ASK, 1, END, ASK, 34, END, ANSWER], None, id="no answer"),
         pytest.param([ASK, 1, END, ANSWER, 34, ASK, 5], None, id="no end of the answer"),
     ],
 )
-def test_a_prompt_goes_on_from_the_tokens_that_were_made(rendered: list[int], wanted: Any) -> None:
-    """Whatever the template makes of the answer's text; else the render stands."""
+def test_a_prompt_continues_from_the_generated_tokens(rendered: list[int], expected: Any) -> None:
+    """Whatever the template makes of the answer's text. If the messages do not match, the rendered prompt stands."""
     prompt = joined(turn([ASK, 1, END, ANSWER], [3, 4, END]), TokenIds.of(rendered))
-    assert (list(prompt) if prompt else None) == wanted
+    assert (list(prompt) if prompt else None) == expected
 
 
-def test_a_prompt_that_was_spliced_is_gone_on_from_too() -> None:
-    """Its own answers are not as the template renders them, and need not be."""
+def test_a_spliced_prompt_is_continued_too() -> None:
+    """The answers in it are not as the template renders them, and need not be."""
     before = turn([ASK, 1, END, ANSWER, 3, 4, END, ASK, 5, END, ANSWER], [6, 0, END])
     rendered = [ASK, 1, END, ANSWER, 34, END, ASK, 5, END, ANSWER, 60, END, ASK, 2, END, ANSWER]
     assert list(joined(before, TokenIds.of(rendered)) or ()) == [*before.prompt_ids, 6, 0, END, ASK, 2, END, ANSWER]
 
 
-def test_versions_cover_what_was_made_whoever_tells_them() -> None:
-    """The gateway's word as tokens come, over a restart and a seam; at a leg's end the engine's own in its place."""
+def test_an_engines_version_report_replaces_the_gateways() -> None:
+    """The gateway notes versions as tokens come, across a restart and a seam. An engine reports them at a leg's end."""
     chain = chain_of()
     chain.restore([1, 2], [], [VersionSpan("1", 0, 2)])
     chain.begin_leg()
@@ -264,13 +267,13 @@ def test_versions_cover_what_was_made_whoever_tells_them() -> None:
     chain.begin_leg()
     chain.add(Piece([4], "d"), "2")
     assert chain.versions == [VersionSpan("1", 0, 3), VersionSpan("2", 3, 4)]
-    told = (("1", 0, 1), ("3", 1, 3))
-    chain.add(Piece([5, 6], "e", finish_reason="length", versions=told), "2")
+    reported = (("1", 0, 1), ("3", 1, 3))
+    chain.add(Piece([5, 6], "e", finish_reason="length", versions=reported), "2")
     assert chain.versions == [VersionSpan("1", 0, 4), VersionSpan("3", 4, 6)]
 
 
-def test_a_writer_that_asks_an_engine_tells_in_parts() -> None:
-    """Its first token at once, then so many as are worth a request, and no sooner than a while after the last."""
+def test_a_parsed_writer_is_due_at_its_first_token_and_after_a_pause() -> None:
+    """Each part of the answer costs a request to an engine."""
     ask = Ask("chat", "", "m", b"", {"stream": True}, "t", "g", None, 0, False, False, wants_stream=True)
     writer = ParsedWriter(ask, Frame(ask, "turn", 0.0), 0)
     assert not writer.is_due(0.0)

@@ -3,7 +3,7 @@
 from gateway.turns.choice_leg import run_all
 
 
-async def test_a_turn_whose_choices_have_all_ended_needs_no_further_leg() -> None:
-    """Its engine may be lost in the moment in which the last of them ended: it has its answer, and got three more legs
-    in vain before."""
+async def test_run_all_without_legs_returns() -> None:
+    """An engine may be lost at the moment when the last choice of its turn ends. The turn, which had its answer, used
+    to get three more legs."""
     await run_all(())

@@ -1,4 +1,4 @@
-"""Trajectories of clients that send no identity, known by what they say again."""
+"""Which trajectory a request continues if its client sends no identity: the one whose messages it repeats."""
 
 import tracemalloc
 
@@ -39,7 +39,7 @@ def test_a_first_turn_is_always_new(conversations: Conversations) -> None:
 
 
 def test_a_conversation_is_recognised_at_every_turn(conversations: Conversations) -> None:
-    """A turn that repeats the messages and the answer goes on with the trajectory."""
+    """A turn that repeats the messages and the answer continues the trajectory."""
     messages: list[dict] = []
     conversations.remember("a", chat(), called("c0"))
     for turn in range(5):
@@ -48,8 +48,8 @@ def test_a_conversation_is_recognised_at_every_turn(conversations: Conversations
         conversations.remember("a", chat(*messages), called(f"c{turn + 1}"))
 
 
-def test_another_conversation_is_new(conversations: Conversations) -> None:
-    """One different word before the answer, or in it, is another conversation."""
+def test_a_different_conversation_is_new(conversations: Conversations) -> None:
+    """One different word before the answer, or in it, makes it a different conversation."""
     conversations.remember("a", chat(), called("c1"))
     assert conversations.continued(chat(called("c2"), result("c2", "x"))) is None
     other = {"messages": [SYSTEM, {"role": "user", "content": "?"}, called("c1"), result("c1", "x")]}
@@ -70,29 +70,29 @@ def test_another_conversation_is_new(conversations: Conversations) -> None:
         {"refusal": None, "audio": None, "name": None},
     ],
 )
-def test_an_answer_may_come_back_in_another_spelling(conversations: Conversations, respelled: dict) -> None:
+def test_an_answer_is_recognised_in_another_spelling(conversations: Conversations, respelled: dict) -> None:
     """Clients rebuild messages: None for "", parts for a string, arguments in another order, no reasoning."""
     conversations.remember("a", chat(), called("c1"))
     assert conversations.continued(chat(called("c1") | respelled, result("c1", "x"))) == "a"
 
 
-def test_text_is_the_same_with_and_without_parts_and_reasoning(conversations: Conversations) -> None:
-    """A string and text parts are one text; blank ends and cut-off reasoning make no difference."""
+def test_text_matches_with_or_without_parts_and_reasoning(conversations: Conversations) -> None:
+    """A string and text parts are one text; surrounding blanks and removed reasoning make no difference."""
     conversations.remember("a", chat(), {"role": "assistant", "content": "<think>well</think>\n\nIt is empty."})
     parts = {"role": "assistant", "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "empty."}]}
     assert conversations.continued(chat(parts, QUESTION)) == "a"
 
 
-def test_siblings_with_equal_answers_are_given_out_in_turn(conversations: Conversations) -> None:
-    """Greedy siblings cannot be told apart, so each continuation takes the next, and none is given twice."""
+def test_siblings_with_equal_answers_are_assigned_in_turn(conversations: Conversations) -> None:
+    """Greedy siblings cannot be told apart, so each continuation takes the next one, and none is assigned twice."""
     for name in ("a", "b", "c"):
         conversations.remember(name, chat(), called("c1"))
-    asked = [chat(called("c1"), result("c1", text)) for text in ("1", "2", "3", "4")]
-    assert [conversations.continued(body) for body in asked] == ["a", "b", "c", None]
+    bodies = [chat(called("c1"), result("c1", text)) for text in ("1", "2", "3", "4")]
+    assert [conversations.continued(body) for body in bodies] == ["a", "b", "c", None]
 
 
-def test_a_sibling_that_waits_there_comes_before_one_that_went_on(conversations: Conversations) -> None:
-    """Both know the answer, but only one has not gone on from it: a continuation is that one's, not a branch."""
+def test_a_sibling_that_has_not_continued_comes_first(conversations: Conversations) -> None:
+    """Both know the answer, but only one has not continued from it: the continuation is that one's, not a branch."""
     first, second = (chat(called("c1"), result("c1", text)) for text in ("1", "2"))
     for name in ("a", "b"):
         conversations.remember(name, chat(), called("c1"))
@@ -102,23 +102,24 @@ def test_a_sibling_that_waits_there_comes_before_one_that_went_on(conversations:
 
 
 def test_identical_siblings_are_not_joined(conversations: Conversations) -> None:
-    """Even with equal tool results siblings stay apart: joining them would sample one where two were asked."""
+    """Even with equal tool results, siblings stay apart: joining them would sample once where two samples were
+    requested."""
     for name in ("a", "b"):
         conversations.remember(name, chat(), called("c1"))
     body = chat(called("c1"), result("c1", "x"))
     assert [conversations.continued(body) for _ in range(2)] == ["a", "b"]
 
 
-def test_a_repeated_turn_is_its_own_trajectorys(conversations: Conversations) -> None:
-    """A client that lost its connection asks the same again and gets the same trajectory, not a new one."""
+def test_a_repeated_turn_keeps_its_trajectory(conversations: Conversations) -> None:
+    """A client that lost its connection sends the same request again and gets the same trajectory, not a new one."""
     for name in ("a", "b"):
         conversations.remember(name, chat(), called("c1"))
     first, second = (chat(called("c1"), result("c1", text)) for text in ("1", "2"))
     assert [conversations.continued(body) for body in (first, second, second, first)] == ["a", "b", "b", "a"]
 
 
-def test_a_turn_that_failed_can_be_asked_in_another_way(conversations: Conversations) -> None:
-    """Released, a trajectory is free again; still at work, it is not given to another request."""
+def test_a_released_trajectory_accepts_a_different_turn(conversations: Conversations) -> None:
+    """A trajectory whose turn failed is released. While it is at work, it is not assigned to another request."""
     conversations.remember("a", chat(), called("c1"))
     first, second = (chat(called("c1"), result("c1", text)) for text in ("1", "2"))
     assert conversations.continued(first) == "a"
@@ -127,7 +128,7 @@ def test_a_turn_that_failed_can_be_asked_in_another_way(conversations: Conversat
     assert conversations.continued(second) == "a"
 
 
-def test_a_branch_from_an_earlier_answer_is_the_same_trajectory(conversations: Conversations) -> None:
+def test_a_branch_from_an_earlier_answer_stays_in_its_trajectory(conversations: Conversations) -> None:
     """Going back to an earlier turn stays where its KV is; a history with changed answers is new."""
     start = chat(called("c1"), result("c1", "x"))
     conversations.remember("a", chat(), called("c1"))
@@ -139,7 +140,7 @@ def test_a_branch_from_an_earlier_answer_is_the_same_trajectory(conversations: C
 
 
 def test_the_longest_known_conversation_wins(conversations: Conversations) -> None:
-    """Where one trajectory's history begins another's, the one that shares more goes on."""
+    """If one trajectory's history begins another's, the one that shares more is continued."""
     start = chat(called("c1"), result("c1", "x"))
     conversations.remember("short", chat(), called("c1"))
     conversations.remember("long", start, called("c2"))
@@ -147,63 +148,65 @@ def test_the_longest_known_conversation_wins(conversations: Conversations) -> No
     assert conversations.continued(whole) == "long"
 
 
-def test_answers_that_a_framework_rewrites_are_known_from_the_second_turn_on(conversations: Conversations) -> None:
-    """Where calls come back as text, and results as what the user says, no answer is the one that was given; but a
-    question is the one that was asked, and behind a result it is one trajectory's own."""
-    said = {"role": "assistant", "content": [{"type": "text", "text": "Calling tools:\n[{'id': 'c1'}]"}]}
-    seen = [{"role": "user", "content": [{"type": "text", "text": f"Observation:\n{name}"}]} for name in ("x", "y")]
+def test_rewritten_answers_are_recognised_from_the_second_turn_on(conversations: Conversations) -> None:
+    """Some frameworks send calls back as text and results as user messages, so no answer equals the one that was given.
+    But the question before it equals the one that was asked, and after a tool result only one trajectory asked it."""
+    rewritten = {"role": "assistant", "content": [{"type": "text", "text": "Calling tools:\n[{'id': 'c1'}]"}]}
+    observations = [
+        {"role": "user", "content": [{"type": "text", "text": f"Observation:\n{name}"}]} for name in ("x", "y")
+    ]
     conversations.remember("first", chat(), called("c1"))
-    assert conversations.continued(chat(said, seen[0])) is None
-    conversations.remember("a", chat(said, seen[0]), called("c2"))
-    conversations.remember("b", chat(said, seen[1]), called("c3"))
-    messages = [said, seen[1]]
+    assert conversations.continued(chat(rewritten, observations[0])) is None
+    conversations.remember("a", chat(rewritten, observations[0]), called("c2"))
+    conversations.remember("b", chat(rewritten, observations[1]), called("c3"))
+    messages = [rewritten, observations[1]]
     for _ in range(3):
-        messages += [said, seen[0]]
+        messages += [rewritten, observations[0]]
         assert conversations.continued(chat(*messages)) == "b"
         conversations.remember("b", chat(*messages), called("c4"))
-    assert conversations.continued(chat(said, seen[0], said, seen[0])) == "a"
+    assert conversations.continued(chat(rewritten, observations[0], rewritten, observations[0])) == "a"
 
 
-def test_a_rewritten_answer_is_nobody_elses(conversations: Conversations) -> None:
-    """Siblings that were answered alike once are still told apart when a client puts words into a later answer (a
-    proxy that fills in content where there was none): the question before it tells, not the answer that they share."""
-    asked = {name: chat(called("c1"), result("c1", name)) for name in ("a", "b")}
-    for name in asked:
+def test_a_rewritten_answer_is_not_assigned_to_a_sibling(conversations: Conversations) -> None:
+    """Siblings with equal first answers are still told apart when a client fills in a later answer (a proxy that adds
+    content where there was none): the question before it decides, not the answer that they share."""
+    bodies = {name: chat(called("c1"), result("c1", name)) for name in ("a", "b")}
+    for name in bodies:
         conversations.remember(name, chat(), called("c1"))
-    for name, body in asked.items():
+    for name, body in bodies.items():
         conversations.remember(name, body, called(f"{name}2"))
     filled = called("b2") | {"content": "[empty]"}
     assert conversations.continued(chat(called("c1"), result("c1", "b"), filled, result("b2", "x"))) == "b"
 
 
-def test_a_branch_from_what_siblings_share_is_new(conversations: Conversations) -> None:
-    """Who of several goes back to an answer that all had cannot be told, unless the question was asked before."""
-    asked = {name: chat(called("c1"), result("c1", name)) for name in ("a", "b")}
-    for name in asked:
+def test_a_branch_from_an_answer_that_siblings_share_is_new(conversations: Conversations) -> None:
+    """It is unknown which sibling goes back to an answer that all had, unless the question was asked before."""
+    bodies = {name: chat(called("c1"), result("c1", name)) for name in ("a", "b")}
+    for name in bodies:
         conversations.remember(name, chat(), called("c1"))
-    for name, body in asked.items():
+    for name, body in bodies.items():
         conversations.remember(name, body, called(f"{name}2"))
     assert conversations.continued(chat(called("c1"), result("c1", "c"))) is None
-    assert conversations.continued(asked["b"]) == "b"
+    assert conversations.continued(bodies["b"]) == "b"
 
 
-def test_rewritten_answers_to_equal_questions_are_new(conversations: Conversations) -> None:
-    """Two asked the very same and were answered in two ways: whose answer it was that was rewritten, nobody knows."""
-    asked = chat(called("c1"), result("c1", "x"))
+def test_a_rewritten_answer_to_a_question_of_two_siblings_is_new(conversations: Conversations) -> None:
+    """Both asked the same and got different answers, so it is unknown whose answer was rewritten."""
+    body = chat(called("c1"), result("c1", "x"))
     for name in ("a", "b"):
-        conversations.remember(name, asked, called(f"{name}2"))
-    said = {"role": "assistant", "content": "Calling tools"}
+        conversations.remember(name, body, called(f"{name}2"))
+    text_answer = {"role": "assistant", "content": "Calling tools"}
     rewritten, repeated = (
-        [*asked["messages"], *more] for more in ([said, QUESTION], [called("b2"), result("b2", "x")])
+        [*body["messages"], *more] for more in ([text_answer, QUESTION], [called("b2"), result("b2", "x")])
     )
     assert conversations.continued({"messages": rewritten}) is None
     assert conversations.continued({"messages": repeated}) == "b"
     conversations.remember("b", {"messages": repeated}, called("b3"))
-    assert conversations.continued({"messages": rewritten}) == "a", "the other one has gone on"
+    assert conversations.continued({"messages": rewritten}) == "a", "the other sibling has continued"
 
 
-def test_forgotten_is_unknown(conversations: Conversations) -> None:
-    """A finished trajectory is never gone on with, and forgetting an unknown one is no error."""
+def test_a_forgotten_trajectory_is_not_continued(conversations: Conversations) -> None:
+    """A finished trajectory is never continued, and forgetting an unknown one is no error."""
     for _ in range(2):  # a repeated turn may get the same answer
         conversations.remember("a", chat(), called("c1"))
     conversations.forget("a")
@@ -211,8 +214,8 @@ def test_forgotten_is_unknown(conversations: Conversations) -> None:
     assert conversations.continued(chat(called("c1"), result("c1", "x"))) is None
 
 
-def test_the_least_recently_used_is_forgotten_first() -> None:
-    """Beyond the limit the oldest go, and a use keeps one alive."""
+def test_the_least_recently_used_trajectory_is_forgotten_first() -> None:
+    """Beyond the limit, the oldest is forgotten; each use renews it."""
     conversations = Conversations(limit=2)
     for name in ("a", "b"):
         conversations.remember(name, chat(), called(name))
@@ -223,11 +226,11 @@ def test_the_least_recently_used_is_forgotten_first() -> None:
 
 
 @pytest.mark.parametrize("is_forgotten", [False, True])
-def test_nothing_is_left_of_conversations_that_are_gone(is_forgotten: bool) -> None:
-    """Of messages as of texts, whether they were forgotten or pushed out: a gateway meets millions."""
+def test_memory_of_dropped_conversations_is_freed(is_forgotten: bool) -> None:
+    """Of messages and of texts, whether forgotten or evicted: a gateway sees millions of conversations."""
     conversations = Conversations(limit=20, turns_kept=2)
 
-    def meet(numbers: range) -> int:
+    def remember_and_drop(numbers: range) -> int:
         for number in numbers:
             for turn in range(3):
                 conversations.remember(f"m{number}", chat(called(f"{number}"), result(f"{turn}", "x")), called("c"))
@@ -239,14 +242,14 @@ def test_nothing_is_left_of_conversations_that_are_gone(is_forgotten: bool) -> N
 
     tracemalloc.start()
     try:
-        before = meet(range(100_000, 100_100))
-        assert meet(range(100_100, 100_500)) < before + 20_000
+        before = remember_and_drop(range(100_000, 100_100))
+        assert remember_and_drop(range(100_100, 100_500)) < before + 20_000
     finally:
         tracemalloc.stop()
 
 
-def test_only_the_latest_turns_can_be_branched() -> None:
-    """A trajectory's own history is bounded too: its oldest turns are unknown then, its newest not."""
+def test_only_the_latest_turns_can_be_branched_from() -> None:
+    """A trajectory's own history is bounded too: its oldest turns become unknown."""
     conversations = Conversations(limit=2, turns_kept=2)
     messages: list[dict] = []
     for turn in range(4):
@@ -256,8 +259,8 @@ def test_only_the_latest_turns_can_be_branched() -> None:
     assert conversations.continued(chat(*messages)) == "a"
 
 
-def test_an_answer_that_is_nothing_is_not_remembered(conversations: Conversations) -> None:
-    """Without an answer the prompt would stand for itself, and siblings would be taken for one."""
+def test_an_empty_answer_is_not_remembered(conversations: Conversations) -> None:
+    """Without an answer, the prompt alone would be the key, and siblings would be taken for one trajectory."""
     conversations.remember("a", chat(), None)
     conversations.remember("b", {"prompt": "p"}, "")
     assert conversations.continued(chat()) is None
@@ -266,7 +269,7 @@ def test_an_answer_that_is_nothing_is_not_remembered(conversations: Conversation
 
 
 def test_restored_conversations_are_recognised(conversations: Conversations) -> None:
-    """What is dumped after each turn is all that another process needs, in every API's form."""
+    """What is dumped after each turn is all that another process needs, for every API."""
     start = chat(called("c1"), result("c1", "x"))
     turns = [(chat(), called("c1")), (start, called("c2"))]
     dumps = []
@@ -293,7 +296,7 @@ def test_restored_conversations_are_recognised(conversations: Conversations) -> 
 
 @example("", "\x00", "", 0)
 @given(st.text(max_size=3000), st.text(min_size=1, max_size=50), st.text(max_size=50), st.integers(0, 3))
-def test_a_completion_goes_on_where_its_text_is_repeated(prompt: str, answer: str, more: str, copies: int) -> None:
+def test_a_completion_that_repeats_earlier_text_continues_it(prompt: str, answer: str, more: str, copies: int) -> None:
     """A prompt that begins with an earlier prompt and its answer continues it, whatever their lengths."""
     conversations = Conversations()
     prompt += "x" * 1024 * copies
@@ -304,31 +307,33 @@ def test_a_completion_goes_on_where_its_text_is_repeated(prompt: str, answer: st
     assert conversations.continued({"prompt": other}) == ("a" if other.startswith(prompt + answer) else None)
 
 
-def test_stored_responses_are_known_by_their_id(conversations: Conversations) -> None:
+def test_stored_responses_are_recognised_by_their_id(conversations: Conversations) -> None:
     """`previous_response_id` names the conversation; an unknown one is new; a full `input` works as well."""
-    said = {
+    message = {
         "type": "message",
         "role": "assistant",
         "content": [{"type": "output_text", "text": "hi", "annotations": []}],
     }
-    thought = {"type": "reasoning", "id": "rs_1", "summary": []}
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": []}
     call = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "bash", "arguments": '{"cmd": "ls"}'}
     conversations.remember(
-        "a", {"input": "hello", "instructions": "i"}, {"id": "resp_1", "output": [thought, said, call]}
+        "a", {"input": "hello", "instructions": "i"}, {"id": "resp_1", "output": [reasoning, message, call]}
     )
     assert conversations.continued({"input": "more", "previous_response_id": "resp_2"}) is None
     assert conversations.continued({"input": "more", "previous_response_id": "resp_1"}) == "a"
     conversations.release("a")
     output = {"type": "function_call_output", "call_id": "c1", "output": "a.txt"}
-    resent = [{"role": "user", "content": "hello"}, said, call | {"id": None, "arguments": '{"cmd":"ls"}'}, output]
+    resent = [{"role": "user", "content": "hello"}, message, call | {"id": None, "arguments": '{"cmd":"ls"}'}, output]
     assert conversations.continued({"instructions": "i", "input": resent}) == "a"
-    conversations.remember("a", {"input": "more", "previous_response_id": "resp_1"}, {"id": "resp_3", "output": [said]})
-    begun = [{"role": "user", "content": "more"}, said, output]
-    assert conversations.continued({"input": begun}) is None, "what came before is not in it"
+    conversations.remember(
+        "a", {"input": "more", "previous_response_id": "resp_1"}, {"id": "resp_3", "output": [message]}
+    )
+    begun = [{"role": "user", "content": "more"}, message, output]
+    assert conversations.continued({"input": begun}) is None, "the input lacks the earlier turns"
 
 
 def test_anthropic_messages_are_recognised_without_their_thinking(conversations: Conversations) -> None:
-    """Thinking blocks and cache marks come and go; tool uses, their input and results are what counts."""
+    """Thinking blocks and cache marks come and go; tool uses, their input and their results count."""
     body = {"system": "s", "messages": [QUESTION]}
     use = {"type": "tool_use", "id": "t1", "name": "bash", "input": {"b": 1, "a": 2}}
     thinking = {"type": "thinking", "thinking": "hm", "signature": "x"}
@@ -352,16 +357,16 @@ ODD = st.recursive(
 
 
 @given(ODD, ODD, st.sampled_from(["messages", "input", "prompt", "system", "previous_response_id"]))
-def test_no_shape_of_body_or_answer_crashes_it(value: object, answer: object, field: str) -> None:
-    """What an engine would refuse is for the engine to refuse."""
+def test_no_shape_of_body_or_answer_raises(value: object, answer: object, field: str) -> None:
+    """Refusing an invalid body is left to the engine."""
     conversations = Conversations()
     conversations.continued({field: value})
     conversations.remember("a", {field: value}, answer)
     conversations.continued({field: value})
 
 
-def test_text_cannot_pass_for_structure(conversations: Conversations) -> None:
-    """Messages are told apart from one message that contains their spelling."""
+def test_text_is_not_mistaken_for_structure(conversations: Conversations) -> None:
+    """Two messages differ from one message that contains their encoding."""
     two = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     one = [{"role": "user", "content": "a4:user1:b"}]
     answer = {"role": "assistant", "content": "x"}
@@ -370,7 +375,7 @@ def test_text_cannot_pass_for_structure(conversations: Conversations) -> None:
 
 
 def test_deeply_nested_content_is_read(conversations: Conversations) -> None:
-    """JSON as deep as the parser lets in does not end in a recursion error."""
+    """JSON as deep as the parser allows does not exceed the recursion limit."""
     deep = orjson.loads(b'{"a":' * 900 + b"1" + b"}" * 900)
     message = {"role": "assistant", "content": [deep], "tool_calls": [deep]}
     conversations.remember("a", chat(), message)

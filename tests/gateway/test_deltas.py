@@ -1,4 +1,4 @@
-"""What is told of a message that another kind of engine reads from its beginning once more."""
+"""What is still told of a message after another kind of engine has read it again from its beginning."""
 
 import json
 from typing import Any
@@ -43,14 +43,14 @@ def test_only_what_is_new_is_told(delta: dict[str, Any], rest: dict[str, Any]) -
     "delta",
     [{"content": "Let us"}, {"tool_calls": [call('{"b"')]}, {"tool_calls": [call("{}", name="walk")]}],
 )
-def test_another_message_is_no_continuation(delta: dict[str, Any]) -> None:
-    """The client cannot be told to forget."""
+def test_a_different_message_diverges(delta: dict[str, Any]) -> None:
+    """The client cannot be made to forget what it was told."""
     with pytest.raises(Diverged):
         rest_of(delta, TOLD)
 
 
-def test_reasoning_goes_on_under_the_name_it_began_with() -> None:
-    """vLLM and SGLang call it differently."""
+def test_reasoning_continues_under_its_first_name() -> None:
+    """vLLM and SGLang name it differently."""
     assert rest_of({"reasoning_content": "hm, so"}, {"reasoning": "hm"}) == {"reasoning": ", so"}
     assert rest_of({"reasoning": "hm, so"}, {"reasoning_content": "hm"}) == {"reasoning_content": ", so"}
 
@@ -60,17 +60,17 @@ TIGHT = r'{"a b":"c \" :  d\\","e":[1,2],"f":{}}'
 
 
 @pytest.mark.parametrize(("written", "told"), [(SPACED, TIGHT), (TIGHT, SPACED), (SPACED, SPACED)])
-def test_arguments_with_other_blanks_are_the_same(written: str, told: str) -> None:
-    """One kind of engine tells them as the model wrote them, another writes them anew; wherever the first ended."""
+def test_arguments_that_differ_only_in_whitespace_match(written: str, told: str) -> None:
+    """One kind of engine tells arguments as the model wrote them, the other rewrites them; any cut is possible."""
     for length in range(len(told) + 1):
         begun = {"tool_calls": [call(told[:length])]}
         rest = rest_of({"tool_calls": [call(written)]}, begun, is_whole=True)
-        behind = rest["tool_calls"][0]["function"]["arguments"] if rest else ""
-        assert json.loads(told[:length] + behind) == json.loads(written)
+        more = rest["tool_calls"][0]["function"]["arguments"] if rest else ""
+        assert json.loads(told[:length] + more) == json.loads(written)
 
 
-def test_arguments_with_other_blanks_within_a_string_are_others() -> None:
-    """There they mean something."""
+def test_whitespace_within_a_string_argument_must_match() -> None:
+    """Within a string, whitespace is content."""
     with pytest.raises(Diverged):
         rest_of({"tool_calls": [call('{"a": "b c"}')]}, {"tool_calls": [call('{"a": "b  c')]})
 
@@ -78,14 +78,14 @@ def test_arguments_with_other_blanks_within_a_string_are_others() -> None:
 @pytest.mark.parametrize(
     "whole", [{"content": "Let me"}, {"content": "Let me", "tool_calls": [call("{")]}, {"tool_calls": [call('{"a"')]}]
 )
-def test_a_whole_message_has_all_that_was_told(whole: dict[str, Any]) -> None:
-    """A reader that leaves some of it out cannot end what another began, though it may have been on its way there."""
+def test_a_whole_message_must_contain_all_that_was_told(whole: dict[str, Any]) -> None:
+    """A reader that omits some of it cannot end what another reader began; an incomplete one may still get there."""
     assert rest_of(whole, TOLD) == {}
     with pytest.raises(Diverged):
         rest_of(whole, TOLD, is_whole=True)
 
 
-def test_blanks_at_the_end_may_be_left_out() -> None:
-    """SGLang takes them away before a call."""
+def test_trailing_whitespace_may_be_missing() -> None:
+    """SGLang removes it before a call."""
     told = {"content": "Let me\n\n", "tool_calls": [call('{"a": 1}\n')]}
     assert rest_of({"content": "Let me", "tool_calls": [call('{"a": 1}')]}, told, is_whole=True) == {}

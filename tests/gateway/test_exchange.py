@@ -1,4 +1,4 @@
-"""What HTTP/1.1 asks of a server, kept where turns are served below ASGI: by raw bytes on a socket."""
+"""What HTTP/1.1 requires of a server, for turns that are served below ASGI: tested with raw bytes on a socket."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -42,7 +42,7 @@ async def head_of(reader: asyncio.StreamReader) -> tuple[bytes, dict[bytes, byte
 
 
 async def answer_of(reader: asyncio.StreamReader) -> bytes:
-    """The text of the next answer, which has a length."""
+    """The text of the next answer, which has a content length."""
     status, headers = await head_of(reader)
     body = await reader.readexactly(int(headers[b"content-length"]))
     assert status == b"HTTP/1.1 200 OK", body
@@ -52,8 +52,8 @@ async def answer_of(reader: asyncio.StreamReader) -> bytes:
 
 @pytest.mark.parametrize("request_bytes", [SIZED, CHUNKED], ids=["length", "chunked"])
 @pytest.mark.parametrize("step", [1, 50, 10_000])
-async def test_a_request_may_come_in_pieces_of_any_size(gateway: Listening, request_bytes: bytes, step: int) -> None:
-    """A byte at a time or three requests in one piece: each is answered, in order, on the one connection."""
+async def test_a_request_may_arrive_in_pieces_of_any_size(gateway: Listening, request_bytes: bytes, step: int) -> None:
+    """A byte at a time or three requests in one piece: each is answered, on the same connection."""
     async with asyncio.timeout(30):
         reader, writer = await connected(gateway)
         sent = request_bytes * (1 if step == 1 else 3)
@@ -66,7 +66,7 @@ async def test_a_request_may_come_in_pieces_of_any_size(gateway: Listening, requ
 
 
 async def test_a_client_that_waits_for_100_continue_gets_it(gateway: Listening) -> None:
-    """It sends its body only then."""
+    """It sends its body only afterwards."""
     async with asyncio.timeout(30):
         reader, writer = await connected(gateway)
         writer.write(HEAD + b"content-length: %d\r\nexpect: 100-continue\r\n\r\n" % len(BODY))
@@ -77,8 +77,8 @@ async def test_a_client_that_waits_for_100_continue_gets_it(gateway: Listening) 
 
 
 @pytest.mark.parametrize("head", [HEAD + b"connection: close\r\n", HEAD.replace(b"1.1", b"1.0")], ids=["close", "1.0"])
-async def test_a_connection_that_is_not_kept_is_closed_after_its_answer(gateway: Listening, head: bytes) -> None:
-    """The answer says so."""
+async def test_a_connection_without_keep_alive_closes_after_its_answer(gateway: Listening, head: bytes) -> None:
+    """The answer's `connection` header announces it."""
     async with asyncio.timeout(30):
         reader, writer = await connected(gateway)
         writer.write(head + b"content-length: %d\r\n\r\n%s" % (len(BODY), BODY))
@@ -88,8 +88,8 @@ async def test_a_connection_that_is_not_kept_is_closed_after_its_answer(gateway:
         writer.close()
 
 
-async def test_a_stream_to_a_client_of_http_1_0_has_no_chunks(gateway: Listening) -> None:
-    """It has never heard of them: the connection's end is the stream's (RFC 9112, 6.1)."""
+async def test_a_stream_to_an_http_1_0_client_is_not_chunked(gateway: Listening) -> None:
+    """HTTP/1.0 has no chunks: the stream ends with its connection (RFC 9112, 6.1)."""
     body = orjson.dumps(body_of("chat", True))
     async with asyncio.timeout(30):
         reader, writer = await connected(gateway)
@@ -102,7 +102,7 @@ async def test_a_stream_to_a_client_of_http_1_0_has_no_chunks(gateway: Listening
 
 
 async def test_an_answer_to_head_has_no_body(gateway: Listening) -> None:
-    """What comes behind it on the connection is the next answer."""
+    """The next bytes on the connection are the next answer."""
     async with asyncio.timeout(30):
         reader, writer = await connected(gateway)
         writer.write(HEAD.replace(b"POST", b"HEAD") + b"\r\n" + SIZED)
@@ -112,16 +112,16 @@ async def test_an_answer_to_head_has_no_body(gateway: Listening) -> None:
         writer.close()
 
 
-async def test_a_client_that_leaves_while_it_pipelines_stops_the_turn_that_runs(gateway: Listening) -> None:
-    """The turn is the first request's, and the connection's last word was the second's."""
+async def test_a_client_that_leaves_while_pipelining_stops_its_running_turn(gateway: Listening) -> None:
+    """The running turn is the first request's, and the connection's last bytes were the second's."""
     long = orjson.dumps(body_of("chat", tokens=100_000))
     async with asyncio.timeout(30):
-        asker, asking = await connected(gateway)
+        metrics_reader, metrics_writer = await connected(gateway)
 
         async def num_running() -> int:
-            asking.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
-            _, headers = await head_of(asker)
-            page = await asker.readexactly(int(headers[b"content-length"]))
+            metrics_writer.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+            _, headers = await head_of(metrics_reader)
+            page = await metrics_reader.readexactly(int(headers[b"content-length"]))
             return int(float(page.partition(b"\nheddle_running_turns ")[2].split(b"\n")[0]))
 
         async def is_running(num: int) -> bool:
@@ -132,11 +132,11 @@ async def test_a_client_that_leaves_while_it_pipelines_stops_the_turn_that_runs(
         await eventually(lambda: is_running(1))
         writer.transport.abort()
         await eventually(lambda: is_running(0))
-        asking.close()
+        metrics_writer.close()
 
 
-async def test_a_connection_is_closed_once_it_has_idled_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not between two turns of an agent, and not for ever after the last."""
+async def test_an_idle_connection_is_closed_after_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not between two turns of an agent, but some time after the last one."""
     monkeypatch.setattr("gateway.server._KEEP_ALIVE_S", 1)
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=50)) as engine,

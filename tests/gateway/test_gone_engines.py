@@ -1,4 +1,4 @@
-"""What is known of engines that left does not grow for ever: a controller launches new ones at new addresses."""
+"""What is known of engines that left does not grow forever: a controller launches new ones at new addresses."""
 
 import orjson
 
@@ -10,19 +10,19 @@ from store import StoreSettings, open_store
 
 
 async def test_addresses_of_engines_that_left_long_ago_are_forgotten() -> None:
-    """Of those that are there none is, and whoever comes to an address of late gets no id that was used there."""
+    """Current engines stay known, and an engine at a recently used address gets an id that was not used there."""
     store = open_store("memory:", StoreSettings())
-    seen = KnownProcesses(store)
+    processes = KnownProcesses(store)
     first = engine_at(0)
-    seen.note(first)
+    processes.note(first)
     for number in range(1, 3_000):
         member = engine_at(number)
-        seen.note(member)
-        seen.left(member)
-    known = orjson.loads(await store.get_state("fleet") or b"")
-    assert len(known) < 1_500
-    assert seen.at(first.settings.url)["generation"] == 1
-    assert seen.at(engine_at(2_999).settings.url)["generation"] == 2
+        processes.note(member)
+        processes.left(member)
+    stored = orjson.loads(await store.get_state("fleet") or b"")
+    assert len(stored) < 1_500
+    assert processes.at(first.settings.url)["generation"] == 1
+    assert processes.at(engine_at(2_999).settings.url)["generation"] == 2
 
 
 def engine_at(number: int) -> Member:

@@ -1,6 +1,6 @@
-"""The turn that is served by callbacks answers as the one that is served by coroutines, and leaves the same behind.
+"""A turn served by callbacks is answered like one served by coroutines, and leaves the same behind.
 
-A request whose body comes with its head may be served by callbacks; one whose body comes later never is.
+A request whose body arrives with its head may be served by callbacks; one whose body arrives later never is.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ PATH = "/v1/chat/completions"
 USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11, "prompt_tokens_details": {"cached_tokens": 4}}
 CHOICE = {"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}
 CHAT = orjson.dumps({"id": "c", "object": "chat.completion", "choices": [CHOICE], "usage": USAGE})
-# An odd reason has the body written anew, and what can be read is not all that can be written.
+# An unknown finish reason makes the gateway write the body again, and not all JSON that can be read can be written.
 DEEP = CHAT.replace(b'"stop"', b'"repetition"').replace(b'"hi"', b"[" * 400 + b"]" * 400)
 END = b'data: {"id":"c","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n'
 USAGE_EVENT = b'data: {"id":"c","choices":[],"usage":%s}\n\n' % orjson.dumps(USAGE)
@@ -41,9 +41,10 @@ CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-e
 
 @dataclass(frozen=True)
 class Case:
-    """What an engine sends, in these pieces, and whether it then closes; whether callbacks answer it to the end.
+    """The pieces that an engine sends, whether it then closes the connection, and whether callbacks serve the turn to
+    its end.
 
-    None where that depends on how long the pieces take.
+    `is_hot` is None if that depends on how long the pieces take.
     """
 
     name: str
@@ -53,8 +54,8 @@ class Case:
     is_hot: bool | None = True
 
 
-def counted(number: bytes) -> bytes:
-    """An answer that tells this number of tokens."""
+def reporting_tokens(number: bytes) -> bytes:
+    """An answer that reports this number of output tokens."""
     return CHAT.replace(b'"completion_tokens":2', b'"completion_tokens":' + number)
 
 
@@ -63,22 +64,22 @@ CASES = (
     Case("whole in two pieces", (whole(CHAT)[:150], whole(CHAT)[150:]), is_hot=None),
     Case("whole in chunks", (CHUNKED_HEAD + chunk(CHAT[:20]) + chunk(CHAT[20:]), b"0\r\n\r\n")),
     Case("until the connection closes", (b"HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n\r\n", CHAT), True),
-    Case("a client's mistake", (whole(ERROR, b"400 Bad Request"),), is_hot=False),
-    Case("an engine's mistake", (whole(ERROR, b"500 Oh"),), is_hot=False),
+    Case("a client's error", (whole(ERROR, b"400 Bad Request"),), is_hot=False),
+    Case("an engine's error", (whole(ERROR, b"500 Oh"),), is_hot=False),
     Case("not JSON", (whole(b"<html>"),), is_hot=False),
-    Case("an odd reason", (whole(CHAT.replace(b'"stop"', b'"repetition"')),)),
+    Case("an unknown finish reason", (whole(CHAT.replace(b'"stop"', b'"repetition"')),)),
     Case("cut", (whole(CHAT)[:150],), True, is_hot=False),
     Case("not HTTP", (b"SSH-2.0\r\n",), True, is_hot=False),
-    Case("a count without end", (whole(counted(b"2" * 5_000)),)),
-    Case("a count of 64 bits", (whole(counted(b"%d" % (2**64 - 1))),)),
-    Case("a count below nothing", (whole(counted(b"-5")),)),
-    Case("deeper than JSON is written", (whole(DEEP),), is_hot=False),
-    Case("larger than a pile", (whole(CHAT.replace(b"hi", b"h" * 400_000)),), is_hot=False),
+    Case("a count of 5,000 digits", (whole(reporting_tokens(b"2" * 5_000)),)),
+    Case("a count of 64 bits", (whole(reporting_tokens(b"%d" % (2**64 - 1))),)),
+    Case("a negative count", (whole(reporting_tokens(b"-5")),)),
+    Case("too deep to be written as JSON", (whole(DEEP),), is_hot=False),
+    Case("above the high-water mark", (whole(CHAT.replace(b"hi", b"h" * 400_000)),), is_hot=False),
     Case("stream", (STREAM_HEAD + STREAM,), is_stream=True),
     Case("stream, byte by byte", (STREAM_HEAD, *(STREAM[n : n + 1] for n in range(len(STREAM)))), is_stream=True),
     Case("stream without usage", (STREAM_HEAD, STREAM.replace(chunk(USAGE_EVENT), b"")), is_stream=True),
     Case("stream that begins with an end", (STREAM_HEAD, chunk(END), STREAM), is_stream=True),
-    Case("stream that is none", (whole(CHAT),), is_stream=True, is_hot=False),
+    Case("stream answered without one", (whole(CHAT),), is_stream=True, is_hot=False),
     Case("stream refused", (whole(ERROR, b"400 Bad Request"),), is_stream=True, is_hot=False),
     Case("stream without its end", (STREAM_HEAD, chunk(CHAT_EVENT) + b"0\r\n\r\n"), is_stream=True, is_hot=False),
     Case("stream cut", (STREAM_HEAD, chunk(CHAT_EVENT)), True, is_stream=True, is_hot=False),
@@ -102,7 +103,7 @@ def sends(case: Case) -> Answer:
 
 
 @dataclass
-class Seen:
+class Trace:
     """All that a turn leaves behind: the bytes that its client got, history, metrics and events without times."""
 
     answer: bytes
@@ -113,13 +114,13 @@ class Seen:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-async def test_both_ways_answer_alike(case: Case, tmp_path: Path) -> None:
-    """Status, headers, body byte for byte, history, metrics and events; and it is the way that it is meant to be."""
+async def test_both_paths_answer_alike(case: Case, tmp_path: Path) -> None:
+    """Status, headers, body, history, metrics and events are equal, and the turn took the expected path."""
     for name in ("hot", "cold"):
         (tmp_path / name).mkdir()
     async with asyncio.timeout(110):
-        hot = await seen(case, tmp_path / "hot", is_together=True)
-        cold = await seen(case, tmp_path / "cold", is_together=False)
+        hot = await trace_of(case, tmp_path / "hot", is_together=True)
+        cold = await trace_of(case, tmp_path / "cold", is_together=False)
     num_hot = {name: hot.counts.pop(name) for name in list(hot.counts) if name.startswith("heddle_hot_turns_total")}
     if case.is_hot is not None:
         assert num_hot == {f'heddle_hot_turns_total{{until="{"answer" if case.is_hot else "handed_over"}"}}': 1}
@@ -128,7 +129,7 @@ async def test_both_ways_answer_alike(case: Case, tmp_path: Path) -> None:
     assert not case.is_hot or hot.answer.startswith(b"HTTP/1.1 200")
 
 
-async def seen(case: Case, home: Path, is_together: bool) -> Seen:
+async def trace_of(case: Case, home: Path, is_together: bool) -> Trace:
     settings = {"event_log": str(home / "events"), "store": f"sqlite:{home / 'store'}", "max_attempts": 1}
     async with (
         raw_engine(sends(case), keeps_open=True) as engine,
@@ -137,13 +138,13 @@ async def seen(case: Case, home: Path, is_together: bool) -> Seen:
     ):
         await eventually(lambda: knows_the_engine(watch), 60)
         body = orjson.dumps(body_of("chat", case.is_stream))
-        answer = await asked(gateway, watch, body, is_together)
+        answer = await answer_to(gateway, watch, body, is_together)
         assert len(engine.posts) == 1
         shown = (await watch.get("/v1/trajectories/t-1")).json()
         page = (await watch.get("/metrics")).text
     name = engine.url.removeprefix("http://").encode()
     lines = (home / "events").read_bytes().replace(name, b"ENGINE").splitlines()
-    return Seen(
+    return Trace(
         answer=masked(answer.replace(name, b"ENGINE")),
         turns=[timeless(turn) for turn in shown["turns"]],
         num_running=float(re.findall(r"^heddle_running_turns (\S+)$", page, re.M)[0]),
@@ -153,14 +154,14 @@ async def seen(case: Case, home: Path, is_together: bool) -> Seen:
 
 
 @pytest.mark.parametrize("is_together", [True, False], ids=["hot", "cold"])
-async def test_a_turn_that_a_defect_ends_leaves_no_slot_behind(tmp_path: Path, is_together: bool) -> None:
-    """A few of them would have stopped the engine; and the history and the counts tell of it."""
-    (case,) = (case for case in CASES if case.name == "deeper than JSON is written")
-    left = await seen(case, tmp_path, is_together)
-    assert left.answer.startswith(b"HTTP/1.1 500") and left.num_running == 0
-    assert [(turn["outcome"], turn["error"]["code"]) for turn in left.turns] == [("failed", "internal_error")]
-    assert left.counts['heddle_turns_total{api="chat",outcome="failed"}'] == 1
-    assert left.counts['heddle_refused_requests_total{status="500"}'] == 1
+async def test_a_turn_ended_by_a_defect_frees_its_slot(tmp_path: Path, is_together: bool) -> None:
+    """A few leaked slots would have stopped the engine. The history and the counts show the failure."""
+    (case,) = (case for case in CASES if case.name == "too deep to be written as JSON")
+    trace = await trace_of(case, tmp_path, is_together)
+    assert trace.answer.startswith(b"HTTP/1.1 500") and trace.num_running == 0
+    assert [(turn["outcome"], turn["error"]["code"]) for turn in trace.turns] == [("failed", "internal_error")]
+    assert trace.counts['heddle_turns_total{api="chat",outcome="failed"}'] == 1
+    assert trace.counts['heddle_refused_requests_total{status="500"}'] == 1
 
 
 OF_TURNS = {"TurnArrived", "TurnFinished", "TurnFailed", "TurnProgressed", "Dispatch", "Save", "Reject", "Abort"}
@@ -169,13 +170,14 @@ OF_TIME = ("at", "turn_id", "queued_s", "engine", "priority", "last_", "created_
 
 
 def timeless(row: dict[str, Any]) -> dict[str, Any]:
-    """Without what differs from one turn to the next, whoever serves it."""
+    """The row without what differs from one turn to the next on either path."""
     kept = {name: timeless(value) if isinstance(value, dict) else value for name, value in row.items()}
     return {name: value for name, value in kept.items() if not name.startswith(OF_TIME) and not name.endswith("_at")}
 
 
 def masked(answer: bytes) -> bytes:
-    """Without ids and times, and without the bounds of a stream's chunks, which are those of the engine's segments."""
+    """The answer without ids and times, and without the chunk boundaries of streams, which follow the engine's
+    segments."""
     head, blank, body = answer.partition(b"\r\n\r\n")
     if b"\r\ntransfer-encoding: chunked" in head:
         assert body.endswith(b"0\r\n\r\n")
@@ -189,8 +191,8 @@ async def knows_the_engine(watch: httpx.AsyncClient) -> bool:
     return (await watch.get("/readyz")).status_code == 200
 
 
-async def asked(gateway: Listening, watch: httpx.AsyncClient, body: bytes, is_together: bool) -> bytes:
-    """What comes for a request that is sent in one piece, or head first and the body when that was read."""
+async def answer_to(gateway: Listening, watch: httpx.AsyncClient, body: bytes, is_together: bool) -> bytes:
+    """The answer to a request that is sent in one piece, or as a head and, once that was read, the body."""
     host, _, port = gateway.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nx-trajectory-id: t-1\r\nconnection: close\r\n".encode()
@@ -207,12 +209,12 @@ async def asked(gateway: Listening, watch: httpx.AsyncClient, body: bytes, is_to
     return answer
 
 
-# --- what is handed over while it runs -----------------------------------------------------------------------
+# --- turns that are handed over while they run -------------------------------------------------------------------
 
 
 @asynccontextmanager
 async def silent(**settings: Any) -> AsyncIterator[tuple[Any, Listening, httpx.AsyncClient]]:
-    """A gateway before an engine that says nothing until its connection is closed."""
+    """A gateway with an engine that sends nothing until its connection is closed."""
 
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
@@ -228,7 +230,7 @@ async def silent(**settings: Any) -> AsyncIterator[tuple[Any, Listening, httpx.A
 
 
 async def test_a_client_that_leaves_frees_the_engine(tmp_path: Path) -> None:
-    """Its connection to the engine is closed, and the history says `left`."""
+    """The connection to the engine is closed, and the history states `left`."""
     async with asyncio.timeout(120), silent() as (engine, gateway, watch):
         host, _, port = gateway.url.removeprefix("http://").partition(":")
         _, writer = await asyncio.open_connection(host, int(port))
@@ -246,26 +248,26 @@ async def test_a_client_that_leaves_frees_the_engine(tmp_path: Path) -> None:
         await eventually(is_left, 60)
 
 
-async def test_an_engine_that_is_silent_for_too_long_is_late() -> None:
-    """As for a turn that a coroutine serves: 504, in OpenAI's form."""
+async def test_an_engine_that_is_silent_for_too_long_is_an_error() -> None:
+    """The client gets a 50x that states the timeout or the engine's failure."""
     async with asyncio.timeout(120), silent(turn_timeout_s=1, max_attempts=1) as (_, gateway, watch):
-        answer = await asked(gateway, watch, orjson.dumps(body_of("chat")), is_together=True)
+        answer = await answer_to(gateway, watch, orjson.dumps(body_of("chat")), is_together=True)
         assert b"no answer within 1 s" in answer or b'"code":"engine_failed"' in answer, answer
         assert answer.startswith(b"HTTP/1.1 50")
 
 
-async def test_a_trajectory_that_is_deleted_stops_its_turn() -> None:
-    """Its client is told, and the engine is freed."""
+async def test_deleting_a_trajectory_stops_its_turn() -> None:
+    """The client is told, and the engine is freed."""
     async with asyncio.timeout(120), silent() as (engine, gateway, watch):
-        asking = asyncio.create_task(asked(gateway, watch, orjson.dumps(body_of("chat")), is_together=True))
+        asking = asyncio.create_task(answer_to(gateway, watch, orjson.dumps(body_of("chat")), is_together=True))
         await eventually(lambda: engine.num_open == 1, 60)
         await watch.delete("/v1/trajectories/t-1")
         assert b"trajectory_aborted" in await asking
         await eventually(lambda: engine.num_open == 0, 60)
 
 
-async def test_the_same_request_joins_a_turn_that_callbacks_serve() -> None:
-    """Both clients get the same answer, and the engine one request."""
+async def test_a_repeated_request_joins_a_turn_served_by_callbacks() -> None:
+    """Both clients get the same answer, and one of the turns counts as joined."""
     async with (
         asyncio.timeout(120),
         serve_engine(SimulatedEngineSettings(speed_up=5)) as engine,
@@ -274,14 +276,15 @@ async def test_the_same_request_joins_a_turn_that_callbacks_serve() -> None:
     ):
         body = orjson.dumps(body_of("chat", tokens=60))
         first, second = await asyncio.gather(
-            asked(gateway, watch, body, is_together=True), asked(gateway, watch, body, is_together=True)
+            answer_to(gateway, watch, body, is_together=True), answer_to(gateway, watch, body, is_together=True)
         )
         assert first.partition(b"\r\n\r\n")[2] == second.partition(b"\r\n\r\n")[2]
         assert "heddle_joined_turns_total 1.0" in (await watch.get("/metrics")).text
 
 
-async def test_a_turn_leaves_nothing_for_the_garbage_collector() -> None:
-    """What holds itself stays until a collection: then no memory is used twice, and turns stop for collections."""
+async def test_a_turn_is_freed_without_a_garbage_collection() -> None:
+    """A reference cycle would keep it until a collection: its memory could not be reused, and collections would stop
+    turns."""
     gc.collect()
     gc.disable()
     try:
@@ -306,5 +309,5 @@ async def test_a_turn_leaves_nothing_for_the_garbage_collector() -> None:
             num_left = sum(isinstance(one, Exchange | Turn) for one in gc.get_objects())
     finally:
         gc.enable()
-    assert num_hot > 10  # all but the first, which has to connect, and any that an engine's look deprived
+    assert num_hot > 10  # all but the first, which must connect, and any whose connection a check had taken
     assert num_left < 10

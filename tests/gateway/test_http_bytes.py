@@ -1,5 +1,5 @@
-"""HTTP/1.1 by its bytes: however requests are cut and pipelined, each is answered once and in order, and what two
-servers could read differently is refused."""
+"""HTTP/1.1 byte by byte: however requests are cut and pipelined, each is answered once and in order. Requests that two
+servers could read differently are refused."""
 
 import asyncio
 import random
@@ -18,11 +18,11 @@ from tests.support.gateway import PATIENT, running_gateway
 
 @pytest_asyncio.fixture
 async def site() -> AsyncIterator[tuple[RawEngine, Listening]]:
-    """An engine that answers with what it was asked, before a gateway."""
+    """A gateway whose engine answers with the user's message."""
 
     async def echo(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        said = orjson.loads(engine.posts[-1].partition(b"\r\n\r\n")[2])["messages"][0]["content"]
-        message = {"role": "assistant", "content": said}
+        content = orjson.loads(engine.posts[-1].partition(b"\r\n\r\n")[2])["messages"][0]["content"]
+        message = {"role": "assistant", "content": content}
         writer.write(whole(orjson.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})))
         await writer.drain()
 
@@ -33,32 +33,32 @@ async def site() -> AsyncIterator[tuple[RawEngine, Listening]]:
         yield engine, gateway
 
 
-# As Java's own client and `curl --http2` send with each request until they know better.
-WISH = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
+# Java's own client and `curl --http2` send this with each request until they know the server.
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
 
 
-def request(text: str, dice: random.Random, ending: bytes = b"") -> bytes:
-    """A turn that asks this, with a length or in chunks; some would rather speak HTTP/2."""
+def request(text: str, dice: random.Random, headers: bytes = b"") -> bytes:
+    """A turn with this text, with a length or in chunks; some ask to upgrade to HTTP/2."""
     body = orjson.dumps(body_of("chat", text=text))
-    ending += WISH if dice.random() < 0.3 else b""
+    headers += UPGRADE if dice.random() < 0.3 else b""
     if dice.random() < 0.5:
-        return HEAD + ending + b"content-length: %d\r\n\r\n%s" % (len(body), body)
+        return HEAD + headers + b"content-length: %d\r\n\r\n%s" % (len(body), body)
     chunks = b""
     while body:
         size = dice.randint(1, len(body))
         chunks += b"%x\r\n%s\r\n" % (size, body[:size])
         body = body[size:]
-    return HEAD + ending + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+    return HEAD + headers + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
 
 
-@pytest.mark.parametrize("wish", [WISH, b"Upgrade: websocket\r\nConnection: close, upgrade\r\n"])
+@pytest.mark.parametrize("upgrade", [UPGRADE, b"Upgrade: websocket\r\nConnection: close, upgrade\r\n"])
 @pytest.mark.parametrize("cut", [None, 40, -5])
-async def test_who_would_rather_speak_another_protocol_is_answered_in_this_one(
-    site: tuple[RawEngine, Listening], wish: bytes, cut: int | None
+async def test_a_request_to_upgrade_is_answered_in_http_1_1(
+    site: tuple[RawEngine, Listening], upgrade: bytes, cut: int | None
 ) -> None:
-    """RFC 9110, 7.8. Its body was taken for the other protocol's, and the request had none."""
+    """RFC 9110, 7.8. Its body used to be taken for the other protocol's, so the request had none."""
     body = orjson.dumps(body_of("chat", text="hello"))
-    sent = HEAD + wish + b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    sent = HEAD + upgrade + b"content-length: %d\r\n\r\n%s" % (len(body), body)
     async with asyncio.timeout(60):
         reader, writer = await connected(site[1])
         writer.write(sent[:cut])
@@ -66,11 +66,13 @@ async def test_who_would_rather_speak_another_protocol_is_answered_in_this_one(
             await writer.drain()
             writer.write(sent[cut:])
         status, headers = await head_of(reader)
-        assert status == b"HTTP/1.1 200 OK" and headers.get(b"connection") == (b"close" if b"close" in wish else None)
+        assert status == b"HTTP/1.1 200 OK" and headers.get(b"connection") == (
+            b"close" if b"close" in upgrade else None
+        )
         writer.close()
 
 
-async def test_a_tunnel_is_refused(site: tuple[RawEngine, Listening]) -> None:
+async def test_a_connect_request_is_refused(site: tuple[RawEngine, Listening]) -> None:
     """Whatever its target."""
     async with asyncio.timeout(60):
         for target in (b"/v1/models", b"engine:8000"):
@@ -82,7 +84,7 @@ async def test_a_tunnel_is_refused(site: tuple[RawEngine, Listening]) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 async def test_requests_cut_anywhere_are_answered_in_order(site: tuple[RawEngine, Listening], seed: int) -> None:
-    """Each answer is to the request in its place, and the engine hears each once."""
+    """Each answer is to the request in its place, and the engine gets each request once."""
     engine, gateway = site
     dice = random.Random(seed)
     texts = [f"{seed}-{number} " + "x" * dice.choice([0, 10, 3_000, 70_000]) for number in range(dice.randint(1, 6))]
@@ -132,8 +134,8 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("sent", AMBIGUOUS.values(), ids=AMBIGUOUS)
-async def test_what_could_be_read_in_two_ways_reaches_no_engine(site: tuple[RawEngine, Listening], sent: bytes) -> None:
-    """Neither it nor a request that is hidden behind it: the connection is closed, with a 400 if with anything."""
+async def test_an_ambiguous_request_reaches_no_engine(site: tuple[RawEngine, Listening], sent: bytes) -> None:
+    """Neither does a request hidden behind it: the connection is closed, with a 400 if with anything."""
     engine, gateway = site
     async with asyncio.timeout(110):
         reader, writer = await connected(gateway)
@@ -147,8 +149,8 @@ async def test_what_could_be_read_in_two_ways_reaches_no_engine(site: tuple[RawE
 @pytest.mark.parametrize(
     "start", [b"", HEAD, HEAD + LENGTH, HEAD + b"x: y"], ids=["no byte", "a line", "a length", "half"]
 )
-async def test_a_head_that_does_not_end_is_not_waited_for(site: tuple[RawEngine, Listening], start: bytes) -> None:
-    """A byte now and then does not help: the time is the whole head's."""
+async def test_an_incomplete_head_times_out(site: tuple[RawEngine, Listening], start: bytes) -> None:
+    """The connection is closed without an answer."""
     _, gateway = site
     async with asyncio.timeout(110):
         reader, writer = await connected(gateway)
@@ -157,8 +159,8 @@ async def test_a_head_that_does_not_end_is_not_waited_for(site: tuple[RawEngine,
         writer.close()
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for(site: tuple[RawEngine, Listening]) -> None:
-    """408, and the engine hears nothing."""
+async def test_an_incomplete_body_times_out(site: tuple[RawEngine, Listening]) -> None:
+    """The client gets a 408, and the engine gets nothing."""
     engine, gateway = site
     async with asyncio.timeout(110):
         reader, writer = await connected(gateway)
@@ -169,8 +171,8 @@ async def test_a_body_that_does_not_come_is_not_waited_for(site: tuple[RawEngine
     assert engine.posts == []
 
 
-async def test_a_folded_header_names_no_other_trajectory(site: tuple[RawEngine, Listening]) -> None:
-    """Refused, or read as one value: never as a header of its own."""
+async def test_a_folded_header_does_not_name_a_trajectory(site: tuple[RawEngine, Listening]) -> None:
+    """It is refused, or read as one value: never as a header of its own."""
     engine, gateway = site
     async with asyncio.timeout(110):
         reader, writer = await connected(gateway)

@@ -1,4 +1,4 @@
-"""What a client may send to say which trajectory it is, and which wins."""
+"""The forms in which a client may name its trajectory, and which wins."""
 
 import orjson
 import pytest
@@ -17,7 +17,7 @@ from gateway.messages.transcripts import preamble_of
 
 CHAT = "/v1/chat/completions"
 
-# (how it is sent, the source that it is known by), in the order of precedence.
+# (how the id is sent, the name of this source), in order of precedence.
 FORMS: list[tuple[dict, str]] = [
     ({"path": "/t/ID/v1/chat/completions"}, "path"),
     ({"headers": {"x-trajectory-id": "ID"}}, "x-trajectory-id"),
@@ -46,7 +46,7 @@ def identity(path: str = CHAT, headers: dict | None = None, body: dict | None = 
 
 
 def merged(first: dict, second: dict) -> dict:
-    """Both forms in one request; the first's values stand where both set one."""
+    """Both forms in one request; if both set a value, the first one's stands."""
     both = dict(second)
     for key, value in first.items():
         both[key] = merged(value, both[key]) if isinstance(value, dict) and isinstance(both.get(key), dict) else value
@@ -59,7 +59,7 @@ def renamed(form: dict, trajectory_id: str) -> dict:
 
 @pytest.mark.parametrize(("form", "source"), FORMS, ids=[source for _, source in FORMS])
 def test_every_form_names_the_trajectory(form: dict, source: str) -> None:
-    """Whatever a client can set, it can name its trajectory; only `user` may stand for several at once."""
+    """A client can name its trajectory with whatever it can set; only `user` may stand for several at once."""
     found = identity(**renamed(form, "traj-7"))
     assert (found.trajectory_id, found.source) == ("traj-7", source)
     assert found.strong is (source not in ("user", "metadata.user_id"))
@@ -67,21 +67,21 @@ def test_every_form_names_the_trajectory(form: dict, source: str) -> None:
 
 @pytest.mark.parametrize("place", range(len(FORMS) - 1))
 def test_each_form_wins_over_every_later_one(place: int) -> None:
-    """The order of precedence is total: a request with two forms has the earlier one's id."""
+    """The order of precedence is total: a request with two forms has the id of the earlier one."""
     for later, _ in FORMS[place + 1 :]:
         found = identity(**merged(renamed(FORMS[place][0], "first"), renamed(later, "second")))
         assert (found.trajectory_id, found.source) == ("first", FORMS[place][1])
 
 
 @pytest.mark.parametrize("place", range(len(FORMS) - 1))
-def test_a_blank_form_gives_way_to_the_next(place: int) -> None:
-    """An unset template variable sends "" or blanks: that is no id, and hides none."""
+def test_a_blank_form_gives_way_to_a_later_one(place: int) -> None:
+    """An unset template variable sends blanks: they are no id, and hide none."""
     form = renamed(FORMS[place][0], "%20" if place == 0 else "  ")
     found = identity(**merged(form, renamed(FORMS[-1][0], "fallback")))
     assert found.trajectory_id == "fallback"
 
 
-def test_a_request_that_sends_nothing_has_no_identity() -> None:
+def test_a_request_without_any_form_has_no_identity() -> None:
     """No header of an ordinary client is taken for an id."""
     assert identity() == Identity(None, "", False, None, None, Hints())
 
@@ -103,14 +103,14 @@ def test_a_request_that_sends_nothing_has_no_identity() -> None:
         ("/v1/t/a/v1/x", (None, "/v1/t/a/v1/x")),
     ],
 )
-def test_the_path_form_is_taken_off_and_nothing_else_is(path: str, expected: tuple) -> None:
-    """A client that can set only its base_url names its trajectory there; an escaped slash stays in the id."""
+def test_only_the_path_form_is_stripped_from_a_path(path: str, expected: tuple) -> None:
+    """A client that can set only its base URL names its trajectory there; an escaped slash stays in the id."""
     assert strip_identity_path(path) == expected
 
 
 @given(st.text(min_size=1, max_size=100).filter(lambda text: text.isascii() and text.isprintable() and text.strip()))
 def test_any_printable_id_survives_the_path(trajectory_id: str) -> None:
-    """Percent-encoding an id into the path and reading it gives the id."""
+    """Percent-encoding an id into the path and reading it back gives the id."""
     from urllib.parse import quote
 
     path = f"/t/{quote(trajectory_id, safe='')}/v1/x"
@@ -119,8 +119,8 @@ def test_any_printable_id_survives_the_path(trajectory_id: str) -> None:
 
 @pytest.mark.parametrize("bad", ["x" * (MAX_ID_LENGTH + 1), "a\x00b", "a\nb", "tr\u00e4jektorie"])
 @pytest.mark.parametrize("place", range(len(FORMS)))
-def test_a_bad_id_is_refused_except_in_user(place: int, bad: str) -> None:
-    """A strong id that cannot be kept is a 400, never another trajectory; a person's name is passed over."""
+def test_an_invalid_id_is_refused_except_in_user(place: int, bad: str) -> None:
+    """A strong id that cannot be kept is an error, never another trajectory; a user name is ignored instead."""
     from urllib.parse import quote
 
     form = orjson.loads(orjson.dumps(FORMS[place][0]))
@@ -133,15 +133,15 @@ def test_a_bad_id_is_refused_except_in_user(place: int, bad: str) -> None:
             identity(**form)
 
 
-def test_the_longest_id_is_accepted() -> None:
-    """The limit is 256 characters, itself included."""
+def test_an_id_of_the_maximum_length_is_accepted() -> None:
+    """The limit of 256 characters is inclusive."""
     longest = "x" * MAX_ID_LENGTH
     assert identity(headers={"x-trajectory-id": longest}).trajectory_id == longest
 
 
 @pytest.mark.parametrize("value", [7, [1], {"a": 1}, True, 1.5])
 def test_an_integer_is_an_id_and_no_other_type_is(value: object) -> None:
-    """Ids are often row numbers; a list or a fraction is a mistake that the client is told of."""
+    """Ids are often row numbers; a list or a fraction is a mistake that is reported to the client."""
     if value == 7:
         assert identity(body={"session_id": value}).trajectory_id == "7"
     else:
@@ -167,8 +167,8 @@ FIELDS = [
         max_leaves=8,
     )
 )
-def test_no_body_of_any_shape_crashes_it(body: dict) -> None:
-    """Wrong types in any field end in an identity or an IdentityError, never in a 500."""
+def test_a_body_of_any_shape_gives_an_identity_or_its_error(body: dict) -> None:
+    """Wrong types in any field never end in a 500."""
     try:
         found = identity(body=body)
     except IdentityError:
@@ -202,13 +202,13 @@ def test_threads_of_one_session_are_distinct_trajectories() -> None:
     ],
 )
 def test_a_claude_code_session_is_found_in_the_user_id(user_id: str) -> None:
-    """Claude Code before its own header puts the session in metadata.user_id, since 2.1.78 as JSON."""
+    """Before it had its own header, Claude Code put the session into metadata.user_id, since 2.1.78 as JSON."""
     found = identity("/v1/messages", body={"metadata": {"user_id": user_id}})
     assert (found.trajectory_id, found.strong) == ("57a121ec-f78c-48c3-a745-e3036a3ecc33", False)
 
 
 def test_agentic_context_may_be_a_json_string() -> None:
-    """vLLM's vllm_xargs takes no objects, so its clients send this one as a string; nonsense there is nothing."""
+    """vLLM's vllm_xargs takes no objects, so its clients send this one as a string; invalid JSON is ignored."""
     context = {"program_id": "p", "priority": 4}
     as_object = identity(body={"vllm_xargs": {"agentic_context": context}})
     as_string = identity(body={"vllm_xargs": {"agentic_context": orjson.dumps(context).decode()}})
@@ -218,7 +218,7 @@ def test_agentic_context_may_be_a_json_string() -> None:
 
 
 def test_group_and_rollout_come_from_header_then_metadata() -> None:
-    """The header wins, as with ids; without either there is none."""
+    """The header wins, as with ids."""
     metadata = {"metadata": {"group_id": "g2", "rollout_id": "r2"}}
     in_body = identity(body=metadata)
     assert (in_body.group_id, in_body.rollout_id) == ("g2", "r2")
@@ -227,7 +227,7 @@ def test_group_and_rollout_come_from_header_then_metadata() -> None:
 
 
 def test_hints_come_from_headers_then_nvext_then_agentic_context() -> None:
-    """Dynamo's headers override nvext (Dynamo, priority scheduling); each hint is taken by itself."""
+    """Dynamo's headers override nvext (Dynamo, priority scheduling); each hint is resolved by itself."""
     body = {
         "nvext": {"agent_hints": {"priority": 5, "strict_priority": 1}},
         "vllm_xargs": {"agentic_context": {"priority": 9}},
@@ -242,34 +242,34 @@ def test_hints_come_from_headers_then_nvext_then_agentic_context() -> None:
 
 
 @pytest.mark.parametrize("bad", ["high", None, [], {}, True, 10**30, 1.5, -(10**12)])
-def test_a_hint_of_the_wrong_type_is_ignored(bad: object) -> None:
+def test_an_invalid_hint_is_ignored(bad: object) -> None:
     """A hint is never a reason to refuse a turn."""
     hints = identity(body={"nvext": {"agent_hints": {"priority": bad, "strict_priority": bad}}}).hints
     assert hints == Hints()
     assert identity(body={"nvext": bad}).hints == Hints()
-    for said in ("urgent", "--5", "5-", "-", "1_0", "9" * 30):
-        assert identity(headers={"x-dynamo-request-priority": said}).hints == Hints()
+    for value in ("urgent", "--5", "5-", "-", "1_0", "9" * 30):
+        assert identity(headers={"x-dynamo-request-priority": value}).hints == Hints()
 
 
 @pytest.mark.parametrize(
-    ("said", "understood"),
+    ("sent", "expected"),
     [(5, 5), (5.0, 5), (-(2**31) + 1, -(2**31) + 1), (2**31 - 1, 2**31 - 1), (2**31, None), (-(2**31), None), (0, 0)],
 )
-def test_a_priority_is_what_engines_take_for_one(said: float, understood: int | None) -> None:
-    """A whole number of 32 bits, however it is written."""
-    priority = identity(body={"nvext": {"agent_hints": {"priority": said}}}).hints.priority
-    assert (priority, type(priority)) == (understood, type(understood))
+def test_a_priority_is_a_whole_number_of_32_bits(sent: float, expected: int | None) -> None:
+    """However it is written: engines take no other."""
+    priority = identity(body={"nvext": {"agent_hints": {"priority": sent}}}).hints.priority
+    assert (priority, type(priority)) == (expected, type(expected))
 
 
 @pytest.mark.parametrize("number", [0, -5, 2**63, 2**64 - 1])
-def test_a_number_is_an_id(number: int) -> None:
-    """Any that JSON brings: hashes have 64 bits."""
+def test_any_64_bit_integer_is_an_id(number: int) -> None:
+    """Hashes have 64 bits."""
     assert identity(body={"program_id": number}).trajectory_id == str(number)
 
 
 @pytest.mark.parametrize("parent", ["x" * (MAX_ID_LENGTH + 1), "sp\xe4t"])
 def test_a_parent_that_cannot_be_an_id_refuses_no_turn(parent: str) -> None:
-    """The gateway has no use for parents; a turn whose client named one oddly was a 400."""
+    """The gateway does not use parents; a turn whose client named an invalid one used to be a 400."""
     headers = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"}
     for name in ("x-claude-code-parent-agent-id", "x-dynamo-parent-session-id"):
         assert identity(headers=headers | {name: parent}).trajectory_id == "s:a"
@@ -278,7 +278,7 @@ def test_a_parent_that_cannot_be_an_id_refuses_no_turn(parent: str) -> None:
 
 
 def test_agents_of_one_kind_have_one_preamble() -> None:
-    """Tools, and what the system says before anybody else; in every API's form, and whatever the task is."""
+    """It is the tools and the system prompt, in every API's form, whatever the task is."""
     system, tools = {"role": "system", "content": "s" * 100}, [{"type": "function", "function": {"name": "run"}}]
     chat = {"messages": [system, {"role": "user", "content": "q"}], "tools": tools}
     other_task = {"messages": [system, {"role": "user", "content": "z"}], "tools": tools}
@@ -303,12 +303,12 @@ def test_agents_of_one_kind_have_one_preamble() -> None:
     [{}, {"prompt": "p"}, {"messages": [{"role": "user", "content": "q"}]}, {"messages": 3}, {"input": ["x"]}],
 )
 def test_a_prompt_may_have_no_preamble(body: dict[str, object]) -> None:
-    """Then nothing is taken for the same."""
+    """Such prompts have nothing in common."""
     assert preamble_of(body) == ("", 0)
 
 
-def test_a_preamble_that_no_encoder_spells_is_none() -> None:
-    """Read from a body as deep as that, it is no engine's either."""
+def test_a_preamble_too_deep_to_encode_is_none() -> None:
+    """An engine cannot use a body of this depth either."""
     deep: list[object] = []
     for _ in range(300):
         deep = [deep]

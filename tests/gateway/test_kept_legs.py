@@ -1,4 +1,4 @@
-"""Which legs of an earlier process are taken up."""
+"""Which legs of an earlier process are resumed."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ REQUEST = b"x" * 1000
 
 @pytest.fixture
 def connections() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """The gateway's end of a connection to an engine, and the engine's."""
+    """The gateway's end of a connection to an engine, and the engine's end."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
         theirs, _ = server.accept()
         with theirs:
@@ -25,7 +25,7 @@ def connections() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def kept(ours: socket.socket) -> list[int]:
-    """What a gateway keeps of a leg, before it sends its request."""
+    """The descriptors that a gateway keeps of a leg before it sends the request."""
     header = {
         "trajectory": "t", "digest": "d", "index": 0, "engine": "e", "version": "", "prompt": "p", "arrived_at": 1.0,
         "leg": 1, "made": [[5, 6], [], [["v", 0, 2]]], "stream_form": "vllm", "length": len(REQUEST),
@@ -36,10 +36,11 @@ def kept(ours: socket.socket) -> list[int]:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 999, 1000])
-def test_a_leg_whose_request_was_not_sent_whole_has_no_answer(
+def test_a_leg_counts_as_asked_only_if_its_request_was_sent_whole(
     connections: tuple[socket.socket, socket.socket], num_bytes: int
 ) -> None:
-    """Its engine made nothing for it; what was made before it is known all the same, in whatever order they come."""
+    """An engine makes nothing for a partial request. What was made before the leg is known either way, in whatever
+    order the descriptors come."""
     ours, _ = connections
     descriptors = kept(ours)
     ours.sendall(REQUEST[:num_bytes])
@@ -49,7 +50,7 @@ def test_a_leg_whose_request_was_not_sent_whole_has_no_answer(
     assert leg.made[0] == [5, 6] and leg.made[2][0].end == 2
 
 
-def test_what_is_no_leg_is_left(connections: tuple[socket.socket, socket.socket]) -> None:
+def test_descriptors_that_are_not_a_leg_are_ignored(connections: tuple[socket.socket, socket.socket]) -> None:
     """A socket alone, or with memory that is no tape, as another program's would be."""
     ours, _ = connections
     memory = os.memfd_create("other")
@@ -58,10 +59,10 @@ def test_what_is_no_leg_is_left(connections: tuple[socket.socket, socket.socket]
     assert found_leg("leg-1", [os.dup(ours.fileno())]) is None
 
 
-async def test_the_engine_of_a_leg_that_is_left_sees_its_connection_end(
+async def test_closing_a_leg_ends_the_engines_connection(
     connections: tuple[socket.socket, socket.socket],
 ) -> None:
-    """Whoever else has it."""
+    """Even if other descriptors of the connection are open."""
     ours, theirs = connections
     leg = found_leg("leg-1", kept(ours))
     assert leg is not None

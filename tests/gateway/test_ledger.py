@@ -1,4 +1,4 @@
-"""The ledger: what it writes down is what it knows after a restart."""
+"""The ledger: what it has written is what it knows after a restart."""
 
 import asyncio
 from dataclasses import asdict, fields
@@ -13,10 +13,12 @@ from store.memory import MemoryStore
 from store.settings import StoreSettings
 
 
-def test_a_record_comes_back_with_all_its_fields() -> None:
-    """Each field of a record outlives the process, and so does what a client said of its trajectory."""
+def test_a_restored_record_has_all_its_fields() -> None:
+    """Each field of a record outlives the process, and so do the trajectory's declaration and turns."""
     record = TrajectoryRecord("t-1", "g", "r", TrajectoryState.FINISHED, "e-1", 12, 34, 5, 67.5, 1.25, 2.5)
-    assert all(getattr(record, field.name) for field in fields(record)), "a field left out would not be noticed"
+    assert all(getattr(record, field.name) for field in fields(record)), (
+        "the loss of an empty field would not be noticed"
+    )
     store = MemoryStore(StoreSettings())
     ledger = Ledger(store, max_turns_kept=10)
     ledger.save(record)
@@ -36,8 +38,8 @@ def test_a_record_comes_back_with_all_its_fields() -> None:
 @pytest.mark.parametrize(
     "change", [{"of_a_newer_version": 1}, {"state": "resting"}, {"num_turns": ...}, {"group_id": ...}]
 )
-def test_a_record_of_another_version_is_told_in_one_line(change: dict[str, Any]) -> None:
-    """With its trajectory; it was a traceback. A field that is not there is `...` here."""
+def test_a_record_of_another_version_is_reported_with_its_trajectory(change: dict[str, Any]) -> None:
+    """It used to be a traceback. `...` stands for a missing field here."""
     record = TrajectoryRecord("t-1", "g", None, TrajectoryState.ACTIVE, None, 1, 1, 1, 1.0, 1.0, 1.0)
     fields = {name: value for name, value in (asdict(record) | change).items() if value is not ...}
     ledger = Ledger(MemoryStore(StoreSettings()), max_turns_kept=10)
@@ -45,8 +47,9 @@ def test_a_record_of_another_version_is_told_in_one_line(change: dict[str, Any])
         ledger.restore([StoredTrajectory("t-1", fields, [])], now=100.0)
 
 
-def test_a_record_of_a_clock_that_was_ahead_is_of_now() -> None:
-    """The longest idle one is the first to expire: one of tomorrow kept all others until then."""
+def test_a_record_from_the_future_gets_the_current_time() -> None:
+    """The record that has been idle longest expires first; one of tomorrow, from a clock that was ahead, kept all
+    others until then."""
     record = TrajectoryRecord("t-1", "g", None, TrajectoryState.ACTIVE, None, 1, 1, 1, 1.0, 150.0, 200.0)
     stored = [StoredTrajectory("t-1", asdict(record), [])]
     (found,) = Ledger(MemoryStore(StoreSettings()), max_turns_kept=10).restore(stored, now=100.0)

@@ -1,4 +1,4 @@
-"""What a gateway keeps of what it learned."""
+"""What a gateway stores of what its predictor learned."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from predictor.progress import Predictor, Progress
 from store import StoreSettings, open_store
 
 
-async def test_what_was_learned_is_written_once() -> None:
+async def test_unchanged_predictor_state_is_written_once() -> None:
     """It can be megabytes, and a gateway may be idle for days."""
     store = open_store("memory:", StoreSettings())
     memory = await restored(load_settings(), store, lambda: 0.0)
@@ -22,8 +22,9 @@ async def test_what_was_learned_is_written_once() -> None:
     assert memory.save_predictor(learned) == await store.get_state("predictor") != learned
 
 
-async def test_no_word_is_awaited_of_trajectories_that_were_gone_with_an_earlier_process() -> None:
-    """Their first turns ran when it was killed, and their clients with it: ends count as soon as without them."""
+async def test_trajectories_of_an_earlier_process_are_not_waited_for() -> None:
+    """Their first turns ran when it was killed, and their clients ended with it: later trajectories count as soon as
+    they do without them."""
     store = open_store("memory:", StoreSettings())
     for rollout in range(3):
         memory = await restored(load_settings(), store, lambda: 0.0)
@@ -31,11 +32,11 @@ async def test_no_word_is_awaited_of_trajectories_that_were_gone_with_an_earlier
             memory.predictor.predict(Progress(f"{rollout}-{number}", f"g{rollout}", "", 100, 100))
         memory.save_predictor()
     after = (await restored(load_settings(), store, lambda: 0.0)).predictor
-    assert predicted_of_new(after) == pytest.approx(predicted_of_new(predictor_named("tabular")), rel=0.02)
+    assert predicted_for_new(after) == pytest.approx(predicted_for_new(predictor_named("tabular")), rel=0.02)
 
 
-def predicted_of_new(predictor: Predictor) -> float:
-    """What a predictor says of a new trajectory behind 128 of 50,000 tokens, one after the other."""
+def predicted_for_new(predictor: Predictor) -> float:
+    """The prediction for a new trajectory after 128 of 50,000 tokens, one after the other."""
     for number in range(128):
         predictor.predict(Progress(f"t{number}", f"t{number}", "", 100, 100))
         predictor.ended(Progress(f"t{number}", f"t{number}", "", 100, 50_100, 50_000, 50_000, 1))

@@ -1,4 +1,4 @@
-"""Agents with one system prompt share an engine's KV, whatever their tasks are: the gateway lets them all in."""
+"""Agents with one system prompt share an engine's KV, whatever their tasks: the gateway admits them all."""
 
 import asyncio
 
@@ -16,13 +16,14 @@ USAGE = {"prompt_tokens": 30_000, "completion_tokens": 2, "total_tokens": 30_002
 CHAT = orjson.dumps({"id": "c", "object": "chat.completion", "choices": [CHOICE], "usage": USAGE})
 
 
-@pytest.mark.parametrize("is_shared", [True, False], ids=["one system prompt", "one each"])
-async def test_a_system_prompt_that_agents_share_is_counted_once(is_shared: bool) -> None:
-    """Six contexts of some 30,000 tokens, on an engine that holds 160,000, nine tenths of which may be claimed."""
-    let_go = asyncio.Event()
+@pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "one each"])
+async def test_a_shared_system_prompt_is_counted_once(is_shared: bool) -> None:
+    """Six contexts of some 30,000 tokens, on an engine that holds 160,000, of which nine tenths may be claimed. With a
+    system prompt each, only four enter."""
+    may_answer = asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await let_go.wait()
+        await may_answer.wait()
         writer.write(whole(CHAT))
 
     async with (
@@ -40,12 +41,12 @@ async def test_a_system_prompt_that_agents_share_is_counted_once(is_shared: bool
             return sum(map(float, counts)) == NUM_AGENTS
 
         def body(number: int) -> dict[str, object]:
-            said = f"You are an agent{'' if is_shared else number}. " + "Rules. " * 17_000
-            messages = [{"role": "system", "content": said}, {"role": "user", "content": f"task {number}"}]
+            system = f"You are an agent{'' if is_shared else number}. " + "Rules. " * 17_000
+            messages = [{"role": "system", "content": system}, {"role": "user", "content": f"task {number}"}]
             return body_of("chat") | {"messages": messages}
 
         await eventually(ready)
-        asked = [
+        turns = [
             asyncio.create_task(client.post("/v1/chat/completions", json=body(n), headers={"x-trajectory-id": f"t{n}"}))
             for n in range(NUM_AGENTS)
         ]
@@ -53,5 +54,5 @@ async def test_a_system_prompt_that_agents_share_is_counted_once(is_shared: bool
         num_entered = NUM_AGENTS if is_shared else 4
         await eventually(lambda: len(engine.posts) >= num_entered)
         assert len(engine.posts) == num_entered
-        let_go.set()
-        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * NUM_AGENTS
+        may_answer.set()
+        assert [answer.status_code for answer in await asyncio.gather(*turns)] == [200] * NUM_AGENTS

@@ -1,4 +1,4 @@
-"""Which predictor the gateway runs, and what it begins with."""
+"""Which predictor the gateway runs, and what it starts from."""
 
 from pathlib import Path
 
@@ -16,40 +16,42 @@ from tests.faults.gateway_process import refused_start
 from tests.support.gateway import running_gateway
 
 
-async def test_a_trained_model_is_where_the_gateway_begins(tmp_path: Path) -> None:
-    """What it says of the first trajectory is what the model of `heddle predictor train` says."""
+async def test_the_gateway_starts_from_a_trained_model(tmp_path: Path) -> None:
+    """Its prediction for the first trajectory is that of the model that `heddle predictor train` wrote."""
     model = tmp_path / "model.json"
     main(["predictor", "train", "--law", "math", "--trajectories", "32", "--out", str(model)])
     settings = {"predictor": "tabular", "predictor_model": str(model)}
     async with running_gateway(**settings) as listening, httpx.AsyncClient() as client:
         answer = await client.post(f"{listening.url}/v1/trajectories", json={"id": "t", "group_id": "g"})
-    said = predictor_named("tabular", model.read_bytes()).predict(Progress("t", "g")).total_tokens
-    assert answer.json()["predicted_tokens"] == pytest.approx(said)
-    assert said != pytest.approx(predictor_named("tabular").predict(Progress("t", "g")).total_tokens, rel=0.02)
+    predicted = predictor_named("tabular", model.read_bytes()).predict(Progress("t", "g")).total_tokens
+    assert answer.json()["predicted_tokens"] == pytest.approx(predicted)
+    assert predicted != pytest.approx(predictor_named("tabular").predict(Progress("t", "g")).total_tokens, rel=0.02)
 
 
-@pytest.mark.parametrize(("content", "told"), [(None, "cannot read"), (b"nonsense", "is not a model of the predictor")])
-async def test_a_model_that_cannot_be_used_stops_the_start(content: bytes | None, told: str, tmp_path: Path) -> None:
-    """One clear line names the file, whether it is not there or holds something else."""
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "cannot read"), (b"nonsense", "is not a model of the predictor")]
+)
+async def test_an_unusable_model_stops_the_start(content: bytes | None, message: str, tmp_path: Path) -> None:
+    """Whether the file is missing or holds something else. The store is free again afterwards."""
     model = tmp_path / "model.json"
     if content is not None:
         model.write_bytes(content)
     store = f"sqlite:{tmp_path}/store.db"
-    with pytest.raises(ConfigError, match=told) as refused:
+    with pytest.raises(ConfigError, match=message) as refused:
         async with running_gateway(predictor_model=str(model), store=store):
             pass
-    async with running_gateway(store=store):  # which the first has let go, though its fault is still at hand
+    async with running_gateway(store=store):  # the failed start released it, although its exception is still referenced
         assert refused.tb is not None
 
 
 def test_an_unknown_predictor_stops_the_start() -> None:
-    """The message lists those that there are."""
+    """The message lists the known ones."""
     with pytest.raises(ConfigError, match="siblings"):
         load_settings(predictor="no-such")
 
 
-def test_buckets_go_by_trees_of_outcomes_unless_told() -> None:
-    """Libra's policy gets Libra's predictor; whoever names another one gets that."""
+def test_the_cmlfq_policy_uses_the_tree_predictor_by_default() -> None:
+    """Libra's policy gets Libra's predictor, unless another one is configured."""
     assert load_settings(policy="cmlfq").predictor_name == "tree"
     assert load_settings(policy="cmlfq", predictor="tabular").predictor_name == "tabular"
     assert load_settings().predictor_name == "tabular"
@@ -66,8 +68,8 @@ TOOL_TURN = [
 ]
 
 
-async def test_the_tree_hears_what_tools_gave_back(tmp_path: Path) -> None:
-    """Read from the messages of the second turn; what it learned of that chain is in the store afterwards."""
+async def test_the_tree_predictor_learns_from_tool_results(tmp_path: Path) -> None:
+    """They are read from the messages of the second turn; what it learned is in the store afterwards."""
     url = f"sqlite:{tmp_path}/store.sqlite3"
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=1_000)) as engine,
@@ -87,12 +89,12 @@ async def test_the_tree_hears_what_tools_gave_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-async def test_a_text_predictor_that_cannot_be_had_is_refused_at_the_start(is_there: bool, tmp_path: Path) -> None:
-    """In one line that says what is wrong: no torch, no such file, or no text predictor."""
+async def test_an_unusable_text_predictor_stops_the_start(is_there: bool, tmp_path: Path) -> None:
+    """The last line states the reason: no torch, or the path of a file that is missing or no text predictor."""
     path = tmp_path / "text.pt"
     if is_there:
         path.write_bytes(b"no model")
-    status, said = await refused_start("--port", "0", HEDDLE_TEXT_PREDICTOR=str(path), HEDDLE_STORE="memory:")
+    status, output = await refused_start("--port", "0", HEDDLE_TEXT_PREDICTOR=str(path), HEDDLE_STORE="memory:")
     assert status == 2
-    last = said.strip().splitlines()[-1]
+    last = output.strip().splitlines()[-1]
     assert "text_predictor needs torch: pip install 'heddle[text]'" in last or str(path) in last

@@ -1,4 +1,4 @@
-"""What the predictor is told comes from the ledger, and lacks nothing that the ledger knows."""
+"""What the predictor is told comes from the ledger and omits nothing that the ledger knows."""
 
 from collections import deque
 from typing import Any
@@ -16,34 +16,34 @@ def turn(prompt_tokens: int | None, output_tokens: int, outcome: str = "finished
 
 
 def test_a_first_turn_has_only_its_prompt() -> None:
-    """A trajectory that nobody knows, and one that was declared only, start with nothing made."""
+    """A trajectory without an entry in the ledger has generated nothing yet."""
     assert begun("t", "g", "p", 100, None) == Progress("t", "g", "p", 100, 100)
 
 
-def test_a_later_turn_tells_what_the_finished_ones_made() -> None:
+def test_a_later_turn_reports_the_output_of_finished_turns() -> None:
     """The first prompt, the last finished turn's tokens, and the sum; a failed turn counts for nothing."""
     turns = deque([turn(100, 30), turn(None, 3, "failed"), turn(200, 40)])
     assert begun("t", "g", "", 500, Entry(RECORD, turns)) == Progress("t", "g", "", 100, 500, 70, 40, 2)
 
 
-def test_a_history_that_was_cut_has_no_first_prompt() -> None:
-    """When the oldest turns are gone, the oldest one left is not taken for the first."""
+def test_a_truncated_history_has_no_first_prompt() -> None:
+    """When the oldest turns are gone, the oldest remaining one is not taken for the first."""
     assert begun("t", "g", "", 500, Entry(RECORD, deque([turn(200, 40)]))).prompt_tokens == 0
 
 
-def test_a_later_turn_tells_what_its_tools_gave_back() -> None:
-    """As read from the messages; a first turn has had no tools."""
+def test_a_later_turn_reports_its_tool_results() -> None:
+    """They are passed on as they were read from the messages."""
     turns = deque([turn(100, 30), turn(200, 40)])
-    told = begun("t", "g", "", 500, Entry(RECORD, turns), ("bash:small:success",))
-    assert told == Progress("t", "g", "", 100, 500, 70, 40, 2, ("bash:small:success",))
+    progress = begun("t", "g", "", 500, Entry(RECORD, turns), ("bash:small:success",))
+    assert progress == Progress("t", "g", "", 100, 500, 70, 40, 2, ("bash:small:success",))
 
 
-def test_a_history_that_is_full_may_have_lost_its_first_turn() -> None:
-    """A failed turn among as many turns as are kept stands where the first prompt was pushed out."""
+def test_a_full_history_has_no_first_prompt() -> None:
+    """Its failed turn, which is not among the turns counted, pushed out the first one."""
     turns = deque([turn(200, 40), turn(None, 3, "failed")], maxlen=2)
     assert begun("t", "g", "", 500, Entry(RECORD, turns)).prompt_tokens == 0
 
 
-def test_an_ended_trajectory_tells_its_total() -> None:
-    """What the siblings learn from."""
+def test_an_ended_trajectory_reports_its_totals() -> None:
+    """The predictor learns from them."""
     assert ended(RECORD) == Progress("t", "g", context_tokens=400, output_tokens=70, num_turns=2)

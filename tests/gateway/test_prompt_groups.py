@@ -1,4 +1,4 @@
-"""Which trajectories begin alike, where no client says so."""
+"""Which trajectories have the same prompt if no client says so."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ ASKED = {"role": "user", "content": "Where are we?"}
 GREETED = {"role": "assistant", "content": "Got it. Thanks for the context!"}
 
 
-def test_siblings_have_one_group_and_other_prompts_another() -> None:
-    """The group of a client that sends none: the same for siblings and for each of their turns."""
+def test_siblings_share_a_group_and_other_prompts_have_another() -> None:
+    """The group is the same for siblings and for each of their turns."""
     groups = PromptGroups()
     first = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]}
     later = {"messages": [*first["messages"], {"role": "assistant", "content": "a"}, {"role": "user", "content": "z"}]}
@@ -20,7 +20,7 @@ def test_siblings_have_one_group_and_other_prompts_another() -> None:
 
 
 def test_every_api_has_groups() -> None:
-    """Completions by prompt, responses by instructions and input, Anthropic by system and messages."""
+    """Completions by prompt, responses by instructions and input, Anthropic's messages by system and messages."""
     groups = PromptGroups()
     assert groups.of({"prompt": "a"}) != groups.of({"prompt": "b"})
     assert groups.of({"prompt": [1, 2]}) != groups.of({"prompt": [1, 3]})
@@ -33,7 +33,7 @@ def test_every_api_has_groups() -> None:
 
 
 def test_answers_in_a_first_request_do_not_end_its_prompt() -> None:
-    """Examples, or an agent's greeting, are what many tasks begin with: what is asked behind them tells these apart."""
+    """Many tasks begin with examples or an agent's greeting: the question that follows tells them apart."""
     groups = PromptGroups()
     one, other = groups.of(task("one")), groups.of(task("other"))
     assert one != other
@@ -42,8 +42,8 @@ def test_answers_in_a_first_request_do_not_end_its_prompt() -> None:
     assert other == groups.of({"messages": [*task("other")["messages"], answered, ASKED]}), "a later turn"
 
 
-def test_a_conversation_whose_link_was_lost_is_of_the_group_of_its_prompt() -> None:
-    """Its answers are not what was given, so nobody knows whose it is; what it began with was asked before."""
+def test_an_unknown_conversation_joins_the_group_of_its_prompt() -> None:
+    """Its answers are not those that were given, so its trajectory is unknown; its first prompt was asked before."""
     groups = PromptGroups()
     group = groups.of({"messages": [ASKED]})
     answered = {"role": "assistant", "content": "not what was said"}
@@ -51,15 +51,15 @@ def test_a_conversation_whose_link_was_lost_is_of_the_group_of_its_prompt() -> N
 
 
 def test_prompts_of_an_earlier_process_are_known() -> None:
-    """A restart does not make new groups of what goes on."""
+    """A restart does not put ongoing conversations into new groups."""
     group = PromptGroups().of(task("one"))
     later = {"messages": [*task("one")["messages"], {"role": "assistant", "content": "a"}, ASKED]}
     assert PromptGroups([group]).of(later) == group
     assert PromptGroups().of(later) != group
 
 
-def test_the_prompt_that_was_met_longest_ago_is_forgotten() -> None:
-    """So memory is bounded, and what siblings ask all the time stays known."""
+def test_the_least_recently_seen_prompt_is_forgotten() -> None:
+    """Memory is bounded, and a prompt that siblings keep asking stays known."""
     groups = PromptGroups(limit=2)
     for name in ("kept", "dropped", "kept", "new"):
         groups.of(task(name))

@@ -1,4 +1,4 @@
-"""Settings from a file and from the environment: read alike, and refused with what is wrong."""
+"""Settings from a file and from the environment are read alike, and refused with the reason."""
 
 import json
 from dataclasses import asdict, fields
@@ -15,7 +15,7 @@ from gateway.config import ConfigError, Settings, load_settings
 from scheduling.limits import Limits
 from tests.support.gateway import running_gateway
 
-# One that is not the default, for each that a rule for its kind does not give.
+# Values that are not the default, for settings to which the rule of `other` does not apply.
 OTHERS = {
     "host": "0.0.0.0",
     "engines": ["http://a:1", "sglang+http://b:2"],
@@ -47,13 +47,13 @@ NUMBERS = [
 
 
 def largest(name: str) -> int:
-    """What that number may be at most."""
+    """The largest value that this number may have."""
     own = [limit.le for limit in Settings.model_fields[name].metadata if isinstance(limit, Le)]
     return int(own[0]) if own else 10**15  # type: ignore[call-overload]
 
 
 def other(name: str) -> object:
-    """A value of that setting which is allowed and not its default."""
+    """A valid value of this setting that is not its default."""
     default = Settings.model_fields[name].default
     if name in OTHERS:
         return OTHERS[name]
@@ -61,10 +61,10 @@ def other(name: str) -> object:
 
 
 @pytest.mark.parametrize("name", Settings.model_fields)
-def test_a_setting_is_the_same_from_a_file_and_from_the_environment(
+def test_a_setting_is_the_same_from_file_and_environment(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As docs/operating.md says: a key of the TOML file, or HEDDLE_ and its name in capitals, lists with commas."""
+    """As docs/operating.md states: a key of the TOML file, or HEDDLE_ and its name in capitals, lists with commas."""
     value = other(name)
     file = tmp_path / "heddle.toml"
     file.write_text(f"{name} = {json.dumps(value)}\n")
@@ -110,8 +110,8 @@ def test_a_setting_is_the_same_from_a_file_and_from_the_environment(
         ('host = ""', "setting host: must not be empty, not ''$"),
     ],
 )
-def test_a_wrong_setting_is_refused_with_its_name(tmp_path: Path, toml: str, message: str) -> None:
-    """One line: which setting, what is allowed, and what it was, unless it is a key."""
+def test_an_invalid_setting_is_refused_with_its_name(tmp_path: Path, toml: str, message: str) -> None:
+    """In one line: which setting, what is allowed, and what it was, unless it is a key."""
     file = tmp_path / "heddle.toml"
     file.write_text(toml)
     with pytest.raises(ConfigError, match=message.replace("?", r"\?")) as refused:
@@ -128,7 +128,7 @@ def test_empty_client_keys_in_the_environment_stop_the_start(value: str, monkeyp
 
 
 def test_every_limit_of_the_scheduler_is_a_setting_with_the_same_default() -> None:
-    """One that is fixed in the code could not be changed where it does not fit."""
+    """A limit that is fixed in the code could not be changed where it does not fit."""
     assert load_settings().limits() == Limits()
     changed = {limit.name: other(limit.name) for limit in fields(Limits)}
     assert asdict(load_settings(**changed).limits()) == changed
@@ -136,13 +136,13 @@ def test_every_limit_of_the_scheduler_is_a_setting_with_the_same_default() -> No
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_number_has_an_upper_limit(name: str) -> None:
-    """The event log and the store hold integers of 64 bits, and Python itself not every count."""
+    """The event log and the store hold 64-bit integers, and even Python cannot compute with every count."""
     with pytest.raises(ConfigError, match=f"^setting {name}: must be at most {largest(name)}, not 1"):
         load_settings(**{name: 10**30})
 
 
 async def test_turns_are_served_with_every_number_at_its_limit(tmp_path: Path) -> None:
-    """None overflows: with a million million tokens for a second of waiting each turn was a 500."""
+    """Nothing overflows: with 10**12 tokens for a second of waiting, each turn used to be a 500."""
     files = {"store": f"sqlite:{tmp_path / 'heddle.sqlite3'}", "event_log": str(tmp_path / "events.jsonl")}
     limits = {name: largest(name) for name in NUMBERS if name != "port"}
     body = {"model": "simulated", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
@@ -158,8 +158,8 @@ async def test_turns_are_served_with_every_number_at_its_limit(tmp_path: Path) -
         assert [turn["outcome"] for turn in turns] == ["finished", "finished"]
 
 
-def test_an_unknown_variable_is_refused_with_what_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slip in the environment of a service is not passed over in silence."""
+def test_an_unknown_variable_is_refused_with_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A typo in a service's environment is not ignored."""
     monkeypatch.setenv("HEDDLE_PROT", "9000")
     with pytest.raises(ConfigError, match="HEDDLE_PROT, did you mean HEDDLE_PORT"):
         load_settings()
@@ -169,7 +169,7 @@ def test_an_unknown_variable_is_refused_with_what_was_meant(monkeypatch: pytest.
     ("path", "why"),
     [("absent.toml", "there is no such file"), (".", "it is a folder"), ("/proc/self/mem", "Input/output error")],
 )
-def test_a_file_that_cannot_be_read_is_told_with_the_reason(path: str, why: str) -> None:
-    """One of another user, too, whose first byte cannot be had, is no traceback."""
+def test_an_unreadable_file_is_reported_with_the_reason(path: str, why: str) -> None:
+    """Another user's file, too, whose first byte cannot be read, does not end in a traceback."""
     with pytest.raises(ConfigError, match=f"^cannot read the configuration file {path}: {why}$"):
         load_settings(path)

@@ -1,4 +1,4 @@
-"""Events made whole again from reads that end anywhere."""
+"""SSE events reassembled from reads that end anywhere."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ LINES = st.tuples(FIELDS, st.text(st.characters(codec="utf-8", exclude_character
 
 @st.composite
 def streams(draw: st.DrawFn) -> bytes:
-    """A stream of whole events with any line ends, several-byte characters and comments."""
+    """A stream of whole events with any line ends, multi-byte characters and comments."""
     text = ""
     for _ in range(draw(st.integers(1, 5))):
         for field, value in draw(st.lists(LINES, min_size=1, max_size=3)):
@@ -31,7 +31,7 @@ def cut(stream: bytes, places: list[int]) -> list[bytes]:
 
 
 def parsed(stream: bytes) -> list[list[str]]:
-    """The events by the standard's grammar, written to be obvious and slow: lines, ended by blank ones."""
+    """The events by the standard's grammar, obvious and slow: groups of lines, each ended by a blank line."""
     lines = stream.decode().replace("\r\n", "\n").replace("\r", "\n").split("\n")
     events: list[list[str]] = [[]]
     for line in lines:
@@ -44,7 +44,7 @@ def parsed(stream: bytes) -> list[list[str]]:
 
 @given(streams(), st.lists(st.integers(0, 10_000), max_size=12))
 def test_any_split_gives_the_same_events(stream: bytes, places: list[int]) -> None:
-    """However TCP cuts a stream, in a character or a line end too: the same bytes, in blocks of whole events."""
+    """However TCP cuts a stream, even in a character or a line end: the same bytes, in blocks of whole events."""
     splitter = EventSplitter()
     blocks = [splitter.feed(chunk) for chunk in cut(stream, places)]
     assert b"".join(blocks) + splitter.rest == stream
@@ -56,25 +56,25 @@ def test_any_split_gives_the_same_events(stream: bytes, places: list[int]) -> No
 
 
 @given(streams())
-def test_an_event_is_given_as_soon_as_it_is_whole(stream: bytes) -> None:
-    """Byte by byte, an event leaves with its blank line: it never waits for the next one."""
+def test_an_event_leaves_as_soon_as_it_is_whole(stream: bytes) -> None:
+    """Fed byte by byte, an event leaves with its blank line: it never waits for the next one."""
     splitter = EventSplitter()
-    given_out = b""
+    passed = b""
     for place in range(len(stream)):
-        given_out += splitter.feed(stream[place : place + 1])
+        passed += splitter.feed(stream[place : place + 1])
         so_far = stream[: place + 1]
         if so_far.endswith((b"\n\n", b"\r\r", b"\n\r")):
-            assert given_out == so_far
+            assert passed == so_far
 
 
-def test_a_read_of_whole_events_is_passed_as_it_is() -> None:
-    """The common case copies nothing."""
+def test_a_read_of_whole_events_is_not_copied() -> None:
+    """This is the common case."""
     chunk = b"data: a\n\ndata: b\n\n"
     assert EventSplitter().feed(chunk) is chunk
 
 
 def test_half_an_event_is_held_back() -> None:
-    """What is not whole is not shown: an error event may stand in its place when the engine dies."""
+    """An incomplete event is not passed on: an error event may take its place if the engine dies."""
     splitter = EventSplitter()
     assert splitter.feed(b'data: {"a"') == b""
     assert splitter.rest == b'data: {"a"'
@@ -82,8 +82,8 @@ def test_half_an_event_is_held_back() -> None:
     assert splitter.rest == b"data: "
 
 
-def test_the_second_half_of_a_line_end_is_not_a_cut_off_event() -> None:
-    """Between CR and LF an event leaves at the CR; the LF follows by itself and leaves nothing behind."""
+def test_the_lf_of_a_split_crlf_is_not_an_incomplete_event() -> None:
+    """Between CR and LF, an event leaves at the CR; the LF follows by itself and leaves nothing behind."""
     splitter = EventSplitter()
     assert splitter.feed(b"data: a\r\n\r") == b"data: a\r\n\r"
     assert splitter.feed(b"\n") == b"\n"
@@ -98,7 +98,7 @@ def test_an_endless_event_is_an_error() -> None:
             splitter.feed(b"x" * 10)
 
 
-def test_the_limit_is_of_one_event_not_of_the_stream() -> None:
+def test_the_limit_is_per_event_not_per_stream() -> None:
     """Any number of events passes as long as each is within the limit."""
     splitter = EventSplitter(limit=12)
     stream = b"data: 1\n\n" * 50
@@ -117,5 +117,5 @@ def test_the_limit_is_of_one_event_not_of_the_stream() -> None:
     ],
 )
 def test_data_is_the_data_lines_joined(event: bytes, data: bytes) -> None:
-    """One blank after the colon is not part of the value, and a comment has no data."""
+    """One blank after the colon is not part of the value; a comment has no data."""
     assert data_of(event) == data

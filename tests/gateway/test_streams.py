@@ -1,4 +1,4 @@
-"""Streams watched on their way: ends, usage, faults, and bytes left alone."""
+"""Streams read in transit: ends, usage, faults, and bytes that stay unchanged."""
 
 from itertools import pairwise
 from typing import Any
@@ -63,7 +63,7 @@ STREAMS: dict[Any, list[bytes]] = {"chat": CHAT, "messages": ANTHROPIC, "respons
 @pytest.mark.parametrize("api", STREAMS)
 @given(places=st.lists(st.integers(0, 10_000), max_size=10))
 def test_any_split_of_a_stream_reads_the_same(api: Any, places: list[int]) -> None:
-    """However it is cut, a stream passes byte for byte and says the same of itself."""
+    """However a stream is cut, it passes byte for byte, and its reader reports the same."""
     stream = b": keep-alive\n\n" + b"".join(STREAMS[api])
     ends = [0, *sorted(place % len(stream) for place in places), len(stream)]
     splitter, reader = EventSplitter(), StreamReader(api, keep=True)
@@ -76,14 +76,14 @@ def test_any_split_of_a_stream_reads_the_same(api: Any, places: list[int]) -> No
 
 @pytest.mark.parametrize("api", STREAMS)
 def test_an_ordinary_block_is_not_copied(api: Any) -> None:
-    """The path of every chunk hands on the object that came."""
+    """Nearly every chunk is passed on as the object that arrived."""
     block = STREAMS[api][1] * 3
     assert StreamReader(api).read(block) is block
 
 
 @pytest.mark.parametrize("api", STREAMS)
 def test_a_stream_without_its_end_is_broken(api: Any) -> None:
-    """An SDK takes any end for the end, so what stops before its terminal event must be told."""
+    """An SDK accepts any end, so a stream that stops before its terminal event must be reported."""
     reader = StreamReader(api)
     for block in STREAMS[api][:-1]:
         reader.read(block)
@@ -93,16 +93,17 @@ def test_a_stream_without_its_end_is_broken(api: Any) -> None:
 
 
 @pytest.mark.parametrize("api", ["messages", "responses"])
-def test_done_is_no_end_where_an_api_has_its_own(api: Any) -> None:
-    """[DONE] ends chat and completions only: without their own last event the others are broken off."""
+def test_done_does_not_end_messages_or_responses(api: Any) -> None:
+    """[DONE] ends only chats and completions; the others are broken off without their own last event."""
     reader = StreamReader(api)
     reader.read(b"".join(STREAMS[api][:-1]) + DONE)
     assert reader.end() is not None
 
 
 @pytest.mark.parametrize("num_before", [0, 2])
-def test_an_error_event_is_taken_out_and_ends_the_stream(num_before: int) -> None:
-    """vLLM answers 200, then an error event and [DONE]: first or later, the client must not take it for an answer."""
+def test_an_error_event_is_removed_and_ends_the_stream(num_before: int) -> None:
+    """vLLM answers 200, then sends an error event and [DONE]. First or later, the client must not take it for an
+    answer."""
     fault = event({"error": {"message": "paused", "type": "ServiceUnavailableError", "param": None, "code": 503}})
     reader = StreamReader("chat")
     passed = reader.read(b"".join(CHAT[:num_before]) + fault + DONE) + reader.read(chunk("late"))
@@ -113,7 +114,7 @@ def test_an_error_event_is_taken_out_and_ends_the_stream(num_before: int) -> Non
 
 
 def test_a_flat_error_event_is_an_error_too() -> None:
-    """SGLang's flat form may come in a stream as well."""
+    """SGLang's flat form may come in a stream too."""
     reader = StreamReader("chat")
     assert reader.read(event({"object": "error", "message": "full", "type": "x", "code": 503})) == b""
     assert reader.error is not None
@@ -123,8 +124,8 @@ def test_a_flat_error_event_is_an_error_too() -> None:
 @pytest.mark.parametrize(
     "text", ["error", '"error"', "[DONE]", "data: [DONE]\n\n", 'finish_reason":"abort"', "message_stop"]
 )
-def test_words_in_a_text_are_not_events(text: str) -> None:
-    """A model may say any of the words that are searched for."""
+def test_markers_in_a_text_are_not_events(text: str) -> None:
+    """A model may write any of the words that are searched for."""
     for api, block in (
         ("chat", chunk(text)),
         ("messages", event({"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}})),
@@ -137,7 +138,7 @@ def test_words_in_a_text_are_not_events(text: str) -> None:
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_an_aborted_stream_is_not_finished(reason: str) -> None:
-    """vLLM ends an aborted stream with an ordinary chunk and [DONE]; the turn must go on elsewhere."""
+    """vLLM ends an aborted stream with an ordinary chunk and [DONE]; the turn must continue on another engine."""
     reader = StreamReader("chat")
     assert reader.read(chunk("a") + chunk("b", reason) + DONE) == chunk("a")
     assert reader.error is not None
@@ -145,7 +146,7 @@ def test_an_aborted_stream_is_not_finished(reason: str) -> None:
     assert not reader.done
 
 
-def test_a_reason_outside_openais_set_is_rewritten_and_nothing_else() -> None:
+def test_only_the_finish_reason_unknown_to_openai_is_rewritten() -> None:
     """vLLM's `repetition` becomes `stop` in place."""
     reader = StreamReader("chat")
     assert reader.read(chunk("a") + chunk("b", "repetition", system_fingerprint="f")) == chunk("a") + chunk(
@@ -155,16 +156,16 @@ def test_a_reason_outside_openais_set_is_rewritten_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("wants_usage", [True, False])
-def test_usage_that_was_not_asked_for_is_taken_out(wants_usage: bool) -> None:
-    """The gateway always asks for usage; a client that did not must not meet a chunk without choices."""
+def test_usage_that_was_not_requested_is_removed(wants_usage: bool) -> None:
+    """The gateway always asks for usage; a client that did not must not get a chunk without choices."""
     reader = StreamReader("chat", wants_usage=wants_usage)
     passed = reader.read(b"".join(CHAT))
     assert passed == b"".join(part for part in CHAT if wants_usage or part is not USAGE_EVENT)
     assert reader.usage == Usage(7, 3, 5)
 
 
-def test_what_else_the_usage_event_says_is_kept() -> None:
-    """vLLM moves the system fingerprint from the finishing event into the usage event: it moves back."""
+def test_the_fingerprint_of_a_removed_usage_event_is_kept() -> None:
+    """vLLM moves the system fingerprint from the finishing event into the usage event; the gateway moves it back."""
     reader = StreamReader("chat", wants_usage=False)
     usage_event = event({"choices": [], "usage": USAGE, "system_fingerprint": "vllm-tp1"})
     blocks = [chunk("a"), chunk("b", "stop"), usage_event + DONE]
@@ -176,16 +177,16 @@ def test_what_else_the_usage_event_says_is_kept() -> None:
     assert reader.usage is not None
 
 
-def test_a_finished_choice_is_not_held_beyond_the_end() -> None:
-    """An engine that tells no usage, or no fingerprint, has its events passed as they came."""
+def test_a_finished_choice_is_not_held_past_the_end() -> None:
+    """If an engine sends no usage, or no fingerprint, its events pass as they came."""
     for last in (DONE, event({"choices": [], "usage": USAGE}) + DONE):
         reader = StreamReader("chat", wants_usage=False)
         assert reader.read(chunk("a", "stop", index=1) + chunk("b", "stop")) == b""
         assert reader.read(last) == chunk("a", "stop", index=1) + chunk("b", "stop") + DONE
 
 
-def test_usage_null_and_usage_in_every_chunk_pass() -> None:
-    """`usage: null` is kept as it came, and continuous usage leaves every chunk in place."""
+def test_null_usage_and_continuous_usage_pass() -> None:
+    """`usage: null` is kept, and usage in every chunk leaves the chunks in place."""
     reader = StreamReader("chat", wants_usage=False)
     blocks = [chunk("a", usage=None), chunk("b", usage=USAGE)]
     assert [reader.read(block) for block in blocks] == blocks
@@ -193,7 +194,7 @@ def test_usage_null_and_usage_in_every_chunk_pass() -> None:
 
 
 def test_spacing_and_line_ends_make_no_difference() -> None:
-    """A server that writes `"finish_reason": "abort"`, CRLF or no blank after the colon is read alike."""
+    """`"finish_reason": "abort"` with a blank, CRLF, and no blank after `data:` are understood too."""
     spaced = b'data:{"choices": [{"index": 0, "delta": {}, "finish_reason": "abort"}]}\r\n\r\n'
     reader = StreamReader("chat")
     assert reader.read(spaced) == b""
@@ -203,15 +204,15 @@ def test_spacing_and_line_ends_make_no_difference() -> None:
     assert ended.done
 
 
-def test_an_event_that_is_not_json_is_the_engines_fault() -> None:
-    """Nonsense that touches what is read ends the stream with an error."""
+def test_an_event_that_is_not_json_ends_the_stream() -> None:
+    """If it contains a word that is searched for, it is an error."""
     reader = StreamReader("chat")
     assert reader.read(b'data: {"error" oops\n\n') == b""
     assert reader.error is not None
 
 
 def test_several_choices_finish_one_by_one() -> None:
-    """With n > 1 a finished choice does not end the stream; [DONE] does."""
+    """With n > 1, a finished choice does not end the stream; [DONE] does."""
     reader = StreamReader("chat")
     reader.read(chunk("a", "stop", index=1) + chunk("b", index=0))
     assert not reader.done
@@ -228,7 +229,7 @@ def test_several_choices_finish_one_by_one() -> None:
     ],
 )
 def test_a_failed_response_is_a_fault(last: bytes) -> None:
-    """The responses stream has three ways to say that it failed."""
+    """A stream of responses has three ways to report a failure."""
     reader = StreamReader("responses")
     assert reader.read(RESPONSES[0] + last) == RESPONSES[0]
     assert reader.error is not None
@@ -236,14 +237,14 @@ def test_a_failed_response_is_a_fault(last: bytes) -> None:
 
 
 def test_a_response_cut_by_its_token_limit_is_an_answer() -> None:
-    """`response.incomplete` is an end like `length`."""
+    """`response.incomplete` is an end, as `length` is."""
     reader = StreamReader("responses")
     reader.read(event({"type": "response.incomplete", "response": {"status": "incomplete", "error": None}}))
     assert (reader.done, reader.error) == (True, None)
 
 
 def test_the_content_of_a_chat_stream_is_its_message() -> None:
-    """Texts are joined, and tool calls put together from the pieces of their index."""
+    """Texts are joined, and tool calls are assembled from the pieces with their index."""
     first = {"index": 0, "id": "c1", "type": "function", "function": {"name": "bash", "arguments": ""}}
     second = {"index": 1, "id": "c2", "type": "function", "function": {"name": "cat", "arguments": "{}"}}
     parts = [
@@ -264,7 +265,7 @@ def test_the_content_of_a_chat_stream_is_its_message() -> None:
     }
 
 
-def test_the_content_of_the_other_streams() -> None:
+def test_streams_of_other_apis_have_their_content() -> None:
     """Anthropic's blocks with their input, a response's output with its id, a completion's text."""
     assert content_of_stream("messages", ANTHROPIC) == {
         "role": "assistant",
@@ -282,8 +283,8 @@ def test_the_content_of_the_other_streams() -> None:
 @pytest.mark.parametrize(
     "block", [b"", DONE, b"data: {oops\n\n", b'data: {"choices":[{"delta":[1]}]}\n\n', b"data: [1]\n\n"]
 )
-def test_a_stream_without_content_has_none(api: Any, block: bytes) -> None:
-    """Nothing to remember, and no crash on nonsense."""
+def test_content_of_a_stream_without_content_is_none(api: Any, block: bytes) -> None:
+    """Nothing to remember, and no crash on invalid data."""
     assert content_of_stream(api, [block]) is None
 
 
@@ -298,7 +299,7 @@ ODD = st.recursive(
 
 
 @given(ODD, st.sampled_from([*STREAMS, "completions", "other"]))
-def test_no_event_of_any_shape_crashes_it(data: Any, api: Any) -> None:
+def test_no_shape_of_event_raises(data: Any, api: Any) -> None:
     """Engines are not trusted to keep to types: an odd event passes or is a fault, never an exception."""
     reader = StreamReader(api, keep=True)
     reader.read(b"data: " + orjson.dumps(data) + b"\n\n")
@@ -309,13 +310,14 @@ def test_no_event_of_any_shape_crashes_it(data: Any, api: Any) -> None:
 MARKED = ['"error"', '"usage":{', '"usage": {', '"usage"', '"finish_reason":"stop"', '"finish_reason": "stop"']
 PARTS = [*MARKED, '"finish_reason":null', '"message_', "x", "\n", "\r", "\n\n", "data:", "}", "{", " "]
 TEXT = (b'data: {"choices":[{"index":0,"delta":{"content":"', b'"}}]}\n\n')
-TOLD = ("error", "done", "finish_reason", "usage", "num_chunks", "kept")
-OF_READER = {"_is_plain": None, "_search": None, "_text_only": None}  # each has its own; the long way needs no likeness
+EXPOSED = ("error", "done", "finish_reason", "usage", "num_chunks", "kept")
+# Each reader has its own; the long path compares nothing.
+OF_READER = {"_is_plain": None, "_search": None, "_text_only": None}
 
 
 def state(reader: StreamReader) -> Any:
-    """All of it; of a compiled one, which hides its own, what it tells."""
-    return vars(reader) | OF_READER if hasattr(reader, "__dict__") else [getattr(reader, name) for name in TOLD]
+    """The reader's whole state; for a compiled reader, which hides it, what it exposes."""
+    return vars(reader) | OF_READER if hasattr(reader, "__dict__") else [getattr(reader, name) for name in EXPOSED]
 
 
 @given(
@@ -325,10 +327,10 @@ def state(reader: StreamReader) -> Any:
     begin=st.sampled_from([b"data: ", TEXT[0]]),
     end=st.sampled_from([b"}\n\n", TEXT[1]]),
 )
-def test_what_passes_unread_is_what_reading_would_leave_alone(
+def test_events_that_pass_unread_would_be_unchanged_by_reading(
     api: Any, text: str, keep: bool, begin: bytes, end: bytes
 ) -> None:
-    """The short way for a plain event, and the one for what is like another, give and count the same as the long."""
+    """The short path for plain events, and the one for text-only events, give and count the same as the long path."""
     short, long = StreamReader(api, keep=keep), StreamReader(api, keep=keep)
     assert short.read(b"a".join(TEXT)) == long.read(b"a".join(TEXT))
     assert short.passes(b"b".join(TEXT)) and long.read(b"b".join(TEXT))

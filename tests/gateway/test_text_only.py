@@ -1,4 +1,4 @@
-"""What is taken for text because it is like an event that was text, is nothing else."""
+"""An event that matches a text-only event has only text."""
 
 from typing import Any
 
@@ -56,42 +56,42 @@ OTHERS = st.sampled_from(
 
 
 @given(st.lists(EVENTS | OTHERS, max_size=12))
-def test_what_is_like_a_text_is_one(events: list[bytes]) -> None:
-    """One whole event without a reason to end, usage or error, whatever its text says."""
-    alike, is_plain = TextOnlyEvents(), plain_events("chat")
-    for said in events:
-        if alike.matches(said):
-            assert said.count(b"\n") == 2 and said.startswith(b"data: ")
-            chunk = orjson.loads(said[6:])
+def test_a_matching_event_has_only_text(events: list[bytes]) -> None:
+    """It is one whole event without a finish reason, usage or error, whatever its text is."""
+    text_only, is_plain = TextOnlyEvents(), plain_events("chat")
+    for candidate in events:
+        if text_only.matches(candidate):
+            assert candidate.count(b"\n") == 2 and candidate.startswith(b"data: ")
+            chunk = orjson.loads(candidate[6:])
             assert set(chunk) == {"id", "choices"} and chunk["choices"][0]["finish_reason"] is None
-        elif is_plain(said) == 1:
-            alike.learn(said)
+        elif is_plain(candidate) == 1:
+            text_only.learn(candidate)
 
 
 @given(TEXTS, st.text(st.characters(exclude_characters='"\\', exclude_categories=["C"])))
-def test_another_text_is_like_the_first(first: str, second: str) -> None:
-    """Else nothing is gained: an escaped quote in the first is no example, any other text is."""
-    alike = TextOnlyEvents()
-    alike.learn(event(first))
+def test_events_that_differ_only_in_text_match(first: str, second: str) -> None:
+    """Unless the first text has an escape, such as a quote: that event is no example."""
+    text_only = TextOnlyEvents()
+    text_only.learn(event(first))
     is_example = b"\\" not in orjson.dumps(first)
-    assert alike.matches(event(second)) == is_example
-    assert not alike.matches(event(second, reason="stop"))
-    assert not alike.matches(event(second, "role"))
+    assert text_only.matches(event(second)) == is_example
+    assert not text_only.matches(event(second, reason="stop"))
+    assert not text_only.matches(event(second, "role"))
 
 
 def test_an_example_is_replaced_when_the_stream_changes() -> None:
-    """Some engines say a new time every second: a few events later that one is the example."""
-    alike, num_unlike = TextOnlyEvents(), 0
+    """Some engines send a new time every second: a few events later, one with that time is the example."""
+    text_only, num_unlike = TextOnlyEvents(), 0
     for number in range(320):
-        said = event(str(number), created=number // 64)
-        if not alike.matches(said):
+        candidate = event(str(number), created=number // 64)
+        if not text_only.matches(candidate):
             num_unlike += 1
-            alike.learn(said)
+            text_only.learn(candidate)
     assert num_unlike < 16 * 5 + 5
 
 
-def test_nothing_passes_after_an_end() -> None:
-    """What follows [DONE], or an error, is never passed on unread."""
+def test_nothing_passes_unread_after_the_end() -> None:
+    """Neither after [DONE] nor after an error."""
     for end in (b"data: [DONE]\n\n", b'data: {"error":{"message":"no","code":500}}\n\n'):
         reader = StreamReader("chat")
         reader.read(event("a"))

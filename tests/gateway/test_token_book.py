@@ -1,4 +1,4 @@
-"""The token book: what was added is found, on every store, within its limits, after a restart."""
+"""The token book finds what was added: on every store, within its limits, after a restart."""
 
 import asyncio
 import itertools
@@ -34,7 +34,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(params=["memory", "sqlite", "redis"])
 def new_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Store]:
-    """Makes stores: empty ones, or one more on the data of an earlier one."""
+    """Creates stores: empty, or on the data of an earlier one."""
 
     def make(name: str = "") -> Store:
         name = name or f"unnamed-{next(_numbers)}"
@@ -50,8 +50,8 @@ def new_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., S
     return make
 
 
-class Clockwork:
-    """A clock that a test can put forward."""
+class AdjustableClock:
+    """A clock that a test can set forward."""
 
     def __init__(self) -> None:
         self._now = started_clock()
@@ -62,12 +62,12 @@ class Clockwork:
 
 
 class Site:
-    """A book on a store, with the ledger beside it; it can be restarted, as far as the store allows."""
+    """A book on a store, with its ledger; it can be restarted if the store allows it."""
 
     def __init__(self, new_store: Callable[..., Store], limits: TokenLimits = LIMITS) -> None:
         self._new_store = new_store
         self._limits = limits
-        self.clock = Clockwork()
+        self.clock = AdjustableClock()
         self.store: Store
         self.ledger: Ledger
         self.book: TokenBook
@@ -82,7 +82,7 @@ class Site:
         return self
 
     def save(self, *trajectory_ids: str) -> None:
-        """Make them known."""
+        """Add trajectories with these ids to the ledger."""
         for trajectory_id in trajectory_ids:
             now = self.clock()
             state = TrajectoryState.ACTIVE
@@ -93,7 +93,7 @@ class Site:
             self.book.add(turn)
 
     async def kept(self, trajectory_id: str, turns: list[TurnTokens]) -> list[TurnTokens | None]:
-        """What the book says of these turns, each looked up by its history."""
+        """The book's turns with the histories of these turns."""
         await self.book.ready(trajectory_id)
         return [self.book.continued(trajectory_id, turn.history) for turn in turns]
 
@@ -101,10 +101,10 @@ class Site:
 @pytest.mark.parametrize("memory_bytes", [2**30, 3_000, 0])
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(plans=st.lists(st.tuples(st.sampled_from(IDS), st.lists(steps(), max_size=4)), max_size=6), data=st.data())
-async def test_what_was_added_is_found_again(
+async def test_added_turns_are_found(
     new_store: Callable[..., Store], memory_bytes: int, plans: list[tuple[str, list[Step]]], data: st.DataObject
 ) -> None:
-    """Every turn with all its tokens, however little of it is held in memory; a forgotten trajectory is gone."""
+    """Every turn with all its tokens, however few fit into memory; a forgotten trajectory is gone."""
     site = await Site(new_store, replace(LIMITS, memory_bytes=memory_bytes)).start("")
     site.save(*IDS)
     known: dict[str, list[TurnTokens]] = {name: [] for name in IDS}
@@ -118,8 +118,8 @@ async def test_what_was_added_is_found_again(
         ]
         site.add(*added)
         known[name] += added
-        look = data.draw(st.sampled_from(IDS))
-        assert _same(await site.kept(look, known[look]), known[look])
+        checked = data.draw(st.sampled_from(IDS))
+        assert _same(await site.kept(checked, known[checked]), known[checked])
     for name, turns in known.items():
         assert _same(await site.kept(name, turns), turns)
         assert set(await site.book.turns(name)) == {turn.turn_id for turn in turns}
@@ -130,8 +130,8 @@ async def test_what_was_added_is_found_again(
     await site.store.close()
 
 
-async def test_memory_is_bounded_and_what_was_used_longest_ago_goes_first(new_store: Callable[..., Store]) -> None:
-    """Added, read again or continued: each is a use. What was put away is found once it is ready again."""
+async def test_the_least_recently_used_tokens_leave_memory_first(new_store: Callable[..., Store]) -> None:
+    """Adding, reading and continuing are uses. What left memory is found once it is ready again."""
     site = await Site(new_store, replace(LIMITS, memory_bytes=2 * TURN_BYTES + 100)).start("")
     site.save("a", "b", "c")
     turns = {name: conversation([Step(None, [1], [2], None, 0)], name)[0] for name in "abc"}
@@ -149,10 +149,10 @@ async def test_memory_is_bounded_and_what_was_used_longest_ago_goes_first(new_st
     await site.store.close()
 
 
-async def test_a_trajectory_that_is_forgotten_while_it_is_read_stays_forgotten(
+async def test_a_trajectory_forgotten_while_it_is_read_stays_forgotten(
     new_store: Callable[..., Store],
 ) -> None:
-    """Nothing of it is counted, and others go on."""
+    """Nothing of it is found or counted."""
     site = await Site(new_store, replace(LIMITS, memory_bytes=0)).start("")
     site.save("a", "b")
     plan = [Step(None, [1], [2], None, 0)]
@@ -167,8 +167,8 @@ async def test_a_trajectory_that_is_forgotten_while_it_is_read_stays_forgotten(
     await site.store.close()
 
 
-async def test_a_turn_of_no_conversation_is_continued_by_none(new_store: Callable[..., Store]) -> None:
-    """Its history is empty, and so is that of others."""
+async def test_a_turn_without_history_is_never_continued(new_store: Callable[..., Store]) -> None:
+    """Its history is empty, and so is that of other turns."""
     site = await Site(new_store).start("")
     site.save("a")
     site.add(replace(tokens_of("u", [1], [2]), history=""))
@@ -179,9 +179,9 @@ async def test_a_turn_of_no_conversation_is_continued_by_none(new_store: Callabl
 @pytest.mark.parametrize("ready", [False, True])
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(plan=st.lists(steps(), max_size=10))
-async def test_a_tree_is_kept_with_its_parents(new_store: Callable[..., Store], ready: bool, plan: list[Step]) -> None:
-    """Each token once, while others push a trajectory out of memory between its turns. One that was not made ready
-    again stands alone, with its whole prompt."""
+async def test_a_tree_stores_each_token_once(new_store: Callable[..., Store], ready: bool, plan: list[Step]) -> None:
+    """Also while others push its trajectory out of memory between its turns. A turn of a trajectory that was not made
+    ready again stands alone, with its whole prompt."""
     site = await Site(new_store, replace(LIMITS, memory_bytes=0)).start("")
     site.save("t", "u")
     turns = conversation(plan)
@@ -201,8 +201,9 @@ async def test_a_tree_is_kept_with_its_parents(new_store: Callable[..., Store], 
 
 
 @pytest.mark.parametrize("new_store", ["sqlite", "redis"], indirect=True)
-async def test_a_restart_loses_nothing_and_goes_on(new_store: Callable[..., Store]) -> None:
-    """Turns of before are found, and continued by those after; trajectories that were forgotten meanwhile are not."""
+async def test_turns_survive_a_restart_and_are_continued(new_store: Callable[..., Store]) -> None:
+    """Turns from before are found, and continued by those after; those of a trajectory that the ledger does not know
+    are not."""
     turns = conversation(
         [Step(None, [1, 2], [3], [-0.5], 0), Step(0, [4], [5, 6], [-0.25, 0.0], 1), Step(0, [7], [8], None, 0)]
     )
@@ -235,10 +236,10 @@ async def test_a_restart_loses_nothing_and_goes_on(new_store: Callable[..., Stor
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-async def test_what_the_store_may_hold_is_bounded_oldest_first(
+async def test_the_store_drops_whole_trajectories_beyond_its_limit(
     new_store: Callable[..., Store], restarted: bool
 ) -> None:
-    """Whole trajectories go, the one that was added to longest ago first; a restart counts what is there."""
+    """The one that was added to longest ago first; a restart counts what is there."""
     if restarted and new_store("").health().detail.startswith("in memory"):
         pytest.skip("it does not outlive the process")
     plan = [Step(None, list(range(300)), list(range(200)), None, 0)]
@@ -266,8 +267,8 @@ async def test_what_the_store_may_hold_is_bounded_oldest_first(
     await site.store.close()
 
 
-async def test_tokens_grow_too_old(new_store: Callable[..., Store]) -> None:
-    """Their age is that of the trajectory's last turn."""
+async def test_tokens_expire_by_the_age_of_the_last_turn(new_store: Callable[..., Store]) -> None:
+    """Expired tokens leave the store, too."""
     site = await Site(new_store).start("")
     site.save("old", "young")
     old = conversation([Step(None, [1], [2], None, 0), Step(0, [3], [4], None, 0)], "old")
@@ -282,8 +283,8 @@ async def test_tokens_grow_too_old(new_store: Callable[..., Store]) -> None:
     await site.store.close()
 
 
-async def test_a_turn_whose_ancestor_is_lost_is_not_there_either(new_store: Callable[..., Store]) -> None:
-    """Its prompt could not be put together; turns of other branches stay."""
+async def test_a_turn_whose_ancestor_is_lost_is_lost_too(new_store: Callable[..., Store]) -> None:
+    """Its prompt could not be rebuilt; turns of other branches stay."""
     site = await Site(new_store, replace(LIMITS, memory_bytes=3_500)).start("")
     site.save("t", "u")
     chosen = [
@@ -304,7 +305,7 @@ async def test_a_turn_whose_ancestor_is_lost_is_not_there_either(new_store: Call
 
 
 async def test_a_redis_that_comes_back_empty_gets_what_is_in_memory(redis_server: RedisServer) -> None:
-    """And what was only there is lost, which is seen by its absence."""
+    """Another book on that Redis finds all of it."""
     settings = StoreSettings(check_every_s=0.05, backoff_min_s=0.01)
     site = await Site(lambda _: open_store(redis_server.url(3), settings)).start("")
     site.save("t")
@@ -326,8 +327,8 @@ async def test_a_redis_that_comes_back_empty_gets_what_is_in_memory(redis_server
     await site.store.close()
 
 
-async def test_parts_of_an_unfinished_turn_survive_and_go(new_store: Callable[..., Store]) -> None:
-    """In order, up to the first that is missing; each turn's for itself; all gone with their trajectory."""
+async def test_parts_of_an_unfinished_turn_are_kept_until_dropped(new_store: Callable[..., Store]) -> None:
+    """In order, up to the first missing part; each turn's separately; all are gone with their trajectory."""
     store = new_store("same")
     await store.open()
     partials = Partials(store)
@@ -361,8 +362,8 @@ async def test_parts_of_an_unfinished_turn_survive_and_go(new_store: Callable[..
         ((b"mytokens=none", b"\xff"), True),
     ],
 )
-async def test_a_client_can_prefer_that_nothing_is_kept(prefer: tuple[bytes, ...], kept: bool) -> None:
-    """By header, by declaration, by the settings."""
+async def test_tokens_are_kept_unless_declined(prefer: tuple[bytes, ...], kept: bool) -> None:
+    """By the request's header, the trajectory's declaration, or the settings."""
     headers: list[Any] = [(b"x-other", b"tokens=none"), *((b"prefer", value) for value in prefer)]
     assert wants_tokens(headers) is kept
     site = await Site(lambda _: open_store("memory:")).start("")
@@ -371,8 +372,8 @@ async def test_a_client_can_prefer_that_nothing_is_kept(prefer: tuple[bytes, ...
     assert site.book.wants("t", headers) is kept
     assert site.book.wants("unknown", headers) is kept
     assert not site.book.wants("declared", headers)
-    nothing = await Site(lambda _: open_store("memory:"), replace(LIMITS, keep=False)).start("")
-    assert not nothing.book.wants("t", [])
+    keeps_nothing = await Site(lambda _: open_store("memory:"), replace(LIMITS, keep=False)).start("")
+    assert not keeps_nothing.book.wants("t", [])
 
 
 def _same(found: list[TurnTokens | None], expected: list[TurnTokens]) -> bool:
@@ -380,7 +381,7 @@ def _same(found: list[TurnTokens | None], expected: list[TurnTokens]) -> bool:
     return True
 
 
-def test_what_was_kept_as_integers_is_the_same_turn() -> None:
+def test_a_turn_stored_as_integers_can_be_read() -> None:
     """A store outlives the version that wrote it."""
     logprobs = array("f", [-0.5, -0.25])
     fields = ("u2", "u1", "h", "stop", 5.0, [("7", 0, 2)], 3, 2, 2, True)
@@ -394,9 +395,9 @@ def test_what_was_kept_as_integers_is_the_same_turn() -> None:
     assert decoded([piece(turn, None)]) == [turn]
 
 
-async def test_a_prompt_that_comes_again_is_stored_once(new_store: Callable[..., Store]) -> None:
-    """For each of a turn's choices, and for a question asked again; after a restart each turn has all of its own. In
-    memory there is one of it, too, as long as it is the very same."""
+async def test_a_repeated_prompt_is_stored_once(new_store: Callable[..., Store]) -> None:
+    """For all choices of a turn, and for a question that is asked again; read from the store, each turn has its whole
+    prompt. Memory, too, holds one copy of an identical prompt."""
     prompt = list(range(100_000, 110_000))
     site = await Site(new_store).start("again")
     site.save("a")
@@ -419,7 +420,7 @@ async def test_a_prompt_that_comes_again_is_stored_once(new_store: Callable[...,
 
 
 async def test_a_turn_that_does_not_begin_with_its_parent_stands_alone(new_store: Callable[..., Store]) -> None:
-    """With its whole prompt: a trainer would be given tokens that no engine saw."""
+    """With its whole prompt: otherwise a trainer would get tokens that no engine read."""
     site = await Site(new_store).start("")
     site.save("a")
     site.add(tokens_of("u", [1, 2], [3]), replace(tokens_of("v", [1, 9, 3, 4], [5]), parent="u"))
@@ -428,10 +429,10 @@ async def test_a_turn_that_does_not_begin_with_its_parent_stands_alone(new_store
     await site.store.close()
 
 
-async def test_what_was_stored_without_its_beginning_is_dropped_where_that_is_lost(
+async def test_a_stored_turn_whose_base_is_lost_is_dropped(
     new_store: Callable[..., Store],
 ) -> None:
-    """And only that: what is not found any more is told as dropped."""
+    """Together with its base, it can be read."""
     site = await Site(new_store).start("lost")
     site.save("a")
     for turn_id in ("u", "v"):

@@ -1,4 +1,4 @@
-"""Trees of turns and what is exported of them: every token of every turn, marked once, in its place."""
+"""Trees of turns and their export: every token of every turn, marked once, in its place."""
 
 from collections import Counter
 from typing import Any
@@ -21,8 +21,10 @@ from tests.support.conversations import Step, conversation, steps
 LIMITS = TokenLimits(keep=True, memory_bytes=2**30, stored_bytes=2**30, age_s=3600)
 
 
-async def shown(turns: list[TurnTokens], rows: list[dict[str, Any]] | None = None) -> tuple[dict[str, Any], Any]:
-    """The turns as the tree and as the records of their branches, after JSON."""
+async def tree_and_records(
+    turns: list[TurnTokens], rows: list[dict[str, Any]] | None = None
+) -> tuple[dict[str, Any], Any]:
+    """The tree of these turns, and the records of its branches, after JSON."""
     store = open_store("memory:", StoreSettings())
     ledger = Ledger(store, 100)
     ledger.save(record("t"))
@@ -44,12 +46,12 @@ def record(trajectory_id: str) -> TrajectoryRecord:
 
 
 @given(plan=st.lists(steps(), max_size=8))
-async def test_every_branch_is_its_leafs_prompt_and_output(plan: list[Step]) -> None:
-    """A turn that none continues is one record, and its tokens are those that the engine saw and made, no more."""
+async def test_every_branch_has_its_leafs_prompt_and_output(plan: list[Step]) -> None:
+    """A turn that no other continues is one record, with exactly the tokens that the engine read and generated."""
     turns = conversation(plan)
     parents = {turn.parent for turn in turns}
     leaves = [turn for turn in turns if turn.turn_id not in parents]
-    _, exported = await shown(turns)
+    _, exported = await tree_and_records(turns)
     if not turns:
         assert [(one["num_branches"], one["token_ids"]) for one in exported] == [(0, [])]
         return
@@ -63,10 +65,10 @@ async def test_every_branch_is_its_leafs_prompt_and_output(plan: list[Step]) -> 
 
 @given(plan=st.lists(steps(), min_size=1, max_size=8))
 async def test_every_generated_token_is_marked_exactly_once(plan: list[Step]) -> None:
-    """Over all records of a trajectory; a prompt's or a tool's token never is; marks, log-probabilities and versions
-    stand at their tokens."""
+    """Across all records of a trajectory; prompt and tool tokens never are. Marks, log-probabilities and versions are
+    aligned with their tokens."""
     turns = {turn.turn_id: turn for turn in conversation(plan)}
-    _, exported = await shown(list(turns.values()))
+    _, exported = await tree_and_records(list(turns.values()))
     times_marked: Counter[str] = Counter()
     for one in exported:
         outside = set(range(len(one["token_ids"])))
@@ -93,11 +95,11 @@ async def test_every_generated_token_is_marked_exactly_once(plan: list[Step]) ->
 
 
 @given(plan=st.lists(steps(), max_size=8))
-async def test_a_prompt_is_put_together_from_the_tree(plan: list[Step]) -> None:
-    """As docs/tokens.md says: its parent's prompt and output, then what is new; masks and spans are of the turn."""
+async def test_prompts_can_be_rebuilt_from_the_tree(plan: list[Step]) -> None:
+    """As docs/tokens.md states: the parent's prompt and output, then what is new; masks and spans are the turn's."""
     turns = conversation(plan)
-    told, _ = await shown(turns)
-    by_id = {one["turn_id"]: one for one in told["turns"]}
+    turn_tree, _ = await tree_and_records(turns)
+    by_id = {one["turn_id"]: one for one in turn_tree["turns"]}
 
     def prompt(one: dict[str, Any]) -> list[int]:
         parent = by_id.get(one["parent"])
@@ -105,8 +107,8 @@ async def test_a_prompt_is_put_together_from_the_tree(plan: list[Step]) -> None:
         assert len(before) == one["num_before"]
         return before + one["prompt_ids"]
 
-    assert [one["turn_id"] for one in told["turns"]] == [turn.turn_id for turn in turns]
-    for one, turn in zip(told["turns"], turns, strict=True):
+    assert [one["turn_id"] for one in turn_tree["turns"]] == [turn.turn_id for turn in turns]
+    for one, turn in zip(turn_tree["turns"], turns, strict=True):
         assert prompt(one) == list(turn.prompt_ids)
         assert one["output_ids"] == list(turn.output_ids)
         assert one["loss_mask"] == [0] * len(one["prompt_ids"]) + [1] * len(one["output_ids"])
@@ -118,14 +120,14 @@ async def test_a_prompt_is_put_together_from_the_tree(plan: list[Step]) -> None:
             turn.ended_at,
             turn.parent,
         )
-    assert [branch[-1] for branch in told["branches"]] == [
+    assert [branch[-1] for branch in turn_tree["branches"]] == [
         turn.turn_id for turn in turns if turn.turn_id not in {each.parent for each in turns}
     ]
 
 
 @given(plan=st.lists(steps(), min_size=2, max_size=6), data=st.data())
-async def test_a_prompt_that_is_not_what_its_parent_said_begins_anew(plan: list[Step], data: st.DataObject) -> None:
-    """It is kept whole, without a parent: tokens are never put together from what was not there."""
+async def test_a_prompt_that_does_not_extend_its_parent_is_a_new_root(plan: list[Step], data: st.DataObject) -> None:
+    """It is kept whole, without a parent: a prompt is never rebuilt from tokens that were not in it."""
     turns = conversation(plan)
     at = data.draw(st.integers(0, len(turns) - 1))
     broken = turns[at]
@@ -134,24 +136,26 @@ async def test_a_prompt_that_is_not_what_its_parent_said_begins_anew(plan: list[
     prompt = list(broken.prompt_ids)
     prompt[data.draw(st.integers(0, len(prompt) - len(plan[at].new) - 1))] ^= 1
     turns = [*turns[:at], _with(broken, prompt)]
-    told, exported = await shown(turns)
-    last = told["turns"][-1]
+    turn_tree, exported = await tree_and_records(turns)
+    last = turn_tree["turns"][-1]
     assert (last["parent"], last["num_before"], last["prompt_ids"]) == (None, 0, prompt)
     assert exported[-1]["token_ids"] == prompt + list(broken.output_ids)
 
 
 async def test_choices_of_a_turn_are_branches() -> None:
-    """Of n answers each is a branch of its own; the prompt before them is marked with the first one that has it."""
+    """Each of n answers is a branch of its own; the output before them is marked only in the first."""
     first = conversation([Step(None, [1, 2], [3], None, 0)])[0]
     both = [
         TurnTokens("t", choice_id("x", n), [1, 2, 3, 4], [5 + n], None, (), "stop", first.turn_id, f"{n}", 2000.0 + n)
         for n in range(2)
     ]
-    told, exported = await shown([first, *both], [{"turn_id": "x", "outcome": "finished", "tokens": "kept"}])
-    assert told["branches"] == [["t-0", "x"], ["t-0", "x/1"]]
+    turn_tree, exported = await tree_and_records(
+        [first, *both], [{"turn_id": "x", "outcome": "finished", "tokens": "kept"}]
+    )
+    assert turn_tree["branches"] == [["t-0", "x"], ["t-0", "x/1"]]
     assert [one["token_ids"] for one in exported] == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]]
     assert [one["loss_mask"] for one in exported] == [[0, 0, 1, 0, 1], [0, 0, 0, 0, 1]]
-    assert told["missing"] == []
+    assert turn_tree["missing"] == []
 
 
 @pytest.mark.parametrize(
@@ -165,15 +169,15 @@ async def test_choices_of_a_turn_are_branches() -> None:
         ({"outcome": "left", "tokens": "none"}, None),
     ],
 )
-async def test_a_turn_without_tokens_is_named_with_its_reason(row: dict[str, Any], why: str | None) -> None:
-    """In the tree, in every record of its trajectory, and alone where nothing else is; only if it has finished."""
+async def test_a_finished_turn_without_tokens_is_listed_with_the_reason(row: dict[str, Any], why: str | None) -> None:
+    """In the tree and in every record of its trajectory; in a record of its own if no turn has tokens."""
     turns = conversation([Step(None, [1], [2], None, 0)])
     rows = [{"turn_id": "t-0", "outcome": "finished", "tokens": "kept"}, {"turn_id": "gone", **row}]
     expected = [{"turn_id": "gone", "why": why}] if why else []
-    told, exported = await shown(turns, rows)
-    assert told["missing"] == expected
+    turn_tree, exported = await tree_and_records(turns, rows)
+    assert turn_tree["missing"] == expected
     assert [one["missing"] for one in exported] == [expected]
-    told, exported = await shown([], rows[1:])
+    turn_tree, exported = await tree_and_records([], rows[1:])
     assert [(one["token_ids"], one["num_branches"], one["missing"]) for one in exported] == [([], 0, expected)]
 
 

@@ -1,4 +1,4 @@
-"""What a token leg's relay reads of the blocks of events that come from an engine."""
+"""How a token leg's relay reads the blocks of events that come from an engine."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,8 +10,8 @@ PIECES = st.sampled_from([b"data: ", b"data:", b"\n", b"\n\n", b"\r", b"\r\n", b
 
 
 @given(st.lists(PIECES, max_size=12))
-def test_a_block_says_what_its_events_say(pieces: list[bytes]) -> None:
-    """Engines' own form, which is read at once, and whatever else the standard allows."""
+def test_a_block_has_the_data_of_its_events(pieces: list[bytes]) -> None:
+    """In the form that engines use, which is read at once, and in any other that the standard allows."""
     block = b"".join(pieces)
-    said = [data_of(event) for event in split_events(block)]
-    assert [data for data in data_of_each(block) if data] == [data for data in said if data]
+    expected = [data_of(event) for event in split_events(block)]
+    assert [data for data in data_of_each(block) if data] == [data for data in expected if data]

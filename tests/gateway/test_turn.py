@@ -1,4 +1,4 @@
-"""What becomes of a turn that is told several things before it can act upon the first."""
+"""A turn that receives several signals before it can act on the first."""
 
 import asyncio
 
@@ -20,14 +20,15 @@ def new_turn() -> Turn:
 
 
 async def waiting(turn: Turn) -> "asyncio.Task[Dispatch]":
-    """It waits for its next leg."""
+    """A task in which the turn waits for its next leg."""
     task = asyncio.create_task(turn.next_leg())
     await asyncio.sleep(0)
     return task
 
 
-async def test_a_leg_whose_engine_is_lost_before_it_began_fails_as_any_other() -> None:
-    """Else its client would hear that somebody aborted its trajectory, and not ask again."""
+async def test_a_leg_whose_engine_is_lost_before_it_begins_fails() -> None:
+    """It is the engine's fault: otherwise the client would be told that its trajectory was aborted, and would not
+    retry."""
     turn = new_turn()
     task = await waiting(turn)
     turn.dispatched(DISPATCH)
@@ -39,8 +40,8 @@ async def test_a_leg_whose_engine_is_lost_before_it_began_fails_as_any_other() -
 
 
 @pytest.mark.parametrize("is_lost_first", [True, False])
-async def test_a_client_that_leaves_before_its_leg_began_ends_its_turn(is_lost_first: bool) -> None:
-    """Whether or not the engine is lost in the same moment."""
+async def test_a_client_that_leaves_before_its_leg_begins_ends_its_turn(is_lost_first: bool) -> None:
+    """Whether or not the engine is lost at the same moment."""
     turn = new_turn()
     task = await waiting(turn)
     turn.dispatched(DISPATCH)

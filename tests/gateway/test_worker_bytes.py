@@ -1,4 +1,4 @@
-"""A byte worker passes on what is plain and nothing else, however it is cut, and gives the rest back unread."""
+"""A byte worker passes on plain events only, however a stream is cut, and gives the rest back unread."""
 
 import random
 import socket
@@ -30,14 +30,14 @@ PATIENCE_S = 60.0
 
 
 def chunked(body: bytes, cuts: list[int]) -> bytes:
-    """A body in chunks that end there."""
+    """The body in chunks that end at these places."""
     bounds = [0, *sorted(set(cuts) - {0, len(body)}), len(body)]
     pieces = [body[begin:end] for begin, end in pairwise(bounds)]
     return b"".join([b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces if piece])
 
 
 def unchunked(data: bytes) -> bytes:
-    """The body that whoever reads this from the beginning of a chunk on gets."""
+    """The body of these chunks."""
     pieces: list[bytes] = []
 
     class Body:
@@ -50,7 +50,7 @@ def unchunked(data: bytes) -> bytes:
 
 @dataclass
 class Loan:
-    """A stream that a test has lent: the engine's end, whose packets are read one by one, and the client's."""
+    """A lent stream: the engine's end, whose packets are read one by one, and the client's."""
 
     engine: socket.socket
     client: socket.socket
@@ -58,18 +58,18 @@ class Loan:
     reports: socket.socket
 
     def back(self) -> Report:
-        """The report of its return."""
+        """The report of the stream's return."""
         buffer = bytearray()
         while True:
-            for said in read_reports(buffer):
-                if said.kind is Kind.BACK:
-                    return said
+            for found in read_reports(buffer):
+                if found.kind is Kind.BACK:
+                    return found
             piece = self.reports.recv(65_536)
             assert piece, "the worker died"
             buffer += piece
 
     def read(self) -> bytes:
-        """What its client has got by now."""
+        """What the client has received so far."""
         self.client.setblocking(False)
         data = b""
         while True:
@@ -84,7 +84,7 @@ class Loan:
 
 @contextmanager
 def lent(api: Api = "chat", limit_bytes: int = 1 << 20) -> Iterator[Loan]:
-    """A stream that a worker of this process has."""
+    """Lends a stream to a worker that runs in a thread."""
     orders, their_orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     reports, their_reports = socket.socketpair()
     engine, their_engine = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -97,8 +97,8 @@ def lent(api: Api = "chat", limit_bytes: int = 1 << 20) -> Iterator[Loan]:
         reports.settimeout(PATIENCE_S)
         their_engine.setblocking(False)
         their_client.setblocking(False)
-        said = order(Order.LEND, 7, api, limit_bytes)
-        socket.send_fds(orders, [said], [their_client.fileno(), their_engine.fileno()])
+        lend = order(Order.LEND, 7, api, limit_bytes)
+        socket.send_fds(orders, [lend], [their_client.fileno(), their_engine.fileno()])
         yield Loan(engine, client, orders, reports)
     finally:
         orders.close()
@@ -116,8 +116,8 @@ def lent(api: Api = "chat", limit_bytes: int = 1 << 20) -> Iterator[Loan]:
     st.sampled_from(["event", "chunk", "byte", "any"]),
     st.sampled_from(["whole", "cut"]),
 )
-def test_nothing_is_lost_however_it_is_cut(api: Api, seed: int, num_events: int, chunks: str, ends: str) -> None:
-    """What the client has, and what is left unread, are together what the engine sent; each begins with a chunk."""
+def test_no_byte_is_lost_however_a_stream_is_cut(api: Api, seed: int, num_events: int, chunks: str, ends: str) -> None:
+    """What the client received and what is left unread are together what the engine sent; each begins with a chunk."""
     rng = random.Random(seed)
     event = SAID if api in ("messages", "responses") else CHAT
     events = [event % bytes(rng.choices(b"abc \\{}:", k=rng.randrange(40))) for _ in range(num_events)]
@@ -139,11 +139,11 @@ def test_nothing_is_lost_however_it_is_cut(api: Api, seed: int, num_events: int,
             end = min(len(sent), at + rng.choice([1, 2, 3, 7, 60, 200, 5_000]))
             loan.engine.send(sent[at:end])
             at = end
-        loan.engine.close()  # so it comes back at the latest when all of that was read
+        loan.engine.close()  # so the stream is given back, at the latest when all of it was read
         back = loan.back()
         got = loan.read()
-    # What was not read yet when it came back is still in the engine's socket.
-    assert sent.startswith(got_as_sent := sent[: len(sent) - len(left(sent, back))])
+    # What was not read before the stream was given back is still in the engine's socket.
+    assert sent.startswith(got_as_sent := sent[: len(sent) - len(not_passed(sent, back))])
     assert unchunked(got + back.unsent) == back.passed
     assert unchunked(got_as_sent) == back.passed
     assert back.passed == b"".join(events)[: len(back.passed)], "only plain events are passed on"
@@ -151,8 +151,8 @@ def test_nothing_is_lost_however_it_is_cut(api: Api, seed: int, num_events: int,
     assert back.num_events == back.passed.count(b"\n\n")
 
 
-def left(sent: bytes, back: Report) -> bytes:
-    """What of it was given back or never read: all behind the chunks whose bodies were passed on."""
+def not_passed(sent: bytes, back: Report) -> bytes:
+    """What was given back or never read: all after the chunks whose bodies were passed on."""
     for at in range(len(sent) + 1):
         try:
             if unchunked(sent[:at]) == back.passed and sent[at:].startswith(back.unread):
@@ -163,7 +163,7 @@ def left(sent: bytes, back: Report) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("said", "api"),
+    ("event", "api"),
     [
         (END, "chat"),
         (DONE, "chat"),
@@ -176,23 +176,23 @@ def left(sent: bytes, back: Report) -> bytes:
         (COMPLETED, "responses"),
     ],
 )
-def test_what_is_more_than_text_goes_back_unread(said: bytes, api: Api) -> None:
-    """An end, usage, an error, nonsense, a comment: the client has not got a byte of it."""
+def test_anything_but_text_is_given_back_unread(event: bytes, api: Api) -> None:
+    """An end, usage, an error, invalid data, a comment: the client gets no byte of it."""
     plain = (CHAT if api == "chat" else SAID) % b"x"
     with lent(api) as loan:
         loan.engine.send(chunked(plain, []))
-        loan.engine.send(chunked(said, []))
+        loan.engine.send(chunked(event, []))
         back = loan.back()
         assert (back.why, back.passed, back.num_events) == (Why.TOLD, plain, 1)
-        assert back.unread == chunked(said, [])
+        assert back.unread == chunked(event, [])
         assert unchunked(loan.read()) == plain
 
 
-def test_a_client_that_takes_no_more_gets_the_rest_from_the_gateway() -> None:
-    """The cut is within a chunk: what is unsent goes on exactly there."""
+def test_a_stream_with_a_slow_client_is_given_back_with_unsent_bytes() -> None:
+    """The cut is within a chunk: the unsent bytes continue exactly there."""
     events = [CHAT % (b"%d" % n * 2_000) for n in range(2_000)]
     with lent() as loan:
-        loan.engine.settimeout(2.0)  # so long nobody reads: it is back
+        loan.engine.settimeout(2.0)  # if nobody reads for so long, the stream was given back
         for event in events:
             try:
                 loan.engine.send(chunked(event, []))
@@ -205,17 +205,17 @@ def test_a_client_that_takes_no_more_gets_the_rest_from_the_gateway() -> None:
     assert unchunked(got + back.unsent) == back.passed == b"".join(events[: back.num_events])
 
 
-def test_a_stream_comes_back_when_it_is_recalled_and_when_it_is_long() -> None:
-    """Recalled: with what has come of an event. Long: with all that the worker kept."""
+def test_a_recalled_or_long_stream_is_given_back() -> None:
+    """Recalled: with the received part of an event. Long: with all that the worker kept."""
     with lent() as loan:
         half = chunked(CHAT % b"x", [])[:30]
         loan.engine.send(half)
         loan.orders.send(order(Order.RECALL, 7))
         back = loan.back()
         assert (back.why, back.passed) == (Why.RECALLED, b"")
-        assert back.unread in (half, b"")  # it may have been recalled before that was read
-        loan.orders.send(order(Order.RECALL, 7))  # twice: nothing
-        loan.orders.send(order(Order.RECALL, 8))  # of another: nothing
+        assert back.unread in (half, b"")  # it may have been recalled before the half was read
+        loan.orders.send(order(Order.RECALL, 7))  # a second recall does nothing
+        loan.orders.send(order(Order.RECALL, 8))  # nor does the recall of another loan
     with lent(limit_bytes=500) as loan:
         for _ in range(20):
             loan.engine.send(chunked(CHAT % b"x", []))
@@ -224,8 +224,8 @@ def test_a_stream_comes_back_when_it_is_recalled_and_when_it_is_long() -> None:
         assert 500 < len(back.passed) <= 500 + len(CHAT)
 
 
-def test_a_worker_without_room_gives_back_what_it_could_not_take() -> None:
-    """A stream whose descriptors did not arrive is the gateway's again; the worker goes on."""
+def test_a_loan_without_descriptors_is_given_back() -> None:
+    """The worker continues with its other streams."""
     with lent() as loan:
         loan.orders.send(order(Order.LEND, 9, "chat", 1 << 20))
         back = loan.back()
@@ -235,7 +235,7 @@ def test_a_worker_without_room_gives_back_what_it_could_not_take() -> None:
 
 
 @pytest.mark.parametrize("data", [b"xyz\r\n", b"-5\r\nhello\r\n", b"5;\r\nhellooooo\r\n"])
-def test_what_is_no_http_goes_back_as_it_came(data: bytes) -> None:
+def test_invalid_http_is_given_back_unchanged(data: bytes) -> None:
     """The gateway finds the same fault in it."""
     with lent() as loan:
         loan.engine.send(data)
@@ -246,28 +246,28 @@ def test_what_is_no_http_goes_back_as_it_came(data: bytes) -> None:
 
 
 @given(st.lists(st.sampled_from([CHAT % b"x", SAID % b"y", END, DONE, STOP, b": c\n\n", b"data: {}\n\n"]), max_size=5))
-def test_who_skips_plain_events_knows_what_a_reader_knows(events: list[bytes]) -> None:
-    """A reader that is told of them says the same of the rest as one that has read all."""
+def test_a_reader_that_skips_plain_events_knows_the_same(events: list[bytes]) -> None:
+    """A reader that is told of them has the same counts and events as one that read them all."""
     first = CHAT % b"first"
     for api in ("chat", "messages"):
-        read, told = StreamReader(api, keep=True), StreamReader(api, keep=True)
-        assert read.read(first) == told.read(first)
+        full, skip = StreamReader(api, keep=True), StreamReader(api, keep=True)
+        assert full.read(first) == skip.read(first)
         block = b"".join(events)
         plain = plain_events(api)(block)
         if plain:
-            assert read.read(block) == block
-            told.passed(block, plain)
-            assert (read.num_chunks, read.kept, read.done, read.error) == (told.num_chunks, told.kept, False, None)
+            assert full.read(block) == block
+            skip.passed(block, plain)
+            assert (full.num_chunks, full.kept, full.done, full.error) == (skip.num_chunks, skip.kept, False, None)
 
 
-def test_reports_are_whole_however_they_come() -> None:
-    """Read byte by byte, they are those that were written."""
+def test_reports_are_reassembled_from_single_bytes() -> None:
+    """They equal those that were written."""
     written = [report(Kind.BACK, 5, 3, Why.TOLD, b"passed", b"", b"unread"), report(Kind.COUNT, 6, 9)]
     buffer, seen = bytearray(), []
     for byte in b"".join(written):
         buffer.append(byte)
         seen += read_reports(buffer)
-    assert [(said.kind, said.loan, said.num_events, said.passed, said.unread) for said in seen] == [
+    assert [(found.kind, found.loan, found.num_events, found.passed, found.unread) for found in seen] == [
         (Kind.BACK, 5, 3, b"passed", b"unread"),
         (Kind.COUNT, 6, 9, b"", b""),
     ]

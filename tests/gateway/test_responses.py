@@ -1,4 +1,4 @@
-"""An answer in chat's words, told as one of OpenAI's responses."""
+"""A chat answer rewritten as one of OpenAI's responses."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def call_of(index: int, arguments: str, name: str | None = None) -> dict[str, An
     return {"index": index, "function": function} | ({"id": f"c{index}"} if name else {})
 
 
-def told(
+def stream_events(
     deltas: list[dict[str, Any]], reason: str = "stop", head: dict[str, Any] = HEAD, variant: Variant = VLLM
 ) -> list[dict[str, Any]]:
     """The events of a stream with these deltas."""
@@ -43,9 +43,9 @@ def told(
     return found
 
 
-def test_text_and_calls_are_items_one_after_the_other() -> None:
-    """Each is opened, told, closed; events are numbered; the last one has all items."""
-    events = told([
+def test_text_and_calls_become_consecutive_items() -> None:
+    """Each item is opened, filled and closed; events are numbered; the last one has all items."""
+    events = stream_events([
         {"content": "I lo"},
         {"content": "ok."},
         {"tool_calls": [call_of(0, "", "look")]},
@@ -69,9 +69,9 @@ def test_text_and_calls_are_items_one_after_the_other() -> None:
     assert response["usage"]["input_tokens_details"]["cached_tokens"] == 4
 
 
-def test_an_answer_that_was_cut_is_incomplete() -> None:
-    """Whole or as a stream, which ends with `response.completed` all the same; its items are complete, as vLLM says."""
-    [*_, done, last] = told([{"content": "I lo"}], "length")
+def test_an_answer_cut_by_its_token_limit_is_incomplete() -> None:
+    """Whole or streamed. The stream still ends with `response.completed`, and its items are complete, as with vLLM."""
+    [*_, done, last] = stream_events([{"content": "I lo"}], "length")
     choice = {"message": {"content": "I lo"}, "finish_reason": "length"}
     for response in (last["response"], response_of(HEAD, choice, USAGE)):
         assert response["status"] == "incomplete"
@@ -80,15 +80,17 @@ def test_an_answer_that_was_cut_is_incomplete() -> None:
     assert (done["type"], last["type"]) == ("response.output_item.done", "response.completed")
 
 
-def test_a_stream_that_says_nothing_has_no_items() -> None:
-    """And begins and ends."""
-    assert [event["type"] for event in told([{}])] == [
+def test_an_empty_stream_has_no_items() -> None:
+    """It only begins and ends."""
+    assert [event["type"] for event in stream_events([{}])] == [
         *["response.created", "response.in_progress", "response.completed"]
     ]
 
 
 @given(st.text(), st.lists(st.tuples(st.sampled_from(["look", "run"]), st.text()), max_size=3), st.randoms())
-def test_a_stream_says_what_a_whole_answer_does(text: str, calls: list[tuple[str, str]], dice: Any) -> None:
+def test_a_stream_ends_in_the_same_response_as_the_whole_answer(
+    text: str, calls: list[tuple[str, str]], dice: Any
+) -> None:
     """However it is cut into deltas."""
     deltas: list[dict[str, Any]] = [{"content": piece} for piece in cut(text, dice)]
     for index, (name, arguments) in enumerate(calls):
@@ -99,7 +101,7 @@ def test_a_stream_says_what_a_whole_answer_does(text: str, calls: list[tuple[str
         for index, (name, arguments) in enumerate(calls)
     ]
     choice = {"message": {"content": text, "tool_calls": made}, "finish_reason": "stop"}
-    streamed, whole = told([*deltas, {}])[-1]["response"], response_of(HEAD, choice, USAGE)
+    streamed, whole = stream_events([*deltas, {}])[-1]["response"], response_of(HEAD, choice, USAGE)
     for response in (streamed, whole):
         for item in response["output"]:
             assert item.pop("id").startswith(("msg_", "fc_"))
@@ -111,23 +113,23 @@ def cut(text: str, dice: Any) -> list[str]:
     return [text[: ends[0]], text[ends[0] : ends[1]], text[ends[1] :]]
 
 
-def test_a_response_repeats_its_request_and_how_it_was_sampled() -> None:
-    """With what vLLM says of what was not asked: no tools, no choice."""
-    said = echo({"temperature": 9, "metadata": {"a": "b"}}, {"temperature": 0.5, "max_tokens": 7})
-    assert (said["temperature"], said["max_output_tokens"], said["metadata"]) == (0.5, 7, {"a": "b"})
-    assert (said["tool_choice"], said["tools"], said["top_p"]) == ("none", [], 1.0)
+def test_a_response_repeats_its_request_and_sampling_parameters() -> None:
+    """Fields that were not requested have vLLM's values: no tools, no tool choice."""
+    repeated = echo({"temperature": 9, "metadata": {"a": "b"}}, {"temperature": 0.5, "max_tokens": 7})
+    assert (repeated["temperature"], repeated["max_output_tokens"], repeated["metadata"]) == (0.5, 7, {"a": "b"})
+    assert (repeated["tool_choice"], repeated["tools"], repeated["top_p"]) == ("none", [], 1.0)
     assert echo({"tools": [{}]}, {"max_tokens": 7})["tool_choice"] == "auto"
 
 
-def test_sglang_says_of_a_text_whether_a_call_follows() -> None:
-    """So where tools may be called it waits until that is known; the events are numbered as they leave."""
+def test_sglang_marks_text_that_precedes_a_call() -> None:
+    """If tools may be called, the text waits until that is known. Events are numbered as they leave."""
     tool = {"type": "function", "name": "look", "description": "Look.", "parameters": {}}
     for tools, calls in (([], []), ([tool], []), ([tool], [call_of(0, "{}", "look")])):
         head = HEAD | echo_of_sglang({"input": "hi", "tools": tools})
         events = ResponseEvents(head, SGLANG)
         events.start()
         assert bool(events.tell({"content": "Well."}, None)) is not bool(tools)
-        ended = told([{"content": "Well."}, {"tool_calls": calls}], "stop", head, SGLANG)
+        ended = stream_events([{"content": "Well."}, {"tool_calls": calls}], "stop", head, SGLANG)
         assert [event["sequence_number"] for event in ended] == list(range(len(ended)))
         phase = "commentary" if calls else "final_answer"
         response = ended[-1]["response"]
@@ -139,9 +141,9 @@ def test_sglang_says_of_a_text_whether_a_call_follows() -> None:
         assert whole["output"][0]["phase"] == "final_answer"
 
 
-def test_a_stream_of_sglang_ends_by_its_status() -> None:
-    """vLLM calls any end completed."""
+def test_the_last_event_of_an_sglang_stream_has_its_status() -> None:
+    """vLLM's last event is `response.completed` whatever the status."""
     head = HEAD | echo_of_sglang({"input": "hi"})
     for variant, last in ((VLLM, "response.completed"), (SGLANG, "response.incomplete")):
-        assert told([{"content": "We"}, {}], "length", head, variant)[-1]["type"] == last
+        assert stream_events([{"content": "We"}, {}], "length", head, variant)[-1]["type"] == last
     assert head["store"] is True and head["temperature"] is None and head["metadata"] == {}

@@ -1,4 +1,4 @@
-"""Who is not under way any more holds back nothing that the predictor learns from its siblings."""
+"""A trajectory that is gone does not hold back what the predictor learns from its siblings."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ from tests.support.gateway import ADMIN, running_gateway
 CHAT = body_of("chat", text="what siblings are asked")
 
 
-@pytest.mark.parametrize("ghost", ["aborted", "refused"])
-async def test_a_sibling_that_is_gone_is_not_waited_for(tmp_path: Path, ghost: str) -> None:
-    """The last one of a group completes it: then what its prompt came to is known to later rollouts."""
+@pytest.mark.parametrize("gone_by", ["aborted", "refused"])
+async def test_a_group_does_not_wait_for_a_sibling_that_is_gone(tmp_path: Path, gone_by: str) -> None:
+    """The last sibling to end completes the group; then later rollouts know what became of its prompt."""
     store = f"sqlite:{tmp_path}/store.db"
-    limit = 0 if ghost == "refused" else 1
+    limit = 0 if gone_by == "refused" else 1
     async with (
         serve_engine(SimulatedEngineSettings()) as engine,
         running_gateway(engine, store=store, max_waiting_turns=limit) as gateway,
@@ -27,7 +27,7 @@ async def test_a_sibling_that_is_gone_is_not_waited_for(tmp_path: Path, ghost: s
     ):
         [engine_id] = [known["id"] for known in (await client.get("/v1/engines")).json()["data"]]
         gone = {"x-trajectory-id": "gone"}
-        if ghost == "refused":
+        if gone_by == "refused":
             await client.post(f"/v1/engines/{engine_id}/cordon", headers=ADMIN)
             assert (await ask(client, gateway.url, "chat", CHAT, gone)).status == 429
             await client.post(f"/v1/engines/{engine_id}/uncordon", headers=ADMIN)
@@ -41,7 +41,7 @@ async def test_a_sibling_that_is_gone_is_not_waited_for(tmp_path: Path, ghost: s
 
 
 async def _num_prompts(url: str) -> int:
-    """Of how many prompts a gateway that has stopped knows what became of them."""
+    """The number of prompts whose outcome a gateway that has stopped had learned."""
     store = open_store(url)
     await store.open()
     learned = await store.get_state("predictor")

@@ -1,4 +1,4 @@
-"""A stream with calls that goes from one kind of engine to the other, at every token, is one uninterrupted answer."""
+"""A stream with calls that moves from one kind of engine to the other, at any token, is one uninterrupted answer."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -32,7 +32,7 @@ TEXT = Tokenizer().encode("It is <to> be seen, <tool_cal or not.")
 
 
 class Site:
-    """An engine of one kind, and the request as it rendered it."""
+    """An engine of one kind, and the request as this engine rendered it."""
 
     def __init__(self, routes: TokenRoutes, http: HttpClient, rendered: Rendered) -> None:
         self.routes = routes
@@ -52,9 +52,9 @@ async def both_kinds() -> AsyncIterator[dict[str, Site]]:
             if kind == "sglang":
                 routes = SglangTokens(await facts_of(http, TIMEOUT_S))
             assert routes is not None
-            asked = routes.render(PATH, REQUEST, orjson.dumps(REQUEST))
-            assert asked is not None
-            status, body = await http.post(asked.path, asked.body, TIMEOUT_S)
+            request = routes.render(PATH, REQUEST, orjson.dumps(REQUEST))
+            assert request is not None
+            status, body = await http.post(request.path, request.body, TIMEOUT_S)
             rendered = routes.rendered(PATH, REQUEST, body)
             assert status == 200 and rendered is not None and rendered.needs_parser
             sites[kind] = Site(routes, http, rendered)
@@ -62,7 +62,7 @@ async def both_kinds() -> AsyncIterator[dict[str, Site]]:
 
 
 class Client:
-    """One that is told token by token, and puts together what it hears.
+    """A client that is told token by token and rebuilds the message.
 
     Attributes:
         told: the message; `calls` are (id, name, arguments).
@@ -81,11 +81,11 @@ class Client:
 
     @property
     def told(self) -> tuple[Any, ...]:
-        """All of it, but what an engine names a call."""
+        """The message, except for the calls' ids, which are the engine's."""
         return self.roles, self.content, [call[1:] for call in self.calls], self.reason
 
     async def hear(self, kind: str, ids: Sequence[int], reason: str | None = None) -> None:
-        """Be told of these tokens by an engine of that kind."""
+        """Take these tokens from an engine of that kind."""
         site, chain = self._sites[kind], self._chain
         chain.rendered, chain.finish_reason = site.rendered, reason
         chain.output_ids += ids
@@ -111,31 +111,31 @@ class Client:
             )
 
 
-@pytest.mark.parametrize("stay", [1, 5, 100])
+@pytest.mark.parametrize("num_away", [1, 5, 100])
 @pytest.mark.parametrize(("first", "second"), [("vllm", "sglang"), ("sglang", "vllm")])
 @pytest.mark.parametrize("ids", [CALL, TEXT], ids=["call", "text"])
-async def test_a_stream_may_change_its_kind_of_engine_at_every_token(
-    ids: list[int], first: str, second: str, stay: int
+async def test_a_stream_may_change_its_kind_of_engine_at_any_token(
+    ids: list[int], first: str, second: str, num_away: int
 ) -> None:
-    """And go back after `stay` tokens: one call, told once, or one text."""
+    """And return after `num_away` tokens: one call, told once, or one text."""
     calls = [("get_weather", ARGUMENTS)] if ids is CALL else []
     text = "" if ids is CALL else Tokenizer().decode(TEXT)
     async with both_kinds() as sites:
         for leaves_at in range(1, len(ids) + 1):
             client = Client(sites)
             for at, id in enumerate(ids):
-                await client.hear(second if leaves_at <= at < leaves_at + stay else first, [id])
-            ends_there = leaves_at <= len(ids) < leaves_at + stay
+                await client.hear(second if leaves_at <= at < leaves_at + num_away else first, [id])
+            ends_there = leaves_at <= len(ids) < leaves_at + num_away
             await client.hear(second if ends_there else first, [END], "stop")
             assert client.told == (["assistant"], text, calls, "tool_calls" if calls else "stop"), leaves_at
 
 
-async def test_a_call_that_is_cut_is_ended_by_the_kind_that_began_it() -> None:
-    """SGLang tells nothing of it: a client that was told its beginning by vLLM hears the rest from vLLM."""
+async def test_a_cut_call_is_ended_by_the_kind_that_began_it() -> None:
+    """SGLang tells nothing of such a call, so a client that vLLM told its beginning gets the rest from vLLM."""
     ids = CALL[:-6]
     async with both_kinds() as sites:
         alone = Client(sites)
-        num_begun = 0  # tokens before the first that tells of the call
+        num_begun = 0  # tokens before the first one that reveals the call
         for id in ids[:-1]:
             await alone.hear("vllm", [id])
             num_begun += not alone.calls
@@ -147,7 +147,7 @@ async def test_a_call_that_is_cut_is_ended_by_the_kind_that_began_it() -> None:
                 await client.hear("vllm", [id])
             for id in ids[leaves_at:-1]:
                 await client.hear("sglang", [id])
-            for last in (ids[-1:], []):  # it may be tried there once more
+            for last in (ids[-1:], []):  # it may be tried there again
                 with pytest.raises(LegFailed) as failed:
                     await client.hear("sglang", last, "length")
                 assert failed.value.fault is Fault.BUSY
