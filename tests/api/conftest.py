@@ -1,4 +1,4 @@
-"""What the API's tests share: a fast simulated engine, and a gateway before it."""
+"""What the API tests share: a fast simulated engine and a gateway in front of it."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,18 +23,18 @@ GENERATE = "/inference/v1/generate"
 DONE = b"data: [DONE]\n\n"
 
 
-@pytest.fixture(params=["off", "auto"], ids=["passed on", "by tokens"])
+@pytest.fixture(params=["off", "auto"], ids=["passed through", "token level"])
 def token_legs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs a test twice: with turns that are passed on, and at token level. What its client sees must be the same."""
+    """Runs a test twice: with turns that are passed through, and at token level. The client must see no difference."""
     monkeypatch.setenv("HEDDLE_TOKEN_LEGS", request.param)
     return str(request.param)
 
 
 class Wire:
-    """How a scripted engine is asked for a chat stream, and what it says then.
+    """How a scripted engine is asked for a chat stream, and what it answers.
 
     Attributes:
-        path: what it is asked.
+        path: where the request arrives.
     """
 
     def __init__(self, token_legs: str) -> None:
@@ -48,8 +48,8 @@ class Wire:
                 {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": MODEL, "choices": [choice]}
             )
         ids = Tokenizer().encode(text)
-        rated = [{"token": "", "logprob": -0.5, "bytes": None, "top_logprobs": []}] * len(ids)
-        choice = {"index": 0, "text": text, "token_ids": ids, "logprobs": {"content": rated}}
+        logprobs = [{"token": "", "logprob": -0.5, "bytes": None, "top_logprobs": []}] * len(ids)
+        choice = {"index": 0, "text": text, "token_ids": ids, "logprobs": {"content": logprobs}}
         return event({"request_id": "g", "choices": [choice | {"finish_reason": reason, "stop_reason": None}]})
 
 
@@ -64,7 +64,7 @@ def event(data: Any) -> bytes:
 
 
 def toy(dialect: Any = "vllm", slots: int = 8, **settings: Any) -> SimulatedEngineSettings:
-    """A simulated engine of a token a millisecond."""
+    """A simulated engine that makes a token in a millisecond."""
     profile = replace(load_profile("toy-cpu-tp1"), slots=slots)
     return SimulatedEngineSettings(
         **{"dialect": dialect, "profile": profile, "model": MODEL, "max_model_len": 8192, "mean_output_tokens": 24}
@@ -73,7 +73,7 @@ def toy(dialect: Any = "vllm", slots: int = 8, **settings: Any) -> SimulatedEngi
 
 
 class Site:
-    """An engine that records what it is asked, a gateway before it, and a client of the gateway."""
+    """An engine that records its requests, a gateway in front of it, and a client of the gateway."""
 
     def __init__(self, engine: RecordedEngine, url: str, client: httpx.AsyncClient) -> None:
         self.engine = engine

@@ -1,14 +1,15 @@
-"""Requests sent straight to an engine and through the gateway, and what must be the same in both answers.
+"""Requests sent straight to an engine and through the gateway, and what must be equal in both answers.
 
 Rules of the comparison:
 
-1. Of a whole answer everything is compared but ids and times; a field that is null is the same as one that is absent.
-2. A stream is compared as the answer that a client puts together from it, and as the order in which kinds of events
-   came. How many tokens are in one event, or made when the first one is sent, is a matter of time, and not compared.
-3. Of an error are compared the status and the message, without web addresses, which the gateway takes out; the rest
-   must be OpenAI's (or Anthropic's), whatever the engine sent. Where the gateway refuses a request that no engine
-   should see, the words are its own (SGLang even serves a model that it does not have).
-4. What an engine has in its prefix cache depends on what it served before, so each request is sent once beforehand.
+1. Everything in a whole answer is compared except ids and times; a null field equals an absent one.
+2. A stream is compared as the answer that a client assembles from it, and as the order in which kinds of events came.
+   How many tokens one event holds, or how many were made when the first event was sent, depends on timing and is not
+   compared.
+3. Of an error, the status and the message are compared, without web addresses, which the gateway removes; the rest must
+   be OpenAI's (or Anthropic's) form, whatever the engine sent. If the gateway refuses a request that no engine should
+   see, the wording is its own (SGLang even serves a model that it does not have).
+4. What an engine's prefix cache holds depends on what it served before, so each request is sent once beforehand.
 """
 
 import re
@@ -26,7 +27,7 @@ CREATED = "cache_creation_input_tokens"
 _IDS = frozenset({"id", "item_id", "call_id", "response_id", "request_id", "signature"})
 _TIMES = frozenset({"created", "created_at", "completed_at"})
 _WORDS = frozenset({"id", "type", "role", "name", "object", "model", "finish_reason", "call_id", "system_fingerprint"})
-_KINDS = ("role", "reasoning", "content", "text", "tool_calls")  # in the order in which one choice tells them
+_KINDS = ("role", "reasoning", "content", "text", "tool_calls")  # in the order in which one choice sends them
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "invalid_request_error"}
 _ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 
@@ -44,11 +45,11 @@ class Exchanged:
 async def compare(
     straight: httpx.AsyncClient, through: httpx.AsyncClient, case: Case, untold: frozenset[str] = frozenset()
 ) -> list[str]:
-    """What is not as the rules say; nothing where all is well.
+    """The differences that the rules do not allow; empty if there are none.
 
     Args:
-        untold: fields that the gateway may leave out; tokens that were written to the cache (`CREATED`) are then
-            among those that were not read from it.
+        untold: fields that the gateway may omit. If it omits tokens that were written to the cache (`CREATED`), they
+            are counted among those that were not read from it.
     """
     await exchange(straight, case)
     direct, passed = await exchange(straight, case), await exchange(through, case)
@@ -94,7 +95,7 @@ def _differences(direct: Exchanged, passed: Exchanged, case: Case) -> list[str]:
 
 
 def error_defects(status: int, body: Any, path: str) -> list[str]:
-    """What is wrong with the form of an error that the gateway gave."""
+    """What is wrong with the form of an error from the gateway."""
     is_anthropic = path.startswith("/v1/messages")
     error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict):
@@ -117,7 +118,7 @@ def message_of(body: Any) -> str | None:
 
 
 def normalised(value: Any) -> Any:
-    """Rule 1: ids and times become their names, and null fields go."""
+    """Rule 1: ids and times are replaced by their names, and null fields are dropped."""
     if isinstance(value, list):
         return [normalised(item) for item in value]
     if not isinstance(value, dict):
@@ -134,7 +135,7 @@ def events_of(text: str) -> list[tuple[str, Any]]:
     events: list[tuple[str, Any]] = []
     for block in text.replace("\r\n", "\n").split("\n\n"):
         name, data = "", ""
-        for line in block.split("\n"):  # a text may have line ends of other kinds
+        for line in block.split("\n"):  # a text may contain other kinds of line ends
             if line.startswith("event:"):
                 name = line[6:].strip()
             elif line.startswith("data:"):
@@ -145,7 +146,7 @@ def events_of(text: str) -> list[tuple[str, Any]]:
 
 
 def assembled(events: list[tuple[str, Any]]) -> Any:
-    """Rule 2: all events in one. Deltas of the same place are joined, other events stand for themselves."""
+    """Rule 2: all events in one. Deltas of the same place are joined; other events stand for themselves."""
     whole: Json = {}
     for name, data in events:
         if not isinstance(data, dict):
@@ -162,7 +163,7 @@ def assembled(events: list[tuple[str, Any]]) -> Any:
 
 
 def merged(old: Any, new: Any, name: str = "") -> Any:
-    """Two chunks as one: texts and lists are joined, items with an `index` by it, of numbers the later one counts."""
+    """Two chunks as one: texts and lists are joined, items are matched by `index`; the later number counts."""
     if new is None:
         return old
     if old is None and isinstance(new, dict):
@@ -184,9 +185,9 @@ def merged(old: Any, new: Any, name: str = "") -> Any:
 
 
 def kinds_of(events: list[tuple[str, Any]]) -> list[str]:
-    """The kinds of events in their order, repetitions left out; of several choices, one after the other.
+    """The kinds of events in order, without repetitions; several choices come one after the other.
 
-    An engine that is slower than its tokens puts several into one event: that changes nothing here.
+    An engine that makes tokens faster than it sends events puts several into one event; this changes nothing here.
     """
     lanes: dict[int, list[str]] = {}
     for name, data in events:

@@ -1,4 +1,4 @@
-"""Two hundred requests, most of them good and some bad, made from a table and a fixed seed."""
+"""Two hundred requests, most of them valid and some invalid, from a table and a fixed seed."""
 
 import random
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ _STREAM: tuple[tuple[str, Json], ...] = (
     ("usage false", {"stream_options": {"include_usage": False}}),
     ("no options", {"stream_options": None}),
 )
-_TALKS: tuple[list[Json], ...] = (
+_CONVERSATIONS: tuple[list[Json], ...] = (
     [{"role": "user", "content": "Hello"}],
     [{"role": "system", "content": "Repeat."}, {"role": "user", "content": "Grüße, 世界 🙂 \\ \" \u2028 \x00 '{}[]"}],
     [{"role": "user", "content": [{"type": "text", "text": "One part, "}, {"type": "text", "text": "two."}]}],
@@ -148,7 +148,7 @@ _TOOL = {
     "name": "run",
     "description": "Run it.",
     "input_schema": {"type": "object", "properties": {"fast": {"type": "boolean"}}, "required": ["fast"]},
-    "strict": True,  # else a call may be any JSON, of which the engine makes no message
+    "strict": True,  # otherwise a call may be any JSON, from which the engine cannot build a message
 }
 _LOOK = {
     "name": "look",
@@ -215,7 +215,7 @@ _CHAT_BAD: tuple[tuple[str, Any], ...] = (
     ("bad schema", {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": 5}}}}),
     ("stop a list of numbers", {"stop": [5]}),
 )
-# Refused by the gateway: no engine is asked.
+# Refused by the gateway, which asks no engine.
 _REFUSED_HERE: tuple[tuple[str, Any, int], ...] = (
     ("not JSON", b'{"model": ', 400),
     ("nothing", b"", 400),
@@ -228,7 +228,7 @@ _REFUSED_HERE: tuple[tuple[str, Any, int], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request. `refused_with`: the status with which the gateway answers it, without asking an engine."""
+    """One request. `refused_with`: the status with which the gateway answers without asking an engine."""
 
     name: str
     path: str
@@ -237,7 +237,7 @@ class Case:
 
 
 def make_cases(model: str) -> list[Case]:
-    """The same requests whenever it is called."""
+    """The same requests at every call."""
     cases = [*_bad_cases(model), *_small_apis(model), *_systematic_chats(model)]
     dice = random.Random(_SEED)
     while len(cases) < NUM_CASES:
@@ -246,7 +246,7 @@ def make_cases(model: str) -> list[Case]:
         merged: Json = {}
         for _, fields in picked:
             merged |= fields
-        body = _chat(model, dice.choice(_TALKS), stream, merged | options)
+        body = _chat(model, dice.choice(_CONVERSATIONS), stream, merged | options)
         name = f"chat, {' + '.join(name for name, _ in picked)}, {'stream' if stream else 'whole'} {options}"
         cases.append(Case(name, "/v1/chat/completions", body))
     assert len(cases) == NUM_CASES, len(cases)
@@ -261,11 +261,11 @@ def _chat(model: str, messages: list[Json], stream: bool, fields: Json) -> Json:
 def _systematic_chats(model: str) -> list[Case]:
     cases = []
     for (name, fields), stream in product(_CHAT, (False, True)):
-        body = _chat(model, _TALKS[0], stream, fields)
+        body = _chat(model, _CONVERSATIONS[0], stream, fields)
         cases.append(Case(f"chat, {name}, {'stream' if stream else 'whole'}", "/v1/chat/completions", body))
-    for (name, options), talk in product(_STREAM, _TALKS):
-        body = _chat(model, talk, True, options)
-        cases.append(Case(f"chat, talk {_TALKS.index(talk)}, stream {name}", "/v1/chat/completions", body))
+    for (name, options), messages in product(_STREAM, _CONVERSATIONS):
+        body = _chat(model, messages, True, options)
+        cases.append(Case(f"chat, talk {_CONVERSATIONS.index(messages)}, stream {name}", "/v1/chat/completions", body))
     return cases
 
 
@@ -281,18 +281,18 @@ def _small_apis(model: str) -> list[Case]:
         body = {"model": model, "max_output_tokens": 8, "temperature": 0.0, **fields, "stream": stream}
         cases.append(Case(f"responses, {name}, {'stream' if stream else 'whole'}", "/v1/responses", body))
     for (name, fields), stream in product(_MESSAGES, (False, True)):
-        talk = [{"role": "user", "content": "Hello 🙂"}]
-        body = {"model": model, "messages": talk, "max_tokens": 8, "temperature": 0.0, **fields, "stream": stream}
+        messages = [{"role": "user", "content": "Hello 🙂"}]
+        body = {"model": model, "messages": messages, "max_tokens": 8, "temperature": 0.0, **fields, "stream": stream}
         cases.append(Case(f"messages, {name}, {'stream' if stream else 'whole'}", "/v1/messages", body))
     cases += [
-        Case("count_tokens", "/v1/messages/count_tokens", {"model": model, "messages": _TALKS[0]}),
+        Case("count_tokens", "/v1/messages/count_tokens", {"model": model, "messages": _CONVERSATIONS[0]}),
         Case("tokenize", "/tokenize", {"model": model, "prompt": "Hé🙂"}),
-        Case("tokenize messages", "/tokenize", {"model": model, "messages": _TALKS[1]}),
+        Case("tokenize messages", "/tokenize", {"model": model, "messages": _CONVERSATIONS[1]}),
         Case("tokenize nothing", "/tokenize", {"model": model}),
         Case("detokenize", "/detokenize", {"model": model, "tokens": [200, 201]}),
         Case("detokenize a word", "/detokenize", {"model": model, "tokens": "abc"}),
         Case("embeddings", "/v1/embeddings", {"model": model, "input": "Hello"}),
-        Case("no model", "/v1/chat/completions", {"messages": _TALKS[0], "max_tokens": 4, "temperature": 0.0}),
+        Case("no model", "/v1/chat/completions", {"messages": _CONVERSATIONS[0], "max_tokens": 4, "temperature": 0.0}),
     ]
     return cases
 
@@ -300,12 +300,14 @@ def _small_apis(model: str) -> list[Case]:
 def _bad_cases(model: str) -> list[Case]:
     cases = []
     for name, fields in _CHAT_BAD:
-        body = {name: value for name, value in _chat(model, _TALKS[0], False, fields).items() if value is not None}
+        body = {
+            name: value for name, value in _chat(model, _CONVERSATIONS[0], False, fields).items() if value is not None
+        }
         cases.append(Case(f"bad chat, {name}", "/v1/chat/completions", body))
     for name, fields, status in _REFUSED_HERE:
-        body = _chat(model, _TALKS[0], False, fields) if isinstance(fields, dict) else fields
+        body = _chat(model, _CONVERSATIONS[0], False, fields) if isinstance(fields, dict) else fields
         cases.append(Case(f"refused chat, {name}", "/v1/chat/completions", body, status))
-    messages = {"model": model, "messages": _TALKS[0]}
+    messages = {"model": model, "messages": _CONVERSATIONS[0]}
     cases += [
         Case("bad completion, no prompt", "/v1/completions", {"model": model}),
         Case("bad completion, token id", "/v1/completions", {"model": model, "prompt": [2**40]}),

@@ -1,4 +1,4 @@
-"""An agent framework (openai-agents) whose only setting is the base_url."""
+"""An agent framework (openai-agents) of which only the base_url is set."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("token_legs")
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("model_class", [OpenAIChatCompletionsModel, OpenAIResponsesModel], ids=["chat", "responses"])
 async def test_an_agent_runs_its_tool_loop(site: Site, model_class: Any, streamed: bool) -> None:
-    """Turn, tool, turn, ...: all turns are one trajectory, in order, each prompt longer than the one before."""
+    """Turn, tool, turn, ...: all turns are in one trajectory, in order, each prompt longer than the one before."""
     called: list[str] = []
 
     @function_tool

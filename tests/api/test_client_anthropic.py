@@ -27,8 +27,8 @@ def message(**fields: Any) -> Any:
     return {"model": MODEL, "messages": HELLO, "max_tokens": 8, **fields}
 
 
-async def test_a_message_whole_and_as_a_stream(site: Site) -> None:
-    """The same text in both forms, with stop reason and usage, on the trajectory that the base_url names."""
+async def test_a_message_is_equal_whole_and_streamed(site: Site) -> None:
+    """Both have the same text, stop reason and usage, in the trajectory that the base_url names."""
     async with client_of(site) as client:
         whole = await client.messages.create(**message())
         async with client.messages.stream(**message()) as stream:
@@ -41,8 +41,8 @@ async def test_a_message_whole_and_as_a_stream(site: Site) -> None:
     assert [turn["output_tokens"] for turn in shown["turns"]] == [8, 8]
 
 
-async def test_tools_and_their_results(site: Site) -> None:
-    """A tool is used with its input parsed, whole and streamed, and its result goes back."""
+async def test_a_tool_call_and_its_result_round_trip(site: Site) -> None:
+    """The call's input is parsed, whole and streamed, and its result is accepted."""
     async with client_of(site) as client:
         fields = message(tools=[TOOL], tool_choice={"type": "any"}, max_tokens=80)
         whole = await client.messages.create(**fields)
@@ -51,13 +51,15 @@ async def test_tools_and_their_results(site: Site) -> None:
         assert (whole.stop_reason, whole.content[0].input) == ("tool_use", {"city": "Oslo"})
         assert streamed.content[0].input == whole.content[0].input
         result = {"type": "tool_result", "tool_use_id": whole.content[0].id, "content": "rain"}
-        said = {"role": "assistant", "content": [whole.content[0].model_dump()]}
-        after = await client.messages.create(**message(messages=[*HELLO, said, {"role": "user", "content": [result]}]))
+        assistant = {"role": "assistant", "content": [whole.content[0].model_dump()]}
+        after = await client.messages.create(
+            **message(messages=[*HELLO, assistant, {"role": "user", "content": [result]}])
+        )
         assert after.content
 
 
-async def test_tokens_are_counted(site: Site) -> None:
-    """As many as the message itself then has."""
+async def test_counted_tokens_equal_a_messages_input_tokens(site: Site) -> None:
+    """Cached tokens included."""
     async with client_of(site) as client:
         counted = await client.messages.count_tokens(model=MODEL, messages=HELLO)
         usage = (await client.messages.create(**message())).usage
@@ -66,18 +68,20 @@ async def test_tokens_are_counted(site: Site) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(
-    ("fields", "kind", "word"),
+    ("fields", "exception", "error_type"),
     [
         ({"model": "nope"}, anthropic.NotFoundError, "not_found_error"),
         ({"messages": "Hello"}, anthropic.BadRequestError, "invalid_request_error"),
     ],
 )
-async def test_a_mistake_raises_its_exception(site: Site, fields: Any, kind: Any, word: str, stream: bool) -> None:
-    """In Anthropic's form, with its words."""
+async def test_an_invalid_request_raises_the_sdks_exception(
+    site: Site, fields: Any, exception: Any, error_type: str, stream: bool
+) -> None:
+    """In Anthropic's form, with its error types."""
     async with client_of(site) as client:
-        with pytest.raises(kind) as caught:
+        with pytest.raises(exception) as caught:
             await client.messages.create(**{**message(stream=stream), **fields})
-    assert caught.value.body["error"]["type"] == word
+    assert caught.value.body["error"]["type"] == error_type
     assert caught.value.body["type"] == "error"
 
 
@@ -92,7 +96,7 @@ async def test_a_wrong_key_raises_authentication_error() -> None:
 
 
 async def test_an_aborted_trajectory_raises_conflict(site: Site) -> None:
-    """Once, without retries."""
+    """At once, without retries."""
     async with client_of(site, max_retries=5) as client:
         await client.messages.create(**message())
         await site.client.delete("/v1/trajectories/run-7")

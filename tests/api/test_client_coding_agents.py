@@ -1,4 +1,4 @@
-"""Coding agents that are run from the command line, by what they send: seen with the programs in docs/frameworks.md."""
+"""Command-line coding agents, by what they send: recorded with the programs in docs/frameworks.md."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ GREETED = {"role": "assistant", "content": "Got it. Thanks for the context!"}
 
 
 @pytest.mark.parametrize("prefix", ["", "/t/{name}"], ids=["no id", "path"])
-async def test_an_agent_that_begins_with_an_answer_has_a_group_for_each_task(site: Site, prefix: str) -> None:
-    """Qwen Code greets itself and aider shows examples before the task is said; siblings are those of one task."""
+async def test_an_agent_that_starts_with_an_answer_has_a_group_per_task(site: Site, prefix: str) -> None:
+    """Qwen Code greets itself and aider shows examples before they state the task; siblings share their task."""
     groups: dict[str, set[str]] = {}
     for name, task in (("a", "Mend it."), ("b", "Mend it."), ("c", "Write a test.")):
         messages: list[Any] = [SYSTEM, CONTEXT, GREETED, {"role": "user", "content": task}]
@@ -23,8 +23,8 @@ async def test_an_agent_that_begins_with_an_answer_has_a_group_for_each_task(sit
         for turn in range(3):
             answer = await site.chat(f"{prefix.format(name=name)}/v1/chat/completions", messages=messages)
             ids.append(answer.headers["x-trajectory-id"])
-            said = answer.json()["choices"][0]["message"]
-            messages += [said, {"role": "user", "content": [{"type": "text", "text": f"{name} saw {turn}"}]}]
+            reply = answer.json()["choices"][0]["message"]
+            messages += [reply, {"role": "user", "content": [{"type": "text", "text": f"{name} saw {turn}"}]}]
         assert len(set(ids)) == 1
         shown = await site.trajectory(ids[0])
         assert shown["num_turns"] == 3

@@ -16,15 +16,15 @@ _CHECKOUT = Path(__file__).parents[2]
 
 @pytest.fixture
 def node_clients() -> Path:
-    """Where the clients are; a machine without them fails the test, and is told what to run."""
+    """Where the clients are installed; fails the test with the command to run if they are not."""
     home = Path(os.environ.get("HEDDLE_WORK", _CHECKOUT / ".work")) / "npm"
     if shutil.which("node") is None or not (home / "node_modules" / "openai").is_dir():
         pytest.fail("no OpenAI SDK for Node.js; get it with: deploy/get-node-clients.sh", pytrace=False)
     return home
 
 
-async def test_the_node_sdk(site: Site, node_clients: Path) -> None:
-    """Chat, streams, tools, responses, embeddings, models and errors, all on the trajectory of the base_url."""
+async def test_the_node_sdk_works(site: Site, node_clients: Path) -> None:
+    """Chat, streams, tools, responses, embeddings, models and errors, in the trajectory that the base_url names."""
     script = Path(__file__).with_name("openai_client.mjs")
     command = ("node", str(script), str(node_clients), f"{site.url}/t/run-7/v1", MODEL)
     pipe = asyncio.subprocess.PIPE

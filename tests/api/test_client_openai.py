@@ -1,4 +1,4 @@
-"""The OpenAI SDK for Python against the gateway, as its users use it."""
+"""The OpenAI SDK for Python against the gateway, used as its users do."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ TOOL: Any = {
 
 
 class Weather(BaseModel):
-    """What `parse` is asked to make of an answer."""
+    """The class of a structured answer."""
 
     city: str
     degrees: int
@@ -43,8 +43,8 @@ def chat(**fields: Any) -> Any:
     return {"model": MODEL, "messages": HELLO, "max_tokens": 8, **fields}
 
 
-async def test_a_chat_whole_and_as_a_stream(site: Site) -> None:
-    """The same text in both forms, with usage, a request id, and one trajectory for the base_url."""
+async def test_a_chat_is_equal_whole_and_streamed(site: Site) -> None:
+    """The same text and usage, a request id, and one trajectory for the base_url."""
     async with client_of(site, "run-7") as client:
         whole = await client.chat.completions.create(**chat())
         stream = await client.chat.completions.create(**chat(stream=True, stream_options={"include_usage": True}))
@@ -57,16 +57,16 @@ async def test_a_chat_whole_and_as_a_stream(site: Site) -> None:
     assert (await site.trajectory("run-7"))["num_turns"] == 2
 
 
-async def test_a_stream_that_did_not_ask_for_usage_has_a_choice_in_every_chunk(site: Site) -> None:
-    """Much code reads `chunk.choices[0]` without looking."""
+async def test_every_chunk_has_a_choice_unless_usage_is_requested(site: Site) -> None:
+    """Much code reads `chunk.choices[0]` without a check."""
     async with client_of(site) as client:
         chunks = [chunk async for chunk in await client.chat.completions.create(**chat(stream=True))]
     assert all(len(chunk.choices) == 1 and chunk.usage is None for chunk in chunks)
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-async def test_the_synchronous_client(site: Site) -> None:
-    """It works from a thread, streaming and not, with the raw response's headers."""
+async def test_the_synchronous_client_works(site: Site) -> None:
+    """From a thread, streaming and not, with the raw response's headers."""
 
     def talk() -> tuple[str | None, str, str | None]:
         with OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0) as client:
@@ -81,8 +81,8 @@ async def test_the_synchronous_client(site: Site) -> None:
     assert (await site.trajectory(trajectory))["num_turns"] == 1
 
 
-async def test_tools_whole_and_as_a_stream(site: Site) -> None:
-    """A required tool is called with arguments that are JSON, and its result goes back in the next turn."""
+async def test_tool_calls_are_equal_whole_and_streamed(site: Site) -> None:
+    """A required tool is called with arguments that are JSON, and its result is accepted in the next turn."""
     async with client_of(site, "run-7") as client:
         fields = chat(tools=[TOOL], tool_choice="required", max_tokens=80)
         (call,) = (await client.chat.completions.create(**fields)).choices[0].message.tool_calls or []
@@ -94,19 +94,19 @@ async def test_tools_whole_and_as_a_stream(site: Site) -> None:
         assert streamed.finish_reason == "tool_calls"
         assert streamed_call.function.arguments == call.function.arguments
         result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
-        said = {"role": "assistant", "tool_calls": [call.model_dump()]}
-        after = await client.chat.completions.create(**chat(messages=[*HELLO, said, result]))
+        assistant = {"role": "assistant", "tool_calls": [call.model_dump()]}
+        after = await client.chat.completions.create(**chat(messages=[*HELLO, assistant, result]))
         assert after.choices[0].finish_reason in ("stop", "length")
 
 
-async def test_parse_gives_an_object(site: Site) -> None:
-    """Structured output arrives as the class that was asked for."""
+async def test_parse_returns_an_object(site: Site) -> None:
+    """Structured output arrives as the requested class."""
     async with client_of(site) as client:
         answer = await client.chat.completions.parse(**chat(response_format=Weather, max_tokens=100))
     assert isinstance(answer.choices[0].message.parsed, Weather)
 
 
-async def test_the_responses_api(site: Site) -> None:
+async def test_the_responses_api_works(site: Site) -> None:
     """Whole, as a stream of typed events, and with a function call."""
     function: Any = {
         "type": "function",
@@ -128,8 +128,8 @@ async def test_the_responses_api(site: Site) -> None:
     assert [item.type for item in called.output] == ["function_call"]
 
 
-async def test_the_other_resources(site: Site) -> None:
-    """Models, embeddings (which the SDK asks for in base64) and legacy completions."""
+async def test_the_other_resources_work(site: Site) -> None:
+    """Models, embeddings (which the SDK requests in base64) and legacy completions."""
     async with client_of(site) as client:
         assert [model.id async for model in client.models.list()] == [MODEL]
         assert (await client.models.retrieve(MODEL)).id == MODEL
@@ -141,8 +141,8 @@ async def test_the_other_resources(site: Site) -> None:
             await client.models.retrieve("nope")
 
 
-async def test_extra_fields_and_headers_reach_their_goal(site: Site) -> None:
-    """`extra_body` passes to the engine, `extra_headers` name the trajectory."""
+async def test_extra_fields_and_headers_take_effect(site: Site) -> None:
+    """`extra_body` reaches the engine, and `extra_headers` name the trajectory."""
     async with client_of(site) as client:
         raw = await client.chat.completions.with_raw_response.create(
             **chat(), extra_body={"my_field": [1]}, extra_headers={"X-Session-ID": "run-7"}
@@ -168,14 +168,14 @@ ERRORS: list[tuple[str, Any, dict[str, Any], str | None]] = [
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(
-    ("kind", "fields", "code"), [error[1:] for error in ERRORS], ids=[error[0] for error in ERRORS]
+    ("exception", "fields", "code"), [error[1:] for error in ERRORS], ids=[error[0] for error in ERRORS]
 )
-async def test_a_mistake_raises_its_exception(
-    site: Site, kind: Any, fields: Any, code: str | None, stream: bool
+async def test_an_invalid_request_raises_the_sdks_exception(
+    site: Site, exception: Any, fields: Any, code: str | None, stream: bool
 ) -> None:
-    """The class by status, with code, message and request id, also where a stream was asked for."""
+    """The class follows from the status, with code, message and request id, also if a stream was requested."""
     async with client_of(site) as client:
-        with pytest.raises(kind) as caught:
+        with pytest.raises(exception) as caught:
             await client.chat.completions.create(**{**chat(stream=stream), **fields})
     error = caught.value
     assert (error.code, error.type) == (code, "invalid_request_error")
@@ -183,7 +183,7 @@ async def test_a_mistake_raises_its_exception(
 
 
 async def test_a_wrong_key_raises_authentication_error() -> None:
-    """And the right one is let in."""
+    """And the right key is accepted."""
     async with running_site(api_keys=("right",)) as site:
         async with client_of(site, api_key="wrong") as client:
             with pytest.raises(openai.AuthenticationError):
@@ -193,7 +193,7 @@ async def test_a_wrong_key_raises_authentication_error() -> None:
 
 
 async def test_an_aborted_trajectory_raises_conflict_at_once(site: Site) -> None:
-    """The SDK retries a 409 unless it is told not to; here it is told."""
+    """The SDK retries a 409 unless the answer forbids it, as here."""
     await site.chat("/t/a/v1/chat/completions")
     await site.client.delete("/v1/trajectories/a")
     async with client_of(site, "a", max_retries=5) as client:
@@ -204,7 +204,7 @@ async def test_an_aborted_trajectory_raises_conflict_at_once(site: Site) -> None
 
 
 async def test_a_full_gateway_is_retried_until_it_has_room() -> None:
-    """429 with Retry-After; with the SDK's own retries the turn is served once there is room."""
+    """429 with Retry-After: with the SDK's own retries, the turn is served once there is room."""
     async with running_site(max_turns_per_key=1) as site:
         first = asyncio.create_task(site.chat("/t/a/v1/chat/completions", max_tokens=8000, ignore_eos=True))
         await eventually(lambda: site.engine.turns)
@@ -225,8 +225,8 @@ async def refused(site: Site, times: int) -> bool:
 
 
 async def test_a_stream_that_breaks_raises(wire: Wire) -> None:
-    """The SDK takes a stream that just ends for a whole one, so the gateway ends it with an error event; at token level
-    when it has tried elsewhere."""
+    """The SDK takes a stream that just ends for a complete one, so the gateway ends it with an error event; at token
+    level, after it has tried again."""
 
     async def play(_: Any, write: Any) -> None:
         await write(wire.chunk("a"))
@@ -240,7 +240,7 @@ async def test_a_stream_that_breaks_raises(wire: Wire) -> None:
     assert caught.value.code == ("stream_broken" if wire.path == CHAT else "engine_failed")
 
 
-async def test_an_engine_in_trouble_raises_a_server_error(wire: Wire) -> None:
+async def test_a_failing_engine_raises_a_server_error(wire: Wire) -> None:
     """After every attempt has failed; the engine's own body never reaches the client."""
     async with running_site(toy(), max_attempts=2, retry_pause_s=0) as site:
         site.engine.scripts[wire.path] = fixed(500, b"<html>secret</html>", b"text/html")

@@ -1,4 +1,4 @@
-"""Trainers that render prompts themselves: tokens in, tokens out, in the very requests that their clients make."""
+"""Trainers that render prompts themselves: tokens in, tokens out, in exactly the requests that their clients send."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ on_both = pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 streamed = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 
-def asked(dialect: str, ids: list[int], stream: bool = False, **fields: Any) -> dict[str, Any]:
-    """A turn as prime-rl's client (through `renderers`) asks vLLM, and slime's and AReaL's ask SGLang."""
+def request_of(dialect: str, ids: list[int], stream: bool = False, **fields: Any) -> dict[str, Any]:
+    """A turn as prime-rl's client (through `renderers`) requests it of vLLM, and slime's and AReaL's of SGLang."""
     if dialect == "sglang":
         sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 6, "skip_special_tokens": False}
         return {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "stream": stream, **fields}
@@ -29,7 +29,7 @@ def path_of(dialect: str) -> str:
     return SGLANG if dialect == "sglang" else VLLM
 
 
-def made(dialect: str, answer: httpx.Response, stream: bool = False) -> list[int]:
+def tokens_of(dialect: str, answer: httpx.Response, stream: bool = False) -> list[int]:
     """The tokens of an answer."""
     assert answer.status_code == 200, answer.text
     if not stream:
@@ -45,19 +45,19 @@ def made(dialect: str, answer: httpx.Response, stream: bool = False) -> list[int
 @on_both
 @streamed
 @pytest.mark.parametrize("named_by", ["path", "header"])
-async def test_a_trainers_turns_are_turns(dialect: Any, stream: bool, named_by: str) -> None:
-    """They are scheduled, counted and written down as those of any client; the engine hears a priority."""
+async def test_a_trainers_turns_are_scheduled_like_any_turns(dialect: Any, stream: bool, named_by: str) -> None:
+    """They are counted and recorded as any client's turns are, and the engine gets a priority."""
     async with running_site(toy(dialect)) as site:
         header = {"X-SMG-Routing-Key" if dialect == "sglang" else "X-Session-ID": "rollout-1"}
-        where = path_of(dialect) if named_by == "header" else f"/t/rollout-1{path_of(dialect)}"
+        path = path_of(dialect) if named_by == "header" else f"/t/rollout-1{path_of(dialect)}"
         ids, lengths = list(PROMPT), []
         for _ in range(3):
             lengths.append(len(ids))
             answer = await site.client.post(
-                where, json=asked(dialect, ids, stream), headers=header if named_by == "header" else {}
+                path, json=request_of(dialect, ids, stream), headers=header if named_by == "header" else {}
             )
             assert answer.headers["x-trajectory-id"] == "rollout-1"
-            ids += [*made(dialect, answer, stream), 400, 401]
+            ids += [*tokens_of(dialect, answer, stream), 400, 401]
         shown = await site.trajectory("rollout-1")
         assert [turn["outcome"] for turn in shown["turns"]] == ["finished"] * 3
         assert [turn["finish_reason"] in ("stop", "length") for turn in shown["turns"]] == [True] * 3
@@ -68,26 +68,26 @@ async def test_a_trainers_turns_are_turns(dialect: Any, stream: bool, named_by: 
 
 @on_both
 @streamed
-async def test_tokens_tell_whose_turn_it_is(dialect: Any, stream: bool) -> None:
-    """Without an id, a prompt that begins with another's prompt and what was made of it goes on with its trajectory;
-    siblings, whose first prompts are alike, are told apart by what they add."""
+async def test_tokens_identify_the_trajectory_of_a_turn(dialect: Any, stream: bool) -> None:
+    """Without an id, a prompt that begins with another turn's prompt and output continues its trajectory; siblings,
+    whose first prompts are equal, are told apart by what they add."""
     async with running_site(toy(dialect)) as site:
         prompts = {name: list(PROMPT) for name in range(3)}
         owners: dict[int, list[str]] = {name: [] for name in prompts}
         for turn in range(3):
             for name, ids in prompts.items():
-                answer = await site.client.post(path_of(dialect), json=asked(dialect, ids, stream))
+                answer = await site.client.post(path_of(dialect), json=request_of(dialect, ids, stream))
                 owners[name].append(answer.headers["x-trajectory-id"])
-                ids += [*made(dialect, answer, stream), 400 + name, 410 + turn]
+                ids += [*tokens_of(dialect, answer, stream), 400 + name, 410 + turn]
         assert all(len(set(ids)) == 1 for ids in owners.values())
         assert len({ids[0] for ids in owners.values()}) == 3
         (group,) = {(await site.trajectory(ids[0]))["group_id"] for ids in owners.values()}
-        other = await site.client.post(path_of(dialect), json=asked(dialect, [*PROMPT, 7]))
+        other = await site.client.post(path_of(dialect), json=request_of(dialect, [*PROMPT, 7]))
         assert (await site.trajectory(other.headers["x-trajectory-id"]))["group_id"] != group
 
 
-async def test_completions_of_tokens_tell_whose_turn_it_is(site: Site) -> None:
-    """TRL's and SkyRL's way: `/v1/completions` with token ids, which asks for the ids that were made."""
+async def test_token_completions_identify_the_trajectory_of_a_turn(site: Site) -> None:
+    """TRL's and SkyRL's way: `/v1/completions` with token ids, which requests the generated ids."""
     ids, owners = list(PROMPT), set()
     for turn in range(3):
         body = {"model": MODEL, "prompt": ids, "max_tokens": 5, "n": 1, "logprobs": 0, "return_token_ids": True}
@@ -99,47 +99,47 @@ async def test_completions_of_tokens_tell_whose_turn_it_is(site: Site) -> None:
 
 
 @on_both
-async def test_what_an_engine_aborted_is_asked_again(dialect: Any) -> None:
-    """`abort` is a fault of the engine, whatever the form in which it is told, and another one answers."""
-    told: Any = {"choices": [{"index": 0, "token_ids": [5], "finish_reason": "abort", "logprobs": None}]}
+async def test_an_aborted_generation_is_retried_on_another_engine(dialect: Any) -> None:
+    """`abort` is a fault of the engine, in either kind's form."""
+    aborted: Any = {"choices": [{"index": 0, "token_ids": [5], "finish_reason": "abort", "logprobs": None}]}
     if dialect == "sglang":
         meta = {"finish_reason": {"type": "abort", "message": "Aborted"}, "prompt_tokens": 4, "completion_tokens": 1}
-        told = {"text": "", "output_ids": [5], "meta_info": meta}
+        aborted = {"text": "", "output_ids": [5], "meta_info": meta}
     async with recorded_engine(toy(dialect)) as bad, recorded_engine(toy(dialect)) as good:
-        bad.scripts[path_of(dialect)] = fixed(200, httpx.Response(200, json=told).content)
+        bad.scripts[path_of(dialect)] = fixed(200, httpx.Response(200, json=aborted).content)
         async with (
             running_gateway(bad.url, good.url) as gateway,
             httpx.AsyncClient(base_url=gateway.url, timeout=30) as client,
         ):
             for number in range(4):
-                answer = await client.post(f"/t/{number}{path_of(dialect)}", json=asked(dialect, PROMPT))
-                assert len(made(dialect, answer)) > 1
+                answer = await client.post(f"/t/{number}{path_of(dialect)}", json=request_of(dialect, PROMPT))
+                assert len(tokens_of(dialect, answer)) > 1
         assert bad.turns
 
 
 @on_both
-async def test_a_prompt_that_is_too_long_is_told(dialect: Any) -> None:
-    """In OpenAI's form, with the status and code that clients look for."""
+async def test_a_prompt_that_is_too_long_is_an_error(dialect: Any) -> None:
+    """In OpenAI's form, with the status and code that clients check."""
     async with running_site(toy(dialect, max_model_len=64)) as site:
-        answer = await site.client.post(path_of(dialect), json=asked(dialect, list(range(300, 400))))
+        answer = await site.client.post(path_of(dialect), json=request_of(dialect, list(range(300, 400))))
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 @on_both
-async def test_the_other_kinds_route_is_unknown(dialect: Any) -> None:
-    """A fleet's engines have the route of their kind; nobody is asked for the other's."""
+async def test_the_token_route_of_the_other_kind_is_unknown(dialect: Any) -> None:
+    """A fleet has the route of its engines' kind; no engine is asked for the other's."""
     other = "vllm" if dialect == "sglang" else "sglang"
     async with running_site(toy(dialect)) as site:
-        answer = await site.client.post(path_of(other), json=asked(other, PROMPT))
+        answer = await site.client.post(path_of(other), json=request_of(other, PROMPT))
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_route")
         assert not site.engine.turns
 
 
 @on_both
 async def test_several_outputs_are_one_turn(dialect: Any) -> None:
-    """All that was made is counted."""
+    """All their tokens are counted."""
     async with running_site(toy(dialect)) as site:
-        body = asked(dialect, PROMPT)
+        body = request_of(dialect, PROMPT)
         body["sampling_params"]["n"] = 3
         answer = await site.client.post(f"/t/several{path_of(dialect)}", json=body)
         assert answer.status_code == 200, answer.text
@@ -149,7 +149,7 @@ async def test_several_outputs_are_one_turn(dialect: Any) -> None:
         assert (len(outputs), shown["turns"][0]["output_tokens"]) == (3, num_made)
 
 
-async def test_clients_of_engines_find_what_they_look_for(site: Site) -> None:
+async def test_engine_clients_find_health_and_tokenize(site: Site) -> None:
     """`/health` before they begin, and `/tokenize` beside the `/v1` of their base URL."""
     assert (await site.client.get("/health")).status_code == 200
     answer = await site.client.post("/t/one/tokenize", json={"model": MODEL, "messages": HELLO})

@@ -13,8 +13,8 @@ from gateway.passthrough import PASSTHROUGH_ROUTES
 from gateway.turns.turns import TURN_ROUTES
 from tests.api.conftest import GENERATE, MODEL, Site, running_site, toy
 
-# vLLM 0.33 (entrypoints/, routers of its API server) and SGLang 0.5.23 (srt/entrypoints/http_server.py), less what the
-# gateway's own API has under the same name.
+# vLLM 0.33 (entrypoints/, routers of its API server) and SGLang 0.5.23 (srt/entrypoints/http_server.py), without the
+# routes that the gateway's own API has under the same name.
 VLLM = [
     "/v1/chat/completions/batch",
     "/v1/responses/resp_1",
@@ -110,7 +110,7 @@ METHODS = ("GET", "POST", "PUT", "DELETE")
 
 
 def spellings(route: str) -> Iterator[str]:
-    """The route as it is, and as one might write it to get around a list of routes."""
+    """The route as it is, and as one might write it to evade a list of routes."""
     yield route
     yield f"/t/x{route}"
     yield f"/sessions/x{route}"
@@ -130,9 +130,9 @@ def spellings(route: str) -> Iterator[str]:
     yield f"http://engine{route}"
 
 
-async def test_no_spelling_reaches_an_engine() -> None:
+async def test_no_spelling_of_a_control_route_reaches_an_engine() -> None:
     """Every route of both engines that is not in the public API, in every spelling and method: 404 or 405, in OpenAI's
-    form, and the engine has heard nothing."""
+    form, and the engine gets no request."""
     wrong = []
     async with running_site(toy()) as site:
         host, port = urlsplit(site.url).hostname, urlsplit(site.url).port
@@ -150,7 +150,7 @@ async def test_no_spelling_reaches_an_engine() -> None:
 
 
 async def ask(connection: socket.socket, reader: BinaryIO, method: str, path: str) -> tuple[int, bytes]:
-    """One request as bytes, for HTTP clients tidy paths up."""
+    """Sends one request as bytes, because HTTP clients normalise paths."""
     body = orjson.dumps({"model": MODEL, "messages": [{"role": "user", "content": "a"}], "prompt": "a"})
     head = (
         f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -176,20 +176,20 @@ def is_openai_error(body: bytes) -> bool:
 
 
 @pytest.mark.usefixtures("token_legs")
-async def test_the_gateway_asks_engines_for_nothing_but_its_allow_list(site: Site) -> None:
-    """The paths that a client can have asked of an engine are the ones in the lists, letter by letter."""
+async def test_engines_get_only_the_paths_of_the_allow_lists(site: Site) -> None:
+    """Clients can cause no other request to an engine."""
     for path in (*TURN_ROUTES, *PASSTHROUGH_ROUTES):
         await site.client.post(
             path, json={"model": MODEL, "messages": [], "prompt": "a", "input": "a", "tokens": [200]}
         )
         await site.client.post(f"/t/x{path}?a=b", json={"model": MODEL, "prompt": "a", "input": "a", "tokens": [200]})
-    assert {asked.path for asked in site.engine.turns} <= {*TURN_ROUTES, *PASSTHROUGH_ROUTES, GENERATE}
+    assert {request.path for request in site.engine.turns} <= {*TURN_ROUTES, *PASSTHROUGH_ROUTES, GENERATE}
     assert len(site.engine.turns) >= len(TURN_ROUTES)
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"])
 @pytest.mark.parametrize("path", [*TURN_ROUTES, *PASSTHROUGH_ROUTES])
-async def test_only_post_is_allowed_where_engines_are_asked(site: Site, method: str, path: str) -> None:
+async def test_only_post_is_allowed_on_routes_to_engines(site: Site, method: str, path: str) -> None:
     """405 in the API's own form."""
     answer = await site.client.request(method, path)
     assert answer.status_code == 405

@@ -1,4 +1,4 @@
-"""A dashboard on another origin: what a browser must be told before its page may read an answer."""
+"""A dashboard on another origin: what a browser requires before its page may read an answer."""
 
 from collections.abc import AsyncIterator
 
@@ -28,37 +28,41 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_a_preflight_is_answered_without_a_key(client: httpx.AsyncClient, path: str) -> None:
-    """Browsers send none with it; a page of another origin is told no."""
-    asked = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-    answer = await client.options(path, headers=asked)
+    """Browsers send none with it; a page of another origin is refused."""
+    headers = {
+        "origin": PAGE,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization",
+    }
+    answer = await client.options(path, headers=headers)
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == PAGE
     assert "authorization" in answer.headers["access-control-allow-headers"]
     assert "POST" in answer.headers["access-control-allow-methods"]
-    other = await client.options(path, headers={**asked, "origin": "https://other.example"})
+    other = await client.options(path, headers={**headers, "origin": "https://other.example"})
     assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_turn_is_marked_and_is_what_it_is_without(client: httpx.AsyncClient, stream: bool) -> None:
-    """Only for that origin; the key is asked for as ever, and an error is marked too."""
-    asked = {"json": {**CHAT, "stream": stream}, "headers": {"authorization": f"Bearer {KEY}"}}
-    plain = await client.post("/v1/chat/completions", **asked)
-    asked["headers"]["origin"] = PAGE
-    marked = await client.post("/v1/chat/completions", **asked)
-    assert (plain.status_code, marked.status_code) == (200, 200)
+async def test_a_turn_has_cors_headers_only_for_the_configured_origin(client: httpx.AsyncClient, stream: bool) -> None:
+    """Its content type and number of events stay the same. The key is still required; an error has the headers too."""
+    request = {"json": {**CHAT, "stream": stream}, "headers": {"authorization": f"Bearer {KEY}"}}
+    plain = await client.post("/v1/chat/completions", **request)
+    request["headers"]["origin"] = PAGE
+    from_page = await client.post("/v1/chat/completions", **request)
+    assert (plain.status_code, from_page.status_code) == (200, 200)
     assert "access-control-allow-origin" not in plain.headers
-    assert marked.headers["access-control-allow-origin"] == PAGE
-    assert "x-trajectory-id" in marked.headers["access-control-expose-headers"]
-    assert marked.headers["content-type"] == plain.headers["content-type"]
-    assert marked.text.count("data: ") == plain.text.count("data: ")
+    assert from_page.headers["access-control-allow-origin"] == PAGE
+    assert "x-trajectory-id" in from_page.headers["access-control-expose-headers"]
+    assert from_page.headers["content-type"] == plain.headers["content-type"]
+    assert from_page.text.count("data: ") == plain.text.count("data: ")
     refused = await client.post("/v1/chat/completions", json=CHAT, headers={"origin": PAGE})
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
-    asked["headers"]["origin"] = "https://other.example"
-    assert "access-control-allow-origin" not in (await client.post("/v1/chat/completions", **asked)).headers
+    request["headers"]["origin"] = "https://other.example"
+    assert "access-control-allow-origin" not in (await client.post("/v1/chat/completions", **request)).headers
 
 
-async def test_what_is_not_hot_is_marked(client: httpx.AsyncClient) -> None:
+async def test_routes_off_the_hot_path_have_cors_headers(client: httpx.AsyncClient) -> None:
     """The fleet, an unknown route, health."""
     headers = {"origin": PAGE, "authorization": f"Bearer {KEY}"}
     for path, status in (("/v1/engines", 200), ("/nowhere", 404), ("/healthz", 200)):
@@ -67,7 +71,7 @@ async def test_what_is_not_hot_is_marked(client: httpx.AsyncClient) -> None:
 
 
 async def test_by_default_no_page_may_read(client: httpx.AsyncClient) -> None:
-    """A gateway without keys on a laptop is no business of every page that is open there."""
+    """A gateway without keys on a laptop is not open to every page in its browser."""
     async with running_gateway() as gateway:
         answer = await client.get(gateway.url + "/v1/engines", headers={"origin": PAGE})
         assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
@@ -76,7 +80,7 @@ async def test_by_default_no_page_may_read(client: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize(
     "origin", ["dashboard.example", "https://dashboard.example/", "https://a.example/path", "null"]
 )
-def test_what_is_no_origin_is_refused(origin: str) -> None:
-    """A browser would never send it, and the page would be told no without a reason."""
+def test_an_invalid_origin_is_refused(origin: str) -> None:
+    """A browser would never send it, so the page would be refused without a reason."""
     with pytest.raises(ConfigError, match="cors_origins"):
         load_settings(cors_origins=(origin,))

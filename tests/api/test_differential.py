@@ -1,6 +1,5 @@
-"""Two hundred requests straight to a simulated engine and through the gateway; and as many of each API of SGLang's that
-is made of its chats.
-"""
+"""Two hundred requests straight to a simulated engine and through the gateway, and as many to each of the two APIs that
+SGLang builds from its chats."""
 
 import asyncio
 import random
@@ -21,8 +20,8 @@ from tests.support.gateway import REUSED_FOR, running_gateway
 @pytest.mark.parametrize("token_legs", ["off", "auto"])
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 async def test_the_gateway_answers_as_the_engine_does(dialect: Any, token_legs: str) -> None:
-    """A client that moves from an engine to the gateway sees other ids and times, and nothing else; of a turn at token
-    level it does not see the system fingerprint, which token routes do not tell."""
+    """A client that moves from an engine to the gateway sees other ids and times, and nothing else. For a turn at token
+    level it does not see the system fingerprint, which token routes do not report."""
     async with (
         serve_engine(toy(dialect)) as engine,
         running_gateway(engine, token_legs=token_legs) as gateway,
@@ -35,8 +34,8 @@ async def test_the_gateway_answers_as_the_engine_does(dialect: Any, token_legs: 
 
 
 @pytest.mark.parametrize("make_case", [messages_case, responses_case])
-async def test_what_sglang_makes_of_chats_is_made_of_tokens_as_well(make_case: Any) -> None:
-    """Its messages and responses of all shapes: the same answers, all of them at token level."""
+async def test_sglangs_messages_and_responses_are_equal_at_token_level(make_case: Any) -> None:
+    """Messages and responses of all shapes have the same answers, and all of them are served at token level."""
     dice, num = random.Random(make_case.__name__), 220
     cases = [make_case(dice, MODEL, number) for number in range(num)]
     async with (
@@ -46,19 +45,19 @@ async def test_what_sglang_makes_of_chats_is_made_of_tokens_as_well(make_case: A
         httpx.AsyncClient(base_url=gateway.url, timeout=30, limits=REUSED_FOR) as through,
     ):
         found = []
-        for start in range(0, num, 10):  # side by side, for all they do is wait for their tokens
-            asked = [compare(straight, through, case) for case in cases[start : start + 10]]
-            found += [one for differences in await asyncio.gather(*asked) for one in differences]
-        num_generated = sum(asked.path == "/generate" for asked in engine.seen)
+        for start in range(0, num, 10):  # concurrently, because they only wait for their tokens
+            comparisons = [compare(straight, through, case) for case in cases[start : start + 10]]
+            found += [one for differences in await asyncio.gather(*comparisons) for one in differences]
+        num_generated = sum(request.path == "/generate" for request in engine.seen)
     assert not found, "\n\n".join(found[:5])
     assert num_generated == num
 
 
-def test_an_engine_that_joins_tokens_into_one_event_tells_the_same() -> None:
-    """A vLLM whose reader is slow puts what it has made meanwhile into one event: no difference to a client."""
+def test_joining_tokens_into_one_event_is_no_difference() -> None:
+    """A vLLM whose reader is slow puts the tokens made meanwhile into one event."""
 
-    def event(finish: str | None, tokens: int, **said: Any) -> tuple[str, Any]:
-        choice = {"index": 0, "finish_reason": finish, **said}
+    def event(finish: str | None, tokens: int, **fields: Any) -> tuple[str, Any]:
+        choice = {"index": 0, "finish_reason": finish, **fields}
         return "", {"choices": [choice], "usage": {"completion_tokens": tokens}}
 
     apart = [event(None, 1, text="a"), event(None, 2, text="b"), event("length", 3, text="c"), ("", "[DONE]")]

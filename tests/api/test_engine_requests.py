@@ -1,4 +1,4 @@
-"""What an engine is sent for a request: its body, the scheduler's priority, and nothing of the client's headers."""
+"""What an engine receives for a request: its body, the scheduler's priority, and none of the client's headers."""
 
 import asyncio
 from typing import Any
@@ -31,20 +31,20 @@ SECRETS = {
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 @pytest.mark.parametrize("path", [*(f"/v1/{api}" for api in APIS), "/tokenize", "/v1/embeddings"])
 async def test_no_header_of_the_client_reaches_the_engine(dialect: Any, path: str) -> None:
-    """Above all not its key, nor what would steer the engine past the scheduler."""
+    """Above all not its key, nor anything that would steer the engine around the scheduler."""
     async with running_site(toy(dialect)) as site:
         body = {"model": MODEL, "messages": HELLO, "prompt": "a", "input": "a", "max_tokens": 4}
         answer = await site.client.post(path, json=body, headers=SECRETS)
         assert answer.status_code == 200
-        (asked,) = site.engine.turns
+        (request,) = site.engine.turns
         ours = {"x-request-id", "x-vllm-priority", "x-session-id", "x-smg-routing-key"}
-        assert set(asked.headers) - ours == {"host", "content-type", "content-length"}
-        assert "secret" not in str(asked)
-        assert asked.headers.get("x-vllm-priority") != "-999"
+        assert set(request.headers) - ours == {"host", "content-type", "content-length"}
+        assert "secret" not in str(request)
+        assert request.headers.get("x-vllm-priority") != "-999"
 
 
-async def test_an_engine_is_sent_its_own_key() -> None:
-    """The key that the settings have for it, whatever the client sent; one that it refuses is no client's fault."""
+async def test_an_engine_gets_its_own_key() -> None:
+    """The key that is configured for it, whatever the client sent."""
     async with recorded_engine(toy(api_key="engine-key")) as engine:
         settings = EngineSettings(url=engine.url, kind="vllm", api_key="engine-key")
         async with running_gateway(settings) as listening, httpx.AsyncClient(base_url=listening.url) as client:
@@ -55,43 +55,45 @@ async def test_an_engine_is_sent_its_own_key() -> None:
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_lower_priority_is_earlier_at_both_engines(dialect: Any) -> None:
-    """The longer a trajectory is expected to be, the lower the number that its engine is told."""
+async def test_a_longer_trajectory_gets_a_lower_priority_number(dialect: Any) -> None:
+    """Both kinds of engine serve lower numbers first, so a trajectory that is expected to be longer goes first."""
     async with running_site(toy(dialect)) as site:
         for name, tokens in (("short", 100), ("long", 9000)):
             await site.client.post("/v1/trajectories", json={"id": name, "expected_output_tokens": tokens})
             assert (await site.chat(f"/t/{name}{CHAT}", priority=5)).status_code == 200
-        told = [asked.headers.get("x-vllm-priority") or asked.json["priority"] for asked in site.engine.turns]
-        assert int(told[1]) < int(told[0])
+        priorities = [
+            request.headers.get("x-vllm-priority") or request.json["priority"] for request in site.engine.turns
+        ]
+        assert int(priorities[1]) < int(priorities[0])
 
 
-async def test_sglangs_generate_is_not_told_the_model() -> None:
-    """The gateway needs the name where a fleet serves several; the engine refuses fields that it does not know."""
+async def test_sglangs_generate_gets_no_model() -> None:
+    """The gateway needs the name if a fleet serves several; the engine refuses fields that it does not know."""
     async with running_site(toy("sglang")) as site:
         body = {"model": MODEL, "input_ids": [300, 301], "sampling_params": {"max_new_tokens": 3}}
         answer = await site.client.post("/generate", json=body)
         assert answer.status_code == 200, answer.text
-        (asked,) = site.engine.turns
-        assert "model" not in asked.json and asked.json["input_ids"] == [300, 301] and asked.json["rid"]
+        (request,) = site.engine.turns
+        assert "model" not in request.json and request.json["input_ids"] == [300, 301] and request.json["rid"]
 
 
-async def test_sglang_is_told_ids_that_are_no_prefix_of_another() -> None:
-    """SGLang aborts by prefix, so ids have one length, whatever id the client sent, and are never the same."""
+async def test_sglang_gets_request_ids_of_one_length() -> None:
+    """SGLang aborts by prefix, so no id may begin another: they are distinct, whatever id the client sent."""
     async with running_site(toy("sglang")) as sglang:
         for number in range(3):
             await sglang.chat(rid=f"mine-{number}")
-        ids = [asked.json["rid"] for asked in sglang.engine.turns]
+        ids = [request.json["rid"] for request in sglang.engine.turns]
     assert len(set(ids)) == 3
     assert len({len(one) for one in ids}) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_sglang_is_asked_to_abort_what_its_client_left(stream: bool) -> None:
-    """A closed connection alone would let it run on for seconds (SGLang 0.5.23, managers/tokenizer_manager.py)."""
+async def test_sglang_is_asked_to_abort_a_turn_whose_client_left(stream: bool) -> None:
+    """After a closed connection alone, it would run on for seconds (SGLang 0.5.23, managers/tokenizer_manager.py)."""
     async with running_site(toy("sglang")) as site:
         turn = asyncio.create_task(site.chat(stream=stream, max_tokens=8000, ignore_eos=True))
         await eventually(lambda: site.engine.turns)
         turn.cancel()
         await eventually(lambda: len(site.engine.turns) == 2, 1.0)
-        asked, aborted = site.engine.turns
-        assert (aborted.path, aborted.json["rid"]) == ("/abort_request", asked.json["rid"])
+        request, aborted = site.engine.turns
+        assert (aborted.path, aborted.json["rid"]) == ("/abort_request", request.json["rid"])

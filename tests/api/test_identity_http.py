@@ -1,5 +1,6 @@
-"""Which trajectory a request belongs to, seen from outside: every form over HTTP, and clients that send nothing."""
+"""Which trajectory a request belongs to, as clients see it: every form over HTTP, and clients that send no id."""
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -49,25 +50,25 @@ APIS = ("chat/completions", "completions", "responses", "messages")
 async def test_every_form_names_the_trajectory_over_http(
     site: Site, prefix: str, headers: dict[str, str], fields: dict[str, Any], expected: str
 ) -> None:
-    """Two turns in the same form are one trajectory: the answer says so, the API, and the engine is told."""
+    """Two turns in the same form are one trajectory: in the answer, in the API, and for the engine."""
     for _ in range(2):
         answer = await site.chat(f"{prefix}/v1/chat/completions", headers=headers, **fields)
         assert (answer.status_code, answer.headers["x-trajectory-id"]) == (200, expected)
     listed = (await site.client.get("/v1/trajectories")).json()["data"]
     assert [(one["id"], one["num_turns"]) for one in listed] == [(expected, 2)]
-    assert {asked.headers["x-session-id"] for asked in site.engine.turns} == {expected}
-    assert {asked.path for asked in site.engine.turns} <= {CHAT, GENERATE}
+    assert {request.headers["x-session-id"] for request in site.engine.turns} == {expected}
+    assert {request.path for request in site.engine.turns} <= {CHAT, GENERATE}
 
 
 @pytest.mark.parametrize("api", APIS)
 async def test_the_path_form_serves_every_api(site: Site, api: str) -> None:
-    """A framework that can set nothing but its base_url is known by it, whichever API it speaks."""
+    """A framework of which only the base_url can be set is recognised by it, whichever API it uses."""
     answer = await site.client.post(f"/t/run-7/v1/{api}", json=first_turn(api, stream=False))
     assert (answer.status_code, answer.headers["x-trajectory-id"]) == (200, "run-7")
 
 
 async def test_the_path_form_reaches_the_other_routes_too(site: Site) -> None:
-    """With the base_url set to the path form, an SDK's models and tokens calls go there as well."""
+    """With the base_url set to the path form, an SDK's calls for models and tokens go there as well."""
     for route in ("/v1/models", f"/v1/models/{MODEL}", "/v1/engines"):
         assert (await site.client.get(f"/t/run-7{route}")).status_code == 200
     counted = await site.client.post("/sessions/run-7/v1/messages/count_tokens", json={"messages": HELLO})
@@ -77,7 +78,7 @@ async def test_the_path_form_reaches_the_other_routes_too(site: Site) -> None:
 
 
 async def test_the_first_form_in_the_order_wins(site: Site) -> None:
-    """Path over header over body, as written in the order of forms."""
+    """Path over header over body, in the order of precedence."""
     fields = {"headers": {"x-session-id": "header"}, "session_id": "body"}
     assert (await site.chat("/t/path/v1/chat/completions", **fields)).headers["x-trajectory-id"] == "path"
     assert (await site.chat(**fields)).headers["x-trajectory-id"] == "header"
@@ -94,8 +95,8 @@ async def test_group_and_rollout_are_known_from_headers_and_metadata(site: Site)
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("api", APIS)
-async def test_a_conversation_without_an_id_is_known_again(site: Site, api: str, stream: bool) -> None:
-    """A client that sends back what it was answered stays on its trajectory for all its turns."""
+async def test_a_conversation_without_an_id_is_recognised(site: Site, api: str, stream: bool) -> None:
+    """A client that sends back the answers stays on its trajectory for all its turns."""
     body = first_turn(api, stream)
     ids = []
     for _ in range(3):
@@ -109,7 +110,7 @@ async def test_a_conversation_without_an_id_is_known_again(site: Site, api: str,
 
 @pytest.mark.parametrize("api", APIS)
 async def test_siblings_without_ids_are_trajectories_of_one_group(site: Site, api: str) -> None:
-    """The same first prompt four times is four trajectories of one group, and their second turns go on with them."""
+    """The same first prompt four times is four trajectories of one group, and their second turns continue them."""
     firsts = [await site.client.post(f"/v1/{api}", json=first_turn(api, False)) for _ in range(4)]
     ids = [answer.headers["x-trajectory-id"] for answer in firsts]
     assert len(set(ids)) == 4
@@ -124,9 +125,9 @@ async def test_siblings_without_ids_are_trajectories_of_one_group(site: Site, ap
     assert {answer.headers["x-trajectory-id"] for answer in seconds} <= set(ids)
 
 
-async def test_a_client_that_says_only_user_may_have_siblings_at_once(site: Site) -> None:
-    """Requests that share no more than a `user` are answered each for itself."""
-    answers = [await site.chat(user="someone"), await site.chat(user="someone")]
+async def test_equal_requests_that_name_only_a_user_are_not_joined(site: Site) -> None:
+    """Concurrent requests that share no more than a `user` are answered separately."""
+    answers = await asyncio.gather(site.chat(user="someone"), site.chat(user="someone"))
     assert len({answer.json()["id"] for answer in answers}) == 2
 
 
@@ -140,23 +141,23 @@ ERRORS: list[tuple[str, int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("status", "request_"), [error[1:] for error in ERRORS], ids=[error[0] for error in ERRORS])
 async def test_an_error_carries_the_ids_too(status: int, request_: dict[str, Any]) -> None:
-    """Whoever named its trajectory finds it in every answer, and a request id to ask about."""
+    """A client that named its trajectory finds it in every answer, with a request id to ask about."""
     async with running_site(max_body_bytes=4096) as site:
         answer = await site.client.post("/t/run-7/v1/chat/completions", **request_)
         assert (answer.status_code, answer.headers["x-trajectory-id"]) == (status, "run-7")
         assert len(answer.headers["x-request-id"]) == 32
 
 
-async def test_an_error_knows_the_id_in_the_body() -> None:
-    """The body's id is in the answer even where its model is unknown."""
+async def test_an_error_carries_the_id_from_the_body() -> None:
+    """Even if the body's model is unknown."""
     async with running_site() as site:
         answer = await site.chat(model="nope", session_id="run-7")
         assert (answer.status_code, answer.headers["x-trajectory-id"]) == (404, "run-7")
 
 
 @pytest.mark.parametrize("bad", ["x" * 257, "ä", [1], {}])
-async def test_a_bad_id_is_the_clients_mistake(site: Site, bad: Any) -> None:
-    """400 in OpenAI's form, and no engine is asked."""
+async def test_an_invalid_id_is_a_400(site: Site, bad: Any) -> None:
+    """In OpenAI's form, and no engine is asked."""
     answer = await site.chat(session_id=bad)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "bad_identity"
@@ -178,7 +179,7 @@ EVERYWHERE = [
 
 @pytest.mark.parametrize(("method", "path"), EVERYWHERE)
 async def test_every_answer_has_a_request_id(site: Site, method: str, path: str) -> None:
-    """Of whatever route, good or bad."""
+    """On any route, for valid and invalid requests."""
     answers = [await site.client.request(method, path) for _ in range(2)]
     ids = [answer.headers["x-request-id"] for answer in answers]
     assert len(set(ids)) == 2
@@ -199,8 +200,8 @@ def first_turn(api: str, stream: bool) -> dict[str, Any]:
 
 
 def next_turn(api: str, body: dict[str, Any], answer: httpx.Response, text: str = "go on") -> dict[str, Any]:
-    """The request that an ordinary client makes of its last one and the answer."""
-    asked = {"role": "user", "content": text}
+    """The request that an ordinary client builds from its last one and the answer."""
+    question = {"role": "user", "content": text}
     if body["stream"]:
         events = events_of(answer.text)
         whole = assembled(events)
@@ -209,21 +210,21 @@ def next_turn(api: str, body: dict[str, Any], answer: httpx.Response, text: str 
                 return {**body, "prompt": body["prompt"] + whole["choices"][0]["text"] + " " + text}
             case "responses":
                 output = next(data for name, data in events if name == "response.output_item.done")["item"]
-                return {**body, "input": [*body["input"], output, asked]}
+                return {**body, "input": [*body["input"], output, question]}
             case "messages":
                 text_block = {"type": "text", "text": whole["content_block_delta   0"]["delta"]["text"]}
-                said = {"role": "assistant", "content": [text_block]}
+                assistant = {"role": "assistant", "content": [text_block]}
             case _:
-                said = {"role": "assistant", "content": whole["choices"][0]["delta"]["content"]}
-        return {**body, "messages": [*body["messages"], said, asked]}
+                assistant = {"role": "assistant", "content": whole["choices"][0]["delta"]["content"]}
+        return {**body, "messages": [*body["messages"], assistant, question]}
     given = answer.json()
     match api:
         case "completions":
             return {**body, "prompt": body["prompt"] + given["choices"][0]["text"] + " " + text}
         case "responses":
-            return {**body, "input": [*body["input"], *given["output"], asked]}
+            return {**body, "input": [*body["input"], *given["output"], question]}
         case "messages":
-            said = {"role": "assistant", "content": given["content"]}
+            assistant = {"role": "assistant", "content": given["content"]}
         case _:
-            said = given["choices"][0]["message"]
-    return {**body, "messages": [*body["messages"], said, asked]}
+            assistant = given["choices"][0]["message"]
+    return {**body, "messages": [*body["messages"], assistant, question]}

@@ -1,4 +1,4 @@
-"""Streams and headers on the wire: heartbeats, errors before and after the first event, nothing held back or leaked."""
+"""Streams and headers on the wire: heartbeats, errors before and after the first event, nothing delayed or leaked."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,9 +21,9 @@ HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "upgrade", "proxy-aut
 
 
 def body_of(api: str, **fields: Any) -> dict[str, Any]:
-    asked = {"completions": {"prompt": "a"}, "responses": {"input": "a"}}.get(api, {"messages": HELLO})
+    prompt = {"completions": {"prompt": "a"}, "responses": {"input": "a"}}.get(api, {"messages": HELLO})
     limit = "max_output_tokens" if api == "responses" else "max_tokens"
-    return {"model": MODEL, limit: 4, "stream": True, **asked, **fields}
+    return {"model": MODEL, limit: 4, "stream": True, **prompt, **fields}
 
 
 PAUSED = event(
@@ -32,7 +32,7 @@ PAUSED = event(
 
 
 def pieces(*parts: bytes) -> Script:
-    """A stream that comes in these writes."""
+    """A stream that arrives in these writes."""
 
     async def play(_: Any, write: Any) -> None:
         for part in parts:
@@ -43,7 +43,7 @@ def pieces(*parts: bytes) -> Script:
 
 
 class Busy:
-    """A site whose one slot is taken, until `free`."""
+    """A site whose only slot is taken until `free`."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -65,7 +65,7 @@ async def busy() -> AsyncIterator[Busy]:
 
 @pytest.mark.parametrize("api", APIS)
 async def test_a_queued_stream_is_kept_open_by_comments(busy: Busy, api: str) -> None:
-    """Comments while it waits, then the very answer that it would have had at once."""
+    """Comments while it waits, then exactly the answer that it would have had at once."""
     site = busy.site
     async with site.client.stream("POST", f"/t/second/v1/{api}", json=body_of(api)) as answer:
         assert answer.headers["x-trajectory-id"] == "second"
@@ -74,15 +74,15 @@ async def test_a_queued_stream_is_kept_open_by_comments(busy: Busy, api: str) ->
             text += piece
             if text.count(": waiting") == 2:
                 await busy.free()
-    waited, _, rest = text.rpartition(": waiting\n\n")
-    assert set(waited.split("\n\n")) <= {"", ": waiting"}
+    comments, _, rest = text.rpartition(": waiting\n\n")
+    assert set(comments.split("\n\n")) <= {"", ": waiting"}
     at_once = await site.client.post(f"/t/third/v1/{api}", json=body_of(api))
     assert normalised(assembled(events_of(rest))) == normalised(assembled(events_of(at_once.text)))
 
 
 @pytest.mark.parametrize("api", APIS)
 async def test_an_error_after_a_comment_is_an_event(busy: Busy, api: str) -> None:
-    """Its status line is out, so the stream ends with an error event in its API's form, and the SDKs raise."""
+    """The status line was sent, so the stream ends with an error event in its API's form, and the SDKs raise."""
     base_url = f"{busy.site.url}/t/second"
     if api == "messages":
         client: Any = anthropic.AsyncAnthropic(base_url=base_url, api_key="none", max_retries=0)
@@ -131,25 +131,25 @@ async def test_an_engines_own_comments_are_no_answer(wire: Wire) -> None:
             assert (await site.chat(stream=True)).status_code == 503
         site.engine.scripts[wire.path] = pieces(alive, wire.chunk("a"), alive, wire.chunk("b", "stop"), DONE)
         events = events_of((await site.chat(stream=True)).text)
-        told = [data["choices"][0]["delta"]["content"] for _, data in events[:-1]]
-        assert [text for text in told if text] == ["a", "b"]
+        texts = [data["choices"][0]["delta"]["content"] for _, data in events[:-1]]
+        assert [text for text in texts if text] == ["a", "b"]
 
 
 async def test_an_error_in_a_later_event_ends_the_stream(wire: Wire) -> None:
-    """What came before it stays, the error is OpenAI's, and [DONE] does not follow. What was passed on is not made
-    twice; at token level the turn goes on from it, as long as engines are there to go to."""
+    """What came before it stays, the error is in OpenAI's form, and [DONE] does not follow. What was passed through is
+    not made twice; at token level, the turn continues from it as long as there are engines to try."""
     async with running_site(queue_timeout_s=0.1) as site:
         site.engine.scripts[wire.path] = pieces(wire.chunk("a"), PAUSED, DONE)
         events = events_of((await site.chat(stream=True)).text)
-        told = [data["choices"][0]["delta"]["content"] for _, data in events[:-1]]
-        assert [text for text in told if text] == (["a"] if wire.path == CHAT else ["a"] * len(site.engine.turns))
+        texts = [data["choices"][0]["delta"]["content"] for _, data in events[:-1]]
+        assert [text for text in texts if text] == (["a"] if wire.path == CHAT else ["a"] * len(site.engine.turns))
         assert set(events[-1][1]["error"]) == {"message", "type", "param", "code"}
         assert wire.path != CHAT or len(site.engine.turns) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_an_aborted_answer_is_made_anew(site: Site, wire: Wire, stream: bool) -> None:
-    """vLLM ends what it aborts with 200 and finish_reason `abort`: no end, so the turn runs again before it is told."""
+async def test_an_aborted_answer_is_made_again(site: Site, wire: Wire, stream: bool) -> None:
+    """vLLM ends an aborted request with 200 and finish_reason `abort`: that is no end, so the turn gets another leg."""
 
     async def play(_: Any, write: Any) -> None:
         del site.engine.scripts[wire.path]
@@ -182,7 +182,7 @@ async def test_an_aborted_answer_is_made_anew(site: Site, wire: Wire, stream: bo
 )
 @pytest.mark.parametrize("api", ["chat/completions", "messages"])
 async def test_every_error_of_an_engine_has_one_form(api: str, status: int, body: bytes, expected: int) -> None:
-    """Flat, nested, a string, FastAPI's, HTML, nothing: the client sees OpenAI's form, or Anthropic's on its route."""
+    """Flat, nested, a string, FastAPI's, HTML or nothing: clients see OpenAI's form, or Anthropic's on its route."""
     async with running_site(max_attempts=1, queue_timeout_s=0.1) as site:
         failing = fixed(status, body, b"text/html" if body[:1] == b"<" else b"application/json")
         site.engine.scripts |= {f"/v1/{api}": failing, GENERATE: failing}
@@ -195,11 +195,11 @@ async def test_every_error_of_an_engine_has_one_form(api: str, status: int, body
 
 
 @pytest.mark.parametrize("api", APIS)
-async def test_the_first_chunk_comes_before_the_last_is_made(site: Site, api: str) -> None:
-    """Nothing is buffered on the way: the engine waits for the client to have read its first event."""
+async def test_the_first_chunk_arrives_before_the_last_is_made(site: Site, api: str) -> None:
+    """Nothing is buffered on the way: the engine waits until the client has read its first event."""
     seen = asyncio.Event()
-    asked = body_of(api)
-    whole = normalised(assembled(events_of((await site.client.post(f"/v1/{api}", json=asked)).text)))
+    body = body_of(api)
+    whole = normalised(assembled(events_of((await site.client.post(f"/v1/{api}", json=body)).text)))
     path = site.engine.turns[-1].path
     async with httpx.AsyncClient(base_url=site.engine.url, timeout=60) as engine:
         made = (await engine.post(path, content=site.engine.turns[-1].body)).content
@@ -211,7 +211,7 @@ async def test_the_first_chunk_comes_before_the_last_is_made(site: Site, api: st
         await write(b"".join(rest))
 
     site.engine.scripts[path] = Script(play)
-    async with asyncio.timeout(60), site.client.stream("POST", f"/v1/{api}", json=asked) as answer:
+    async with asyncio.timeout(60), site.client.stream("POST", f"/v1/{api}", json=body) as answer:
         received = ""
         async for piece in answer.aiter_text():
             received += piece
@@ -220,8 +220,8 @@ async def test_the_first_chunk_comes_before_the_last_is_made(site: Site, api: st
 
 
 async def test_events_cut_anywhere_arrive_whole(site: Site, wire: Wire) -> None:
-    """Network reads end in the middle of events, lines and characters; the client gets the same text, and where it is
-    passed on the same bytes."""
+    """Network reads end within events, lines and characters. The client gets the same text, and the same bytes if the
+    stream is passed through."""
     stream = wire.chunk("世界🙂") + wire.chunk("é") + wire.chunk("!", "stop") + DONE
     site.engine.scripts[wire.path] = pieces(*(stream[place : place + 7] for place in range(0, len(stream), 7)))
     answer = await site.chat(stream=True)
@@ -230,7 +230,7 @@ async def test_events_cut_anywhere_arrive_whole(site: Site, wire: Wire) -> None:
 
 
 async def test_the_headers_of_a_stream_keep_proxies_from_buffering(site: Site, wire: Wire) -> None:
-    """As proxies ask for it; no compression, nothing hop-by-hop, and nothing of the engine's own headers."""
+    """No compression, no hop-by-hop header, and none of the engine's own headers."""
 
     async def play(_: Any, write: Any) -> None:
         await write(wire.chunk("a", "stop") + DONE)

@@ -1,4 +1,4 @@
-"""A trajectory's later prompts: its own earlier tokens, as they were made, and what is new after them."""
+"""A trajectory's later prompts: its own earlier tokens exactly as they were generated, then what is new."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ TURNS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": MODEL, "max_output_tokens": 4, "input": "hi"},
     "/v1/messages": _CHAT,
 }
-# SGLang's grammars for calls are its own routes'; and what it does not offer, it does not show.
+# Only SGLang's own routes have grammars for calls, and it does not show tools that it does not offer.
 CHOICES = {"vllm": ("required", "none", "required", "auto"), "sglang": ("auto",) * 4}
 on_both = pytest.mark.parametrize("dialect", CHOICES)
 TOOL = {
@@ -28,8 +28,8 @@ TOOL = {
 
 
 def generated(site: Site) -> list[dict[str, Any]]:
-    """What the engine was sent to generate from."""
-    return [asked.json for asked in site.engine.turns if asked.path in ("/inference/v1/generate", "/generate")]
+    """The requests from which the engine generated."""
+    return [request.json for request in site.engine.turns if request.path in ("/inference/v1/generate", "/generate")]
 
 
 async def tokens_of(site: Site, trajectory_id: str) -> list[dict[str, Any]]:
@@ -39,8 +39,9 @@ async def tokens_of(site: Site, trajectory_id: str) -> list[dict[str, Any]]:
     return turns
 
 
-async def test_the_next_prompt_begins_with_the_tokens_that_were_made() -> None:
-    """Though a template renders a tool call otherwise than the model wrote it; a changed history begins a branch."""
+async def test_the_next_prompt_begins_with_the_generated_tokens() -> None:
+    """Even though a template renders a tool call differently from how the model wrote it; a changed history begins a
+    branch."""
     async with running_site(token_legs="auto") as site:
         headers = {"x-trajectory-id": "spliced"}
         messages: list[dict[str, Any]] = [{"role": "user", "content": "look around"}]
@@ -51,11 +52,11 @@ async def test_the_next_prompt_begins_with_the_tokens_that_were_made() -> None:
             message = answer.json()["choices"][0]["message"]
             messages.append({name: message[name] for name in ("role", "content", "tool_calls") if message.get(name)})
             for call in message.get("tool_calls") or ():
-                call["function"]["arguments"] = " " + call["function"]["arguments"]  # as some frameworks spell it
+                call["function"]["arguments"] = " " + call["function"]["arguments"]  # as some frameworks write it
             role = "tool" if message.get("tool_calls") else "user"
             messages.append({"role": role, "content": f"result {number}", "tool_call_id": "1"})
         turns = await tokens_of(site, "spliced")
-        prompts = [asked["token_ids"] for asked in generated(site)]
+        prompts = [request["token_ids"] for request in generated(site)]
         assert [turn["parent"] for turn in turns] == [None, *(turn["turn_id"] for turn in turns[:-1])]
         whole: list[int] = []
         for turn, prompt in zip(turns, prompts, strict=True):
@@ -69,8 +70,8 @@ async def test_the_next_prompt_begins_with_the_tokens_that_were_made() -> None:
 
 @on_both
 @pytest.mark.parametrize("stream", [False, True])
-async def test_messages_are_gone_on_from_as_chats_are(stream: bool, dialect: str) -> None:
-    """By what Anthropic's SDK sends back of an answer, with calls and without."""
+async def test_messages_are_continued_like_chats(stream: bool, dialect: str) -> None:
+    """From what Anthropic's SDK sends back of an answer, with calls and without."""
     async with (
         running_site(toy(dialect), token_legs="auto") as site,
         AsyncAnthropic(base_url=site.url, api_key="none") as sdk,
@@ -79,14 +80,14 @@ async def test_messages_are_gone_on_from_as_chats_are(stream: bool, dialect: str
         tool: Any = {"name": "look", "input_schema": TOOL["function"]["parameters"]}
         messages: Any = [{"role": "user", "content": "look around"}]
         for choice in CHOICES[dialect]:
-            asked: Any = {"model": MODEL, "max_tokens": 200, "messages": messages, "tools": [tool]}
+            request: Any = {"model": MODEL, "max_tokens": 200, "messages": messages, "tools": [tool]}
             kind = "any" if choice == "required" else choice
-            asked |= {"tool_choice": {"type": kind}, "extra_headers": headers}
+            request |= {"tool_choice": {"type": kind}, "extra_headers": headers}
             if stream:
-                async with sdk.messages.stream(**asked) as events:
+                async with sdk.messages.stream(**request) as events:
                     message = await events.get_final_message()
             else:
-                message = await sdk.messages.create(**asked)
+                message = await sdk.messages.create(**request)
             messages.append({"role": "assistant", "content": [block.model_dump() for block in message.content]})
             results = [
                 {"type": "tool_result", "tool_use_id": block.id, "content": "dust"}
@@ -102,8 +103,8 @@ async def test_messages_are_gone_on_from_as_chats_are(stream: bool, dialect: str
 
 @on_both
 @pytest.mark.parametrize("stream", [False, True])
-async def test_responses_are_gone_on_from_as_chats_are(stream: bool, dialect: str) -> None:
-    """By what OpenAI's SDK sends back of an answer, with calls and without."""
+async def test_responses_are_continued_like_chats(stream: bool, dialect: str) -> None:
+    """From what OpenAI's SDK sends back of an answer, with calls and without."""
     async with (
         running_site(toy(dialect), token_legs="auto") as site,
         AsyncOpenAI(base_url=f"{site.url}/v1", api_key="none") as sdk,
@@ -112,13 +113,13 @@ async def test_responses_are_gone_on_from_as_chats_are(stream: bool, dialect: st
         tool |= {"description": "Look there.", "strict": dialect == "vllm"}
         items: Any = [{"role": "user", "content": "look around"}]
         for choice in CHOICES[dialect]:
-            asked: Any = {"model": MODEL, "max_output_tokens": 200, "input": items, "tools": [tool]}
-            asked |= {"tool_choice": choice, "extra_headers": {"x-trajectory-id": "spliced"}}
+            request: Any = {"model": MODEL, "max_output_tokens": 200, "input": items, "tools": [tool]}
+            request |= {"tool_choice": choice, "extra_headers": {"x-trajectory-id": "spliced"}}
             if stream:
-                async with sdk.responses.stream(**asked) as events:
+                async with sdk.responses.stream(**request) as events:
                     response: Any = await events.get_final_response()
             else:
-                response = await sdk.responses.create(**asked)
+                response = await sdk.responses.create(**request)
             items += [item.model_dump(exclude_none=True) for item in response.output]
             results = [
                 {"type": "function_call_output", "call_id": item.call_id, "output": "dust"}
@@ -133,8 +134,8 @@ async def test_responses_are_gone_on_from_as_chats_are(stream: bool, dialect: st
 
 
 @on_both
-async def test_an_engine_that_keeps_responses_sees_those_that_it_is_to_keep(dialect: str) -> None:
-    """It is asked for them later; one that keeps none serves all of them at token level."""
+async def test_responses_that_an_engine_keeps_are_passed_through(dialect: str) -> None:
+    """A client may ask for them later; the responses of an engine that keeps none are all served at token level."""
     for is_storing in (False, True):
         async with running_site(toy(dialect, response_store=is_storing), token_legs="auto") as site:
             [engine] = (await site.client.get("/v1/engines")).json()["data"]
@@ -148,8 +149,8 @@ async def test_an_engine_that_keeps_responses_sees_those_that_it_is_to_keep(dial
                 assert len(generated(site)) - num_before == (0 if is_seen else 1)
 
 
-async def test_who_wants_no_tokens_kept_has_none() -> None:
-    """`Prefer: tokens=none`, for a turn."""
+async def test_prefer_tokens_none_keeps_no_tokens() -> None:
+    """For a turn at token level."""
     async with running_site(token_legs="auto") as site:
         headers = {"x-trajectory-id": "private", "prefer": "tokens=none"}
         assert (await site.chat(headers=headers)).status_code == 200
@@ -159,8 +160,9 @@ async def test_who_wants_no_tokens_kept_has_none() -> None:
 
 
 @on_both
-async def test_an_engine_says_which_apis_pass_through(dialect: str) -> None:
-    """In `GET /v1/engines`, with the reason; and what it says is so."""
+async def test_apis_reported_at_token_level_are_served_at_token_level(dialect: str) -> None:
+    """`GET /v1/engines` reports every API as served at token level or as passed through, and here all are at token
+    level."""
     async with running_site(toy(dialect), token_legs="auto") as site:
         [engine] = (await site.client.get("/v1/engines")).json()["data"]
         assert engine["token_legs"] is True
@@ -173,8 +175,8 @@ async def test_an_engine_says_which_apis_pass_through(dialect: str) -> None:
             assert len(generated(site)) - before == 1 and path in by_tokens
 
 
-async def test_an_engine_of_a_model_that_thinks_passes_its_responses_through() -> None:
-    """And says so: they tell how many of their tokens were thought, which no token tells."""
+async def test_responses_of_a_model_that_thinks_pass_through() -> None:
+    """And the engine's view reports it: responses state how many tokens were thought, which tokens do not show."""
     async with running_site(toy("sglang", reasoning_parser="qwen3"), token_legs="auto") as site:
         [engine] = (await site.client.get("/v1/engines")).json()["data"]
         assert engine["passed_apis"].keys() == {"/v1/responses"}
@@ -182,8 +184,8 @@ async def test_an_engine_of_a_model_that_thinks_passes_its_responses_through() -
         assert not generated(site)
 
 
-async def test_an_engine_without_token_routes_says_why_all_passes_through() -> None:
-    """As the setting is, or as the engine was started."""
+async def test_an_engine_without_token_routes_reports_the_reason() -> None:
+    """The setting, or how the engine was started."""
     for setting, why in (("off", "the setting"), ("auto", "--enable-scale-out")):
         async with recorded_engine(toy()) as recorded:
             recorded.scripts["/v1/completions/render"] = fixed(404, b"{}")
@@ -195,7 +197,7 @@ async def test_an_engine_without_token_routes_says_why_all_passes_through() -> N
 
 
 async def test_requests_that_token_routes_cannot_serve_pass_through() -> None:
-    """Fields whose effect is not in a token answer."""
+    """Fields whose effect does not show in tokens."""
     async with running_site(token_legs="auto") as site:
         for fields in ({"best_of": 1}, {"return_token_ids": True}, {"tools": [TOOL], "stop": ["x"]}):
             answer = await site.chat(**fields)
@@ -203,9 +205,10 @@ async def test_requests_that_token_routes_cannot_serve_pass_through() -> None:
         assert not generated(site)
 
 
-async def test_an_engine_sends_as_many_tokens_at_once_as_nobody_waits_for() -> None:
-    """Each by itself where its text is told at once, some for who is told in parts, many for a whole answer."""
+async def test_the_stream_interval_depends_on_what_the_client_waits_for() -> None:
+    """One token at a time if its text is sent at once, some for a client that is told in parts, many for a whole
+    answer."""
     async with running_site(token_legs="auto") as site:
-        for fields, wanted in (({"stream": True}, None), ({"stream": True, "tools": [TOOL]}, 4), ({}, 32)):
+        for fields, expected in (({"stream": True}, None), ({"stream": True, "tools": [TOOL]}, 4), ({}, 32)):
             assert (await site.chat(**fields)).status_code == 200
-            assert generated(site)[-1]["sampling_params"].get("stream_interval") == wanted
+            assert generated(site)[-1]["sampling_params"].get("stream_interval") == expected

@@ -1,4 +1,4 @@
-"""What a trainer asks a gateway for, over HTTP: tokens, exports, rewards; the store filled as a gateway fills it."""
+"""What a trainer requests over HTTP: tokens, exports, rewards. The store is filled as a gateway fills it."""
 
 import io
 import itertools
@@ -25,7 +25,7 @@ from tests.support.redis_server import RedisServer, redis_server
 __all__ = ["redis_server"]
 
 LIMITS = TokenLimits(keep=True, memory_bytes=2**30, stored_bytes=2**30, age_s=3600)
-TALK = [
+TURNS = [
     Step(None, [1, 2, 3], [4, 5], [-0.5, -0.25], 1),
     Step(0, [6], [7], [-1.5], 0),
     Step(0, [8, 9], [10], [0.0], 0),
@@ -48,17 +48,17 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 async def fill(
-    store_url: str, talks: dict[str, list[Step]], rows: dict[str, list[dict[str, Any]]] | None = None
+    store_url: str, plans: dict[str, list[Step]], rows: dict[str, list[dict[str, Any]]] | None = None
 ) -> None:
-    """Put trajectories of the rollout `r` with their tokens, as a gateway writes them; `rows`: more turns of some."""
+    """Store trajectories of the rollout `r` with their tokens, as a gateway does; `rows`: further turns of some."""
     store = open_store(store_url, StoreSettings())
     await store.open()
     ledger, now = Ledger(store, 100), started_clock()()
     book = TokenBook(store, ledger, started_clock(), LIMITS)
-    for name, talk in talks.items():
+    for name, plan in plans.items():
         ledger.save(TrajectoryRecord(name, f"g-{name}", "r", TrajectoryState.FINISHED, None, 9, 5, 1, 9.0, now, now))
         ledger.declare(name, {"expected_output_tokens": None, "metadata": {"task": name}})
-        for turn in conversation(talk, name):
+        for turn in conversation(plan, name):
             book.add(turn)
             ledger.add_turn(name, row(turn.turn_id, "kept"))
         for more in (rows or {}).get(name, []):
@@ -68,12 +68,12 @@ async def fill(
 
 
 def row(turn_id: str, tokens: str) -> dict[str, Any]:
-    """What the history says of a turn."""
+    """A turn in the history."""
     return {"turn_id": turn_id, "outcome": "finished", "tokens": tokens}
 
 
 @asynccontextmanager
-async def asked(store_url: str, **settings: Any) -> AsyncIterator[httpx2.AsyncClient]:
+async def client_on(store_url: str, **settings: Any) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of a gateway on this store, without engines."""
     async with (
         running_gateway(store=store_url, **settings) as gateway,
@@ -88,13 +88,13 @@ def lines(answer: httpx2.Response) -> list[dict[str, Any]]:
     return [orjson.loads(line) for line in answer.text.splitlines()]
 
 
-async def test_a_trajectorys_tokens_are_all_there(store_url: str) -> None:
+async def test_a_trajectorys_tokens_are_returned_as_a_tree(store_url: str) -> None:
     """Each turn with what it adds to its parent, the branches by their turns, and nothing missing."""
-    await fill(store_url, {"task/1": TALK})
-    async with asked(store_url) as client:
-        told = (await client.get("/v1/trajectories/task%2F1/tokens")).json()
-        first, second, third = told.pop("turns")
-        assert told == {
+    await fill(store_url, {"task/1": TURNS})
+    async with client_on(store_url) as client:
+        shown = (await client.get("/v1/trajectories/task%2F1/tokens")).json()
+        first, second, third = shown.pop("turns")
+        assert shown == {
             "id": "task/1",
             "object": "trajectory.tokens",
             "group_id": "g-task/1",
@@ -123,17 +123,17 @@ async def test_a_trajectorys_tokens_are_all_there(store_url: str) -> None:
 
 
 async def test_a_rollout_is_exported_in_json_lines(store_url: str) -> None:
-    """One record for each branch, of all its trajectories in the order of their ids."""
-    await fill(store_url, {"b": TALK, "a": TALK[:1]}, {"a": [row("x", "kept"), row("y", "none")]})
-    async with asked(store_url) as client:
-        told = lines(await client.post("/v1/rollouts/r/export"))
-        assert [(one["trajectory_id"], one["branch"], one["num_branches"]) for one in told] == [
+    """One record for each branch of all its trajectories, in the order of their ids."""
+    await fill(store_url, {"b": TURNS, "a": TURNS[:1]}, {"a": [row("x", "kept"), row("y", "none")]})
+    async with client_on(store_url) as client:
+        records = lines(await client.post("/v1/rollouts/r/export"))
+        assert [(one["trajectory_id"], one["branch"], one["num_branches"]) for one in records] == [
             ("a", 0, 1),
             ("b", 0, 2),
             ("b", 1, 2),
         ]
-        assert told[0]["missing"] == [{"turn_id": "x", "why": "dropped"}, {"turn_id": "y", "why": "no_token_legs"}]
-        last = told[2]
+        assert records[0]["missing"] == [{"turn_id": "x", "why": "dropped"}, {"turn_id": "y", "why": "no_token_legs"}]
+        last = records[2]
         assert (last["token_ids"], last["loss_mask"]) == ([1, 2, 3, 4, 5, 8, 9, 10], [0, 0, 0, 0, 0, 0, 0, 1])
         assert last["logprobs"] == [0, 0, 0, -0.5, -0.25, 0, 0, 0.0]
         assert (last["group_id"], last["rollout_id"], last["state"]) == ("g-b", "r", "finished")
@@ -146,11 +146,11 @@ async def test_a_rollout_is_exported_in_json_lines(store_url: str) -> None:
 
 
 async def test_a_rollout_is_exported_in_parquet(store_url: str) -> None:
-    """The file that arrives is whole, and has the same records as the JSON lines, in typed columns."""
+    """The file is complete and has the same records as the JSON lines, in typed columns."""
     import pyarrow.parquet
 
-    await fill(store_url, {f"t{number}": TALK[: number % 4] for number in range(9)})
-    async with asked(store_url) as client:
+    await fill(store_url, {f"t{number}": TURNS[: number % 4] for number in range(9)})
+    async with client_on(store_url) as client:
         for number in range(0, 9, 2):
             reward = {"reward": number / 4, "components": {"tests": 1.0}}
             assert (await client.post(f"/v1/trajectories/t{number}/reward", json=reward)).status_code == 200
@@ -174,25 +174,25 @@ async def test_a_rollout_is_exported_in_parquet(store_url: str) -> None:
             assert rows == expected
 
 
-async def test_a_large_parquet_file_has_groups(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made in groups of rows, so that no rollout has to fit into memory."""
+async def test_a_large_parquet_file_has_row_groups(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written in groups of rows, so that a rollout need not fit into memory."""
     import pyarrow.parquet
 
     monkeypatch.setattr("gateway.tokens.export.GROUP_TOKENS", 1_000)
     steps = [Step(None, list(range(300)), list(range(300)), None, 0)]
     await fill(store_url, {f"t{number:02d}": steps for number in range(20)})
-    async with asked(store_url) as client:
+    async with client_on(store_url) as client:
         answer = await client.post("/v1/rollouts/r/export", params={"format": "parquet"})
     file = pyarrow.parquet.ParquetFile(io.BytesIO(answer.content))
     assert [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)] == [2] * 10
     assert file.read().column("token_ids").to_pylist() == [list(range(300)) * 2] * 20
 
 
-async def test_without_pyarrow_parquet_is_refused_and_says_what_to_install(
+async def test_parquet_without_pyarrow_is_refused_with_what_to_install(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """406, before anything is sent; JSON lines need nothing."""
-    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as Python sees a package that is not there
+    """406, before anything is sent; JSON lines need no package."""
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as Python treats a package that is not installed
     await site.client.post("/v1/trajectories", json={"id": "a", "rollout_id": "r"})
     refused = await site.client.post("/v1/rollouts/r/export", params={"format": "parquet"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (406, "not_acceptable")
@@ -201,17 +201,17 @@ async def test_without_pyarrow_parquet_is_refused_and_says_what_to_install(
 
 
 async def test_a_reward_is_kept_with_its_trajectory(store_url: str) -> None:
-    """The last one counts, over a restart too, in the trajectory, its tokens and the export."""
-    await fill(store_url, {"t": TALK[:1]})
-    said: list[dict[str, Any]] = [
+    """The last one counts, also across a restart: in the trajectory, its tokens and the export."""
+    await fill(store_url, {"t": TURNS[:1]})
+    rewards: list[dict[str, Any]] = [
         {"reward": 1, "components": {"tests": 1, "style": -0.5}, "metadata": {"judge": ["a", None]}},
         {"reward": -0.25},
     ]
-    for reward in said:
-        async with asked(store_url) as client:
+    for reward in rewards:
+        async with client_on(store_url) as client:
             answer = await client.post("/v1/trajectories/t/reward", json=reward)
             assert answer.status_code == 200, answer.text
-        async with asked(store_url) as client:
+        async with client_on(store_url) as client:
             kept = {"components": {}, "metadata": {}} | reward
             assert (await client.get("/v1/trajectories/t")).json()["reward"] == answer.json()["reward"] == kept
             shown = [(await client.get("/v1/trajectories/t/tokens")).json()]
@@ -238,8 +238,8 @@ async def test_a_reward_is_kept_with_its_trajectory(store_url: str) -> None:
         b'{"reward": 1, "metadata": {"a": "\\ud800"}}',
     ],
 )
-async def test_a_reward_that_is_no_number_is_refused(site: Site, body: bytes) -> None:
-    """400 in OpenAI's form, and the trajectory keeps what it had."""
+async def test_an_invalid_reward_is_refused(site: Site, body: bytes) -> None:
+    """400 in OpenAI's form, and the trajectory still has none."""
     await site.client.post("/v1/trajectories", json={"id": "a"})
     headers = {"content-type": "application/json"}
     answer = await site.client.post("/v1/trajectories/a/reward", content=body, headers=headers)
@@ -255,7 +255,7 @@ async def test_a_reward_that_is_no_number_is_refused(site: Site, body: bytes) ->
         ("POST", "/v1/rollouts/nope/export"),
     ],
 )
-async def test_what_is_unknown_is_404_and_what_has_no_key_401(method: str, path: str) -> None:
+async def test_an_unknown_resource_is_404_and_a_missing_or_wrong_key_401(method: str, path: str) -> None:
     """As for every other route of the API."""
     async with running_site(api_keys=("client-key",)) as site:
         key = {"authorization": "Bearer client-key"}
@@ -267,9 +267,9 @@ async def test_what_is_unknown_is_404_and_what_has_no_key_401(method: str, path:
 
 
 async def test_a_trajectory_can_be_declared_without_tokens(site: Site) -> None:
-    """The answer says that the preference was heard, and the trajectory shows it."""
-    asked = {"json": {"id": "a"}, "headers": {"prefer": "tokens=none"}}
-    made = await site.client.post("/v1/trajectories", **asked)
+    """The answer confirms the preference, and the trajectory shows it."""
+    request = {"json": {"id": "a"}, "headers": {"prefer": "tokens=none"}}
+    made = await site.client.post("/v1/trajectories", **request)
     assert (made.status_code, made.headers["preference-applied"]) == (201, "tokens=none")
     assert (await site.trajectory("a"))["declared"]["tokens"] == "none"
     other = await site.client.post("/v1/trajectories", json={"id": "b"})
@@ -278,8 +278,8 @@ async def test_a_trajectory_can_be_declared_without_tokens(site: Site) -> None:
 
 
 async def test_tokens_are_forgotten_with_their_trajectory(store_url: str) -> None:
-    """When its retention has passed it is unknown, and the store holds nothing of it."""
-    await fill(store_url, {"t": TALK})
+    """After its retention the trajectory is unknown, and the store holds none of its tokens."""
+    await fill(store_url, {"t": TURNS})
     async with running_site(store=store_url, retention_s=0.01, observe_interval_s=0.05) as site:
 
         async def is_unknown() -> bool:
@@ -292,11 +292,11 @@ async def test_tokens_are_forgotten_with_their_trajectory(store_url: str) -> Non
     await store.close()
 
 
-async def test_what_is_over_the_limit_is_told_as_dropped(store_url: str) -> None:
-    """The oldest trajectory's tokens are gone; its turns say so, one by one."""
-    await fill(store_url, {"old": TALK})
+async def test_tokens_beyond_the_limit_are_reported_as_dropped(store_url: str) -> None:
+    """The oldest trajectory's tokens are gone, and each of its turns is listed."""
+    await fill(store_url, {"old": TURNS})
     await fill(store_url, {"young": [Step(None, list(range(500)), [1], None, 0)]})
-    async with asked(store_url, max_stored_token_bytes=2_100) as client:
+    async with client_on(store_url, max_stored_token_bytes=2_100) as client:
         old = (await client.get("/v1/trajectories/old/tokens")).json()
         assert old["missing"] == [{"turn_id": f"old-{number}", "why": "dropped"} for number in range(3)]
         assert (old["turns"], old["branches"]) == ([], [])
@@ -310,13 +310,14 @@ async def test_what_is_over_the_limit_is_told_as_dropped(store_url: str) -> None
         assert 1_800 < kept["stored_bytes"] <= 2_100
 
 
-async def test_an_export_is_refused_while_the_store_is_away_and_breaks_off_where_it_goes(
+async def test_an_export_is_refused_or_breaks_off_without_the_store(
     redis_server: RedisServer,
 ) -> None:
-    """A 503 as long as nothing was sent; afterwards the connection breaks: half a file is never taken for a whole."""
+    """A 503 as long as nothing was sent; afterwards the connection breaks, so half a file is never taken for a whole
+    one."""
     url = redis_server.url(3)
     await fill(url, LONG_ROLLOUT)
-    async with asked(url, max_token_memory_bytes=0) as client:
+    async with client_on(url, max_token_memory_bytes=0) as client:
         redis_server.kill()
         try:
             for method, path in (("GET", "/v1/trajectories/t00/tokens"), ("POST", "/v1/rollouts/r/export")):
@@ -340,8 +341,8 @@ async def test_an_export_is_refused_while_the_store_is_away_and_breaks_off_where
             redis_server.restart()
 
 
-async def test_an_export_does_not_build_up_in_memory(store_url: str) -> None:
-    """What is sent first arrives while the rest was not looked at yet: of a client that reads no further, the gateway
+async def test_an_export_is_built_while_it_is_sent(store_url: str) -> None:
+    """The first record arrives before the last is read from the store: for a client that stops reading, the gateway
     holds no more than the connection's buffers."""
     await fill(store_url, LONG_ROLLOUT)
     async with (
@@ -351,7 +352,7 @@ async def test_an_export_does_not_build_up_in_memory(store_url: str) -> None:
     ):
         lines = answer.aiter_lines()
         assert orjson.loads(await anext(lines))["trajectory_id"] == "t00"
-        # What is said now, the last record can know only if it is made when the client has read those before it.
+        # The last record has this reward only if it is built after the client has read the records before it.
         assert (await client.post("/v1/trajectories/t39/reward", json={"reward": 7})).status_code == 200
         rest = [orjson.loads(line) async for line in lines]
     assert [len(one["token_ids"]) for one in rest] == [200_000] * 39

@@ -29,7 +29,7 @@ async def ask(site: Site, messages: list[dict[str, Any]], **fields: Any) -> dict
 
 
 def choices_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """Of a whole answer, or of all events of a stream."""
+    """The choices of a whole answer, or of all events of a stream."""
     if "event-stream" not in answer.headers["content-type"]:
         return list(answer.json()["choices"])
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
@@ -37,9 +37,9 @@ def choices_of(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 async def text_of(site: Site, ids: list[int]) -> str:
-    """What tokens say, by the engine's own word."""
-    asked = {"model": MODEL, "tokens": ids}
-    return str((await site.client.post("/detokenize", json=asked)).json()["prompt"])
+    """The text of these tokens, as the engine detokenises them."""
+    body = {"model": MODEL, "tokens": ids}
+    return str((await site.client.post("/detokenize", json=body)).json()["prompt"])
 
 
 async def tree(site: Site) -> dict[str, Any]:
@@ -48,8 +48,8 @@ async def tree(site: Site) -> dict[str, Any]:
     return answer.json()
 
 
-async def test_a_later_turn_continues_the_tokens_of_the_earlier(site: Site) -> None:
-    """Its prompt begins with them; the mask marks what the answers say, and nothing else; versions are told."""
+async def test_a_later_turn_continues_the_earlier_turns_tokens(site: Site) -> None:
+    """Its prompt begins with them, the mask marks only the answers, and versions cover them."""
     first = await ask(site, HELLO)
     second = await ask(site, [*HELLO, first, MORE], max_tokens=9)
     turns = (await tree(site))["turns"]
@@ -67,62 +67,62 @@ async def test_a_later_turn_continues_the_tokens_of_the_earlier(site: Site) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("asks", [False, True])
-async def test_log_probabilities_are_for_the_record_and_told_to_who_asks(site: Site, stream: bool, asks: bool) -> None:
-    """One of each token, with and without tools, whose answers are derendered; those that are told are the same."""
+async def test_log_probabilities_are_recorded_and_sent_on_request(site: Site, stream: bool, asks: bool) -> None:
+    """One for each token, with and without tools, whose answers are derendered; those sent equal those recorded."""
     fields: dict[str, Any] = {"logprobs": True} if asks else {}
     for tools in ({}, {} if stream else {"tools": [TOOL]}):
         answer = await site.chat(messages=HELLO, headers={"x-trajectory-id": "a"}, stream=stream, **fields, **tools)
         turn = (await tree(site))["turns"][-1]
         assert len(turn["logprobs"]) == len(turn["output_ids"]) and max(turn["logprobs"]) < 0
-        told = [
+        sent = [
             entry["logprob"]
             for choice in choices_of(answer)
             for entry in (choice.get("logprobs") or {}).get("content", ())
         ]
-        assert told == (pytest.approx(turn["logprobs"], abs=1e-6) if asks else [])
+        assert sent == (pytest.approx(turn["logprobs"], abs=1e-6) if asks else [])
 
 
 async def test_a_changed_history_begins_a_branch(site: Site) -> None:
-    """What the client rewrote is a prompt that nothing was sampled of; two answers to one question share its turn."""
+    """A rewritten answer is a prompt that nothing was sampled for; two turns that follow the same answer share it."""
     first = await ask(site, HELLO)
     await ask(site, [*HELLO, first, MORE])
     await ask(site, [*HELLO, first, {"role": "user", "content": "Or else?"}])
     await ask(site, [*HELLO, {"role": "assistant", "content": "I never said that."}, MORE])
-    told = await tree(site)
-    one, two, three, four = (turn["turn_id"] for turn in told["turns"])
-    assert told["branches"] == [[one, two], [one, three], [four]]
-    assert told["turns"][3]["num_before"] == 0
+    shown = await tree(site)
+    one, two, three, four = (turn["turn_id"] for turn in shown["turns"])
+    assert shown["branches"] == [[one, two], [one, three], [four]]
+    assert shown["turns"][3]["num_before"] == 0
 
 
-async def test_a_turn_that_its_client_wants_forgotten_says_so(site: Site) -> None:
-    """Streamed or not; the others of its trajectory are kept."""
+async def test_a_turn_with_prefer_tokens_none_is_listed_as_not_wanted(site: Site) -> None:
+    """Streamed or not; the other turns of its trajectory are kept."""
     first = await ask(site, HELLO)
     for stream in (False, True):
         await ask(site, [*HELLO, first, MORE], headers={"prefer": "tokens=none"}, stream=stream)
-    told, turns = await tree(site), (await site.trajectory("a"))["turns"]
-    assert [turn["turn_id"] for turn in told["turns"]] == [turns[0]["turn_id"]]
-    assert told["missing"] == [{"turn_id": turn["turn_id"], "why": "not_wanted"} for turn in turns[1:]]
+    shown, turns = await tree(site), (await site.trajectory("a"))["turns"]
+    assert [turn["turn_id"] for turn in shown["turns"]] == [turns[0]["turn_id"]]
+    assert shown["missing"] == [{"turn_id": turn["turn_id"], "why": "not_wanted"} for turn in turns[1:]]
 
 
-async def test_a_turn_that_is_passed_through_has_no_tokens_and_says_so() -> None:
-    """The gateway saw only text, whatever the engine could."""
+async def test_a_turn_that_is_passed_through_is_listed_without_tokens() -> None:
+    """The gateway saw only text."""
     async with running_site(token_legs="off") as site:
         await ask(site, HELLO)
-        told = await tree(site)
-        assert (told["turns"], [each["why"] for each in told["missing"]]) == ([], ["no_token_legs"])
+        shown = await tree(site)
+        assert (shown["turns"], [each["why"] for each in shown["missing"]]) == ([], ["no_token_legs"])
 
 
-async def test_nothing_is_kept_of_a_trajectory_that_was_declared_so(site: Site) -> None:
-    """Nor where the setting says so; turns are answered all the same."""
+async def test_a_trajectory_declared_without_tokens_keeps_none(site: Site) -> None:
+    """Its turns are answered all the same."""
     declared = {"json": {"id": "a", "rollout_id": "r"}, "headers": {"prefer": "tokens=none"}}
     assert (await site.client.post("/v1/trajectories", **declared)).status_code == 201
     await ask(site, HELLO)
-    told = await tree(site)
-    assert (told["turns"], [each["why"] for each in told["missing"]]) == ([], ["not_wanted"])
+    shown = await tree(site)
+    assert (shown["turns"], [each["why"] for each in shown["missing"]]) == ([], ["not_wanted"])
 
 
-async def test_a_gateway_can_keep_nothing() -> None:
-    """`keep_tokens` off."""
+async def test_a_gateway_without_keep_tokens_keeps_none() -> None:
+    """Its turns are listed as not wanted."""
     async with running_site(token_legs="auto", keep_tokens=False) as site:
         await ask(site, HELLO)
         assert [each["why"] for each in (await tree(site))["missing"]] == ["not_wanted"]

@@ -20,7 +20,7 @@ LEGS = (CHAT, GENERATE, "/generate")
     "declared", [{}, {"id": "d", "group_id": "g", "rollout_id": "r", "expected_output_tokens": 99}]
 )
 async def test_a_declared_trajectory_is_there_before_its_first_turn(site: Site, declared: dict[str, Any]) -> None:
-    """201 with its id, which turns may then use; what was declared is kept."""
+    """201 with its id, which turns may then use; the declaration is kept."""
     made = await site.client.post("/v1/trajectories", json={**declared, "metadata": {"task": 7}})
     assert made.status_code == 201
     shown = await site.trajectory(made.json()["id"])
@@ -37,7 +37,7 @@ async def test_a_declared_trajectory_is_there_before_its_first_turn(site: Site, 
 
 
 async def test_declaring_twice_is_a_conflict(site: Site) -> None:
-    """409, and a client's retry does not help."""
+    """409, and the client is told not to retry."""
     answers = [await site.client.post("/v1/trajectories", json={"id": "d"}) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [201, 409]
     assert answers[1].headers["x-should-retry"] == "false"
@@ -46,15 +46,15 @@ async def test_declaring_twice_is_a_conflict(site: Site) -> None:
 @pytest.mark.parametrize(
     "bad", [{"id": ""}, {"id": " a"}, {"id": "\u00e9"}, {"id": 7}, {"unknown": 1}, {"expected_output_tokens": 0}, []]
 )
-async def test_a_bad_declaration_is_refused(site: Site, bad: Any) -> None:
+async def test_an_invalid_declaration_is_refused(site: Site, bad: Any) -> None:
     """400 in OpenAI's form."""
     answer = await site.client.post("/v1/trajectories", json=bad)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-async def test_what_a_turn_may_be_called_may_be_declared(site: Site) -> None:
-    """An id with a space and a slash in it is printable ASCII: a turn of that id finds what was declared."""
+async def test_any_id_that_turns_may_use_can_be_declared(site: Site) -> None:
+    """An id with a space and a slash is printable ASCII: a turn with that id belongs to the declared trajectory."""
     made = await site.client.post("/v1/trajectories", json={"id": "task 8/sample 1"})
     assert made.status_code == 201
     answer = await site.chat("/t/task%208%2Fsample%201/v1/chat/completions")
@@ -63,7 +63,7 @@ async def test_what_a_turn_may_be_called_may_be_declared(site: Site) -> None:
 
 
 async def test_trajectories_are_listed_in_pages(site: Site) -> None:
-    """By rollout and state; asking again with `after` gives the rest, each once."""
+    """By rollout and state; further requests with `after` give the rest, each once."""
     for number in range(5):
         await site.client.post("/v1/trajectories", json={"id": f"a{number}", "rollout_id": "r"})
     await site.client.post("/v1/trajectories", json={"id": "b", "rollout_id": "other"})
@@ -81,15 +81,15 @@ async def test_trajectories_are_listed_in_pages(site: Site) -> None:
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=100000", "limit=many", "state=nope"])
-async def test_a_bad_query_is_refused(site: Site, query: str) -> None:
+async def test_an_invalid_query_is_refused(site: Site, query: str) -> None:
     """400 in OpenAI's form, naming the parameter."""
     answer = await site.client.get(f"/v1/trajectories?{query}")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
 
 
 async def test_a_trajectory_shows_its_turns(site: Site) -> None:
-    """Each turn with its times in order, its tokens as the engine counted them, its engine, and why it went there."""
-    told = (await site.chat("/t/a/v1/chat/completions", stream=True)).headers
+    """Each turn with its times in order, its tokens as the engine counted them, its engine, and why it was chosen."""
+    headers = (await site.chat("/t/a/v1/chat/completions", stream=True)).headers
     usage = (await site.chat("/t/a/v1/chat/completions")).json()["usage"]
     shown = await site.trajectory("a")
     first, second = shown["turns"]
@@ -97,15 +97,15 @@ async def test_a_trajectory_shows_its_turns(site: Site) -> None:
         assert turn["arrived_at"] <= turn["dispatched_at"] <= turn["first_byte_at"] <= turn["ended_at"]
         assert (turn["prompt_tokens"], turn["output_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
         assert (turn["outcome"], turn["finish_reason"], turn["legs"]) == ("finished", "length", 1)
-        assert turn["engine"] == told["x-heddle-engine"]
+        assert turn["engine"] == headers["x-heddle-engine"]
         assert turn["why"]
-    assert (first["turn_id"], shown["output_tokens"]) == (told["x-request-id"], 8)
+    assert (first["turn_id"], shown["output_tokens"]) == (headers["x-request-id"], 8)
 
 
 @pytest.mark.parametrize("form", ["resource", "finish_session", "programs/release"])
 async def test_a_trajectory_can_be_finished_in_three_forms(site: Site, form: str) -> None:
-    """After it the trajectory is finished; doing it again changes nothing; an unknown one is 404. Parameters that other
-    gateways' clients add are passed over."""
+    """It is then finished; finishing it again changes nothing; an unknown one is 404. Parameters that other gateways'
+    clients add are ignored."""
 
     async def finish(trajectory_id: str) -> httpx.Response:
         match form:
@@ -124,7 +124,7 @@ async def test_a_trajectory_can_be_finished_in_three_forms(site: Site, form: str
 
 
 async def test_a_trajectory_with_a_slash_in_its_id_can_be_finished(site: Site) -> None:
-    """Ids such as `task/7` are ordinary; escaped in the path they work everywhere."""
+    """Ids such as `task/7` are common; escaped in the path, they work on every route here."""
     await site.chat(headers={"x-trajectory-id": "task/7"})
     assert (await site.trajectory("task%2F7"))["id"] == "task/7"
     assert (await site.client.post("/v1/trajectories/task%2F7/finish")).json()["state"] == "finished"
@@ -133,11 +133,11 @@ async def test_a_trajectory_with_a_slash_in_its_id_can_be_finished(site: Site) -
 
 @pytest.mark.parametrize("what", ["trajectories/a", "rollouts/r"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_deleting_stops_what_runs(site: Site, what: str, stream: bool) -> None:
+async def test_deleting_a_trajectory_or_rollout_stops_its_running_turn(site: Site, what: str, stream: bool) -> None:
     """The client gets a 409 (in a stream that has begun: an error event), and the engine is free within a second."""
     headers = {"x-trajectory-id": "a", "x-rollout-id": "r"}
     turn = asyncio.create_task(site.chat(headers=headers, stream=stream, **LONG))
-    await eventually(lambda: num_running(site, 1))
+    await eventually(lambda: engine_runs(site, 1))
     if stream:
         await eventually(lambda: has_chunks(site, "a"))
     deleted = await site.client.delete(f"/v1/{what}")
@@ -152,20 +152,20 @@ async def test_deleting_stops_what_runs(site: Site, what: str, stream: bool) -> 
         assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
         error = answer.json()["error"]
     assert error["code"] == "trajectory_aborted"
-    await eventually(lambda: num_running(site, 0), 1.0)
+    await eventually(lambda: engine_runs(site, 0), 1.0)
     later = await site.chat(headers=headers)
     assert (later.status_code, later.json()["error"]["code"]) == (409, "trajectory_aborted")
     assert (await site.trajectory("a"))["state"] == "aborted"
     assert (await site.trajectory("a"))["turns"][0]["outcome"] == "aborted"
 
 
-async def test_deleting_stops_what_waits() -> None:
-    """A turn in the queue is refused at once, and its engine never hears of it."""
+async def test_deleting_a_trajectory_refuses_its_waiting_turn() -> None:
+    """At once, and the engine never receives it."""
     async with running_site(toy(slots=1)) as site:
         running = asyncio.create_task(site.chat("/t/first/v1/chat/completions", **LONG))
-        await eventually(lambda: num_running(site, 1))
+        await eventually(lambda: engine_runs(site, 1))
         waiting = asyncio.create_task(site.chat("/t/second/v1/chat/completions", **LONG))
-        await eventually(lambda: num_live(site, "second", 1))
+        await eventually(lambda: has_live_turns(site, "second", 1))
         await site.client.delete("/v1/trajectories/second")
         assert (await asyncio.wait_for(waiting, 60)).status_code == 409
         await site.client.delete("/v1/trajectories/first")
@@ -173,7 +173,7 @@ async def test_deleting_stops_what_waits() -> None:
         assert len(site.engine.turns) == 1
 
 
-async def test_a_rollout_is_the_sum_of_its_trajectories(site: Site) -> None:
+async def test_a_rollout_sums_up_its_trajectories(site: Site) -> None:
     """States, turns and tokens; an unknown one is 404."""
     for name in ("a", "b"):
         await site.chat(headers={"x-trajectory-id": name, "x-rollout-id": "r"})
@@ -186,9 +186,9 @@ async def test_a_rollout_is_the_sum_of_its_trajectories(site: Site) -> None:
 
 
 async def test_engines_show_their_state_and_load(site: Site) -> None:
-    """What the scheduler knows of each engine."""
+    """As the scheduler knows them."""
     turn = asyncio.create_task(site.chat("/t/a/v1/chat/completions", **LONG))
-    await eventually(lambda: num_running(site, 1))
+    await eventually(lambda: engine_runs(site, 1))
     (engine,) = (await site.client.get("/v1/engines")).json()["data"]
     assert (engine["kind"], engine["slots"], engine["models"], engine["num_legs"]) == ("vllm", 8, [MODEL], 1)
     assert (engine["state"], engine["is_cordoned"], engine["last_fault"]) == ("ready", False, None)
@@ -198,7 +198,7 @@ async def test_engines_show_their_state_and_load(site: Site) -> None:
 
 
 async def test_one_engine_is_shown_as_the_list_shows_it(site: Site) -> None:
-    """By its id; one that is not there is named in the answer, and no more of a long id than is needed."""
+    """By its id; an unknown id is named in the error, a long one only in part."""
     (listed,) = (await site.client.get("/v1/engines")).json()["data"]
     shown = await site.client.get(f"/v1/engines/{listed['id']}")
     assert shown.status_code == 200 and set(shown.json()) == set(listed)
@@ -212,24 +212,24 @@ async def test_one_engine_is_shown_as_the_list_shows_it(site: Site) -> None:
 
 
 async def test_a_cordoned_engine_gets_no_new_turns(site: Site) -> None:
-    """Its turns wait until it is uncordoned; the admin key is needed for both."""
+    """Turns wait until it is uncordoned; cordoning needs the admin key."""
     (engine,) = (await site.client.get("/v1/engines")).json()["data"]
     refused = await site.client.post(f"/v1/engines/{engine['id']}/cordon")
     assert refused.status_code == 401
     cordoned = await site.client.post(f"/v1/engines/{engine['id']}/cordon", headers=ADMIN)
     assert cordoned.json()["is_cordoned"] is True
     turn = asyncio.create_task(site.chat("/t/a/v1/chat/completions"))
-    await eventually(lambda: num_live(site, "a", 1))
+    await eventually(lambda: has_live_turns(site, "a", 1))
     assert not site.engine.turns
     await site.client.post(f"/v1/engines/{engine['id']}/uncordon", headers=ADMIN)
     assert (await asyncio.wait_for(turn, 60)).status_code == 200
 
 
-async def test_draining_waits_for_what_runs(site: Site) -> None:
-    """It returns when the engine is empty, or after its time with the turns still running."""
+async def test_draining_waits_for_running_turns(site: Site) -> None:
+    """It returns when the engine is empty, or after its timeout with turns still running."""
     (engine,) = (await site.client.get("/v1/engines")).json()["data"]
     turn = asyncio.create_task(site.chat("/t/a/v1/chat/completions", **LONG))
-    await eventually(lambda: num_running(site, 1))
+    await eventually(lambda: engine_runs(site, 1))
     drain = f"/v1/engines/{engine['id']}/drain"
     assert (await site.client.post(drain, params={"timeout_s": 0.05}, headers=ADMIN)).json()["is_drained"] is False
     draining = asyncio.create_task(site.client.post(drain, params={"timeout_s": 10}, headers=ADMIN))
@@ -241,7 +241,7 @@ async def test_draining_waits_for_what_runs(site: Site) -> None:
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 async def test_an_engine_can_be_added_and_removed(site: Site, dialect: Any) -> None:
-    """A new engine is probed and takes turns; what ran on a removed one goes on elsewhere."""
+    """A new engine is probed and takes turns; the turns of a removed one continue on another."""
     (first,) = (await site.client.get("/v1/engines")).json()["data"]
     async with recorded_engine(toy(dialect)) as second:
         added = await site.client.post("/v1/engines", json={"url": second.url}, headers=ADMIN)
@@ -260,24 +260,24 @@ async def test_an_engine_can_be_added_and_removed(site: Site, dialect: Any) -> N
         assert (await site.trajectory("a"))["turns"][0]["legs"] == 2
 
 
-async def test_json_that_is_not_said_to_be_json_is_told_so(site: Site) -> None:
-    """As `curl -d` sends it where the header is forgotten; the answer names the header."""
+async def test_json_without_its_content_type_is_refused(site: Site) -> None:
+    """As `curl -d` sends it if the header is forgotten; the error names the header."""
     for path in ("/v1/engines", "/v1/trajectories"):
         answer = await site.client.post(path, content=b'{"id": "a"}', headers={**ADMIN, "content-type": "text/plain"})
         assert answer.status_code == 400
         assert "'content-type: application/json'" in answer.json()["error"]["message"]
 
 
-async def test_an_engine_of_another_kind_is_told_which_there_are(site: Site) -> None:
-    """In words, not in a pattern."""
+async def test_an_engine_of_an_unknown_kind_is_refused_with_the_known_ones(site: Site) -> None:
+    """In words, not as a pattern."""
     answer = await site.client.post("/v1/engines", json={"url": "http://127.0.0.1:1", "kind": "tgi"}, headers=ADMIN)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "kind")
     assert answer.json()["error"]["message"] == "kind: must be 'vllm' or 'sglang', not 'tgi'."
 
 
 @pytest.mark.parametrize("url", ["", "nonsense", "ftp://host", "http://user@host", "http://host?q=1", "http://host:x"])
-async def test_a_bad_engine_url_is_refused(site: Site, url: str) -> None:
-    """400, and the fleet is as it was."""
+async def test_an_invalid_engine_url_is_refused(site: Site, url: str) -> None:
+    """400, and the fleet stays as it was."""
     answer = await site.client.post("/v1/engines", json={"url": url}, headers=ADMIN)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "url")
     assert answer.json()["error"]["message"] == f"{url!r} is not a base URL such as http://host:8000"
@@ -290,20 +290,20 @@ CHANGES = [("POST", "/v1/engines"), ("DELETE", "/v1/engines/x")] + [
 
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)
-async def test_what_changes_the_fleet_needs_the_admin_key(method: str, path: str) -> None:
-    """No key is 401, a client's key 403; without an admin key in the settings nobody may."""
+async def test_changes_of_the_fleet_need_the_admin_key(method: str, path: str) -> None:
+    """Without a key it is 401, with a client's key 403; without a configured admin key nobody may."""
     async with running_site(api_keys=("client-key",)) as site:
-        asked = {"method": method, "url": path, "json": {"url": "http://127.0.0.1:1"}}
+        request = {"method": method, "url": path, "json": {"url": "http://127.0.0.1:1"}}
         client_key = {"authorization": "Bearer client-key"}
-        statuses = [(await site.client.request(**asked, headers=headers)).status_code for headers in ({}, client_key)]
+        statuses = [(await site.client.request(**request, headers=headers)).status_code for headers in ({}, client_key)]
         assert statuses == [401, 403]
-        known = (await site.client.request(**asked, headers=ADMIN)).status_code
+        known = (await site.client.request(**request, headers=ADMIN)).status_code
         assert known == (201 if path == "/v1/engines" else 404)
     async with running_site(admin_key=None) as site:
-        assert (await site.client.request(**asked, headers=ADMIN)).status_code == 403
+        assert (await site.client.request(**request, headers=ADMIN)).status_code == 403
 
 
-async def test_events_tell_what_the_scheduler_hears_and_decides(site: Site) -> None:
+async def test_the_event_feed_has_the_schedulers_events_and_actions(site: Site) -> None:
     """As server-sent events, live, in order."""
     heard: list[str] = []
     async with site.client.stream("GET", "/v1/events") as answer:
@@ -318,8 +318,8 @@ async def test_events_tell_what_the_scheduler_hears_and_decides(site: Site) -> N
     assert [name for name in heard if name != "Save"] == ["TurnArrived", "Dispatch", "TurnFinished"]
 
 
-async def test_models_can_be_listed_and_looked_up(site: Site) -> None:
-    """vLLM has no /v1/models/{id}; the gateway has, as OpenAI's, and 404 for a model nobody serves."""
+async def test_models_can_be_listed_and_retrieved(site: Site) -> None:
+    """vLLM has no /v1/models/{id}; the gateway has, like OpenAI, with 404 for a model that nobody serves."""
     (card,) = (await site.client.get("/v1/models")).json()["data"]
     assert card == (await site.client.get(f"/v1/models/{MODEL}")).json()
     assert {"id", "object", "created", "owned_by"} <= set(card)
@@ -329,8 +329,8 @@ async def test_models_can_be_listed_and_looked_up(site: Site) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_tokens_and_embeddings_pass(dialect: Any) -> None:
-    """Routes that belong to no trajectory are served by any engine, and make none."""
+async def test_tokenisation_and_embeddings_pass_through(dialect: Any) -> None:
+    """Routes that belong to no trajectory are served by any engine, and create none."""
     async with running_site(toy(dialect)) as site:
         tokens = (await site.client.post("/tokenize", json={"model": MODEL, "prompt": "Hé 🙂"})).json()
         text = (await site.client.post("/detokenize", json={"model": MODEL, "tokens": tokens["tokens"]})).json()
@@ -344,26 +344,26 @@ async def test_tokens_and_embeddings_pass(dialect: Any) -> None:
         assert (await site.client.get("/v1/trajectories")).json()["data"] == []
 
 
-# --- looking ---------------------------------------------------------------------------------------------------------
+# --- what the tests wait for -----------------------------------------------------------------------------------------
 
 
-async def num_running(site: Site, wanted: int) -> bool:
-    """Whether the engine itself runs so many requests."""
+async def engine_runs(site: Site, expected: int) -> bool:
+    """Whether the engine itself runs this many requests."""
     async with httpx.AsyncClient(base_url=site.engine.url) as engine:
         page = (await engine.get("/metrics")).text
-    return f'vllm:num_requests_running{{engine="0",model_name="{MODEL}"}} {float(wanted)}' in page or (
-        f'vllm:num_requests_running{{engine="0",model_name="{MODEL}"}} {wanted}\n' in page
+    return f'vllm:num_requests_running{{engine="0",model_name="{MODEL}"}} {float(expected)}' in page or (
+        f'vllm:num_requests_running{{engine="0",model_name="{MODEL}"}} {expected}\n' in page
     )
 
 
 def num_legs(engine: RecordedEngine) -> int:
-    """How many legs it was sent."""
-    return sum(asked.path in LEGS for asked in engine.turns)
+    """How many legs the engine received."""
+    return sum(request.path in LEGS for request in engine.turns)
 
 
-async def num_live(site: Site, trajectory_id: str, wanted: int) -> bool:
+async def has_live_turns(site: Site, trajectory_id: str, expected: int) -> bool:
     answer = await site.client.get(f"/v1/trajectories/{trajectory_id}")
-    return answer.status_code == 200 and len(answer.json()["live_turns"]) == wanted
+    return answer.status_code == 200 and len(answer.json()["live_turns"]) == expected
 
 
 async def has_chunks(site: Site, trajectory_id: str) -> bool:

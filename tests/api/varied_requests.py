@@ -1,4 +1,5 @@
-"""Requests to `/v1/messages` and `/v1/responses` as agents send them, by dice: talks with tools, forms and limits."""
+"""Random requests to `/v1/messages` and `/v1/responses` as agents send them: conversations with tools, forms and
+limits."""
 
 import random
 from typing import Any
@@ -13,9 +14,9 @@ _NAMES = ("look", "run", "read_file")
 
 
 def messages_case(dice: random.Random, model: str, number: int) -> Case:
-    """One request of Anthropic's."""
+    """One request to `/v1/messages`."""
     body: Json = {"model": model, "max_tokens": dice.choice((1, 8, 40, 200)), "stream": dice.random() < 0.5}
-    body["messages"] = _talk(dice)
+    body["messages"] = _conversation(dice)
     body |= _some(dice, {
         "system": dice.choice((dice.choice(_TEXTS), [_text(dice), _text(dice)], [])),
         "temperature": 0.0,
@@ -30,7 +31,7 @@ def messages_case(dice: random.Random, model: str, number: int) -> Case:
             tools = dice.sample(_NAMES, dice.randrange(1, 3))
             body["tools"] = [{"name": name, "description": f"To {name}.", "input_schema": _SCHEMA} for name in tools]
             body |= _some(dice, {"tool_choice": dice.choice(({"type": "auto"}, {"type": "none"}))})
-            body["max_tokens"] = 200  # a call that is cut is told by the engine alone
+            body["max_tokens"] = 200  # only the engine itself reports a call that is cut
         case "stop":
             body["stop_sequences"] = dice.choice((["e"], ["n t", " of the"]))
         case "form":
@@ -57,8 +58,8 @@ def responses_case(dice: random.Random, model: str, number: int) -> Case:
     match dice.choice(("plain", "tools", "tools", "form", "text")):
         case "tools":
             tools = dice.sample(_NAMES, dice.randrange(1, 3))
-            told = {"type": "function", "parameters": _SCHEMA}
-            body["tools"] = [{**told, "name": name, "description": f"To {name}."} for name in tools]
+            function = {"type": "function", "parameters": _SCHEMA}
+            body["tools"] = [{**function, "name": name, "description": f"To {name}."} for name in tools]
             body |= _some(dice, {"tool_choice": dice.choice(("auto", "none"))})
             body["max_output_tokens"] = 200
         case "form":
@@ -77,26 +78,26 @@ def _text(dice: random.Random) -> Json:
     return {"type": "text", "text": dice.choice(_TEXTS)}
 
 
-def _talk(dice: random.Random) -> list[Json]:
-    talk: list[Json] = [{"role": "user", "content": dice.choice((dice.choice(_TEXTS), [_text(dice)]))}]
+def _conversation(dice: random.Random) -> list[Json]:
+    messages: list[Json] = [{"role": "user", "content": dice.choice((dice.choice(_TEXTS), [_text(dice)]))}]
     for number in range(dice.randrange(3)):
         call = {"type": "tool_use", "id": f"t{number}", "name": dice.choice(_NAMES), "input": {"path": "a"}}
         result = {"type": "tool_result", "tool_use_id": f"t{number}"}
         thought = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
-        said = [thought, _text(dice), call] if dice.random() < 0.5 else [call]
-        talk.append({"role": "assistant", "content": said})
+        blocks = [thought, _text(dice), call] if dice.random() < 0.5 else [call]
+        messages.append({"role": "assistant", "content": blocks})
         content = dice.choice(("dust", [_text(dice)], [_text(dice), _text(dice)], None))
         more = [_text(dice)] if dice.random() < 0.5 else []
-        talk.append({"role": "user", "content": [result | {"content": content}, *more]})
-    return talk
+        messages.append({"role": "user", "content": [result | {"content": content}, *more]})
+    return messages
 
 
 def _items(dice: random.Random) -> list[Json]:
     items: list[Json] = [{"role": "user", "content": [{"type": "input_text", "text": dice.choice(_TEXTS)}]}]
     for number in range(dice.randrange(3)):
         if dice.random() < 0.5:
-            said = {"type": "output_text", "text": dice.choice(_TEXTS), "annotations": []}
-            items.append({"type": "message", "id": f"msg_{number}", "role": "assistant", "content": [said]})
+            text = {"type": "output_text", "text": dice.choice(_TEXTS), "annotations": []}
+            items.append({"type": "message", "id": f"msg_{number}", "role": "assistant", "content": [text]})
         call = {"type": "function_call", "call_id": f"c{number}", "name": dice.choice(_NAMES)}
         items.append(call | {"arguments": '{"path": "a"}'})
         output = dice.choice(("dust", [{"type": "input_text", "text": "dust"}]))
