@@ -1,4 +1,4 @@
-"""Each engine of the fleet has an address of its own, from which its id is made."""
+"""Each engine of the fleet has its own address, from which its id is derived."""
 
 import httpx
 import pytest
@@ -9,14 +9,14 @@ from gateway.config import ConfigError, load_settings
 from tests.support.gateway import ADMIN, running_gateway
 
 
-def test_a_server_spelled_in_two_ways_is_listed_twice() -> None:
-    """Both would have one id, and the second could be neither shown nor removed."""
+def test_a_server_listed_in_two_spellings_is_refused() -> None:
+    """Both would have the same id, so the second could be neither shown nor removed."""
     with pytest.raises(ConfigError, match="listed twice"):
         load_settings(engines=("http://node-1:8000", "HTTP://node-1:8000/v1"))
 
 
-async def test_a_server_spelled_in_another_way_is_in_the_fleet_already() -> None:
-    """It is refused, and the fleet has one engine."""
+async def test_adding_a_server_in_another_spelling_is_refused() -> None:
+    """The fleet keeps its one engine."""
     async with (
         serve_engine(SimulatedEngineSettings()) as url,
         running_gateway(url) as gateway,

@@ -136,7 +136,7 @@ def test_every_limit_of_the_scheduler_is_a_setting_with_the_same_default() -> No
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_number_has_an_upper_limit(name: str) -> None:
-    """The event log and the store hold 64-bit integers, and even Python cannot compute with every count."""
+    """The event log and the store hold 64-bit integers, and Python itself does not accept every count."""
     with pytest.raises(ConfigError, match=f"^setting {name}: must be at most {largest(name)}, not 1"):
         load_settings(**{name: 10**30})
 
