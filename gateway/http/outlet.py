@@ -25,7 +25,7 @@ class Outlet:
     """Sends one answer. Whatever is sent is accepted at once; a sender of much drains while `is_full`.
 
     Args:
-        client: the receiver; None for an answer that an earlier process sent.
+        client: the receiver; None for an answer that was sent before.
         keeps: whether others may follow; a huge answer ends that at `max_kept_bytes`.
 
     Attributes:
@@ -33,6 +33,7 @@ class Outlet:
         num_events: events of the answer that are out; numbers the one that ends a broken stream.
         num_bytes: of the answer's body so far.
         kept: its pieces; None if not all are kept.
+        engine_id, queued_ms: which engine answers, and how long the turn waited for it; "" until that is known.
         recall: asks the byte worker that passes the answer on to return it; None while none does.
     """
 
@@ -42,7 +43,8 @@ class Outlet:
         self.num_events = 0
         self.num_bytes = 0
         self.recall: Callable[[], None] | None = None
-        self._about: Headers = []
+        self.engine_id = ""
+        self.queued_ms = 0
         self._client = client
         self._api = api
         self._request_id = request_id
@@ -63,17 +65,10 @@ class Outlet:
         """Whether to drain before sending more."""
         return self._client is not None and self._client.is_full
 
-    def seal(self) -> None:
-        """The answer is out: keep what a follower needs, and let go of the client's connection."""
-        self._client = None
-
     def about(self, engine_id: str, queued_s: float) -> None:
         """Report in the headers which engine answers and how long the turn waited for it."""
         if self._head is None:
-            self._about = [
-                (b"x-heddle-engine", engine_id.encode()),
-                (b"x-heddle-queued-ms", b"%d" % round(queued_s * 1000)),
-            ]
+            self.engine_id, self.queued_ms = engine_id, round(queued_s * 1000)
 
     def whole(self, status: int, body: bytes, headers: Headers | None = None) -> None:
         """Send a whole JSON answer."""
@@ -180,7 +175,11 @@ class Outlet:
                 self._tell_followers()
 
     def _start(self, status: int, headers: Headers, length: int | None) -> None:
-        self._head = (status, [*headers, *self.headers, *self._about], length)
+        headers = [*headers, *self.headers]
+        if self.engine_id:
+            headers.append((b"x-heddle-engine", self.engine_id.encode()))
+            headers.append((b"x-heddle-queued-ms", b"%d" % self.queued_ms))
+        self._head = (status, headers, length)
         if self._client is not None:
             self._client.start(*self._head)
 
@@ -191,10 +190,17 @@ class Outlet:
         self._followers.clear()
 
 
-def kept_outlet(api: Api, request_id: str, trajectory_id: str, body: bytes, is_stream: bool) -> Outlet:
-    """An answer that an earlier process sent, for others to follow."""
+def sent_outlet(
+    api: Api, request_id: str, trajectory_id: str, engine_id: str, queued_ms: int, body: bytes, is_stream: bool
+) -> Outlet:
+    """An answer that was sent before, for others to follow.
+
+    Args:
+        engine_id: "" if it is unknown, as for an answer that an earlier process sent.
+    """
     outlet = Outlet(None, api, request_id, keeps=True, max_kept_bytes=len(body))
     outlet.headers.append((b"x-trajectory-id", trajectory_id.encode()))
+    outlet.engine_id, outlet.queued_ms = engine_id, queued_ms
     if is_stream:
         outlet.stream(body, more=False)
     else:

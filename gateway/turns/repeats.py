@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import orjson
 from xxhash import xxh3_128
 
-from gateway.http.outlet import Outlet, kept_outlet
+from gateway.http.outlet import Outlet, sent_outlet
 from gateway.turns.ask import Ask
 from gateway.turns.turn import Turn
 
@@ -27,6 +27,9 @@ def is_retry(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 class Repeats:
     """The turns that run, and the last answer of each trajectory.
 
+    An answer is kept in the form in which it is stored: one object, of which there may be tens of thousands, instead of
+    a dozen that the garbage collector would scan.
+
     Args:
         max_answer_bytes: for all answers kept; the oldest go first.
         max_stored_bytes: for an answer that is also stored, for a client whose gateway was killed before it got it.
@@ -34,7 +37,8 @@ class Repeats:
 
     def __init__(self, max_answer_bytes: int, max_stored_bytes: int) -> None:
         self._running: dict[str, list[Turn]] = {}
-        self._answered: OrderedDict[str, tuple[str, Outlet, int]] = OrderedDict()
+        # Each with the engine that gave it and the milliseconds that its turn waited for it.
+        self._answered: OrderedDict[str, tuple[bytes, str, int]] = OrderedDict()
         self._room = max_answer_bytes
         self._max_stored_bytes = max_stored_bytes
 
@@ -53,31 +57,28 @@ class Repeats:
         """Its whole answer is out: keep it in case it did not arrive."""
         outlet = turn.outlet
         if outlet.kept is not None:
-            outlet.seal()
-            self._keep(turn.ask.trajectory_id, digest_of(turn), outlet)
+            packed = turn.packed_answer or _packed(turn, outlet.kept)
+            self._keep(turn.ask.trajectory_id, packed, outlet.engine_id, outlet.queued_ms)
         else:
             self.forget(turn.ask.trajectory_id)
 
     def to_store(self, turn: Turn, end: bytes) -> bytes | None:
-        """What to store of an answer of which only this end is still to be sent: a line of JSON that identifies it,
-        then its bytes. None if it is too long.
-        """
-        ask, pieces = turn.ask, turn.outlet.kept
+        """What to store of an answer of which only this end is still to be sent; None if it is too long."""
+        pieces = turn.outlet.kept
         if pieces is None or turn.outlet.num_bytes + len(end) > self._max_stored_bytes:
             return None
-        whose = orjson.dumps([digest_of(turn), ask.api, turn.turn_id, ask.wants_stream])
-        return b"".join([whose, b"\n", *pieces, end])
+        turn.packed_answer = _packed(turn, [*pieces, end])
+        return turn.packed_answer
 
     def restore(self, trajectory_id: str, stored: bytes) -> None:
         """Take up what `to_store` gave an earlier process."""
-        whose, _, body = stored.partition(b"\n")
-        digest, api, request_id, is_stream = orjson.loads(whose)
-        self._keep(trajectory_id, digest, kept_outlet(api, request_id, trajectory_id, body, is_stream))
+        self._keep(trajectory_id, stored, "", 0)
 
     def forget(self, trajectory_id: str) -> None:
         """Drop a trajectory's last answer."""
-        _, _, size = self._answered.pop(trajectory_id, (None, None, 0))
-        self._room += size
+        kept = self._answered.pop(trajectory_id, None)
+        if kept is not None:
+            self._room += len(kept[0])
 
     def running(self, ask: Ask, retries: bool) -> Turn | None:
         """The running turn that this request repeats."""
@@ -91,16 +92,27 @@ class Repeats:
         """The answer that this request got before."""
         if not retries or ask.trajectory_id not in self._answered:
             return None
-        digest, outlet, _ = self._answered[ask.trajectory_id]
-        return outlet if digest == _digest(ask) else None
+        packed, engine_id, queued_ms = self._answered[ask.trajectory_id]
+        whose, _, body = packed.partition(b"\n")
+        digest, api, request_id, is_stream = orjson.loads(whose)
+        if digest != _digest(ask):
+            return None
+        return sent_outlet(api, request_id, ask.trajectory_id, engine_id, queued_ms, body, is_stream)
 
-    def _keep(self, trajectory_id: str, digest: str, outlet: Outlet) -> None:
+    def _keep(self, trajectory_id: str, packed: bytes, engine_id: str, queued_ms: int) -> None:
         if trajectory_id in self._answered:
             self.forget(trajectory_id)
-        self._answered[trajectory_id] = (digest, outlet, outlet.num_bytes)
-        self._room -= outlet.num_bytes
+        self._answered[trajectory_id] = (packed, engine_id, queued_ms)
+        self._room -= len(packed)
         while self._room < 0:
             self.forget(next(iter(self._answered)))
+
+
+def _packed(turn: Turn, pieces: list[bytes]) -> bytes:
+    """An answer: a line of JSON that identifies it, then its bytes."""
+    ask = turn.ask
+    whose = orjson.dumps([digest_of(turn), ask.api, turn.turn_id, ask.wants_stream])
+    return b"".join([whose, b"\n", *pieces])
 
 
 def _is_same(one: Ask, other: Ask) -> bool:

@@ -36,6 +36,7 @@ class Turn:
             None if none is.
         last_error: why its last leg failed.
         digest: of its request, once it was needed.
+        packed_answer: its answer as it is stored, once it was needed.
         on_stop: called when the turn must stop while no task awaits its leg.
         key: names its client's key.
     """
@@ -67,6 +68,7 @@ class Turn:
         "num_parts",
         "on_stop",
         "outlet",
+        "packed_answer",
         "predicted_tokens",
         "priority",
         "saved_at",
@@ -96,6 +98,7 @@ class Turn:
         self.stale_version: str | None = None
         self.last_error: ApiError | None = None
         self.digest = ""
+        self.packed_answer: bytes | None = None
         self.engine_id = ""
         self.choices: list[Choice] = []
         self.made_before: list[Made] = []
