@@ -376,6 +376,11 @@ class Settings(BaseSettings):
     max_conversations: int = Field(
         20_000, ge=1, description="Trajectories without an id that are recognised by their messages; 1 KB each."
     )
+    collect_interval_s: float = Field(
+        0.1,
+        gt=0,
+        description="Interval of collecting young garbage: with 10,000 live trajectories, each takes 1 to 3 ms.",
+    )
     observe_interval_s: float = Field(1.0, gt=0, description="Interval of reads of an engine's metrics.")
     observe_timeout_s: float = Field(
         5.0, gt=0, description="Longest read of an engine's metrics: milliseconds, or 1 s on a busy CPU engine."

@@ -9,8 +9,8 @@ run with cProfile in the gateway. Calls per answer are the same in each run, how
 inflates times where there are many calls, so they show where to look, not what it costs.
 
 Instructions are the same in each run too, to half a percent, so they show on a busy machine which of two versions is
-cheaper. They are those outside the kernel, as callgrind counts them. Engines are not observed meanwhile, because
-everything takes fifty times as long, so they would be observed fifty times as often.
+cheaper. They are those outside the kernel, as callgrind counts them. Meanwhile engines are not observed and garbage is
+not collected: everything takes fifty times as long, so both would happen fifty times as often.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PROFILE_TIMEOUT_S = 20.0  # to write the statistics of some thousand functions
 _SLOWER = 50  # slowdown of an instruction under callgrind
 _CALLGRIND = ("valgrind", "--tool=callgrind", "--instr-atstart=no")
 _COUNTED = re.compile(r"^totals: (\d+)$", re.MULTILINE)
-_NOT_LOOKING = {"HEDDLE_OBSERVE_INTERVAL_S": "3600"}
+_NOT_BY_THE_CLOCK = {"HEDDLE_OBSERVE_INTERVAL_S": "3600", "HEDDLE_COLLECT_INTERVAL_S": "3600"}
 
 
 def _serve_profiled(statistics: str, arguments: list[str]) -> None:
@@ -81,7 +81,7 @@ def _gateway(
     """
     port, *backends = free_ports(3)
     environment = dict(setting.split("=", 1) for setting in parsed.setting)
-    environment |= _NOT_LOOKING if under else {}
+    environment |= _NOT_BY_THE_CLOCK if under else {}
     backend = [sys.executable, "-m", "loadtest.bench.backend", "--interval-ms", "5" if parsed.stream else "0"]
     backend += [word for number in backends for word in ("--port", str(number))]
     command = FROM_SOURCE(port, 0, backends, home)
@@ -99,6 +99,7 @@ def _gateway(
 def _load(port: int, num_answers: int, parsed: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "loadtest.bench.load", "--port", str(port), "--answers", str(num_answers)]
     command += ["--connections", str(parsed.connections), "--body", str(parsed.body), "--seconds", "600"]
+    command += ["--trajectories", str(parsed.trajectories)] if parsed.trajectories else []
     command += [*(["--stream"] if parsed.stream else []), *(["--no-tools"] if parsed.no_tools else [])]
     subprocess.run(
         ["taskset", "-c", CLIENT_CORE, *command],
@@ -107,9 +108,13 @@ def _load(port: int, num_answers: int, parsed: argparse.Namespace) -> None:
     )
 
 
+def _warm_up(port: int, parsed: argparse.Namespace) -> None:
+    _load(port, parsed.trajectories or parsed.answers // 4, parsed)
+
+
 def _measure(parsed: argparse.Namespace, home: Path) -> str:
     with _gateway(home, parsed, None) as (pid, port):
-        _load(port, parsed.answers // 4, parsed)
+        _warm_up(port, parsed)
         costs = []
         for _ in range(3):
             before_us = cpu_us(pid)
@@ -123,7 +128,7 @@ def _measure(parsed: argparse.Namespace, home: Path) -> str:
 def _profile(parsed: argparse.Namespace, home: Path) -> None:
     statistics = home / "statistics"
     with _gateway(home, parsed, statistics) as (pid, port):
-        _load(port, parsed.answers // 4, parsed)
+        _warm_up(port, parsed)
         subprocess.run(["kill", "-USR1", str(pid)], check=True)
         _load(port, parsed.answers, parsed)
         subprocess.run(["kill", "-USR1", str(pid)], check=True)
@@ -166,7 +171,7 @@ def _short(file: str) -> str:
 def _instructions(parsed: argparse.Namespace, home: Path) -> str:
     out = home / "callgrind"
     with _gateway(home, parsed, None, [*_CALLGRIND, f"--callgrind-out-file={out}"]) as (pid, port):
-        _load(port, parsed.answers // 4, parsed)
+        _warm_up(port, parsed)
         subprocess.run(["callgrind_control", "--instr=on", str(pid)], capture_output=True, check=True)
         _load(port, parsed.answers, parsed)
         subprocess.run(["callgrind_control", "--dump", str(pid)], capture_output=True, check=True)
@@ -179,7 +184,7 @@ def _instructions(parsed: argparse.Namespace, home: Path) -> str:
 
 def _perf(parsed: argparse.Namespace, home: Path) -> None:
     with _gateway(home, parsed, None) as (pid, port):
-        _load(port, parsed.answers // 4, parsed)
+        _warm_up(port, parsed)
         record = ["perf", "record", "-q", "-F", "2000", "-p", str(pid), "-o", str(home / "perf.data")]
         with subprocess.Popen(record) as perf:
             _load(port, parsed.answers, parsed)
@@ -198,6 +203,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, help="default 3,000, or 600 streams")
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--body", type=int, default=5_500, metavar="BYTES")
+    parser.add_argument("--trajectories", type=int, help="live trajectories, each with an answer before the counting")
     parser.add_argument("--no-tools", action="store_true", help="requests offer no tools")
     parser.add_argument("--setting", action="append", default=[], metavar="HEDDLE_NAME=VALUE")
     parser.add_argument("--top", type=int, default=30)
