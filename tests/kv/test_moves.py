@@ -242,3 +242,15 @@ async def test_evacuate_requires_the_admin_key() -> None:
         engine_id = fleet.urls[0].removeprefix("http://")
         answer: httpx.Response = await fleet.client.post(f"/v1/engines/{engine_id}/evacuate")
         assert answer.status_code == 401
+
+
+async def test_a_turn_whose_context_is_short_fetches_nothing() -> None:
+    """It runs on another engine, where prefilling a context below `kv_move_min_tokens` takes no longer."""
+    async with running_fleet(engine(), engine(), kv_move_min_tokens=100_000) as fleet:
+        messages = first_messages()
+        await fleet.turn("t", messages)
+        home = (await fleet.last("t"))["engine"]
+        await fleet.act(home, "cordon")
+        await fleet.turn("t", messages)
+        last = await fleet.last("t")
+        assert last["engine"] != home and last["kv_by"] is None and await fleet.moves() == {}

@@ -187,3 +187,14 @@ def test_a_servers_kv_ways_are_read_from_its_configuration() -> None:
 
 async def all_ready(fleet: Fleet) -> bool:
     return all(one["state"] == "ready" for one in (await fleet.engines()).values())
+
+
+async def test_kv_that_was_fetched_before_a_turn_is_not_counted_as_loaded(tmp_path: Path) -> None:
+    """The engines share a tier, too; the turn finds its context, but not because of the tier."""
+    both = {"kv_tier": tmp_path, "kv_transfer": True}
+    async with running_fleet(engine(**both), engine(**both)) as fleet:
+        messages = first_messages()
+        await fleet.turn("t", messages)
+        await fleet.act((await fleet.last("t"))["engine"], "cordon")
+        await fleet.turn("t", messages)
+        assert await fleet.moves() == {"fetched": 1} and (await fleet.last("t"))["kv_by"] == "fetched"
