@@ -43,16 +43,19 @@ class KnownProcesses:
     def left(self, member: Member) -> None:
         """It left the fleet. Another process may come to this address, and must not get its id.
 
-        If the same process comes back, its weights are still in doubt if they were.
+        If the same process comes back, its weights are still in doubt if they were, and its models have their names.
         """
         is_in_doubt = member.is_in_doubt and member.started_at is not None
-        self._known.pop(member.settings.url, None)
+        before = self._known.pop(member.settings.url, {})
         self._known[member.settings.url] = {
             "generation": member.generation + 1,
             "started_at": member.started_at if is_in_doubt else None,
             "is_in_doubt": is_in_doubt,
+            "models": before.get("models", []),
+            "has_left": True,
         }
-        have_left = [url for url, known in self._known.items() if "models" not in known]
+        # Older records of engines that left have no models.
+        have_left = [url for url, known in self._known.items() if known.get("has_left", "models" not in known)]
         for url in have_left[:-_MAX_LEFT]:
             del self._known[url]
         self.remember()

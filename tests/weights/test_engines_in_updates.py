@@ -370,3 +370,13 @@ async def test_an_engine_named_after_its_weights_keeps_its_models_through_a_rest
             await client.post(f"/v1/engines/{id_of(url)}/{action}", headers=ADMIN)
             await restore_metrics(client, url)
             assert (await wait_for_state(client, url, "ready"))["models"] == ["simulated"]
+
+
+async def test_an_engine_named_after_its_weights_keeps_its_models_when_removed_and_added() -> None:
+    """The same SGLang server comes back to the fleet, for example after maintenance of its node."""
+    async with serve_engine(engine("sglang")) as url, gateway_of(url) as client:
+        assert (await update(client, "v1")).json()["status"] == "done"
+        await client.delete(f"/v1/engines/{id_of(url)}", headers=ADMIN)
+        await client.post("/v1/engines", json={"url": url}, headers=ADMIN)
+        assert (await wait_for_state(client, url, "ready"))["models"] == ["simulated"]
+        await complete(client, "one", PROMPT, 5)
