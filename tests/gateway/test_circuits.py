@@ -1,4 +1,4 @@
-"""When an engine's circuit opens and closes, and what the scheduler is told of the engine: faults in, events out."""
+"""When an engine's circuit opens and closes, and what it reports to the scheduler: faults in, events out."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ from gateway.fleet.circuits import Circuits
 from gateway.fleet.member import EngineState, Member
 from scheduling.types import EngineLoad, EngineLost, EngineReported, Event
 
-SEEN = Observation(3, 2, 0.5, 10_000, 64, 0.0, None)
+OBSERVATION = Observation(3, 2, 0.5, 10_000, 64, 0.0, None)
 
 
 class Site:
@@ -28,9 +28,9 @@ class Site:
         chosen = load_settings(store="memory:", faults_to_open=faults_to_open, default_slots=128)
         self.circuits = Circuits(chosen, lambda: 5.0, self.events.append)
 
-    def looked(self, seen: Observation = SEEN) -> EngineReported:
-        """A good look; what it reports."""
-        self.member.observation = seen
+    def observed(self, observation: Observation = OBSERVATION) -> EngineReported:
+        """A successful observation; returns what is reported of it."""
+        self.member.observation = observation
         self.circuits.close(self.member)
         self.circuits.report(self.member)
         reported = self.events.pop()
@@ -39,12 +39,12 @@ class Site:
 
 
 @given(st.integers(1, 4), st.lists(st.booleans(), max_size=20))
-def test_a_circuit_opens_at_so_many_faults_in_a_row(faults_to_open: int, looks: list[bool]) -> None:
-    """Good looks and faults in any order: the scheduler is told once of each loss, and a good look ends it."""
+def test_a_circuit_opens_after_the_configured_faults_in_a_row(faults_to_open: int, checks: list[bool]) -> None:
+    """Good checks and faults in any order: the scheduler gets one event for each loss, and a good check ends it."""
     site = Site(faults_to_open)
-    site.looked()
+    site.observed()
     num_in_a_row = num_losses = 0
-    for is_good in looks:
+    for is_good in checks:
         if is_good:
             assert site.circuits.close(site.member) is (num_in_a_row >= faults_to_open)
             num_in_a_row = 0
@@ -66,8 +66,8 @@ def test_an_engine_that_was_never_ready_is_not_reported_as_lost() -> None:
     assert site.events == []
 
 
-async def test_a_loss_wakes_whoever_waits_for_a_change() -> None:
-    """As a drain does, and the start."""
+async def test_a_loss_wakes_those_who_wait_for_a_change() -> None:
+    """A drain waits for changes, and so does the start."""
     site = Site()
 
     async def is_lost() -> None:
@@ -77,9 +77,9 @@ async def test_a_loss_wakes_whoever_waits_for_a_change() -> None:
 
 
 def test_a_loss_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """An engine that stays away for hours fails every look, and fills no log."""
+    """An engine that stays away for hours fails every check, but does not fill the log."""
     site = Site()
-    site.looked()
+    site.observed()
     for number in range(5):
         site.circuits.open(site.member, ConnectionBroken(f"fault {number}"))
     [record] = caplog.records
@@ -87,48 +87,48 @@ def test_a_loss_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert record.__dict__["fields"] == {"engine": "10.0.0.1:8000", "fault": "fault 0"}
 
 
-def test_what_an_engine_reports_is_what_the_scheduler_is_told() -> None:
+def test_the_scheduler_gets_what_an_engine_reports() -> None:
     """Its models, slots, KV and load."""
     site = Site(tp=2)
     site.member.models = (Model("a", 4096), Model("b", None))
-    told = site.looked()
-    assert told.at == 5.0 and told.accepting
-    spec = told.spec
+    reported = site.observed()
+    assert reported.at == 5.0 and reported.accepting
+    spec = reported.spec
     assert (spec.engine_id, spec.models, spec.slots) == ("10.0.0.1:8000", frozenset({"a", "b"}), 64)
     assert (spec.kv_capacity_tokens, spec.tp, spec.profile) == (10_000, 2, None)
-    assert told.load == EngineLoad(3, 2, 5_000)
+    assert reported.load == EngineLoad(3, 2, 5_000)
 
 
 @pytest.mark.parametrize(
-    ("engine", "asked_slots", "seen", "slots", "kv_capacity_tokens"),
+    ("engine", "requested_slots", "observation", "slots", "kv_capacity_tokens"),
     [
-        ({"kv_capacity_tokens": 7_000}, None, SEEN, 64, 7_000),
-        ({}, 9, SEEN, 9, 10_000),
+        ({"kv_capacity_tokens": 7_000}, None, OBSERVATION, 64, 7_000),
+        ({}, 9, OBSERVATION, 9, 10_000),
         ({}, None, Observation(0, 0, 0.0, None, None, 0.0, None), 128, 0),
     ],
-    ids=["configured-kv", "asked-slots", "neither-reported"],
+    ids=["configured-kv", "requested-slots", "neither-reported"],
 )
-def test_what_is_configured_or_asked_outranks_what_is_observed(
-    engine: dict[str, int], asked_slots: int | None, seen: Observation, slots: int, kv_capacity_tokens: int
+def test_configured_and_requested_values_outrank_observed_ones(
+    engine: dict[str, int], requested_slots: int | None, observation: Observation, slots: int, kv_capacity_tokens: int
 ) -> None:
-    """An engine that reports neither gets the default of slots, and no limit of KV."""
+    """An engine that reports neither gets the default number of slots, and no KV limit."""
     site = Site(**engine)
-    site.member.slots = asked_slots
-    spec = site.looked(seen).spec
+    site.member.slots = requested_slots
+    spec = site.observed(observation).spec
     assert (spec.slots, spec.kv_capacity_tokens) == (slots, kv_capacity_tokens)
 
 
-@pytest.mark.parametrize(("offered", "left"), [(4_000, 6_000), (10_000, 1), (12_000, 1)])
-def test_kv_that_is_offered_to_others_is_not_an_engines_to_give(offered: int, left: int) -> None:
-    """Its capacity is the less by so much, and never unlimited because of that."""
+@pytest.mark.parametrize(("offered", "remaining"), [(4_000, 6_000), (10_000, 1), (12_000, 1)])
+def test_kv_offered_to_others_reduces_an_engines_capacity(offered: int, remaining: int) -> None:
+    """At least one token remains, because zero would mean no limit."""
     site = Site()
     site.member.kv_offered_tokens = offered
-    assert site.looked().spec.kv_capacity_tokens == left
+    assert site.observed().spec.kv_capacity_tokens == remaining
 
 
 @pytest.mark.parametrize("why", ["is_cordoned", "held", "is_updating"])
 def test_an_engine_that_gets_no_turns_is_reported_as_not_accepting(why: str) -> None:
-    """For its operator's reason, for its weights, or while it loads."""
+    """Because of its operator, its weights, or while it loads."""
     site = Site()
     setattr(site.member, why, "its weights" if why == "held" else True)
-    assert not site.looked().accepting
+    assert not site.observed().accepting

@@ -1,4 +1,4 @@
-"""Which conversations count as the same however a client spells them, and which do not."""
+"""Which conversations count as equal however a client spells them, and which do not."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def assistant(*parts: object) -> dict[str, Any]:
     return {"role": "assistant", "content": list(parts)}
 
 
-def said(text: str) -> dict[str, Any]:
+def answered(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
@@ -39,9 +39,9 @@ def image(url: str, **more: object) -> dict[str, Any]:
 
 SAME = {
     "text of the responses API": (USER, user({"type": "input_text", "text": "q"})),
-    "answer of the responses API": (said("a"), assistant({"type": "output_text", "text": "a", "annotations": []})),
+    "answer of the responses API": (answered("a"), assistant({"type": "output_text", "text": "a", "annotations": []})),
     "blanks around a text": (USER, {"role": "user", "content": " q\n"}),
-    "reasoning left in an answer": (said("a"), said("<think>because</think>\n\na")),
+    "reasoning left in an answer": (answered("a"), answered("<think>because</think>\n\na")),
     "order of a call's arguments": (CALL, CALL | {"arguments": '{"b":2,"a":1}'}),
     "id and status of a call": (CALL, CALL | {"id": "fc_1", "status": "completed"}),
     "id and status of an output": (OUTPUT, OUTPUT | {"id": "fo_1", "status": "completed"}),
@@ -55,14 +55,14 @@ SAME = {
     "cache mark of an image": (user(image("u")), user(image("u", cache_control={"type": "ephemeral"}))),
 }
 DIFFERENT = {
-    "what a user says of thinking": ({"role": "user", "content": "a</think>q"}, USER),
+    "thinking quoted by a user": ({"role": "user", "content": "a</think>q"}, USER),
     "the call that is answered": (
         {"role": "tool", "content": "x", "tool_call_id": "c1"},
         {"role": "tool", "content": "x", "tool_call_id": "c2"},
     ),
     "id of a call": (called("{}"), called("{}", "c2")),
     "arguments of a call": (CALL, CALL | {"arguments": '{"a": 1}'}),
-    "arguments that are no JSON": (called("ls -l"), called("ls -a")),
+    "arguments that are not JSON": (called("ls -l"), called("ls -a")),
     "input of a custom tool": (
         {"type": "custom_tool_call", "call_id": "c1", "name": "sh", "input": "ls"},
         {"type": "custom_tool_call", "call_id": "c1", "name": "sh", "input": "pwd"},
@@ -82,18 +82,18 @@ DIFFERENT = {
 
 
 def digest(message: object) -> str:
-    """Of a conversation that ends with this message."""
+    """The digest of a conversation that ends with this message."""
     return History({"messages": [USER, message]}).digest()
 
 
 @pytest.mark.parametrize(("one", "other"), SAME.values(), ids=SAME.keys())
-def test_a_message_is_the_same_in_another_spelling(one: object, other: object) -> None:
+def test_equivalent_spellings_of_a_message_have_one_digest(one: object, other: object) -> None:
     """Clients drop or change these between turns: the conversation is still recognised."""
     assert digest(one) == digest(other)
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT.values(), ids=DIFFERENT.keys())
-def test_a_message_that_differs_makes_another_conversation(one: object, other: object) -> None:
+def test_a_message_that_differs_makes_a_different_conversation(one: object, other: object) -> None:
     """Siblings that differ in this are not taken for each other."""
     assert digest(one) != digest(other)
 
@@ -103,7 +103,8 @@ ROLES = st.lists(st.sampled_from(["user", "assistant", "tool"]), max_size=8)
 
 @given(ROLES, st.sampled_from(["system", "instructions", None]))
 def test_a_history_has_a_digest_after_each_answer(roles: list[str], preamble: str | None) -> None:
-    """Each is that of the conversation up to there; a system prompt is no answer, and is part of all of them."""
+    """Each is the digest of the conversation up to that answer; a system prompt is no answer, and is part of all
+    digests."""
     messages = [{"role": role, "content": f"{number}"} for number, role in enumerate(roles)]
     body = {preamble: "Be brief."} if preamble else {}
     ends = [number + 1 for number, role in enumerate(roles) if role == "assistant"]
@@ -113,8 +114,8 @@ def test_a_history_has_a_digest_after_each_answer(roles: list[str], preamble: st
 
 
 @given(ROLES)
-def test_a_request_has_a_prompt_before_each_row_of_answers_and_a_last_one(roles: list[str]) -> None:
-    """A group is that of the first prompt: what precedes an answer, whatever comes later."""
+def test_a_request_has_a_prompt_before_each_run_of_answers(roles: list[str]) -> None:
+    """The first prompt, which precedes the first answer, determines the group, whatever comes later."""
     messages = [{"role": role, "content": f"{number}"} for number, role in enumerate(roles)]
     begins = [
         number
@@ -129,23 +130,23 @@ IDS = st.lists(st.integers(0, 200_000), max_size=6)
 
 
 @given(IDS, IDS)
-def test_tokens_begin_with_their_prefixes_and_with_nothing_else(ids: list[int], others: list[int]) -> None:
-    """As bytes, too: 1 is no prefix of 12, and no text begins with tokens."""
-    mine, other = spelled(ids), spelled(others)
-    assert mine is not None and other is not None
-    assert mine.startswith(other) is (ids[: len(others)] == others)
+def test_spelled_tokens_begin_only_with_their_prefixes(ids: list[int], others: list[int]) -> None:
+    """Also as bytes: 1 is no prefix of 12, and no text begins with tokens."""
+    encoded, other = spelled(ids), spelled(others)
+    assert encoded is not None and other is not None
+    assert encoded.startswith(other) is (ids[: len(others)] == others)
     text = spelled(",".join(map(str, ids)))
-    assert text is not None and not text.startswith(mine)
+    assert text is not None and not text.startswith(encoded)
 
 
 @pytest.mark.parametrize("value", [None, 5, {"a": 1}, [1, "a"], [True], [2**70], [["a"]]])
-def test_what_is_neither_text_nor_tokens_is_not_spelled(value: object) -> None:
-    """A list of several prompts, or a number that is no token."""
+def test_values_other_than_text_or_tokens_are_not_spelled(value: object) -> None:
+    """Such as a list of several prompts, or a number that is no token."""
     assert spelled(value) is None
 
 
 @pytest.mark.parametrize("name", ["prompt", "token_ids", "input_ids", "text"])
-def test_the_prompt_is_found_under_each_routes_name(name: str) -> None:
-    """Of completions and of the token routes; a request with messages has none."""
+def test_the_prompt_is_found_under_each_routes_field(name: str) -> None:
+    """In completions and on the token routes; a request with messages has none."""
     assert prompt_of({name: [1, 2]}) == [1, 2]
     assert prompt_of({name: [1, 2], "messages": []}) is None and prompt_of({name: [1, 2], "input": "q"}) is None
