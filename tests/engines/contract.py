@@ -137,7 +137,7 @@ async def later_turns_reuse_the_cache(engine: EngineUnderTest) -> None:
         usage = answer["usage"]
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         assert cached % engine.facts.block_tokens == 0
-        # The template of a model closes an answer, and an ignored end of text has no text to send back.
+        # A model's template closes an answer, and an ignored end-of-text token has no text to send back.
         assert max(before - 2 * engine.facts.block_tokens, 0) <= cached <= before
         before = usage["prompt_tokens"]
         messages += [answer["choices"][0]["message"], {"role": "user", "content": "go on"}]
@@ -149,7 +149,7 @@ async def an_idle_connection_never_breaks_a_request(engine: EngineUnderTest) -> 
     """Our client closes idle connections before the engine does, so the next request gets a new one."""
     fields = {"messages": HELLO, "max_tokens": 1}
     assert (await engine.ask(fields)).status == 200
-    await asyncio.sleep(1.1 * engine.facts.keep_alive_s)  # time itself is the subject
+    await asyncio.sleep(1.1 * engine.facts.keep_alive_s)  # the promise is about time
     assert (await engine.ask(fields)).status == 200
 
 

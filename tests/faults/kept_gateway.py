@@ -59,7 +59,7 @@ class KeptGateway:
         assert self._process is not None
         num = 0
         for link in Path(f"/proc/{self._process.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # closed while we look
+            with contextlib.suppress(FileNotFoundError):  # closed in the meantime
                 num += "memfd:tape" in os.readlink(link)
         return num
 

@@ -323,7 +323,7 @@ async def test_a_client_that_reads_nothing_is_disconnected(client: httpx.AsyncCl
             suspended.send(b"POST /t/t/v1/chat/completions HTTP/1.1\r\nhost: x\r\n")
             suspended.send(b"content-length: %d\r\n\r\n%b" % (len(body), body))
             mine = suspended.getsockname()[1]
-            await eventually(lambda: turns_or_live(client, gateway.url))
+            await eventually(lambda: has_any_turn(client, gateway.url))
             await eventually(lambda: not is_served(mine))
         [turn] = await turns_of(client, gateway.url, "t")
         assert turn["outcome"] == ("left" if stream else "finished")
@@ -331,7 +331,7 @@ async def test_a_client_that_reads_nothing_is_disconnected(client: httpx.AsyncCl
         assert (known["state"], known["num_legs"], known["last_fault"]) == ("ready", 0, None)
 
 
-async def turns_or_live(client: httpx.AsyncClient, url: str) -> bool:
+async def has_any_turn(client: httpx.AsyncClient, url: str) -> bool:
     shown = (await client.get(f"{url}/v1/trajectories/t")).json()
     return bool(shown.get("turns") or shown.get("live_turns"))
 

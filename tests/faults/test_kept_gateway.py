@@ -109,7 +109,7 @@ async def test_no_token_is_generated_twice(client: httpx.AsyncClient, tmp_path: 
     """SIGKILL at random moments, whether it serves yet or not: the engines generated what the answers contain."""
     # SGLang's cumulative events take a megabyte for 100 tokens with alternatives.
     environment = {"HEDDLE_SAVE_TOKENS_S": "1000", "HEDDLE_KEPT_LEG_BYTES": str(64 * 2**20)}
-    made, in_answers = await played(client, tmp_path, fleet, 40 + seed, environment)
+    made, in_answers = await kill_repeatedly(client, tmp_path, fleet, 40 + seed, environment)
     assert made == in_answers
 
 
@@ -156,7 +156,7 @@ async def test_legs_too_long_to_keep_continue_from_the_stored_tokens(client: htt
     await play_rounds("turns ran whose legs were too long to keep, and the store had some tokens of each", play)
 
 
-async def played(
+async def kill_repeatedly(
     client: httpx.AsyncClient, tmp_path: Path, fleet: str, seed: int, environment: dict[str, str]
 ) -> tuple[float, int]:
     """Kill a gateway under many turns, and check that each gets its undisturbed answer. Returns how many tokens the

@@ -129,7 +129,7 @@ async def test_ten_thousand_trajectories_are_restored_within_two_seconds(
         assert len(trajectory["turns"]) == 10 and trajectory["home"] == "engine-1:8000"
     with capsys.disabled():
         print(f"\n{store_url.partition(':')[0]}: 10,000 trajectories restored in {cpu_s - bare_cpu_s:.2f} s", end=" ")
-        print(f"of computing, {all_s - bare_s:.2f} s by the clock (an empty start: {bare_s:.2f} s)")
+        print(f"of processor time, {all_s - bare_s:.2f} s by the clock (an empty start: {bare_s:.2f} s)")
     assert cpu_s - bare_cpu_s < RESTORE_LIMIT_S
     assert all_s - bare_s < RESTORE_LIMIT_S or stolen > MAX_STOLEN * total
 

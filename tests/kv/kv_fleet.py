@@ -62,7 +62,7 @@ class Fleet:
         done: dict[str, Any] = response.json()
         return done
 
-    async def made_tokens(self, url: str) -> float:
+    async def generated_tokens(self, url: str) -> float:
         """Tokens that an engine has generated so far."""
         page = (await self.client.get(f"{url}/metrics")).text
         line = next(line for line in page.splitlines() if line.startswith("vllm:generation_tokens_total"))

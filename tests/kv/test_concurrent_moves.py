@@ -1,4 +1,4 @@
-"""Several KV moves at once, and what is logged of each."""
+"""Several KV moves at once, and the log of each."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ def id_of(url: str) -> str:
 
 async def test_a_turn_does_not_wait_for_a_move_that_has_not_begun() -> None:
     """Two trajectories leave, one after the other, and the fetch of the first hangs. The turn of the second fetches its
-    KV itself."""
+    own KV."""
     hanging = Fault("hang", path="/simulate/kv", count=1)
     async with running_fleet(engine(hanging), engine(), kv_moves_at_once=1, kv_move_timeout_s=4.0) as fleet:
         home, target = map(id_of, fleet.urls)
@@ -34,10 +34,10 @@ async def test_a_turn_does_not_wait_for_a_move_that_has_not_begun() -> None:
         assert (await fleet.last(first.get_name()))["kv_by"] == "fetched"
         assert await fleet.cached_share(first.get_name()) >= 0.9
         await asyncio.gather(evacuation, *turns)
-        assert (await fleet.moves())["fetched"] == 1, "its move in the tool call is not made as well"
+        assert (await fleet.moves())["fetched"] == 1, "the waiting move of its tool call is dropped"
 
 
-async def test_an_evacuation_says_whether_all_moves_have_ended() -> None:
+async def test_an_evacuation_reports_whether_all_moves_have_ended() -> None:
     """An engine with nothing to move is evacuated at once; one whose move still hangs at the timeout is not."""
     hanging = Fault("hang", path="/simulate/kv", count=1)
     async with running_fleet(engine(hanging), engine(), kv_move_timeout_s=2.0) as fleet:

@@ -62,7 +62,7 @@ async def test_a_turn_drained_in_mid_generation_moves_with_its_kv() -> None:
         running = asyncio.create_task(fleet.turn("t", first_messages(), tokens=400))
 
         async def has_made_some() -> bool:
-            return max([await fleet.made_tokens(url) for url in fleet.urls]) > 0
+            return max([await fleet.generated_tokens(url) for url in fleet.urls]) > 0
 
         await eventually(has_made_some, 60)
         home = next(id for id, one in (await fleet.engines()).items() if one["num_legs"])

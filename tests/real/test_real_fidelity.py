@@ -64,8 +64,8 @@ async def test_a_simulated_rollout_takes_as_long_as_the_real_one(
     probe = Workload("probe", (Trajectory("probe", "probe", 64, (Turn(0, 1, 0.0), *[Turn(24, 1, 0.0)] * 40)),))
     profiles, probes, plays = [await profiled(engine.url)], [], []
     for _ in range(NUM_ROUNDS):
-        probes.append(await played(probe, engine.url, tmp_path))
-        plays.append(await played(workload, engine.url, tmp_path))
+        probes.append(await rollout_on(probe, engine.url, tmp_path))
+        plays.append(await rollout_on(workload, engine.url, tmp_path))
         profiles.append(await profiled(engine.url))
     fitted = fit(typical(measurements for _, measurements in profiles), profiles[0][0].profile)
     # The time of a turn outside the engine and its requests: gateway and agent.
@@ -94,7 +94,7 @@ async def profiled(url: str) -> tuple[Fit, list[Measurement]]:
     return await profile_command.measure(parsed, Console(quiet=True))
 
 
-async def played(workload: Workload, url: str, work_dir: Path) -> RolloutResult:
+async def rollout_on(workload: Workload, url: str, work_dir: Path) -> RolloutResult:
     """A rollout on the engine, behind a gateway, from an empty prefix cache."""
     async with httpx2.AsyncClient() as client:
         assert (await client.post(f"{url}/reset_prefix_cache")).json() == {"success": True}

@@ -89,7 +89,7 @@ async def recorded_engine(settings: SimulatedEngineSettings) -> AsyncIterator[Re
         async def replayed() -> Any:
             return messages.pop(0) if messages else await receive()
 
-        # The simulated engine reaches for the transport behind `send`, so it gets uvicorn's own.
+        # The simulated engine uses the transport behind `send`, so it gets uvicorn's own `send`.
         await simulated(scope, replayed, send)
 
     with contextlib.closing(socket.socket()) as listener:

@@ -123,8 +123,8 @@ async def test_requests_without_a_trajectory_avoid_an_engine_in_an_update() -> N
         assert num_requests == [0, 3]
 
 
-async def test_a_drain_empties_an_engine_although_the_only_other_one_is_in_an_update() -> None:
-    """The turn waits for the end of the load, which is soon; it could run on for an hour where it is."""
+async def test_a_drain_completes_while_the_only_other_engine_is_in_an_update() -> None:
+    """The paused turn waits for the end of the load, which is soon. On the drained engine it could run for an hour."""
     is_over = asyncio.Event()
 
     async def load(asked: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:

@@ -57,7 +57,7 @@ async def test_a_killed_gateway_resumes_the_last_of_two_equal_turns(
                 pass
             await eventually(is_abandoned)
             async with client_that_reads(client, gateway.url, "bb"):
-                # A turn's end waits until the store has what was put before.
+                # A turn ends only when the store has all earlier writes.
                 other = {"x-trajectory-id": "other"}
                 await client.post(gateway.url + "/v1/chat/completions", json=BODY, headers=other)
                 await gateway.kill()
