@@ -344,12 +344,15 @@ def _connect(path: Path) -> sqlite3.Connection:
     """A connection to a file that is sound and of this format; an empty file gets its tables."""
     try:
         database = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")
-        database.execute("PRAGMA wal_autocheckpoint = 0")
         [version] = database.execute("PRAGMA user_version").fetchone()
         [num_tables] = database.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-        if version == 0 and num_tables == 0:
+        is_new = version == 0 and num_tables == 0
+        # Another program's database must stay as it is: WAL mode is kept in the file.
+        if is_new or version == FORMAT:
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
+            database.execute("PRAGMA wal_autocheckpoint = 0")
+        if is_new:
             database.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
             return database
         [verdict] = database.execute("PRAGMA quick_check(1)").fetchone()

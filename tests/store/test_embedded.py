@@ -105,13 +105,15 @@ async def test_a_damaged_file_is_refused_and_named(tmp_path: Path, where: str) -
 
 
 async def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
-    """A newer program's record, or another program's database, is not used."""
+    """A newer program's record, or another program's database, is not touched."""
     path = tmp_path / "other.sqlite3"
     with sqlite3.connect(path) as database:
         database.execute("CREATE TABLE bookmarks (url TEXT)")
     database.close()
+    content = path.read_bytes()
     with pytest.raises(StoreCorrupt, match="has format 0"):
         await open_store(f"sqlite:{path}").open()
+    assert path.read_bytes() == content
 
 
 async def test_a_directory_in_place_of_the_file_is_a_clear_error(tmp_path: Path) -> None:
