@@ -380,3 +380,37 @@ async def test_an_engine_named_after_its_weights_keeps_its_models_when_removed_a
         await client.post("/v1/engines", json={"url": url}, headers=ADMIN)
         assert (await wait_for_state(client, url, "ready"))["models"] == ["simulated"]
         await complete(client, "one", PROMPT, 5)
+
+
+async def test_an_engine_that_joined_well_is_not_given_its_weights_again() -> None:
+    """It was lost for a while and has kept them: its turns need not wait for another load."""
+    async with (
+        serve_engine(engine("vllm")) as first,
+        recorded_engine(engine("vllm")) as joining,
+        gateway_of(first) as client,
+    ):
+        assert (await update(client, "v1")).json()["status"] == "done"
+        await client.post("/v1/engines", json={"url": joining.url}, headers=ADMIN)
+        joined = await wait_for_state(client, joining.url, "ready")
+        assert (joined["weight_version"], loads(joining)) == ("v1", ["/weights/v1"])
+        await make_lost(client, joining.url)
+        await restore_metrics(client, joining.url)
+        again = await wait_for_state(client, joining.url, "ready")
+        assert (again["id"], again["weight_version"], loads(joining)) == (joined["id"], "v1", ["/weights/v1"])
+
+
+@KINDS
+async def test_an_engine_whose_version_cannot_be_read_is_used_if_none_was_set(kind: str) -> None:
+    """No weights are asked of it, so it need not say which it has."""
+    path = "/weight_info" if kind == "vllm" else "/model_info"
+    async with launched(engine(kind, Fault("reset", path=path))) as one, gateway_of(one.url) as client:
+        assert (await wait_for_state(client, one.url, "ready"))["weight_version"] is None
+        await complete(client, "one", PROMPT, 5)
+
+
+@KINDS
+async def test_an_update_reports_how_long_each_engine_loaded_and_paused(kind: str) -> None:
+    """In seconds; the pause includes the load."""
+    async with launched(engine(kind, weight_load_s=10.0, speed_up=50.0)) as one, gateway_of(one.url) as client:
+        [progress] = (await update(client, "v1")).json()["engines"].values()
+        assert 0.2 <= progress["load_s"] <= progress["paused_s"] < 60
