@@ -199,7 +199,11 @@ def chat_body(
     stream: bool,
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The body of one turn: greedy, exactly `max_tokens` long if `ignore_eos` is supported, always with usage."""
+    """The body of one turn: greedy, exactly `max_tokens` long if `ignore_eos` is supported, always with usage.
+
+    `ignore_eos` alone lets a model write its end-of-turn token in the middle of an answer. The text lacks it, so the
+    next prompt would differ from the cached KV from there on. `min_tokens` keeps it out of the answer.
+    """
     body: dict[str, Any] = {
         "model": model,
         "messages": messages,
@@ -209,4 +213,6 @@ def chat_body(
     }
     if stream:
         body["stream_options"] = {"include_usage": True}
+    if extra.get("ignore_eos"):
+        body["min_tokens"] = max_tokens
     return body | dict(extra)

@@ -51,7 +51,8 @@ class ReplaySettings:
         finish: Report the end of each trajectory to the gateway. A server without that route is left alone.
         calibrate: Ask two one-token questions first, to learn how many characters make a token.
         client: `sdk` is what agents use; `raw` costs less if thousands of agents share a processor.
-        extra_body: Added to each body. `ignore_eos` makes vLLM and SGLang write exactly `max_tokens`.
+        extra_body: Added to each body. `ignore_eos`, with which `chat_body` sends `min_tokens`, makes vLLM
+            and SGLang write exactly `max_tokens`.
         rollout_id: Begins every trajectory's id, so that two replays do not collide. None: a new one.
     """
 
