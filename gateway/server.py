@@ -144,6 +144,7 @@ def run(settings: Settings) -> None:
                 collector.start()
                 LOGGER.info("serving", extra={"fields": {"url": listening.url, "policy": settings.policy}})
                 await stop.wait()
+                collector.stop()
         except asyncio.CancelledError:
             if not stop.is_set():
                 raise
