@@ -1,4 +1,4 @@
-"""A scheduler with short words for its events; the invariants are checked after each."""
+"""A scheduler driven by short methods, one for each event; the invariants are checked after every event."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -33,12 +33,12 @@ MODEL = "model"
 
 
 def without_saves(actions: Iterable[Action]) -> list[Action]:
-    """The actions that a client or an engine feels."""
+    """The actions that a client or an engine notices."""
     return [action for action in actions if not isinstance(action, Save)]
 
 
 def record(trajectory_id: str, home: str | None, last_at: float = 0.0, **changes: object) -> TrajectoryRecord:
-    """What an earlier process wrote down of a trajectory."""
+    """A trajectory's record, as an earlier process saved it."""
     values: dict[str, object] = {
         "trajectory_id": trajectory_id,
         "group_id": "",
@@ -56,11 +56,11 @@ def record(trajectory_id: str, home: str | None, last_at: float = 0.0, **changes
 
 
 class Fleet:
-    """One scheduler under test. `at` is its clock; a turn `x` belongs to trajectory `x` unless told.
+    """One scheduler under test. `at` is its clock; turn `x` belongs to trajectory `x` unless the call names another.
 
     Args:
-        policy: Heddle's, with an order whose keys are easily read: predicted tokens, longest first.
-        answer_tokens: of its limits; 0 makes claims what they are known to be.
+        policy: Heddle's by default, with an order whose keys are easy to read: predicted tokens, longest first.
+        answer_tokens: the limit of that name; with 0, a claim is exactly the known context.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Fleet:
         self.actions: list[Action] = []
 
     def handle(self, event: Event) -> list[Action]:
-        """What is to be done but for saving; all of it is in `actions`."""
+        """The actions except saves; `actions` holds all of them."""
         self.actions = self.scheduler.handle(event)
         self.scheduler.check()
         return without_saves(self.actions)
@@ -138,7 +138,7 @@ class Fleet:
         return self.handle(Tick(self.at))
 
     def sent(self, actions: Iterable[Action]) -> list[tuple[str, str]]:
-        """Which turns the actions dispatch, and where to."""
+        """Which turns the actions dispatch, and to which engine."""
         return [(action.turn_id, action.engine_id) for action in actions if isinstance(action, Dispatch)]
 
     def home(self, trajectory_id: str) -> str | None:
@@ -149,7 +149,7 @@ class Fleet:
 
 
 def fleet_with_one_in_tool(limits: Limits | None = None, kv: int = 100) -> Fleet:
-    """Engine A with 4 slots, and `a` in a tool call there with 50 tokens of KV since time 0."""
+    """Engine A with 4 slots, where `a` has been in a tool call with 50 tokens of KV since time 0."""
     fleet = Fleet(limits=limits or Limits(in_tool_lease_s=60, entry_patience_s=300))
     fleet.engine("A", slots=4, kv=kv)
     fleet.arrive("a")

@@ -1,4 +1,4 @@
-"""Strategies and brute force that the tests of partition and scaling share."""
+"""Strategies and brute-force helpers shared by the tests of fleet plans."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -37,14 +37,14 @@ engines = st.builds(LoadedEngine, profiles, works, speculations)
 
 
 def plus(work: Work, remaining_tokens: float, context_tokens: float, p90_tokens: float = 0.0) -> Work:
-    """A work and one more trajectory."""
+    """The work plus one more trajectory."""
     more = replace(work)
     more.add(remaining_tokens, context_tokens, p90_tokens)
     return more
 
 
 def work_of(trajectories: Sequence[Remaining], before: Work | None = None) -> Work:
-    """What trajectories add to the work that there was, prefills and tools included."""
+    """The work there was plus these trajectories, prefills and tools included."""
     work = before or Work()
     for one in trajectories:
         work = plus(work, one.output_tokens, one.mean_context_tokens)
@@ -54,7 +54,7 @@ def work_of(trajectories: Sequence[Remaining], before: Work | None = None) -> Wo
 
 
 def finish_of(engine: LoadedEngine, trajectories: Sequence[Remaining]) -> float:
-    """The estimate told one trajectory at a time, with speculation as its docstring has it."""
+    """The estimate, fed one trajectory at a time, with speculation as its docstring defines it."""
     work = work_of(trajectories, engine.work)
     if engine.speculation and engine.work.total_tokens == 0:
         lengths = sorted((one.output_tokens for one in trajectories), reverse=True) + [0.0] * 4
@@ -64,7 +64,7 @@ def finish_of(engine: LoadedEngine, trajectories: Sequence[Remaining]) -> float:
 
 
 def all_cuts(length: int, num_groups: int) -> Iterator[list[tuple[int, int]]]:
-    """Every way to cut a list into contiguous groups, empty ones too."""
+    """Every way to cut a list into contiguous groups, including empty ones."""
     for inner in combinations_with_replacement(range(length + 1), num_groups - 1):
         yield list(zip((0, *inner), (*inner, length), strict=True))
 

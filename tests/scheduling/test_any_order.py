@@ -1,7 +1,7 @@
 """The scheduler under any order of events, on a tiny fleet with tiny limits.
 
-The machine plays the driver: it remembers which turn it was told to run where, answers aborts, and holds the scheduler
-to what a driver relies on. Other properties need a whole run and are checked at its end.
+The machine plays the driver: it tracks which turn runs where, answers aborts, and checks the guarantees that a driver
+relies on. Properties that need a whole run are checked at its end.
 """
 
 from collections import Counter
@@ -78,7 +78,7 @@ predictions = st.sampled_from([1.0, 300.0, 5_000.0, 90_000.0]).map(lambda total:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """A driver that does what it is told, at any time and in any order."""
+    """A driver that performs every action; its events come at any time and in any order."""
 
     policy: Policy
 
@@ -100,7 +100,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize(homes=st.lists(st.sampled_from([*ENGINES, None]), max_size=3))
     def restart(self, homes: list[str | None]) -> None:
-        """An earlier process may have left records, not in order."""
+        """An earlier process may have left records, in any order."""
         records = [
             TrajectoryRecord(f"t{i}", "", None, TrajectoryState.ACTIVE, home, 30, 10, 1, 500.0, 0.0, float(-i))
             for i, home in enumerate(homes)
@@ -185,13 +185,13 @@ class AnyOrder(RuleBasedStateMachine):
 
     @precondition(lambda self: self.num_turns)
     @rule(data=st.data(), leg=st.integers(0, 2), fault=st.sampled_from([Fault.ENGINE, Fault.BUSY]))
-    def say_it_late(self, data: st.DataObject, leg: int, fault: Fault) -> None:
-        """Of a leg that is over, of a turn that waits for its next leg, or of one that ended long ago."""
+    def report_late(self, data: st.DataObject, leg: int, fault: Fault) -> None:
+        """Reports on a leg that is over, a turn that waits for its next leg, or a turn that ended long ago."""
         turn_id = f"turn{data.draw(st.integers(0, self.num_turns - 1))}"
         if turn_id in self.running and leg >= self.running[turn_id].leg:
             return
         if turn_id in self.waiting and self.waiting[turn_id][0] == 0:
-            return  # it was never sent anywhere, so nobody can speak of it
+            return  # it was never dispatched, so nothing can report on it
         for event in (
             TurnFailed(self.at, turn_id, leg, fault, True),
             TurnFinished(self.at, turn_id, leg, 5, 5),
@@ -246,18 +246,18 @@ class AnyOrder(RuleBasedStateMachine):
     # --- the driver ---------------------------------------------------------------------------------------
 
     def fail_leg(self, turn_id: str, fault: Fault, can_retry: bool) -> None:
-        """End a running leg; the scheduler then sends the turn again, lets it wait, or says no."""
+        """End a running leg. The scheduler then dispatches the turn again, queues it, or rejects it."""
         dispatch = self.end_leg(turn_id)
         self.num_faults[turn_id] += fault is not Fault.BUSY
-        awaits_word = can_retry and fault in (Fault.ENGINE, Fault.BUSY)
-        if awaits_word:
+        wants_retry = can_retry and fault in (Fault.ENGINE, Fault.BUSY)
+        if wants_retry:
             self.waiting[turn_id] = (dispatch.leg, self.trajectory_of[turn_id])
         self.handle(TurnFailed(self.at, turn_id, dispatch.leg, fault, can_retry))
-        if awaits_word and self.num_faults[turn_id] >= LIMITS.max_attempts:
+        if wants_retry and self.num_faults[turn_id] >= LIMITS.max_attempts:
             assert turn_id not in self.waiting, "attempts are used up"
 
     def end_leg(self, turn_id: str) -> Dispatch:
-        """The driver has no running leg of this turn any more."""
+        """Drop the turn's running leg from the driver."""
         self.aborted.pop(turn_id, None)
         self.preempted.pop(turn_id, None)
         return self.running.pop(turn_id)
@@ -273,7 +273,7 @@ class AnyOrder(RuleBasedStateMachine):
                 case Dispatch():
                     self.take(action)
                     trajectory_id = self.trajectory_of[action.turn_id]
-                    # On an engine that is new here, "home" are those whom an earlier process left there.
+                    # If this event added the engine, an earlier process left its residents there: take this for one.
                     is_resident = trajectory_id in residents.get(action.engine_id, {trajectory_id})
                     if not is_resident:
                         entered.add(action.engine_id)
@@ -295,7 +295,7 @@ class AnyOrder(RuleBasedStateMachine):
         return actions
 
     def take(self, dispatch: Dispatch) -> None:
-        """A turn comes from the queue, with the next leg, to an engine that takes it; its home is written down."""
+        """Check that the turn was waiting, has its next leg, goes to an engine that accepts, and has its home saved."""
         leg, trajectory_id = self.waiting.pop(dispatch.turn_id)
         assert dispatch.leg == leg + 1 and self.num_faults[dispatch.turn_id] < LIMITS.max_attempts
         assert dispatch.engine_id in self.engines and dispatch.engine_id not in self.cordoned
@@ -313,7 +313,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert engine.kv_held <= engine.spec.kv_capacity_tokens * LIMITS.kv_watermark
 
     @invariant()
-    def agrees_with_itself_and_with_its_driver(self) -> None:
+    def scheduler_and_driver_agree(self) -> None:
         self.scheduler.check()
         assert self.scheduler.num_waiting == len(self.waiting) <= LIMITS.max_waiting_turns + len(ENGINES) * 3
         live = {turn for known in self.scheduler.trajectories.values() for turn in known.turns}
@@ -321,19 +321,19 @@ class AnyOrder(RuleBasedStateMachine):
         assert not self.waiting or self.scheduler.next_wakeup() is not None
 
     @invariant()
-    def lets_nobody_wait_in_vain(self) -> None:
-        """Where a turn would fit, it waits only for the sake of a more urgent one, to which that engine is promised."""
+    def no_turn_waits_beside_room_for_it(self) -> None:
+        """A turn that fits on an engine waits only if that engine is reserved for a more urgent turn."""
         if self.policy.residency is not HELD:
             return
         for engine in self.scheduler.engines.values():
-            promised = engine.reserved_for.key if engine.reserved_for else None
-            for turn in self.waiting_elsewhere(engine):
+            reserved_key = engine.reserved_for.key if engine.reserved_for else None
+            for turn in self.homeless_turns_for(engine):
                 fits = claims_giving_way(engine, turn, self.at, LIMITS) is not None
-                assert not fits or (promised is not None and promised < turn.key)
+                assert not fits or (reserved_key is not None and reserved_key < turn.key)
 
     @invariant()
-    def a_glance_turns_nobody_away_who_may_enter(self) -> None:
-        """What is said of many turns at once is never stricter than what is said of each."""
+    def the_cheap_test_rejects_no_turn_that_may_enter(self) -> None:
+        """The cheap test that is made for many turns is never stricter than the test of each turn."""
         admission = Admission(self.policy, LIMITS, self.at)
         known = self.scheduler.trajectories.values()
         turns = [turn for trajectory in known for turn in trajectory.turns.values() if turn.turn_id in self.waiting]
@@ -343,8 +343,8 @@ class AnyOrder(RuleBasedStateMachine):
                 if admission.claims_too_much(engine, turn, most_tokens):
                     assert admission.claims_giving_way(engine, turn) is None
 
-    def waiting_elsewhere(self, engine: Engine) -> list[Turn]:
-        """Turns of those who are not resident anywhere, if this engine could take one of them now."""
+    def homeless_turns_for(self, engine: Engine) -> list[Turn]:
+        """Waiting turns that this engine could take now, of trajectories that are resident nowhere."""
         if not engine.accepting or not engine.has_slot:
             return []
         engines = self.scheduler.engines
@@ -358,7 +358,8 @@ class AnyOrder(RuleBasedStateMachine):
         ]
 
     def teardown(self) -> None:
-        """On a serving fleet where turns end and time passes, each is served; and all is forgotten in the end."""
+        """Once the whole fleet serves, turns end and time passes, every turn is served and every trajectory
+        forgotten."""
         self.scheduler.limits = replace(LIMITS, queue_timeout_s=float("inf"))
         num_rejects = self.num_rejects
         self.engines = {name: EngineSpec(name, frozenset(MODELS), 1, KV) for name in ENGINES}
@@ -373,18 +374,18 @@ class AnyOrder(RuleBasedStateMachine):
                 break
             self.at = max(self.at, self.scheduler.next_wakeup() or self.at)
             self.handle(Tick(self.at))
-            self.agrees_with_itself_and_with_its_driver()
+            self.scheduler_and_driver_agree()
         assert not self.waiting and not self.running and self.num_rejects == num_rejects
-        while (wanted_at := self.scheduler.next_wakeup()) is not None:
-            self.at = max(self.at, wanted_at)
+        while (due_at := self.scheduler.next_wakeup()) is not None:
+            self.at = max(self.at, due_at)
             self.handle(Tick(self.at))
         assert not self.scheduler.trajectories and not self.saved_homes
         assert all(not engine.claims and not engine.running for engine in self.scheduler.engines.values())
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda policy: policy.name)
-def test_any_order_of_events_is_borne(policy: Policy) -> None:
-    """No turn is lost, doubled or starved, and no bound is broken, whatever happens when."""
+def test_events_in_any_order_break_no_rule(policy: Policy) -> None:
+    """Whatever happens when, no turn is lost, run twice or starved, and no limit is exceeded."""
     machine = type("AnyOrder", (AnyOrder,), {"policy": policy})
     run_state_machine_as_test(
         machine,

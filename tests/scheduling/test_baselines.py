@@ -1,4 +1,4 @@
-"""Where other systems send a turn and when they move a trajectory: each does what its source says."""
+"""The baselines: where other systems send a turn and when they move a trajectory, as their sources describe it."""
 
 from dataclasses import replace
 
@@ -34,14 +34,14 @@ def turn(ordinal: int = 0, prompt: int = 100, **changes: object) -> TurnFacts:
     return TurnFacts(ordinal, ordinal, 0.0, prompt, 0, Prediction(500.0, 500.0), **changes)  # type: ignore[arg-type]
 
 
-def test_sessions_count_and_not_turns_when_a_trajectory_starts() -> None:
-    """vLLM Router's sticky_least_loaded: an engine whose trajectories are all in tool calls is not an empty one."""
+def test_fewest_trajectories_counts_sessions_not_turns() -> None:
+    """vLLM Router's `sticky_least_loaded`: an engine whose trajectories are all in tool calls is not empty."""
     busy, idle = engine("A", num_turns=3, num_trajectories=3), engine("B", num_turns=0, num_trajectories=4)
     assert fewest_trajectories(turn(), [idle, busy]) is busy
 
 
-def test_the_router_keeps_a_trajectory_where_it_started() -> None:
-    """Least loaded at the first turn, then sticky, whatever happens to the loads."""
+def test_vllm_router_keeps_a_trajectory_on_its_first_engine() -> None:
+    """The first turn goes to the least loaded engine; later turns stay there, whatever the loads."""
     fleet = Fleet(VLLM_ROUTER)
     for name in "AB":
         fleet.engine(name)
@@ -51,16 +51,17 @@ def test_the_router_keeps_a_trajectory_where_it_started() -> None:
     assert fleet.sent(fleet.arrive("a2", "a")) == [("a2", "A")]
 
 
-def test_two_engines_are_drawn_and_the_less_loaded_one_taken() -> None:
-    """Every engine is drawn now and then; the most loaded one never wins against another, and one engine is enough."""
+def test_power_of_two_takes_the_less_loaded_of_two_drawn_engines() -> None:
+    """Every engine but the most loaded is chosen at some point. A fleet of one engine works, too."""
     fleet = [engine(str(load), load) for load in range(4)]
     chosen = {power_of_two(turn(ordinal), fleet).engine_id for ordinal in range(200)}
     assert chosen == {"0", "1", "2"}
     assert power_of_two(turn(7), fleet[3:]) is fleet[3]
 
 
-def test_the_longest_cached_prefix_attracts_a_turn() -> None:
-    """A trajectory's own engine; for a first turn one that has its group's prompt; else the one with the least KV."""
+def test_cache_aware_follows_the_longest_cached_prefix() -> None:
+    """The home, if it holds enough of the prompt; for a first turn, an engine with the group's prompt; otherwise the
+    engine with the least KV."""
     fleet = [engine("A", kv_claimed=500), engine("B", kv_claimed=900, prompts={"g"}), engine("C", kv_claimed=100)]
     assert cache_aware(turn(num_turns=1, home="A", context_tokens=90), fleet).engine_id == "A"
     assert cache_aware(turn(num_turns=1, home="A", context_tokens=30), fleet).engine_id == "C"
@@ -69,16 +70,16 @@ def test_the_longest_cached_prefix_attracts_a_turn() -> None:
     assert cache_aware(turn(group_id="other"), fleet).engine_id == "C"
 
 
-def test_unlike_loads_are_stronger_than_caches() -> None:
-    """Beyond both thresholds the shortest queue wins; within one of them it does not."""
-    mine = turn(num_turns=1, home="A", context_tokens=90)
-    assert cache_aware(mine, [engine("A", 80), engine("B", 10)]).engine_id == "B"
-    assert cache_aware(mine, [engine("A", 60), engine("B", 10)]).engine_id == "A"
-    assert cache_aware(mine, [engine("A", 280), engine("B", 210)]).engine_id == "A"
+def test_cache_aware_balances_loads_beyond_both_thresholds() -> None:
+    """Beyond both thresholds the shortest queue wins; beyond only one of them it does not."""
+    returning = turn(num_turns=1, home="A", context_tokens=90)
+    assert cache_aware(returning, [engine("A", 80), engine("B", 10)]).engine_id == "B"
+    assert cache_aware(returning, [engine("A", 60), engine("B", 10)]).engine_id == "A"
+    assert cache_aware(returning, [engine("A", 280), engine("B", 210)]).engine_id == "A"
 
 
-def test_siblings_go_where_their_prompt_is() -> None:
-    """The scheduler remembers which engine saw a group's prompt, and only the latest thousand."""
+def test_cache_aware_sends_siblings_to_the_engine_with_their_prompt() -> None:
+    """An engine remembers the groups whose prompts it saw, but only the latest thousand."""
     fleet = Fleet(CACHE_AWARE)
     for name in "AB":
         fleet.engine(name)
@@ -91,8 +92,8 @@ def test_siblings_go_where_their_prompt_is() -> None:
     assert "g" not in engine.prompts and len(engine.prompts) == 1_000
 
 
-def test_affinity_is_given_up_at_32_times_the_load() -> None:
-    """verl*: sticky up to that ratio; beyond it, old and new trajectories go to the least loaded engine."""
+def test_verl_hybrid_gives_up_affinity_beyond_32_times_the_load() -> None:
+    """Sticky up to that ratio; beyond it, old and new trajectories go to the least loaded engine."""
     even, uneven = [engine("A", 32), engine("B", 1)], [engine("A", 33), engine("B", 1)]
     assert to_least_loaded_if_unbalanced(turn(), even[0], even[1:], even) is None
     assert to_least_loaded_if_unbalanced(turn(), uneven[0], uneven[1:], uneven) is uneven[1]
@@ -102,8 +103,8 @@ def test_affinity_is_given_up_at_32_times_the_load() -> None:
     assert round_robin_or_least_loaded(turn(0), uneven) is uneven[1]
 
 
-def test_a_hybrid_trajectory_leaves_an_engine_with_room() -> None:
-    """Its engine takes all that is sent, so that only the ratio can make it leave."""
+def test_verl_hybrid_moves_a_trajectory_from_an_engine_with_room() -> None:
+    """Engines accept every turn, so only the load ratio makes a trajectory leave."""
     fleet = Fleet(VERL_HYBRID)
     fleet.engine("A")
     for number in range(34):
@@ -117,16 +118,16 @@ def test_a_hybrid_trajectory_leaves_an_engine_with_room() -> None:
     assert fleet.sent(fleet.arrive("t1-2", "t1")) == [("t1-2", "A")], "32 turns against 2"
 
 
-def test_kv_load_is_stolen_by_the_least_loaded_engine() -> None:
-    """When its home's share of KV is clearly above what the thief would have with it."""
+def test_the_engine_with_the_least_kv_load_steals() -> None:
+    """Only if the home's share of KV is clearly above the thief's share with the trajectory."""
     home, thief = engine("A", kv_claimed=800), engine("B", kv_claimed=500)
     assert steal_kv_load(turn(prompt=160), home, [engine("C", kv_claimed=600), thief], [home, thief]) is thief
     assert steal_kv_load(turn(prompt=170), home, [thief], [home, thief]) is None
     assert steal_kv_load(turn(prompt=100), home, [], [home]) is None
 
 
-def test_load_is_stolen_though_the_trajectory_could_stay() -> None:
-    """At a tool return, with a free slot at home."""
+def test_load_is_stolen_even_from_a_home_with_a_free_slot() -> None:
+    """At a tool return."""
     fleet = Fleet(LOAD_STEALING)
     fleet.engine("A", slots=2, kv=100)
     fleet.arrive("a1", "a", prompt=40)
@@ -137,7 +138,8 @@ def test_load_is_stolen_though_the_trajectory_could_stay() -> None:
 
 
 def pausing_fleet() -> Fleet:
-    """Engine A of 100 KV tokens under ThunderAgent's rules, with `small` (30) and `large` (60) active."""
+    """Engine A with 100 KV tokens under ThunderAgent's rules; `small` (30 tokens) and `large` (60) are in tool
+    calls."""
     fleet = Fleet(THUNDERAGENT, Limits(entry_patience_s=1_800))
     fleet.engine("A", slots=8, kv=100)
     fleet.arrive("small1", "small", prompt=20)
@@ -148,15 +150,15 @@ def pausing_fleet() -> Fleet:
 
 
 def test_a_new_program_waits_while_active_contexts_fill_the_engine() -> None:
-    """Those in a tool call count less each second: half, a quarter, and so on."""
+    """A context in a tool call counts less each second: half, a quarter, and so on."""
     fleet = pausing_fleet()
     assert fleet.arrive("new", prompt=60) == []
     assert fleet.tick(1.0) == []
     assert fleet.sent(fleet.tick(1.0)) == [("new", "A")]
 
 
-def test_who_waits_for_room_holds_back_all_behind_it() -> None:
-    """ThunderAgent's queue is one: a new program with a longer context does not pass, though it would fit elsewhere."""
+def test_a_waiting_program_holds_back_all_programs_behind_it() -> None:
+    """ThunderAgent has one queue: a program that would fit does not pass one that does not."""
     fleet = Fleet(replace(THUNDERAGENT, order=first_come_first_served), Limits(entry_patience_s=1_800))
     fleet.engine("A", slots=8, kv=100)
     fleet.arrive("runs", prompt=50)
@@ -167,8 +169,8 @@ def test_who_waits_for_room_holds_back_all_behind_it() -> None:
     assert fleet.sent(fleet.fail("runs", fault=Fault.CLOSED)) == [("large", "A"), ("small", "A")]
 
 
-def test_residents_are_looked_at_though_no_turn_waits() -> None:
-    """On whichever engine they are."""
+def test_residents_are_checked_although_no_turn_waits() -> None:
+    """A tick is due as soon as any engine has a resident."""
     fleet = Fleet(THUNDERAGENT)
     fleet.engine("A")
     fleet.engine("B")
@@ -177,8 +179,8 @@ def test_residents_are_looked_at_though_no_turn_waits() -> None:
     assert fleet.scheduler.next_wakeup() == 1.0
 
 
-def test_a_program_resumes_by_force_when_it_has_waited_for_long() -> None:
-    """Though the engine is full of running ones."""
+def test_a_program_enters_a_full_engine_after_its_patience() -> None:
+    """Even if running programs fill the engine."""
     fleet = Fleet(THUNDERAGENT, Limits(entry_patience_s=1_800, queue_timeout_s=10_000))
     fleet.engine("A", kv=100)
     fleet.arrive("runs", prompt=90)
@@ -187,8 +189,9 @@ def test_a_program_resumes_by_force_when_it_has_waited_for_long() -> None:
     assert fleet.sent(fleet.tick(1.0)) == [("new", "A")]
 
 
-def test_acting_programs_are_paused_first_the_shortest_context_first() -> None:
-    """Every five seconds, if active contexts are more than the engine's KV; what runs goes on."""
+def test_programs_in_a_tool_call_are_paused_and_running_ones_are_not() -> None:
+    """At the check every five seconds, if active contexts exceed the engine's KV. A paused program resumes on any
+    engine."""
     fleet = pausing_fleet()
     fleet.arrive("runs1", "runs", prompt=10)
     fleet.arrive("large2", "large", prompt=60)
@@ -196,14 +199,14 @@ def test_acting_programs_are_paused_first_the_shortest_context_first() -> None:
     assert fleet.claims("A") == {"small": 30, "large": 60, "runs": 75}
     assert fleet.scheduler.next_wakeup() == 1.0
     fleet.tick(5.0)
-    assert fleet.claims("A") == {"large": 60, "runs": 75}, "what is left runs"
+    assert fleet.claims("A") == {"large": 60, "runs": 75}, "the others are running"
     assert fleet.arrive("small2", "small", prompt=30) == [], "a paused program waits in the global queue"
     fleet.engine("B", slots=8, kv=100)
     assert fleet.home("small") == "B", "and resumes wherever there is room"
 
 
-def test_no_program_is_paused_between_two_looks() -> None:
-    """Contexts may outgrow the engine for up to five seconds; and where its KV is unknown, for ever."""
+def test_programs_are_paused_only_at_checks_the_shortest_context_first() -> None:
+    """Contexts may exceed the KV for up to five seconds; if its capacity is unknown, forever."""
     fleet = pausing_fleet()
     fleet.tick(5.0)
     fleet.arrive("small2", "small", prompt=120)
@@ -214,7 +217,7 @@ def test_no_program_is_paused_between_two_looks() -> None:
     fleet.at += 0.1
     fleet.finish("small2", prompt=120)
     fleet.tick()
-    assert set(fleet.claims("A")) == {"small"} or set(fleet.claims("A")) == {"large"}
+    assert set(fleet.claims("A")) == {"small"}, "large has the shorter context"
     unknown = Fleet(THUNDERAGENT)
     unknown.engine("A", slots=8)
     unknown.arrive("huge", prompt=10**9)
@@ -222,8 +225,8 @@ def test_no_program_is_paused_between_two_looks() -> None:
     assert set(unknown.claims("A")) == {"huge"}
 
 
-def test_programs_at_work_resume_before_new_ones_and_short_ones_before_long_ones() -> None:
-    """ThunderAgent's order of restoring."""
+def test_paused_programs_resume_before_new_ones_shortest_first() -> None:
+    """The order in which ThunderAgent restores programs."""
     fleet = pausing_fleet()
     fleet.arrive("runs", prompt=5)
     fleet.progress("runs", 1, 200)
@@ -236,14 +239,14 @@ def test_programs_at_work_resume_before_new_ones_and_short_ones_before_long_ones
     assert sent == [("small2", "A"), ("large2", "A"), ("new", "A")]
 
 
-def test_a_program_starts_where_the_most_kv_is_free() -> None:
-    """In tokens, not in shares."""
+def test_a_program_starts_on_the_engine_with_the_most_free_kv() -> None:
+    """Counted in tokens, not as a share."""
     small, large = engine("A", kv_claimed=100), engine("B", kv_claimed=900, kv_capacity_tokens=2_000)
     assert most_free_kv(turn(), [small, large]) is large
 
 
 @pytest.mark.parametrize(("kv_claimed", "share"), [(0, 0.0), (250, 0.25)])
-def test_a_load_of_kv_is_a_share_of_the_engine(kv_claimed: int, share: float) -> None:
-    """So that unlike engines compare; where the capacity is unknown, tokens do."""
+def test_kv_load_is_a_share_of_the_engines_capacity(kv_claimed: int, share: float) -> None:
+    """So unequal engines compare. If the capacity is unknown, the load is in tokens."""
     assert engine("A", kv_claimed=kv_claimed).kv_share == share
     assert engine("A", kv_claimed=kv_claimed, kv_capacity_tokens=0).kv_share == kv_claimed

@@ -1,4 +1,4 @@
-"""C-MLFQ: start short, move up when mean and P90 agree; and its mixture with prediction-led placement."""
+"""C-MLFQ starts short and moves up when mean and P90 agree; heddle-buckets combines it with placement by estimate."""
 
 from dataclasses import replace
 
@@ -25,29 +25,29 @@ def turn(mean: float, p90: float, made: int = 0, num_turns: int = 1) -> TurnFact
 FLEET = [engine(8), engine(2), engine(1), engine(4)]
 
 
-def test_all_start_in_the_shortest_bucket() -> None:
-    """Whatever is predicted; with the fewest connections there."""
+def test_every_trajectory_starts_in_the_shortest_bucket() -> None:
+    """Whatever is predicted, on the engine with the fewest turns there."""
     busier = EngineFacts("other", TEN_SLOTS, 3, Work(), tp=1)
     assert start_short(turn(90_000, 90_000, num_turns=0), [*FLEET, busier]).engine_id == "tp1"
 
 
 def test_a_full_bucket_spills_over_to_the_next() -> None:
-    """And when all are full, the shortest one queues."""
+    """If all buckets are full, the shortest one queues."""
     full = [engine(1, 10), engine(2, 10), engine(4, 9)]
     assert start_short(turn(1, 1, num_turns=0), full).engine_id == "tp4"
     assert start_short(turn(1, 1, num_turns=0), [engine(1, 30), engine(2, 10)]).engine_id == "tp1"
 
 
-def test_one_that_comes_again_starts_in_the_bucket_it_is_for() -> None:
-    """After its engine was lost; where mean and P90 disagree, in the shortest. A full one spills up, then down."""
+def test_a_trajectory_that_lost_its_engine_starts_in_its_own_bucket() -> None:
+    """If mean and P90 disagree, in the shortest. A full bucket spills over upwards, then downwards."""
     assert start_short(turn(9_000, 11_000), FLEET).engine_id == "tp2"
     assert start_short(turn(9_000, 13_000), FLEET).engine_id == "tp1"
     assert start_short(turn(9_000, 11_000), [engine(1), engine(2, 10), engine(4)]).engine_id == "tp4"
     assert start_short(turn(9_000, 11_000), [engine(1), engine(2, 10), engine(4, 10)]).engine_id == "tp1"
 
 
-def test_a_trajectory_moves_up_only_where_mean_and_p90_agree() -> None:
-    """Of remaining output, not of the total; never down."""
+def test_a_trajectory_moves_up_only_if_mean_and_p90_agree() -> None:
+    """The remaining output counts, not the total. A trajectory never moves down."""
     home, others = engine(2), [engine(1), engine(4), engine(8)]
     assert move_up(turn(20_000, 29_000), home, others, FLEET) is others[1]
     assert move_up(turn(20_000, 31_000), home, others, FLEET) is None
@@ -56,21 +56,22 @@ def test_a_trajectory_moves_up_only_where_mean_and_p90_agree() -> None:
     assert move_up(turn(9_000, 11_000), home, others, FLEET) is None
 
 
-def test_a_move_up_spills_upwards_and_needs_room_above() -> None:
-    """A bucket without a free slot sends to the next; nobody goes to a bucket below its own for it."""
+def test_a_move_up_skips_a_full_bucket() -> None:
+    """Without another engine there is no move."""
     home = engine(1)
     assert move_up(turn(9_000, 11_000), home, [engine(2, 10), engine(8)], FLEET) == engine(8)
     assert move_up(turn(9_000, 11_000), home, [], FLEET) is None
 
 
-def test_a_fleet_without_a_size_lumps_its_lengths_with_the_next() -> None:
-    """With TP 1 and TP 8 only, 13,000 and 35,000 are in one bucket, and so they agree."""
+def test_a_missing_tp_size_merges_its_bucket_with_the_next() -> None:
+    """With only TP 1 and TP 8, 13,000 and 35,000 tokens fall into one bucket and therefore agree."""
     two = [engine(1), engine(8)]
     assert move_up(turn(13_000, 35_000), two[0], two[1:], two) is two[1]
 
 
-def test_the_default_signature_serves_a_whole_fleet() -> None:
-    """Through the scheduler: it starts at TP 1 and moves to TP 4 at its tool return, though TP 1 is idle."""
+def test_cmlfq_moves_a_trajectory_up_at_a_tool_return() -> None:
+    """Through the scheduler: it starts at TP 1, stays while the prediction is vague, and then moves to TP 4 although TP
+    1 is idle."""
     fleet = Fleet(CMLFQ)
     for tp in (1, 4):
         fleet.handle(EngineReported(0.0, EngineSpec(f"tp{tp}", {MODEL}, 4, 0, tp)))
@@ -82,8 +83,9 @@ def test_the_default_signature_serves_a_whole_fleet() -> None:
     assert fleet.sent(fleet.arrive("t3", "t", predicted=90_000)) == [("t3", "tp4")]
 
 
-def test_the_mixture_places_by_estimate_above_the_floor() -> None:
-    """Not in a bucket that is surely too small, though it would end sooner there; in any if none is left."""
+def test_heddle_buckets_places_by_estimate_above_the_floor() -> None:
+    """Not in a bucket that is surely too small, even if the trajectory would end sooner there; in any bucket if no
+    other is left."""
     busy = Work(50_000, 50_000, 0)
     fleet = [engine(1), engine(4, work=busy), engine(8, work=plus(busy, 9_000, 0))]
     assert least_finish_above_floor(turn(20_000, 25_000), fleet) is fleet[1]
@@ -91,8 +93,8 @@ def test_the_mixture_places_by_estimate_above_the_floor() -> None:
     assert least_finish_above_floor(turn(20_000, 25_000), fleet[:1]) is fleet[0]
 
 
-def test_the_mixture_never_moves_below_the_floor() -> None:
-    """A move that pays by the estimate is made, unless it leads to a bucket that is surely too small."""
+def test_heddle_buckets_never_moves_below_the_floor() -> None:
+    """A move that pays by the estimate is made unless it leads to a bucket that is surely too small."""
     late = engine(4, work=Work(25_000, 400_000, 0))
     late.without = lambda: Work(20_000, 380_000, 0)
     fleet = [engine(1), engine(8), late]

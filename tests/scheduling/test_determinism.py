@@ -1,4 +1,4 @@
-"""The same events give the same actions, byte for byte, in any process: a log can be replayed."""
+"""The same events give the same actions, byte for byte, in any process, so a log can be replayed."""
 
 import os
 import random
@@ -30,7 +30,7 @@ LIMITS = Limits(max_waiting_turns=20, queue_timeout_s=60, trajectory_ttl_s=50, r
 
 
 def play(policy_name: str, num_events: int = 1_500) -> list[tuple[Event, list[Action]]]:
-    """A busy fleet, drawn from a fixed seed: engines of several models, arrivals, ends, faults, losses, ticks."""
+    """A busy fleet drawn from a fixed seed: engines with several models, arrivals, ends, faults, losses, ticks."""
     dice = random.Random(7)
     scheduler = Scheduler(POLICIES[policy_name], LIMITS)
     running: dict[str, Dispatch] = {}
@@ -76,8 +76,8 @@ def play(policy_name: str, num_events: int = 1_500) -> list[tuple[Event, list[Ac
 
 
 @pytest.mark.parametrize("policy_name", POLICIES)
-def test_a_log_replayed_gives_the_same_actions(policy_name: str) -> None:
-    """A second scheduler, fed the events of the first, decides the same to the last byte."""
+def test_a_replayed_log_gives_the_same_actions(policy_name: str) -> None:
+    """A second scheduler that gets the first one's events makes the same decisions, to the last byte."""
     log = play(policy_name)
     again = Scheduler(POLICIES[policy_name], LIMITS)
     replayed = [again.handle(event) for event, _ in log]
@@ -86,8 +86,8 @@ def test_a_log_replayed_gives_the_same_actions(policy_name: str) -> None:
     assert sum(isinstance(action, Dispatch) for actions in decided for action in actions) > 300
 
 
-def test_another_process_decides_the_same() -> None:
-    """Sets of strings are iterated in another order in each process; no decision may hang on it."""
+def test_decisions_do_not_depend_on_the_hash_seed() -> None:
+    """Each process iterates sets of strings in its own order; no decision may depend on that order."""
     code = f"from {__name__} import play; print([actions for _, actions in play('heddle')])"
     printed = {
         subprocess.run(

@@ -1,4 +1,4 @@
-"""Engines come, change, are cordoned and get lost; an earlier process's homes are regained."""
+"""Engines join, change, are cordoned and get lost; homes of an earlier process hold again."""
 
 from scheduling.limits import Limits
 from scheduling.policy import VERL
@@ -7,7 +7,7 @@ from tests.scheduling.fleet import Fleet, record
 
 
 def test_turns_wait_while_there_is_no_engine() -> None:
-    """The first engine that reports takes them, in their order, as far as its slots go."""
+    """The first engine that reports takes them in order, up to its slots."""
     fleet = Fleet()
     fleet.arrive("short", predicted=10)
     fleet.arrive("long", predicted=500)
@@ -16,7 +16,7 @@ def test_turns_wait_while_there_is_no_engine() -> None:
 
 
 def test_a_turn_goes_only_to_an_engine_that_serves_its_model() -> None:
-    """Several models share a fleet; a turn that waits for one does not hold back those for another."""
+    """Several models share a fleet; a turn that waits for one does not hold back turns for another."""
     fleet = Fleet()
     fleet.engine("A", models=("x",))
     assert fleet.arrive("y1", model="y", predicted=90_000) == []
@@ -24,8 +24,8 @@ def test_a_turn_goes_only_to_an_engine_that_serves_its_model() -> None:
     assert fleet.sent(fleet.engine("B", models=("y", "z"))) == [("y1", "B")]
 
 
-def test_an_engine_of_several_models_takes_the_first_turn_of_all() -> None:
-    """Queues of different models are merged by key."""
+def test_an_engine_with_several_models_takes_the_most_urgent_turn() -> None:
+    """The queues of its models are merged by key."""
     fleet = Fleet()
     fleet.arrive("x1", model="x", predicted=10)
     fleet.arrive("y1", model="y", predicted=20)
@@ -33,8 +33,8 @@ def test_an_engine_of_several_models_takes_the_first_turn_of_all() -> None:
     assert fleet.sent(fleet.finish("y1")) == [("x1", "A")]
 
 
-def test_a_trajectory_may_ask_for_another_model() -> None:
-    """Its home cannot serve that turn, so another engine does, and becomes its home."""
+def test_a_turn_for_another_model_moves_to_an_engine_that_serves_it() -> None:
+    """That engine becomes the trajectory's home."""
     fleet = Fleet()
     fleet.engine("A", models=("x",))
     fleet.engine("B", models=("y",))
@@ -44,8 +44,8 @@ def test_a_trajectory_may_ask_for_another_model() -> None:
     assert fleet.claims("A") == {} and fleet.home("t") == "B"
 
 
-def test_more_slots_are_filled_when_they_are_reported() -> None:
-    """An engine's report is its newest truth."""
+def test_slots_follow_the_engines_latest_report() -> None:
+    """New slots are filled at once; removed slots are not filled again."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("a")
@@ -57,8 +57,8 @@ def test_more_slots_are_filled_when_they_are_reported() -> None:
     assert fleet.sent(fleet.finish("b")) == [("c", "A")]
 
 
-def test_a_cordoned_engine_only_ends_what_it_runs() -> None:
-    """What waits for it goes elsewhere at once; what it runs goes on."""
+def test_a_cordoned_engine_only_finishes_its_running_turns() -> None:
+    """Turns that wait for it go elsewhere at once."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("a1", "a")
@@ -71,7 +71,7 @@ def test_a_cordoned_engine_only_ends_what_it_runs() -> None:
 
 
 def test_residents_of_a_cordoned_engine_wait_for_it_if_there_is_no_other() -> None:
-    """Without another engine the turn waits, and goes home when the engine accepts again."""
+    """Their turns go home when the engine accepts turns again."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("a")
@@ -82,8 +82,8 @@ def test_residents_of_a_cordoned_engine_wait_for_it_if_there_is_no_other() -> No
     assert dispatch == Dispatch("a2", 1, "A", -1000, "home")
 
 
-def test_a_model_that_an_engine_no_longer_serves_is_served_elsewhere() -> None:
-    """An adapter was unloaded: turns that wait there for it leave."""
+def test_waiting_turns_leave_an_engine_that_drops_their_model() -> None:
+    """For example, after an adapter was unloaded."""
     fleet = Fleet()
     fleet.engine("A", models=("x", "y"))
     fleet.arrive("a1", "a", model="x")
@@ -93,7 +93,8 @@ def test_a_model_that_an_engine_no_longer_serves_is_served_elsewhere() -> None:
 
 
 def test_a_lost_engines_legs_are_aborted_and_its_turns_run_elsewhere() -> None:
-    """The driver ends each leg by its word, and then the turn is retried; what only waited goes at once."""
+    """The driver ends each aborted leg, and then its turn is retried. A turn that only waited runs elsewhere at
+    once."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("a1", "a")
@@ -106,8 +107,8 @@ def test_a_lost_engines_legs_are_aborted_and_its_turns_run_elsewhere() -> None:
     assert fleet.sent(fleet.finish("a2")) == [("a1", "B")]
 
 
-def test_a_turn_that_finished_while_its_engine_got_lost_is_finished() -> None:
-    """The last word of a lost engine may still be a good one."""
+def test_a_turn_may_finish_after_its_engine_is_lost() -> None:
+    """Its result counts, but its trajectory has no home."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("a")
@@ -116,13 +117,13 @@ def test_a_turn_that_finished_while_its_engine_got_lost_is_finished() -> None:
     assert fleet.home("a") is None and fleet.scheduler.trajectories["a"].num_turns == 1
 
 
-def test_an_unknown_engines_loss_is_no_news() -> None:
-    """It is said twice when a driver and a controller both see it."""
+def test_the_loss_of_an_unknown_engine_is_ignored() -> None:
+    """A driver and a controller may both report the same loss."""
     assert Fleet().lose("A") == []
 
 
-def test_an_engine_that_was_lost_has_no_residents_when_it_comes_back() -> None:
-    """Its KV is gone, that of trajectories which had lost their claim too."""
+def test_a_lost_engine_comes_back_without_residents() -> None:
+    """All its KV is gone, also that of trajectories that had already lost their claims."""
     fleet = Fleet(limits=Limits(in_tool_lease_s=1))
     fleet.engine("A", slots=2, kv=100)
     fleet.arrive("gave-way", prompt=80)
@@ -135,8 +136,8 @@ def test_an_engine_that_was_lost_has_no_residents_when_it_comes_back() -> None:
     assert fleet.claims("A") == {}
 
 
-def test_a_turn_elsewhere_keeps_its_home_when_an_engine_is_lost() -> None:
-    """Losing the engine of one turn does not unsettle a trajectory that lives on another."""
+def test_a_trajectory_keeps_its_home_when_another_engine_is_lost() -> None:
+    """One of its turns ran on the lost engine, but its home is another one."""
     fleet = Fleet()
     fleet.engine("A", slots=2)
     fleet.arrive("m1", "m")
@@ -148,7 +149,7 @@ def test_a_turn_elsewhere_keeps_its_home_when_an_engine_is_lost() -> None:
 
 
 def test_homes_of_an_earlier_process_hold_when_their_engines_report() -> None:
-    """A restart loses no KV: contexts are claimed, and turns go back to where they are."""
+    """A restart loses no KV: claims are restored, and turns go home."""
     records = [
         record("a", "A", context_tokens=70),
         record("b", "B"),
@@ -162,8 +163,8 @@ def test_homes_of_an_earlier_process_hold_when_their_engines_report() -> None:
     assert fleet.sent(fleet.arrive("b2", "b")) == [("b2", "B")]
 
 
-def test_a_turn_that_came_before_its_home_goes_there_when_it_reports() -> None:
-    """It waited for want of any engine; its home's report brings it home, before entrants with later keys."""
+def test_a_turn_that_arrived_before_its_home_goes_there() -> None:
+    """It waited because there was no engine. When its home reports, it goes before entrants with later keys."""
     fleet = Fleet(records=[record("a", "A")])
     fleet.arrive("a2", "a")
     fleet.arrive("b", predicted=10)
@@ -171,23 +172,23 @@ def test_a_turn_that_came_before_its_home_goes_there_when_it_reports() -> None:
     assert dispatch == Dispatch("a2", 1, "A", -1000, "home")
 
 
-def test_of_those_that_come_home_the_most_urgent_goes_first() -> None:
-    """Whatever model each of them asks for."""
+def test_the_most_urgent_returning_turn_goes_first() -> None:
+    """Whatever its model."""
     fleet = Fleet(records=[record("t", "A"), record("u", "A")])
     fleet.arrive("t1", "t", model="x", predicted=10)
     fleet.arrive("u1", "u", model="y", predicted=5_000)
     assert fleet.sent(fleet.engine("A", models=("x", "y"))) == [("u1", "A")]
 
 
-def test_an_engine_that_reports_cordoned_takes_nothing() -> None:
-    """It may hold residents of an earlier process, and gets no turn."""
+def test_an_engine_that_reports_as_cordoned_gets_no_turn() -> None:
+    """Not even a turn of a resident that an earlier process left there."""
     fleet = Fleet(records=[record("a", "A")])
     fleet.arrive("a2", "a")
     assert fleet.engine("A", accepting=False) == []
 
 
-def test_a_sticky_policy_without_slots_sends_all_home() -> None:
-    """Engines queue for themselves in the baselines: slots do not count."""
+def test_a_sticky_policy_without_slots_sends_every_turn_home() -> None:
+    """Under the baselines, engines queue by themselves, so slots do not count."""
     fleet = Fleet(VERL, None, [record("a", "A")])
     fleet.arrive("a2", "a")
     fleet.arrive("a3", "a")

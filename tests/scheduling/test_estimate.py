@@ -24,10 +24,11 @@ TP1 = PROFILES[1]
     ],
     ids=["nothing", "one", "the longest", "waves of slots", "waves of KV"],
 )
-def test_the_estimate_is_the_longest_or_the_waves(
+def test_the_estimate_counts_the_longest_or_the_waves(
     parts: list[tuple[float, float]], slots: int, kv: int, steps: float
 ) -> None:
-    """Steps are set by the longest trajectory, by slots or by KV, whichever is most; then come tokens and KV reads."""
+    """The longest trajectory, the slots or the KV set the number of steps, whichever is most; then come tokens and KV
+    reads."""
     profile = replace(TP1, slots=slots, kv_capacity_tokens=kv)
     work = Work()
     for tokens, context in parts:
@@ -41,14 +42,14 @@ def test_the_estimate_is_the_longest_or_the_waves(
 
 
 def test_prefill_and_the_slowest_tools_are_added() -> None:
-    """Prefill of all, tools of one: an engine serves others while a tool runs."""
+    """Prefill of every trajectory, but tools of only one, because an engine serves others while a tool runs."""
     one, other = Remaining(0, 0, new_tokens=2_000, tool_s=3.0), Remaining(0, 5_000, uncached_tokens=1_000, tool_s=2.0)
     expected_s = 3 * TP1.prefill_per_ktoken_ms / 1000 + 3.0
     assert estimate_finish_s(TP1, work_of([one, other])) == pytest.approx(expected_s)
 
 
-def test_the_mean_context_is_that_half_way() -> None:
-    """It grows by its own output and by what tools give back."""
+def test_the_mean_context_is_the_context_half_way() -> None:
+    """A context grows by its own output and by the outputs of tools."""
     assert Remaining(1_000, 500, new_tokens=200).mean_context_tokens == 1_100
 
 
@@ -56,7 +57,8 @@ def test_the_mean_context_is_that_half_way() -> None:
 def test_more_or_longer_work_never_takes_less_time(
     profile: EngineProfile, parts: list[Remaining], more: Remaining, longer: float
 ) -> None:
-    """The searches rest on it: one more trajectory costs no less than none, and a longer one no less than it."""
+    """The searches rely on it: one more trajectory costs no less than none, and a longer one no less than a shorter
+    one."""
     larger = replace(more, output_tokens=more.output_tokens * longer, context_tokens=more.context_tokens * longer)
     without_s, with_s, with_larger_s = (
         estimate_finish_s(profile, work_of(trajectories)) for trajectories in (parts, [*parts, more], [*parts, larger])

@@ -1,4 +1,4 @@
-"""What is remembered of engines and queues: sums stay right, and nothing piles up."""
+"""What the scheduler remembers about engines and queues: sums stay right and nothing accumulates."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ from tests.scheduling.fleet import MODEL, Fleet
 
 
 def test_an_engine_without_residents_has_no_work() -> None:
-    """At once and exactly, whatever rounding has done to the sums."""
+    """Exactly none, and at once, whatever rounding did to the sums."""
     fleet = Fleet()
     fleet.engine("A", slots=3)
     for name, predicted in [("a", 0.1), ("b", 1e9 / 3), ("c", 7e7 / 9)]:
@@ -25,9 +25,9 @@ def test_an_engine_without_residents_has_no_work() -> None:
 
 
 @given(st.data())
-def test_an_engines_work_is_that_of_its_residents(data: st.DataObject) -> None:
-    """Whoever comes, grows, is foretold otherwise, and goes, in any order: against sums made anew, and against those of
-    the others where one of them might leave. What is the longest, an engine knows a second later."""
+def test_an_engines_work_is_the_sum_over_its_residents(data: st.DataObject) -> None:
+    """Residents come, grow, get new predictions and leave in any order. The running sums equal sums from scratch, over
+    all residents and over the others if one left. An engine knows its longest trajectory a second later."""
     engine = Engine(EngineSpec("A", frozenset({MODEL}), 4, data.draw(st.sampled_from([0, 9_000]))), True)
     residents: dict[str, tuple[Trajectory, int]] = {}
     tokens = st.integers(1, 5_000)
@@ -61,8 +61,8 @@ def sums(work: Work) -> tuple[float, float, float]:
     return work.longest_tokens, work.total_tokens, work.token_context_products
 
 
-def test_the_longest_of_an_engine_is_found_anew_within_a_second() -> None:
-    """When the longest trajectory has left, the next longest sets the estimate."""
+def test_an_engines_longest_trajectory_is_updated_within_a_second() -> None:
+    """When the longest has left, the next longest sets the estimate."""
     fleet = Fleet()
     fleet.engine("A", slots=2)
     fleet.arrive("long", predicted=9_000)
@@ -73,8 +73,8 @@ def test_the_longest_of_an_engine_is_found_anew_within_a_second() -> None:
     assert fleet.scheduler.engines["A"].facts(1.0).work.longest_tokens == 400
 
 
-def test_what_is_a_guess_is_that_of_the_longest() -> None:
-    """When the vague one has left, the next longest is as sure as its own prediction."""
+def test_vague_tokens_are_those_of_the_longest_trajectory() -> None:
+    """When a vaguely predicted trajectory has left, the next longest is as certain as its own prediction."""
     fleet = Fleet()
     fleet.engine("A", slots=3)
     for name, prediction in [("vague", Prediction(4_000, 10_000)), ("sure", Prediction(5_000, 6_000))]:
@@ -88,8 +88,8 @@ def test_what_is_a_guess_is_that_of_the_longest() -> None:
     assert fleet.scheduler.engines["A"].facts(3.0).work.vague_tokens == 9_990
 
 
-def test_a_placement_sees_an_engine_as_it_is() -> None:
-    """What is remembered of it is dropped when its turns, its work or its description change."""
+def test_an_engines_facts_are_always_current() -> None:
+    """Cached facts are dropped when the engine's turns, work or description change."""
     fleet = Fleet()
     fleet.engine("A", slots=1)
     engine = fleet.scheduler.engines["A"]
@@ -106,8 +106,8 @@ def test_a_placement_sees_an_engine_as_it_is() -> None:
     assert engine.facts(0.0).work.token_context_products == 1_000 * (70 + 1_000 / 2)
 
 
-def test_a_queue_that_nobody_waits_in_is_dropped() -> None:
-    """Models are named by clients: their queues must not pile up."""
+def test_an_empty_queue_is_dropped() -> None:
+    """Clients choose the names of models, so their queues must not accumulate."""
     fleet = Fleet(limits=Limits(queue_timeout_s=1))
     for number in range(20):
         fleet.arrive(f"t{number}", model=f"no-such-model-{number}")
@@ -116,8 +116,8 @@ def test_a_queue_that_nobody_waits_in_is_dropped() -> None:
     assert fleet.scheduler._queues.homeless == {}
 
 
-def test_after_its_pause_a_turn_goes_where_its_policy_says() -> None:
-    """At a tick several engines may be free for it: the one that ends it soonest, not the first in the list."""
+def test_after_a_retry_pause_the_policy_chooses_the_engine() -> None:
+    """At a tick several engines may be free: the turn goes where it ends soonest, not to the first in the list."""
     fleet = Fleet()
     fleet.engine("A", slots=2)
     fleet.engine("B", slots=2)
@@ -129,8 +129,9 @@ def test_after_its_pause_a_turn_goes_where_its_policy_says() -> None:
     assert fleet.sent(fleet.tick(2.0)) == [("t", "B")]
 
 
-def test_it_does_so_though_one_before_it_fits_nowhere() -> None:
-    """A more urgent one waits for room at C; of the other two engines it goes to the one that ends sooner."""
+def test_the_policy_chooses_although_a_more_urgent_turn_fits_nowhere() -> None:
+    """The more urgent turn waits for room at C. Of the other two engines, this turn goes to the one that ends
+    sooner."""
     fleet = Fleet()
     for engine_id in "ABC":
         fleet.engine(engine_id, slots=2, kv=1_000)
@@ -145,7 +146,7 @@ def test_it_does_so_though_one_before_it_fits_nowhere() -> None:
 
 
 def test_time_does_not_run_backwards() -> None:
-    """Drivers read their clock before they wait for their turn to speak: a stale instant counts as now."""
+    """A driver may read its clock before it gets to post its event: an older time counts as now."""
     fleet = Fleet(limits=Limits(queue_timeout_s=10))
     fleet.at = 100.0
     fleet.tick()

@@ -7,7 +7,7 @@ from tests.scheduling.fleet import Fleet
 
 
 def busy_home() -> Fleet:
-    """Trajectory `m` in a tool call at A, whose only slot `hog` has."""
+    """Trajectory `m` is in a tool call at A, where `hog` has the only slot."""
     fleet = Fleet(HEDDLE)
     fleet.engine("A")
     fleet.arrive("m", predicted=20_000)
@@ -17,7 +17,7 @@ def busy_home() -> Fleet:
 
 
 def test_a_trajectory_moves_from_a_late_engine_to_an_idle_one() -> None:
-    """At its tool return, with its home full and setting the makespan, it goes where it ends sooner."""
+    """At its tool return its home is full and sets the makespan, so it goes where it ends sooner."""
     fleet = busy_home()
     fleet.engine("B")
     (dispatch,) = fleet.arrive("m2", "m", prompt=1_000, predicted=20_000)
@@ -26,7 +26,7 @@ def test_a_trajectory_moves_from_a_late_engine_to_an_idle_one() -> None:
 
 
 def test_a_trajectory_stays_when_a_later_engine_sets_the_makespan() -> None:
-    """Relief of an engine that nobody waits for is not worth a prefill, though the later engine is full."""
+    """Relieving an engine that does not set the makespan is not worth a prefill, even if it is full."""
     fleet = busy_home()
     fleet.engine("Z")
     fleet.arrive("longest", predicted=500_000)
@@ -35,8 +35,8 @@ def test_a_trajectory_stays_when_a_later_engine_sets_the_makespan() -> None:
     assert fleet.arrive("m2", "m", prompt=1_000, predicted=20_000) == []
 
 
-def test_two_turns_at_once_do_not_move() -> None:
-    """While one runs its KV is in use at home, however late that is. After it, the next one moves."""
+def test_a_trajectory_with_a_running_turn_does_not_move() -> None:
+    """Its KV is in use at home, however late the home is. A turn that comes after both have ended moves."""
     fleet = Fleet()
     fleet.engine("A", slots=2)
     fleet.arrive("m1", "m", predicted=20_000)
@@ -48,8 +48,8 @@ def test_two_turns_at_once_do_not_move() -> None:
     assert fleet.sent(fleet.arrive("m3", "m", predicted=20_000)) == [("m3", "B")]
 
 
-def test_a_policy_that_may_not_move_does_not() -> None:
-    """Sticky is sticky, however full its home is."""
+def test_a_sticky_policy_never_moves_a_trajectory() -> None:
+    """However full its home is."""
     fleet = Fleet(VERL)
     fleet.engine("A")
     fleet.arrive("m1", "m")
@@ -58,7 +58,7 @@ def test_a_policy_that_may_not_move_does_not() -> None:
 
 
 def test_waiting_turns_follow_their_trajectory_to_its_first_home() -> None:
-    """Two first turns of one trajectory end up on one engine, not on two."""
+    """Two first turns of one trajectory run on one engine."""
     fleet = Fleet()
     fleet.arrive("m1", "m")
     fleet.arrive("m2", "m")
@@ -68,7 +68,7 @@ def test_waiting_turns_follow_their_trajectory_to_its_first_home() -> None:
 
 
 def test_waiting_turns_follow_their_trajectory_to_a_new_home() -> None:
-    """When a retry takes a trajectory elsewhere, its other turn neither drags it back nor enters unclaimed."""
+    """When a retry takes a trajectory elsewhere, its other turn neither drags it back nor enters without a claim."""
     fleet = Fleet(limits=Limits(retry_pause_s=1_000))
     fleet.engine("A", slots=2)
     fleet.arrive("m1", "m")
@@ -79,8 +79,8 @@ def test_waiting_turns_follow_their_trajectory_to_a_new_home() -> None:
     assert fleet.sent(fleet.finish("m1", leg=2)) == [("m2", "B")]
 
 
-def test_a_trajectory_that_goes_elsewhere_makes_room_at_its_old_home() -> None:
-    """What waited for its KV to go is sent at once (found by the machine of test_any_order)."""
+def test_a_trajectory_that_leaves_makes_room_at_its_old_home() -> None:
+    """A turn that waited for this room is dispatched at once (found by the machine of test_any_order)."""
     fleet = Fleet()
     fleet.engine("A", kv=100)
     fleet.arrive("a", prompt=90)
@@ -89,8 +89,8 @@ def test_a_trajectory_that_goes_elsewhere_makes_room_at_its_old_home() -> None:
     assert fleet.sent(fleet.engine("B", kv=100)) == [("a", "B"), ("b", "A")]
 
 
-def test_a_turn_that_follows_its_trajectory_claims_its_prompt_before_others_enter() -> None:
-    """Its KV is as sure to come as that of the turn which went first (found by the machine of test_any_order)."""
+def test_a_following_turn_claims_its_prompt_before_others_enter() -> None:
+    """Its KV is as certain to come as that of the turn that went first (found by the machine of test_any_order)."""
     fleet = Fleet()
     fleet.arrive("t1", "t", prompt=90, predicted=1)
     fleet.arrive("t2", "t", prompt=1, predicted=300)
@@ -98,8 +98,9 @@ def test_a_turn_that_follows_its_trajectory_claims_its_prompt_before_others_ente
     assert fleet.sent(fleet.engine("A", slots=3, kv=100)) == [("t2", "A"), ("t1", "A")]
 
 
-def test_a_trajectory_moves_from_a_free_slot_when_that_lowers_the_latest_finish() -> None:
-    """The default: at its home another one, in a tool call now, has much more to do than anybody elsewhere."""
+def test_a_trajectory_moves_from_a_free_slot_to_lower_the_latest_finish() -> None:
+    """The default policy: another trajectory at its home, in a tool call now, has far more work left than any
+    elsewhere."""
     fleet = busy_home()
     fleet.engine("B")
     fleet.finish("hog")

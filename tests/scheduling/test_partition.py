@@ -1,4 +1,4 @@
-"""The presorted partition: what it promises, against brute force."""
+"""The presorted partition against brute force."""
 
 import random
 from dataclasses import replace
@@ -30,8 +30,8 @@ fleets = st.lists(engines, min_size=1, max_size=3)
 
 
 @given(trajectories, fleets)
-def test_everybody_is_placed_once_in_contiguous_groups(left: list[Remaining], fleet: list[LoadedEngine]) -> None:
-    """No one is lost, and of two engines one has nothing longer than the other's shortest."""
+def test_every_trajectory_is_in_exactly_one_contiguous_group(left: list[Remaining], fleet: list[LoadedEngine]) -> None:
+    """None is lost. Of any two engines, one has nothing longer than the other's shortest trajectory."""
     found = partition(left, fleet)
     assert len(found.groups) == len(found.finish_s) == len(fleet)
     assert sorted(index for group in found.groups for index in group) == list(range(len(left)))
@@ -44,8 +44,8 @@ def test_everybody_is_placed_once_in_contiguous_groups(left: list[Remaining], fl
 
 
 @given(trajectories, fleets)
-def test_what_it_says_of_a_group_is_the_estimate(left: list[Remaining], fleet: list[LoadedEngine]) -> None:
-    """The running sums that are bisected say what the shared cost says, told one trajectory at a time."""
+def test_the_finish_of_each_group_is_the_shared_estimate(left: list[Remaining], fleet: list[LoadedEngine]) -> None:
+    """The bisected running sums agree with the shared cost, fed one trajectory at a time."""
     found = partition(left, fleet)
     for engine, group, finish_s in zip(fleet, found.groups, found.finish_s, strict=True):
         assert finish_s == pytest.approx(finish_of(engine, [left[index] for index in group]), rel=1e-9, abs=1e-9)
@@ -54,7 +54,8 @@ def test_what_it_says_of_a_group_is_the_estimate(left: list[Remaining], fleet: l
 @settings(max_examples=200)
 @given(trajectories, fleets)
 def test_no_cut_of_the_sorted_list_ends_sooner(left: list[Remaining], fleet: list[LoadedEngine]) -> None:
-    """Brute force over all contiguous groups, engines by speed; for like engines that is all contiguous partitions."""
+    """Brute force over all contiguous groups, with engines by speed. For like engines these are all contiguous
+    partitions."""
     by_speed = sorted(fleet, key=lambda one: (one.profile.decode_base_ms, estimate_finish_s(one.profile, one.work)))
     ranked = [left[index] for index in Presorted(left).order]
     best_s = min(
@@ -81,25 +82,26 @@ def gap_to_all_assignments(seed: int) -> float:
 
 
 def test_contiguous_groups_are_near_the_best_of_all_assignments() -> None:
-    """8 trajectories on 3 engines of 2 slots, where grains are coarsest: under 2 % on average, never below."""
+    """Eight trajectories on three engines of 2 slots, where grains are coarsest: less than 2 % longer on average, never
+    shorter."""
     gaps = [gap_to_all_assignments(seed) for seed in range(6)]
     assert min(gaps) >= 1 - 1e-6
     assert mean(gaps) < 1.02
 
 
 @given(trajectories, profiles, remainings, st.integers(1, 4))
-def test_more_work_is_never_done_sooner(
+def test_more_work_never_shortens_the_makespan(
     left: list[Remaining], profile: EngineProfile, more: Remaining, num_engines: int
 ) -> None:
-    """One more trajectory cannot shorten the makespan, and one more engine cannot lengthen it."""
+    """One more trajectory cannot shorten it, and one more engine cannot lengthen it."""
     fleet = [LoadedEngine(profile)] * num_engines
     makespan_s = partition(left, fleet).makespan_s
     assert partition([*left, more], fleet).makespan_s >= makespan_s * (1 - 3e-6)
     assert partition(left, [*fleet, LoadedEngine(profile)]).makespan_s <= makespan_s * (1 + 3e-6)
 
 
-def test_an_engine_that_has_work_gets_less() -> None:
-    """Of like engines the idle one takes the long ones, and the busy one only as much as fits beside its own work."""
+def test_an_engine_with_work_gets_fewer_trajectories() -> None:
+    """Only as many as fit beside its own work, so that it and a like idle engine finish at the same time."""
     left = [Remaining(2_000.0 - index, 1_000.0) for index in range(300)]
     busy = LoadedEngine(PROFILES[4], work_of([Remaining(1_500.0, 8_000.0)] * 100))
     found = partition(left, [busy, LoadedEngine(PROFILES[4])])
@@ -107,8 +109,8 @@ def test_an_engine_that_has_work_gets_less() -> None:
     assert found.finish_s[0] == pytest.approx(found.finish_s[1], rel=0.02)
 
 
-def test_a_lonely_giant_does_not_leave_engines_idle() -> None:
-    """One trajectory sets the makespan; the others are shared out evenly among the engines behind it."""
+def test_one_very_long_trajectory_leaves_no_engine_idle() -> None:
+    """It sets the makespan; the others are spread evenly over the remaining engines."""
     left = [Remaining(40_000.0, 1_000.0)] + [Remaining(1_000.0, 1_000.0)] * 800
     found = partition(left, engines_of([4] * 5))
     assert found.groups[0] == (0,)
@@ -117,15 +119,15 @@ def test_a_lonely_giant_does_not_leave_engines_idle() -> None:
     assert min(others) > 0.85 * max(others)
 
 
-def test_more_engines_than_trajectories_leaves_some_empty() -> None:
-    """Each trajectory alone is the best there is; an empty group ends at once."""
+def test_more_engines_than_trajectories_leave_some_empty() -> None:
+    """Each trajectory has an engine to itself; an empty group ends at once."""
     found = partition([Remaining(1_000.0), Remaining(900.0)], engines_of([8, 8, 8, 8]))
     assert sorted(map(len, found.groups)) == [0, 0, 1, 1]
     assert sorted(found.finish_s)[:2] == [0.0, 0.0]
 
 
-def test_the_longest_go_to_the_fastest_engine_wherever_it_stands() -> None:
-    """Groups are given in the order of the engines as given."""
+def test_the_longest_trajectory_goes_to_the_fastest_engine() -> None:
+    """Groups keep the order of the engines as given."""
     left = coding_rollout(200, seed=1)
     found = partition(left, engines_of([1, 8, 2]))
     longest = max(range(len(left)), key=lambda index: left[index].output_tokens)
@@ -134,8 +136,8 @@ def test_the_longest_go_to_the_fastest_engine_wherever_it_stands() -> None:
     assert shortest in found.groups[0]
 
 
-def test_speculation_shortens_what_few_trajectories_wait_for() -> None:
-    """A batch of one runs at the speed-up; in a crowd only the end does, where few are left."""
+def test_speculation_shortens_the_end_of_a_group() -> None:
+    """A batch of one runs at the speed-up; in a larger batch only the end does, when few are left."""
     twice = Speculation(2.0, 1)
     plain, fast = LoadedEngine(PROFILES[8]), LoadedEngine(PROFILES[8], speculation=twice)
     one, other = Remaining(10_000.0), Remaining(6_000.0)
@@ -146,7 +148,7 @@ def test_speculation_shortens_what_few_trajectories_wait_for() -> None:
 
 
 def test_speculation_is_not_counted_beside_other_work() -> None:
-    """Nobody knows how many trajectories that work is."""
+    """The number of trajectories behind that work is unknown."""
     before = work_of([Remaining(100.0)])
     fast = LoadedEngine(PROFILES[8], before, Speculation(2.0, 8))
     left = [Remaining(10_000.0)]
@@ -154,7 +156,7 @@ def test_speculation_is_not_counted_beside_other_work() -> None:
 
 
 def test_a_slow_tool_counts_wherever_it_is_in_the_group() -> None:
-    """A short trajectory with a slow tool sets the finish of its engine, however long the others are."""
+    """A short trajectory with a slow tool sets its engine's finish, however long the others are."""
     left = [Remaining(1_000.0), Remaining(900.0), Remaining(10.0, tool_s=300.0)]
     found = partition(left, engines_of([4, 4]))
     assert found.makespan_s == pytest.approx(300.0, abs=1.0)

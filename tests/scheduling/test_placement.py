@@ -70,14 +70,14 @@ turns = st.builds(
 )
 
 
-def lived_in(home: EngineFacts, turn: TurnFacts) -> EngineFacts:
-    """The home with this trajectory among its own."""
+def with_resident(home: EngineFacts, turn: TurnFacts) -> EngineFacts:
+    """The home with this trajectory as a resident."""
     return replace(home, work=plus(home.work, *turn.share()), without=lambda: home.work)
 
 
 @given(engines, trajectories)
 def test_more_work_never_takes_less_time(engine: EngineFacts, added: tuple[float, float]) -> None:
-    """However short its context, one more trajectory does not make an engine look sooner done."""
+    """However short its context, one more trajectory never makes an engine finish sooner."""
     assert estimate_finish_s(engine.profile, plus(engine.work, *added)) >= estimate_finish_s(
         engine.profile, engine.work
     )
@@ -87,16 +87,16 @@ def test_more_work_never_takes_less_time(engine: EngineFacts, added: tuple[float
 def test_longer_work_never_takes_less_time(
     engine: EngineFacts, added: tuple[float, float], longer: float, wider: float
 ) -> None:
-    """More output to come or a larger context of one trajectory costs no less."""
+    """More remaining output or a larger context of one trajectory costs no less."""
     small, large = plus(engine.work, *added), plus(engine.work, added[0] * longer, added[1] * wider)
     assert estimate_finish_s(engine.profile, large) >= estimate_finish_s(engine.profile, small)
 
 
 @given(st.lists(trajectories, max_size=5), trajectories)
-def test_work_without_one_is_what_it_was_but_for_the_longest(
+def test_removing_a_trajectory_restores_all_sums_but_the_longest(
     parts: list[tuple[float, float]], one: tuple[float, float]
 ) -> None:
-    """Sums are exact to rounding; the longest is only ever too large."""
+    """Sums are exact up to rounding; the longest can only be too large."""
     before = work_of(parts)
     after = plus(before, *one)
     after.remove(*one)
@@ -107,7 +107,7 @@ def test_work_without_one_is_what_it_was_but_for_the_longest(
 
 @given(turns, fleets)
 def test_a_new_trajectory_goes_where_it_ends_soonest(turn: TurnFacts, fleet: list[EngineFacts]) -> None:
-    """No other engine would be done sooner with it and the prefills that wait there."""
+    """No other engine would finish sooner with it and the prefills that wait there."""
 
     def finish(engine: EngineFacts) -> float:
         prefills = replace(engine.work, prefill_tokens=engine.uncached_tokens)
@@ -116,17 +116,17 @@ def test_a_new_trajectory_goes_where_it_ends_soonest(turn: TurnFacts, fleet: lis
     assert finish(least_estimated_finish(turn, fleet)) == pytest.approx(min(map(finish, fleet)))
 
 
-def test_of_equal_engines_the_one_with_fewer_turns_is_chosen() -> None:
-    """Estimates do not see queues."""
+def test_ties_go_to_the_engine_with_fewer_turns() -> None:
+    """Estimates do not include queues."""
     busy, free = replace(facts("A"), num_turns=3), replace(facts("B"), num_turns=2)
     assert least_estimated_finish(turn_of(100.0), [busy, free]) is free
 
 
 @pytest.mark.parametrize("is_limit", [False, True])
 @pytest.mark.parametrize(("later", "goes_to"), [(0.9, "holds"), (1.1, "other")])
-def test_a_siblings_prompt_is_worth_being_later(later: float, goes_to: str, is_limit: bool) -> None:
-    """As long as it is not too much later, for what it saves and for what the other one takes; without a group, or when
-    the trajectory has been somewhere else, not at all."""
+def test_a_siblings_prompt_is_worth_a_later_finish(later: float, goes_to: str, is_limit: bool) -> None:
+    """Up to the time it saves and up to a share of the other engine's finish. Without the group, or after the first
+    turn, it is worth nothing."""
     other, turn = facts("other"), replace(turn_of(100.0, prompt=20_000), group_id="g")
     holds = replace(facts("holds"), prompts={"g"})
     if not is_limit:
@@ -141,10 +141,8 @@ def test_a_siblings_prompt_is_worth_being_later(later: float, goes_to: str, is_l
 
 
 @given(st.integers(1, 100_000), st.floats(1, 40_000), st.floats(1.01, 4))
-def test_a_longer_prompt_is_worth_more_and_a_longer_answer_makes_it_worth_less(
-    prompt: int, answer: float, times: float
-) -> None:
-    """Siblings are alike: what they answer makes an engine late that all live on."""
+def test_a_prompt_is_worth_more_if_long_and_less_if_answers_are_long(prompt: int, answer: float, times: float) -> None:
+    """Siblings resemble each other: their answers delay an engine that holds them all."""
     engine = replace(facts(), prompts={"g"})
 
     def worth_s(prompt: float, answer: float) -> float:
@@ -154,8 +152,8 @@ def test_a_longer_prompt_is_worth_more_and_a_longer_answer_makes_it_worth_less(
     assert worth_s(2 * prompt, answer) > worth_s(prompt, answer)
 
 
-def test_prefills_that_wait_make_an_engine_later() -> None:
-    """Two engines with as much to decode: one has contexts to prefill first."""
+def test_waiting_prefills_delay_an_engine() -> None:
+    """Two engines have the same to decode, but one has contexts to prefill first."""
     busy, free = replace(facts("A"), uncached_tokens=10_000), replace(facts("B"), num_turns=3)
     assert least_estimated_finish(turn_of(100.0), [busy, free]) is free
 
@@ -165,16 +163,17 @@ def test_prefills_that_wait_make_an_engine_later() -> None:
 def test_a_trajectory_moves_where_the_soft_maximum_of_the_fleet_is_least(
     turn: TurnFacts, fleet: list[EngineFacts], data: st.DataObject
 ) -> None:
-    """Engines weigh exp(finish / temperature): against their whole sum, made anew for each engine that it may go to."""
+    """Engines weigh exp(finish / temperature). The test computes the whole sum again for each engine that may be the
+    target."""
     home = data.draw(st.sampled_from(fleet))
     candidates = data.draw(st.sets(st.integers(0, len(fleet) - 1))) - {fleet.index(home)}
-    fleet[fleet.index(home)] = lived = lived_in(home, turn)
+    fleet[fleet.index(home)] = home_with_turn = with_resident(home, turn)
     latest = max(fleet, key=lambda engine: engine.finish_s)
     guessed_s = latest.profile.decode_base_ms * latest.work.vague_tokens / 1000
     temperature = hypot(NEAR_LATEST_SHARE * latest.finish_s, GUESS_SHARE * guessed_s)
 
     def finish_s(engine: EngineFacts, is_there: bool) -> float:
-        """Any engine is taken to have one that lasts as long as what is a guess of the latest's longest."""
+        """Every engine counts as having a trajectory as long as the vague part of the latest engine's longest."""
         work = plus(engine.work, *turn.share()) if is_there else replace(engine.work)
         work.longest_tokens = max(work.longest_tokens, 1000 * guessed_s / engine.profile.decode_base_ms)
         return estimate_finish_s(engine.profile, work)
@@ -198,29 +197,29 @@ def test_a_trajectory_moves_where_the_soft_maximum_of_the_fleet_is_least(
                 best, least = engine, after
     lag = (latest_s - home_s) / temperature
     assume(not isclose(lag, 3))
-    target = lower_the_latest(turn, lived, [fleet[index] for index in sorted(candidates)], fleet)
+    target = lower_the_latest(turn, home_with_turn, [fleet[index] for index in sorted(candidates)], fleet)
     event("moves" if best and lag < 3 else "far from the latest" if lag > 3 else "stays")
     assert target is (best if lag < 3 else None)
 
 
-def test_a_clear_gain_is_taken() -> None:
-    """From two long trajectories on one slot to an idle engine; and nothing where there is nowhere to go."""
+def test_a_clear_gain_moves_a_trajectory() -> None:
+    """From two long trajectories on one slot to an idle engine. Without another engine there is no move."""
     turn = turn_of(20_000.0)
-    home = lived_in(facts("A", work_of([(20_000, 1_000)]), slots=1), turn)
+    home = with_resident(facts("A", work_of([(20_000, 1_000)]), slots=1), turn)
     idle = facts("B")
     assert lower_the_latest(turn, home, [idle], [home, idle]) is idle
     assert lower_the_latest(turn, home, [], [home, idle]) is None
 
 
-def test_a_crowd_leaves_for_an_idle_engine_one_by_one() -> None:
-    """Though each of them makes hardly a difference: of engines that join a fleet one after the other the first takes
-    all that waits, and the rollout ended a quarter later than with an even share for each."""
+def test_many_small_trajectories_move_to_an_idle_engine_one_by_one() -> None:
+    """Although each makes hardly a difference. Otherwise, the first of several engines that join one after another
+    takes all that waits, and the rollout ends a quarter later than with an even share for each."""
     lengths = [5_000.0 + ordinal for ordinal in range(800)]
     here, there = work_of([(length, 1_000 + length / 2) for length in lengths]), Work()
     for length in lengths:
         turn, rest = turn_of(length), replace(here)
         rest.remove(*turn.share()[:2])
-        home, idle = lived_in(facts("A", rest, 800, 4_000_000), turn), facts("B", there, 800, 4_000_000)
+        home, idle = with_resident(facts("A", rest, 800, 4_000_000), turn), facts("B", there, 800, 4_000_000)
         if lower_the_latest(turn, home, [idle], [home, idle]) is idle:
             here, there = rest, plus(there, *turn.share())
     late, early = facts("A", here, 800, 4_000_000).finish_s, facts("B", there, 800, 4_000_000).finish_s
@@ -228,66 +227,68 @@ def test_a_crowd_leaves_for_an_idle_engine_one_by_one() -> None:
 
 
 def test_one_of_many_late_engines_gives_work_away() -> None:
-    """Though the latest finish of the fleet stays what it is."""
+    """Although the fleet's latest finish stays the same."""
     turn = turn_of(20_000.0)
-    home = lived_in(facts("A", work_of([(20_000, 1_000)]), slots=1), turn)
+    home = with_resident(facts("A", work_of([(20_000, 1_000)]), slots=1), turn)
     equal, idle = facts("C", work_of([(20_000, 1_000)] * 2), slots=1), facts("B")
     assert lower_the_latest(turn, home, [idle], [home, equal, idle]) is idle
 
 
-def test_an_engine_that_is_far_from_the_latest_keeps_its_own() -> None:
-    """The makespan is that of the whole fleet, not that of the engines that have room."""
+def test_an_engine_far_from_the_latest_keeps_its_trajectories() -> None:
+    """The makespan is that of the whole fleet, not that of the engines with room."""
     turn = turn_of(20_000.0)
-    home = lived_in(facts("A", work_of([(20_000, 1_000)]), slots=1), turn)
+    home = with_resident(facts("A", work_of([(20_000, 1_000)]), slots=1), turn)
     later = facts("Z", work_of([(500_000, 1_000)]))
     idle = facts("B")
     assert lower_the_latest(turn, home, [idle], [home, idle, later]) is None
 
 
 @pytest.mark.parametrize(("mean", "moves"), [(20_000, True), (12_000, True), (9_000, False)])
-def test_a_guess_moves_nobody(mean: float, moves: bool) -> None:
-    """The longest of a somewhat later engine: known, foretold within a factor, or it may as well be another one."""
+def test_a_vague_prediction_moves_no_trajectory(mean: float, moves: bool) -> None:
+    """The longest of a slightly later engine moves if its length is known or predicted within a factor. Otherwise
+    another one may as well be the longest."""
     turn = replace(turn_of(mean), prediction=Prediction(mean, 20_000.0))
-    home = lived_in(facts("A", work_of([(10_000, 1_000)] * 40), slots=100, kv=10**6), turn)
+    home = with_resident(facts("A", work_of([(10_000, 1_000)] * 40), slots=100, kv=10**6), turn)
     earlier = facts("B", work_of([(10_000, 1_000)] * 30), slots=100, kv=10**6)
     assert (lower_the_latest(turn, home, [earlier], [home, earlier]) is earlier) == moves
 
 
-def test_what_is_sure_is_evened_out_though_the_longest_is_a_guess() -> None:
-    """Of a hundred of which nothing is known one goes to an idle engine: whoever is the longest, it is less to do."""
+def test_certain_work_is_balanced_although_the_longest_is_vague() -> None:
+    """One of a hundred trajectories of unknown length moves to an idle engine: whichever is the longest, its home has
+    less to do."""
     turn = replace(turn_of(2_000.0, prompt=8_000), prediction=Prediction(2_000.0, 5_000.0))
     rest = Work()
     for _ in range(100):
         rest = plus(rest, *turn.share())
-    home = lived_in(facts("A", rest, slots=200, kv=10**7), turn)
+    home = with_resident(facts("A", rest, slots=200, kv=10**7), turn)
     idle = facts("B", slots=200, kv=10**7)
     assert lower_the_latest(turn, home, [idle], [home, idle]) is idle
 
 
 @given(tokens, st.floats(0.5, 10), st.floats(1, 3))
 @example(17.0, VAGUE_RATIO, 1.0)
-def test_the_further_off_the_90th_percentile_the_more_is_a_guess(mean: float, ratio: float, further: float) -> None:
-    """Of a sure prediction nothing, of a vague one all, and never more."""
+def test_vague_tokens_grow_with_the_90th_percentile(mean: float, ratio: float, further: float) -> None:
+    """Nothing of a certain prediction is vague, all of a vague one is, and never more than that."""
     p90, later = mean * ratio, mean * ratio * further
     assert 0 <= vague_tokens(mean, p90) <= vague_tokens(mean, later) <= later
     assert vague_tokens(mean, p90) == 0 or ratio > TELLING_RATIO
     assert vague_tokens(mean, p90) == p90 or ratio < VAGUE_RATIO
 
 
-def test_what_gains_almost_nothing_stays() -> None:
-    """A small trajectory on the latest engine, and another one that is as late but for that."""
+def test_a_move_that_gains_almost_nothing_is_not_made() -> None:
+    """A small trajectory on the latest engine, and a large one that would make another engine as late."""
     turn = turn_of(10.0)
-    home = lived_in(facts("A", work_of([(20_000, 1_000)])), turn)
+    home = with_resident(facts("A", work_of([(20_000, 1_000)])), turn)
     other = facts("B", work_of([(19_000, 1_000)]))
     assert lower_the_latest(turn, home, [other], [home, other]) is None
     large = turn_of(19_990.0)
-    home = lived_in(facts("A", work_of([(20_000, 1_000)]), slots=1), large)
+    home = with_resident(facts("A", work_of([(20_000, 1_000)]), slots=1), large)
     as_late = facts("B", work_of([(20_000, 1_000)] * 2), slots=1)
     assert lower_the_latest(large, home, [as_late], [home, as_late]) is None
 
 
-def test_an_engine_that_nobody_measured_is_taken_for_a_14b_on_one_h100() -> None:
-    """With the coefficients of the profile that comes with Heddle."""
+def test_an_unmeasured_engine_counts_as_a_14b_on_one_h100() -> None:
+    """It has the coefficients of the profile that ships with Heddle."""
     measured = load_profile("qwen3-14b-h100-tp1")
     names = {"name": "unmeasured", "model": "", "gpu": "", "source": UNMEASURED.source}
     assert replace(measured, **names) == UNMEASURED
@@ -295,7 +296,7 @@ def test_an_engine_that_nobody_measured_is_taken_for_a_14b_on_one_h100() -> None
 
 @given(st.integers(0, 100), st.floats(0, 100_000), st.floats(0, 100_000), st.floats(0, 100_000))
 def test_costs_are_monotone(num: int, kv: float, new: float, cached: float) -> None:
-    """A larger batch, more KV or a longer prompt never takes less time, and a cached prefix is not prefilled."""
+    """A larger batch, more KV or a longer prompt never takes less time. A cached prefix is not prefilled."""
     profile: EngineProfile = UNMEASURED
     assert profile.decode_step_s(num + 1, kv) > profile.decode_step_s(num, kv)
     assert profile.decode_step_s(num, kv + 1) >= profile.decode_step_s(num, kv)

@@ -19,7 +19,7 @@ def two_engines(policy: Policy) -> Fleet:
 
 
 def test_policies_are_found_by_their_name() -> None:
-    """Settings and results speak of them by name."""
+    """Settings and results refer to policies by name."""
     assert {name: policy.name for name, policy in POLICIES.items()} == {name: name for name in POLICIES}
     assert " ".join(sorted(POLICIES)) == (
         "attained-service cache-aware cmlfq fcfs heddle heddle-buckets heddle-paper load-stealing longest-first "
@@ -28,8 +28,8 @@ def test_policies_are_found_by_their_name() -> None:
     )
 
 
-def test_a_policy_is_told_what_is_known_of_a_turn() -> None:
-    """Of its trajectory too: what it made, its last context, and where. A group once said is not said again."""
+def test_a_policy_sees_the_facts_of_a_turn() -> None:
+    """Including its trajectory's output, last context and home. A group that was named once stays known."""
     seen: list[TurnFacts] = []
 
     def note(turn: TurnFacts, limits: Limits) -> float:
@@ -51,22 +51,22 @@ def test_a_policy_is_told_what_is_known_of_a_turn() -> None:
 
 
 def test_round_robin_sends_each_turn_to_the_next_engine() -> None:
-    """Wherever its KV is, and however many run there."""
+    """Wherever its KV is, and however many turns run there."""
     fleet = two_engines(ROUND_ROBIN)
     sent = [fleet.sent(fleet.arrive(f"t{turn}", "t"))[0][1] for turn in range(4)]
     assert sent == ["A", "B", "A", "B"]
     assert fleet.home("t") == "B"
 
 
-def test_sticky_keeps_each_trajectory_on_the_engine_of_its_turn() -> None:
-    """New trajectories go round, old ones stay."""
+def test_verl_keeps_each_trajectory_on_its_first_engine() -> None:
+    """New trajectories go round robin."""
     fleet = two_engines(VERL)
     order = [("a1", "a"), ("b1", "b"), ("a2", "a"), ("c1", "c"), ("b2", "b")]
     sent = [fleet.sent(fleet.arrive(*names))[0][1] for names in order]
     assert sent == ["A", "B", "A", "A", "B"]
 
 
-def test_least_loaded_sends_each_turn_where_the_fewest_are() -> None:
+def test_slime_sends_each_turn_to_the_engine_with_the_fewest_turns() -> None:
     """Turns in flight count, not trajectories."""
     fleet = two_engines(SLIME)
     assert fleet.sent(fleet.arrive("a")) == [("a", "A")]
@@ -76,7 +76,7 @@ def test_least_loaded_sends_each_turn_where_the_fewest_are() -> None:
 
 
 def test_heddle_sends_a_new_trajectory_where_it_ends_soonest() -> None:
-    """Work counts, not turns: two short ones weigh less than a long one."""
+    """Work counts, not turns: two short trajectories weigh less than a long one."""
     fleet = Fleet(HEDDLE)
     fleet.engine("A", slots=3)
     fleet.engine("B", slots=3)
@@ -87,7 +87,7 @@ def test_heddle_sends_a_new_trajectory_where_it_ends_soonest() -> None:
 
 @pytest.mark.parametrize("policy", [ROUND_ROBIN, VERL, SLIME], ids=lambda policy: policy.name)
 def test_baselines_let_engines_queue(policy: Policy) -> None:
-    """Slots and KV hold nothing back here; turns only wait while there is no engine at all."""
+    """Slots and KV hold back no turn; turns wait only while there is no engine at all."""
     fleet = Fleet(policy)
     fleet.arrive("early")
     assert fleet.sent(fleet.engine("A", kv=100)) == [("early", "A")]
@@ -96,8 +96,8 @@ def test_baselines_let_engines_queue(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda policy: policy.name)
-def test_no_policy_sends_to_an_engine_that_does_not_accept(policy: Policy) -> None:
-    """Cordoned engines, other models and engines that just failed the turn are out of question."""
+def test_no_policy_uses_an_engine_that_may_not_serve_the_turn(policy: Policy) -> None:
+    """Cordoned engines, engines with other models and engines that just failed the turn are excluded."""
     fleet = two_engines(policy)
     fleet.engine("C", models=("other",))
     fleet.engine("A", accepting=False)

@@ -13,7 +13,7 @@ PREEMPTING = replace(LONGEST_FIRST, preempts=True)
 
 
 def busy_fleet(policy: Policy = PREEMPTING, can_preempt: bool = True, kv: int = 0, **limits: float) -> Fleet:
-    """Engine A of one slot, where `short` has run for ten seconds."""
+    """Engine A with one slot, where `short` has run for ten seconds."""
     fleet = Fleet(policy, Limits(preempt_margin_tokens=4_000, preempt_after_s=5, **limits), can_preempt=can_preempt)
     fleet.engine("A", kv=kv)
     fleet.arrive("short", predicted=1_000, prompt=30)
@@ -22,7 +22,7 @@ def busy_fleet(policy: Policy = PREEMPTING, can_preempt: bool = True, kv: int = 
 
 
 def test_a_much_more_urgent_entrant_takes_a_slot() -> None:
-    """The running leg is asked to stop; then the urgent turn runs, and after it the other with a new leg."""
+    """The running leg is asked to stop. Then the urgent turn runs, and after it the other one with a new leg."""
     fleet = busy_fleet()
     assert fleet.arrive("long", predicted=20_000) == [Preempt("short", 1)]
     assert fleet.sent(fleet.pause("short", output=7)) == [("long", "A")]
@@ -35,7 +35,7 @@ def test_a_much_more_urgent_entrant_takes_a_slot() -> None:
 
 
 def test_a_much_more_urgent_resident_takes_a_slot() -> None:
-    """At its home, where nothing but a slot is missing."""
+    """At its home it lacks only a slot."""
     fleet = Fleet(PREEMPTING, can_preempt=True)
     fleet.engine("A")
     fleet.arrive("m1", "m", predicted=20_000)
@@ -47,13 +47,13 @@ def test_a_much_more_urgent_resident_takes_a_slot() -> None:
 
 
 def test_a_slightly_more_urgent_turn_waits() -> None:
-    """Below the margin a swap is not worth its cost; ageing counts too."""
+    """Below the margin a swap is not worth its cost. Ageing counts, too."""
     fleet = busy_fleet()
     assert fleet.arrive("longer", predicted=5_900) == []
 
 
 def test_a_leg_that_just_began_is_left_alone_until_a_tick() -> None:
-    """Turns would take slots from each other all the time."""
+    """Otherwise turns would take slots from each other all the time."""
     fleet = busy_fleet()
     fleet.finish("short")
     fleet.arrive("fresh", predicted=1_000)
@@ -63,7 +63,7 @@ def test_a_leg_that_just_began_is_left_alone_until_a_tick() -> None:
 
 
 def test_a_resident_that_waits_takes_a_slot_at_a_tick() -> None:
-    """What runs had just begun when it came back."""
+    """When it returned, the running turn had just begun."""
     fleet = Fleet(PREEMPTING, Limits(preempt_after_s=5), can_preempt=True)
     fleet.engine("A")
     fleet.arrive("m1", "m", predicted=20_000)
@@ -74,8 +74,8 @@ def test_a_resident_that_waits_takes_a_slot_at_a_tick() -> None:
     assert fleet.tick(1.0) == [Preempt("short", 1)]
 
 
-def test_a_turn_that_is_stopped_again_claims_what_it_made_once() -> None:
-    """What it tells at each stop is all that it has made."""
+def test_a_turn_paused_twice_claims_its_output_once() -> None:
+    """Each pause reports all of its output so far."""
     fleet = busy_fleet()
     fleet.arrive("long", predicted=20_000)
     fleet.pause("short", output=7)
@@ -87,8 +87,8 @@ def test_a_turn_that_is_stopped_again_claims_what_it_made_once() -> None:
     assert fleet.claims("A")["short"] == 30 + 12
 
 
-def test_one_leg_at_a_time_is_stopped() -> None:
-    """The slot that it leaves is for the most urgent; a second urgent turn waits for another."""
+def test_an_engine_stops_one_leg_at_a_time() -> None:
+    """Its slot goes to the most urgent turn; a second urgent turn waits for another slot."""
     fleet = busy_fleet()
     fleet.engine("A", slots=2)
     fleet.arrive("shorter", predicted=900)
@@ -99,8 +99,8 @@ def test_one_leg_at_a_time_is_stopped() -> None:
     assert fleet.tick(1.0) == [Preempt("short", 1)]
 
 
-def test_the_least_urgent_of_all_engines_yields() -> None:
-    """Where the entrant could be served."""
+def test_the_least_urgent_turn_of_all_engines_yields() -> None:
+    """Of all engines that could serve the entrant."""
     fleet = busy_fleet()
     fleet.engine("B")
     fleet.engine("C", models=("other",))
@@ -117,29 +117,29 @@ def test_no_leg_is_stopped_for_an_entrant_without_room_for_its_kv() -> None:
     assert fleet.arrive("longer", predicted=30_000, prompt=60) == [Preempt("short", 1)]
 
 
-def test_a_clients_hint_needs_no_margin() -> None:
-    """What it calls urgent is more urgent than anything else; what it calls late yields to nobody's prediction."""
+def test_a_clients_priority_needs_no_margin() -> None:
+    """A turn that the client calls urgent outranks every prediction; one that it calls late preempts nothing."""
     fleet = busy_fleet()
     assert fleet.arrive("late", predicted=90_000, priority=1) == []
     assert fleet.arrive("early", predicted=1, priority=-1) == [Preempt("short", 1)]
 
 
 @pytest.mark.parametrize(("policy", "can_preempt"), [(PREEMPTING, False), (LONGEST_FIRST, True)])
-def test_policy_and_driver_must_both_allow_it(policy: Policy, can_preempt: bool) -> None:
-    """A gateway that cannot keep tokens would make them twice."""
+def test_policy_and_driver_must_both_allow_preemption(policy: Policy, can_preempt: bool) -> None:
+    """A gateway that cannot keep tokens would generate them twice."""
     fleet = busy_fleet(policy, can_preempt)
     assert fleet.arrive("long", predicted=20_000) == []
 
 
-def test_a_turn_that_finishes_before_it_is_stopped_is_finished() -> None:
-    """Its last word counts, and what would come of the pause is late."""
+def test_a_turn_may_finish_before_its_preemption() -> None:
+    """Its result counts, and a pause that comes later is dropped."""
     fleet = busy_fleet()
     fleet.arrive("long", predicted=20_000)
     assert fleet.sent(fleet.handle(TurnFinished(fleet.at, "short", 1, 30, 40))) == [("long", "A")]
     assert fleet.pause("short") == []
 
 
-def test_pauses_cost_no_attempt() -> None:
+def test_a_pause_does_not_count_as_an_attempt() -> None:
     """A turn may be stopped more often than engines may fail it."""
     fleet = busy_fleet(max_attempts=2)
     for leg in (1, 2, 3):
@@ -153,7 +153,7 @@ def test_pauses_cost_no_attempt() -> None:
 
 
 def test_a_paused_turn_does_not_move() -> None:
-    """Its KV is at home, in the middle of its answer; only a tool gap is time to move. In one it would."""
+    """Its KV is at home and its answer is incomplete. A trajectory moves only in a tool call; there, this one would."""
     for is_paused in (True, False):
         fleet = Fleet(PREEMPTING, Limits(preempt_after_s=5), can_preempt=True)
         fleet.engine("A")
@@ -172,8 +172,8 @@ def test_a_paused_turn_does_not_move() -> None:
             assert fleet.sent(fleet.arrive("short-2", "short", predicted=20_000)) == [("short-2", "C")]
 
 
-def test_a_leg_stopped_while_its_trajectory_is_aborted_is_refused() -> None:
-    """The pause came before the abort's answer: the client still gets an answer."""
+def test_a_pause_after_an_abort_rejects_the_turn() -> None:
+    """The pause came before the abort's answer; the client still gets an answer."""
     fleet = busy_fleet()
     fleet.arrive("long", predicted=20_000)
     assert fleet.close("short", abort=True) == [Abort("short", 1, Fault.CLOSED)]

@@ -1,4 +1,4 @@
-"""Prompts that trajectories share on an engine: siblings' and preambles count once among its claims."""
+"""Prompts that trajectories share on an engine: those of siblings and preambles count once among its claims."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +11,8 @@ from tests.scheduling.fleet import Fleet, fleet_with_one_in_tool
 
 
 def siblings(*prompts: int, kv: int = 100) -> Fleet:
-    """Engine A with 8 slots; siblings `s0`, `s1` and so on in tool calls there, which answered with nothing yet."""
+    """Engine A with 8 slots; siblings `s0`, `s1` and so on are in tool calls there, each after an answer of 5
+    tokens."""
     fleet = Fleet(limits=Limits(answer_tokens=0, in_tool_lease_s=60, entry_patience_s=300))
     fleet.engine("A", slots=8, kv=kv)
     for number, prompt in enumerate(prompts):
@@ -21,7 +22,8 @@ def siblings(*prompts: int, kv: int = 100) -> Fleet:
 
 
 def test_the_prompt_of_siblings_is_held_once() -> None:
-    """Three times 45 tokens of which 40 are the same prompt are 55 of 90: the fourth sibling enters, at 40 + 4 * 5."""
+    """Three claims of 45 tokens, 40 of them the same prompt, hold 55 of 90. A fourth sibling enters and holds no more
+    until it answers."""
     fleet = siblings(40, 40, 40)
     engine = fleet.scheduler.engines["A"]
     assert (engine.kv_claimed, engine.kv_held) == (135, 55)
@@ -30,8 +32,8 @@ def test_the_prompt_of_siblings_is_held_once() -> None:
     assert fleet.arrive("another", prompt=1) == []
 
 
-def test_prompts_of_other_groups_and_unlike_ones_are_held_each() -> None:
-    """A group's name alone makes no prompt the same; nobody's group is nobody's sibling."""
+def test_prompts_of_other_groups_or_lengths_are_not_shared() -> None:
+    """The name of a group alone does not make prompts the same, and trajectories without a group have no siblings."""
     fleet = siblings(40)
     assert fleet.arrive("elsewhere", prompt=46, group="h") == []
     assert fleet.arrive("unlike", prompt=46, group="g") == []
@@ -43,9 +45,9 @@ def test_prompts_of_other_groups_and_unlike_ones_are_held_each() -> None:
     assert alone.arrive("b", prompt=41) == []
 
 
-def test_a_preamble_of_many_groups_is_held_once() -> None:
-    """Two groups of two, prompts of 40 of which 30 are system prompt and tools: 30 + 2 * 10 + 4 * 5 of 90. A third one
-    needs 10 more, and one with another preamble 40, for which the first two must leave."""
+def test_a_preamble_shared_by_groups_is_held_once() -> None:
+    """Two groups of two, with prompts of 40 tokens of which 30 are system prompt and tools, hold 30 + 2 * 10 + 4 * 5 of
+    90. A third group needs 10 more. One with another preamble needs 40, for which the first two groups must leave."""
     fleet = siblings()
     for number in range(4):
         fleet.arrive(f"t{number}", prompt=40, group=f"g{number // 2}", preamble=("p", 30))
@@ -62,7 +64,8 @@ def test_a_preamble_of_many_groups_is_held_once() -> None:
 
 
 def test_a_preamble_without_a_group_is_held_once_too() -> None:
-    """Single trajectories, each with its own task behind the same 30 tokens. Who has but 20 of them has no more."""
+    """Single trajectories, each with its own task behind the same 30 tokens. A prompt of only 20 tokens shares no more
+    than those."""
     fleet = siblings()
     for number in range(3):
         fleet.arrive(f"t{number}", prompt=40, preamble=("p", 30))
@@ -71,8 +74,8 @@ def test_a_preamble_without_a_group_is_held_once_too() -> None:
     assert (engine.kv_claimed, engine.kv_held) == (140, 20 + 3 * 20)
 
 
-def test_a_preamble_of_no_tokens_is_none() -> None:
-    """Behind one that has some, the same group goes on from elsewhere (found by the property below)."""
+def test_an_empty_preamble_is_ignored() -> None:
+    """Behind a preamble with tokens, the same group has another prompt (found by the property below)."""
     fleet = siblings(kv=1_000)
     fleet.arrive("bare", prompt=200, group="g", preamble=("q", 0))
     fleet.arrive("behind", prompt=200, group="g", preamble=("q", 150))
@@ -80,7 +83,7 @@ def test_a_preamble_of_no_tokens_is_none() -> None:
 
 
 def test_adapters_of_one_engine_share_no_prompt() -> None:
-    """The same words under another model are other keys and values."""
+    """Under another model the same words have other keys and values."""
     fleet = Fleet(limits=Limits(answer_tokens=0))
     fleet.engine("A", slots=8, kv=100, models=("x", "y"))
     for name, model in (("a", "x"), ("b", "y"), ("c", "y")):
@@ -88,8 +91,8 @@ def test_adapters_of_one_engine_share_no_prompt() -> None:
     assert fleet.scheduler.engines["A"].kv_held == 60
 
 
-def test_the_group_that_was_declared_is_that_of_the_prompt() -> None:
-    """A client that declared its trajectory need not name its group again; one that did not may name it then."""
+def test_a_declared_group_is_the_group_of_the_prompt() -> None:
+    """A client that declared the group need not name it again; one that did not may name it with the first turn."""
     fleet = siblings(40)
     fleet.declare("declared")  # of group g
     fleet.handle(TrajectoryDeclared(fleet.at, "named", Prediction(1_000.0, 1_000.0)))
@@ -99,8 +102,8 @@ def test_the_group_that_was_declared_is_that_of_the_prompt() -> None:
     assert (engine.kv_claimed, engine.kv_held) == (125, 45)
 
 
-def test_a_prompt_that_was_estimated_too_long_is_cut_in_proportion() -> None:
-    """Engines count 36 where 40 were guessed, 30 of them preamble: 27 are what others find."""
+def test_a_prompt_estimated_too_long_is_cut_in_proportion() -> None:
+    """The engine counts 36 tokens where 40 were estimated, 30 of them preamble: others find 27."""
     fleet = siblings()
     for name in ("a", "b"):
         fleet.arrive(name, prompt=40, group=name, preamble=("p", 30))
@@ -110,7 +113,7 @@ def test_a_prompt_that_was_estimated_too_long_is_cut_in_proportion() -> None:
 
 
 def test_a_prompt_stays_until_its_last_holder_leaves() -> None:
-    """Of two siblings one leaves: what it frees is its own part, and the other one frees the rest."""
+    """The first of two siblings frees its own part, the second one the rest."""
     fleet = siblings(40, 40)
     engine = fleet.scheduler.engines["A"]
     assert engine.kv_held == 50
@@ -120,8 +123,9 @@ def test_a_prompt_stays_until_its_last_holder_leaves() -> None:
     assert engine.kv_held == engine.kv_claimed == 0
 
 
-def test_siblings_that_give_way_free_only_what_is_their_own() -> None:
-    """After their lease: an entrant of 45 needs 5 of s0 and then all that s1 has; one of their own keeps the prompt."""
+def test_siblings_that_give_way_free_only_their_own_part() -> None:
+    """After the lease, s0 frees 5 tokens for an entrant of 45, because s1 still holds the prompt. An entrant that is a
+    sibling finds the prompt, so no claim gives way."""
     fleet = siblings(40, 40)
     fleet.tick(61)
     assert fleet.sent(fleet.arrive("b", prompt=45)) == [("b", "A")]
@@ -133,7 +137,7 @@ def test_siblings_that_give_way_free_only_what_is_their_own() -> None:
 
 
 def test_contexts_that_outgrow_an_engine_count_their_prompt_once() -> None:
-    """Four siblings claim 180 of 100 tokens and hold 60, so nobody leaves; at 101 the least urgent one does."""
+    """Four siblings claim 180 of 100 tokens but hold 60, so none leaves. At 101 the least urgent one does."""
     fleet = siblings(40, 40, 40, 40)
     assert len(fleet.claims("A")) == 4
     fleet.arrive("s0-1", "s0", prompt=80)
@@ -142,8 +146,8 @@ def test_contexts_that_outgrow_an_engine_count_their_prompt_once() -> None:
     assert len(fleet.claims("A")) == 3 and fleet.scheduler.engines["A"].kv_held == 96
 
 
-def test_a_prefill_waits_until_its_turn_has_grown_or_ended() -> None:
-    """What a sibling's prompt brought is not prefilled again."""
+def test_a_prefill_counts_until_its_turn_progresses_or_ends() -> None:
+    """A prompt that a sibling brought is not prefilled again."""
     fleet = siblings()
     engine = fleet.scheduler.engines["A"]
     fleet.arrive("s0", prompt=40, group="g")
@@ -159,8 +163,8 @@ def test_a_prefill_waits_until_its_turn_has_grown_or_ended() -> None:
     assert engine.uncached_tokens == 0
 
 
-def test_an_agent_that_cut_its_context_down_shares_no_prompt() -> None:
-    """Half of it is gone: that is another context. A little less is an estimate that was too long, for all of them."""
+def test_a_context_cut_below_half_of_the_prompt_shares_none() -> None:
+    """Less than half is another context. A little less means that the estimate was too long, for all siblings."""
     fleet = siblings(40, 40)
     engine = fleet.scheduler.engines["A"]
     fleet.arrive("s1-1", "s1", prompt=20)
@@ -174,8 +178,9 @@ def test_an_agent_that_cut_its_context_down_shares_no_prompt() -> None:
 
 
 @given(st.data())
-def test_siblings_claim_their_prompt_once_and_free_it_with_the_last(data: st.DataObject) -> None:
-    """Whoever comes, grows, is cut down and goes, in any order: against a count of each prompt from the beginning."""
+def test_shared_tokens_are_bounded_and_freed_with_their_last_holder(data: st.DataObject) -> None:
+    """Trajectories come, grow, are cut down and leave in any order. Shared tokens stay within the claims, and each one
+    that leaves frees what was foretold."""
     prompts, residents = Prompts(), {}
     for number in range(data.draw(st.integers(1, 25))):
         if residents and data.draw(st.booleans()):
@@ -194,13 +199,13 @@ def test_siblings_claim_their_prompt_once_and_free_it_with_the_last(data: st.Dat
             tokens = data.draw(st.sampled_from([0, 96, 99, 100, 101, 200, 203]))
             group = data.draw(st.sampled_from(["", "g", "h"]))
             preamble = data.draw(st.sampled_from([("", 0), ("p", 50), ("p", 55), ("q", 150), ("", 10), ("q", 0)]))
-            asked = TurnArrived(0.0, name, name, "model", tokens, Prediction(1.0, 1.0), group, None, 0, *preamble)
-            trajectory.note_first_prompt(asked, group)
+            arrived = TurnArrived(0.0, name, name, "model", tokens, Prediction(1.0, 1.0), group, None, 0, *preamble)
+            trajectory.note_first_prompt(arrived, group)
             found = prompts.found_by(trajectory)
             assert 0 <= found <= trajectory.first_prompt_tokens <= tokens
             before = prompts.shared_tokens
             prompts.add(trajectory)
-            assert prompts.shared_tokens - before <= found, "what others hold of a part may turn out to be less"
+            assert prompts.shared_tokens - before <= found, "a new holder can shorten a part, but never lengthen it"
             residents[name] = trajectory, trajectory.first_prompt_tokens
         claims = [context for _, context in residents.values()]
         assert 0 <= prompts.shared_tokens <= sum(claims) - max(claims, default=0)

@@ -1,4 +1,4 @@
-"""Heddle to the letter: engines have parts of the ranks, and trajectories follow theirs."""
+"""The Heddle paper's policy: each engine has a range of ranks, and trajectories follow their rank."""
 
 from dataclasses import replace
 
@@ -25,14 +25,14 @@ ENGINES = [engine("long", 0.0, 0.1), engine("middle", 0.1, 0.4), engine("short",
 
 
 def test_a_rank_belongs_to_one_engine() -> None:
-    """From the first of its part, to before its end; without that engine, to the nearest."""
+    """A range includes its first rank but not its end. Without that engine, the rank belongs to the nearest one."""
     owners = [in_rank_group(turn(rank), ENGINES).engine_id for rank in (0.0, 0.1, 0.39, 0.4, 1.0)]
     assert owners == ["long", "middle", "middle", "short", "short"]
     assert in_rank_group(turn(0.2), [ENGINES[0], ENGINES[2]]).engine_id == "long"
 
 
 def test_a_trajectory_follows_its_rank_if_there_is_room() -> None:
-    """To exactly that engine, or nowhere."""
+    """It goes to exactly that engine, or nowhere."""
     home, *others = ENGINES
     assert follow_rank(turn(0.5), home, others, ENGINES) is ENGINES[2]
     assert follow_rank(turn(0.5), home, others[:1], ENGINES) is None
@@ -50,8 +50,8 @@ def declared_rollout(num_short: int) -> Fleet:
     return fleet
 
 
-def test_the_longest_is_alone_and_the_others_wait_for_theirs() -> None:
-    """The paper's cost isolates it; a turn waits for the engine of its rank though another is free."""
+def test_the_longest_trajectory_has_an_engine_to_itself() -> None:
+    """The paper's cost isolates it. The others wait for the engine of their rank, although another one is free."""
     fleet = declared_rollout(3)
     assert fleet.sent(fleet.arrive("s1", "short1", predicted=1_001)) == [("s1", "B")]
     assert fleet.arrive("s2", "short2", predicted=1_002) == []
@@ -59,7 +59,7 @@ def test_the_longest_is_alone_and_the_others_wait_for_theirs() -> None:
     assert fleet.sent(fleet.finish("s1")) == [("s2", "B")]
 
 
-def test_a_trajectory_that_turns_out_long_moves_and_waits_there() -> None:
+def test_a_trajectory_that_turns_out_long_waits_at_its_new_rank() -> None:
     """Its new prediction makes it the longest; at its tool return it queues at the engine of the longest."""
     fleet = declared_rollout(3)
     fleet.arrive("l1", "long", predicted=20_000)
@@ -70,7 +70,7 @@ def test_a_trajectory_that_turns_out_long_moves_and_waits_there() -> None:
     assert fleet.sent(fleet.finish("l1")) == [("s2", "A")]
 
 
-def test_parts_of_the_ranks_shrink_with_those_that_are_left() -> None:
+def test_ranks_are_those_of_the_remaining_trajectories() -> None:
     """When the longest has ended, the next longest has its rank."""
     fleet = declared_rollout(3)
     fleet.arrive("l1", "long", predicted=20_000)
@@ -83,8 +83,8 @@ def test_parts_of_the_ranks_shrink_with_those_that_are_left() -> None:
     assert isinstance(dispatch, Dispatch) and dispatch.engine_id == "A"
 
 
-def test_without_engines_a_turn_waits_and_its_siblings_follow_it_home() -> None:
-    """Two turns of one trajectory that came before any engine end up on one."""
+def test_later_turns_follow_a_trajectory_to_its_first_engine() -> None:
+    """Its first turn waited until there was an engine; a later engine does not become its home."""
     fleet = Fleet(HEDDLE_PAPER)
     fleet.arrive("t1", "t")
     fleet.arrive("u1", "u")
@@ -94,8 +94,8 @@ def test_without_engines_a_turn_waits_and_its_siblings_follow_it_home() -> None:
     assert fleet.home("t") == "A"
 
 
-def test_a_second_turn_that_finds_an_engine_calls_the_first_one_there() -> None:
-    """The first one waited for want of an engine of its model."""
+def test_a_waiting_turn_follows_a_later_turn_to_its_engine() -> None:
+    """It waited because no engine had its model."""
     fleet = Fleet(HEDDLE_PAPER)
     fleet.engine("A", slots=2, models=("x",))
     fleet.arrive("t1", "t", model="y")
@@ -103,8 +103,8 @@ def test_a_second_turn_that_finds_an_engine_calls_the_first_one_there() -> None:
     assert fleet.sent(fleet.engine("A", slots=2, models=("x", "y"))) == [("t1", "A")]
 
 
-def test_following_ranks_keeps_residency() -> None:
-    """As a variation of the default: a rank's engine without room for its KV is not followed to."""
+def test_rank_following_respects_residency() -> None:
+    """A variation of the default: a trajectory does not follow its rank to an engine without room for its KV."""
     fleet = Fleet(RANK_FOLLOWING)
     fleet.engine("A", slots=4, kv=100)
     fleet.engine("B", slots=4, kv=100)

@@ -1,4 +1,4 @@
-"""Heddle's own placement."""
+"""Placement as in the Heddle paper."""
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ def heddle_cost_s(left: list[Remaining], group: list[int], profile: EngineProfil
 
 @given(st.lists(remainings, min_size=1, max_size=8), fleets)
 def test_the_dynamic_program_finds_the_best_cut(left: list[Remaining], fleet: list[EngineProfile]) -> None:
-    """Brute force over all contiguous groups under the paper's cost."""
+    """Brute force over all contiguous groups, under the paper's cost."""
     groups = heddle_groups(left, fleet)
     assert sorted(index for group in groups for index in group) == list(range(len(left)))
 
@@ -38,8 +38,8 @@ def test_no_trajectories_make_empty_groups() -> None:
     assert heddle_groups([], [PROFILES[1]] * 2) == [[], []]
 
 
-def test_the_paper_gives_the_longest_less_company() -> None:
-    """Groups grow as trajectories get shorter."""
+def test_groups_grow_as_trajectories_get_shorter() -> None:
+    """Under the paper's cost, the longest trajectories share an engine with the fewest others."""
     sizes = [len(group) for group in heddle_groups(coding_rollout(640, seed=1), [PROFILES[4]] * 4)]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1] / 4

@@ -1,4 +1,4 @@
-"""Residency: whose KV may be on an engine, and who gives way."""
+"""Residency: whose KV may be on an engine, and whose claims give way."""
 
 from dataclasses import replace
 from math import inf
@@ -20,7 +20,7 @@ from tests.scheduling.fleet import Fleet, fleet_with_one_in_tool, record
 
 
 def test_kv_in_a_tool_call_counts_against_entrants() -> None:
-    """50 of 100 tokens are kept for a tool call: 40 more stay under the watermark of 90, 41 do not."""
+    """A tool call holds 50 of 100 tokens: 40 more stay under the watermark of 90, 41 do not."""
     fleet = fleet_with_one_in_tool()
     assert fleet.claims("A") == {"a": 50}
     assert fleet.arrive("too-big", prompt=41) == []
@@ -28,16 +28,17 @@ def test_kv_in_a_tool_call_counts_against_entrants() -> None:
     assert fleet.sent(fleet.arrive("fits", prompt=40)) == [("fits", "A")]
 
 
-def test_a_resident_returns_though_the_engine_is_full_of_kv() -> None:
-    """Its KV is claimed already; a turn of it that grew the claim over the watermark goes in all the same."""
+def test_a_resident_returns_to_an_engine_that_is_full_of_kv() -> None:
+    """Its KV is claimed already. Its turn runs even if it grows the claim over the watermark."""
     fleet = fleet_with_one_in_tool()
     fleet.arrive("b", prompt=40)
     assert fleet.sent(fleet.arrive("a2", "a", prompt=60)) == [("a2", "A")]
     assert fleet.claims("A") == {"a": 60, "b": 40}
 
 
-def test_a_resident_that_returns_beyond_the_capacity_enters_anew() -> None:
-    """Its context has grown: with it the engine would hold 101 of 100 tokens and evict all in turn. So it waits."""
+def test_a_resident_that_exceeds_the_capacity_must_enter_again() -> None:
+    """With its grown context the engine would hold 101 of 100 tokens and evict all contexts in turn. So the turn
+    waits."""
     fleet = fleet_with_one_in_tool()
     fleet.arrive("b", prompt=40)
     assert fleet.arrive("a2", "a", prompt=61) == []
@@ -46,11 +47,9 @@ def test_a_resident_that_returns_beyond_the_capacity_enters_anew() -> None:
 
 
 @pytest.mark.parametrize(("predicted", "left"), [(5_000, {"b": 30, "c": 21}), (500, {"a": 50, "c": 21})])
-def test_when_contexts_outgrow_an_engine_the_least_urgent_idle_resident_leaves(
-    predicted: float, left: dict[str, int]
-) -> None:
-    """Of two in tool calls the one with less predicted work gives its claim up; the running one keeps its own. So it is
-    where the end of a turn tells how long its context has become."""
+def test_the_least_urgent_idle_resident_leaves_an_outgrown_engine(predicted: float, left: dict[str, int]) -> None:
+    """Of two in tool calls, the one with less predicted work gives up its claim; the running one keeps its own. The
+    same happens when the end of a turn reports the longer context."""
     for is_end in (False, True):
         fleet = fleet_with_one_in_tool()
         fleet.arrive("b", predicted=predicted, prompt=20)
@@ -61,15 +60,15 @@ def test_when_contexts_outgrow_an_engine_the_least_urgent_idle_resident_leaves(
         assert fleet.claims("A") == left
 
 
-def test_who_gave_a_claim_up_enters_wherever_there_is_room() -> None:
-    """Its KV is gone from its home, so nothing keeps it there while another engine has room."""
+def test_a_trajectory_without_its_claim_enters_any_engine_with_room() -> None:
+    """Its KV is gone from its home, so nothing keeps it there."""
     fleet = fleet_with_one_in_tool()
     fleet.arrive("b", prompt=40)
     fleet.engine("B", slots=4, kv=100)
     assert fleet.sent(fleet.arrive("a2", "a", prompt=61)) == [("a2", "B")]
 
 
-def test_an_entrant_goes_back_to_its_home_if_that_has_room() -> None:
+def test_an_entrant_returns_to_its_home_if_that_has_room() -> None:
     """Some of its KV may be left there."""
     fleet = fleet_with_one_in_tool()
     fleet.arrive("b", prompt=50)
@@ -81,20 +80,20 @@ def test_an_entrant_goes_back_to_its_home_if_that_has_room() -> None:
 
 
 def test_a_trajectory_above_the_watermark_enters_an_empty_engine() -> None:
-    """Nothing waits for ever for room that cannot be."""
+    """Nothing waits forever for room that cannot exist."""
     fleet = Fleet()
     fleet.engine("A", kv=100)
     assert fleet.sent(fleet.arrive("huge", prompt=1_000)) == [("huge", "A")]
 
 
-def test_an_engine_that_does_not_say_its_kv_takes_all() -> None:
+def test_an_engine_of_unknown_kv_capacity_takes_every_entrant() -> None:
     """Capacity 0 means unknown: KV does not limit entry."""
     fleet = fleet_with_one_in_tool(kv=0)
     assert fleet.sent(fleet.arrive("huge", prompt=10**9)) == [("huge", "A")]
 
 
 def test_a_claim_in_a_tool_call_gives_way_after_its_lease() -> None:
-    """A slow tool loses its place to an entrant, at a tick."""
+    """A trajectory in a slow tool call loses its claim to an entrant, at a tick."""
     fleet = fleet_with_one_in_tool()
     fleet.arrive("b", prompt=50)
     assert fleet.tick(59.9) == []
@@ -103,7 +102,7 @@ def test_a_claim_in_a_tool_call_gives_way_after_its_lease() -> None:
 
 
 def test_only_as_many_claims_give_way_as_are_needed() -> None:
-    """The longest idle goes, the next one stays."""
+    """The longest idle one goes, the next one stays."""
     fleet = fleet_with_one_in_tool()
     fleet.at = 1.0
     fleet.arrive("c")
@@ -114,7 +113,7 @@ def test_only_as_many_claims_give_way_as_are_needed() -> None:
 
 
 def test_no_claim_gives_way_in_vain() -> None:
-    """When all idle claims together do not make room, none is taken."""
+    """If all idle claims together do not make room, none is taken."""
     fleet = fleet_with_one_in_tool()
     fleet.arrive("runs", prompt=40)
     fleet.arrive("b", prompt=60)
@@ -122,15 +121,15 @@ def test_no_claim_gives_way_in_vain() -> None:
     assert fleet.claims("A") == {"a": 50, "runs": 40}
 
 
-def test_all_claims_give_way_to_one_above_the_watermark() -> None:
-    """With everything there idle, the engine is as good as empty."""
+def test_all_claims_give_way_to_a_context_above_the_watermark() -> None:
+    """If everything there is idle, the engine is as good as empty."""
     fleet = fleet_with_one_in_tool()
     fleet.arrive("huge", prompt=1_000)
     assert fleet.sent(fleet.tick(60.0)) == [("huge", "A")]
 
 
-def test_a_turn_that_waited_for_its_patience_needs_no_lease_to_end() -> None:
-    """Fresh claims in a tool call give way to it, so that nothing starves behind ever new tool calls."""
+def test_an_impatient_turn_does_not_wait_for_leases() -> None:
+    """Fresh claims in a tool call give way to it, so that it does not starve behind ever new tool calls."""
     fleet = Fleet(limits=Limits(in_tool_lease_s=60, entry_patience_s=20))
     fleet.engine("A", slots=4, kv=100)
     fleet.arrive("a", prompt=50)
@@ -141,7 +140,7 @@ def test_a_turn_that_waited_for_its_patience_needs_no_lease_to_end() -> None:
 
 
 def test_residents_pass_an_entrant_that_does_not_fit() -> None:
-    """A slot is not left empty for one whose KV has no room, but other entrants do not pass it."""
+    """No slot stays empty for a turn whose KV has no room, but other entrants do not pass it."""
     fleet = fleet_with_one_in_tool()
     fleet.arrive("big", prompt=60, predicted=90_000)
     assert fleet.arrive("small", prompt=10) == []
@@ -149,7 +148,7 @@ def test_residents_pass_an_entrant_that_does_not_fit() -> None:
 
 
 def test_a_trajectory_that_lost_its_claim_enters_its_home_again() -> None:
-    """It waits at its home like an entrant, in its order among those without a home."""
+    """It waits like an entrant, in its order among the homeless turns."""
     fleet = fleet_with_one_in_tool()
     fleet.arrive("b", prompt=50)
     fleet.tick(60.0)
@@ -159,8 +158,8 @@ def test_a_trajectory_that_lost_its_claim_enters_its_home_again() -> None:
     assert fleet.sent(fleet.close("b")) == [("a2", "A"), ("c", "A")]
 
 
-def test_a_claim_grows_with_its_turn_and_is_set_right_at_its_end() -> None:
-    """What is claimed is never less than what is known to be there."""
+def test_a_claim_grows_with_its_turn_and_is_corrected_at_its_end() -> None:
+    """A claim never shrinks while its turn runs."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("a", prompt=10)
@@ -173,7 +172,7 @@ def test_a_claim_grows_with_its_turn_and_is_set_right_at_its_end() -> None:
 
 
 def test_a_first_turn_that_fails_leaves_no_claim() -> None:
-    """Only a context that was made is worth keeping; its place goes to the next one."""
+    """Only a finished turn's context is worth keeping; the room goes to the next turn."""
     fleet = Fleet()
     fleet.engine("A", slots=2, kv=100)
     fleet.arrive("a", prompt=60)
@@ -182,8 +181,8 @@ def test_a_first_turn_that_fails_leaves_no_claim() -> None:
     assert fleet.claims("A") == {"b": 60}
 
 
-def test_a_trajectory_that_made_nothing_has_no_home() -> None:
-    """The next turn after a failed first one goes where it ends soonest, though there is room where it was."""
+def test_a_trajectory_without_a_finished_turn_has_no_home() -> None:
+    """After a failed first turn, the next one goes where it ends soonest, although its old engine has room."""
     fleet = Fleet()
     fleet.engine("A", slots=2)
     fleet.arrive("a")
@@ -194,8 +193,9 @@ def test_a_trajectory_that_made_nothing_has_no_home() -> None:
     assert fleet.sent(fleet.arrive("a2", "a")) == [("a2", "B")]
 
 
-def test_the_answer_that_is_usual_is_claimed_in_advance() -> None:
-    """The prior at first, then the mean of the trajectory's own answers with it; set right when the turn ends."""
+def test_the_usual_answer_is_claimed_in_advance() -> None:
+    """At first the prior, later its mean with the trajectory's own answers. The claim is corrected when the turn
+    ends."""
     fleet = Fleet(answer_tokens=500)
     fleet.engine("A", kv=10_000)
     fleet.arrive("m1", "m", prompt=100)
@@ -208,7 +208,7 @@ def test_the_answer_that_is_usual_is_claimed_in_advance() -> None:
 
 @pytest.mark.parametrize("last", ["m1", "m2"])
 def test_a_claim_is_kept_for_the_tool_call_wherever_the_last_turn_ran(last: str) -> None:
-    """The home's claim becomes one of a tool call, or it would never give way."""
+    """The home's claim becomes one in a tool call; otherwise it would never give way."""
     fleet = Fleet(limits=Limits(in_tool_lease_s=5))
     fleet.engine("A", slots=2, kv=100)
     fleet.arrive("m1", "m", prompt=50)
@@ -225,7 +225,7 @@ def test_a_claim_is_kept_for_the_tool_call_wherever_the_last_turn_ran(last: str)
 
 
 def test_claims_of_an_earlier_process_give_way_longest_idle_first() -> None:
-    """Records come from a store in any order; who is idle since when decides."""
+    """A store returns records in any order; the time of last use decides."""
     records = [
         record("young", "A", last_at=50.0, context_tokens=40),
         record("old", "A", last_at=1.0, context_tokens=40),
@@ -239,9 +239,9 @@ def test_claims_of_an_earlier_process_give_way_longest_idle_first() -> None:
 
 
 @pytest.mark.parametrize(("num_running", "lease_s"), [(0, 5.0), (1, 5.0), (2, 10.0)])
-def test_a_claim_is_kept_for_as_long_as_prefilling_what_runs_would_take(num_running: int, lease_s: float) -> None:
-    """By default, by the engine's profile: contexts of 50 tokens at 100 ms each are 5 s for each turn that runs. The
-    more runs, the more each second of prefill costs; with one context more it would be that of one turn."""
+def test_the_default_lease_is_the_time_to_prefill_the_running_contexts(num_running: int, lease_s: float) -> None:
+    """By the engine's profile: contexts of 50 tokens at 100 ms each are 5 s for each turn that runs, because a second
+    of prefill costs more the more turns run. If none runs, the lease is that of one turn."""
     slow = replace(UNMEASURED, prefill_per_ktoken_ms=100_000.0, prefill_per_ktoken2_ms=0.0)
     fleet = Fleet()
     fleet.engine("A", slots=4, kv=60 * (num_running + 1), profile=slow)
@@ -254,8 +254,8 @@ def test_a_claim_is_kept_for_as_long_as_prefilling_what_runs_would_take(num_runn
 
 
 @pytest.mark.parametrize("lease_s", [0.0, 3.0])
-def test_a_lease_that_is_set_overrules_what_a_prefill_takes(lease_s: float) -> None:
-    """With 0 s the claim of a tool call gives way at once, though its own prefill would take some."""
+def test_a_configured_lease_overrides_the_prefill_time(lease_s: float) -> None:
+    """At 0 s a claim in a tool call gives way at once, although its prefill would take some time."""
     fleet = Fleet(limits=Limits(in_tool_lease_s=lease_s))
     fleet.engine("A", slots=4, kv=100)
     fleet.arrive("a", prompt=40)
@@ -269,13 +269,14 @@ def test_a_lease_that_is_set_overrules_what_a_prefill_takes(lease_s: float) -> N
 
 @settings(max_examples=500)
 @given(st.data())
-def test_as_many_claims_give_way_as_are_needed(data: st.DataObject) -> None:
-    """Whoever lives there, shares a prompt, and is in a tool call: who gives way makes room, the last of them too; when
-    nobody may, all who might would make none. And a bound for all entrants turns away nobody of these."""
+def test_claims_that_give_way_make_just_enough_room(data: st.DataObject) -> None:
+    """For any residents, shared prompts and tool calls: the claims that give way make room, and without the last of
+    them there would be none. If the turn may not enter, all candidates together make no room. The cheap test never
+    rejects a turn that may enter."""
     at, limits = 100.0, Limits(answer_tokens=0, in_tool_lease_s=60, entry_patience_s=90)
     capacity_tokens = data.draw(st.sampled_from([100, 130, 0]))
-    are_alike = data.draw(st.booleans())
-    prompts = st.sampled_from([30, 40, 95] if are_alike else [30, 40, 41, 95])
+    are_exact = data.draw(st.booleans())
+    prompts = st.sampled_from([30, 40, 95] if are_exact else [30, 40, 41, 95])
     groups, sinces = st.sampled_from(["", "g", "h"]), st.sampled_from([0.0, 40.0, 41.0, None])
     drawn = data.draw(st.lists(st.tuples(prompts, groups, st.integers(1, 60), sinces), max_size=5))
     drawn.sort(key=lambda resident: inf if resident[3] is None else resident[3])
@@ -296,7 +297,7 @@ def test_as_many_claims_give_way_as_are_needed(data: st.DataObject) -> None:
     assert giving_way is None or not admission.claims_too_much(engine, turn, admission.most_tokens(engine))
     if turn.trajectory.trajectory_id in engine.claims:
         assert giving_way == []
-    elif are_alike:  # a shorter estimate of a prompt makes it shorter for all that hold it
+    elif are_exact:  # otherwise a shorter estimate shortens a prompt for all its holders
         is_patient = at - turn.queued_at < limits.entry_patience_s
         idle = [name for name, since in engine.in_tool.items() if not is_patient or at - since >= 60]
         assert giving_way is None or giving_way == idle[: len(giving_way)]
@@ -310,10 +311,10 @@ def test_as_many_claims_give_way_as_are_needed(data: st.DataObject) -> None:
     st.lists(st.tuples(st.sampled_from([30, 40, 95]), st.sampled_from(["", "g", "h"]), st.integers(1, 60)), max_size=6),
     st.sets(st.integers(0, 5)),
 )
-def test_as_many_residents_leave_as_have_outgrown_an_engine(
+def test_just_enough_residents_leave_an_outgrown_engine(
     kv: int, drawn: list[tuple[int, str, int]], running: set[int]
 ) -> None:
-    """Least urgent first, none that runs, and nobody once the rest of them, with prompts counted once, fits."""
+    """Least urgent first, never a running one, and none once the rest fit, with shared prompts counted once."""
     limits = Limits(answer_tokens=0)
     trajectories = {}
     engine = resident_engine(kv, [(*resident, None) for resident in drawn], limits)
@@ -334,7 +335,7 @@ def test_as_many_residents_leave_as_have_outgrown_an_engine(
 
 
 def resident_engine(kv: int, residents: list[tuple[int, str, int, float | None]], limits: Limits) -> Engine:
-    """An engine with residents `r0` and so on: prompt, group, claim, and since when each is in a tool call."""
+    """An engine with residents `r0` and so on: prompt, group, claim, and the time at which its tool call began."""
     engine = Engine(EngineSpec("A", frozenset({"model"}), 8, kv), True)
     for number, (prompt, group, claim, since) in enumerate(residents):
         resident = waiting(f"r{number}", prompt, group, 0.0, limits).trajectory
@@ -345,7 +346,7 @@ def resident_engine(kv: int, residents: list[tuple[int, str, int, float | None]]
 
 
 def waiting(name: str, prompt: int, group: str, at: float, limits: Limits) -> Turn:
-    """The first turn of a trajectory, which nobody has placed yet."""
+    """The first turn of a trajectory, not yet placed."""
     preamble = ("p", 25) if group else ("", 0)
     arrived = TurnArrived(at, name, name, "model", prompt, Prediction(1_000.0, 1_000.0), group, None, 0, *preamble)
     trajectory = trajectory_of(arrived, 0, at)

@@ -1,4 +1,4 @@
-"""Fleet plans: every search against every fleet there may be, and what a plan promises."""
+"""Fleet plans: every search against every possible fleet, and what a plan promises."""
 
 import random
 from collections import Counter, defaultdict
@@ -37,7 +37,7 @@ budgets = st.builds(GpuBudget, st.integers(1, 20), st.just(8), st.booleans())
 
 
 def every_fleet(budget: GpuBudget) -> set[tuple[int, ...]]:
-    """All that is allowed, told the slow way: TP sizes for each node, or any sizes that nodes can hold."""
+    """All allowed fleets, found the slow way: TP sizes for each node, or any sizes that nodes can hold."""
     if not budget.mixed_nodes:
         sizes = [budget.gpus_per_node] * (budget.gpus // budget.gpus_per_node) + [budget.gpus % budget.gpus_per_node]
         ways = [[(tp,) * (gpus // tp) for tp in PROFILES if tp <= gpus] or [()] for gpus in sizes]
@@ -53,7 +53,7 @@ def every_fleet(budget: GpuBudget) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("mixed_nodes", [False, True])
 @pytest.mark.parametrize("gpus", [1, 3, 8, 12, 16])
 def test_all_fleets_are_enumerated_once(gpus: int, mixed_nodes: bool) -> None:
-    """As many as there are, none twice."""
+    """None is missing, and none comes twice."""
     budget = GpuBudget(gpus, mixed_nodes=mixed_nodes)
     found = list(budget.fleets((8, 4, 2, 1)))
     assert len(found) == len(set(found))
@@ -61,14 +61,14 @@ def test_all_fleets_are_enumerated_once(gpus: int, mixed_nodes: bool) -> None:
 
 
 def test_eight_nodes_have_165_fleets() -> None:
-    """The number that the policy study gives."""
+    """The number that the policy study states."""
     assert len(list(GpuBudget(64).fleets((8, 4, 2, 1)))) == 165
     assert len(list(GpuBudget(64, mixed_nodes=True).fleets((8, 4, 2, 1)))) == 969
 
 
 @given(budgets, st.data())
 def test_a_fleet_fits_on_its_nodes(budget: GpuBudget, data: st.DataObject) -> None:
-    """No node holds more than its GPUs, and unless nodes may be mixed, one size."""
+    """No node holds more than its GPUs, and unless nodes may be mixed, only one size."""
     fleet = data.draw(st.sampled_from(sorted(every_fleet(budget))))
     placed = on_nodes(fleet, budget.gpus_per_node)
     assert tuple(tp for tp, _ in placed) == fleet
@@ -84,8 +84,7 @@ def test_a_fleet_fits_on_its_nodes(budget: GpuBudget, data: st.DataObject) -> No
 @settings(max_examples=60)
 @given(rollouts, st.integers(1, 16), st.booleans())
 def test_enumeration_finds_the_best_fleet(left: list[Remaining], gpus: int, mixed_nodes: bool) -> None:
-    """Against the partition on every fleet; nothing on the same fleets is better, and the program turned round is not
-    worse."""
+    """Brute force: the partition on every fleet. No other search finds a better one."""
     budget = GpuBudget(gpus, mixed_nodes=mixed_nodes)
     presorted = Presorted(left)
     kinds = {tp: kind for tp, kind in KINDS.items() if tp <= min(gpus, 8)}
@@ -100,7 +99,7 @@ def test_enumeration_finds_the_best_fleet(left: list[Remaining], gpus: int, mixe
 
 
 def literal_libra_s(left: list[Remaining], gpus: int) -> float:
-    """Libra's dp[gpus][i] as written: the least makespan of the first i, one more engine and one more interval."""
+    """Libra's dp[gpus][i] as written: the least makespan of the first i, with one more engine and one more interval."""
     presorted = Presorted(left)
     never = float("inf")
     least_s = [[0.0] + [never] * len(left) for _ in range(gpus + 1)]
@@ -117,8 +116,9 @@ def literal_libra_s(left: list[Remaining], gpus: int) -> float:
 
 @settings(max_examples=60)
 @given(rollouts, st.integers(1, 12))
-def test_the_program_turned_round_is_libras(left: list[Remaining], gpus: int) -> None:
-    """The same least makespan, engines in any order; sorted by size its fleet is no better than in the best order."""
+def test_best_in_any_order_equals_libras_dynamic_program(left: list[Remaining], gpus: int) -> None:
+    """The least makespan is the same, with engines in any order. Its fleet reaches it, and `longest_reach` is no
+    better."""
     budget = GpuBudget(gpus, mixed_nodes=True)
     presorted = Presorted(left)
     kinds = {tp: kind for tp, kind in KINDS.items() if tp <= min(gpus, 8)}
@@ -130,8 +130,8 @@ def test_the_program_turned_round_is_libras(left: list[Remaining], gpus: int) ->
 
 
 @pytest.mark.parametrize("law", ["coding", "search", "math", "coding-light", "coding-heavy", "coding-pareto"])
-def test_all_searches_agree_on_rollouts(law: str) -> None:
-    """On 64 GPUs: the dynamic program equals enumeration, annealing comes within 1 %, and one size within 20 %."""
+def test_all_searches_come_near_enumeration_on_rollouts(law: str) -> None:
+    """On 64 GPUs the dynamic program equals enumeration, annealing comes within 1 %, and one TP size within 20 %."""
     presorted = Presorted(coding_rollout(640, seed=1, law=law))
     kinds = {tp: LoadedEngine(profile) for tp, profile in PROFILES.items()}
     budget = GpuBudget(64)
@@ -148,7 +148,7 @@ def test_all_searches_agree_on_rollouts(law: str) -> None:
 @settings(max_examples=40)
 @given(rollouts, st.integers(1, 16), st.booleans())
 def test_more_gpus_never_lengthen_the_makespan(left: list[Remaining], gpus: int, mixed_nodes: bool) -> None:
-    """Whatever the sizes that fit: a smaller fleet with one more engine is among the larger ones."""
+    """Whatever sizes fit, the smaller fleet with one more engine is among the larger ones."""
     few, more = (
         plan(left, SMALL, GpuBudget(count, mixed_nodes=mixed_nodes), enumerated, min_gain_share=0.0)
         for count in (gpus, gpus + 1)
@@ -156,8 +156,8 @@ def test_more_gpus_never_lengthen_the_makespan(left: list[Remaining], gpus: int,
     assert more.makespan_s <= few.makespan_s * (1 + 3e-6)
 
 
-def test_a_plan_is_what_the_partition_makes_of_its_engines() -> None:
-    """Its estimate can be had again from its TP sizes, and every GPU has an engine."""
+def test_a_plans_makespan_is_that_of_the_partition() -> None:
+    """It can be computed again from the plan's TP sizes, and every GPU has an engine."""
     left = coding_rollout(640, seed=2)
     found = plan(left, PROFILES, GpuBudget(64), min_gain_share=-1.0)
     assert sum(found.tps) == 64
@@ -165,8 +165,8 @@ def test_a_plan_is_what_the_partition_makes_of_its_engines() -> None:
     assert {engine.role for engine in found.engines} == {Role.BULK}
 
 
-def test_a_mixed_fleet_must_promise_more_than_a_little() -> None:
-    """With true lengths it is 2 to 3 % ahead; real predictions lose more than that, so one size is planned."""
+def test_a_mixed_fleet_must_promise_a_minimum_gain() -> None:
+    """With true lengths it is 2 to 3 % ahead. Real predictions lose more than that, so one size is planned."""
     left = coding_rollout(6_400, seed=1)
     cautious = plan(left, PROFILES, GpuBudget(64))
     greedy = plan(left, PROFILES, GpuBudget(64), min_gain_share=0.0)
@@ -177,15 +177,16 @@ def test_a_mixed_fleet_must_promise_more_than_a_little() -> None:
     assert greedy.makespan_s < cautious.makespan_s
 
 
-def test_where_one_size_is_best_the_plan_says_so() -> None:
-    """Many short trajectories are a matter of throughput alone."""
+def test_a_plan_states_that_one_size_is_best() -> None:
+    """With many short trajectories only throughput counts."""
     found = plan([Remaining(500.0, 500.0)] * 2_000, PROFILES, GpuBudget(16), enumerated, min_gain_share=0.0)
     assert len(set(found.tps)) == 1
     assert found.why == "no other fleet promises more"
 
 
 def test_a_size_that_cannot_hold_the_longest_context_is_left_out() -> None:
-    """Qwen3-32B at TP 1 has room for 17,000 tokens; where no size has room, the roomiest is taken."""
+    """Qwen3-32B at TP 1 has room for 17,000 tokens. If no size has room, the roomiest is taken; an unknown capacity has
+    room."""
     tight = {1: replace(PROFILES[1], kv_capacity_tokens=17_000), 2: PROFILES[2]}
     left = [Remaining(10_000.0, 10_000.0)] + [Remaining(100.0)] * 50
     assert set(plan(left, tight, GpuBudget(8), min_gain_share=0.0).tps) == {2}
@@ -195,12 +196,12 @@ def test_a_size_that_cannot_hold_the_longest_context_is_left_out() -> None:
 
 
 def test_a_budget_without_room_for_any_engine_is_refused() -> None:
-    """One GPU makes no engine of two."""
+    """One GPU does not hold an engine of two."""
     with pytest.raises(ValueError, match="no engine fits into 1 GPUs"):
         plan([Remaining(1.0)], {2: PROFILES[2]}, GpuBudget(1))
 
 
-def test_gpus_in_which_no_size_fits_stay_idle() -> None:
+def test_gpus_that_fit_no_engine_stay_idle() -> None:
     """A last node of two GPUs holds no engine of four."""
     profiles: dict[int, EngineProfile] = {4: PROFILES[4]}
     for mixed_nodes in (False, True):
@@ -208,7 +209,7 @@ def test_gpus_in_which_no_size_fits_stay_idle() -> None:
 
 
 def test_engines_of_few_long_trajectories_speculate() -> None:
-    """The tail's engines do and the crowd's do not; the makespan is shorter by at most the speed-up."""
+    """The tail's engines speculate and the others do not. The makespan shrinks by at most the speed-up."""
     left = [Remaining(40_000.0, 1_000.0)] * 6 + [Remaining(1_000.0, 1_000.0)] * 3_000
     plain = plan(left, PROFILES, GpuBudget(32))
     fast = plan(left, PROFILES, GpuBudget(32), speculation=TAIL_SPECULATION)
@@ -218,8 +219,8 @@ def test_engines_of_few_long_trajectories_speculate() -> None:
     assert plain.makespan_s / 1.6 < fast.makespan_s < plain.makespan_s
 
 
-def test_speculation_that_gains_nothing_is_not_asked_for() -> None:
-    """A speed-up of nothing makes no tail engines."""
+def test_speculation_that_gains_nothing_is_not_planned() -> None:
+    """A negligible speed-up makes no tail engines."""
     left = coding_rollout(64, seed=1)
     found = plan(left, PROFILES, GpuBudget(8), speculation=Speculation(1.01, 8))
     assert {engine.role for engine in found.engines} == {Role.BULK}

@@ -1,4 +1,4 @@
-"""Trajectories: declared, finished, aborted, idle for too long, forgotten."""
+"""Trajectories: declared, finished, aborted, expired, forgotten."""
 
 import pytest
 
@@ -21,7 +21,7 @@ from tests.scheduling.fleet import Fleet, record
 
 
 def test_a_declared_trajectory_is_saved_and_its_first_turn_joins_it() -> None:
-    """Its group and rollout are those of the declaration; declaring it again changes nothing."""
+    """It has the group and rollout of the declaration. Declaring it again changes nothing."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.declare("t", predicted=700.0)
@@ -34,8 +34,8 @@ def test_a_declared_trajectory_is_saved_and_its_first_turn_joins_it() -> None:
     assert [type(action) for action in fleet.actions] == [Save, Dispatch]
 
 
-def test_what_a_turn_made_is_saved_at_its_end() -> None:
-    """Context is prompt and output of the last turn; output and turns add up."""
+def test_a_turns_result_is_saved_at_its_end() -> None:
+    """The context is the last turn's prompt and output; outputs and turns add up."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("t1", "t", prompt=10, predicted=900.0)
@@ -50,7 +50,7 @@ def test_what_a_turn_made_is_saved_at_its_end() -> None:
 
 
 def test_a_finished_trajectory_gives_up_its_claim_and_makes_room() -> None:
-    """The next entrant comes in at once."""
+    """The next entrant enters at once."""
     fleet = Fleet()
     fleet.engine("A", slots=2, kv=100)
     fleet.arrive("a")
@@ -60,8 +60,8 @@ def test_a_finished_trajectory_gives_up_its_claim_and_makes_room() -> None:
     assert fleet.scheduler.trajectories["a"].state is TrajectoryState.FINISHED
 
 
-def test_finishing_stops_no_turn() -> None:
-    """Running and waiting turns are served to their end, and then the claim is given up."""
+def test_finishing_a_trajectory_stops_no_turn() -> None:
+    """Running and waiting turns are served to their end; then the claim is given up."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("t1", "t")
@@ -72,8 +72,8 @@ def test_finishing_stops_no_turn() -> None:
     assert fleet.claims("A") == {}
 
 
-def test_a_later_turn_opens_a_finished_trajectory_again() -> None:
-    """An agent that says finish too early loses nothing."""
+def test_a_later_turn_reopens_a_finished_trajectory() -> None:
+    """An agent that reports its end too early loses nothing."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("t1", "t")
@@ -83,8 +83,8 @@ def test_a_later_turn_opens_a_finished_trajectory_again() -> None:
     assert fleet.scheduler.trajectories["t"].state is TrajectoryState.ACTIVE
 
 
-def test_aborting_stops_what_runs_and_refuses_what_waits_and_what_comes() -> None:
-    """Each turn gets its own word; when the running one has ended, its claim is gone."""
+def test_an_abort_stops_running_turns_and_rejects_the_others() -> None:
+    """Waiting turns and later ones. When the running turn has ended, the claim is gone."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("t1", "t")
@@ -98,8 +98,8 @@ def test_aborting_stops_what_runs_and_refuses_what_waits_and_what_comes() -> Non
     assert fleet.claims("A") == {} and fleet.scheduler.trajectories["t"].turns == {}
 
 
-def test_aborting_what_only_waits_lets_the_next_one_go() -> None:
-    """A turn that held back others holds them back no longer."""
+def test_aborting_a_waiting_turn_lets_the_next_one_run() -> None:
+    """It no longer holds back the turns behind it."""
     fleet = Fleet()
     fleet.engine("A", slots=2, kv=100)
     fleet.arrive("a", prompt=50)
@@ -111,7 +111,7 @@ def test_aborting_what_only_waits_lets_the_next_one_go() -> None:
 
 
 def test_an_aborted_trajectory_stays_aborted() -> None:
-    """An agent's `finish` after an abort does not open it again, and aborting twice says nothing twice."""
+    """Finishing it afterwards does not reopen it, and aborting it twice has no further effect."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("t1", "t")
@@ -120,13 +120,13 @@ def test_an_aborted_trajectory_stays_aborted() -> None:
     assert fleet.scheduler.trajectories["t"].state is TrajectoryState.ABORTED
 
 
-def test_closing_an_unknown_trajectory_is_no_news() -> None:
+def test_closing_an_unknown_trajectory_is_ignored() -> None:
     """It may have been forgotten."""
     assert Fleet().close("nobody") == []
 
 
-def test_an_idle_trajectory_is_finished_after_its_time_to_live_and_forgotten_later() -> None:
-    """For agents that never say finish: its claim makes room first, its records go after the retention."""
+def test_an_idle_trajectory_is_finished_and_later_forgotten() -> None:
+    """For agents that never report their end: the claim goes after the time to live, the record after the retention."""
     fleet = Fleet(limits=Limits(trajectory_ttl_s=10, retention_s=20))
     fleet.engine("A")
     fleet.arrive("t")
@@ -143,19 +143,19 @@ def test_an_idle_trajectory_is_finished_after_its_time_to_live_and_forgotten_lat
     assert fleet.scheduler.next_wakeup() is None
 
 
-@pytest.mark.parametrize(("ttl_s", "wanted_at"), [(10, 13.0), (30, 20.0)])
-def test_a_tick_is_wanted_when_the_first_time_is_over(ttl_s: float, wanted_at: float) -> None:
-    """That of an active trajectory, idle since 3, or the retention of one that ended at 0."""
+@pytest.mark.parametrize(("ttl_s", "due_at"), [(10, 13.0), (30, 20.0)])
+def test_the_next_tick_is_due_at_the_earliest_deadline(ttl_s: float, due_at: float) -> None:
+    """The expiry of an active trajectory, idle since 3, or the retention of one that ended at 0."""
     fleet = Fleet(limits=Limits(trajectory_ttl_s=ttl_s, retention_s=20))
     fleet.declare("ended")
     fleet.close("ended")
     fleet.at = 3.0
     fleet.declare("active")
-    assert fleet.scheduler.next_wakeup() == wanted_at
+    assert fleet.scheduler.next_wakeup() == due_at
 
 
 def test_a_trajectory_with_a_live_turn_is_not_idle() -> None:
-    """A long turn or a long wait is no reason to end it; its time starts when the turn ends."""
+    """A long turn or a long wait does not end it; its time to live starts when the turn ends."""
     fleet = Fleet(limits=Limits(trajectory_ttl_s=10))
     fleet.engine("A")
     fleet.arrive("t")
@@ -177,8 +177,8 @@ def test_an_aborted_trajectory_is_kept_until_its_last_turn_has_ended() -> None:
     assert fleet.tick(5.0) == [Forget("t")]
 
 
-def test_only_the_longest_idle_is_forgotten_when_there_are_too_many() -> None:
-    """An ended one first, then the one that was idle for longest, however old it is; live ones never."""
+def test_beyond_the_limit_the_longest_idle_trajectory_is_forgotten() -> None:
+    """An ended one first, then the longest idle one, whatever its age; live ones never."""
     fleet = Fleet(limits=Limits(max_trajectories=3))
     fleet.engine("A", slots=4)
     for at, name in enumerate(["old-but-used", "idle", "ended"]):
@@ -194,8 +194,8 @@ def test_only_the_longest_idle_is_forgotten_when_there_are_too_many() -> None:
     assert set(fleet.claims("A")) == {"old-but-used", "new1", "new2"}
 
 
-def test_live_trajectories_are_kept_above_the_bound() -> None:
-    """Their turns are bounded by the queue; the surplus goes when they become idle, at a tick."""
+def test_live_trajectories_are_kept_beyond_the_limit() -> None:
+    """The queue limits their turns. The surplus is forgotten when it becomes idle, at a tick."""
     fleet = Fleet(limits=Limits(max_trajectories=1))
     fleet.engine("A", slots=2)
     fleet.arrive("a")
@@ -204,8 +204,8 @@ def test_live_trajectories_are_kept_above_the_bound() -> None:
     assert fleet.tick(1.0) == [Forget("b")]
 
 
-def test_records_of_an_earlier_process_expire_by_when_they_were_last_used() -> None:
-    """A store gives them in any order."""
+def test_records_of_an_earlier_process_expire_by_their_last_use() -> None:
+    """A store returns them in any order."""
     records = [record("young", None, last_at=8.0), record("old", None, last_at=1.0)]
     fleet = Fleet(HEDDLE, Limits(trajectory_ttl_s=10), records)
     assert fleet.scheduler.next_wakeup() == 11.0
@@ -214,8 +214,8 @@ def test_records_of_an_earlier_process_expire_by_when_they_were_last_used() -> N
     assert fleet.scheduler.trajectories["young"].prediction == Prediction(1000.0, 1000.0)
 
 
-def test_a_tick_is_wanted_every_second_while_a_turn_waits() -> None:
-    """Leases, patience and timeouts are looked at then."""
+def test_a_tick_is_due_every_second_while_a_turn_waits() -> None:
+    """Leases, patience and timeouts are checked then."""
     fleet = Fleet()
     fleet.arrive("a")
     assert fleet.scheduler.next_wakeup() == 1.0
@@ -223,8 +223,8 @@ def test_a_tick_is_wanted_every_second_while_a_turn_waits() -> None:
     assert fleet.scheduler.next_wakeup() == 6.0
 
 
-def test_a_declared_trajectory_gets_its_group_and_rollout_from_its_first_turn() -> None:
-    """Declared without them, it belongs to those that its turns name; declared with them, it keeps them."""
+def test_a_declared_trajectory_without_a_group_takes_its_first_turns() -> None:
+    """Its rollout likewise. If it was declared with them, it keeps them."""
     fleet = Fleet()
     fleet.handle(TrajectoryDeclared(0.0, "bare", Prediction(10, 10)))
     fleet.declare("full")
@@ -235,8 +235,8 @@ def test_a_declared_trajectory_gets_its_group_and_rollout_from_its_first_turn() 
     assert (records["full"].group_id, records["full"].rollout_id) == ("g", "r")
 
 
-def test_a_reopened_trajectory_is_saved_so_and_can_be_aborted() -> None:
-    """A turn after the end opens it again; an abort stops that turn, and holds for a finished one."""
+def test_a_reopened_trajectory_is_saved_and_can_be_aborted() -> None:
+    """An abort stops the turn that reopened it. A finished trajectory can be aborted, too."""
     fleet = Fleet()
     fleet.engine("A", slots=2)
     fleet.arrive("t1", "t")

@@ -1,4 +1,4 @@
-"""Turns: when they run, what is refused, and what is too late to count."""
+"""Turns: when they run, which are rejected, and which events come too late."""
 
 import pytest
 
@@ -10,8 +10,8 @@ from scheduling.types import Abort, Dispatch, Fault, Refusal, Reject, Save, Traj
 from tests.scheduling.fleet import Fleet
 
 
-def test_a_first_turn_is_saved_then_sent_to_a_free_engine() -> None:
-    """The record is written when the trajectory begins and again with its home, before its turn goes there."""
+def test_a_first_turn_is_saved_before_it_is_dispatched() -> None:
+    """The record is saved when the trajectory begins and again with its home, before the turn goes there."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("t1", "t", predicted=500.9)
@@ -22,7 +22,7 @@ def test_a_first_turn_is_saved_then_sent_to_a_free_engine() -> None:
 
 
 def test_a_turn_waits_for_a_slot_and_gets_the_next_one() -> None:
-    """No engine has more turns than slots; a turn that ends makes room for one."""
+    """No engine runs more turns than it has slots; a turn that ends makes room for one."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("a")
@@ -31,7 +31,7 @@ def test_a_turn_waits_for_a_slot_and_gets_the_next_one() -> None:
 
 
 def test_the_longest_predicted_trajectory_goes_first() -> None:
-    """The makespan is set by the longest, so they must not wait."""
+    """The longest trajectory sets the makespan, so it must not wait."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("running")
@@ -51,8 +51,8 @@ def test_waiting_makes_a_short_turn_urgent() -> None:
     assert fleet.sent(fleet.finish("running")) == [("short", "A")]
 
 
-def test_a_clients_hint_outranks_predictions_here_and_at_the_engine() -> None:
-    """A lower hint is earlier than any prediction, both in the queue and in the engine's own priority."""
+def test_a_clients_priority_outranks_predictions() -> None:
+    """A lower priority goes before any prediction, both in the queue and at the engine."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("running")
@@ -68,7 +68,7 @@ def test_a_clients_hint_outranks_predictions_here_and_at_the_engine() -> None:
 
 
 def test_first_come_first_served_ignores_predictions() -> None:
-    """The baseline order is the order of arrival."""
+    """The baseline runs turns in the order of arrival."""
     fleet = Fleet(ROUND_ROBIN)
     fleet.arrive("first", predicted=1)
     fleet.at = 1.0
@@ -77,7 +77,7 @@ def test_first_come_first_served_ignores_predictions() -> None:
 
 
 def test_a_turn_id_that_is_in_use_is_refused() -> None:
-    """Two live turns cannot share an id; an ended one frees it."""
+    """Two live turns cannot share an id; a turn that ends frees its id."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("t1", "t")
@@ -87,8 +87,8 @@ def test_a_turn_id_that_is_in_use_is_refused() -> None:
     assert fleet.sent(fleet.arrive("t1", "t")) == [("t1", "A")]
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
-    """The queue has a bound; what is refused leaves no trace."""
+def test_a_full_queue_rejects_a_turn_with_a_retry_delay() -> None:
+    """The queue has a limit. A rejected turn leaves no trace."""
     fleet = Fleet(limits=Limits(max_waiting_turns=1))
     fleet.arrive("a")
     assert fleet.arrive("b") == [Reject("b", Refusal.QUEUE_FULL, 5.0)]
@@ -97,7 +97,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
 
 @pytest.mark.parametrize("policy", [HEDDLE, ROUND_ROBIN], ids=lambda policy: policy.name)
 def test_a_full_queue_does_not_refuse_a_turn_that_can_run_at_once(policy: Policy) -> None:
-    """With no queue at all, free slots are still used: by new trajectories, and by those that live there."""
+    """Even with no queue at all, new trajectories and residents use free slots."""
     fleet = Fleet(policy, Limits(max_waiting_turns=0))
     assert fleet.arrive("early") == [Reject("early", Refusal.QUEUE_FULL, 5.0)]
     fleet.engine("A")
@@ -110,15 +110,15 @@ def test_a_full_queue_does_not_refuse_a_turn_that_can_run_at_once(policy: Policy
     assert fleet.sent(fleet.arrive("a3", "a")) == [("a3", "A")]
 
 
-def test_a_full_queue_refuses_where_trajectories_are_assigned() -> None:
-    """There, a free slot may not be one that the turn would wait for."""
+def test_a_full_queue_rejects_turns_if_trajectories_are_assigned() -> None:
+    """The free slot may not be on the engine that the turn would wait for."""
     fleet = Fleet(HEDDLE_PAPER, Limits(max_waiting_turns=0))
     fleet.engine("A")
     assert fleet.arrive("a") == [Reject("a", Refusal.QUEUE_FULL, 5.0)]
 
 
 def test_a_turn_that_waits_too_long_is_refused() -> None:
-    """Nobody waits longer than `queue_timeout_s`, and the turn does not run afterwards."""
+    """No turn waits longer than `queue_timeout_s`, and a rejected turn does not run afterwards."""
     fleet = Fleet(limits=Limits(queue_timeout_s=10))
     fleet.arrive("a")
     assert fleet.tick(9.9) == []
@@ -127,7 +127,7 @@ def test_a_turn_that_waits_too_long_is_refused() -> None:
 
 
 def test_time_spent_running_does_not_count_as_waiting() -> None:
-    """A turn that ran for long before its engine failed has its whole time in the queue again."""
+    """A turn whose engine failed after a long run has its whole time in the queue again."""
     fleet = Fleet(limits=Limits(queue_timeout_s=10))
     fleet.engine("A")
     fleet.arrive("a")
@@ -136,8 +136,8 @@ def test_time_spent_running_does_not_count_as_waiting() -> None:
     assert fleet.sent(fleet.tick(2.0)) == [("a", "A")]
 
 
-def test_words_of_unknown_turns_and_earlier_legs_are_dropped() -> None:
-    """Only the leg that runs can progress, finish or fail its turn."""
+def test_events_of_unknown_turns_and_earlier_legs_are_dropped() -> None:
+    """Only the running leg can progress, finish or fail its turn."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.engine("B")
@@ -149,8 +149,8 @@ def test_words_of_unknown_turns_and_earlier_legs_are_dropped() -> None:
     assert fleet.finish("a", leg=2) == [] and fleet.home("a") == "B"
 
 
-def test_a_fault_that_is_said_twice_counts_once() -> None:
-    """A leg can fail by its abort and by its engine; the second word finds its turn waiting, and is dropped."""
+def test_a_fault_reported_twice_counts_once() -> None:
+    """A leg can fail by its abort and by its engine; the second report finds the turn waiting and is dropped."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("a", "t")
@@ -161,8 +161,8 @@ def test_a_fault_that_is_said_twice_counts_once() -> None:
     assert fleet.sent(fleet.tick(2.0)) == [("b", "A")]
 
 
-def test_a_turn_that_fails_for_good_leaves_its_slot() -> None:
-    """Its trajectory has been somewhere before, and keeps its claim there; who waits takes the slot at once."""
+def test_a_turn_that_fails_for_good_frees_its_slot() -> None:
+    """Its trajectory has finished a turn before, so it keeps its claim. A waiting turn takes the slot at once."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("a1", "a")
@@ -174,7 +174,7 @@ def test_a_turn_that_fails_for_good_leaves_its_slot() -> None:
 
 
 def test_a_failed_turn_goes_to_another_engine() -> None:
-    """With nothing sent to the client yet, an engine's fault is not the client's business."""
+    """As long as nothing was sent to the client, an engine's fault does not concern it."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.engine("B")
@@ -185,7 +185,7 @@ def test_a_failed_turn_goes_to_another_engine() -> None:
 
 @pytest.mark.parametrize("fault", [Fault.ENGINE, Fault.BUSY])
 def test_the_only_engine_is_tried_again_after_a_pause(fault: Fault) -> None:
-    """A busy engine gets a moment; the pause keeps a dying one from using up all attempts at once."""
+    """The pause gives a busy engine time and keeps a dying one from using up all attempts at once."""
     fleet = Fleet(limits=Limits(retry_pause_s=2))
     fleet.engine("A")
     fleet.arrive("a")
@@ -195,7 +195,7 @@ def test_the_only_engine_is_tried_again_after_a_pause(fault: Fault) -> None:
 
 
 def test_a_busy_engine_uses_up_no_attempt() -> None:
-    """During a weight update it says so many times; the turn waits, asks once a second at most, and is served."""
+    """It may be busy many times during a weight update. The turn waits, asks at most once a second, and is served."""
     fleet = Fleet(limits=Limits(max_attempts=2, retry_pause_s=0))
     fleet.engine("A")
     fleet.arrive("a")
@@ -206,8 +206,8 @@ def test_a_busy_engine_uses_up_no_attempt() -> None:
     assert fleet.fail("a", leg=7, fault=Fault.ENGINE) == [Reject("a", Refusal.ENGINE_FAILED, 5.0)]
 
 
-def test_a_busy_engine_is_left_alone_for_as_long_as_it_asks() -> None:
-    """Its Retry-After, where it sends one."""
+def test_a_busy_engines_retry_after_is_respected() -> None:
+    """The turn does not go back before that time."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("a")
@@ -216,8 +216,8 @@ def test_a_busy_engine_is_left_alone_for_as_long_as_it_asks() -> None:
     assert fleet.sent(fleet.tick(1.0)) == [("a", "A")]
 
 
-def test_a_turn_does_not_wait_for_a_busy_engine_for_ever() -> None:
-    """A busy leg is part of its time in the queue."""
+def test_a_turn_does_not_wait_for_a_busy_engine_forever() -> None:
+    """A leg at a busy engine counts as time in the queue."""
     fleet = Fleet(limits=Limits(queue_timeout_s=10, retry_pause_s=4))
     fleet.engine("A")
     fleet.arrive("a")
@@ -228,7 +228,7 @@ def test_a_turn_does_not_wait_for_a_busy_engine_for_ever() -> None:
 
 
 def test_a_turn_that_its_engine_failed_does_not_hold_back_others() -> None:
-    """While it may not go back there, those behind it may go in."""
+    """While it may not return there, turns behind it may run."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("a", predicted=9_000)
@@ -236,8 +236,8 @@ def test_a_turn_that_its_engine_failed_does_not_hold_back_others() -> None:
     assert fleet.sent(fleet.arrive("b")) == [("b", "A")]
 
 
-def test_a_failed_turn_whose_other_engines_are_lost_comes_back() -> None:
-    """An engine is avoided for a while, not for ever."""
+def test_a_failed_turn_returns_if_the_other_engines_are_lost() -> None:
+    """A turn avoids an engine for a while, not forever."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.engine("B")
@@ -249,7 +249,7 @@ def test_a_failed_turn_whose_other_engines_are_lost_comes_back() -> None:
 
 
 def test_attempts_are_bounded() -> None:
-    """After `max_attempts` lost legs the client is told."""
+    """After `max_attempts` failed legs the turn is rejected."""
     fleet = Fleet(limits=Limits(max_attempts=2))
     fleet.engine("A")
     fleet.engine("B")
@@ -261,7 +261,7 @@ def test_attempts_are_bounded() -> None:
 
 @pytest.mark.parametrize("fault", [Fault.REQUEST, Fault.CLIENT_LEFT, Fault.CLOSED])
 def test_only_an_engines_fault_is_retried(fault: Fault) -> None:
-    """What the client did ends the turn, silently: the driver knows what to say."""
+    """Any other fault ends the turn without a rejection: the driver knows what to answer."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("a")
@@ -270,7 +270,7 @@ def test_only_an_engines_fault_is_retried(fault: Fault) -> None:
 
 
 def test_a_turn_whose_client_has_seen_bytes_is_not_retried() -> None:
-    """No token is made twice."""
+    """No token is sent twice."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.engine("B")
@@ -279,8 +279,8 @@ def test_a_turn_whose_client_has_seen_bytes_is_not_retried() -> None:
     assert fleet.scheduler.trajectories["a"].turns == {}
 
 
-def test_a_client_that_leaves_while_it_waits_frees_its_place() -> None:
-    """Its turn never runs, and what it held back goes at once."""
+def test_a_client_that_leaves_the_queue_frees_its_place() -> None:
+    """Its turn never runs, and a turn that it held back goes at once."""
     fleet = Fleet()
     fleet.engine("A", slots=2, kv=100)
     fleet.arrive("a", prompt=50)
@@ -290,7 +290,7 @@ def test_a_client_that_leaves_while_it_waits_frees_its_place() -> None:
 
 
 def test_a_running_turn_of_a_finished_trajectory_is_still_retried() -> None:
-    """Finishing stops no turn: its client waits for an answer and gets one."""
+    """Finishing stops no turn: its client still waits for an answer."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.engine("B")
@@ -301,8 +301,8 @@ def test_a_running_turn_of_a_finished_trajectory_is_still_retried() -> None:
     assert fleet.claims("B") == {} and fleet.scheduler.trajectories["a"].state is TrajectoryState.FINISHED
 
 
-def test_a_leg_lost_while_its_trajectory_is_aborted_is_refused() -> None:
-    """The engine's fault came before the abort's answer: the client still gets an answer."""
+def test_a_fault_after_an_abort_rejects_the_turn() -> None:
+    """The engine's fault came before the abort's answer; the client still gets an answer."""
     fleet = Fleet()
     fleet.engine("A")
     fleet.arrive("a")
@@ -310,7 +310,7 @@ def test_a_leg_lost_while_its_trajectory_is_aborted_is_refused() -> None:
     assert fleet.fail("a", fault=Fault.ENGINE) == [Reject("a", Refusal.TRAJECTORY_ABORTED, None)]
 
 
-def test_a_state_cannot_be_left_the_wrong_way() -> None:
+def test_a_forbidden_state_transition_fails() -> None:
     """The transition table is enforced."""
     fleet = Fleet()
     fleet.arrive("a")
@@ -319,8 +319,8 @@ def test_a_state_cannot_be_left_the_wrong_way() -> None:
         turn.become(TurnState.WAITING)
 
 
-def test_what_is_no_event_is_a_programmers_error() -> None:
-    """It crashes loudly rather than being ignored."""
+def test_an_unknown_event_fails_an_assertion() -> None:
+    """A programmer's error must not be ignored."""
 
     class Nonsense:
         at = 0.0
