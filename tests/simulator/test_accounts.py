@@ -1,4 +1,4 @@
-"""What a rollout's outcome says, against the log of what the scheduler was told and said; and what predictors hear."""
+"""A rollout's outcome against the log of the scheduler's events and actions; and what predictors get to know."""
 
 from collections.abc import Container
 from dataclasses import replace
@@ -35,7 +35,7 @@ TP1, TP4 = load_profile("qwen3-14b-h100-tp1"), load_profile("qwen3-14b-h100-tp4"
 
 
 def contexts_of(trajectory: Trajectory) -> list[int]:
-    """Of each turn: its first prompt, all that was made, and all that tools gave back."""
+    """The context of each turn: the first prompt, all earlier outputs, and everything that tools added."""
     made = given = 0
     contexts = []
     for number, turn in enumerate(trajectory.turns):
@@ -45,8 +45,8 @@ def contexts_of(trajectory: Trajectory) -> list[int]:
     return contexts
 
 
-class Overheard:
-    """Knows the lengths, and remembers what it is told."""
+class RecordingPredictor:
+    """Knows the lengths and records what it is told."""
 
     reads_outcomes = True
 
@@ -81,14 +81,14 @@ class Overheard:
     faults=st.sampled_from([Faults(), Faults(leaving_share=0.5), Faults(deaths_per_hour=300.0, relaunch_s=9.0)]),
     reshape=st.sampled_from([None, Reshape(every_s=15.0, min_gain_share=0.0), Reshape(7.0, 20.0, 0.0)]),
 )
-def test_an_outcome_says_what_the_log_says(
+def test_an_outcome_agrees_with_the_log(
     number: int, seed: int, policy: str, slots: int, faults: Faults, reshape: Reshape | None
 ) -> None:
-    """Turns, tokens, contexts, legs, moves and pauses, trajectory by trajectory; and the contexts that were asked. No
-    more GPUs than there are have an engine, and who gets them is there when a relaunch is over."""
+    """Turns, tokens, contexts, legs, moves and pauses of each trajectory, and the contexts that were asked for. Engines
+    never have more GPUs than the fleet, and a new engine starts only when a relaunch is over."""
     workload = draw(law_named("coding"), number, seed)
     log: list[tuple[Event, list[Action]]] = []
-    predictor: Any = Overheard(workload)
+    predictor: Any = RecordingPredictor(workload)
     outcome = Rollout(
         workload,
         [replace(TP1, slots=slots)] * 4,
@@ -101,19 +101,19 @@ def test_an_outcome_says_what_the_log_says(
         log=lambda event, actions: log.append((event, actions)),
     ).run()
     dispatched = [action for _, actions in log for action in actions if isinstance(action, Dispatch)]
-    for trajectory, told in zip(workload.trajectories, outcome.trajectories, strict=True):
+    for trajectory, result in zip(workload.trajectories, outcome.trajectories, strict=True):
         name, contexts = trajectory.trajectory_id, contexts_of(trajectory)
         homes = [one.engine_id for one in dispatched if one.turn_id.rpartition("/")[0] == name]
-        assert told.num_legs == len(homes)
-        assert told.num_moves == sum(one != other for one, other in pairwise(homes))
-        assert told.engine_id == (homes[-1] if homes else None)
+        assert result.num_legs == len(homes)
+        assert result.num_moves == sum(one != other for one, other in pairwise(homes))
+        assert result.engine_id == (homes[-1] if homes else None)
         ends = [
             event for event, _ in log if isinstance(event, TurnFinished) and event.turn_id.rpartition("/")[0] == name
         ]
-        assert told.num_turns == len(ends) and told.output_tokens == sum(event.output_tokens for event in ends)
+        assert result.num_turns == len(ends) and result.output_tokens == sum(event.output_tokens for event in ends)
         assert [event.prompt_tokens for event in ends] == contexts[: len(ends)]
         asked = {
-            event.turn_id: event.prompt_tokens  # some are asked again
+            event.turn_id: event.prompt_tokens  # some turns are asked for again
             for event, _ in log
             if isinstance(event, TurnArrived) and event.trajectory_id == name
         }
@@ -121,17 +121,19 @@ def test_an_outcome_says_what_the_log_says(
         pauses = [
             event for event, _ in log if isinstance(event, TurnPaused) and event.turn_id.rpartition("/")[0] == name
         ]
-        assert told.num_pauses == len(pauses)
-        if told.ending is Ending.FINISHED:
-            assert told.context_tokens == contexts[-1] + trajectory.turns[-1].output_tokens
-            assert told.ended_at == ends[-1].at
-            assert told.queued_s + told.engine_s + told.tool_s == pytest.approx(told.ended_at)
+        assert result.num_pauses == len(pauses)
+        if result.ending is Ending.FINISHED:
+            assert result.context_tokens == contexts[-1] + trajectory.turns[-1].output_tokens
+            assert result.ended_at == ends[-1].at
+            assert result.queued_s + result.engine_s + result.tool_s == pytest.approx(result.ended_at)
         closes = [event for event, _ in log if isinstance(event, TrajectoryClosed) and event.trajectory_id == name]
-        assert len(closes) == (told.ending is not Ending.LEFT), "who leaves says nothing"
-        assert [made.turn for made in told.predictions] == [turn for turn in PREDICTED_TURNS if turn < len(asked)]
-        for made in told.predictions:
-            assert made.made_tokens == sum(turn.output_tokens for turn in trajectory.turns[: made.turn])
-            assert made.total_tokens == made.p90_tokens == trajectory.output_tokens
+        assert len(closes) == (result.ending is not Ending.LEFT), "a client that leaves closes nothing"
+        assert [prediction.turn for prediction in result.predictions] == [
+            turn for turn in PREDICTED_TURNS if turn < len(asked)
+        ]
+        for prediction in result.predictions:
+            assert prediction.made_tokens == sum(turn.output_tokens for turn in trajectory.turns[: prediction.turn])
+            assert prediction.total_tokens == prediction.p90_tokens == trajectory.output_tokens
     relaunch_s = {faults.relaunch_s, reshape.relaunch_s if reshape else faults.relaunch_s}
     for engine in outcome.engines:
         at = engine.began_at
@@ -139,16 +141,16 @@ def test_an_outcome_says_what_the_log_says(
         assert sum(one.tp for one in there) <= 4
         gone_at = [one.ended_at for one in outcome.engines if one.ended_at is not None]
         assert not at or any(at == pytest.approx(end + takes_s) for end in gone_at for takes_s in relaunch_s)
-    finished = {told.trajectory_id for told in outcome.trajectories if told.ending is Ending.FINISHED}
+    finished = {result.trajectory_id for result in outcome.trajectories if result.ending is Ending.FINISHED}
     assert sorted(progress.trajectory_id for progress in predictor.ends) == sorted(finished)
-    assert sorted([*predictor.drops, *finished]) == sorted(told.trajectory_id for told in outcome.trajectories)
+    assert sorted([*predictor.drops, *finished]) == sorted(result.trajectory_id for result in outcome.trajectories)
     num_generated = sum(engine.num_generated_tokens for engine in outcome.engines)
     assert num_generated >= outcome.output_tokens
     assert faults != Faults() or reshape is not None or num_generated == outcome.output_tokens
 
 
-def test_engines_die_as_often_as_was_said() -> None:
-    """Not once: some 300 times in an hour, and each that died comes back."""
+def test_engines_die_at_the_configured_rate() -> None:
+    """Some 300 times an hour, not once, and each engine that died is relaunched."""
     workload = draw(law_named("coding"), 64, 1)
     conditions = Conditions(faults=Faults(deaths_per_hour=300.0, relaunch_s=1.0, turn_retries=1_000))
     outcomes = [
@@ -169,8 +171,9 @@ def test_engines_die_as_often_as_was_said() -> None:
     assert all(sum(engine.ended_at is None for engine in outcome.engines) in (3, 4) for outcome in outcomes)
 
 
-def test_a_predictor_hears_nothing_of_what_is_to_come() -> None:
-    """At each turn, what two trajectories that differ only later have in common; and how long the last answer was."""
+def test_a_predictor_knows_nothing_of_the_future() -> None:
+    """At each turn it gets what two trajectories that differ only later have in common, including the length of the
+    last answer."""
     turns = tuple(Turn(50 * number if number else 0, 100 + number, 1.0) for number in range(6))
     for known in range(6):
         later = tuple(Turn(9_999, 8_888, 7.0) for _ in range(3))
@@ -181,22 +184,22 @@ def test_a_predictor_hears_nothing_of_what_is_to_come() -> None:
             for number in range(known):
                 agent.take_prompt(0.0)
                 agent.finish_turn(0.0, 5.0 if number == 1 else None)
-        told = whole.progress(True)
-        # The result of a tool is there with the turn that it brings about.
+        progress = whole.progress(True)
+        # A tool's result is known with the turn that it leads to.
         kept = known - 1 if known else 0
-        assert replace(told, outcomes=told.outcomes[:kept]) == replace(
+        assert replace(progress, outcomes=progress.outcomes[:kept]) == replace(
             other.progress(True), outcomes=other.progress(True).outcomes[:kept]
         )
-        assert told.num_turns == known and told.prompt_id == "g" and told.prompt_tokens == 700
-        assert told.output_tokens == sum(turn.output_tokens for turn in turns[:known])
-        assert told.last_output_tokens == (turns[known - 1].output_tokens if known else 0)
+        assert progress.num_turns == known and progress.prompt_id == "g" and progress.prompt_tokens == 700
+        assert progress.output_tokens == sum(turn.output_tokens for turn in turns[:known])
+        assert progress.last_output_tokens == (turns[known - 1].output_tokens if known else 0)
         assert whole.progress(False).outcomes == ()
-    assert [outcome.rpartition(":")[2] for outcome in told.outcomes] == ["?", "timeout", "?", "?", "?"]
-    assert [outcome.split(":")[1] for outcome in told.outcomes] == ["small", "small", "medium", "medium", "medium"]
+    assert [outcome.rpartition(":")[2] for outcome in progress.outcomes] == ["?", "timeout", "?", "?", "?"]
+    assert [outcome.split(":")[1] for outcome in progress.outcomes] == ["small", "small", "medium", "medium", "medium"]
 
 
-def test_a_turn_that_was_given_up_once_has_all_its_retries_the_next_time() -> None:
-    """A client counts how often it asked for one turn, not for all of them."""
+def test_retries_are_counted_for_each_turn() -> None:
+    """A client counts how often it asked for one turn, not for all turns."""
     turns = tuple(Turn(16 if number else 0, 12_000, 0.0) for number in range(4))
     workload = Workload("two", tuple(Trajectory(name, name, 64, turns) for name in "ab"))
     limits = Limits(queue_timeout_s=60.0)
@@ -205,13 +208,14 @@ def test_a_turn_that_was_given_up_once_has_all_its_retries_the_next_time() -> No
     outcome = Rollout(
         workload, [shape], POLICIES["fcfs"], limits, Oracle(workload.trajectories), conditions=conditions
     ).run()
-    assert [told.ending for told in outcome.trajectories] == [Ending.FINISHED] * 2
-    assert sum(told.queued_s for told in outcome.trajectories) > 3 * 60.0
+    assert [result.ending for result in outcome.trajectories] == [Ending.FINISHED] * 2
+    assert sum(result.queued_s for result in outcome.trajectories) > 3 * 60.0
 
 
 @pytest.mark.parametrize("lengths", [(100, 60), (60, 100)])
-def test_who_shares_less_of_a_preamble_has_the_rest_for_itself(lengths: tuple[int, int]) -> None:
-    """Siblings with preambles of 100 and 60 tokens begin alike for 60 of the one that other groups have as well."""
+def test_siblings_share_the_shorter_preamble(lengths: tuple[int, int]) -> None:
+    """Siblings with preambles of 100 and 60 tokens share 60 of the preamble that other groups have as well; the rest is
+    the group's own."""
     siblings = [
         Trajectory(f"t{number}", "g", 200, (Turn(0, 5, 0.0),), preamble_tokens=length)
         for number, length in enumerate(lengths)
@@ -223,13 +227,13 @@ def test_who_shares_less_of_a_preamble_has_the_rest_for_itself(lengths: tuple[in
 @given(
     lengths=st.lists(st.integers(50, 400), min_size=2, max_size=8),
     preambles=st.lists(st.sampled_from([0, 40]), min_size=2, max_size=2),
-    further=st.lists(st.integers(0, 500), min_size=8, max_size=8),
+    growths=st.lists(st.integers(0, 500), min_size=8, max_size=8),
 )
-def test_siblings_have_the_shorter_ones_prompt_in_common_and_nothing_else(
-    lengths: list[int], preambles: list[int], further: list[int]
+def test_siblings_share_the_shorter_prompt_and_nothing_else(
+    lengths: list[int], preambles: list[int], growths: list[int]
 ) -> None:
-    """However long their contexts grow: what a sibling answered, and the rest of a longer prompt, is not found as
-    another's. Groups have their preamble in common, if it is the same."""
+    """However long contexts grow, a sibling's answer and the rest of a longer prompt are not found as another's. Groups
+    share their preamble if it is the same."""
     trajectories = [
         Trajectory(f"t{n}", f"g{n % 2}", length, (Turn(0, 1, 0.0),), preamble_tokens=preambles[n % 2])
         for n, length in enumerate(lengths)
@@ -237,16 +241,16 @@ def test_siblings_have_the_shorter_ones_prompt_in_common_and_nothing_else(
     prompts = shared_prompts(trajectories)
     contexts = [
         Agent(one, prompts[one.group_id]).pieces(one.context_tokens + more)
-        for one, more in zip(trajectories, further, strict=False)
+        for one, more in zip(trajectories, growths, strict=False)
     ]
-    for one, context, more in zip(trajectories, contexts, further, strict=False):
+    for one, context, more in zip(trajectories, contexts, growths, strict=False):
         assert sum(size for _, size in context) == one.context_tokens + more and all(size > 0 for _, size in context)
-        for other, beside in zip(trajectories, contexts, strict=True):
+        for other, other_context in zip(trajectories, contexts, strict=True):
             if one is other:
                 continue
-            alike = takewhile(lambda pair: pair[0] == pair[1], zip(context, beside, strict=False))
-            common = sum(piece[1] for piece, _ in alike)
+            common_pieces = takewhile(lambda pair: pair[0] == pair[1], zip(context, other_context, strict=False))
+            common_tokens = sum(piece[1] for piece, _ in common_pieces)
             if one.group_id == other.group_id:
-                assert common == min(one.context_tokens, other.context_tokens)
+                assert common_tokens == min(one.context_tokens, other.context_tokens)
             else:
-                assert common == (one.preamble_tokens if one.preamble_tokens == other.preamble_tokens else 0)
+                assert common_tokens == (one.preamble_tokens if one.preamble_tokens == other.preamble_tokens else 0)

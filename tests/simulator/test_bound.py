@@ -1,4 +1,4 @@
-"""The lower bound on the makespan: what it is for one trajectory, and that nobody beats it."""
+"""The lower bound on the makespan: tight if one resource binds, and never beaten."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def makespan_s(
 
 
 def test_a_lone_trajectory_takes_hardly_longer_than_its_bound() -> None:
-    """The critical path is exact but for the first prompt, which a sibling may have cached, and for whole blocks."""
+    """The critical path is exact except for the first prompt, which a sibling may have cached, and for whole blocks."""
     trajectory = Trajectory("t", "g", 16, (Turn(0, 400, 3.0), Turn(300, 700, 9.0)))
     bound_s = fleet_bound_s([trajectory], [TP4])
     taken_s = makespan_s(Workload("one", (trajectory,)), [TP4], "heddle", Conditions())
@@ -63,7 +63,7 @@ def test_no_run_beats_the_bound(
     oracle: bool,
     preamble: int,
 ) -> None:
-    """Whatever the policy, the fleet and the predictor; and the best fleet's bound is never above the fleet's."""
+    """Whatever the policy, the fleet and the predictor. The best fleet's bound is never above the fleet's."""
     fleet = [replace(profile, slots=slots * profile.tp) for profile in fleet]
     workload = draw(law_named(law), number, seed).with_preamble(preamble)
     bound_s = fleet_bound_s(workload.trajectories, fleet, speculation)
@@ -75,24 +75,24 @@ def test_no_run_beats_the_bound(
 
 
 def crowd(number: int, group_size: int, prompt: int, *turns: Turn, preamble: int = 0) -> tuple[Trajectory, ...]:
-    """Like trajectories in groups of so many."""
+    """Like trajectories in groups of the given size."""
     return tuple(
         Trajectory(f"t{n}", f"g{n // group_size}", prompt, turns, preamble_tokens=preamble) for n in range(number)
     )
 
 
-DEAR_KV = replace(TP4, decode_per_kv_ktoken_ms=100 * TP4.decode_per_kv_ktoken_ms)
+COSTLY_KV = replace(TP4, decode_per_kv_ktoken_ms=100 * TP4.decode_per_kv_ktoken_ms)
 FOUR_SLOTS = replace(TP4, slots=4)
 
 
 @pytest.mark.parametrize(
     ("trajectories", "engine", "speculation"),
     [
-        (crowd(1, 1, 300, Turn(0, 900, 2.0), Turn(4_000, 700, 3.0), Turn(200, 500, 9.0)), DEAR_KV, None),
-        (crowd(1, 1, 300, Turn(0, 900, 2.0), Turn(4_000, 700, 3.0)), DEAR_KV, Speculation(2.0, 4)),
+        (crowd(1, 1, 300, Turn(0, 900, 2.0), Turn(4_000, 700, 3.0), Turn(200, 500, 9.0)), COSTLY_KV, None),
+        (crowd(1, 1, 300, Turn(0, 900, 2.0), Turn(4_000, 700, 3.0)), COSTLY_KV, Speculation(2.0, 4)),
         (crowd(1, 1, 300, Turn(0, 1, 0.0), Turn(30_000, 1, 0.0), Turn(30_000, 1, 0.0)), TP1, None),
         (crowd(16, 1, 64, Turn(0, 2_000, 0.0)), FOUR_SLOTS, None),
-        (crowd(16, 1, 64, Turn(0, 2_000, 0.0)), replace(DEAR_KV, slots=4), None),
+        (crowd(16, 1, 64, Turn(0, 2_000, 0.0)), replace(COSTLY_KV, slots=4), None),
         (crowd(16, 1, 64, Turn(0, 2_000, 0.0)), FOUR_SLOTS, Speculation(1.6, 4)),
         (crowd(32, 1, 20_000, Turn(0, 1, 0.0)), TP1, None),
         (crowd(32, 8, 20_000, Turn(0, 1, 0.0)), TP1, None),
@@ -112,26 +112,26 @@ FOUR_SLOTS = replace(TP4, slots=4)
         "KV",
     ],
 )
-def test_where_one_thing_binds_the_bound_is_near(
+def test_the_bound_is_tight_if_one_resource_binds(
     trajectories: tuple[Trajectory, ...], engine: EngineProfile, speculation: Speculation | None
 ) -> None:
-    """What a run takes is hardly more: else regret would say nothing."""
+    """A run takes less than 5 % longer; otherwise regret would mean nothing."""
     bound_s = fleet_bound_s(trajectories, [engine], speculation)
     taken_s = makespan_s(Workload("like", trajectories), [engine], "verl", Conditions(Features(speculation)))
     assert bound_s <= taken_s < 1.05 * bound_s
-    if len(trajectories) == 1:  # further engines are of no use to it
+    if len(trajectories) == 1:  # more engines do not help it
         assert taken_s < 1.05 * fleet_bound_s(trajectories, [engine] * 9, speculation)
 
 
-def test_a_prompt_that_siblings_share_has_room_once_in_the_bound_too() -> None:
-    """Sixteen that each fill a third of the KV all run at once: no bound may say that three do."""
+def test_the_bound_counts_a_shared_prompt_once() -> None:
+    """Sixteen siblings that each fill a third of the KV all run at once: no bound may assume that only three do."""
     siblings, engine = crowd(16, 16, 20_000, Turn(0, 2_000, 0.0)), replace(TP1, kv_capacity_tokens=60_000, slots=16)
     taken_s = makespan_s(Workload("siblings", siblings), [engine], "verl", Conditions())
     assert 0.8 * taken_s < fleet_bound_s(siblings, [engine]) <= taken_s
 
 
-def test_the_best_fleet_is_the_fleet_where_there_is_no_other() -> None:
-    """And where there are two sizes, it is no slower than either alone."""
+def test_the_best_fleets_bound_is_the_fleets_if_there_is_one_size() -> None:
+    """With two sizes, it is no slower than either alone."""
     for trajectories in (draw(law_named("coding"), 4, 1).trajectories, draw(law_named("coding"), 640, 1).trajectories):
         alone = {profile: best_fleet_bound_s(trajectories, [profile], 8) for profile in (TP1, TP4)}
         for profile, bound_s in alone.items():
@@ -140,8 +140,9 @@ def test_the_best_fleet_is_the_fleet_where_there_is_no_other() -> None:
         assert 0.8 * min(alone.values()) < both_s <= min(alone.values())
 
 
-def test_speculation_that_slows_small_batches_is_escaped_in_large_ones() -> None:
-    """Drafts that are mostly refused cost time; who has the most company is not slowed, and the bound knows it."""
+def test_the_bound_holds_if_speculation_slows_small_batches() -> None:
+    """Drafts that are mostly rejected cost time. Large batches are not slowed, and the bound takes that into
+    account."""
     slow = Speculation(speed_up=0.5, max_batch=1)
     trajectories = tuple(Trajectory(f"t{n}", "g", 16, (Turn(0, 1_000, 0.0),)) for n in range(2))
     bound_s = fleet_bound_s(trajectories, [TP1], slow)
@@ -156,11 +157,12 @@ def test_like_engines_share_the_work_evenly() -> None:
     assert one == pytest.approx(2 * two)
 
 
-def test_one_fast_engine_among_slow_ones_shortens_the_critical_path_only() -> None:
-    """On unlike engines the longest trajectory goes to the fastest, and the work is shared out in between."""
+def test_unlike_engines_share_work_and_the_fastest_bounds_the_longest() -> None:
+    """The longest trajectory's bound is that of the fastest engine; a large rollout is bound by the speed of both
+    together."""
     long = Trajectory("t", "g", 16, (Turn(0, 30_000, 0.0),))
     assert fleet_bound_s([long], [TP1, TP4]) == fleet_bound_s([long], [TP4]) < fleet_bound_s([long], [TP1])
     crowd = draw(law_named("coding-light"), 1_600, 1).trajectories
     slow, fast, both = (fleet_bound_s(crowd, fleet) for fleet in ([TP1], [TP4], [TP1, TP4]))
-    # Each takes what it is better at, which is a little faster than like shares of everything.
+    # Each engine takes what it is better at, which is slightly faster than equal shares of everything.
     assert 1 <= (1 / both) / (1 / slow + 1 / fast) < 1.1

@@ -1,4 +1,4 @@
-"""`heddle simulate` from the command line: tables, JSON, logs, and what it says when it cannot."""
+"""`heddle simulate` on the command line: tables, JSON, logs and error messages."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def scenario(tmp_path: Path) -> str:
 def test_a_scenario_is_played_on_every_fleet_with_every_seed(
     scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The table has a line for each policy and fleet; the JSON has every run with columns that fit together."""
+    """The table has a line for each policy and fleet; the JSON has every run, with columns that fit together."""
     out = tmp_path / "runs.json"
     assert main(["simulate", scenario, "--seed", "1", "--seed", "2", "--json", str(out)]) == 0
     printed = capsys.readouterr().out
@@ -53,8 +53,8 @@ def test_a_scenario_is_played_on_every_fleet_with_every_seed(
         assert set(columns["engine"]) <= set(range(len(run["engines"])))
 
 
-def test_options_take_the_place_of_what_the_scenario_says(scenario: str, tmp_path: Path) -> None:
-    """Policies, degrees, number and predictor; a log of the run is replayed without a difference."""
+def test_options_override_the_scenario(scenario: str, tmp_path: Path) -> None:
+    """Policies, TP sizes, number of trajectories and predictor. A log of the run replays without a difference."""
     out, log = tmp_path / "runs.json", tmp_path / "events.jsonl"
     options = ["--policy", "slime", "--tp", "4", "--trajectories", "16", "--predictor", "oracle"]
     assert main(["simulate", scenario, *options, "--json", str(out), "--log", str(log)]) == 0
@@ -71,7 +71,7 @@ def test_options_take_the_place_of_what_the_scenario_says(scenario: str, tmp_pat
 def test_a_replay_that_differs_shows_where_and_fails(
     scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit status 1, the line's number, and both actions."""
+    """Exit status 1, the line number, and both actions."""
     log = tmp_path / "events.jsonl"
     assert main(["simulate", scenario, "--policy", "verl", "--tp", "2", "--log", str(log)]) == 0
     log.write_bytes(log.read_bytes().replace(b'"policy":"verl"', b'"policy":"slime"', 1))
@@ -114,7 +114,7 @@ def test_a_trace_is_played_on_a_fleet(scenario: str, tmp_path: Path, capsys: pyt
         (["replay", os.devnull], "no event in it"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(
+def test_invalid_arguments_are_reported_in_one_line(
     arguments: list[str], message: str, scenario: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit status 2, no traceback."""
@@ -124,7 +124,7 @@ def test_what_cannot_be_done_is_said_in_one_line(
 
 
 def test_engines_too_small_for_the_workload_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At once, with both numbers, and how many trajectories are too long."""
+    """At once, with both sizes and the number of trajectories that are too long."""
     path = tmp_path / "tight.toml"
     path.write_text(SCENARIO.replace("14b", "32b").replace("[2, 4]", "[1]").replace("= 32", "= 640"))
     assert main(["simulate", str(path)]) == 2
@@ -133,7 +133,7 @@ def test_engines_too_small_for_the_workload_are_refused(tmp_path: Path, capsys: 
 
 
 def test_only_the_fleets_that_are_too_small_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is asked for is played where it can be, and the rest is named before anything is played."""
+    """The others are played, and the output names the fleets left out before any run starts."""
     path, trace, out = tmp_path / "tight.toml", tmp_path / "agents.jsonl", tmp_path / "runs.json"
     path.write_text(SCENARIO.replace("[2, 4]", "[1, 4]"))
     turn = {"new_tokens": 0, "output_tokens": 50, "tool_s": 0}
@@ -146,7 +146,7 @@ def test_only_the_fleets_that_are_too_small_are_left_out(tmp_path: Path, capsys:
 
 
 def crowd_on_one_engine(tmp_path: Path, more: str) -> list[str]:
-    """What plays 60 trajectories, alike, one after the other: the last of them wait for almost two hours."""
+    """Arguments that play 60 like trajectories one after the other, so that the last waits for almost two hours."""
     fleet, trace = tmp_path / "fleet.toml", tmp_path / "agents.jsonl"
     fleet.write_text(f'[fleet]\nprofile = "qwen3-14b-h100"\ngpus = 1\ntp = [1]\nslots_per_gpu = 1\n{more}')
     turn = {"new_tokens": 0, "output_tokens": 10_000, "tool_s": 0}
@@ -158,18 +158,18 @@ def crowd_on_one_engine(tmp_path: Path, more: str) -> list[str]:
     return ["simulate", "--trace", str(trace), "--fleet", str(fleet), "--json", str(tmp_path / "runs.json")]
 
 
-def test_no_trajectory_of_a_trace_is_lost_because_it_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever brings a fleet brings no limits, and nobody's trajectories may end for want of patience."""
+def test_no_trajectory_of_a_trace_is_lost_by_waiting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A fleet file without limits must not end trajectories by a queue timeout."""
     assert main(crowd_on_one_engine(tmp_path, "")) == 0
     runs = json.loads((tmp_path / "runs.json").read_bytes())["runs"]
     assert {run["num_finished"] for run in runs} == {60} and min(run["makespan_s"] for run in runs) > 6_600
     assert "lost" not in capsys.readouterr().out.split("makespan")[0]
 
 
-def test_a_run_that_lost_trajectories_says_so_beside_its_makespan(
+def test_a_run_reports_lost_trajectories_beside_its_makespan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It may take less than the bound, which is for all of them."""
+    """It may take less than the bound, which is for all trajectories."""
     assert main(crowd_on_one_engine(tmp_path, "[limits]\nqueue_timeout_s = 600")) == 0
     runs = {run["policy"]: run for run in json.loads((tmp_path / "runs.json").read_bytes())["runs"]}
     num_lost = 60 - runs["heddle"]["num_finished"]
@@ -181,8 +181,8 @@ def test_a_run_that_lost_trajectories_says_so_beside_its_makespan(
     assert "No policy ends all trajectories before " in " ".join(printed.split())
 
 
-def test_each_run_is_told_when_it_ends(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody waits for a whole scenario to see whether it goes on, in a terminal or out of one."""
+def test_each_run_is_reported_when_it_ends(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The progress of a scenario is visible, in a terminal or out of one."""
     assert main(["simulate", scenario, "--seed", "7"]) == 0
     printed = capsys.readouterr().out
     before_the_table = printed[: printed.index("makespan")]
@@ -191,22 +191,22 @@ def test_each_run_is_told_when_it_ends(scenario: str, capsys: pytest.CaptureFixt
             assert before_the_table.count(f"{policy}, {fleet}, seed 7: ") == 1
 
 
-def test_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Brackets are no styles: they vanished, and a closing one ended the program."""
+def test_names_with_brackets_are_printed_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets are not markup: they vanished, and a closing one ended the program."""
     path = tmp_path / "named.toml"
     path.write_text(SCENARIO.replace("small", "small[red]").replace("policies", 'about = "see [/docs]"\npolicies'))
     assert main(["simulate", str(path), "--policy", "verl"]) == 0
     assert "small[red]: see [/docs]" in capsys.readouterr().out
 
 
-def test_a_narrow_console_has_whole_names_and_short_runs_have_digits(
+def test_a_narrow_console_shows_whole_names_and_significant_digits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """80 columns, the longest names there are, makespans of five and of less than two digits."""
+    """80 columns, the longest names there are, and makespans of five digits and of less than two."""
     monkeypatch.setenv("COLUMNS", "80")
     path, trace = tmp_path / "wide.toml", tmp_path / "agents.jsonl"
     path.write_text(SCENARIO.replace("verl", "attained-service").replace("gpus = 4", "gpus = 64"))
-    for tool_s, told in ((20_000.0, "20,000."), (0.0, "0.0")):
+    for tool_s, shown in ((20_000.0, "20,000."), (0.0, "0.0")):
         turns = [
             {"new_tokens": 0, "output_tokens": 5, "tool_s": tool_s},
             {"new_tokens": 0, "output_tokens": 5, "tool_s": 0},
@@ -221,5 +221,5 @@ def test_a_narrow_console_has_whole_names_and_short_runs_have_digits(
             and {row[3] for row in rows} == {"TP2", "TP4"}
         )
         best = next(row for row in rows if row[3:5] == ["TP4", "*"])
-        assert best[5].startswith(told) and float(best[5].replace(",", "")) > 0
+        assert best[5].startswith(shown) and float(best[5].replace(",", "")) > 0
         assert max(map(len, printed[printed.index("makespan") : printed.index("* its best")].splitlines())) <= 80

@@ -1,4 +1,4 @@
-"""What engines have beyond the plain: how long it takes, by hand."""
+"""Engine features beyond the basics: how long each takes, computed by hand."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ def own(name: str):  # type: ignore[no-untyped-def]
 
 
 def run_s(engine: SimulatedEngine, at: float, *sequences: SimulatedSequence) -> float:
-    """Seconds until all of them have ended."""
+    """Seconds until all sequences have ended."""
     for sequence in sequences:
         engine.submit(at, sequence)
     end = at
@@ -41,16 +41,16 @@ def decoding_s(speculation: Speculation | None, number: int) -> float:
     return times[1] - times[0]
 
 
-def test_small_batches_decode_faster_by_the_factor_and_others_as_before() -> None:
-    """At most `max_batch` sequences: the time divided by the speed-up; one more: the plain time."""
+def test_speculation_speeds_up_small_batches_only() -> None:
+    """Up to `max_batch` sequences take the time divided by the speed-up; one more takes the plain time."""
     speculation = Speculation(speed_up=1.6, max_batch=3)
     for number in (1, 3):
         assert decoding_s(speculation, number) == pytest.approx(decoding_s(None, number) / 1.6)
     assert decoding_s(speculation, 4) == decoding_s(None, 4)
 
 
-def test_speculation_makes_no_prefill_faster() -> None:
-    """There is nothing to draft in a step in which nobody decodes."""
+def test_speculation_does_not_speed_up_prefill() -> None:
+    """In a step in which no sequence decodes, there is nothing to draft."""
     prompt = SimulatedSequence("s", 30_000, 1, own("s"))
     drafting, plain = (run_s(SimulatedEngine(TP1, features=Features(s)), 0.0, prompt) for s in (Speculation(), None))
     assert drafting == plain
@@ -58,7 +58,7 @@ def test_speculation_makes_no_prefill_faster() -> None:
 
 @pytest.mark.parametrize("bytes_per_s", [5e9, 50e9])
 def test_evicted_kv_comes_back_from_the_host_at_its_bandwidth(bytes_per_s: float) -> None:
-    """Where a context was evicted, its next turn pays for the copy; without the tier, for the prefill."""
+    """The next turn of an evicted context pays for the copy; without the host tier, for the prefill."""
     shape = replace(TP1, kv_capacity_tokens=20_000)
     first = SimulatedSequence("first", 10_000, 1, own("a"))
     crowd = SimulatedSequence("crowd", 19_000, 1, own("b"))
@@ -80,8 +80,8 @@ def test_evicted_kv_comes_back_from_the_host_at_its_bandwidth(bytes_per_s: float
     assert computed_s - 2 * step_s == pytest.approx(shape.prefill_s(10_016 - kept, kept), rel=0.02)  # in two chunks
 
 
-def test_a_host_tier_that_is_full_forgets_what_was_evicted_longest_ago() -> None:
-    """Of two evicted contexts the older one is computed anew."""
+def test_a_full_host_tier_drops_the_oldest_evicted_context() -> None:
+    """Of two evicted contexts the older one is computed again."""
     engine = SimulatedEngine(
         replace(TP1, kv_capacity_tokens=10_000), features=Features(host_tier=HostTier(10_000, 1e15))
     )
@@ -91,8 +91,8 @@ def test_a_host_tier_that_is_full_forgets_what_was_evicted_longest_ago() -> None
     assert run_s(engine, 400.0, SimulatedSequence("a again", 9_500, 1, own("a"))) > 0.3
 
 
-def test_kv_from_elsewhere_is_a_prefix_hit_unless_there_is_no_room() -> None:
-    """What was adopted need not be computed; what running sequences need stays theirs."""
+def test_adopted_kv_is_a_prefix_hit_if_there_is_room() -> None:
+    """It need not be computed again, but it takes no room from running sequences."""
     engine = SimulatedEngine(replace(TP1, kv_capacity_tokens=12_000))
     engine.adopt(0.0, [("a", 10_000)])
     assert engine.num_cached(0.0, [("a", 10_000)]) == 10_000
@@ -103,8 +103,8 @@ def test_kv_from_elsewhere_is_a_prefix_hit_unless_there_is_no_room() -> None:
     assert engine.counts().kv_usage <= 1
 
 
-def test_kv_from_elsewhere_takes_the_room_of_what_was_cached() -> None:
-    """An engine holds no more than it can, whoever computed it, and who comes next finds all of it evictable."""
+def test_adopted_kv_takes_the_room_of_cached_contexts() -> None:
+    """An engine never holds more than its capacity, and a running sequence can evict all that was adopted."""
     contexts = [[(name, 5_000)] for name in "abc"]
     engine = SimulatedEngine(replace(TP1, kv_capacity_tokens=12_000))
     for at, pieces in enumerate(contexts):

@@ -29,7 +29,7 @@ def tpot_checks() -> list[TpotCheck]:
 
 
 def flat_profile(base_ms: float, per_sequence_ms: float) -> EngineProfile:
-    """An engine whose KV and prompts cost nothing, and which holds everything."""
+    """An engine whose KV and prompts cost nothing, and which has room for everything."""
     return replace(
         load_profile("toy-cpu-tp1"),
         slots=1_000,
@@ -43,7 +43,8 @@ def flat_profile(base_ms: float, per_sequence_ms: float) -> EngineProfile:
 
 
 def test_time_per_output_token_is_within_five_percent_of_measured_rows(tpot_checks: list[TpotCheck]) -> None:
-    """Where the KV fits and answers have 512 tokens and more; and, no row picked, wherever the KV fits."""
+    """In rows where the KV fits and answers have at least 512 tokens; and, as a check without selection, in all rows
+    where it fits."""
     usable = [check for check in tpot_checks if check.excluded is None]
     fitting = [check for check in tpot_checks if check.excluded != "KV does not fit"]
     assert (len(usable), len(fitting), len(tpot_checks)) == (36, 55, 60)
@@ -52,14 +53,15 @@ def test_time_per_output_token_is_within_five_percent_of_measured_rows(tpot_chec
 
 
 def test_each_excluded_row_has_its_reason_in_the_data(tpot_checks: list[TpotCheck]) -> None:
-    """Where KV does not fit, vLLM's own first tokens came late: it queued. The others are short, and no others are."""
+    """If the KV does not fit, vLLM queued, so its own first tokens came late. The other excluded rows, and no others,
+    have short answers."""
     for check in tpot_checks:
         assert (check.excluded == "KV does not fit") == (check.row.ttft_ms > 2_000)
         assert (check.excluded == "short answers") == (check.row.output_tokens == 128 and check.row.ttft_ms <= 2_000)
 
 
-def test_a_profile_that_is_a_tenth_slower_is_noticed(tpot_checks: list[TpotCheck]) -> None:
-    """The bar can be missed: it is no wider than what it measures."""
+def test_a_profile_with_a_slower_base_step_exceeds_the_tolerance(tpot_checks: list[TpotCheck]) -> None:
+    """A base step 20 % slower lengthens the time per output token by more than the 5 % allowed."""
     row = next(check.row for check in tpot_checks if check.excluded is None and check.row.num_requests == 64)
     profile = load_profile(f"qwen3-32b-h100-tp{row.tp}")
     slower = replace(profile, decode_base_ms=profile.decode_base_ms * 1.2)
@@ -73,7 +75,7 @@ def test_a_profile_that_is_a_tenth_slower_is_noticed(tpot_checks: list[TpotCheck
     st.floats(0.0, 2.0),
 )
 def test_the_closed_form_of_the_makespan_is_exact(lengths: list[int], base_ms: float, per_sequence_ms: float) -> None:
-    """`sum_j L_j (tau(j) - tau(j-1))` where KV does not grow, but for rounding of floats."""
+    """`sum_j L_j (tau(j) - tau(j-1))` if KV does not grow, except for rounding of floats."""
     profile = flat_profile(base_ms, per_sequence_ms)
     simulated_s, num_preemptions = makespan_s(profile, [(1, length) for length in lengths])
     assert math.isclose(simulated_s, closed_form_makespan_s(profile, lengths), rel_tol=1e-12)
@@ -87,16 +89,16 @@ def test_the_closed_form_by_hand() -> None:
 
 
 def test_short_sequences_are_faster_on_eight_tp1_and_long_ones_on_tp8() -> None:
-    """Libra's crossover in its direction; its size is reported, not reached (see the report)."""
+    """The direction of Libra's crossover. Its size is reported but not reached (see the report)."""
     short, long = check_crossover()
     assert (short.lengths, long.lengths) == ("short", "long")
     assert short.ratio > 1.05
     assert long.ratio < 0.85
-    assert long.num_preemptions[0] > long.num_preemptions[1] > 0, "long ones must press on KV"
+    assert long.num_preemptions[0] > long.num_preemptions[1] > 0, "long sequences must exceed the KV"
 
 
 def test_an_a800_of_tp1_is_an_a100() -> None:
-    """It has no all-reduce to be slow at; at TP 8 it is slower, by less than half."""
+    """At TP 1 there is no all-reduce. At TP 8 it is slower, by less than half."""
     assert a800_profile(1) == load_profile("qwen3-14b-a100-tp1")
     a800, a100 = a800_profile(8), load_profile("qwen3-14b-a100-tp8")
     assert 1.0 < a800.decode_step_s(512, 0) / a100.decode_step_s(512, 0) < 1.5
@@ -104,7 +106,7 @@ def test_an_a800_of_tp1_is_an_a100() -> None:
 
 
 def test_the_report_has_every_row_and_every_check() -> None:
-    """What docs quote."""
+    """The docs quote it."""
     rows = read_measured()
     text = report(rows)
     assert text.count("\n| 2 |") + text.count("\n| 8 |") == len(rows)

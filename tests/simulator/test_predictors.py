@@ -1,4 +1,4 @@
-"""Predictors that know the truth: the oracle exactly, the noisy one as well as it was told to."""
+"""Predictors that know the truth: the oracle exactly, the noisy one as accurately as configured."""
 
 import math
 from statistics import correlation, fmean
@@ -31,21 +31,22 @@ def test_the_oracle_knows_every_total() -> None:
             assert prediction.total_tokens == prediction.p90_tokens == trajectory.output_tokens
 
 
-@pytest.mark.parametrize("wanted", [0.5, 0.7, 0.9, 0.99])
-def test_noise_is_as_strong_as_asked_for_and_predictions_are_calibrated(wanted: float) -> None:
-    """Log-Pearson with the truth is the number given; means are right on average, P90 holds nine times in ten."""
-    noisy = Noisy(TRAJECTORIES, wanted, seed=1)
+@pytest.mark.parametrize("log_pearson", [0.5, 0.7, 0.9, 0.99])
+def test_noise_has_the_configured_strength_and_is_calibrated(log_pearson: float) -> None:
+    """Log-Pearson with the truth is the number given. Means are right on average, and the P90 holds nine times in
+    ten."""
+    noisy = Noisy(TRAJECTORIES, log_pearson, seed=1)
     predictions = [noisy.predict(at_start(t.trajectory_id)) for t in TRAJECTORIES]
     totals = [t.output_tokens for t in TRAJECTORIES]
     found = correlation([math.log(p.total_tokens) for p in predictions], [math.log(total) for total in totals])
-    assert found == pytest.approx(wanted, abs=0.05)
+    assert found == pytest.approx(log_pearson, abs=0.05)
     assert fmean(p.total_tokens for p in predictions) == pytest.approx(fmean(totals), rel=0.1)
     below = fmean(total <= p.p90_tokens for total, p in zip(totals, predictions, strict=True))
     assert below == pytest.approx(0.9, abs=0.04)
 
 
-def test_noise_goes_on_from_turn_to_turn_and_is_the_seed_s() -> None:
-    """Errors of one trajectory at consecutive turns correlate; another seed errs otherwise."""
+def test_noise_is_correlated_across_turns_and_follows_the_seed() -> None:
+    """Errors of one trajectory at consecutive turns correlate; another seed gives other errors."""
     noisy, again, other = (Noisy(TRAJECTORIES, 0.7, seed) for seed in (1, 1, 2))
     first = [noisy.predict(at_start(t.trajectory_id)).total_tokens / t.output_tokens for t in TRAJECTORIES]
     second = [noisy.predict(at_start(t.trajectory_id)).total_tokens / t.output_tokens for t in TRAJECTORIES]
@@ -55,18 +56,19 @@ def test_noise_goes_on_from_turn_to_turn_and_is_the_seed_s() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "noisy", "noisy:", "noisy:0", "noisy:1.1", "noisy:x", "nobody"])
-def test_a_predictor_that_is_not_there_is_refused(name: str) -> None:
-    """With what there is, or what is wanted."""
+def test_an_unknown_predictor_is_refused(name: str) -> None:
+    """The message names those that exist or the form of the argument."""
     with pytest.raises(ValueError, match="noisy"):
         predictor_named(name, TRAJECTORIES, 0)
 
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_predictor_is_told_what_the_gateway_would_tell_it(reads: bool) -> None:
-    """Tool outcomes only if it reads them: the gateway does not look for them in the messages for others."""
+    """Tool outcomes only if the predictor reads them, because the gateway does not extract them from messages
+    otherwise."""
     told: list[Progress] = []
 
-    class Listening(Oracle):
+    class RecordingOracle(Oracle):
         reads_outcomes = reads
 
         def predict(self, progress: Progress) -> Prediction:
@@ -78,6 +80,6 @@ def test_a_predictor_is_told_what_the_gateway_would_tell_it(reads: bool) -> None
 
     workload = draw(law_named("coding"), 4, 1)
     fleet = [load_profile("qwen3-14b-h100-tp4")]
-    Rollout(workload, fleet, POLICIES["heddle"], Limits(), Listening(workload.trajectories)).run()
+    Rollout(workload, fleet, POLICIES["heddle"], Limits(), RecordingOracle(workload.trajectories)).run()
     assert len(told) == workload.num_turns + len(workload.trajectories)
     assert any(progress.outcomes for progress in told) == reads

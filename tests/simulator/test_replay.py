@@ -1,4 +1,4 @@
-"""A log played again gives the same actions, and where it does not, the line is named."""
+"""A replayed log gives the same actions, and if it does not, the line is named."""
 
 import gzip
 from collections.abc import Callable
@@ -23,7 +23,7 @@ ROUGH = Conditions(faults=Faults(leaving_share=0.1, deaths_per_hour=200.0, relau
 
 
 def written(path: Path, policy: str) -> Path:
-    """The log of a rollout in which things go wrong."""
+    """The log of a rollout with faults."""
     limits = Limits(queue_timeout_s=60.0, kv_watermark=0.8)
     with LogWriter(path, POLICIES[policy], limits) as log:
         workload = draw(law_named("coding"), 48, 3)
@@ -34,8 +34,8 @@ def written(path: Path, policy: str) -> Path:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_every_policy_decides_the_same_again(policy: str, tmp_path: Path) -> None:
-    """All that a decision rests on is in the events: no clock, no dice, no order of a hash table."""
+def test_a_replay_under_every_policy_gives_the_same_actions(policy: str, tmp_path: Path) -> None:
+    """Events contain all that a decision depends on: no clock, no random numbers, no order of a hash table."""
     path = written(tmp_path / "events.jsonl", policy)
     replayed = replay(path)
     assert replayed.difference is None
@@ -45,7 +45,8 @@ def test_every_policy_decides_the_same_again(policy: str, tmp_path: Path) -> Non
 
 
 def test_the_first_line_that_differs_is_named(tmp_path: Path) -> None:
-    """Another policy, an action left out, one too many, one that was otherwise: each is found where it is."""
+    """Another policy, a missing action and an extra one are each found at their line, and so is a log that ends
+    early."""
     path = written(tmp_path / "events.jsonl", "heddle")
     lines = path.read_bytes().splitlines(keepends=True)
     first = next(n for n, line in enumerate(lines) if b'"Dispatch"' in line)
@@ -69,7 +70,7 @@ def test_the_first_line_that_differs_is_named(tmp_path: Path) -> None:
 
 
 def test_a_log_of_the_gateway_is_replayed_without_a_start(tmp_path: Path) -> None:
-    """The gateway's own writer makes the lines that a replay compares, of every event and action."""
+    """The gateway's own writer produces the lines that a replay compares, for every event and action."""
     log = EventLog(str(tmp_path / "gateway.jsonl"), 2**30)
     with LogWriter(tmp_path / "own.jsonl", POLICIES["heddle"], Limits()) as own:
 
@@ -87,7 +88,7 @@ def test_a_log_of_the_gateway_is_replayed_without_a_start(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "otherwise",
+    "stored",
     [
         gzip.compress,
         lambda content: content.replace(b"\n", b"\r\n"),
@@ -96,22 +97,21 @@ def test_a_log_of_the_gateway_is_replayed_without_a_start(tmp_path: Path) -> Non
     ],
     ids=["gzip", "crlf", "bom", "no-end"],
 )
-def test_a_log_is_the_same_however_it_was_stored(otherwise: Callable[[bytes], bytes], tmp_path: Path) -> None:
-    """Compressed, or with what editors make of line ends: what it says is what counts, and no byte of that is passed
-    over."""
+def test_a_log_replays_the_same_however_it_was_stored(stored: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    """Compressed, or with an editor's line ends: only its content counts, and none of that is skipped."""
     path = written(tmp_path / "events.jsonl", "slime")
     content = path.read_bytes()
     expected = replay(path)
-    path.write_bytes(otherwise(content))
+    path.write_bytes(stored(content))
     assert replay(path) == expected
 
     place = content.rindex(b'"Dispatch"')
-    path.write_bytes(otherwise(content[:place] + b'"Dispatched"' + content[place + len(b'"Dispatch"') :]))
+    path.write_bytes(stored(content[:place] + b'"Dispatched"' + content[place + len(b'"Dispatch"') :]))
     assert replay(path).difference is not None
 
 
 def test_a_damaged_log_is_refused(tmp_path: Path) -> None:
-    """Half a gzip file, as from a process that was killed, is no log."""
+    """Half a gzip file, as a killed process leaves it."""
     path = tmp_path / "events.jsonl.gz"
     path.write_bytes(gzip.compress(written(tmp_path / "events.jsonl", "slime").read_bytes())[:-20])
     with pytest.raises(ValueError, match=r"events\.jsonl\.gz: a damaged gzip file"):
@@ -119,7 +119,7 @@ def test_a_damaged_log_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_broken_log_is_refused_with_its_line(tmp_path: Path) -> None:
-    """Whatever is wrong, the message says where."""
+    """Whatever is wrong, the message names the line."""
     path = tmp_path / "events.jsonl"
     for content, message in (
         (b"{", "events.jsonl, line 1"),

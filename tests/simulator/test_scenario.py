@@ -1,4 +1,4 @@
-"""Scenarios: the files that come with Heddle, what a file may say, and what is said of a bad one."""
+"""Scenarios: the files that come with Heddle, what a file may contain, and how errors in it are reported."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ FLEET = '[fleet]\nprofile = "toy-cpu"\ngpus = 2\ntp = [1, 2]\n'
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_every_scenario_that_ships_can_be_played(path: Path) -> None:
-    """Its profiles, policies and predictor are there, and its workload fits its engines."""
+    """Its profiles, policies and predictor exist, and its engines have room for long contexts."""
     scenario = load_scenario(path)
     assert scenario.name == path.stem and scenario.about
     assert set(scenario.policies) <= set(POLICIES)
@@ -45,8 +45,8 @@ def test_slots_are_counted_per_gpu(tmp_path: Path) -> None:
     assert sorted(profile.slots for profile in fleets[0].family) == [7, 14]
 
 
-def test_a_fleet_may_be_listed(tmp_path: Path) -> None:
-    """Unlike engines side by side; where only their TP degree is unlike, a short name says so."""
+def test_a_fleet_may_be_a_list_of_engines(tmp_path: Path) -> None:
+    """Engines may differ. If they differ only in TP size, the fleet has a short name."""
     text = '[[fleet.engines]]\nprofile = "toy-cpu-tp2"\n[[fleet.engines]]\nprofile = "toy-cpu-tp1"\ncount = 3\n'
     [fleet] = read(tmp_path, text).fleets()
     assert [profile.tp for profile in fleet.profiles] == [2, 1, 1, 1]
@@ -55,8 +55,8 @@ def test_a_fleet_may_be_listed(tmp_path: Path) -> None:
     assert fleet.name == "1 x toy-cpu-tp2 + 3 x qwen3-8b-h100-tp1"
 
 
-def test_turns_wait_as_long_as_it_takes_unless_the_file_says_otherwise(tmp_path: Path) -> None:
-    """A gateway's patience would end trajectories of those policies alone that keep turns in its queue."""
+def test_turns_have_no_queue_timeout_unless_the_file_sets_one(tmp_path: Path) -> None:
+    """A gateway's queue timeout would end trajectories only under policies that hold turns in its queue."""
     assert read(tmp_path, FLEET).limits.queue_timeout_s >= 1e9
     other = read(tmp_path, FLEET + "[limits]\nkv_watermark = 0.5").limits
     assert other.kv_watermark == 0.5 and other.queue_timeout_s >= 1e9 and other.max_waiting_turns >= 10**9
@@ -91,8 +91,8 @@ def test_turns_wait_as_long_as_it_takes_unless_the_file_says_otherwise(tmp_path:
         (FLEET + "[workload]\ntool_scale = 1e308", "workload: tool_scale: from 0, a million at most"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_in_one_line(text: str, message: str, tmp_path: Path) -> None:
-    """The key, and what is wanted."""
+def test_an_error_in_a_file_is_reported_in_one_line(text: str, message: str, tmp_path: Path) -> None:
+    """It names the key and states what is expected."""
     with pytest.raises(ValueError) as caught:
         read(tmp_path, text)
     assert message in str(caught.value) and "mine.toml" in str(caught.value)
@@ -109,15 +109,16 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(text: str, message: str, 
         ),
     ],
 )
-def test_a_fleet_that_cannot_be_cut_anew_is_refused(fleet: str, message: str, tmp_path: Path) -> None:
-    """Before anything is played: an engine must fit its node, and become any other."""
+def test_a_fleet_that_cannot_be_reshaped_is_refused(fleet: str, message: str, tmp_path: Path) -> None:
+    """Before any run starts: an engine must fit its node and be able to become any other."""
     with pytest.raises(ValueError, match=message):
         read(tmp_path, fleet).fleets()
 
 
 @pytest.mark.parametrize("table", ["[transfer]", "[features.host_tier]\ncapacity_tokens = 1000"])
-def test_kv_of_unknown_size_is_sent_nowhere(table: str, tmp_path: Path) -> None:
-    """Engines do not tell the bytes of a token, so a measured profile may say 0: to send them would cost nothing."""
+def test_kv_of_unknown_size_cannot_be_transferred(table: str, tmp_path: Path) -> None:
+    """Engines do not report the bytes of a token, so a measured profile may state 0, and transfers would cost
+    nothing."""
     measured = replace(load_profile("toy-cpu-tp1"), name="mine-gpu-tp1", gpu="gpu", kv_bytes_per_token=0)
     (tmp_path / "mine-profile.toml").write_text(to_toml("mine", measured))
     fleet = f'[fleet]\nprofile = "{tmp_path}/mine-profile.toml:mine-gpu"\ngpus = 2\ntp = [1]\n'
@@ -126,8 +127,8 @@ def test_kv_of_unknown_size_is_sent_nowhere(table: str, tmp_path: Path) -> None:
         read(tmp_path, fleet + table).fleets()
 
 
-def test_a_tool_that_is_given_up_early_is_no_part_of_the_bound(tmp_path: Path) -> None:
-    """A time-out may be shorter than the call that hangs would have been."""
+def test_the_bound_allows_for_tools_that_time_out_early(tmp_path: Path) -> None:
+    """A timeout may be shorter than the tool call that hangs would have been."""
     asked = '[workload]\nlaw = "coding"\ntool_scale = 1000.0\ntrajectories = 4\n'
     scenario = read(tmp_path, asked + FLEET + "[faults]\ntool_timeout_share = 1.0\ntool_timeout_s = 0.5")
     fleet, workloads = scenario.fleets()[0], scenario.workloads(1)
@@ -136,7 +137,7 @@ def test_a_tool_that_is_given_up_early_is_no_part_of_the_bound(tmp_path: Path) -
 
 
 def test_later_epochs_teach_the_predictor(tmp_path: Path) -> None:
-    """The figures are those of the last epoch, whose prompts a predictor with a memory of prompts knows."""
+    """The figures are those of the last epoch, whose prompts a predictor that remembers prompts knows."""
     agents = '[workload]\nlaw = "coding"\ntrajectories = 160\n'
     fleet_text = '[fleet]\nprofile = "qwen3-14b-h100"\ngpus = 4\ntp = [4]\n'
     errors = {}
@@ -149,13 +150,13 @@ def test_later_epochs_teach_the_predictor(tmp_path: Path) -> None:
         assert run.labels.epoch == epochs - 1
         assert len(run.outcome.trajectories) == 160
         assert run.regret >= 1
-        first = [told.predictions[0].total_tokens / told.output_tokens for told in run.outcome.trajectories]
+        first = [result.predictions[0].total_tokens / result.output_tokens for result in run.outcome.trajectories]
         errors[epochs] = sum(abs(ratio - 1) for ratio in first)
     assert errors[2] < errors[1]
 
 
 def test_an_experienced_predictor_has_learned_the_law_from_other_prompts(tmp_path: Path) -> None:
-    """It knows how long trajectories are before the first turn of the first one, and nothing of its groups."""
+    """Before the first turn it knows how long trajectories are, but nothing of these groups."""
     table = FLEET + '[workload]\nlaw = "coding"\ntrajectories = 320\n'
     scenario = read(tmp_path, 'predictor = "tabular"\nearlier = 1\n' + table)
     workloads = scenario.workloads(1)
@@ -163,7 +164,7 @@ def test_an_experienced_predictor_has_learned_the_law_from_other_prompts(tmp_pat
     assert not {t.group_id for t in workloads[0].trajectories} & {t.group_id for t in earlier[0].trajectories}
     first = Progress("t", "nobody's group")
     mean = sum(t.output_tokens for t in earlier[0].trajectories) / 320
-    experienced_says = experienced(scenario, "tabular", workloads, 1).predict(first).total_tokens
-    assert experienced_says == pytest.approx(mean, rel=0.25)
-    assert experienced(scenario, "tabular", workloads, 1).predict(first).total_tokens == experienced_says
-    assert predictor_named("tabular", [], 1).predict(first).total_tokens != experienced_says
+    expected_tokens = experienced(scenario, "tabular", workloads, 1).predict(first).total_tokens
+    assert expected_tokens == pytest.approx(mean, rel=0.25)
+    assert experienced(scenario, "tabular", workloads, 1).predict(first).total_tokens == expected_tokens
+    assert predictor_named("tabular", [], 1).predict(first).total_tokens != expected_tokens

@@ -1,4 +1,4 @@
-"""The study: what is run in which order, what is kept, and what the page says of it."""
+"""The study: which runs it makes in which order, what it keeps, and what the page reports."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,30 +43,31 @@ def row(job: Job, makespan_s: float) -> Row:
     return Row(job, "source", "abc1234", makespan_s, 50.0, 40.0, {"num_trajectories": 16, "num_finished": 16}, 1.0)
 
 
-def pretend(job: Job) -> float:
-    """A world in which TP 4 is half as slow, Heddle a tenth faster, ThunderAgent next, and slime by far the slowest."""
+def invented_makespan_s(job: Job) -> float:
+    """TP 1 takes twice as long as TP 4, Heddle a tenth less, ThunderAgent comes next, and slime is by far the
+    slowest."""
     makespan_s = {0: 95.0, 1: 200.0, 4: 100.0}[job.tp] + job.seed
     factors = {HEDDLE.name: 0.8 if job.predictor == CLAIRVOYANT else 0.9, "thunderagent": 0.98, "slime": 1.5}
     return makespan_s * factors.get(job.policy, 1.0)
 
 
-def all_of_it(cases: tuple[Case, ...]) -> dict[Job, float]:
-    """Whatever the study asks for is answered until it asks for nothing more."""
+def all_jobs(cases: tuple[Case, ...]) -> dict[Job, float]:
+    """Every job that the study asks for, with its makespan, until it asks for nothing more."""
     done: dict[Job, float] = {}
     while missing := [job for job in jobs(cases, SEEDS, done) if job not in done]:
-        done[missing[0]] = pretend(missing[0])
+        done[missing[0]] = invented_makespan_s(missing[0])
     return done
 
 
-def test_every_policy_is_heddle_a_baseline_or_heddle_with_one_thing_changed() -> None:
-    """The three together are all there are, once each."""
+def test_every_policy_is_heddle_a_baseline_or_a_variant() -> None:
+    """Exactly one of these; a variant is Heddle with one thing changed."""
     assert sorted((HEDDLE.name, *baselines(), *variants())) == sorted(POLICIES)
     assert {"verl", "slime", "heddle-paper"} <= set(baselines()) and "fcfs" in variants()
 
 
 @pytest.mark.parametrize("name", BLIND)
-def test_a_blind_baseline_does_the_same_whatever_is_predicted(name: str) -> None:
-    """Or it would be given truths in the study. KV binds here, so that residency has its say."""
+def test_a_blind_baseline_ignores_predictions(name: str) -> None:
+    """Otherwise the study would have to run it with true lengths, too. KV binds here, so that residency matters."""
     fleet = [replace(load_profile("qwen3-14b-h100-tp1"), slots=8, kv_capacity_tokens=64_000)] * 2
     workload = draw(law_named("coding"), 32, 1)
     limits = Limits(queue_timeout_s=1e6)
@@ -78,7 +79,8 @@ def test_a_blind_baseline_does_the_same_whatever_is_predicted(name: str) -> None
 
 
 def test_ablations_switch_one_mechanism_and_nothing_else() -> None:
-    """Heddle without it differs from Heddle in its field; with it alone, from held sticky round robin."""
+    """Heddle without the mechanism differs from Heddle in one field; the mechanism alone, from held sticky round
+    robin."""
     assert len(ablations()) == 2 * len(MECHANISMS)
     for name, field in MECHANISMS.items():
         without, alone = policy_named(f"without {name}"), policy_named(f"{name} alone")
@@ -89,8 +91,8 @@ def test_ablations_switch_one_mechanism_and_nothing_else() -> None:
 
 
 def test_main_cases_come_before_ablations_and_those_before_other_cases() -> None:
-    """Heddle first; when the main table is full, mechanisms; last of all more seeds for baselines that are behind."""
-    order = list(all_of_it((FIRST, OTHER)))
+    """Heddle first; mechanisms when the main table is full; last, more seeds for baselines that are behind."""
+    order = list(all_jobs((FIRST, OTHER)))
     assert order[0] == Job(FIRST, HEDDLE.name, 1, 1)
     compared = (HEDDLE.name, "thunderagent", "verl")
     in_table = [job for job in order if job.case == FIRST and job.policy in compared and not job.fleet]
@@ -101,22 +103,22 @@ def test_main_cases_come_before_ablations_and_those_before_other_cases() -> None
     assert max(map(order.index, in_table)) < first_ablation < first_other < first_variant < behind
 
 
-def test_leaders_are_the_baselines_near_the_best_of_them_and_nobody_until_all_were_tried() -> None:
-    """slime is half as slow again, so it is none."""
-    done = all_of_it((FIRST,))
+def test_leaders_are_the_baselines_near_the_best_once_all_ran() -> None:
+    """slime takes half as long again, so it is not one. Until every baseline has run, there are none."""
+    done = all_jobs((FIRST,))
     assert set(leaders(FIRST, done)) == set(baselines()) - {"slime"}
     untried = {job: s for job, s in done.items() if (job.policy, job.tp) != ("slime", 1)}
     assert leaders(FIRST, untried) == ()
 
 
 def test_other_seeds_run_on_fleets_that_may_be_best_and_on_the_worst() -> None:
-    """TP 1 is twice as slow with the first seed, so it is not tried again, but for the slowest of all."""
-    again = [job for job in all_of_it((FIRST,)) if job.seed == 2 and job.policy in baselines()]
+    """TP 1 takes twice as long with the first seed, so it does not run again, except for the slowest baseline."""
+    again = [job for job in all_jobs((FIRST,)) if job.seed == 2 and job.policy in baselines()]
     assert {(job.policy, job.tp) for job in again} == {("slime", 1), *((policy, 4) for policy in baselines())}
 
 
-def test_the_best_fleet_is_that_of_the_mean_over_common_seeds() -> None:
-    """Two contenders; the one that wins the first seed loses both."""
+def test_the_best_fleet_has_the_least_mean_over_common_seeds() -> None:
+    """Of two candidates, the one that wins with the first seed loses over both."""
     done = {Job(FIRST, "verl", tp, seed): s for (tp, seed), s in {(1, 1): 100, (4, 1): 105, (4, 2): 90}.items()}
     assert best_tp(FIRST, "verl", {k: v for k, v in done.items() if k.tp == 1}) is None
     assert best_tp(FIRST, "verl", done) == 1
@@ -124,26 +126,30 @@ def test_the_best_fleet_is_that_of_the_mean_over_common_seeds() -> None:
 
 
 def results() -> Results:
-    return Results({job: row(job, makespan_s) for job, makespan_s in all_of_it((FIRST,)).items()})
+    return Results({job: row(job, makespan_s) for job, makespan_s in all_jobs((FIRST,)).items()})
 
 
 def test_ratios_are_paired_by_seed_and_bounds_are_those_of_the_best_fleet() -> None:
-    """ThunderAgent takes 0.98 and Heddle 0.9 of the same, with each seed; 0.9 x 101 s are over a bound of 40."""
-    them = results()
-    ours, best = them.best(FIRST, HEDDLE.name), them.best_baseline(FIRST)
+    """ThunderAgent takes 0.98 and Heddle 0.9 of the same makespan with each seed; Heddle's 0.9 x 101 s compare with a
+    bound of 40."""
+    study_results = results()
+    ours, best = study_results.best(FIRST, HEDDLE.name), study_results.best_baseline(FIRST)
     assert (ours, best) == (Choice(HEDDLE.name, 4), Choice("thunderagent", 4))
-    ratio = them.ratio(FIRST, best, ours)
+    ratio = study_results.ratio(FIRST, best, ours)
     assert ratio is not None and (ratio.mean, ratio.low, ratio.high) == pytest.approx((0.98 / 0.9,) * 3)
     assert ratio.num == 2
-    assert them.worst_baseline(FIRST) == Choice("slime", 1) and them.slowest_policy(FIRST) == Choice("slime", 4)
-    to_bound = them.to_bound(FIRST, ours)
+    assert study_results.worst_baseline(FIRST) == Choice("slime", 1) and study_results.slowest_policy(FIRST) == Choice(
+        "slime", 4
+    )
+    to_bound = study_results.to_bound(FIRST, ours)
     assert to_bound is not None and to_bound.low == pytest.approx(101 * 0.9 / 40)
-    assert ablation_ratios(them, FIRST)["residency"]["without"].mean == pytest.approx(1 / 0.9)
+    assert ablation_ratios(study_results, FIRST)["residency"]["without"].mean == pytest.approx(1 / 0.9)
 
 
 def test_planned_fleets_are_measured_against_the_best_homogeneous_one() -> None:
-    """Heddle takes 0.9 of 101 s and 102 s on TP 4, and of 96 s and 97 s on planned fleets; nobody else plays them."""
-    done = all_of_it((FIRST, OTHER))
+    """Heddle takes 0.9 of 101 s and 102 s on TP 4, and of 96 s and 97 s on planned fleets. No other policy plays
+    those."""
+    done = all_jobs((FIRST, OTHER))
     results = Results({job: replace(row(job, makespan_s), fleet="2 x TP 2") for job, makespan_s in done.items()})
     assert {(job.case, job.policy) for job in done if job.fleet} == {(FIRST, HEDDLE.name)}
     gain = results.gain_of_plan(FIRST, MIXED)
@@ -151,16 +157,16 @@ def test_planned_fleets_are_measured_against_the_best_homogeneous_one() -> None:
     assert results.gain_of_plan(OTHER, MIXED) is None
 
 
-def test_the_page_says_in_words_what_does_not_pay(tmp_path: Path) -> None:
-    """A mechanism whose removal helps, one that does nothing, and a case that is lost are named with their figures."""
-    done = all_of_it((FIRST,))
+def test_the_page_names_what_does_not_pay(tmp_path: Path) -> None:
+    """A mechanism whose removal helps, one that has no effect, and a case that is lost, each with its figures."""
+    done = all_jobs((FIRST,))
     for job in done:
         if job.policy == "without order":
-            done[job] = 0.8 * pretend(replace(job, policy=HEDDLE.name))
+            done[job] = 0.8 * invented_makespan_s(replace(job, policy=HEDDLE.name))
         if job.policy == "without migration":
-            done[job] = pretend(replace(job, policy=HEDDLE.name))
+            done[job] = invented_makespan_s(replace(job, policy=HEDDLE.name))
         if job.policy == "verl" and job.tp == 4:
-            done[job] = 0.5 * pretend(replace(job, policy=HEDDLE.name))
+            done[job] = 0.5 * invented_makespan_s(replace(job, policy=HEDDLE.name))
     write_page({job: row(job, s) for job, s in done.items()}, (FIRST,), tmp_path, tmp_path / "page.md", "make it")
     page = (tmp_path / "page.md").read_text()
     assert "- Heddle loses coding-14b: the best baseline, verl, TP4, takes only 0.50 of its makespan" in page
@@ -169,8 +175,8 @@ def test_the_page_says_in_words_what_does_not_pay(tmp_path: Path) -> None:
     assert "**x0.50 [4]**" in page
     assert "Residency" not in page.partition("## Where it does not pay")[2].partition("\n## ")[0]
     kinds = ("Heddle", "baselines", "the clairvoyant", "variants of Heddle")
-    made_by = f"*`make it`, seeds 1, 2; commits: {'; '.join(f'{kind} abc1234' for kind in kinds)}*"
-    assert page.count(made_by) == 1
+    caption = f"*`make it`, seeds 1, 2; commits: {'; '.join(f'{kind} abc1234' for kind in kinds)}*"
+    assert page.count(caption) == 1
     assert "(plots/ablation.svg)" in page and (tmp_path / "plots" / "ablation.svg").exists()
 
 
@@ -197,8 +203,8 @@ def study(tmp_path: Path) -> Study:
     return Study(tuple(read_cases(scenarios, size)), (1,), size, scenarios, tmp_path, "source")
 
 
-def test_a_scenario_is_a_case_and_is_played_in_its_size(study: Study) -> None:
-    """Half of the trajectories on half of the GPUs; a case of other content is another case."""
+def test_a_scenario_is_a_case_that_is_played_in_the_studys_size(study: Study) -> None:
+    """Half of the trajectories on half of the GPUs. A scenario with other content is another case."""
     (case,) = study.cases
     assert (case.name, case.tps, case.num_trajectories, case.gpus) == ("coding-14b", (1, 4), 32, 4)
     played = play(Job(case, HEDDLE.name, 4, 1), study, "abc1234")
@@ -211,24 +217,25 @@ def test_a_scenario_is_a_case_and_is_played_in_its_size(study: Study) -> None:
     assert read_cases(study.scenarios, study.size) != [case]
 
 
-def test_a_scenario_shrinks_to_one_gpu_at_the_least(study: Study) -> None:
-    """With as many trajectories on it as were on one before."""
+def test_a_scenario_shrinks_to_one_gpu_at_least(study: Study) -> None:
+    """With as many trajectories for each GPU as before."""
     (case,) = read_cases(study.scenarios, Size(shrink=1_000))
     assert (case.tps, case.num_trajectories, case.gpus) == ((1,), 8, 1)
 
 
-def test_a_fleet_may_be_cut_anew_in_a_study(study: Study) -> None:
-    """Such a scenario is played with all degrees that there are profiles of, as `heddle simulate` plays it."""
+def test_a_fleet_may_be_reshaped_in_a_study(study: Study) -> None:
+    """Such a scenario is played with every TP size that has a profile, as `heddle simulate` plays it."""
     path = study.scenarios / "coding-14b.toml"
     path.write_text(f"{SCENARIO}\n[reshape]\nevery_s = 0.5\nrelaunch_s = 0.1\n")
     (case,) = read_cases(study.scenarios, study.size)
     assert play(Job(case, HEDDLE.name, 1, 1), study, "abc1234").figures["num_finished"] == 32
 
 
-def test_the_page_shows_the_runs_that_were_kept_whole(study: Study) -> None:
-    """Heddle, the best and the slowest baseline and the clairvoyant as curves; no plot while one of them is missing."""
+def test_the_page_plots_the_runs_that_were_kept_whole(study: Study) -> None:
+    """The curves are Heddle, the best and the slowest baseline, and true lengths. While one of them is missing there is
+    no plot."""
     (case,) = study.cases
-    done = {job: row(job, makespan_s) for job, makespan_s in all_of_it(study.cases).items()}
+    done = {job: row(job, makespan_s) for job, makespan_s in all_jobs(study.cases).items()}
     page = study.folder / "page.md"
     write_page(done, study.cases, study.folder, page, "make it")
     assert "completion" not in page.read_text()
@@ -246,8 +253,8 @@ def test_the_page_shows_the_runs_that_were_kept_whole(study: Study) -> None:
     assert "true lengths" in curves
 
 
-def test_a_study_that_was_stopped_goes_on_and_mixes_no_sources(study: Study) -> None:
-    """With no time nothing is played; what is in the file is not played again, unless it is another source's."""
+def test_a_stopped_study_continues_without_mixing_sources(study: Study) -> None:
+    """With no time nothing runs. Rows in the file do not run again unless they come from another source."""
     cache = Cache(study.folder, "source")
     num_missing = run_all(study, cache, budget_s=0.0)
     assert num_missing >= 2 * (1 + len(baselines())) and not cache.rows
@@ -260,12 +267,12 @@ def test_a_study_that_was_stopped_goes_on_and_mixes_no_sources(study: Study) -> 
     assert Cache(study.folder, None).rows == cache.rows
 
 
-def test_what_is_missing_is_played_and_kept(study: Study) -> None:
-    """Two of many rollouts are not in the file; both are played, in other processes, and nothing is missing then."""
+def test_missing_runs_are_played_and_kept(study: Study) -> None:
+    """Two of many rollouts are not in the file. Both run, in other processes; then none is missing."""
     (case,) = study.cases
     missing = {Job(case, HEDDLE.name, 4, 1), Job(case, "without residency", 4, 1)}
     cache = Cache(study.folder, "source")
-    for job, makespan_s in all_of_it(study.cases).items():
+    for job, makespan_s in all_jobs(study.cases).items():
         if job not in missing:
             cache.add(row(job, makespan_s))
     assert run_all(study, cache, budget_s=60.0) == 0
@@ -273,7 +280,7 @@ def test_what_is_missing_is_played_and_kept(study: Study) -> None:
     assert Cache(study.folder, "source").rows == cache.rows
 
 
-def test_the_source_hash_changes_with_what_results_depend_on_and_with_nothing_else(tmp_path: Path) -> None:
+def test_the_source_hash_covers_only_what_results_depend_on(tmp_path: Path) -> None:
     """The scheduler counts, the page does not."""
     for name in ("scheduling/order.py", "simulator/results_page.py"):
         (tmp_path / name).parent.mkdir()
@@ -286,7 +293,7 @@ def test_the_source_hash_changes_with_what_results_depend_on_and_with_nothing_el
 
 
 def test_a_planned_fleet_uses_all_gpus_and_needs_an_earlier_rollout(tmp_path: Path) -> None:
-    """It is cut for the rollout before; where there was none, the message names what is missing."""
+    """It is planned for the earlier rollout. If there is none, the message names what is missing."""
     path = tmp_path / "small.toml"
     text = Path("scenarios/coding-14b.toml").read_text().replace("6400", "640")
     path.write_text(text)

@@ -27,57 +27,60 @@ def hosts(*names: str) -> list[Host]:
     return [Host(name, TP1, Features(), 0.0, by_priority=False) for name in names]
 
 
-def having(host: Host, num_pieces: int = 2) -> Host:
+def holding(host: Host, num_pieces: int = 2) -> Host:
     host.engine.adopt(0.0, PIECES[:num_pieces])
     return host
 
 
-def test_kv_is_there_when_it_was_sent_from_the_beginning_of_the_tool_call() -> None:
-    """Half a second, and one for each thousand tokens; what the tool hides of it costs nothing."""
+def test_kv_is_sent_from_the_beginning_of_the_tool_call() -> None:
+    """It takes half a second, and one second for each thousand tokens. The part that the tool call hides costs
+    nothing."""
     for tool_began_at, at, there_at in ((100.0, 100.0, 105.5), (97.0, 100.0, 102.5), (90.0, 100.0, 100.0)):
         old, new = hosts("old", "new")
-        assert Transfers(SETTINGS).arrival(at, tool_began_at, having(old), new, PIECES) == pytest.approx(there_at)
+        assert Transfers(SETTINGS).arrival(at, tool_began_at, holding(old), new, PIECES) == pytest.approx(there_at)
 
 
-def test_only_what_the_new_engine_lacks_is_sent() -> None:
-    """Its group's prompt may be there already; and where the old engine has no more than that, nothing is sent."""
+def test_only_kv_that_the_new_engine_lacks_is_sent() -> None:
+    """It may hold the group's prompt already. If the old engine holds no more than that, nothing is sent."""
     old, new = hosts("old", "new")
-    assert Transfers(SETTINGS).arrival(100.0, 100.0, having(old), having(new, 1), PIECES) == pytest.approx(102.5)
+    assert Transfers(SETTINGS).arrival(100.0, 100.0, holding(old), holding(new, 1), PIECES) == pytest.approx(102.5)
     for held, there in ((0, 0), (1, 1), (1, 2)):
         old, new = hosts("old", "new")
         transfers = Transfers(Transfer(start_s=0.0, bytes_per_s=1e6))
-        assert transfers.arrival(100.0, 0.0, having(old, held), having(new, there), PIECES) is None
+        assert transfers.arrival(100.0, 0.0, holding(old, held), holding(new, there), PIECES) is None
 
 
-def test_what_would_sooner_be_computed_is_not_sent() -> None:
-    """Ten seconds for each thousand tokens, or a hundredth of that; nor is anything where engines do not send."""
+def test_kv_that_is_faster_to_compute_is_not_sent() -> None:
+    """Neither is any KV if engines have no transfers."""
     old, new = hosts("old", "new")
-    assert Transfers(None).arrival(100.0, 0.0, having(old), new, PIECES) is None
+    assert Transfers(None).arrival(100.0, 0.0, holding(old), new, PIECES) is None
     prefill_s = TP1.prefill_s(2_000, 3_000)
     for start_s, is_sent in ((prefill_s - 2.1, True), (prefill_s - 1.9, False)):
         old, new = hosts("old", "new")
-        arrival = Transfers(Transfer(start_s, 1e6)).arrival(100.0, 100.0, having(old), having(new, 1), PIECES)
+        arrival = Transfers(Transfer(start_s, 1e6)).arrival(100.0, 100.0, holding(old), holding(new, 1), PIECES)
         assert (arrival is not None) == is_sent
 
 
-def test_an_engine_sends_or_takes_one_at_a_time() -> None:
-    """Whether it was old or new; others are not held up, nor is anybody by what was not sent."""
+def test_an_engine_has_one_transfer_at_a_time() -> None:
+    """Whether it sends or receives. Other engines are not delayed, and a transfer that was not made delays none."""
     first, second, third, fourth = hosts("first", "second", "third", "fourth")
     for host in (first, third):
-        having(host)
+        holding(host)
     transfers = Transfers(SETTINGS)
     assert Transfers(None).arrival(100.0, 100.0, first, second, PIECES) is None
     assert transfers.arrival(100.0, 100.0, first, second, PIECES) == pytest.approx(105.5)
     assert transfers.arrival(100.0, 100.0, third, fourth, PIECES) == pytest.approx(105.5)
-    assert transfers.arrival(101.0, 100.0, first, fourth, PIECES) == pytest.approx(111.0), "both are busy"
-    assert transfers.arrival(101.0, 100.0, third, second, PIECES) == pytest.approx(111.0), "both were busy once"
+    assert transfers.arrival(101.0, 100.0, first, fourth, PIECES) == pytest.approx(111.0), "both engines are busy"
+    assert transfers.arrival(101.0, 100.0, third, second, PIECES) == pytest.approx(111.0), (
+        "both engines were busy before"
+    )
     (fifth,) = hosts("fifth")
-    assert transfers.arrival(102.0, 100.0, first, fifth, PIECES) == pytest.approx(116.5), "the old one is"
-    assert transfers.arrival(103.0, 100.0, third, fourth, PIECES) == pytest.approx(116.5), "the new one is"
+    assert transfers.arrival(102.0, 100.0, first, fifth, PIECES) == pytest.approx(116.5), "the old engine is busy"
+    assert transfers.arrival(103.0, 100.0, third, fourth, PIECES) == pytest.approx(116.5), "the new engine is busy"
 
 
-def test_what_a_paused_turn_made_is_sent_after_its_pause() -> None:
-    """It was not there before, however long ago the tool call began."""
+def test_a_paused_turns_kv_can_be_sent_only_after_its_pause() -> None:
+    """It did not exist before, however long ago the tool call began."""
     agent = Agent(Trajectory("t", "g", 16, (Turn(0, 400, 3.0), Turn(300, 700, 0.0))), ())
     agent.take_prompt(0.0)
     agent.finish_turn(10.0, None)
@@ -89,9 +92,9 @@ def test_what_a_paused_turn_made_is_sent_after_its_pause() -> None:
 
 
 @pytest.mark.parametrize("hidden_share", [0.0, 0.25, 1.0, 3.0])
-def test_a_rollout_waits_for_kv_on_its_way_as_long_as_no_tool_hides_it(hidden_share: float) -> None:
-    """Each turn on the next engine, whose KV is that of the one before: it all takes as long as on one engine, and what
-    is left of each transfer when its tool has ended."""
+def test_a_rollout_waits_for_the_part_of_a_transfer_no_tool_hides(hidden_share: float) -> None:
+    """Each turn runs on the next engine with the KV of the one before. It takes as long as on one engine, plus what is
+    left of each transfer when its tool has ended."""
     tp1 = load_profile("qwen3-14b-h100-tp1")
     sent_s = 0.5 * tp1.prefill_s(8_000)
     rate = 8_100 * tp1.kv_bytes_per_token / sent_s
