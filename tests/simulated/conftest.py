@@ -16,7 +16,7 @@ Start = Callable[..., Any]
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
-    """Starts an engine with the settings given, and gives a client of it; a fast toy unless they say otherwise."""
+    """Starts an engine with the given settings and returns a client for it; the default is a fast toy engine."""
     async with AsyncExitStack() as stack:
 
         async def started(**settings: Any) -> httpx2.AsyncClient:

@@ -1,4 +1,4 @@
-"""Small helpers to read a simulated engine's answers."""
+"""Small helpers that read a simulated engine's answers."""
 
 import asyncio
 import json

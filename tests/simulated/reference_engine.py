@@ -1,4 +1,4 @@
-"""The simulated engine again, in the plainest and slowest way: one loop turn per step, everything counted anew."""
+"""The simulated engine in the simplest and slowest way: one loop turn per step, everything counted from scratch."""
 
 from collections.abc import Sequence
 
@@ -33,13 +33,13 @@ class ReferenceEngine:
         self.now = 0.0
         self.waiting: list[_Sequence] = []
         self.running: list[_Sequence] = []
-        self.doomed: list[_Sequence] = []  # aborted while a step runs
+        self.aborting: list[_Sequence] = []  # aborted while a step runs
         self.serial = 0
         self.cache: dict[object, int] = {}  # key -> tokens; the first is the least recently used
         self.events: list[tuple[float, str, str, int, int]] = []
 
     def run(self, script: list[tuple[float, SimulatedSequence | str]]) -> None:
-        """Script entries, in order of time: a sequence to submit, or the id of one to abort."""
+        """Script entries in order of time: a sequence to submit, or the id of one to abort."""
         script = list(script)
         while script or self.waiting or self.running:
             duration = self._step()
@@ -49,7 +49,7 @@ class ReferenceEngine:
                     self._take(script.pop(0)[1])
                 continue
             end = self.now + duration
-            while script and script[0][0] < end:  # comes before the step ends
+            while script and script[0][0] < end:  # it comes before the step ends
                 at, what = script.pop(0)
                 during_step = at > self.now
                 if during_step:
@@ -71,12 +71,12 @@ class ReferenceEngine:
         for sequence in [s for s in self.waiting if s.sequence.id == what]:
             self.waiting.remove(sequence)
             self._record(sequence, "aborted", at=at)
-        self.doomed += [s for s in self.running if s.sequence.id == what]
+        self.aborting += [s for s in self.running if s.sequence.id == what]
         if during_step_at is None:
-            self._remove_doomed()
+            self._remove_aborting()
 
     def _step(self) -> float | None:
-        """Decides the step's batch and gives its duration."""
+        """Decides the step's batch and returns its duration."""
         decoding = [s for s in self.running if not s.prefill_left]
         preempted = False
         while decoding and self._free() < len(decoding):
@@ -139,16 +139,17 @@ class ReferenceEngine:
         for sequence in sorted(self.running, key=lambda s: s.key[2]):
             if sequence.num_generated == sequence.sequence.num_output_tokens:
                 self._leave(sequence, "finished")
-        self._remove_doomed()
+        self._remove_aborting()
 
-    def _remove_doomed(self) -> None:
-        for sequence in self.doomed:
+    def _remove_aborting(self) -> None:
+        for sequence in self.aborting:
             if sequence in self.running:
                 self._leave(sequence, "aborted")
-        self.doomed = []
+        self.aborting = []
 
     def _leave(self, sequence: _Sequence, kind: str) -> None:
-        """Takes it out of the batch; of what nobody uses any more its beginning becomes the youngest."""
+        """Removes a sequence from the batch. The beginning of what no sequence uses any more becomes the most recently
+        used."""
         self.running.remove(sequence)
         if not sequence.prefill_left:
             filled = sequence.sequence.pieces(sequence.sequence.num_prompt_tokens + sequence.num_generated)

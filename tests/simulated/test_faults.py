@@ -1,4 +1,4 @@
-"""Faults on purpose: each looks to a client as the real one does."""
+"""Faults on purpose: each looks to a client like the real one."""
 
 import asyncio
 from typing import Any
@@ -21,8 +21,8 @@ async def _set(client: httpx2.AsyncClient, **fault: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "status"), [("refuse", 503), ("error", 500)])
-async def test_a_fault_with_a_count_is_over_after_it(start: Start, kind: str, status: int) -> None:
-    """One request meets it, the next does not; health is untouched."""
+async def test_a_fault_ends_after_its_count(start: Start, kind: str, status: int) -> None:
+    """One request meets it, the next does not. Health checks are not affected."""
     client = await start()
     await _set(client, kind=kind, count=1)
     assert (await client.get("/health")).status_code == 200
@@ -30,8 +30,8 @@ async def test_a_fault_with_a_count_is_over_after_it(start: Start, kind: str, st
     assert codes == [status, 200]
 
 
-async def test_html_and_nonsense_are_no_json(start: Start) -> None:
-    """A proxy's error page, an answer that is cut to pieces, and one broken event in a stream."""
+async def test_html_and_nonsense_are_not_json(start: Start) -> None:
+    """A proxy's error page, a truncated answer, and one broken event in a stream."""
     client = await start()
     await _set(client, kind="html", count=1)
     page = await client.post("/v1/chat/completions", json=BODY)
@@ -48,7 +48,7 @@ async def test_html_and_nonsense_are_no_json(start: Start) -> None:
 
 
 async def test_a_reset_before_the_answer_is_a_connection_error(start: Start) -> None:
-    """Nothing came: safe to try elsewhere."""
+    """Nothing of an answer came, so it is safe to try elsewhere."""
     client = await start()
     await _set(client, kind="reset", count=1)
     with pytest.raises((httpx2.ReadError, httpx2.RemoteProtocolError)):
@@ -56,8 +56,8 @@ async def test_a_reset_before_the_answer_is_a_connection_error(start: Start) -> 
 
 
 @pytest.mark.parametrize("kind", ["reset", "die"])
-async def test_a_stream_breaks_after_the_chunks_asked_for(start: Start, kind: str) -> None:
-    """Role and two tokens arrive, then the connection is gone without an end."""
+async def test_a_stream_breaks_after_the_configured_chunks(start: Start, kind: str) -> None:
+    """The role and two tokens arrive, then the connection breaks without an end."""
     client = await start(speed_up=1.0)
     await _set(client, kind=kind, count=1, after_chunks=3)
     seen = ""
@@ -69,8 +69,8 @@ async def test_a_stream_breaks_after_the_chunks_asked_for(start: Start, kind: st
     assert len(events(seen)) == 3 if kind == "die" else len(events(seen)) <= 3
 
 
-async def test_an_engine_that_dies_in_mid_body_sends_half_of_it(start: Start) -> None:
-    """The length was promised, so the client knows."""
+async def test_an_engine_that_dies_in_mid_body_breaks_the_content_length(start: Start) -> None:
+    """The length was promised, so the client notices. The metrics route still answers."""
     client = await start()
     await _set(client, kind="die", count=1)
     with pytest.raises(httpx2.RemoteProtocolError):
@@ -78,8 +78,8 @@ async def test_an_engine_that_dies_in_mid_body_sends_half_of_it(start: Start) ->
     assert (await client.get("/metrics")).status_code == 200
 
 
-async def test_an_engine_that_is_stopped_breaks_off_what_it_was_saying() -> None:
-    """Leaving `serve_engine` is the death of the process: open streams do not go on, and nobody listens any more."""
+async def test_a_stopped_engine_breaks_its_streams() -> None:
+    """Leaving `serve_engine` is the death of the process: open streams end, and nothing listens any more."""
     body = {**CHAT, "max_tokens": 3000, "ignore_eos": True, "stream": True}
     settings = SimulatedEngineSettings(profile=load_profile("toy-cpu-tp1"))
     async with httpx2.AsyncClient() as client:
@@ -96,7 +96,7 @@ async def test_an_engine_that_is_stopped_breaks_off_what_it_was_saying() -> None
 
 
 async def test_a_hanging_engine_is_alive_and_silent(start: Start) -> None:
-    """Health answers, requests never do."""
+    """Health checks are answered, requests never are."""
     client = await start()
     await _set(client, kind="hang", count=1)
     task = asyncio.create_task(client.post("/v1/chat/completions", json=BODY))
@@ -106,8 +106,8 @@ async def test_a_hanging_engine_is_alive_and_silent(start: Start) -> None:
     task.cancel()
 
 
-async def test_slow_waits_before_the_first_byte_and_faults_can_be_removed(start: Start) -> None:
-    """Given to the constructor; DELETE ends it."""
+async def test_a_slow_fault_delays_the_answer_until_it_is_removed(start: Start) -> None:
+    """It was given to the constructor; DELETE removes it."""
     client = await start(faults=(Fault("slow", delay_s=0.3),))
     with pytest.raises(httpx2.ReadTimeout):
         await client.post("/v1/chat/completions", json=BODY, timeout=0.05)
@@ -116,8 +116,8 @@ async def test_slow_waits_before_the_first_byte_and_faults_can_be_removed(start:
     assert (await client.post("/v1/chat/completions", json=BODY, timeout=0.25)).status_code == 200
 
 
-async def test_probability_draws_by_seed(start: Start) -> None:
-    """The same seed gives the same requests their fault."""
+async def test_a_faults_probability_follows_the_seed(start: Start) -> None:
+    """With the same seed the same requests meet the fault."""
     patterns = []
     for seed in (1, 1, 2):
         client = await start(seed=seed, faults=(Fault("refuse", probability=0.5),))
@@ -128,7 +128,7 @@ async def test_probability_draws_by_seed(start: Start) -> None:
 
 
 async def test_an_unknown_fault_is_refused(start: Start) -> None:
-    """With the fields that a fault has."""
+    """The message lists the fields of a fault."""
     client = await start()
     response = await client.post("/simulate/faults", json={"faults": [{"kind": "gremlin"}]})
     assert response.status_code == 400 and "after_chunks" in response.text

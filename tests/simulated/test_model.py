@@ -1,4 +1,4 @@
-"""The engine in virtual time: against a step-by-step reference, against closed forms, and its single rules."""
+"""The engine in virtual time: against a step-by-step reference, against closed forms, and rule by rule."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def profile(*, slots: int = 3, kv_capacity_tokens: int = 120, per_kv_ktoken_ms: 
 
 
 def blocks_of(content: str, num_shared: int = 0) -> Callable[[int], Sequence[Piece]]:
-    """Blocks of a content of its own, behind `num_shared` blocks that all contents share."""
+    """Blocks of one content, behind `num_shared` blocks that all contents share."""
 
     def pieces(num_tokens: int) -> Sequence[Piece]:
         return [(("shared" if i < num_shared else content, i), BLOCK_TOKENS) for i in range(num_tokens // BLOCK_TOKENS)]
@@ -47,7 +47,7 @@ def blocks_of(content: str, num_shared: int = 0) -> Callable[[int], Sequence[Pie
 
 
 def whole(content: str) -> Callable[[int], Sequence[Piece]]:
-    """One piece that grows, as a simulator without contents uses it."""
+    """One growing piece, as used by a simulator without contents."""
     return lambda num_tokens: [(content, num_tokens)]
 
 
@@ -74,7 +74,7 @@ aborts = st.tuples(st.integers(1, 30), st.integers(0, 12))
 
 
 def script_of(steps: list[tuple[int, ...]]) -> list[tuple[float, SimulatedSequence | str]]:
-    """Times are multiples of 137 us plus an offset, so that they never fall together with the end of a step."""
+    """Times are multiples of 137 us plus an offset, so that they never coincide with the end of a step."""
     at, script = 0.0, []
     for number, step in enumerate(steps):
         at += step[0] * 0.000137 + 1e-7 * (step[0] > 0)
@@ -100,10 +100,11 @@ def script_of(steps: list[tuple[int, ...]]) -> list[tuple[float, SimulatedSequen
     slots=st.integers(1, 5),
     peeks=st.lists(st.floats(0, 0.01), max_size=5),
 )
-def test_it_does_what_a_step_by_step_engine_does(
+def test_the_engine_agrees_with_a_step_by_step_reference(
     steps: list[tuple[int, ...]], by_priority: bool, slots: int, peeks: list[float]
 ) -> None:
-    """Same events at the same times; looking at it in between changes nothing; KV is never overdrawn."""
+    """The same events at the same times. Looking at the engine in between changes nothing, and KV is never
+    overdrawn."""
     script = script_of(steps)
     order = "priority" if by_priority else "fcfs"
     shape = profile(slots=slots)
@@ -136,10 +137,10 @@ def test_it_does_what_a_step_by_step_engine_does(
     preempt_margin=st.sampled_from([None, 0, 1]),
     pauses=st.lists(st.tuples(st.sampled_from(["abort", "wait", "keep"]), st.integers(1, 20)), max_size=3),
 )
-def test_no_token_is_lost_or_made_twice_and_nobody_is_forgotten(
+def test_every_sequence_ends_once_and_totals_are_sums(
     steps: list[tuple[int, ...]], preempt_margin: int | None, pauses: list[tuple[str, int]]
 ) -> None:
-    """Every sequence ends once, with all its tokens unless it was aborted; the totals are the sums."""
+    """With pauses and aborts. A sequence that was not aborted has all its tokens."""
     engine = SimulatedEngine(
         profile(),
         order="priority",
@@ -176,7 +177,7 @@ def test_no_token_is_lost_or_made_twice_and_nobody_is_forgotten(
     counts = engine.counts()
     assert counts.num_generated_tokens == sum(e.num_generated for e in ended)
     assert counts.num_preemptions == sum(e.kind == "preempted" for e in events)
-    # Prompts count when they enter first; queries of the cache, with what was made before, each time.
+    # A prompt counts when it first enters; a query of the cache, with the output so far, every time.
     admitted = [e for e in events if e.kind == "admitted"]
     first = [e for e in admitted if not e.num_generated]
     assert counts.num_prompt_tokens == sum(sequences[e.id].num_prompt_tokens for e in first)
@@ -204,7 +205,7 @@ def test_without_kv_cost_the_makespan_is_the_closed_form(lengths: list[int]) -> 
 
 
 def test_a_lone_sequence_takes_prefill_and_then_growing_steps() -> None:
-    """The time of one sequence is the profile's, summed by hand."""
+    """The time of one sequence, summed by hand from the profile."""
     shape = profile(kv_capacity_tokens=10_000)
     engine = SimulatedEngine(shape)
     engine.submit(0, SimulatedSequence("s", 500, 4, nothing_cached))
@@ -216,7 +217,7 @@ def test_a_lone_sequence_takes_prefill_and_then_growing_steps() -> None:
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
-    """Who decodes makes one token per chunk of the newcomer, in steps that are longer by the chunk's prefill."""
+    """Decoding sequences generate one token per chunk, in steps that are longer by the chunk's prefill."""
     shape = profile(kv_capacity_tokens=10_000, per_kv_ktoken_ms=0)
     engine = SimulatedEngine(shape, chunk_tokens=100)
     engine.submit(0, SimulatedSequence("old", 1, 50, nothing_cached))
@@ -233,7 +234,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
 
 
 def test_a_second_turn_finds_its_first_turn_in_the_cache() -> None:
-    """Prompt and answer of a turn are cached for the next one, in whole blocks; the last token is always computed."""
+    """A turn's prompt and answer are cached for the next one, in whole blocks. The last token is always computed."""
     engine = SimulatedEngine(profile(kv_capacity_tokens=1000), block_tokens=BLOCK_TOKENS)
     engine.submit(0, SimulatedSequence("turn 1", 50, 13, blocks_of("a")))
     run_to_end(engine)
@@ -247,7 +248,7 @@ def test_a_second_turn_finds_its_first_turn_in_the_cache() -> None:
 
 
 def test_the_least_recently_used_prefix_is_evicted_from_its_end() -> None:
-    """With room for two contexts, the older one loses its end first."""
+    """There is room for two contexts: a third one evicts the end of the older."""
     engine = SimulatedEngine(profile(kv_capacity_tokens=100), block_tokens=BLOCK_TOKENS)
     for at, name in enumerate("ab"):
         engine.submit(at, SimulatedSequence(name, 44, 4, blocks_of(name)))
@@ -260,8 +261,8 @@ def test_the_least_recently_used_prefix_is_evicted_from_its_end() -> None:
     assert 0 < run_to_end(engine)[0].num_cached < 44
 
 
-def test_when_kv_runs_out_the_last_to_come_is_preempted_and_resumes() -> None:
-    """The newest gives way, recomputes, and still makes each token once."""
+def test_when_kv_runs_out_the_newest_is_preempted_and_resumes() -> None:
+    """It is computed again, but each token is generated once."""
     engine = SimulatedEngine(profile(kv_capacity_tokens=100))
     engine.submit(0, SimulatedSequence("first", 40, 50, nothing_cached))
     engine.submit(0, SimulatedSequence("second", 40, 30, nothing_cached))
@@ -272,7 +273,7 @@ def test_when_kv_runs_out_the_last_to_come_is_preempted_and_resumes() -> None:
 
 
 def test_lower_priority_numbers_go_first_and_are_preempted_last() -> None:
-    """vLLM's convention, in the queue and among victims; who runs already is not disturbed."""
+    """vLLM's convention, in the queue and among victims. A running sequence is not disturbed."""
     engine = SimulatedEngine(profile(slots=1), order="priority")
     engine.submit(0, SimulatedSequence("running", 2, 5, nothing_cached, 9))
     for priority in (0, 5, -5):
@@ -285,8 +286,8 @@ def test_lower_priority_numbers_go_first_and_are_preempted_last() -> None:
     assert [e.id for e in run_to_end(engine) if e.kind == "preempted"] == ["low"]
 
 
-def test_with_a_margin_an_urgent_newcomer_takes_the_place_of_a_running_one() -> None:
-    """SGLang's rule: only when the difference is larger than the margin."""
+def test_with_a_margin_an_urgent_sequence_preempts_a_running_one() -> None:
+    """SGLang's rule: only if the difference is larger than the margin."""
     engine = SimulatedEngine(profile(slots=2), order="priority", preempt_margin=10)
     engine.submit(0, SimulatedSequence("as urgent", 2, 90, nothing_cached, -11))
     engine.submit(0, SimulatedSequence("running", 2, 50, nothing_cached, 0))
@@ -302,8 +303,8 @@ def test_with_a_margin_an_urgent_newcomer_takes_the_place_of_a_running_one() -> 
     ]
 
 
-def test_a_pause_that_keeps_freezes_and_loses_nothing() -> None:
-    """Frozen after the current step; the rest takes as long as it would have."""
+def test_a_pause_in_keep_mode_freezes_and_loses_nothing() -> None:
+    """The engine freezes after the current step; the rest takes as long as it would have."""
     engine = SimulatedEngine(profile())
     engine.submit(0, SimulatedSequence("s", 2, 20, nothing_cached))
     engine.pause(0.005, "keep")
@@ -316,8 +317,8 @@ def test_a_pause_that_keeps_freezes_and_loses_nothing() -> None:
     assert run_to_end(engine)[-1].at == pytest.approx(60 + 0.0011 * (20 - frozen), rel=0.01)
 
 
-def test_what_is_kept_for_another_engine_leaves_room_for_the_step_under_way() -> None:
-    """Blocks pinned in the middle of a step are refused where its token would find no room; else growth preempts."""
+def test_kept_kv_leaves_room_for_the_step_under_way() -> None:
+    """Pinning blocks during a step is refused if the step's token would find no room; later growth preempts."""
     kept = [(("kept", i), BLOCK_TOKENS) for i in range(4)]
     answers = []
     for num_steps in range(1, 8):
@@ -332,7 +333,7 @@ def test_what_is_kept_for_another_engine_leaves_room_for_the_step_under_way() ->
         answers.append(engine.keep((at + ends_at) / 2, kept))
         events = engine.advance(60.0)
         if answers[-1]:
-            assert "preempted" in [event.kind for event in events], "20 tokens grow beside 16 that are kept"
+            assert "preempted" in [event.kind for event in events], "20 tokens grow beside 16 kept ones"
             engine.let_go(60.0, kept)
             events += run_to_end(engine)
         assert events[-1].kind == "finished"
@@ -342,7 +343,7 @@ def test_what_is_kept_for_another_engine_leaves_room_for_the_step_under_way() ->
 
 
 def test_a_sequence_that_can_never_fit_is_refused() -> None:
-    """Else it would be preempted for ever."""
+    """Otherwise it would be preempted forever."""
     engine = SimulatedEngine(profile(kv_capacity_tokens=100))
     with pytest.raises(ValueError, match="101 tokens exceed"):
         engine.submit(0, SimulatedSequence("s", 60, 41, nothing_cached))
@@ -350,7 +351,7 @@ def test_a_sequence_that_can_never_fit_is_refused() -> None:
 
 
 def test_stepping_token_by_token_meets_each_step_exactly() -> None:
-    """`next_step_at` is what a streaming server wakes at: each wake brings one token."""
+    """A streaming server wakes at `next_step_at`: each wake gives one token."""
     engine = SimulatedEngine(profile(kv_capacity_tokens=10_000))
     engine.submit(0, SimulatedSequence("s", 10, 300, nothing_cached))
     for made in itertools.count():

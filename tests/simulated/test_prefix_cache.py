@@ -1,4 +1,4 @@
-"""What is cached, pinned or evictable: the counts are those of the pieces, and nothing is found that is gone."""
+"""What is cached, pinned or evictable: the counts match the pieces, and nothing that is gone is found."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -26,14 +26,14 @@ steps = st.lists(
 
 
 def pieces_of(content: str, kind: str, num_tokens: int) -> Sequence[Piece]:
-    """Whole blocks, or one piece that grows behind a block that all such contexts begin with."""
+    """Whole blocks, or one growing piece behind a block that all such contexts begin with."""
     if kind == "blocks":
         return [((content, number), BLOCK_TOKENS) for number in range(num_tokens // BLOCK_TOKENS)]
     return [(("head", 0), BLOCK_TOKENS), ((content, "rest"), num_tokens)]
 
 
-class Seen:
-    """The cache, as one may see it from outside: key by key."""
+class ObservedCache:
+    """The cache as seen from outside, key by key."""
 
     def __init__(self, host_capacity_tokens: int) -> None:
         self.cache = PrefixCache(host_capacity_tokens)
@@ -47,8 +47,8 @@ class Seen:
         return self.cache.probe_host([(key, MANY)])[0]
 
     def front(self, pieces: Sequence[Piece]) -> list[tuple[Hashable, int, int]]:
-        """Of the pieces that are found in either tier, up to the first that is not whole: how much, and how much of it
-        is here."""
+        """The pieces found in either tier, up to the first incomplete one: how much of each is found, and how much of
+        that is in the engine's tier."""
         found = []
         for key, size in pieces:
             had = min(self.anywhere(key), size)
@@ -64,65 +64,65 @@ class Seen:
         for content in CONTENTS:
             blocks = [self.here((content, number)) for number in range(10)]
             assert blocks == sorted(blocks, reverse=True) and sum(0 < held < BLOCK_TOKENS for held in blocks) <= 1, (
-                "a piece is here without those before it"
+                "a piece is cached without those before it"
             )
 
 
 @settings(max_examples=300)
 @given(steps=steps, host_capacity_tokens=st.sampled_from([0, 12, MANY]))
-def test_what_is_found_is_what_is_there(steps: list[tuple[str, object]], host_capacity_tokens: int) -> None:
-    """Pinning costs what was foretold; what is pinned stays; what is evicted is as much as asked, in whole blocks, and
-    then the host's, as much of it as that holds."""
-    seen = Seen(host_capacity_tokens)
-    cache = seen.cache
-    for step, about in steps:
-        match step, about:
+def test_the_cache_finds_exactly_what_it_holds(steps: list[tuple[str, object]], host_capacity_tokens: int) -> None:
+    """Pinning costs what `probe` said, and pinned pieces stay. Eviction takes as much as asked, in whole blocks, and
+    the host tier keeps as much of it as it has room for."""
+    observed = ObservedCache(host_capacity_tokens)
+    cache = observed.cache
+    for step, argument in steps:
+        match step, argument:
             case "enter", (str(content), str(kind), int(num_tokens)):
                 pieces = pieces_of(content, kind, num_tokens)
-                seen.keys |= {key for key, _ in pieces}
+                observed.keys |= {key for key, _ in pieces}
                 cached, growth = cache.probe(pieces)
-                front = seen.front(pieces)
+                front = observed.front(pieces)
                 found, copied = cache.probe_host(pieces)
                 assert found == sum(had for _, had, _ in front)
                 assert copied == sum(had - held for _, had, held in front)
                 assert cached <= found and (host_capacity_tokens or (cached, 0) == (found, copied))
                 before = cache.num_pinned_tokens
                 cache.pin(pieces)
-                seen.pinned.append(pieces)
+                observed.pinned.append(pieces)
                 assert cache.num_pinned_tokens == before + growth
                 assert cache.probe(pieces)[0] == sum(size for _, size in pieces)
-            case "leave", int(number) if seen.pinned:
-                cache.unpin(seen.pinned.pop(number % len(seen.pinned)))
+            case "leave", int(number) if observed.pinned:
+                cache.unpin(observed.pinned.pop(number % len(observed.pinned)))
             case "evict", int(num_tokens):
                 before, idle = cache.num_tokens, cache.num_tokens - cache.num_pinned_tokens
-                known = {key: seen.anywhere(key) for key in seen.keys}
+                known = {key: observed.anywhere(key) for key in observed.keys}
                 if not idle:
                     continue
                 cache.evict(num_tokens, BLOCK_TOKENS)
                 evicted = before - cache.num_tokens
                 assert min(num_tokens, idle) <= evicted <= min(idle, num_tokens + BLOCK_TOKENS - 1)
                 if host_capacity_tokens == MANY:
-                    assert known == {key: seen.anywhere(key) for key in seen.keys}
+                    assert known == {key: observed.anywhere(key) for key in observed.keys}
             case "clear", None:
                 cache.clear()
                 assert cache.num_tokens == cache.num_pinned_tokens
-                assert all(seen.anywhere(key) == seen.here(key) for key in seen.keys)
-        seen.check()
-        at_host = Counter({key: seen.anywhere(key) - seen.here(key) for key in seen.keys})
+                assert all(observed.anywhere(key) == observed.here(key) for key in observed.keys)
+        observed.check()
+        at_host = Counter({key: observed.anywhere(key) - observed.here(key) for key in observed.keys})
         assert at_host.total() <= host_capacity_tokens
-    for pieces in seen.pinned:
+    for pieces in observed.pinned:
         cache.unpin(pieces)
     assert cache.num_pinned_tokens == 0
 
 
-def test_the_host_lets_go_of_what_was_evicted_longest_ago() -> None:
-    """And keeps what is used again."""
-    seen = Seen(8)
+def test_the_host_tier_drops_the_oldest_evicted_blocks() -> None:
+    """With room for two blocks it keeps the latest two."""
+    observed = ObservedCache(8)
     for number, content in enumerate("abcd"):
         pieces = pieces_of(content, "blocks", 4)
-        seen.cache.pin(pieces)
-        seen.cache.unpin(pieces)
-        seen.cache.evict(4, BLOCK_TOKENS)
-        assert [seen.anywhere((one, 0)) for one in "abcd"][: number + 1] == [
+        observed.cache.pin(pieces)
+        observed.cache.unpin(pieces)
+        observed.cache.evict(4, BLOCK_TOKENS)
+        assert [observed.anywhere((one, 0)) for one in "abcd"][: number + 1] == [
             4 if number - place < 2 else 0 for place in range(number + 1)
         ]

@@ -1,4 +1,4 @@
-"""The profiles that come with Heddle, and users' own."""
+"""The profiles that ship with Heddle, and users' own."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ engines = [{ tp = 2, kernel_ms = [5.0, 0.1, 0.2], prefill_ms = [10.0, 0.5], kv_c
 
 
 def test_every_built_in_profile_is_sane_and_names_its_source() -> None:
-    """A wider engine is faster for one sequence and holds more KV, in every family."""
+    """In every family, an engine with more GPUs decodes one sequence no slower and holds no less KV."""
     families: dict[str, list[str]] = {}
     for name in profile_names():
         families.setdefault(name.rpartition("-tp")[0], []).append(name)
@@ -37,7 +37,7 @@ def test_every_built_in_profile_is_sane_and_names_its_source() -> None:
 
 
 def test_engine_overhead_is_part_of_a_decode_step() -> None:
-    """Kernel time plus what the engine adds: 11.05 + 1.13 and 0.0118 + 0.031 ms."""
+    """Kernel time plus the engine's overhead: 11.05 + 1.13 and 0.0118 + 0.031 ms."""
     profile = load_profile("qwen3-14b-h100-tp1")
     assert profile.decode_base_ms == pytest.approx(12.18)
     assert profile.decode_per_sequence_ms == pytest.approx(0.0428)
@@ -45,13 +45,13 @@ def test_engine_overhead_is_part_of_a_decode_step() -> None:
     assert load_profile("qwen3-14b-h100-tp4").slots == 400
 
 
-def test_an_unknown_name_is_answered_with_near_ones() -> None:
-    """A typing error is seen at once."""
+def test_an_unknown_profile_name_suggests_similar_ones() -> None:
+    """So that a typing error is obvious."""
     with pytest.raises(ValueError, match=r"'qwen3-14b-h100'.*qwen3-14b-h100-tp1"):
         load_profile("qwen3-14b-h100")
 
 
-def test_a_profile_of_ones_own_is_loaded_by_path_and_name(tmp_path: Path) -> None:
+def test_a_users_profile_is_loaded_by_path_and_name(tmp_path: Path) -> None:
     """`path.toml:name`, in the form of the built-in files."""
     path = tmp_path / "mine.toml"
     path.write_text(OWN)
@@ -59,8 +59,8 @@ def test_a_profile_of_ones_own_is_loaded_by_path_and_name(tmp_path: Path) -> Non
     assert (profile.slots, profile.decode_base_ms, profile.kv_capacity_tokens) == (20, 6.0, 5000)
 
 
-def test_a_malformed_profile_file_says_what_is_missing(tmp_path: Path) -> None:
-    """One clear line, not a traceback from the parser."""
+def test_a_malformed_profile_file_is_reported_in_one_line(tmp_path: Path) -> None:
+    """Without a traceback from the parser."""
     path = tmp_path / "mine.toml"
     path.write_text(OWN.replace("kv_bytes_per_token = 1000\n", ""))
     with pytest.raises(ValueError, match="'kv_bytes_per_token' is missing"):

@@ -1,4 +1,4 @@
-"""The simulated SGLang over a real socket, where it differs from vLLM."""
+"""The simulated SGLang over a real socket, as far as it differs from vLLM."""
 
 import asyncio
 import dataclasses
@@ -13,8 +13,8 @@ from .http import CHAT, events, metric, until_metric
 RUNNING = "sglang:num_running_reqs"
 
 
-async def test_errors_are_flat(start: Start) -> None:
-    """On the chat route; nested on responses."""
+async def test_errors_are_flat_on_chat_and_nested_on_responses(start: Start) -> None:
+    """As SGLang writes them."""
     client = await start(dialect="sglang")
     flat = (await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 0})).json()
     assert (flat["object"], flat["code"]) == ("error", 400) and "error" not in flat
@@ -22,8 +22,8 @@ async def test_errors_are_flat(start: Start) -> None:
     assert nested["error"]["code"] == 400
 
 
-async def test_the_answers_id_is_the_rid_and_any_model_is_taken(start: Start) -> None:
-    """X-Request-Id means nothing to SGLang."""
+async def test_the_answers_id_is_the_rid_and_any_model_is_accepted(start: Start) -> None:
+    """SGLang ignores X-Request-Id."""
     client = await start(dialect="sglang")
     body = {**CHAT, "max_tokens": 2, "rid": "traj-1.", "model": "whatever"}
     answer = await client.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "no"})
@@ -32,8 +32,8 @@ async def test_the_answers_id_is_the_rid_and_any_model_is_taken(start: Start) ->
     assert (await client.get("/v1/models/simulated")).json()["id"] == "simulated"
 
 
-async def test_native_streams_repeat_what_they_said_unless_incremental(start: Start) -> None:
-    """Cumulative by default; both end where the whole answer ends."""
+async def test_native_streams_are_cumulative_unless_incremental(start: Start) -> None:
+    """Both end like the whole answer."""
     body = {"input_ids": [300, 301], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
     for incremental in (False, True):
         client = await start(dialect="sglang", incremental_streaming_output=incremental)
@@ -50,10 +50,10 @@ async def test_native_streams_repeat_what_they_said_unless_incremental(start: St
             assert chunks[1]["text"].startswith(chunks[0]["text"])
 
 
-async def test_a_reader_that_is_slow_gets_the_end_too(start: Start) -> None:
-    """All of an answer is made while nobody reads more of it than fits between the two."""
-    client = await start(dialect="sglang", speed_up=5.0)  # fast enough, it would say all of it at once
-    # Said again in each event, these are 27 MB: above the 4 MB that Linux lets a socket take (tcp_wmem).
+async def test_a_slow_reader_gets_the_end_of_its_stream(start: Start) -> None:
+    """The engine finishes the answer while the client reads no more of it than the buffers hold."""
+    client = await start(dialect="sglang", speed_up=5.0)  # a faster engine would send everything at once
+    # Repeated in each event, these are 27 MB: above the 4 MB that Linux buffers for a socket (tcp_wmem).
     sampling = {"max_new_tokens": 1500, "ignore_eos": True}
     body = {"input_ids": [300, 301], "sampling_params": sampling, "return_logprob": True, "stream": True}
     async with client.stream("POST", "/generate", json=body) as answer:
@@ -63,15 +63,15 @@ async def test_a_reader_that_is_slow_gets_the_end_too(start: Start) -> None:
     assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 1500}
 
 
-async def test_native_bodies_are_checked(start: Start) -> None:
-    """An unknown field is refused, unlike on the OpenAI routes."""
+async def test_native_routes_refuse_unknown_fields(start: Start) -> None:
+    """Unlike the OpenAI routes."""
     client = await start(dialect="sglang")
     response = await client.post("/generate", json={"text": "a", "unheard_of": 1})
     assert response.status_code == 400 and "unheard_of" in response.json()["error"]["message"]
 
 
 async def test_chat_takes_token_ids_and_refuses_to_stream_them(start: Start) -> None:
-    """`input_ids` bypass the template; `return_token_ids` is for whole answers only."""
+    """`input_ids` bypass the template; `return_token_ids` works for whole answers only."""
     client = await start(dialect="sglang")
     ids = (await client.post("/tokenize", json=CHAT)).json()["tokens"]
     body = {**CHAT, "max_tokens": 4}
@@ -83,7 +83,7 @@ async def test_chat_takes_token_ids_and_refuses_to_stream_them(start: Start) -> 
 
 
 async def test_an_abort_matches_by_prefix(start: Start) -> None:
-    """`traj-1` also ends `traj-10`: a gateway must end its ids with something."""
+    """Aborting `traj-1` also ends `traj-10`, so a gateway must end its ids with a delimiter."""
     client = await start(dialect="sglang", speed_up=1.0)
     tasks = {
         rid: asyncio.create_task(
@@ -102,7 +102,8 @@ async def test_an_abort_matches_by_prefix(start: Start) -> None:
 
 @pytest.mark.parametrize(("low_first", "urgent"), [(True, -20), (False, 20)])
 async def test_a_much_more_urgent_request_preempts_a_running_one(start: Start, low_first: bool, urgent: int) -> None:
-    """By more than the threshold of 10, in the sign that the server was started with; the victim still finishes."""
+    """By more than the threshold of 10, in the direction that the server was started with. The victim still
+    finishes."""
     profile = dataclasses.replace(load_profile("toy-cpu-tp1"), slots=1)
     client = await start(dialect="sglang", speed_up=2.0, profile=profile, low_priority_values_first=low_first)
     order: list[str] = []
@@ -123,7 +124,7 @@ async def test_a_much_more_urgent_request_preempts_a_running_one(start: Start, l
 
 
 async def test_a_full_queue_is_a_503_or_an_event(start: Start) -> None:
-    """SGLang's scheduler refuses after a stream has begun."""
+    """SGLang's scheduler rejects a streaming request after the stream has begun."""
     client = await start(dialect="sglang", speed_up=1.0, max_num_queued=1)
     long = asyncio.create_task(
         client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 3000, "ignore_eos": True})
@@ -137,7 +138,7 @@ async def test_a_full_queue_is_a_503_or_an_event(start: Start) -> None:
 
 
 async def test_while_paused_new_requests_wait(start: Start) -> None:
-    """They block in the HTTP server; `/ready` says 503 and `/ping` 200; continue lets them in."""
+    """They block in the HTTP server. `/ready` answers 503 and `/ping` 200; continuing lets them in."""
     client = await start(dialect="sglang")
     await client.post("/pause_generation", json={"mode": "in_place"})
     assert (await client.get("/ready")).status_code == 503
@@ -151,8 +152,8 @@ async def test_while_paused_new_requests_wait(start: Start) -> None:
     assert (await client.post("/flush_cache")).status_code == 200
 
 
-async def test_info_routes_tell_what_a_gateway_probes(start: Start) -> None:
-    """Model, server arguments, load; vLLM's version route is not there."""
+async def test_info_routes_report_what_a_gateway_probes(start: Start) -> None:
+    """Model, server arguments and load. vLLM's version route does not exist."""
     client = await start(dialect="sglang")
     assert (await client.get("/model_info")).json()["model_path"] == "simulated"
     info = (await client.get("/server_info")).json()

@@ -1,4 +1,4 @@
-"""The simulated model's text: tokens and back, answers that can be resumed, and answers that have a form."""
+"""The simulated model's text: tokenization, answers that can be resumed, and answers with a prescribed form."""
 
 from typing import Any
 
@@ -32,8 +32,8 @@ TOOLS = [
 
 
 @given(text=st.text())
-def test_every_text_survives_the_way_to_tokens_and_back(text: str) -> None:
-    """Exact, whatever the script; and the pieces that a stream sends add up to the same."""
+def test_every_text_survives_tokenization(text: str) -> None:
+    """Exactly, whatever the script. The pieces that a stream sends add up to the same text."""
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert "".join(tokenizer.texts(ids)) == text
@@ -41,13 +41,13 @@ def test_every_text_survives_the_way_to_tokens_and_back(text: str) -> None:
 
 
 def test_english_has_about_four_characters_per_token() -> None:
-    """So that context lengths are like a real model's."""
+    """So that contexts are about as long as a real model's."""
     text = "The quick brown fox jumps over the lazy dog, and finds a file in the tree. " * 50
     assert 3 < len(text) / len(tokenizer.encode(text)) < 5
 
 
 def test_an_answer_sent_back_as_a_message_has_the_same_tokens() -> None:
-    """Else no second turn would ever meet the prefix cache."""
+    """Otherwise no second turn would find its first one in the prefix cache."""
     prompt = render([{"role": "user", "content": "Hi"}], None, tokenizer)
     made = answer(prompt, Wish(max_tokens=40, ignore_eos=True), tokenizer, "default", 128)
     text = "".join(made.texts)
@@ -68,8 +68,8 @@ wishes = st.builds(
 
 
 @given(text=st.text(max_size=20), wish=wishes, cut=st.integers(1, 59))
-def test_an_answer_resumed_from_its_own_prefix_goes_on_the_same(text: str, wish: Wish, cut: int) -> None:
-    """Free text, JSON and tool calls alike: this is what lets a turn move between engines."""
+def test_an_answer_resumed_from_its_prefix_continues_identically(text: str, wish: Wish, cut: int) -> None:
+    """Free text, JSON and tool calls: this lets a turn move between engines."""
     prompt = render([{"role": "user", "content": text}], None, tokenizer)
     whole = answer(prompt, wish, tokenizer, "default", 40)
     cut = min(cut, len(whole.token_ids) - 1)
@@ -86,25 +86,25 @@ def _fields(wish: Wish) -> dict[str, Any]:
     return {name: getattr(wish, name) for name in Wish.__slots__}
 
 
-def test_answers_differ_by_choice_seed_and_weights_but_not_by_chance() -> None:
-    """Greedy determinism, with every knob a separate stream of words."""
+def test_answers_depend_on_choice_seed_and_weights_only() -> None:
+    """The same request gives the same answer; each of the three changes it."""
     prompt = tokenizer.encode("Tell me")
     wish = Wish(max_tokens=20, ignore_eos=True)
 
-    def said(wish: Wish, version: str = "default") -> list[int]:
+    def answer_ids(wish: Wish, version: str = "default") -> list[int]:
         return answer(list(prompt), wish, tokenizer, version, 128).token_ids
 
-    assert said(wish) == said(wish)
+    assert answer_ids(wish) == answer_ids(wish)
     others = [
-        said(Wish(max_tokens=20, ignore_eos=True, index=1)),
-        said(Wish(max_tokens=20, ignore_eos=True, seed=7)),
-        said(wish, "v2"),
+        answer_ids(Wish(max_tokens=20, ignore_eos=True, index=1)),
+        answer_ids(Wish(max_tokens=20, ignore_eos=True, seed=7)),
+        answer_ids(wish, "v2"),
     ]
-    assert len({tuple(ids) for ids in [said(wish), *others]}) == 4
+    assert len({tuple(ids) for ids in [answer_ids(wish), *others]}) == 4
 
 
 def test_a_stop_string_ends_the_answer_and_is_cut_off() -> None:
-    """Also one that reaches over the border of two tokens."""
+    """Unless it is to be included. It may span two tokens."""
     prompt = list(tokenizer.encode("Tell me"))
     free = answer(prompt, Wish(max_tokens=30, ignore_eos=True), tokenizer, "default", 128)
     text = "".join(free.texts)
@@ -121,7 +121,7 @@ def test_a_stop_string_ends_the_answer_and_is_cut_off() -> None:
 
 @given(text=st.text(max_size=20))
 def test_a_required_tool_call_is_valid_for_its_schema(text: str) -> None:
-    """Its text, parsed back, is a call of a declared function with valid arguments."""
+    """Its text, parsed again, calls a declared function with valid arguments."""
     prompt = render([{"role": "user", "content": text}], TOOLS, tokenizer)
     made = answer(prompt, Wish(max_tokens=500, tools=TOOLS, tool_choice="required"), tokenizer, "default", 128)
     call = parse_call(tokenizer.decode(made.token_ids))
@@ -151,7 +151,7 @@ SCHEMAS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
 def test_instances_are_valid_for_their_schema(schema: dict[str, Any]) -> None:
-    """For every seed, and the same for the same seed."""
+    """For every seed, and the same seed gives the same instance."""
     for seed in range(50):
         value = instance_of(schema, seed * 2654435761)
         jsonschema.validate(value, schema)

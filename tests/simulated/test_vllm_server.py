@@ -21,8 +21,8 @@ LOOK = {
 }
 
 
-async def test_a_stream_says_what_the_whole_answer_says(start: Start) -> None:
-    """One chunk per token, the same text, the same usage; the role first and [DONE] last."""
+async def test_a_stream_has_the_content_of_the_whole_answer(start: Start) -> None:
+    """One chunk per token, the same text, the same usage; the role comes first and [DONE] last."""
     client = await start()
     body = {**CHAT, "max_tokens": 12, "ignore_eos": True}
     whole = (await client.post("/v1/chat/completions", json=body)).json()
@@ -43,7 +43,7 @@ async def test_a_stream_says_what_the_whole_answer_says(start: Start) -> None:
     assert len({chunk["id"] for chunk in [role, *tokens, usage]}) == 1
 
 
-async def test_the_openai_sdk_is_content(start: Start) -> None:
+async def test_the_openai_sdk_accepts_every_answer(start: Start) -> None:
     """Chat, stream, tools, n, logprobs, completion, embeddings, models and responses through the official client."""
     client = await start()
     async with openai.AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="x", max_retries=0) as sdk:
@@ -81,25 +81,25 @@ async def test_the_openai_sdk_is_content(start: Start) -> None:
         assert kinds[0] == "response.created" and kinds[-1] in ("response.completed", "response.incomplete")
 
 
-async def test_the_anthropic_sdk_is_content(start: Start) -> None:
+async def test_the_anthropic_sdk_accepts_every_answer(start: Start) -> None:
     """Messages, stream, tools and count_tokens through the official client."""
     client = await start()
     async with anthropic.AsyncAnthropic(base_url=str(client.base_url), api_key="x", max_retries=0) as sdk:
-        asked = {"model": "simulated", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}]}
-        whole = await sdk.messages.create(**asked)
-        async with sdk.messages.stream(**asked) as stream:
+        request = {"model": "simulated", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}]}
+        whole = await sdk.messages.create(**request)
+        async with sdk.messages.stream(**request) as stream:
             streamed = await stream.get_final_message()
         assert streamed.content[0].text == whole.content[0].text
         assert streamed.stop_reason == whole.stop_reason
         tool = {"name": "look", "input_schema": LOOK["function"]["parameters"]}
-        call = await sdk.messages.create(**{**asked, "max_tokens": 200}, tools=[tool], tool_choice={"type": "any"})
+        call = await sdk.messages.create(**{**request, "max_tokens": 200}, tools=[tool], tool_choice={"type": "any"})
         assert call.stop_reason == "tool_use" and set(call.content[0].input) == {"path"}
-        count = await sdk.messages.count_tokens(model="simulated", messages=asked["messages"])
+        count = await sdk.messages.count_tokens(model="simulated", messages=request["messages"])
         assert count.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
 
 
 async def test_tokens_in_and_out_give_the_chat_answer(start: Start) -> None:
-    """Render, generate and derender in a row say what the chat route says, cut in two legs or not, with tools too."""
+    """Render, generate and derender give the chat route's answer when generated in two legs, with tools, too."""
     client = await start()
     for extra in ({"max_tokens": 30}, {"max_tokens": 200, "tools": [LOOK], "tool_choice": "required"}):
         body = {**CHAT, **extra}
@@ -115,13 +115,13 @@ async def test_tokens_in_and_out_give_the_chat_answer(start: Start) -> None:
         }
         made = (await client.post("/inference/v1/generate", json=second)).json()
         [choice] = made["choices"]
-        # A parser would be told the text of the token that ended the turn.
+        # A parser must not get the text of the token that ended the turn.
         choice["token_ids"] = begun + choice["token_ids"][: -1 if choice["finish_reason"] == "stop" else None]
         derendered = await client.post("/v1/chat/completions/derender", json={"generate_response": made})
         message = derendered.json()["choices"][0]["message"]
-        wanted = whole["choices"][0]["message"]
-        assert message["content"] == wanted["content"]
-        functions = [[call["function"] for call in one.get("tool_calls") or []] for one in (message, wanted)]
+        expected = whole["choices"][0]["message"]
+        assert message["content"] == expected["content"]
+        functions = [[call["function"] for call in one.get("tool_calls") or []] for one in (message, expected)]
         assert functions[0] == functions[1]
 
 
@@ -139,7 +139,7 @@ async def test_a_token_stream_ends_like_the_whole_answer(start: Start) -> None:
 
 
 async def test_a_second_turn_reports_cached_tokens(start: Start) -> None:
-    """The first turn's prompt and answer are found again, in whole blocks; another cache_salt finds nothing."""
+    """The first turn's prompt and answer are found, in whole blocks. With another cache_salt nothing is."""
     client = await start()
     messages = [{"role": "user", "content": "word " * 60}]
     first = (await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 40})).json()
@@ -156,7 +156,7 @@ async def test_a_second_turn_reports_cached_tokens(start: Start) -> None:
 
 @pytest.mark.parametrize("is_stream", [True, False])
 async def test_a_client_that_leaves_frees_its_slot(start: Start, is_stream: bool) -> None:
-    """Streaming or not, the sequence is aborted at its engine."""
+    """Streaming or not, the engine aborts the sequence."""
     client = await start(speed_up=1.0)
     body = {**CHAT, "max_tokens": 4000, "ignore_eos": True, "stream": is_stream}
     task = asyncio.create_task(client.post("/v1/chat/completions", json=body))
@@ -166,8 +166,8 @@ async def test_a_client_that_leaves_frees_its_slot(start: Start, is_stream: bool
     assert await metric(client, "vllm:kv_cache_usage_perc") == 0
 
 
-async def test_errors_are_vllms(start: Start) -> None:
-    """Nested, with an int code; the type names the kind."""
+async def test_errors_have_vllms_form(start: Start) -> None:
+    """Nested, with an integer code; the type names the kind."""
     client = await start()
     cases = [
         ("/v1/chat/completions", {**CHAT, "model": "other"}, 404, "NotFoundError"),
@@ -192,7 +192,7 @@ async def test_errors_are_vllms(start: Start) -> None:
 
 
 async def test_a_key_guards_inference_only(start: Start) -> None:
-    """401 with a string as its error; control routes ask for no key."""
+    """A 401 has a string as its error. Control routes need no key."""
     client = await start(api_key="secret")
     response = await client.post("/v1/chat/completions", json=CHAT)
     assert (response.status_code, response.json()) == (401, {"error": "Unauthorized"})
@@ -202,7 +202,7 @@ async def test_a_key_guards_inference_only(start: Start) -> None:
 
 
 async def test_a_full_queue_answers_503_before_the_stream_begins(start: Start) -> None:
-    """Admission control is a real HTTP status, and is counted."""
+    """Admission control is an HTTP status, and is counted."""
     client = await start(speed_up=1.0, max_num_queued=1)
     long = asyncio.create_task(
         client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 3000, "ignore_eos": True})
@@ -216,7 +216,7 @@ async def test_a_full_queue_answers_503_before_the_stream_begins(start: Start) -
 
 
 async def test_while_paused_streams_answer_200_and_then_an_error(start: Start) -> None:
-    """The 503 is the first event of a stream, and the status of a whole answer; resume ends it."""
+    """The 503 is the first event of a stream and the status of a whole answer, until the engine resumes."""
     client = await start()
     await client.post("/pause?mode=abort")
     assert (await client.get("/is_paused")).json() == {"is_paused": True}
@@ -230,7 +230,7 @@ async def test_while_paused_streams_answer_200_and_then_an_error(start: Start) -
 
 @pytest.mark.parametrize("how", ["/pause?mode=abort", "/abort_requests", "/sleep"])
 async def test_aborted_requests_end_with_200_and_abort(start: Start, how: str) -> None:
-    """With the text so far; in a stream the last chunk says so."""
+    """With the text so far. In a stream the last chunk has the finish reason."""
     client = await start(speed_up=1.0)
     body = {**CHAT, "max_tokens": 4000, "ignore_eos": True}
     whole = asyncio.create_task(client.post("/v1/chat/completions", json=body))
@@ -245,7 +245,7 @@ async def test_aborted_requests_end_with_200_and_abort(start: Start, how: str) -
 
 
 async def test_one_request_can_be_aborted_by_its_own_id(start: Start) -> None:
-    """The id is the answer's: chatcmpl- and the X-Request-Id."""
+    """The answer's id: chatcmpl- and the X-Request-Id."""
     client = await start(speed_up=1.0)
     body = {**CHAT, "max_tokens": 2000, "ignore_eos": True}
     tasks = [
@@ -254,14 +254,14 @@ async def test_one_request_can_be_aborted_by_its_own_id(start: Start) -> None:
     ]
     await until_metric(client, "vllm:num_requests_running", 2)
     response = await client.post("/abort_requests", json={"request_ids": ["chatcmpl-a", "unknown"]})
-    assert response.json() == {"status": "aborted", "aborted": 2}  # the ids given, whether or not they run
+    assert response.json() == {"status": "aborted", "aborted": 2}  # counts the given ids, whether or not they run
     answer = (await tasks[0]).json()
     assert (answer["id"], answer["choices"][0]["finish_reason"]) == ("chatcmpl-a", "abort")
     assert await metric(client, "vllm:num_requests_running") == 1
     tasks[1].cancel()
 
 
-async def test_the_header_overrides_the_bodys_priority(start: Start) -> None:
+async def test_the_priority_header_overrides_the_body(start: Start) -> None:
     """X-Vllm-Priority wins, and lower goes first, through the one slot."""
     client = await start(speed_up=4.0, profile=dataclasses.replace(load_profile("toy-cpu-tp1"), slots=1))
     order: list[str] = []
@@ -281,8 +281,8 @@ async def test_the_header_overrides_the_bodys_priority(start: Start) -> None:
     assert order == ["running", "first", "second", "last"]
 
 
-async def test_chunks_carry_several_tokens_where_an_interval_is_set(start: Start) -> None:
-    """Demos need no chunk per token; nothing is lost."""
+async def test_chunks_carry_several_tokens_if_an_interval_is_set(start: Start) -> None:
+    """Demos need no chunk per token. Nothing is lost."""
     client = await start(chunk_interval_s=0.02)
     body = {**CHAT, "max_tokens": 400, "ignore_eos": True}
     whole = (await client.post("/v1/chat/completions", json=body)).json()
@@ -293,7 +293,7 @@ async def test_chunks_carry_several_tokens_where_an_interval_is_set(start: Start
 
 
 async def test_virtual_time_follows_the_profile(start: Start) -> None:
-    """A lone answer's virtual time is prefill plus steps, whatever the speed-up."""
+    """The virtual time of a lone answer is prefill plus steps, whatever the speed-up."""
     client = await start(speed_up=1000.0)
     await client.post("/v1/completions", json={"prompt": [300] * 100, "max_tokens": 1000, "ignore_eos": True})
     taken = await metric(client, "vllm:e2e_request_latency_seconds_sum")
@@ -301,7 +301,7 @@ async def test_virtual_time_follows_the_profile(start: Start) -> None:
     assert taken == pytest.approx(expected, rel=1e-6)
 
 
-async def test_return_token_ids_gives_prompt_and_answer(start: Start) -> None:
+async def test_return_token_ids_returns_prompt_and_answer(start: Start) -> None:
     """Whole and streamed."""
     client = await start()
     body = {**CHAT, "max_tokens": 5, "return_token_ids": True}
@@ -310,8 +310,8 @@ async def test_return_token_ids_gives_prompt_and_answer(start: Start) -> None:
     assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
     ids = [id for chunk in chunks[1:] for id in chunk["choices"][0]["token_ids"]]
     assert ids == whole["choices"][0]["token_ids"]
-    said = (await client.post("/detokenize", json={"tokens": ids})).json()["prompt"]
-    assert said == whole["choices"][0]["message"]["content"]
+    text = (await client.post("/detokenize", json={"tokens": ids})).json()["prompt"]
+    assert text == whole["choices"][0]["message"]["content"]
     tokenized = (await client.post("/tokenize", json=CHAT)).json()
     assert tokenized["tokens"] == whole["prompt_token_ids"] and tokenized["count"] == len(tokenized["tokens"])
 
@@ -349,7 +349,7 @@ BODIES = {
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_junk_in_any_field_is_never_a_500(start: Start, path: str) -> None:
-    """Wrong types are the client's mistake: 400, or taken; in streams as well."""
+    """Wrong types are the client's mistake: a 400, or accepted, in streams as well."""
     client = await start(speed_up=1000.0)
     for is_stream in (False, True):
         for name in BODIES[path]:
@@ -359,7 +359,7 @@ async def test_junk_in_any_field_is_never_a_500(start: Start, path: str) -> None
 
 
 async def test_idle_connections_are_closed(start: Start) -> None:
-    """After `keep_alive_s`, as the real engines do after 5 s."""
+    """After `keep_alive_s`, as real engines do after 5 s."""
     client = await start(keep_alive_s=0.1)
     reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
     writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")

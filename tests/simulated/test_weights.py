@@ -1,4 +1,4 @@
-"""Simulated engines that get other weights while requests run."""
+"""Simulated engines whose weights are updated while requests run."""
 
 import asyncio
 from typing import Any
@@ -19,7 +19,7 @@ TOKENIZER = Tokenizer()
 
 
 def transfer_to(kind: str, weights: str) -> dict[str, Any]:
-    """What a trainer would send."""
+    """The body that a trainer would send."""
     if kind == "vllm":
         return {"init_info": {"master_port": 1}, "update_info": {"weights": weights}}
     return {"init": {"group_name": "g"}, "distributed": {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}}
@@ -45,17 +45,18 @@ async def generate(client: httpx2.AsyncClient, kind: str, ids: list[int], tokens
 
 
 def engine_http(client: httpx2.AsyncClient) -> HttpClient:
-    """The gateway's way to the same engine."""
+    """The gateway's HTTP client for the same engine."""
     return HttpClient(str(client.base_url))
 
 
 @KINDS
 @MODES
 @pytest.mark.parametrize("way", ["path", "transfer"])
-async def test_what_runs_goes_on_under_the_new_weights_from_its_next_token(
+async def test_running_requests_continue_under_the_new_weights(
     start: Start, kind: str, mode: UpdateMode, way: str
 ) -> None:
-    """Its tokens before are those of the old weights; those after, of an engine that had the new ones from there on."""
+    """Earlier tokens are those of the old weights. Later ones are those of an engine with the new weights, from the
+    next token on."""
     client = await start(dialect=kind, speed_up=2.0)  # 200 tokens take a second: time for a busy machine to pause them
     other = await start(dialect=kind, weight_version="v7", speed_up=1000.0)
     prompt = TOKENIZER.encode("Tell me about looms. " * 20)
@@ -66,26 +67,26 @@ async def test_what_runs_goes_on_under_the_new_weights_from_its_next_token(
         while await metric(client, GAUGE[kind]) == 0:
             pass
     await weights.pause(http, mode, 60)
-    given = NewWeights("v7", mode, "/weights/v7" if way == "path" else None, transfer_to(kind, "v7"))
-    await weights.load(http, given, 60)
+    new_weights = NewWeights("v7", mode, "/weights/v7" if way == "path" else None, transfer_to(kind, "v7"))
+    await weights.load(http, new_weights, 60)
     await weights.resume(http, 60)
     assert await weights.version(http, 60) == "v7"
-    made = await running
-    assert [span["version"] for span in made["spans"]] == ["default", "v7"], made["spans"]
-    num_before = made["spans"][1]["start"]
-    assert made["spans"][0] == {"version": "default", "start": 0, "end": num_before}
-    assert 0 < num_before < 200 and made["spans"][1]["end"] == len(made["ids"]) == 200
-    assert made["ids"][:num_before] == undisturbed["ids"][:num_before]
-    resumed = await generate(other, kind, prompt + made["ids"][:num_before], 200 - num_before)
-    assert made["ids"][num_before:] == resumed["ids"]
-    assert made["ids"][num_before:] != undisturbed["ids"][num_before:]
+    answer = await running
+    assert [span["version"] for span in answer["spans"]] == ["default", "v7"], answer["spans"]
+    num_before = answer["spans"][1]["start"]
+    assert answer["spans"][0] == {"version": "default", "start": 0, "end": num_before}
+    assert 0 < num_before < 200 and answer["spans"][1]["end"] == len(answer["ids"]) == 200
+    assert answer["ids"][:num_before] == undisturbed["ids"][:num_before]
+    resumed = await generate(other, kind, prompt + answer["ids"][:num_before], 200 - num_before)
+    assert answer["ids"][num_before:] == resumed["ids"]
+    assert answer["ids"][num_before:] != undisturbed["ids"][num_before:]
     http.close()
 
 
 @KINDS
 @MODES
-async def test_the_cache_is_cleared_where_the_mode_says_so(start: Start, kind: str, mode: UpdateMode) -> None:
-    """vLLM's keep leaves the cache, for its requests carry a salt; SGLang's cannot, so it is flushed always."""
+async def test_only_vllms_keep_mode_keeps_the_prefix_cache(start: Start, kind: str, mode: UpdateMode) -> None:
+    """There, requests carry a salt. SGLang has no salt, so its cache is always flushed."""
     client = await start(dialect=kind)
     prompt = TOKENIZER.encode("Tell me about looms. " * 20)
     await generate(client, kind, prompt, 4)
@@ -100,8 +101,8 @@ async def test_the_cache_is_cleared_where_the_mode_says_so(start: Start, kind: s
 
 
 @KINDS
-async def test_a_load_that_fails_says_at_which_step_and_what_the_engine_said(start: Start, kind: str) -> None:
-    """A path that is not there is refused by the engine; one that is gone refuses nothing."""
+async def test_a_failed_update_reports_the_step_and_the_engines_error(start: Start, kind: str) -> None:
+    """The engine refuses a path that does not exist. An unreachable engine is a failure but not a refusal."""
     client = await start(dialect=kind)
     http, weights = engine_http(client), WEIGHTS[kind]
     await weights.pause(http, UpdateMode.KEEP, 60)
@@ -118,7 +119,7 @@ async def test_a_load_that_fails_says_at_which_step_and_what_the_engine_said(sta
 
 @KINDS
 async def test_a_stream_in_flight_just_pauses(start: Start, kind: str) -> None:
-    """No event is lost or twice, whatever its weights."""
+    """No token is lost or repeated, whatever weights it comes from."""
     client = await start(dialect=kind, speed_up=2.0)  # 200 tokens take a second: time for a busy machine to pause them
     body = {"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 150, "ignore_eos": True, "stream": True}
     http, weights = engine_http(client), WEIGHTS[kind]
@@ -132,8 +133,8 @@ async def test_a_stream_in_flight_just_pauses(start: Start, kind: str) -> None:
             await weights.resume(http, 60)
         async for line in lines:
             text += line + "\n"
-    said = events(text)
-    assert said[-1] == "[DONE]"
-    words = "".join(e["choices"][0]["delta"].get("content") or "" for e in said[:-1] if e["choices"])
-    assert len(TOKENIZER.encode(words)) == 150
+    chunks = events(text)
+    assert chunks[-1] == "[DONE]"
+    content = "".join(e["choices"][0]["delta"].get("content") or "" for e in chunks[:-1] if e["choices"])
+    assert len(TOKENIZER.encode(content)) == 150
     http.close()
