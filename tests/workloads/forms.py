@@ -1,4 +1,4 @@
-"""Rows of public traces and lines of engines' logs, as their makers write them."""
+"""Rows of public traces and lines of engine logs, in the form in which they are published."""
 
 import json
 from pathlib import Path

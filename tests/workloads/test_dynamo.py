@@ -1,4 +1,4 @@
-"""Dynamo's agentic turns become trajectories, in the order of what they wait for."""
+"""Dynamo's agentic turns become trajectories, in the order of their dependencies."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from workloads.trajectories import Turn
 
 
 def test_dynamo_turns_of_a_session_follow_each_other_after_their_delay(tmp_path: Path) -> None:
-    """The delay after what a turn waits for is the tool call before it; sessions stay apart."""
+    """The delay after a turn's dependencies is the tool call before it. Sessions stay apart."""
     path = lines(
         tmp_path / "t.jsonl",
         dynamo("r1", 100, 10, session_id="a", delay_after_dependencies_ms=0),
@@ -23,8 +23,8 @@ def test_dynamo_turns_of_a_session_follow_each_other_after_their_delay(tmp_path:
     assert [t.group_id for t in workload.trajectories] == ["a", "b"]
 
 
-def test_dynamo_turns_come_after_what_they_wait_for_wherever_they_stand(tmp_path: Path) -> None:
-    """A file need not be sorted: the turns of a chain in any order are one trajectory."""
+def test_dynamo_turns_follow_their_dependencies_in_any_file_order(tmp_path: Path) -> None:
+    """The turns of a chain are one trajectory even if the file is not sorted."""
     turns = [
         dynamo(f"r{n}", 100 + 50 * n, 10, wait_for=[f"r{n - 1}"] if n else [], delay=100.0 * n) for n in range(2_000)
     ]
@@ -34,7 +34,7 @@ def test_dynamo_turns_come_after_what_they_wait_for_wherever_they_stand(tmp_path
 
 
 def test_dynamo_turns_that_wait_for_each_other_are_refused(tmp_path: Path) -> None:
-    """None of them could begin; the message names a line."""
+    """Neither could begin. The message names a line."""
     path = lines(
         tmp_path / "t.jsonl", dynamo("a", 9, 1), dynamo("b", 9, 1, wait_for=["c"]), dynamo("c", 9, 1, wait_for=["b"])
     )
@@ -42,7 +42,7 @@ def test_dynamo_turns_that_wait_for_each_other_are_refused(tmp_path: Path) -> No
         import_trace(path)
 
 
-def test_dynamo_rows_of_both_later_forms_say_the_same(tmp_path: Path) -> None:
+def test_dynamo_rows_of_both_later_forms_give_the_same_turns(tmp_path: Path) -> None:
     """`wait_for` with `delay` and `tool_wait_ms`, and `dependencies` under a header, without a session."""
     older = lines(
         tmp_path / "older.jsonl",

@@ -1,4 +1,4 @@
-"""Logs of vLLM and SGLang become trajectories: token ids, sessions and times join their calls."""
+"""Logs of vLLM and SGLang become trajectories: token ids, sessions and times link their calls."""
 
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from workloads.trajectories import Turn
 
 
 @pytest.mark.parametrize("form", [vllm_text, vllm_json])
-def test_vllm_log_tells_lengths_times_and_which_call_follows_which(tmp_path: Path, form: Any) -> None:
-    """Token ids join calls, deltas of a stream add up, and a request without an answer is left out."""
+def test_vllm_log_gives_lengths_times_and_the_order_of_calls(tmp_path: Path, form: Any) -> None:
+    """Token ids link calls, deltas of a stream add up, and a request without an answer is left out."""
     noise = "INFO 11-21 04:59:00 [api_server.py:10] Starting vLLM server on http://0.0.0.0:8000"
     path = lines(tmp_path / "server.log", noise, *(form(at_s, message) for at_s, message in VLLM_MESSAGES))
     assert detect_format(path) == "vllm-log"
@@ -32,7 +32,7 @@ def test_vllm_log_tells_lengths_times_and_which_call_follows_which(tmp_path: Pat
 
 
 def test_vllm_log_of_older_versions_has_everything_in_one_line(tmp_path: Path) -> None:
-    """Prompt ids stand in the line of the arrival, output ids in that of the answer."""
+    """The line of the arrival has the prompt's ids, that of the answer its output's ids."""
     path = lines(
         tmp_path / "server.log",
         f"INFO 06-14 12:00:00 [logger.py:43] Received request r1: prompt: 'x', params: SamplingParams(n=1), "
@@ -43,8 +43,8 @@ def test_vllm_log_of_older_versions_has_everything_in_one_line(tmp_path: Path) -
     assert shapes(import_trace(path)) == [(64, (Turn(0, 3, 0.0),))]
 
 
-def test_vllm_log_without_token_ids_says_how_to_get_them(tmp_path: Path) -> None:
-    """The line and the flags are named, for prompts and for answers."""
+def test_vllm_log_without_token_ids_names_the_flags_to_set(tmp_path: Path) -> None:
+    """With the line, for prompts and for answers."""
     arrival, answer = VLLM_MESSAGES[1][1], VLLM_MESSAGES[3][1]
     path = lines(tmp_path / "server.log", vllm_text(0, arrival), vllm_text(2, answer))
     with pytest.raises(TraceError, match=r"line 2, prompt_token_ids: none for request r1.*--log-level DEBUG"):
@@ -55,8 +55,8 @@ def test_vllm_log_without_token_ids_says_how_to_get_them(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("form", [sglang_json, sglang_text])
-def test_sglang_log_tells_lengths_times_and_which_call_follows_which(tmp_path: Path, form: Any) -> None:
-    """The end and the latency give the start; a prompt that holds the one before it continues it."""
+def test_sglang_log_gives_lengths_times_and_the_order_of_calls(tmp_path: Path, form: Any) -> None:
+    """The end and the latency give the start. A prompt that contains the one before it continues it."""
     path = lines(
         tmp_path / "server.log",
         form("HEALTH_CHECK_1", 1, 0.1, 1, 1),
@@ -68,8 +68,8 @@ def test_sglang_log_tells_lengths_times_and_which_call_follows_which(tmp_path: P
 
 
 @pytest.mark.parametrize("form", [sglang_json, sglang_text])
-def test_sglang_log_joins_calls_by_token_ids_and_by_its_own_sessions(tmp_path: Path, form: Any) -> None:
-    """Input ids are content as text is; a session needs no content at all."""
+def test_sglang_log_links_calls_by_token_ids_and_sessions(tmp_path: Path, form: Any) -> None:
+    """Input ids are content as text is. A session needs no content at all."""
     path = lines(
         tmp_path / "server.log",
         form("a", 10, 1.0, 64, 3, input_ids=PROMPT),
@@ -80,8 +80,9 @@ def test_sglang_log_joins_calls_by_token_ids_and_by_its_own_sessions(tmp_path: P
     assert [len(t.turns) for t in import_trace(path).trajectories] == [2, 2]
 
 
-def test_sglang_prompts_that_were_cut_join_nothing(tmp_path: Path) -> None:
-    """At level 2 long prompts lose their middle: what is left of two of them does not show that they are one."""
+def test_truncated_sglang_prompts_link_no_calls(tmp_path: Path) -> None:
+    """At level 2 long prompts lose their middle, and the rest of two prompts does not show that one continues the
+    other."""
     cut_text = "a" * 1_024 + "..." + "b" * 1_024
     cut_ids = [*range(1_024), "...", *range(1_024)]
     path = lines(
@@ -92,8 +93,8 @@ def test_sglang_prompts_that_were_cut_join_nothing(tmp_path: Path) -> None:
     assert [len(t.turns) for t in import_trace(path).trajectories] == [1, 1, 1, 1]
 
 
-def test_sglang_sessions_may_have_numbers(tmp_path: Path) -> None:
-    """A client may number its sessions; the group has that for a name."""
+def test_sglang_session_ids_may_be_numbers(tmp_path: Path) -> None:
+    """The number becomes the name of the group."""
     calls = [sglang_json(f"r{n}", 10 * n, 1.0, 10 * n, 5, session_params={"id": 7}) for n in (1, 2)]
     (trajectory,) = import_trace(lines(tmp_path / "t.log", *calls)).trajectories
     assert (trajectory.group_id, len(trajectory.turns)) == ("7", 2)

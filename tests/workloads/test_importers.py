@@ -1,4 +1,4 @@
-"""What holds of every importer: forms are told apart, what is wrong is named, what is written is read again."""
+"""What holds for every importer: formats are told apart, errors are located, and what is written can be read again."""
 
 import argparse
 import gzip
@@ -31,8 +31,8 @@ from workloads.traces import TraceError, load_trace
 from workloads.trajectories import Trajectory, Turn
 
 
-def test_numbers_may_name_what_texts_name_and_lengths_may_have_a_point(tmp_path: Path) -> None:
-    """Some number their requests, sessions and conversations; a table with gaps makes its whole numbers 52.0."""
+def test_ids_may_be_numbers_and_lengths_may_be_floats(tmp_path: Path) -> None:
+    """Some number their requests, sessions and conversations. A table with gaps writes its whole numbers as 52.0."""
     row = {"request_id": 1, "session_id": 7, "input_length": 100.0, "max_output_tokens": 5}
     path = lines(tmp_path / "t.jsonl", row, row | {"request_id": 2, "input_length": 200, "wait_for": [1]})
     [trajectory] = import_trace(path).trajectories
@@ -43,7 +43,7 @@ def test_numbers_may_name_what_texts_name_and_lengths_may_have_a_point(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("format_name", "bad", "complaint"),
+    ("format_name", "bad", "message"),
     [
         ("mooncake", mooncake(0, 10, 5) | {"input_length": -1}, "line 2, input_length: must be a whole number from 0"),
         (
@@ -102,10 +102,10 @@ def test_numbers_may_name_what_texts_name_and_lengths_may_have_a_point(tmp_path:
         ),
     ],
 )
-def test_what_is_malformed_is_refused_with_its_line_and_field(
-    tmp_path: Path, format_name: str, bad: Any, complaint: str
+def test_a_malformed_record_is_refused_with_its_line_and_field(
+    tmp_path: Path, format_name: str, bad: Any, message: str
 ) -> None:
-    """The first line is good, the second is named."""
+    """The first line is valid, the second is named."""
     good = {
         "mooncake": mooncake(0, 10, 5),
         "dynamo": dynamo("ok", 10, 5),
@@ -114,12 +114,12 @@ def test_what_is_malformed_is_refused_with_its_line_and_field(
         "vllm-log": vllm_text(0, VLLM_MESSAGES[0][1]),
     }
     path = lines(tmp_path / "t.jsonl", good[format_name], bad)
-    with pytest.raises(TraceError, match=complaint):
+    with pytest.raises(TraceError, match=message):
         import_trace(path, format_name)
 
 
 @pytest.mark.parametrize(
-    ("records", "complaint"),
+    ("records", "message"),
     [
         ([mooncake(0, 2 * 10**9, 5)], "'t-0': context_tokens: must be a whole number from 0 to 1,000,000,000"),
         ([dynamo("r", 10, 5, session_id="\ud800")], "-0': trajectory_id: not Unicode"),
@@ -129,11 +129,9 @@ def test_what_is_malformed_is_refused_with_its_line_and_field(
         ),
     ],
 )
-def test_what_no_trace_may_hold_is_refused_when_it_is_imported(
-    tmp_path: Path, records: list[Any], complaint: str
-) -> None:
-    """And not when what was written is read: lengths and times that are slips, names that no encoding can write."""
-    with pytest.raises(TraceError, match=complaint):
+def test_values_that_no_trace_may_hold_are_refused_at_import(tmp_path: Path, records: list[Any], message: str) -> None:
+    """Not only when the written trace is read: absurd lengths and times, and names that no encoding can write."""
+    with pytest.raises(TraceError, match=message):
         import_trace(lines(tmp_path / "t.jsonl", *records))
 
 
@@ -150,36 +148,36 @@ def test_what_no_trace_may_hold_is_refused_when_it_is_imported(
         ("[2026-11-21 05:00:01] Receive: obj=GenerateReqInput(rid='r')", "sglang-log"),
     ],
 )
-def test_forms_are_told_apart_by_their_first_line_that_says_it(tmp_path: Path, first: Any, format_name: str) -> None:
-    """Server noise before it is passed over."""
+def test_formats_are_detected_by_their_first_telling_line(tmp_path: Path, first: Any, format_name: str) -> None:
+    """Server noise before it is skipped."""
     assert format_name in READERS
     assert detect_format(lines(tmp_path / "f", first)) == format_name
     assert detect_format(lines(tmp_path / "f", "Loading weights...", first)) == format_name
 
 
 @pytest.mark.parametrize("day", ["02-30", "13-01"])
-def test_a_line_with_no_time_is_named_while_the_form_is_found_out(tmp_path: Path, day: str) -> None:
-    """A garbled line is refused as it is once the form is known."""
+def test_a_line_with_an_invalid_time_is_named_during_detection(tmp_path: Path, day: str) -> None:
+    """It is refused as it would be once the format is known."""
     path = lines(tmp_path / "t.log", "started", vllm_text(0, VLLM_MESSAGES[0][1]).replace("11-21", day))
     with pytest.raises(TraceError, match=r"t\.log, line 2: "):
         detect_format(path)
 
 
-def test_a_line_that_is_no_text_is_named(tmp_path: Path) -> None:
-    """Of a log of some gigabytes nobody looks for it."""
+def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    """Nobody would find it in a log of several gigabytes."""
     (tmp_path / "t.log").write_bytes(b"one\ntwo\nthr\xe9\n")
     with pytest.raises(TraceError, match=r"t\.log, line 3: not text in UTF-8"):
         detect_format(tmp_path / "t.log")
 
 
-def test_a_file_with_nothing_in_it_says_so(tmp_path: Path) -> None:
-    """Not that it has no known form."""
+def test_an_empty_file_is_reported_as_empty(tmp_path: Path) -> None:
+    """Not as a file of unknown format."""
     with pytest.raises(TraceError, match="is empty"):
         detect_format(lines(tmp_path / "t.jsonl", "", " "))
 
 
-def test_what_is_no_trace_is_refused_with_the_forms_there_are(tmp_path: Path) -> None:
-    """Text without a request, our own form, bytes, and a trace of nothing."""
+def test_a_file_that_is_no_trace_is_refused_with_the_known_formats(tmp_path: Path) -> None:
+    """Text without a request, our own format, bytes, and a trace without trajectories."""
     with pytest.raises(
         TraceError,
         match=r"unknown format; if it is one of mooncake, kv-cache-tester, dynamo, vllm-log, sglang-log, name",
@@ -195,8 +193,8 @@ def test_what_is_no_trace_is_refused_with_the_forms_there_are(tmp_path: Path) ->
         import_trace(lines(tmp_path / "f", "hello"), "vllm-log")
 
 
-def test_content_tells_a_calls_successor_from_a_later_stranger() -> None:
-    """A call that begins before the other's end cannot follow it, whatever it says."""
+def test_a_call_that_begins_before_the_end_of_another_cannot_follow_it() -> None:
+    """Even if its prompt contains the other's prompt and answer."""
     prompt = blocks_of(PROMPT, 16)
     longer = blocks_of(PROMPT + ANSWER + PROMPT, 16)
     first = Call(64, 3, prompt, started_at_s=0.0, ended_at_s=5.0)
@@ -206,8 +204,8 @@ def test_content_tells_a_calls_successor_from_a_later_stranger() -> None:
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
-def test_what_is_written_is_read_again_and_is_the_same_bytes_each_time(tmp_path: Path, name: str) -> None:
-    """Nothing is lost on the way through the native form."""
+def test_a_written_trace_reads_back_and_is_deterministic(tmp_path: Path, name: str) -> None:
+    """Nothing is lost in the native form, and writing again gives the same bytes."""
     workload = draw(CODING, 20, seed=3)
     write_trace(workload, tmp_path / name)
     written = (tmp_path / name).read_bytes()
@@ -222,8 +220,8 @@ def heddle_import(*arguments: object) -> int:
     return importing.run(parser.parse_args([str(argument) for argument in arguments]))
 
 
-def test_the_command_writes_a_trace_and_says_what_was_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A gzipped trace in, a gzipped trace out; a wrong one leaves nothing behind and is told on stderr."""
+def test_the_command_writes_a_trace_and_prints_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A gzipped trace in, a gzipped trace out. An invalid one leaves no file and is reported on stderr."""
     source, out = tmp_path / "t.jsonl.gz", tmp_path / "out.jsonl.gz"
     source.write_bytes(gzip.compress(json.dumps(mooncake(0, 1_100, 100, 1, 2, 3)).encode()))
     assert heddle_import(source, "--out", out) == 0

@@ -1,4 +1,4 @@
-"""kv-cache-tester's conversations become trajectories: an agent, its side calls and its helpers."""
+"""kv-cache-tester's conversations become trajectories: an agent, its side calls and its subagents."""
 
 import gzip
 import json
@@ -9,8 +9,8 @@ from workloads.importers import import_trace
 from workloads.trajectories import Turn
 
 
-def test_a_conversation_gives_the_agent_its_side_calls_and_its_helpers(tmp_path: Path) -> None:
-    """Three contexts of one group; the turn that is there twice counts once; think time is the tool's."""
+def test_a_conversation_gives_the_agent_side_calls_and_subagents(tmp_path: Path) -> None:
+    """Three contexts of one group. A turn that comes twice counts once; think time is tool time."""
     path = tmp_path / "c1.json"
     path.write_text(json.dumps(conversation(), indent=2))
     workload = import_trace(path)
@@ -23,8 +23,8 @@ def test_a_conversation_gives_the_agent_its_side_calls_and_its_helpers(tmp_path:
     assert list(workload.groups) == ["c1"]
 
 
-def test_a_conversation_whose_context_is_cut_down_begins_anew(tmp_path: Path) -> None:
-    """After a compaction less than half of the blocks are kept: another trajectory, since ours only grow."""
+def test_a_compacted_conversation_begins_another_trajectory(tmp_path: Path) -> None:
+    """If less than half of the blocks are kept: our trajectories only grow."""
     requests = [
         {"t": 0.0, "type": "n", "in": 640, "out": 20, "hash_ids": list(range(10))},
         {"t": 5.0, "type": "n", "in": 256, "out": 20, "hash_ids": [0, 1, 50, 51]},
@@ -35,8 +35,8 @@ def test_a_conversation_whose_context_is_cut_down_begins_anew(tmp_path: Path) ->
     assert [len(t.turns) for t in import_trace(path).trajectories] == [1, 2]
 
 
-def test_a_folder_and_lines_of_conversations_are_read_alike(tmp_path: Path) -> None:
-    """Many files, as they are published, or one with a conversation a line."""
+def test_a_folder_and_a_file_of_conversations_read_the_same(tmp_path: Path) -> None:
+    """Many files, as published, or one with a conversation per line."""
     folder = tmp_path / "traces"
     folder.mkdir()
     for name in ("c1", "c2"):

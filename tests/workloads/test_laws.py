@@ -1,4 +1,4 @@
-"""The laws: what is drawn agrees with what they say."""
+"""The laws: drawn workloads agree with them."""
 
 import math
 import statistics
@@ -25,7 +25,7 @@ def intraclass_correlation(groups: list[list[float]]) -> float:
 
 
 @pytest.mark.parametrize(("law", "sigma"), [(CODING, 0.973), (light(CODING), 0.6), (heavy(CODING), 1.3)])
-def test_realised_mean_and_spread_agree_with_the_law(law: Law, sigma: float) -> None:
+def test_drawn_mean_and_spread_agree_with_the_law(law: Law, sigma: float) -> None:
     """Without the cap, total output is log-normal with the stated sigma and nominal mean."""
     uncapped = Law(**{f: getattr(law, f) for f in law.__slots__} | {"max_output_tokens": 10**9})
     lengths = [t.output_tokens for t in draw(uncapped, NUM_TRAJECTORIES, seed=1).trajectories]
@@ -35,8 +35,8 @@ def test_realised_mean_and_spread_agree_with_the_law(law: Law, sigma: float) -> 
     assert statistics.mean(lengths) == pytest.approx(5_000, rel=0.12)
 
 
-def test_siblings_resemble_each_other_as_the_law_says() -> None:
-    """The intraclass correlation of log output is 0.65; of strangers put into groups, it is nothing."""
+def test_siblings_are_correlated_as_the_law_states() -> None:
+    """The intraclass correlation of log output is 0.65; in groups of unrelated trajectories it is about zero."""
     groups = log_lengths(draw(CODING, NUM_TRAJECTORIES, seed=2))
     assert intraclass_correlation(groups) == pytest.approx(0.65, abs=0.04)
     strangers = [list(group) for group in zip(*[iter(sum(zip(*groups, strict=True), ()))] * 16, strict=True)]
@@ -44,7 +44,7 @@ def test_siblings_resemble_each_other_as_the_law_says() -> None:
 
 
 def test_pareto_tail_falls_with_its_index() -> None:
-    """Twice the length is 2 ** -1.5 as frequent, up to the cap; nothing is shorter than the minimum."""
+    """Twice the length is 2 ** -1.5 as frequent, up to the cap. Nothing is shorter than the minimum."""
     lengths = [t.output_tokens for t in draw(pareto(CODING), NUM_TRAJECTORIES, seed=3).trajectories]
     longer = [sum(length > 1_700 * 2**k for length in lengths) / len(lengths) for k in range(5)]
     assert min(lengths) >= 1_700
@@ -53,7 +53,7 @@ def test_pareto_tail_falls_with_its_index() -> None:
 
 
 def test_a_heavier_tail_has_more_at_the_cap() -> None:
-    """Nothing is longer than 40K, and the tails differ in how many reach it."""
+    """Nothing is longer than 40K tokens, and the tails differ in how many trajectories reach the cap."""
     at_cap = []
     for law in (light(CODING), CODING, heavy(CODING)):
         lengths = [t.output_tokens for t in draw(law, NUM_TRAJECTORIES, seed=4).trajectories]
@@ -66,8 +66,9 @@ def test_a_heavier_tail_has_more_at_the_cap() -> None:
 @pytest.mark.parametrize(
     ("law", "least", "most", "tool_s"), [(CODING, 5, 30, 0.41), (SEARCH, 3, 30, 1.41), (MATH, 1, 8, 0.046)]
 )
-def test_turns_and_tools_are_the_agents_own(law: Law, least: int, most: int, tool_s: float) -> None:
-    """Turns stay in their bounds and both bounds occur; tool times have the stated mean; prompts and tools theirs."""
+def test_turns_tools_and_prompts_are_those_of_the_law(law: Law, least: int, most: int, tool_s: float) -> None:
+    """Numbers of turns reach both of their bounds and stay within; tool times have the stated mean; prompts and tool
+    outputs have the stated lengths."""
     workload = draw(law, 16 * 200, seed=5)
     num_turns = [len(t.turns) for t in workload.trajectories]
     assert (min(num_turns), max(num_turns)) == (least, most)
@@ -81,22 +82,23 @@ def test_turns_and_tools_are_the_agents_own(law: Law, least: int, most: int, too
 
 
 def test_siblings_share_their_prompt_and_groups_have_sixteen() -> None:
-    """A group is sixteen trajectories of one prompt length; a number that does not divide cuts the last group."""
+    """A group is sixteen trajectories of one prompt length. If sixteen does not divide the number, the last group is
+    smaller."""
     groups = draw(CODING, 40, seed=6).groups
     assert [len(siblings) for siblings in groups.values()] == [16, 16, 8]
     assert all(len({t.context_tokens for t in siblings}) == 1 for siblings in groups.values())
     assert len({t.trajectory_id for siblings in groups.values() for t in siblings}) == 40
 
 
-def test_the_seed_decides_and_nothing_else() -> None:
+def test_a_workload_depends_on_its_seed_alone() -> None:
     """One seed gives one workload, another seed another, and fewer trajectories are a prefix of more."""
     assert draw(SEARCH, 32, seed=7) == draw(SEARCH, 32, seed=7)
     assert draw(SEARCH, 32, seed=7) != draw(SEARCH, 32, seed=8)
     assert draw(SEARCH, 10, seed=7).trajectories == draw(SEARCH, 32, seed=7).trajectories[:10]
 
 
-def test_scale_shrinks_lengths_and_tools_but_keeps_turns_and_order() -> None:
-    """A hundredth of the lengths, the same turns, and a longer trajectory stays no shorter than a shorter one."""
+def test_scale_shrinks_lengths_and_tools_but_keeps_turns() -> None:
+    """A hundredth of the lengths with the same turns. Tool times may keep their own scale."""
     whole, small = draw(CODING, 64, seed=8), draw(CODING, 64, seed=8, scale=0.01)
     assert [len(t.turns) for t in small.trajectories] == [len(t.turns) for t in whole.trajectories]
     for t, s in zip(whole.trajectories, small.trajectories, strict=True):
@@ -107,8 +109,8 @@ def test_scale_shrinks_lengths_and_tools_but_keeps_turns_and_order() -> None:
     assert as_before.trajectories[0].tool_s == whole.trajectories[0].tool_s
 
 
-def test_every_law_has_a_name_and_an_unknown_one_is_told_the_names() -> None:
-    """`coding-heavy` is the coding law with the heavy tail; a wrong name raises with the right ones in the message."""
+def test_laws_are_found_by_name_and_an_unknown_name_lists_them() -> None:
+    """`coding-heavy` is the coding law with the heavy tail."""
     for name, law in LAWS.items():
         assert law_named(name) is law
         for tail in TAILS:
@@ -119,8 +121,9 @@ def test_every_law_has_a_name_and_an_unknown_one_is_told_the_names() -> None:
             law_named(wrong)
 
 
-def test_pace_tells_nothing_where_turns_are_even() -> None:
-    """Turns of the longest trajectories are as long as those of middling ones; with a bound on turns they are not."""
+def test_pace_predicts_nothing_if_turns_are_even() -> None:
+    """The longest trajectories then have turns as long as middling ones. With a bound on the number of turns they have
+    longer ones."""
 
     def pace(law: Law) -> float:
         by_length = sorted(draw(law, 1_600, 3).trajectories, key=lambda trajectory: trajectory.output_tokens)

@@ -1,4 +1,4 @@
-"""Mooncake's rows become trajectories: calls that go on with each other, sessions, groups."""
+"""Mooncake's rows become trajectories: calls that continue each other, sessions, groups."""
 
 from pathlib import Path
 
@@ -10,8 +10,9 @@ from workloads.importers.calls import ASSUMED_TOKENS_PER_S, Call, workload_by_pr
 from workloads.trajectories import Turn
 
 
-def test_mooncake_calls_that_repeat_a_prompt_and_its_answer_are_one_trajectory(tmp_path: Path) -> None:
-    """The second call holds the first's whole blocks and its answer; the time the answer did not take is the tool's."""
+def test_a_mooncake_call_that_repeats_prompt_and_answer_continues_it(tmp_path: Path) -> None:
+    """The second call holds the first one's whole blocks and its answer. The time between them that the answer did not
+    take is the tool's."""
     path = lines(
         tmp_path / "agents.jsonl",
         mooncake(0, 1_100, 100, 1, 2, 3),
@@ -25,13 +26,13 @@ def test_mooncake_calls_that_repeat_a_prompt_and_its_answer_are_one_trajectory(t
 
 
 def test_a_mooncake_call_too_short_to_hold_the_answer_is_another_trajectory(tmp_path: Path) -> None:
-    """A shared system prompt alone makes no conversation."""
+    """A shared system prompt alone is not a conversation."""
     path = lines(tmp_path / "t.jsonl", mooncake(0, 1_100, 400, 1, 2, 3), mooncake(5, 1_200, 10, 1, 2, 4))
     assert len(import_trace(path).trajectories) == 2
 
 
-def test_mooncake_siblings_share_a_group_and_each_goes_on_once(tmp_path: Path) -> None:
-    """Two equal prompts are a group; of two continuations each takes one of them."""
+def test_mooncake_siblings_share_a_group_and_each_continues_once(tmp_path: Path) -> None:
+    """Two equal prompts are a group; each of two continuations takes one of them."""
     path = lines(
         tmp_path / "t.jsonl",
         *(mooncake(0, 1_100, 20, 1, 2, 3) for _ in range(2)),
@@ -43,8 +44,8 @@ def test_mooncake_siblings_share_a_group_and_each_goes_on_once(tmp_path: Path) -
     assert [len(siblings) for siblings in workload.groups.values()] == [2, 1]
 
 
-def test_mooncake_rows_with_sessions_and_delays_are_taken_at_their_word(tmp_path: Path) -> None:
-    """The session joins calls even where no block does, and the delay is the tool's time."""
+def test_mooncake_sessions_and_delays_take_precedence(tmp_path: Path) -> None:
+    """A session links calls even without a common block, and the delay is the tool's time."""
     path = lines(
         tmp_path / "t.jsonl",
         mooncake(0, 500, 20, session_id="s"),
@@ -54,8 +55,8 @@ def test_mooncake_rows_with_sessions_and_delays_are_taken_at_their_word(tmp_path
 
 
 @pytest.mark.parametrize("with_blocks", [True, False])
-def test_mooncake_rows_of_a_session_may_be_what_joined_its_prompt(tmp_path: Path, with_blocks: bool) -> None:
-    """Rows that share nothing with the row before, or are as often shorter as longer, are no whole prompts."""
+def test_mooncake_rows_of_a_session_may_be_additions_to_its_prompt(tmp_path: Path, with_blocks: bool) -> None:
+    """Rows that share nothing with the row before, or are as often shorter as longer, are not whole prompts."""
     blocks = [[1, 2, 3], [4, 5], [6], [7, 8, 9], [10, 11, 12]] if with_blocks else [[]] * 5
     lengths = [(900, 20), (300, 30), (40, 10), (700, 5), (650, 60)]
     path = lines(
@@ -69,8 +70,8 @@ def test_mooncake_rows_of_a_session_may_be_what_joined_its_prompt(tmp_path: Path
     assert shapes(import_trace(path)) == [(900, turns)]
 
 
-def test_mooncake_rows_of_a_session_are_whole_prompts_where_nearly_all_go_on(tmp_path: Path) -> None:
-    """One context that was cut down among many that grow makes a strand of its own, and no prompt longer."""
+def test_mooncake_rows_of_a_session_are_whole_prompts_if_most_grow(tmp_path: Path) -> None:
+    """One context that was cut down among many that grow makes a trajectory of its own, and no prompt longer."""
     path = lines(
         tmp_path / "t.jsonl",
         *(mooncake(at, 500 + 100 * at, 10, session_id="s") for at in range(9)),
@@ -81,7 +82,7 @@ def test_mooncake_rows_of_a_session_are_whole_prompts_where_nearly_all_go_on(tmp
 
 
 def test_mooncake_rows_of_a_session_need_not_be_sorted(tmp_path: Path) -> None:
-    """Where every row has its time; a row that says only how long it waits stands where it is."""
+    """If every row has its time. A row with only a delay keeps its place."""
     rows = [mooncake(at_ms, 100 + at_ms // 10, 20, session_id="s") for at_ms in (9_000, 0, 4_000)]
     [trajectory] = import_trace(lines(tmp_path / "t.jsonl", *rows)).trajectories
     assert (trajectory.context_tokens, [turn.new_tokens for turn in trajectory.turns]) == (100, [0, 380, 480])
@@ -90,24 +91,26 @@ def test_mooncake_rows_of_a_session_need_not_be_sorted(tmp_path: Path) -> None:
     assert trajectory.context_tokens == 1_000
 
 
-def test_thousands_of_requests_with_one_prompt_are_no_quadratic_work(tmp_path: Path) -> None:
-    """A load generator sends the same prompt again and again; none continues another, and each is looked at once."""
-    looked_at = 0
+def test_requests_with_one_prompt_are_linked_in_linear_time(tmp_path: Path) -> None:
+    """A load generator repeats a prompt many times. None continues another, and each is compared a few times at
+    most."""
+    num_comparisons = 0
 
     class Prompt(int):
         def __add__(self, other: int) -> int:
-            nonlocal looked_at
-            looked_at += 1
+            nonlocal num_comparisons
+            num_comparisons += 1
             return int(self) + other
 
     calls = [Call(Prompt(1_100), 20, (1, 2), started_at_s=float(number)) for number in range(1_000)]
     workload = workload_by_prefix("load", calls)
     assert (len(workload.trajectories), len(workload.groups)) == (1_000, 1)
-    assert looked_at <= 3 * len(calls)
+    assert num_comparisons <= 3 * len(calls)
 
 
 def test_mooncake_sessions_may_name_or_number_their_group(tmp_path: Path) -> None:
-    """A generator's first row of a session says whose prompt it shares; a session that says nothing is alone."""
+    """A generator's first row of a session names the group whose prompt it shares. A session that names none is its own
+    group."""
     path = lines(
         tmp_path / "t.jsonl",
         mooncake(0, 500, 20, session_id="a", group_id=46),

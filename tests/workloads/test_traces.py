@@ -1,4 +1,4 @@
-"""Traces: read as written, refused with the line number, cut and scaled honestly."""
+"""Traces: read as written, refused with the line number, cut and scaled as asked."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ def write(path: Path, *records: Any) -> Path:
 
 @pytest.mark.parametrize("name", ["agents.jsonl", "agents.jsonl.gz"])
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path, name: str) -> None:
-    """Plain and gzipped files give the same trajectories, in order, named after the file; blank lines do not count."""
+    """Plain and gzipped files give the same trajectories, in order, named after the file. Blank lines do not count."""
     workload = load_trace(write(tmp_path / name, record("a-0"), "", record("a-1", num_turns=1)))
     assert workload == Workload(
         "agents",
@@ -42,14 +42,14 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path, name: str) -> None:
     assert workload.max_context_tokens == 1_250
 
 
-def test_a_call_that_wrote_nothing_counts_as_one_token(tmp_path: Path) -> None:
-    """An engine cannot write less than one token, so neither can a trajectory."""
+def test_a_turn_without_output_counts_as_one_token(tmp_path: Path) -> None:
+    """An engine cannot generate less than one token, so neither can a trajectory."""
     [trajectory] = load_trace(write(tmp_path / "t.jsonl", record(output=0))).trajectories
     assert [turn.output_tokens for turn in trajectory.turns] == [1, 1]
 
 
-def test_what_joins_before_the_first_turn_is_part_of_the_first_prompt(tmp_path: Path) -> None:
-    """Some count a trajectory's own question there, or all of its prompt: everybody here is told one prompt."""
+def test_new_tokens_of_the_first_turn_are_part_of_the_first_prompt(tmp_path: Path) -> None:
+    """Some traces count a trajectory's own question there, or all of its prompt. Workloads have one first prompt."""
     turns = [{"new_tokens": 40, "output_tokens": 7, "tool_s": 0}, {"new_tokens": 5, "output_tokens": 7, "tool_s": 0}]
     path = write(
         tmp_path / "t.jsonl", record("a") | {"turns": turns}, record("b") | {"context_tokens": 0, "turns": turns}
@@ -83,14 +83,14 @@ def test_what_joins_before_the_first_turn_is_part_of_the_first_prompt(tmp_path: 
     ],
 )
 def test_a_malformed_line_is_refused_with_its_number(tmp_path: Path, wrong: Any, message: str) -> None:
-    """The error names file, line and field, so that a trace of a million lines can be mended."""
+    """The error names file, line and field, so that a trace with a million lines can be fixed."""
     path = write(tmp_path / "t.jsonl", record("a-0"), record("a-1"), wrong)
     with pytest.raises(TraceError, match=rf"t\.jsonl, line 3: .*{message}"):
         load_trace(path)
 
 
 def test_a_preamble_is_read_and_scaled_with_its_prompt(tmp_path: Path) -> None:
-    """A part of the first prompt, never more than all of it."""
+    """It is a part of the first prompt, never longer than that."""
     path = write(tmp_path / "t.jsonl", record("a-0") | {"context_tokens": 1_000, "preamble_tokens": 900}, record("b-0"))
     first, second = load_trace(path, scale=0.5).trajectories
     assert (first.context_tokens, first.preamble_tokens, second.preamble_tokens) == (500, 450, 0)
@@ -98,13 +98,13 @@ def test_a_preamble_is_read_and_scaled_with_its_prompt(tmp_path: Path) -> None:
 
 
 def test_an_empty_trace_is_an_error(tmp_path: Path) -> None:
-    """A replay of nothing would succeed at nothing."""
+    """A replay without trajectories would always succeed."""
     with pytest.raises(TraceError, match="no trajectory"):
         load_trace(write(tmp_path / "t.jsonl", ""))
 
 
 def test_a_sample_keeps_siblings_together_and_follows_its_seed(tmp_path: Path) -> None:
-    """A limit takes whole groups, in the file's order, the same ones for the same seed."""
+    """A limit takes whole groups, in the file's order; the same seed takes the same ones."""
     path = write(tmp_path / "t.jsonl", *(record(f"{g}-{m}", f"{g}") for g in range(20) for m in range(4)))
     sample = load_trace(path, limit=12, seed=1)
     assert [len(siblings) for siblings in sample.groups.values()] == [4, 4, 4]
@@ -114,8 +114,8 @@ def test_a_sample_keeps_siblings_together_and_follows_its_seed(tmp_path: Path) -
     assert list(sample.trajectories) == [t for t in everything if t in sample.trajectories]
 
 
-def test_turns_and_tools_are_cut_as_asked(tmp_path: Path) -> None:
-    """Later turns go; tool times are multiplied, then capped; lengths are untouched by either."""
+def test_turns_tools_and_lengths_are_cut_and_scaled(tmp_path: Path) -> None:
+    """Later turns go; tool times are multiplied and then capped, without changing lengths; `scale` applies to both."""
     path = write(tmp_path / "t.jsonl", record(num_turns=5))
     [cut] = load_trace(path, max_turns=2, tool_scale=0.5).trajectories
     assert cut.turns == (Turn(0, 100, 1.0), Turn(50, 100, 1.0))
@@ -126,7 +126,7 @@ def test_turns_and_tools_are_cut_as_asked(tmp_path: Path) -> None:
 
 
 def test_too_many_turns_for_a_context_is_an_error(tmp_path: Path) -> None:
-    """Where the template alone fills the context no scaling helps, and the message says what does."""
+    """If the template alone fills the context, scaling does not help. The message says what does."""
     with pytest.raises(ValueError, match=r"a-0: 50 turns do not fit .* set max_turns"):
         load_trace(write(tmp_path / "t.jsonl", record(num_turns=50)), max_context_tokens=1_000)
 
@@ -138,7 +138,7 @@ turn_lists = st.lists(turns, min_size=1, max_size=12)
 
 @given(st.lists(st.tuples(contexts, turn_lists), min_size=1, max_size=8), st.integers(12 * 22 + 1, 20_000))
 def test_a_fitted_workload_fits_and_keeps_its_order(drawn: list[Any], max_context_tokens: int) -> None:
-    """Whatever the lengths, every trajectory fits with its template, none gains, and no two change places."""
+    """Whatever the lengths, every trajectory fits with its template, none grows, and the order of contexts is kept."""
     workload = Workload("w", tuple(Trajectory(f"{i}", "g", c, tuple(ts)) for i, (c, ts) in enumerate(drawn)))
     fitted = workload.fitted(max_context_tokens)
     pairs = list(zip(workload.trajectories, fitted.trajectories, strict=True))
@@ -156,14 +156,14 @@ def test_a_fitted_workload_fits_and_keeps_its_order(drawn: list[Any], max_contex
 
 
 @pytest.mark.parametrize("name", ["zipped.jsonl", "plain.jsonl.gz"])
-def test_what_a_file_is_tells_its_content_and_not_its_name(tmp_path: Path, name: str) -> None:
-    """A browser unpacks a `.gz` and keeps its name, and a pipe packs one without saying so."""
+def test_gzip_is_detected_by_content_not_by_name(tmp_path: Path, name: str) -> None:
+    """A browser unpacks a `.gz` and keeps its name; a pipe may pack a file without renaming it."""
     content = json.dumps(record()).encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.startswith("zipped") else content)
     assert len(load_trace(tmp_path / name).trajectories) == 1
 
 
-def test_a_byte_order_mark_is_no_part_of_a_trace(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     """Some editors put one before the first line."""
     (tmp_path / "t.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(record()).encode())
     assert len(load_trace(tmp_path / "t.jsonl").trajectories) == 1
@@ -171,7 +171,7 @@ def test_a_byte_order_mark_is_no_part_of_a_trace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "not text"])
 def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path, damage: str) -> None:
-    """A download that broke off, a bit that fell over, a picture: one error, and it names the file."""
+    """An interrupted download, a flipped bit, a binary file: one error, and it names the file."""
     lines = "\n".join(json.dumps(record(f"a-{number}")) for number in range(400))
     whole = bytearray(gzip.compress(lines.encode()))
     if damage == "cut":
@@ -184,7 +184,7 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path, damage: str) ->
 
 
 def test_a_trajectory_without_a_group_is_a_group_of_its_own(tmp_path: Path) -> None:
-    """Who recorded single agents has no groups to tell of."""
+    """Recordings of single agents have no groups."""
     alone = {name: value for name, value in record("a-0").items() if name != "group_id"}
     workload = load_trace(write(tmp_path / "t.jsonl", alone, record("a-1") | {"group_id": None}))
     assert [trajectory.group_id for trajectory in workload.trajectories] == ["a-0", "a-1"]
@@ -198,8 +198,8 @@ def test_a_trajectory_without_a_group_is_a_group_of_its_own(tmp_path: Path) -> N
         '{"request_id": "r", "input_length": 10, "max_output_tokens": 5}',
     ],
 )
-def test_a_trace_of_another_program_is_refused_with_what_makes_it_one(tmp_path: Path, line: str) -> None:
-    """Who has one need not find out that there are importers."""
+def test_a_trace_of_another_program_is_refused_with_the_importer(tmp_path: Path, line: str) -> None:
+    """The message names `heddle import`, so that its user need not search for it."""
     (tmp_path / "t.jsonl").write_text(line + "\n")
     with pytest.raises(
         TraceError,
