@@ -223,7 +223,7 @@ def test_a_tick_is_due_every_second_while_a_turn_waits() -> None:
     assert fleet.scheduler.next_wakeup() == 6.0
 
 
-def test_a_declared_trajectory_without_a_group_takes_its_first_turns() -> None:
+def test_a_declaration_without_a_group_takes_it_from_the_first_turn() -> None:
     """Its rollout likewise. If it was declared with them, it keeps them."""
     fleet = Fleet()
     fleet.handle(TrajectoryDeclared(0.0, "bare", Prediction(10, 10)))

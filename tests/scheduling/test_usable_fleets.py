@@ -1,4 +1,4 @@
-"""Which TP sizes a plan may use, that what a search finds can be built, and how a fleet is written for people."""
+"""Which TP sizes a plan may use, whether the fleets that searches find can be built, and how a fleet is written."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ NODE = GpuBudget(8)
 
 
 def sizes_for(longest_tokens: float, **kv_capacity_tokens: int) -> set[int]:
-    """The TP sizes that are used for a longest context of so many tokens, given what each size's KV holds."""
+    """The TP sizes used if the longest context has this many tokens, given the KV capacity of each size."""
     profiles = {
         tp: replace(PROFILES[tp], kv_capacity_tokens=kv_capacity_tokens[f"tp{tp}"])
         for tp in PROFILES
@@ -36,7 +36,7 @@ def test_sizes_that_hold_the_longest_context_are_used() -> None:
     assert sizes_for(10_000, tp1=0, tp2=round(just * 0.99)) == {1}
 
 
-def test_where_no_size_holds_the_longest_context_the_roomiest_is_used() -> None:
+def test_if_no_size_holds_the_longest_context_the_roomiest_is_used() -> None:
     """Its engines evict, and every other size's would evict more."""
     assert sizes_for(1e6, tp1=100_000, tp4=400_000, tp2=200_000) == {4}
 
@@ -48,7 +48,7 @@ def test_where_no_size_holds_the_longest_context_the_roomiest_is_used() -> None:
     search=st.sampled_from([homogeneous, enumerated, longest_reach]),
 )
 def test_every_search_finds_a_fleet_that_can_be_built(left: list[Remaining], budget: GpuBudget, search: Search) -> None:
-    """Each node, and what there is of the last one, has engines of one size; one size for all may leave GPUs idle."""
+    """Each node, also a partial last one, has engines of one size. One size for all may leave GPUs idle."""
     profiles = {tp: replace(PROFILES[tp], slots=tp, kv_capacity_tokens=150_000 * tp) for tp in PROFILES}
     kinds = {tp: LoadedEngine(profile) for tp, profile in profiles.items() if tp <= min(budget.gpus, 8)}
     fleet = search(Presorted(left), kinds, budget)

@@ -10,7 +10,7 @@ from workloads.importers.calls import ASSUMED_TOKENS_PER_S, Call, workload_by_pr
 from workloads.trajectories import Turn
 
 
-def test_a_mooncake_call_that_repeats_prompt_and_answer_continues_it(tmp_path: Path) -> None:
+def test_mooncake_calls_that_repeat_prompt_and_answer_are_one_trajectory(tmp_path: Path) -> None:
     """The second call holds the first one's whole blocks and its answer. The time between them that the answer did not
     take is the tool's."""
     path = lines(
