@@ -200,6 +200,8 @@ def least_bound_s(suffices: Callable[[float], bool], high_s: float) -> float:
     low_s = 0.0
     while high_s - low_s > PRECISION * high_s:
         middle_s = (low_s + high_s) / 2
+        if middle_s in (low_s, high_s):
+            break  # they are neighbours: below 5e-318 s, floats are further apart than a millionth
         if suffices(middle_s):
             high_s = middle_s
         else:

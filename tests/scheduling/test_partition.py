@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from scheduling.cost import EngineProfile
 from scheduling.estimate import Remaining, estimate_finish_s
-from scheduling.partition import Presorted, partition
+from scheduling.partition import Presorted, least_bound_s, partition
 from scheduling.running_sums import LoadedEngine, Speculation
 from tests.scheduling.plans import (
     PROFILES,
@@ -63,6 +63,21 @@ def test_no_cut_of_the_sorted_list_ends_sooner(left: list[Remaining], fleet: lis
         for cut in all_cuts(len(ranked), len(fleet))
     )
     assert partition(left, fleet).makespan_s == pytest.approx(best_s, rel=3e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("bound_s", [5e-324, 3e-323, 1e-310, 1e-6, 300.0])
+def test_the_search_for_a_bound_ends_however_small_the_bound_is(bound_s: float) -> None:
+    """The smallest floats are further apart than its precision; a makespan of 5e-324 s was bisected forever."""
+    num_steps = 0
+
+    def suffices(tried_s: float) -> bool:
+        nonlocal num_steps
+        num_steps += 1
+        assert num_steps < 2_000
+        return tried_s >= bound_s
+
+    assert least_bound_s(suffices, 2 * bound_s) == pytest.approx(bound_s, rel=3e-6, abs=1e-300)
+    assert least_bound_s(suffices, bound_s) >= bound_s
 
 
 def gap_to_all_assignments(seed: int) -> float:
