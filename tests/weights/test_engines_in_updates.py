@@ -3,7 +3,7 @@ one."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ import httpx
 import pytest
 
 from engines.simulated.server import serve_engine
-from engines.simulated.settings import Fault, SimulatedEngineSettings
+from engines.simulated.settings import Fault
 from tests.faults.gateway_process import gateway_process
 from tests.support.engine import Asked, RecordedEngine, Script, recorded_engine
 from tests.support.gateway import ADMIN, ADMIN_KEY, eventually, running_gateway
 from tests.weights.gateway_client import complete, engine, is_generated_by, last_turn, update
+from tests.weights.relaunched import server
 
 KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 LOADS = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
@@ -41,31 +42,6 @@ class HeldCall:
             await write(b"{}")
 
         return Script(play, self.status)
-
-
-class Launched:
-    """A simulated engine that can be killed and launched again at its address."""
-
-    def __init__(self) -> None:
-        self.url = ""
-        self._process = AsyncExitStack()
-
-    async def launch(self, settings: SimulatedEngineSettings) -> None:
-        port = int(self.url.rpartition(":")[2]) if self.url else 0
-        self.url = await self._process.enter_async_context(serve_engine(settings, port=port))
-
-    async def kill(self) -> None:
-        await self._process.aclose()
-
-
-@asynccontextmanager
-async def launched(settings: SimulatedEngineSettings) -> AsyncIterator[Launched]:
-    one = Launched()
-    await one.launch(settings)
-    try:
-        yield one
-    finally:
-        await one.kill()
 
 
 @asynccontextmanager
@@ -138,16 +114,16 @@ async def test_an_engine_relaunched_while_another_loads_does_not_end_the_update(
     load = HeldCall()
     async with (
         recorded_engine(engine(kind)) as slow,
-        launched(engine(kind)) as relaunched,
+        server(engine(kind)) as relaunched,
         serve_engine(engine(kind)) as waiting,
         gateway_of(slow.url, relaunched.url, waiting) as client,
     ):
         slow.scripts[LOADS[kind]] = load.script()
         await update(client, "v1", wait=False)
         await load.has_arrived.wait()
-        await relaunched.kill()
+        await relaunched.end()
         await wait_for_state(client, relaunched.url, "lost")
-        await relaunched.launch(engine(kind))
+        await relaunched.start(engine(kind))
         again = await wait_for_state(client, relaunched.url, "ready")
         assert (again["id"], again["weight_version"]) == (id_of(relaunched.url) + "~2", "v1")
         load.may_end.set()
@@ -165,16 +141,16 @@ async def test_a_refused_update_is_taken_back_despite_a_relaunched_engine() -> N
     load = HeldCall(status=500)
     async with (
         recorded_engine(engine("vllm")) as refusing,
-        launched(engine("vllm")) as relaunched,
+        server(engine("vllm")) as relaunched,
         gateway_of(refusing.url, relaunched.url) as client,
     ):
         assert (await update(client, "v1")).json()["status"] == "done"
         refusing.scripts[LOADS["vllm"]] = load.script()
         order = asyncio.create_task(update(client, "v2", path="/weights/missing-v2"))
         await load.has_arrived.wait()
-        await relaunched.kill()
+        await relaunched.end()
         await wait_for_state(client, relaunched.url, "lost")
-        await relaunched.launch(engine("vllm"))
+        await relaunched.start(engine("vllm"))
         await wait_for_state(client, relaunched.url, "ready")
         load.may_end.set()
         assert (await order).status_code == 502
@@ -290,13 +266,13 @@ async def test_weights_in_doubt_stay_so_if_the_engine_is_removed_and_added() -> 
 async def test_a_new_process_at_a_removed_engines_address_is_not_in_doubt() -> None:
     """No version was ever set, so its weights are not suspect."""
     async with (
-        launched(engine("vllm", Fault("error", path="/update_weight_version", count=1))) as one,
+        server(engine("vllm", Fault("error", path="/update_weight_version", count=1))) as one,
         gateway_of(one.url) as client,
     ):
         assert (await update(client, "v1")).status_code == 502
         await client.delete(f"/v1/engines/{id_of(one.url)}", headers=ADMIN)
-        await one.kill()
-        await one.launch(engine("vllm"))
+        await one.end()
+        await one.start(engine("vllm"))
         await client.post("/v1/engines", json={"url": one.url}, headers=ADMIN)
         again = await wait_for_state(client, one.url, "ready")
         assert again["cordon_reason"] is None and again["id"] != id_of(one.url)
@@ -331,11 +307,11 @@ async def test_an_engine_that_joined_as_the_gateway_died_is_resumed(tmp_path: Pa
 
 async def test_a_joined_engine_that_did_not_resume_is_not_left_paused() -> None:
     """It is held with the reason. After it was lost for a while, it loads the weights again before its next turn."""
-    async with launched(engine("vllm")) as one, gateway_of(one.url) as client:
+    async with server(engine("vllm")) as one, gateway_of(one.url) as client:
         assert (await update(client, "v1")).json()["status"] == "done"
-        await one.kill()
+        await one.end()
         await wait_for_state(client, one.url, "lost")
-        await one.launch(engine("vllm", Fault("error", path="/resume", count=1)))
+        await one.start(engine("vllm", Fault("error", path="/resume", count=1)))
         assert "resume" in (await wait_for_state(client, one.url, "ready"))["cordon_reason"]
         await make_lost(client, one.url)
         await restore_metrics(client, one.url)
@@ -347,11 +323,11 @@ async def test_a_joined_engine_that_did_not_resume_is_not_left_paused() -> None:
 async def test_a_relaunched_engine_gets_one_id_if_its_version_cannot_be_read(kind: str) -> None:
     """Its first checks fail when they ask for its weights; its id does not change with each of them."""
     path = "/weight_info" if kind == "vllm" else "/model_info"
-    async with launched(engine(kind)) as one, gateway_of(one.url) as client:
+    async with server(engine(kind)) as one, gateway_of(one.url) as client:
         assert (await update(client, "v1")).json()["status"] == "done"
-        await one.kill()
+        await one.end()
         await wait_for_state(client, one.url, "lost")
-        await one.launch(engine(kind, Fault("reset", path=path, count=4)))
+        await one.start(engine(kind, Fault("reset", path=path, count=4)))
         assert (await wait_for_state(client, one.url, "ready"))["id"] == id_of(one.url) + "~2"
 
 
@@ -403,7 +379,7 @@ async def test_an_engine_that_joined_well_is_not_given_its_weights_again() -> No
 async def test_an_engine_whose_version_cannot_be_read_is_used_if_none_was_set(kind: str) -> None:
     """No weights are asked of it, so it need not say which it has."""
     path = "/weight_info" if kind == "vllm" else "/model_info"
-    async with launched(engine(kind, Fault("reset", path=path))) as one, gateway_of(one.url) as client:
+    async with server(engine(kind, Fault("reset", path=path))) as one, gateway_of(one.url) as client:
         assert (await wait_for_state(client, one.url, "ready"))["weight_version"] is None
         await complete(client, "one", PROMPT, 5)
 
@@ -411,6 +387,6 @@ async def test_an_engine_whose_version_cannot_be_read_is_used_if_none_was_set(ki
 @KINDS
 async def test_an_update_reports_how_long_each_engine_loaded_and_paused(kind: str) -> None:
     """In seconds; the pause includes the load."""
-    async with launched(engine(kind, weight_load_s=10.0, speed_up=50.0)) as one, gateway_of(one.url) as client:
+    async with server(engine(kind, weight_load_s=10.0, speed_up=50.0)) as one, gateway_of(one.url) as client:
         [progress] = (await update(client, "v1")).json()["engines"].values()
         assert 0.2 <= progress["load_s"] <= progress["paused_s"] < 60

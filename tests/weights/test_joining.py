@@ -1,51 +1,21 @@
 """Engines and gateways that die and return around a weight update: which engines get turns, and with which weights."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from engines.simulated.server import serve_engine
-from engines.simulated.settings import Fault, SimulatedEngineSettings
+from engines.simulated.settings import Fault
 from tests.faults.gateway_process import gateway_process
 from tests.support.gateway import ADMIN_KEY, eventually, running_gateway
 from tests.weights.gateway_client import TOKENIZER, complete, engine, is_generated_by, last_turn, update
+from tests.weights.relaunched import server
 
 KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 PROMPT = "Tell me about looms."
 QUICK = {"observe_interval_s": 0.05}
-
-
-class Server:
-    """A simulated engine at a fixed address, which tests stop and restart."""
-
-    def __init__(self) -> None:
-        self.url = ""
-        self._stack = AsyncExitStack()
-
-    async def start(self, settings: SimulatedEngineSettings) -> None:
-        """Start it, at the same address as before."""
-        port = int(self.url.rpartition(":")[2]) if self.url else 0
-        self.url = await self._stack.enter_async_context(serve_engine(settings, port=port))
-
-    async def end(self) -> None:
-        """Stop it, as if its process died."""
-        await self._stack.aclose()
-
-
-@asynccontextmanager
-async def server(settings: SimulatedEngineSettings) -> AsyncIterator[Server]:
-    """A started server."""
-    one = Server()
-    await one.start(settings)
-    try:
-        yield one
-    finally:
-        await one.end()
 
 
 async def engines(client: httpx.AsyncClient) -> list[dict[str, Any]]:
