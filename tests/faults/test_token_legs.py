@@ -59,7 +59,7 @@ async def test_legs_that_break_anywhere_leave_no_trace_in_any_answer(
         for engine, one in zip(engines, settings, strict=True):
             generate = GENERATE[one.dialect]
             faults = [
-                Fault(kind, after_chunks=dice.randrange(1, 60), probability=0.12, path=generate)
+                Fault(kind, after_chunks=dice.randrange(1, 60), probability=0.2, path=generate)
                 for kind in ("die", "reset", "nonsense", "die", "reset")
             ]
             faults += [Fault("error", probability=0.05, path="/v1"), Fault("refuse", probability=0.05, path=generate)]

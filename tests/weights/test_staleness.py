@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -34,6 +35,11 @@ async def gateway_before(
 
 async def has_legs(client: httpx.AsyncClient, number: int) -> bool:
     return bool((await client.get("/v1/engines")).json()["data"][0]["num_legs"] == number)
+
+
+async def has_turn(client: httpx.AsyncClient, trajectory: str, state: str) -> bool:
+    turns = (await client.get(f"/v1/trajectories/{trajectory}")).json()["live_turns"]
+    return [turn["state"] for turn in turns] == [state]
 
 
 async def ask(client: httpx.AsyncClient, trajectory: str) -> httpx.Response:
@@ -104,7 +110,7 @@ async def test_a_running_turn_that_becomes_too_stale_fails(kind: str, token_legs
             async with client.stream("POST", path.format("young", number), json=body) as young:
                 async for line in young.aiter_lines():
                     if line.startswith("data: {") and not events:  # it has a token of the older version
-                        await eventually(lambda: has_legs(client, 2), 60)
+                        await eventually(partial(has_turn, client, f"old-{number}", "running"), 60)
                         await update(client, f"v{number}")
                     events += [line] if line else []
             refused = await old
@@ -127,12 +133,7 @@ async def test_a_waiting_turn_that_becomes_too_stale_fails(token_legs: str) -> N
             pieces = young.aiter_raw()
             await anext(pieces)
             waiting = asyncio.create_task(ask(client, "old"))
-
-            async def waits() -> bool:
-                turns = (await client.get("/v1/trajectories/old")).json()["live_turns"]
-                return [turn["state"] for turn in turns] == ["waiting"]
-
-            await eventually(waits, 60)
+            await eventually(lambda: has_turn(client, "old", "waiting"), 60)
             assert (await update(client, "v2")).json()["status"] == "done"
         refused = await waiting
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "too_stale"), refused.text
