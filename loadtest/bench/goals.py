@@ -52,6 +52,12 @@ GOALS = (
     Goal("CPU per chunk, vs the best router in Rust", "streams", 1.0, _beside_cheapest("chunk", RUST.__contains__)),
     Goal("CPU per answer, 100 KB, vs the cheapest server", "answers", 1.0, _beside_cheapest("100 KB", _is_rival)),
     Goal("CPU per answer, 1 MB, vs the cheapest server", "answers", 1.0, _beside_cheapest("1 MB", _is_rival)),
+    Goal(
+        "CPU per answer, an agent's context of 100 KB, vs the best router in Rust",
+        "contexts",
+        1.0,
+        _beside_cheapest("100 KB", RUST.__contains__),
+    ),
     Goal("latency added to one answer, P99", "concurrency", 1.0, _added("p99_us 1", 1e-3), " ms"),
     Goal("delay added to 2,000 slow streams, P99", "slow", 20.0, _added("p99 2000"), " ms (a chunk's interval)"),
     Goal(

@@ -21,7 +21,7 @@ import orjson
 import uvloop
 
 from loadtest.bench.check import Checker
-from loadtest.bench.requests import bodies, head
+from loadtest.bench.requests import bodies, contexts, head
 
 TURNS_PER_TRAJECTORY = 10
 
@@ -127,7 +127,10 @@ def next_turn(port: int, seed: int, payloads: list[bytes], num_trajectories: int
 async def load(options: argparse.Namespace) -> dict[str, Any]:
     """Ask for this long, or this often; returns the number of answers, their rate, and latencies in microseconds."""
     loop = asyncio.get_running_loop()
-    payloads = bodies(options.seed, options.stream, options.body, not options.no_tools)
+    if options.contexts:
+        payloads = contexts(options.seed, options.stream, options.body)
+    else:
+        payloads = bodies(options.seed, options.stream, options.body, not options.no_tools)
     turn = next_turn(options.port, options.seed, payloads, options.trajectories)
     checker, clock = Checker(options.stream), Clock(options.answers)
     agents = []
@@ -162,6 +165,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=10**9, help="after which no turn begins")
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--body", type=int, default=5_500, metavar="BYTES", help="size of a request")
+    parser.add_argument("--contexts", action="store_true", help="requests are contexts of coding agents")
     parser.add_argument("--no-tools", action="store_true", help="requests without tools")
     parser.add_argument("--trajectories", type=int, help="so many that go on")
     parser.add_argument("--seed", type=int, default=1)

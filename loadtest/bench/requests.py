@@ -11,6 +11,17 @@ from loadtest.bench.answers import MODEL
 _NUM_PROMPTS = 64
 _MAX_BYTES = 16 * 2**20  # for all of them together
 _TEXT_BYTES = 2**16
+# Lines of code and logs: quotes, backslashes, indentation, and now and then a character beyond ASCII.
+_LINES = (
+    "def {0}({1}, {2}):\n",
+    '    if {0} == "{1}":\n        return {2}[{3}]\n',
+    "        {0}.{1}('{2}', {3})  # \"{1}\"\n",
+    'src/{0}/{1}.py:{3}: error: no attribute "{2}"\n',
+    "tests/{0}/test_{1}.py::test_{2} PASSED\t[{3}]\n",
+    "  \u2713 {0} {1} ({3} ms)\n",
+    "{0} {1} {2} {0} {2} {1} {0}.\n\n",
+    '\\d+\\.{0}\t"{1}": "{2}",\n',
+)
 
 
 def bodies(seed: int, stream: bool, num_bytes: int, has_tools: bool = True) -> list[bytes]:
@@ -44,6 +55,39 @@ def _body(text: str, dice: random.Random, stream: bool, num_bytes: int, has_tool
     if has_tools:
         request["tools"] = [{"type": "function", "function": {"name": "shell", "parameters": {"type": "object"}}}]
     tool_result["content"] += some(max(0, num_bytes - len(orjson.dumps(request))))
+    return orjson.dumps(request)
+
+
+def contexts(seed: int, stream: bool, num_bytes: int) -> list[bytes]:
+    """Different requests of this size: the context of a coding agent, mostly files and logs that its tools returned."""
+    dice = random.Random(seed)
+    names = ["".join(dice.choices("etaoinshrdlu", k=dice.randint(2, 9))) for _ in range(1_000)]
+    lines = [dice.choice(_LINES).format(*dice.choices(names, k=3), dice.randrange(1_000)) for _ in range(2_000)]
+    number = max(4, min(_NUM_PROMPTS, _MAX_BYTES // num_bytes))
+    return [_context(lines, dice, stream, num_bytes) for _ in range(number)]
+
+
+def _context(lines: list[str], dice: random.Random, stream: bool, num_bytes: int) -> bytes:
+    parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+    tool = {"type": "function", "function": {"name": "shell", "description": "Runs it.", "parameters": parameters}}
+    messages: list[dict[str, object]] = [{"role": "system", "content": "".join(dice.choices(lines, k=40))}]
+    request = {"model": MODEL, "messages": messages, "max_tokens": 512, "stream": stream, "tools": [tool] * 10}
+    size = len(orjson.dumps(request))
+    while True:
+        call_id = f"call_{len(messages):04d}"
+        command = orjson.dumps({"command": dice.choice(lines)}).decode()
+        call = {"id": call_id, "type": "function", "function": {"name": "shell", "arguments": command}}
+        result = "".join(dice.choices(lines, k=round(dice.lognormvariate(3.0, 1.0))))
+        step: list[dict[str, object]] = [
+            {"role": "assistant", "content": dice.choice(lines), "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call_id, "content": result},
+        ]
+        size += len(orjson.dumps(step))
+        if size > num_bytes - 100:
+            break
+        messages += step
+    messages.append({"role": "user", "content": ""})
+    messages[-1]["content"] = "x" * (num_bytes - len(orjson.dumps(request)))
     return orjson.dumps(request)
 
 

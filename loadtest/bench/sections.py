@@ -13,6 +13,7 @@ from loadtest.bench.tables import Column, Sample, added, cost, plain
 
 CONNECTIONS = 32
 BODIES = {"1 KB": 1_000, "5.5 KB": 5_500, "100 KB": 100_000, "1 MB": 1_000_000}
+CONTEXTS = {"20 KB": 20_000, "100 KB": 100_000, "400 KB": 400_000, "1 MB": 1_000_000}
 LIVE_TRAJECTORIES = 10_000
 SLOW_STREAMS = (500, 2_000)
 SLOW_INTERVAL_MS = 20
@@ -46,11 +47,20 @@ class Section:
 
 
 def _answers(rig: Rig) -> Sample:
+    return _by_size(rig, BODIES)
+
+
+def _contexts(rig: Rig) -> Sample:
+    return _by_size(rig, CONTEXTS, contexts=True, trajectories=CONNECTIONS)
+
+
+def _by_size(rig: Rig, sizes: dict[str, int], **options: int | bool) -> Sample:
     sample: Sample = {}
+    options["connections"] = CONNECTIONS
     with rig.serving() as served:
-        rig.load(served, WARM_UP_S, connections=CONNECTIONS)
-        for name, num_bytes in BODIES.items():
-            sample[name], seen = rig.cpu_per_answer(served, connections=CONNECTIONS, body=num_bytes)
+        rig.load(served, WARM_UP_S, **options)
+        for name, num_bytes in sizes.items():
+            sample[name], seen = rig.cpu_per_answer(served, body=num_bytes, **options)
             sample[f"{name} rate"] = seen["answers_per_s"]
     return sample
 
@@ -142,6 +152,14 @@ SECTIONS = (
         f"{CONNECTIONS} agents; answers are not streamed. x: ratio to {STICKY} in the same repeat.",
         _answers,
         (*_PER_ANSWER, plain("answers/s at 5.5 KB", "5.5 KB rate"), plain("at 1 MB", "1 MB rate")),
+    ),
+    Section(
+        "contexts",
+        "CPU per answer, contexts of coding agents",
+        f"{CONNECTIONS} agents, each on a trajectory that has begun before. A request is a context of up to a thousand "
+        f"tool calls, with files and logs as their results. x: ratio to {STICKY} in the same repeat.",
+        _contexts,
+        tuple(column for name in CONTEXTS for column in cost(f"{name}, us", name, STICKY)),
     ),
     Section(
         "concurrency",

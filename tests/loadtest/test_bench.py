@@ -5,6 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from loadtest.bench import answers
@@ -12,7 +13,7 @@ from loadtest.bench.check import Checker
 from loadtest.bench.goals import GOALS, goals_table
 from loadtest.bench.peers import DIRECT, GATEWAY, PEERS, PROGRAMS, RUST, STICKY, Peer
 from loadtest.bench.processes import NotStarted, raise_file_limit
-from loadtest.bench.requests import bodies
+from loadtest.bench.requests import bodies, contexts
 from loadtest.bench.rig import Rig
 from loadtest.bench.run import Record, run_section
 from loadtest.bench.sections import SECTIONS, Section
@@ -190,3 +191,15 @@ def test_requests_have_exactly_the_size_asked_for(num_bytes: int) -> None:
     some = bodies(1, True, num_bytes)
     assert {len(body) for body in some} == {num_bytes}
     assert len(set(some)) == len(some) and some == bodies(1, True, num_bytes)
+
+
+@pytest.mark.parametrize("num_bytes", [20_000, 100_000, 1_000_000])
+def test_contexts_have_exactly_the_size_asked_for(num_bytes: int) -> None:
+    """Each tool call in them has its result, and nearly all bytes are text of messages."""
+    some = contexts(1, True, num_bytes)
+    assert {len(context) for context in some} == {num_bytes}
+    assert len(set(some)) == len(some) and some == contexts(1, True, num_bytes)
+    messages = orjson.loads(some[0])["messages"]
+    calls = [call["id"] for message in messages for call in message.get("tool_calls", ())]
+    assert calls == [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+    assert sum(len(message["content"]) for message in messages) > num_bytes / 2
