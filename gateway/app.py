@@ -119,7 +119,8 @@ async def _serving(
     staleness = Staleness(settings, weight_record, ledger)
     weights = Weights(settings, clock, fleet, store, weight_record, staleness, driver.live_turns)
     groups = PromptGroups(record.group_id for record in memory.records if record.group_id)
-    reader = RequestReader(settings, fleet, ledger, conversations, groups, book)
+    reads_all = by_tokens or memory.predictor.reads_outcomes or read is not None
+    reader = RequestReader(settings, fleet, ledger, conversations, groups, book, reads_all)
     arrivals = Arrivals(fleet, ledger, groups, memory.predictor, read)
     before = {record.trajectory_id for record in memory.records}
     kept_legs = KeptLegs(settings, descriptors, fleet, store.settle) if descriptors and by_tokens else None

@@ -115,7 +115,7 @@ class Contexts:
             salt = turn.ask.request.get("cache_salt") if turn is not None else context and context.cache_salt
             return COMPLETIONS, _of_ids(ids, model, salt)
         if turn is not None:
-            return turn.ask.path, turn.ask.request
+            return turn.ask.path, dict(turn.ask.request)
         if context is None or context.body is None:
             return None
         return context.path, orjson.loads(context.body)

@@ -1,5 +1,6 @@
 """What a client asks for with one turn."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from gateway.http.errors import Api
@@ -11,6 +12,7 @@ class Ask:
     """What a client asks for.
 
     Args:
+        request: the body, parsed as far as it has been read; reading more may raise BrokenValue.
         path: the API route, without an identity in front of it.
         is_inferred: no id was sent: the trajectory is new, or was recognised by its conversation.
         may_be_joined: the same request again, while this one runs, is a retry.
@@ -22,7 +24,7 @@ class Ask:
     path: str
     model: str
     body: bytes
-    request: dict[str, Any]
+    request: Mapping[str, Any]
     trajectory_id: str
     group_id: str
     rollout_id: str | None

@@ -22,6 +22,7 @@ from gateway.http.errors import api_error, engine_error
 from gateway.http.sse import EventTooLarge
 from gateway.kv.moves import KvMoves
 from gateway.messages.answers import content_of, read_answer
+from gateway.messages.lazy_object import BrokenValue
 from gateway.messages.streams import content_of_stream
 from gateway.metrics import Metrics
 from gateway.state.driver import Driver
@@ -157,7 +158,7 @@ class Legs:
             elif isinstance(error, ResponseTimeout | AnswerTooLarge):
                 self._abort(turn, member)
             raise failed_leg(error) from None
-        except TooDeep as error:
+        except (TooDeep, BrokenValue) as error:
             raise LegFailed(Fault.REQUEST, api_error(400, str(error))) from None
         except Stopped as stop:
             self._abort(turn, member)

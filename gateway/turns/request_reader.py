@@ -23,6 +23,7 @@ from gateway.http.refusals import (
 )
 from gateway.messages.conversations import Conversations
 from gateway.messages.identity import NO_HINTS, Identity, IdentityError, identify
+from gateway.messages.lazy_object import BrokenValue, LazyObject
 from gateway.messages.prompt_groups import PromptGroups
 from gateway.state.ledger import Ledger
 from gateway.tokens.book import TokenBook
@@ -31,6 +32,8 @@ from gateway.turns.ids import new_id
 
 # Larger hints mean no more than this: engines get the number scaled, and it must stay a 64-bit integer there.
 _MAX_HINT = 1_000
+# A shorter body is parsed in less time than it takes to find its members and parse some of them.
+_LAZY_FROM_BYTES = 8_192
 
 
 class RequestReader:
@@ -39,6 +42,8 @@ class RequestReader:
     Args:
         conversations: recognise clients that send no id.
         groups: know which prompts begin alike.
+        reads_all: every turn's conversation will be read. Otherwise only that of a trajectory's first turn, and of a
+            request without an id, is parsed.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class RequestReader:
         conversations: Conversations,
         groups: PromptGroups,
         book: TokenBook,
+        reads_all: bool,
     ) -> None:
         self._has_token_legs = settings.token_legs != "off"
         self._fleet = fleet
@@ -56,6 +62,7 @@ class RequestReader:
         self._conversations = conversations
         self._groups = groups
         self._book = book
+        self._reads_all = reads_all
 
     def ask(self, scope: Mapping[str, Any], api: Api, path: str, body: bytes) -> Ask:
         """What a request asks. Raises Refused.
@@ -64,7 +71,12 @@ class RequestReader:
             scope: its raw path may hold an identity.
             path: the API route, without it.
         """
-        request = parse_object(body, scope["headers"])
+        try:
+            return self._ask(scope, api, path, body, _parsed(body, scope["headers"]))
+        except BrokenValue as error:
+            raise invalid_json(str(error)) from None
+
+    def _ask(self, scope: Mapping[str, Any], api: Api, path: str, body: bytes, request: Mapping[str, Any]) -> Ask:
         stream = request.get("stream")
         if stream is not None and not isinstance(stream, bool):
             raise bad_request("'stream' must be true or false.", "stream")
@@ -79,7 +91,11 @@ class RequestReader:
         if trajectory_id is None:
             is_inferred = True
             trajectory_id = self._conversations.continued(request) or f"t-{new_id()[:24]}"
-        group_id = identity.group_id or self._known_group(trajectory_id) or self._groups.of(request)
+        entry = self._ledger.get(trajectory_id)
+        if isinstance(request, LazyObject) and (self._reads_all or is_inferred or entry is None or not entry.turns):
+            request = dict(request)
+        known_group = entry.record.group_id if entry is not None else None
+        group_id = identity.group_id or known_group or self._groups.of(request)
         may_be_joined = identity.strong and not is_inferred
         keeps_tokens = self._has_token_legs and self._book.wants(trajectory_id, scope["headers"])
         # By position: keyword arguments cost 0.1 us each.
@@ -99,7 +115,7 @@ class RequestReader:
             stream is True,
         )
 
-    def _model(self, request: dict[str, Any]) -> str:
+    def _model(self, request: Mapping[str, Any]) -> str:
         model = request.get("model")
         known = self._fleet.models()
         if model is None and len(known) == 1:
@@ -120,9 +136,12 @@ class RequestReader:
             if is_of_model and member.dialect is not None and member.dialect.kind != kind:
                 raise not_found(f"{path} exists on {kind} only; other engines serve {model[:200]!r}.", "unknown_route")
 
-    def _known_group(self, trajectory_id: str) -> str | None:
-        entry = self._ledger.get(trajectory_id)
-        return entry.record.group_id if entry is not None else None
+
+def _parsed(body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Mapping[str, Any]:
+    if len(body) >= _LAZY_FROM_BYTES:
+        with contextlib.suppress(ValueError):  # parse_object says what is wrong, and allows deeper nesting
+            return LazyObject(body)
+    return parse_object(body, headers)
 
 
 def parse_object(body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> dict[str, Any]:

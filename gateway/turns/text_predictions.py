@@ -1,6 +1,6 @@
 """Reads conversations to predict the work that is left: asked while tools run, used when the next turn arrives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def reading(path: str, predictor: Predictor) -> TextPredictions:
         raise ConfigError(str(error)) from None
 
 
-def _said(request: dict[str, Any]) -> list[Any]:
+def _said(request: Mapping[str, Any]) -> list[Any]:
     """The conversation of a request, in any API."""
     said = request.get("messages") or request.get("input") or prompt_of(request)
     return said if isinstance(said, list) else [said]

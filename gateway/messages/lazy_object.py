@@ -1,0 +1,59 @@
+"""A JSON object whose values are parsed when they are first read.
+
+Of an agent's long context, a turn of a known trajectory reads a few short members. Parsing all of it takes three times
+as long as finding where its members begin and end, and makes thousands of objects that are freed again.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
+from msgspec import DecodeError, Raw
+from msgspec.json import Decoder
+
+_members = Decoder(dict[str, Raw]).decode
+
+
+class BrokenValue(ValueError):
+    """A value is not JSON after all. The client's mistake."""
+
+
+class LazyObject(Mapping[str, Any]):
+    """The object in these bytes; of a repeated name, the last value counts.
+
+    All of it is checked at once, except that text is UTF-8 and that numbers are not too large. Reading a value that is
+    neither raises BrokenValue.
+
+    Raises:
+        ValueError: it is not JSON, not an object, or nested too deeply.
+    """
+
+    __slots__ = ("_parsed", "_raw")
+
+    def __init__(self, body: bytes) -> None:
+        try:
+            self._raw: dict[str, Raw] = _members(body)
+        except (DecodeError, RecursionError) as error:
+            raise ValueError(str(error)) from None
+        self._parsed: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        parsed = self._parsed
+        if name not in parsed:
+            try:
+                parsed[name] = orjson.loads(memoryview(self._raw[name]))
+            except orjson.JSONDecodeError as error:
+                raise BrokenValue(str(error)) from None
+        return parsed[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._raw
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._raw)
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self._raw else default
