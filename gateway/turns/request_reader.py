@@ -93,7 +93,7 @@ class RequestReader:
             trajectory_id = self._conversations.continued(request) or f"t-{new_id()[:24]}"
         entry = self._ledger.get(trajectory_id)
         if isinstance(request, LazyObject) and (self._reads_all or is_inferred or entry is None or not entry.turns):
-            request = dict(request)
+            request = dict(request)  # parsed whole: its conversation will be read
         known_group = entry.record.group_id if entry is not None else None
         group_id = identity.group_id or known_group or self._groups.of(request)
         may_be_joined = identity.strong and not is_inferred
