@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.http.errors import Api
+from gateway.messages.transcripts import History
 from scheduling.values import value_class
 
 
@@ -18,6 +19,7 @@ class Ask:
         may_be_joined: the same request again, while this one runs, is a retry.
         keeps_tokens: its tokens are kept for later turns and for a trainer.
         wants_stream: the client wants a stream.
+        history: its conversation, if no id was sent.
     """
 
     api: Api
@@ -33,6 +35,7 @@ class Ask:
     may_be_joined: bool
     keeps_tokens: bool = False
     wants_stream: bool = False
+    history: History | None = None
 
     @property
     def wants_usage(self) -> bool:

@@ -111,11 +111,11 @@ class Endings:
         self._log.turn(turn.ask.trajectory_id, turn.ask.rollout_id, encoded)
 
     def _remember(self, turn: Turn, content: Any) -> None:
-        trajectory_id = turn.ask.trajectory_id
+        trajectory_id, history = turn.ask.trajectory_id, turn.ask.history
         self._kept_tokens.ended(turn)
-        if not turn.ask.is_inferred:
+        if history is None:
             return
-        self._conversations.remember(trajectory_id, turn.ask.request, content)
+        self._conversations.remember(trajectory_id, turn.ask.request, history, content)
         entry = self._ledger.get(trajectory_id)
         if entry is not None:
             before = entry.conversation[1 - _MAX_STORED_DIGESTS :]

@@ -25,6 +25,7 @@ from gateway.messages.conversations import Conversations
 from gateway.messages.identity import NO_HINTS, Identity, IdentityError, identify
 from gateway.messages.lazy_object import BrokenValue, LazyObject
 from gateway.messages.prompt_groups import PromptGroups
+from gateway.messages.transcripts import History
 from gateway.state.ledger import Ledger
 from gateway.tokens.book import TokenBook
 from gateway.turns.ask import Ask
@@ -87,10 +88,10 @@ class RequestReader:
             identity = identify(scope["raw_path"].decode("latin-1"), scope["headers"], request)
         except IdentityError as error:
             raise bad_request(str(error), code="bad_identity") from None
-        trajectory_id, is_inferred = identity.trajectory_id, False
+        trajectory_id, is_inferred, history = identity.trajectory_id, False, None
         if trajectory_id is None:
-            is_inferred = True
-            trajectory_id = self._conversations.continued(request) or f"t-{new_id()[:24]}"
+            is_inferred, history = True, History(request)
+            trajectory_id = self._conversations.continued(request, history) or f"t-{new_id()[:24]}"
         entry = self._ledger.get(trajectory_id)
         if isinstance(request, LazyObject) and (self._reads_all or is_inferred or entry is None or not entry.turns):
             request = dict(request)  # parsed whole: its conversation will be read
@@ -113,6 +114,7 @@ class RequestReader:
             may_be_joined,
             keeps_tokens,
             stream is True,
+            history,
         )
 
     def _model(self, request: Mapping[str, Any]) -> str:

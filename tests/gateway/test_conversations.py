@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.messages.conversations import Conversations
+from gateway.messages.transcripts import History
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 QUESTION = {"role": "user", "content": "What is in this directory?"}
@@ -27,6 +28,14 @@ def chat(*messages: dict) -> dict:
     return {"model": "m", "messages": [SYSTEM, QUESTION, *messages]}
 
 
+def continued(conversations: Conversations, body: dict) -> str | None:
+    return conversations.continued(body, History(body))
+
+
+def remember(conversations: Conversations, trajectory_id: str, body: dict, answer: object) -> None:
+    conversations.remember(trajectory_id, body, History(body), answer)
+
+
 @pytest.fixture
 def conversations() -> Conversations:
     return Conversations(limit=100)
@@ -34,28 +43,28 @@ def conversations() -> Conversations:
 
 def test_a_first_turn_is_always_new(conversations: Conversations) -> None:
     """Siblings share a prompt, so a prompt alone continues nothing, however often it was seen."""
-    conversations.remember("a", chat(), called("c1"))
-    assert conversations.continued(chat()) is None
+    remember(conversations, "a", chat(), called("c1"))
+    assert continued(conversations, chat()) is None
 
 
 def test_a_conversation_is_recognised_at_every_turn(conversations: Conversations) -> None:
     """A turn that repeats the messages and the answer continues the trajectory."""
     messages: list[dict] = []
-    conversations.remember("a", chat(), called("c0"))
+    remember(conversations, "a", chat(), called("c0"))
     for turn in range(5):
         messages += [called(f"c{turn}"), result(f"c{turn}", "a.txt")]
-        assert conversations.continued(chat(*messages)) == "a"
-        conversations.remember("a", chat(*messages), called(f"c{turn + 1}"))
+        assert continued(conversations, chat(*messages)) == "a"
+        remember(conversations, "a", chat(*messages), called(f"c{turn + 1}"))
 
 
 def test_a_different_conversation_is_new(conversations: Conversations) -> None:
     """One different word before the answer, or in it, makes it a different conversation."""
-    conversations.remember("a", chat(), called("c1"))
-    assert conversations.continued(chat(called("c2"), result("c2", "x"))) is None
+    remember(conversations, "a", chat(), called("c1"))
+    assert continued(conversations, chat(called("c2"), result("c2", "x"))) is None
     other = {"messages": [SYSTEM, {"role": "user", "content": "?"}, called("c1"), result("c1", "x")]}
-    assert conversations.continued(other) is None
+    assert continued(conversations, other) is None
     examples = chat({"role": "assistant", "content": "an example"}, {"role": "user", "content": "and now"})
-    assert conversations.continued(examples) is None
+    assert continued(conversations, examples) is None
 
 
 @pytest.mark.parametrize(
@@ -72,80 +81,80 @@ def test_a_different_conversation_is_new(conversations: Conversations) -> None:
 )
 def test_an_answer_is_recognised_in_another_spelling(conversations: Conversations, respelled: dict) -> None:
     """Clients rebuild messages: None for "", parts for a string, arguments in another order, no reasoning."""
-    conversations.remember("a", chat(), called("c1"))
-    assert conversations.continued(chat(called("c1") | respelled, result("c1", "x"))) == "a"
+    remember(conversations, "a", chat(), called("c1"))
+    assert continued(conversations, chat(called("c1") | respelled, result("c1", "x"))) == "a"
 
 
 def test_text_matches_with_or_without_parts_and_reasoning(conversations: Conversations) -> None:
     """A string and text parts are one text; surrounding blanks and removed reasoning make no difference."""
-    conversations.remember("a", chat(), {"role": "assistant", "content": "<think>well</think>\n\nIt is empty."})
+    remember(conversations, "a", chat(), {"role": "assistant", "content": "<think>well</think>\n\nIt is empty."})
     parts = {"role": "assistant", "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "empty."}]}
-    assert conversations.continued(chat(parts, QUESTION)) == "a"
+    assert continued(conversations, chat(parts, QUESTION)) == "a"
 
 
 def test_siblings_with_equal_answers_are_assigned_in_turn(conversations: Conversations) -> None:
     """Greedy siblings cannot be told apart, so each continuation takes the next one, and none is assigned twice."""
     for name in ("a", "b", "c"):
-        conversations.remember(name, chat(), called("c1"))
+        remember(conversations, name, chat(), called("c1"))
     bodies = [chat(called("c1"), result("c1", text)) for text in ("1", "2", "3", "4")]
-    assert [conversations.continued(body) for body in bodies] == ["a", "b", "c", None]
+    assert [continued(conversations, body) for body in bodies] == ["a", "b", "c", None]
 
 
 def test_a_sibling_that_has_not_continued_comes_first(conversations: Conversations) -> None:
     """Both know the answer, but only one has not continued from it: the continuation is that one's, not a branch."""
     first, second = (chat(called("c1"), result("c1", text)) for text in ("1", "2"))
     for name in ("a", "b"):
-        conversations.remember(name, chat(), called("c1"))
-    assert conversations.continued(first) == "a"
-    conversations.remember("a", first, called("c2"))
-    assert conversations.continued(second) == "b"
+        remember(conversations, name, chat(), called("c1"))
+    assert continued(conversations, first) == "a"
+    remember(conversations, "a", first, called("c2"))
+    assert continued(conversations, second) == "b"
 
 
 def test_identical_siblings_are_not_joined(conversations: Conversations) -> None:
     """Even with equal tool results, siblings stay apart: joining them would sample once where two samples were
     requested."""
     for name in ("a", "b"):
-        conversations.remember(name, chat(), called("c1"))
+        remember(conversations, name, chat(), called("c1"))
     body = chat(called("c1"), result("c1", "x"))
-    assert [conversations.continued(body) for _ in range(2)] == ["a", "b"]
+    assert [continued(conversations, body) for _ in range(2)] == ["a", "b"]
 
 
 def test_a_repeated_turn_keeps_its_trajectory(conversations: Conversations) -> None:
     """A client that lost its connection sends the same request again and gets the same trajectory, not a new one."""
     for name in ("a", "b"):
-        conversations.remember(name, chat(), called("c1"))
+        remember(conversations, name, chat(), called("c1"))
     first, second = (chat(called("c1"), result("c1", text)) for text in ("1", "2"))
-    assert [conversations.continued(body) for body in (first, second, second, first)] == ["a", "b", "b", "a"]
+    assert [continued(conversations, body) for body in (first, second, second, first)] == ["a", "b", "b", "a"]
 
 
 def test_a_released_trajectory_accepts_a_different_turn(conversations: Conversations) -> None:
     """A trajectory whose turn failed is released. While it is at work, it is not assigned to another request."""
-    conversations.remember("a", chat(), called("c1"))
+    remember(conversations, "a", chat(), called("c1"))
     first, second = (chat(called("c1"), result("c1", text)) for text in ("1", "2"))
-    assert conversations.continued(first) == "a"
-    assert conversations.continued(second) is None
+    assert continued(conversations, first) == "a"
+    assert continued(conversations, second) is None
     conversations.release("a")
-    assert conversations.continued(second) == "a"
+    assert continued(conversations, second) == "a"
 
 
 def test_a_branch_from_an_earlier_answer_stays_in_its_trajectory(conversations: Conversations) -> None:
     """Going back to an earlier turn stays where its KV is; a history with changed answers is new."""
     start = chat(called("c1"), result("c1", "x"))
-    conversations.remember("a", chat(), called("c1"))
-    conversations.continued(start)
-    conversations.remember("a", start, called("c2"))
-    assert conversations.continued(chat(called("c1"), result("c1", "another"))) == "a"
+    remember(conversations, "a", chat(), called("c1"))
+    continued(conversations, start)
+    remember(conversations, "a", start, called("c2"))
+    assert continued(conversations, chat(called("c1"), result("c1", "another"))) == "a"
     summary = {"role": "user", "content": "Summary of the above."}
-    assert conversations.continued(chat(summary, {"role": "assistant", "content": "Go on."}, QUESTION)) is None
+    assert continued(conversations, chat(summary, {"role": "assistant", "content": "Go on."}, QUESTION)) is None
 
 
 def test_the_longest_known_conversation_wins(conversations: Conversations) -> None:
     """If one trajectory's history begins another's, the one that shares more is continued."""
     start = chat(called("c1"), result("c1", "x"))
-    conversations.remember("short", chat(), called("c1"))
-    conversations.remember("long", start, called("c2"))
+    remember(conversations, "short", chat(), called("c1"))
+    remember(conversations, "long", start, called("c2"))
     whole = chat(called("c1"), result("c1", "x"), called("c2"), result("c2", "y"))
-    assert conversations.continued(whole) == "long"
+    assert continued(conversations, whole) == "long"
 
 
 def test_rewritten_answers_are_recognised_from_the_second_turn_on(conversations: Conversations) -> None:
@@ -155,16 +164,16 @@ def test_rewritten_answers_are_recognised_from_the_second_turn_on(conversations:
     observations = [
         {"role": "user", "content": [{"type": "text", "text": f"Observation:\n{name}"}]} for name in ("x", "y")
     ]
-    conversations.remember("first", chat(), called("c1"))
-    assert conversations.continued(chat(rewritten, observations[0])) is None
-    conversations.remember("a", chat(rewritten, observations[0]), called("c2"))
-    conversations.remember("b", chat(rewritten, observations[1]), called("c3"))
+    remember(conversations, "first", chat(), called("c1"))
+    assert continued(conversations, chat(rewritten, observations[0])) is None
+    remember(conversations, "a", chat(rewritten, observations[0]), called("c2"))
+    remember(conversations, "b", chat(rewritten, observations[1]), called("c3"))
     messages = [rewritten, observations[1]]
     for _ in range(3):
         messages += [rewritten, observations[0]]
-        assert conversations.continued(chat(*messages)) == "b"
-        conversations.remember("b", chat(*messages), called("c4"))
-    assert conversations.continued(chat(rewritten, observations[0], rewritten, observations[0])) == "a"
+        assert continued(conversations, chat(*messages)) == "b"
+        remember(conversations, "b", chat(*messages), called("c4"))
+    assert continued(conversations, chat(rewritten, observations[0], rewritten, observations[0])) == "a"
 
 
 def test_a_rewritten_answer_is_not_assigned_to_a_sibling(conversations: Conversations) -> None:
@@ -172,57 +181,57 @@ def test_a_rewritten_answer_is_not_assigned_to_a_sibling(conversations: Conversa
     content where there was none): the question before it decides, not the answer that they share."""
     bodies = {name: chat(called("c1"), result("c1", name)) for name in ("a", "b")}
     for name in bodies:
-        conversations.remember(name, chat(), called("c1"))
+        remember(conversations, name, chat(), called("c1"))
     for name, body in bodies.items():
-        conversations.remember(name, body, called(f"{name}2"))
+        remember(conversations, name, body, called(f"{name}2"))
     filled = called("b2") | {"content": "[empty]"}
-    assert conversations.continued(chat(called("c1"), result("c1", "b"), filled, result("b2", "x"))) == "b"
+    assert continued(conversations, chat(called("c1"), result("c1", "b"), filled, result("b2", "x"))) == "b"
 
 
 def test_a_branch_from_an_answer_that_siblings_share_is_new(conversations: Conversations) -> None:
     """It is unknown which sibling goes back to an answer that all had, unless the question was asked before."""
     bodies = {name: chat(called("c1"), result("c1", name)) for name in ("a", "b")}
     for name in bodies:
-        conversations.remember(name, chat(), called("c1"))
+        remember(conversations, name, chat(), called("c1"))
     for name, body in bodies.items():
-        conversations.remember(name, body, called(f"{name}2"))
-    assert conversations.continued(chat(called("c1"), result("c1", "c"))) is None
-    assert conversations.continued(bodies["b"]) == "b"
+        remember(conversations, name, body, called(f"{name}2"))
+    assert continued(conversations, chat(called("c1"), result("c1", "c"))) is None
+    assert continued(conversations, bodies["b"]) == "b"
 
 
 def test_a_rewritten_answer_to_a_question_of_two_siblings_is_new(conversations: Conversations) -> None:
     """Both asked the same and got different answers, so it is unknown whose answer was rewritten."""
     body = chat(called("c1"), result("c1", "x"))
     for name in ("a", "b"):
-        conversations.remember(name, body, called(f"{name}2"))
+        remember(conversations, name, body, called(f"{name}2"))
     text_answer = {"role": "assistant", "content": "Calling tools"}
     rewritten, repeated = (
         [*body["messages"], *more] for more in ([text_answer, QUESTION], [called("b2"), result("b2", "x")])
     )
-    assert conversations.continued({"messages": rewritten}) is None
-    assert conversations.continued({"messages": repeated}) == "b"
-    conversations.remember("b", {"messages": repeated}, called("b3"))
-    assert conversations.continued({"messages": rewritten}) == "a", "the other sibling has continued"
+    assert continued(conversations, {"messages": rewritten}) is None
+    assert continued(conversations, {"messages": repeated}) == "b"
+    remember(conversations, "b", {"messages": repeated}, called("b3"))
+    assert continued(conversations, {"messages": rewritten}) == "a", "the other sibling has continued"
 
 
 def test_a_forgotten_trajectory_is_not_continued(conversations: Conversations) -> None:
     """A finished trajectory is never continued, and forgetting an unknown one is no error."""
     for _ in range(2):  # a repeated turn may get the same answer
-        conversations.remember("a", chat(), called("c1"))
+        remember(conversations, "a", chat(), called("c1"))
     conversations.forget("a")
     conversations.forget("never seen")
-    assert conversations.continued(chat(called("c1"), result("c1", "x"))) is None
+    assert continued(conversations, chat(called("c1"), result("c1", "x"))) is None
 
 
 def test_the_least_recently_used_trajectory_is_forgotten_first() -> None:
     """Beyond the limit, the oldest is forgotten; each use renews it."""
     conversations = Conversations(limit=2)
     for name in ("a", "b"):
-        conversations.remember(name, chat(), called(name))
-    assert conversations.continued(chat(called("a"), result("a", "x"))) == "a"
-    conversations.remember("c", chat(), called("c"))
+        remember(conversations, name, chat(), called(name))
+    assert continued(conversations, chat(called("a"), result("a", "x"))) == "a"
+    remember(conversations, "c", chat(), called("c"))
     assert len(conversations) == 2
-    assert conversations.continued(chat(called("b"), result("b", "x"))) is None
+    assert continued(conversations, chat(called("b"), result("b", "x"))) is None
 
 
 @pytest.mark.parametrize("is_forgotten", [False, True])
@@ -233,8 +242,8 @@ def test_memory_of_dropped_conversations_is_freed(is_forgotten: bool) -> None:
     def remember_and_drop(numbers: range) -> int:
         for number in numbers:
             for turn in range(3):
-                conversations.remember(f"m{number}", chat(called(f"{number}"), result(f"{turn}", "x")), called("c"))
-            conversations.remember(f"t{number}", {"prompt": f"{number}" * 400}, "answer")
+                remember(conversations, f"m{number}", chat(called(f"{number}"), result(f"{turn}", "x")), called("c"))
+            remember(conversations, f"t{number}", {"prompt": f"{number}" * 400}, "answer")
             if is_forgotten:
                 conversations.forget(f"m{number}")
                 conversations.forget(f"t{number}")
@@ -253,18 +262,18 @@ def test_only_the_latest_turns_can_be_branched_from() -> None:
     conversations = Conversations(limit=2, turns_kept=2)
     messages: list[dict] = []
     for turn in range(4):
-        conversations.remember("a", chat(*messages), called(f"c{turn}"))
+        remember(conversations, "a", chat(*messages), called(f"c{turn}"))
         messages += [called(f"c{turn}"), result(f"c{turn}", "x")]
-    assert conversations.continued(chat(*messages[:2])) is None
-    assert conversations.continued(chat(*messages)) == "a"
+    assert continued(conversations, chat(*messages[:2])) is None
+    assert continued(conversations, chat(*messages)) == "a"
 
 
 def test_an_empty_answer_is_not_remembered(conversations: Conversations) -> None:
     """Without an answer, the prompt alone would be the key, and siblings would be taken for one trajectory."""
-    conversations.remember("a", chat(), None)
-    conversations.remember("b", {"prompt": "p"}, "")
-    assert conversations.continued(chat()) is None
-    assert conversations.continued({"prompt": "p"}) is None
+    remember(conversations, "a", chat(), None)
+    remember(conversations, "b", {"prompt": "p"}, "")
+    assert continued(conversations, chat()) is None
+    assert continued(conversations, {"prompt": "p"}) is None
     assert len(conversations) == 0
 
 
@@ -274,23 +283,26 @@ def test_restored_conversations_are_recognised(conversations: Conversations) -> 
     turns = [(chat(), called("c1")), (start, called("c2"))]
     dumps = []
     for body, answer in turns:
-        conversations.remember("a", body, answer)
+        remember(conversations, "a", body, answer)
         dumps.append(conversations.dump("a"))
-    conversations.remember("text", {"prompt": "p" * 3000}, "answer")
-    conversations.remember(
-        "stored", {"input": "hello"}, {"id": "resp_1", "output": [{"role": "assistant", "content": "hi"}]}
+    remember(conversations, "text", {"prompt": "p" * 3000}, "answer")
+    remember(
+        conversations,
+        "stored",
+        {"input": "hello"},
+        {"id": "resp_1", "output": [{"role": "assistant", "content": "hi"}]},
     )
     next_turn = chat(called("c1"), result("c1", "x"), called("c2"), result("c2", "y"))
     newest = Conversations(limit=100)
     newest.restore("a", dumps[1:])
-    assert newest.continued(next_turn) == "a"
+    assert continued(newest, next_turn) == "a"
     after = Conversations(limit=100)
     after.restore("a", dumps)
     for name in ("text", "stored"):
         after.restore(name, [conversations.dump(name)])
-    assert after.continued(next_turn) == "a"
-    assert after.continued({"prompt": "p" * 3000 + "answer and more"}) == "text"
-    assert after.continued({"input": "more", "previous_response_id": "resp_1"}) == "stored"
+    assert continued(after, next_turn) == "a"
+    assert continued(after, {"prompt": "p" * 3000 + "answer and more"}) == "text"
+    assert continued(after, {"input": "more", "previous_response_id": "resp_1"}) == "stored"
     assert conversations.dump("never seen") == ""
 
 
@@ -300,11 +312,11 @@ def test_a_completion_that_repeats_earlier_text_continues_it(prompt: str, answer
     """A prompt that begins with an earlier prompt and its answer continues it, whatever their lengths."""
     conversations = Conversations()
     prompt += "x" * 1024 * copies
-    conversations.remember("a", {"prompt": prompt}, answer)
-    assert conversations.continued({"prompt": prompt + answer + more}) == "a"
+    remember(conversations, "a", {"prompt": prompt}, answer)
+    assert continued(conversations, {"prompt": prompt + answer + more}) == "a"
     conversations.release("a")
     other = "\x00" + prompt + answer + more
-    assert conversations.continued({"prompt": other}) == ("a" if other.startswith(prompt + answer) else None)
+    assert continued(conversations, {"prompt": other}) == ("a" if other.startswith(prompt + answer) else None)
 
 
 def test_stored_responses_are_recognised_by_their_id(conversations: Conversations) -> None:
@@ -316,20 +328,23 @@ def test_stored_responses_are_recognised_by_their_id(conversations: Conversation
     }
     reasoning = {"type": "reasoning", "id": "rs_1", "summary": []}
     call = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "bash", "arguments": '{"cmd": "ls"}'}
-    conversations.remember(
-        "a", {"input": "hello", "instructions": "i"}, {"id": "resp_1", "output": [reasoning, message, call]}
+    remember(
+        conversations,
+        "a",
+        {"input": "hello", "instructions": "i"},
+        {"id": "resp_1", "output": [reasoning, message, call]},
     )
-    assert conversations.continued({"input": "more", "previous_response_id": "resp_2"}) is None
-    assert conversations.continued({"input": "more", "previous_response_id": "resp_1"}) == "a"
+    assert continued(conversations, {"input": "more", "previous_response_id": "resp_2"}) is None
+    assert continued(conversations, {"input": "more", "previous_response_id": "resp_1"}) == "a"
     conversations.release("a")
     output = {"type": "function_call_output", "call_id": "c1", "output": "a.txt"}
     resent = [{"role": "user", "content": "hello"}, message, call | {"id": None, "arguments": '{"cmd":"ls"}'}, output]
-    assert conversations.continued({"instructions": "i", "input": resent}) == "a"
-    conversations.remember(
-        "a", {"input": "more", "previous_response_id": "resp_1"}, {"id": "resp_3", "output": [message]}
+    assert continued(conversations, {"instructions": "i", "input": resent}) == "a"
+    remember(
+        conversations, "a", {"input": "more", "previous_response_id": "resp_1"}, {"id": "resp_3", "output": [message]}
     )
     begun = [{"role": "user", "content": "more"}, message, output]
-    assert conversations.continued({"input": begun}) is None, "the input lacks the earlier turns"
+    assert continued(conversations, {"input": begun}) is None, "the input lacks the earlier turns"
 
 
 def test_anthropic_messages_are_recognised_without_their_thinking(conversations: Conversations) -> None:
@@ -338,12 +353,12 @@ def test_anthropic_messages_are_recognised_without_their_thinking(conversations:
     use = {"type": "tool_use", "id": "t1", "name": "bash", "input": {"b": 1, "a": 2}}
     thinking = {"type": "thinking", "thinking": "hm", "signature": "x"}
     text = {"type": "text", "text": "Looking."}
-    conversations.remember("a", body, {"role": "assistant", "content": [thinking, text, use]})
+    remember(conversations, "a", body, {"role": "assistant", "content": [thinking, text, use]})
     marked = use | {"input": {"a": 2, "b": 1}, "cache_control": {"type": "ephemeral"}}
     answer = {"role": "assistant", "content": [text, marked]}
     done = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "a.txt"}]}
     cached = [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}]
-    assert conversations.continued({"system": cached, "messages": [QUESTION, answer, done]}) == "a"
+    assert continued(conversations, {"system": cached, "messages": [QUESTION, answer, done]}) == "a"
 
 
 ODD = st.recursive(
@@ -360,9 +375,9 @@ ODD = st.recursive(
 def test_no_shape_of_body_or_answer_raises(value: object, answer: object, field: str) -> None:
     """Refusing an invalid body is left to the engine."""
     conversations = Conversations()
-    conversations.continued({field: value})
-    conversations.remember("a", {field: value}, answer)
-    conversations.continued({field: value})
+    continued(conversations, {field: value})
+    remember(conversations, "a", {field: value}, answer)
+    continued(conversations, {field: value})
 
 
 def test_text_is_not_mistaken_for_structure(conversations: Conversations) -> None:
@@ -370,13 +385,13 @@ def test_text_is_not_mistaken_for_structure(conversations: Conversations) -> Non
     two = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     one = [{"role": "user", "content": "a4:user1:b"}]
     answer = {"role": "assistant", "content": "x"}
-    conversations.remember("a", {"messages": two}, answer)
-    assert conversations.continued({"messages": [*one, answer, QUESTION]}) is None
+    remember(conversations, "a", {"messages": two}, answer)
+    assert continued(conversations, {"messages": [*one, answer, QUESTION]}) is None
 
 
 def test_deeply_nested_content_is_read(conversations: Conversations) -> None:
     """JSON as deep as the parser allows does not exceed the recursion limit."""
     deep = orjson.loads(b'{"a":' * 900 + b"1" + b"}" * 900)
     message = {"role": "assistant", "content": [deep], "tool_calls": [deep]}
-    conversations.remember("a", chat(), message)
-    assert conversations.continued(chat(message, QUESTION)) == "a"
+    remember(conversations, "a", chat(), message)
+    assert continued(conversations, chat(message, QUESTION)) == "a"
