@@ -1,6 +1,7 @@
 """Reads engine profiles: those in `engines/profiles/`, and those in a user's own TOML file of the same form."""
 
 import difflib
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,19 @@ from typing import Any
 from scheduling.cost import EngineProfile
 
 _DIRECTORY = Path(__file__).parent / "profiles"
+# The least value of each number. A quadratic prefill term below 0 counts as 0.
+_LEAST = {
+    "tp": 1,
+    "slots": 1,
+    "kv_capacity_tokens": 1,
+    "kv_bytes_per_token": 0,
+    "decode_base_ms": 0,
+    "decode_per_sequence_ms": 0,
+    "decode_per_kv_ktoken_ms": 0,
+    "prefill_per_ktoken_ms": 0,
+    "prefill_per_ktoken2_ms": -math.inf,
+    "request_ms": 0,
+}
 
 
 def load_profile(name: str) -> EngineProfile:
@@ -44,9 +58,9 @@ def _read_built_in() -> dict[str, EngineProfile]:
 
 def _read_file(path: Path) -> dict[str, EngineProfile]:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         profiles = [
-            _profile(content, short_name, model, engine)
+            _checked(_profile(content, short_name, model, engine))
             for short_name, model in content["models"].items()
             for engine in model["engines"]
         ]
@@ -54,7 +68,7 @@ def _read_file(path: Path) -> dict[str, EngineProfile]:
         raise ValueError(f"cannot read engine profiles from {path}: {error.strerror}") from error
     except KeyError as error:
         raise ValueError(f"{path} is not a profile file: {error} is missing") from error
-    except (TypeError, ValueError) as error:
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a profile file: {error}") from error
     return {profile.name: profile for profile in profiles}
 
@@ -79,3 +93,17 @@ def _profile(content: dict[str, Any], short_name: str, model: dict[str, Any], en
         source=content["source"],
         request_ms=float(engine.get("request_ms", 0.0)),
     )
+
+
+def _checked(profile: EngineProfile) -> EngineProfile:
+    """The profile, if an engine can have it. Raises ValueError: a number is out of range, or work would take no time."""
+    for name, least in _LEAST.items():
+        value = getattr(profile, name)
+        if not least <= value < math.inf:
+            wish = f"a finite number from {least}" if least > -math.inf else "a finite number"
+            raise ValueError(f"{profile.name}: {name}: must be {wish}, not {value}")
+    if not profile.decode_base_ms + profile.decode_per_sequence_ms:
+        raise ValueError(f"{profile.name}: a decode step must take time, but its base and its time per sequence are 0")
+    if not profile.prefill_per_ktoken_ms + max(profile.prefill_per_ktoken2_ms, 0.0):
+        raise ValueError(f"{profile.name}: prefill must take time, but prefill_ms is 0")
+    return profile

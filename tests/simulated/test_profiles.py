@@ -1,5 +1,6 @@
 """The profiles that ship with Heddle, and users' own."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def test_an_unknown_profile_name_suggests_similar_ones() -> None:
 def test_a_users_profile_is_loaded_by_path_and_name(tmp_path: Path) -> None:
     """`path.toml:name`, in the form of the built-in files."""
     path = tmp_path / "mine.toml"
-    path.write_text(OWN)
+    path.write_text(f"\ufeff{OWN}")  # a byte order mark, with which some editors begin a file
     profile = load_profile(f"{path}:mine-l4-tp2")
     assert (profile.slots, profile.decode_base_ms, profile.kv_capacity_tokens) == (20, 6.0, 5000)
 
@@ -67,3 +68,29 @@ def test_a_malformed_profile_file_is_reported_in_one_line(tmp_path: Path) -> Non
         load_profile(f"{path}:mine-l4-tp2")
     with pytest.raises(ValueError, match="No such file"):
         load_profile(f"{tmp_path}/absent.toml:mine")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("slots_per_gpu = 10", "slots_per_gpu = 0", "mine-l4-tp2: slots: must be a finite number from 1, not 0"),
+        ("slots_per_gpu = 10", "slots_per_gpu = inf", "infinity"),
+        ("tp = 2", "tp = -2", "tp: must be a finite number from 1, not -2"),
+        ("= 5000", "= 0", "kv_capacity_tokens: must be a finite number from 1, not 0"),
+        ("[5.0", "[-5.0", "decode_base_ms: must be a finite number from 0, not -4.0"),
+        ("[5.0", "[nan", "decode_base_ms: must be a finite number from 0, not nan"),
+        ("0.2]", "inf]", "decode_per_kv_ktoken_ms: must be a finite number from 0, not inf"),
+        ("0.5]", "nan]", "prefill_per_ktoken2_ms: must be a finite number, not nan"),
+        ("tp = 2,", "tp = 2, request_ms = inf,", "request_ms: must be a finite number from 0, not inf"),
+        ("[5.0, 0.1", "[-1.0, 0.0", "a decode step must take time"),
+        ("[10.0, 0.5]", "[0.0, -0.5]", "prefill must take time"),
+        ("[models.mine]", "[[models]]", "is not a profile file"),
+    ],
+)
+def test_a_profile_that_no_engine_can_have_is_refused(tmp_path: Path, right: str, wrong: str, message: str) -> None:
+    """In one line with the file and the number. A simulation with it would not end, or end in a traceback."""
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN.replace(right, wrong))
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        load_profile(f"{path}:mine-l4-tp2")
+    assert str(path) in str(raised.value)
