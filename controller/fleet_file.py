@@ -330,7 +330,7 @@ def load_fleet_file(path: str | Path) -> FleetFile:
     """
     path = Path(path)
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise FleetFileError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:

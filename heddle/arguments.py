@@ -59,6 +59,11 @@ def whole(text: str) -> int:
     return _checked(text, int, lambda value: value >= 0, "a whole number from 0")
 
 
+def seed(text: str) -> int:
+    """A whole number of 64 bits: JSON results contain it."""
+    return _checked(text, int, lambda value: abs(value) < 2**63, "a whole number of 64 bits")
+
+
 def port(text: str) -> int:
     """A TCP port; 0 is any free one."""
     return _checked(text, int, lambda value: 0 <= value <= 65_535, "a port from 0 to 65535")

@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 from rich.console import Console
 
-from heddle.arguments import count, out_file, why
+from heddle.arguments import count, out_file, seed, why
 from scheduling.policy import POLICIES
 from simulator.display import RunProgress, print_head, print_runs
 from simulator.outcome import FORMAT, run_json
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy", action="append", help="replaces the scenario's policies; the others are compared with the first"
     )
-    parser.add_argument("--seed", action="append", type=int, help="replaces the scenario's seeds")
+    parser.add_argument("--seed", action="append", type=seed, help="replaces the scenario's seeds")
     parser.add_argument("--predictor", help="siblings, tabular, tree, oracle, or noisy:CORRELATION")
     parser.add_argument(
         "--trace", metavar="FILE", help="agents from this file (JSON lines, .gz or not) instead of the scenario's"
@@ -74,12 +74,12 @@ def run(parsed: argparse.Namespace) -> int:
             raise ValueError(f"{parsed.events}: a second file goes with `replay` only")
         scenario = _scenario(parsed)
         runs = _play_all(scenario, parsed.log, console)
+        print_runs(runs, scenario.policies, console)
         if parsed.json:
             _write_json(parsed.json, scenario, runs)
     except (ValueError, OSError) as error:
         print(f"heddle simulate: {why(error)}", file=sys.stderr)
         return 2
-    print_runs(runs, scenario.policies, console)
     return 0
 
 
@@ -90,7 +90,7 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
     scenario = load_scenario(path)
     if parsed.fleet:
         scenario = dataclasses.replace(scenario, fleet=load_scenario(parsed.fleet).fleet)
-    if parsed.trace:
+    if parsed.trace is not None:
         is_law = scenario.workload.law is not None
         workload = (
             WorkloadSettings(trace=parsed.trace)
@@ -110,6 +110,8 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
         )
     if parsed.tp:
         missing = [tp for tp in parsed.tp if tp not in scenario.fleet.tp]
+        if not scenario.fleet.tp:
+            raise ValueError("--tp chooses among the degrees of `tp`; this fleet lists its engines")
         if missing:
             raise ValueError(f"the fleet has no TP {missing[0]}; it has {', '.join(map(str, scenario.fleet.tp))}")
         scenario = dataclasses.replace(scenario, fleet=dataclasses.replace(scenario.fleet, tp=tuple(parsed.tp)))
@@ -117,7 +119,7 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
         scenario,
         policies=tuple(parsed.policy or scenario.policies),
         seeds=tuple(parsed.seed or scenario.seeds),
-        predictor=parsed.predictor or scenario.predictor,
+        predictor=scenario.predictor if parsed.predictor is None else parsed.predictor,
     )
 
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field, replace
 from engines.simulated.features import Features
 from scheduling.scaling import Role
 
+# Plans at shorter intervals only take time: a simulation with an interval near 0 would not end.
+_MIN_EVERY_S = 0.01
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
@@ -76,8 +79,8 @@ class Reshape:
     first_s: float | None = None
 
     def __post_init__(self) -> None:
-        assert self.every_s > 0, "every_s: above 0"
-        assert self.relaunch_s >= 0, "relaunch_s: from 0"
+        assert self.every_s >= _MIN_EVERY_S, f"every_s: from {_MIN_EVERY_S}"
+        assert self.relaunch_s >= 0 and self.min_gain_share >= 0, "relaunch_s and min_gain_share: from 0"
         for told in (self.expected_s, self.first_s):
             assert told is None or told >= 0, "expected_s and first_s: from 0"
         assert self.gpus_per_node > 0, "gpus_per_node: at least 1"

@@ -41,6 +41,9 @@ _OTHER_SEEDS = 1_000_000
 # Larger values are a slip, not a workload.
 _MAX_SCALE = 1e6
 _MAX_PREAMBLE_TOKENS = 1_000_000
+_MAX_ENGINES = 100_000
+# The JSON of a run has its seed, in 64 bits.
+_MAX_SEED = 2**63 - 1
 # A trainer waits for its rollout as long as it takes. A gateway's limits would end trajectories only under policies
 # that keep turns in the gateway's queue: turns in an engine's queue wait without a limit.
 _PATIENCE: Mapping[str, int] = {"queue_timeout_s": 10**9, "max_waiting_turns": 10**9}
@@ -107,11 +110,12 @@ class FleetSettings:
     slots_per_gpu: int | None = None
 
     def __post_init__(self) -> None:
-        assert self.gpus is None or self.gpus > 0, "gpus: at least 1"
+        assert self.gpus is None or 0 < self.gpus <= _MAX_ENGINES, f"gpus: at least 1, {_MAX_ENGINES:,} at most"
         assert self.slots_per_gpu is None or self.slots_per_gpu > 0, "slots_per_gpu: at least 1"
         by_degree = (self.gpus is not None, self.profile is not None, bool(self.tp))
         assert all(by_degree) if not self.engines else not any(by_degree), "either engines, or gpus, profile and tp"
-        assert all(engines.count > 0 for engines in self.engines), "engines: a count of at least 1"
+        for engines in self.engines:
+            assert 0 < engines.count <= _MAX_ENGINES, f"engines: a count of at least 1, {_MAX_ENGINES:,} at most"
         for tp in self.tp:
             assert tp > 0 and self.gpus and self.gpus % tp == 0, f"tp {tp} does not divide {self.gpus} GPUs"
 
@@ -154,6 +158,7 @@ class Scenario:
 
     def __post_init__(self) -> None:
         assert self.policies and self.seeds, "policies and seeds: at least one of each"
+        assert all(abs(seed) <= _MAX_SEED for seed in self.seeds), f"seeds: from {-_MAX_SEED} to {_MAX_SEED}"
         assert self.epochs >= 1, "epochs: at least 1"
         assert self.earlier >= 0, "earlier: at least 0"
         assert 0 < self.limits.kv_watermark <= 1, "limits.kv_watermark: a share above 0, 1 at most"
@@ -259,7 +264,7 @@ def load_scenario(path: Path) -> Scenario:
         OSError: it cannot be read.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         if isinstance(limits := table.get("limits"), dict):
             table["limits"] = {**_PATIENCE, **limits}
         return from_table(Scenario, {"name": path.stem, **table})

@@ -49,6 +49,12 @@ def test_a_fleet_file_is_read_with_the_key_from_the_environment(
     assert "secret" not in fleet.model_dump_json()
 
 
+def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
+    """Some editors begin a file with one."""
+    text = 'fleet = "a"\nmodel = "m"\ngpus = 1\n'
+    assert load_fleet_file(written(tmp_path, f"\ufeff{text}")) == load_fleet_file(written(tmp_path, text))
+
+
 def test_demand_may_be_read_over_tls(tmp_path: Path) -> None:
     """The URL has the same form as that of the gateway's store."""
     url = "rediss://:secret@redis.example:6380/1?ssl_cert_reqs=none"

@@ -105,7 +105,10 @@ def test_a_trace_is_played_on_a_fleet(scenario: str, tmp_path: Path, capsys: pyt
         (["nowhere.toml"], "nowhere.toml"),
         (["SCENARIO", "--policy", "magic"], "no policy 'magic'; there are: heddle"),
         (["SCENARIO", "--predictor", "crystal"], "no predictor 'crystal'"),
+        (["SCENARIO", "--predictor", ""], "no predictor ''"),
         (["SCENARIO", "--tp", "3"], "the fleet has no TP 3; it has 2, 4"),
+        (["LISTED", "--tp", "2"], "--tp chooses among the degrees of `tp`; this fleet lists its engines"),
+        (["SCENARIO", "--trace", ""], "cannot open .: Is a directory"),
         (["SCENARIO", "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
         (["SCENARIO", "other.jsonl"], "a second file goes with `replay` only"),
         (["replay"], "replay needs an event log: heddle simulate replay EVENTS.jsonl"),
@@ -115,12 +118,31 @@ def test_a_trace_is_played_on_a_fleet(scenario: str, tmp_path: Path, capsys: pyt
     ],
 )
 def test_invalid_arguments_are_reported_in_one_line(
-    arguments: list[str], message: str, scenario: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit status 2, no traceback."""
-    assert main(["simulate", *(scenario if word == "SCENARIO" else word for word in arguments)]) == 2
+    listed = tmp_path / "listed.toml"
+    listed.write_text(SCENARIO.partition("[fleet]")[0] + '[[fleet.engines]]\nprofile = "toy-cpu-tp2"\n')
+    files = {"SCENARIO": scenario, "LISTED": str(listed)}
+    assert main(["simulate", *(files.get(word, word) for word in arguments)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("heddle simulate: ") and message in error and error.count("\n") == 1
+
+
+def test_a_seed_that_json_cannot_hold_is_refused(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """At the start: the runs would be lost when they are written."""
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", scenario, "--seed", str(2**63)])
+    assert ended.value.code == 2 and "--seed: must be a whole number of 64 bits" in capsys.readouterr().err
+
+
+def test_the_table_is_printed_even_if_the_json_cannot_be_written(
+    scenario: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk is found out after hours of work."""
+    assert main(["simulate", scenario, "--tp", "4", "--policy", "slime", "--json", "/dev/full"]) == 2
+    printed = capsys.readouterr()
+    assert "No policy ends all trajectories before" in printed.out and "No space left on device" in printed.err
 
 
 def test_engines_too_small_for_the_workload_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,11 @@ def test_every_scenario_that_ships_can_be_played(path: Path) -> None:
     assert all(fleet.gpus == (scenario.fleet.gpus or listed) for fleet in scenario.fleets())
 
 
+def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
+    """Some editors begin a file with one."""
+    assert read(tmp_path, f"\ufeff{FLEET}").fleet.gpus == 2
+
+
 def test_slots_are_counted_per_gpu(tmp_path: Path) -> None:
     """An engine over two GPUs has twice the slots, in the fleet and in its family."""
     scenario = read(tmp_path, FLEET + "slots_per_gpu = 7")
@@ -84,6 +89,14 @@ def test_turns_have_no_queue_timeout_unless_the_file_sets_one(tmp_path: Path) ->
             "features.speculation.speedup: unknown; did you mean speed_up?",
         ),
         (FLEET + "[features.host_tier]\n", "features.host_tier.capacity_tokens: missing"),
+        (FLEET.replace("gpus = 2", "gpus = 100_000_000_000"), "fleet: gpus: at least 1, 100,000 at most"),
+        (
+            '[[fleet.engines]]\nprofile = "toy-cpu-tp2"\ncount = 100_001',
+            "engines: a count of at least 1, 100,000 at most",
+        ),
+        ("seeds = [9_223_372_036_854_775_808]\n" + FLEET, "seeds: from -9223372036854775807 to 9223372036854775807"),
+        (FLEET + "[reshape]\nevery_s = 1e-300", "reshape: every_s: from 0.01"),
+        (FLEET + "[reshape]\nmin_gain_share = nan", "reshape: relaunch_s and min_gain_share: from 0"),
         ("seeds = []\n" + FLEET, "policies and seeds: at least one of each"),
         (FLEET + "[limits]\nqueue_timeout_s = inf", "limits.queue_timeout_s: at least 0, and finite"),
         (FLEET + "[workload]\npreamble_tokens = -1", "workload: preamble_tokens: from 0, a million at most"),
