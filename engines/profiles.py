@@ -96,7 +96,7 @@ def _profile(content: dict[str, Any], short_name: str, model: dict[str, Any], en
 
 
 def _checked(profile: EngineProfile) -> EngineProfile:
-    """The profile, if an engine can have it. Raises ValueError: a number is out of range, or work would take no time."""
+    """The profile, if an engine can have it. Raises ValueError: a number is out of range, or work takes no time."""
     for name, least in _LEAST.items():
         value = getattr(profile, name)
         if not least <= value < math.inf:

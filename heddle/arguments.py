@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -95,8 +96,11 @@ def _number(text: str) -> float:
 def out_file(text: str) -> Path:
     """A file that can be written: checked before the work, not after it."""
     path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
+    # Unlike those of Path, these functions do not raise where a folder may not be entered.
+    if os.path.isdir(path) or not os.path.isdir(path.parent):
         raise argparse.ArgumentTypeError(f"must be a file in an existing folder, not {text!r}")
+    if not os.access(path if os.path.exists(path) else path.parent, os.W_OK, effective_ids=True):
+        raise argparse.ArgumentTypeError(f"no permission to write {text!r}")
     return path
 
 

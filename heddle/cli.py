@@ -32,7 +32,19 @@ _VERBS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb; returns the process's exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        status = _run(sys.argv[1:] if arguments is None else arguments)
+        if sys.stdout is not None:  # the caller closed it: `heddle ... >&-`
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `heddle ... | head`: the reader has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status
+
+
+def _run(arguments: Sequence[str]) -> int:
     parser = Parser(prog="heddle", description="An OpenAI-compatible gateway for agentic RL rollouts.")
     parser.add_argument("--version", action="version", version=_version() if "--version" in arguments else "")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -46,15 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         verbs.choices[parsed.verb].error(f"unknown argument {unknown[0]!r}")
     assert module is not None, "the parser ends the program where no verb is given"
-    try:
-        ran = module.run(parsed)
-        status: int = uvloop.run(ran) if inspect.iscoroutine(ran) else ran
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `heddle ... | head`: the reader has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    ran = module.run(parsed)
+    status: int = uvloop.run(ran) if inspect.iscoroutine(ran) else ran
     return status
 
 

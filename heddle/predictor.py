@@ -88,6 +88,8 @@ def run(parsed: argparse.Namespace) -> int:
     except ImportError:
         print("heddle predictor train: torch is not installed: pip install 'heddle[text]'", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"heddle predictor {parsed.deed}: {why(error)}", file=sys.stderr)
         return 2

@@ -79,7 +79,7 @@ class Reshape:
     first_s: float | None = None
 
     def __post_init__(self) -> None:
-        assert self.every_s >= _MIN_EVERY_S, f"every_s: from {_MIN_EVERY_S}"
+        assert self.every_s >= _MIN_EVERY_S, f"every_s: above 0, at least {_MIN_EVERY_S}"
         assert self.relaunch_s >= 0 and self.min_gain_share >= 0, "relaunch_s and min_gain_share: from 0"
         for told in (self.expected_s, self.first_s):
             assert told is None or told >= 0, "expected_s and first_s: from 0"

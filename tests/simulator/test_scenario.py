@@ -95,7 +95,7 @@ def test_turns_have_no_queue_timeout_unless_the_file_sets_one(tmp_path: Path) ->
             "engines: a count of at least 1, 100,000 at most",
         ),
         ("seeds = [9_223_372_036_854_775_808]\n" + FLEET, "seeds: from -9223372036854775807 to 9223372036854775807"),
-        (FLEET + "[reshape]\nevery_s = 1e-300", "reshape: every_s: from 0.01"),
+        (FLEET + "[reshape]\nevery_s = 1e-300", "reshape: every_s: above 0, at least 0.01"),
         (FLEET + "[reshape]\nmin_gain_share = nan", "reshape: relaunch_s and min_gain_share: from 0"),
         ("seeds = []\n" + FLEET, "policies and seeds: at least one of each"),
         (FLEET + "[limits]\nqueue_timeout_s = inf", "limits.queue_timeout_s: at least 0, and finite"),

@@ -1,0 +1,78 @@
+"""How the process of a command ends: interrupted, without a reader, without standard output, without permission."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parents[2]
+FEW = ("predictor", "evaluate", "--law", "coding", "--trajectories", "25", "--predictor", "siblings")
+INTERRUPTED = """
+import os, signal, sys
+from heddle.cli import main
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "heddle.simulate":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+sys.exit(main(["simulate", "--help"]))
+"""
+AS_NOBODY = """
+import argparse, os, sys
+from heddle.arguments import out_file
+os.chdir(sys.argv[1])
+if os.geteuid() == 0:
+    os.seteuid(65_534)
+try:
+    out_file(sys.argv[2])
+except argparse.ArgumentTypeError as error:
+    sys.stderr.write(str(error))
+"""
+
+
+def ended(*arguments: str, stdout: int = subprocess.PIPE, shell: str = "") -> tuple[int, str]:
+    """The exit status of a Python process, and what it wrote to standard error."""
+    command = [sys.executable, *arguments]
+    if shell:
+        command = ["sh", "-c", f'exec "$@" {shell}', "sh", *command]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, env=environment, timeout=60, check=False)
+    return done.returncode, done.stderr.decode()
+
+
+def test_an_interrupt_while_modules_are_imported_leaves_no_traceback() -> None:
+    """Imports take a second or two, in which people notice a typing error."""
+    assert ended("-c", INTERRUPTED) == (130, "")
+
+
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    """`heddle predictor evaluate ... | head`: no words about the pipe."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        assert ended("-m", "heddle", *FEW, stdout=writer) == (141, "")
+    finally:
+        os.close(writer)
+
+
+def test_a_command_works_without_standard_output() -> None:
+    """As a service manager or a script may start it."""
+    assert ended("-m", "heddle", *FEW, shell=">&-") == (0, "")
+
+
+def test_a_file_that_may_not_be_written_is_refused_before_the_work() -> None:
+    """Be it for its folder, or for a folder on the way that may not be entered."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        for sub in ("read_only", "closed", "closed/inner"):
+            (folder / sub).mkdir()
+        (folder / "read_only").chmod(0o555)
+        (folder / "closed").chmod(0o700 if os.geteuid() == 0 else 0o000)
+        errors = [ended("-c", AS_NOBODY, name, file)[1] for file in ("read_only/a.json", "closed/inner/a.json")]
+        (folder / "closed").chmod(0o700)
+    assert errors == [
+        "no permission to write 'read_only/a.json'",
+        "must be a file in an existing folder, not 'closed/inner/a.json'",
+    ]
