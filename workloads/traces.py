@@ -33,6 +33,7 @@ LineParser = Callable[[str], Trajectory]
 _MAX_TOKENS = 10**9
 _MAX_TOOL_S = 1e9
 _GZIP_MAGIC = b"\x1f\x8b"
+_ZSTANDARD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 class TraceError(ValueError):
@@ -97,7 +98,7 @@ def read_trajectories(path: Path, parse: LineParser) -> Iterator[Trajectory]:
             except ValueError as error:
                 raise TraceError(f"{path}, line {number}: {error}") from error
             if trajectory.trajectory_id in seen:
-                raise TraceError(f"{path}, line {number}: {trajectory.trajectory_id!r} was already there")
+                raise TraceError(f"{path}, line {number}: {shown(trajectory.trajectory_id)} was already there")
             seen.add(trajectory.trajectory_id)
             yield trajectory
 
@@ -136,12 +137,14 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
     """The content of a file, gzipped or not, whatever its name.
 
     Raises:
-        TraceError: While it is read, if it is damaged.
+        TraceError: If it is compressed in another way or, while it is read, damaged.
         OSError: If the file cannot be read.
     """
     with path.open("rb") as file:
-        is_gzipped = file.read(2) == _GZIP_MAGIC
-    opener = gzip.open if is_gzipped else open
+        magic = file.read(4)
+    if magic == _ZSTANDARD_MAGIC:
+        raise TraceError(f"{path}: compressed with Zstandard: decompress it first, for example with zstd -d")
+    opener = gzip.open if magic.startswith(_GZIP_MAGIC) else open
     try:
         with opener(path, "rb") as content:
             yield cast(IO[bytes], content)
@@ -150,7 +153,8 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """The lines of a file of JSON objects: number, bytes with this project's line end, and the object.
+    """The lines of a file of JSON objects: number, bytes with this project's line end, and the object. Empty lines are
+    skipped.
 
     Raises:
         ValueError: While it is read, if a line is no JSON object; the message names file and line.
@@ -159,14 +163,16 @@ def json_lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     """
     with open_bytes(path) as lines:
         for number, line in enumerate(lines, start=1):
-            content = line.removeprefix(BOM_UTF8) if number == 1 else line
+            content = (line.removeprefix(BOM_UTF8) if number == 1 else line).rstrip(b"\r\n")
+            if not content.strip():
+                continue
             try:
                 said = orjson.loads(content)
-                if not isinstance(said, dict):
-                    raise ValueError("not a JSON object")
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
-            yield number, content.rstrip(b"\r\n") + b"\n", said
+            except orjson.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not JSON: {error.msg}: column {error.colno}") from error
+            if not isinstance(said, dict):
+                raise ValueError(f"{path}, line {number}: not a JSON object")
+            yield number, content + b"\n", said
 
 
 def parse_line(line: str) -> Trajectory:
@@ -199,12 +205,20 @@ def parse_json(text: str) -> Any:
     Raises:
         ValueError: It is not JSON; the message states the place.
     """
+    text = text.rstrip()  # else an error at a line's end would be in the next line
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error}") from error
+        place = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"column {error.colno}"
+        raise ValueError(f"not JSON: {error.msg}: {place}") from error
     except RecursionError:
         raise ValueError("not JSON that can be read: nested too deeply") from None
+
+
+def shown(value: object) -> str:
+    """A value for an error message, cut if it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _turn(record: Any, where: str) -> Turn:
@@ -218,10 +232,10 @@ def _turn(record: Any, where: str) -> Turn:
 
 def _text(record: dict[str, Any], field: str) -> str:
     value = record.get(field)
-    _expect(isinstance(value, str) and value != "", f"{field}: must be a non-empty string, not {value!r}")
+    _expect(isinstance(value, str) and value != "", f"{field}: must be a non-empty string, not {shown(value)}")
     # JSON can escape half of a surrogate pair, which no encoding can write.
     text = str(value)
-    _expect(not any("\ud800" <= letter <= "\udfff" for letter in text), f"{field}: not Unicode: {text!r}")
+    _expect(not any("\ud800" <= letter <= "\udfff" for letter in text), f"{field}: not Unicode: {shown(text)}")
     return text
 
 
@@ -229,14 +243,14 @@ def _count(record: dict[str, Any], field: str, where: str = "") -> int:
     value = record.get(field)
     # JSON's true is an int to Python.
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_TOKENS:
-        raise ValueError(f"{where}{field}: must be a whole number from 0 to {_MAX_TOKENS:,}, not {value!r}")
+        raise ValueError(f"{where}{field}: must be a whole number from 0 to {_MAX_TOKENS:,}, not {shown(value)}")
     return value
 
 
 def _seconds(record: dict[str, Any], field: str, where: str) -> float:
     value = record.get(field)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MAX_TOOL_S:
-        raise ValueError(f"{where}{field}: must be seconds from 0 to {_MAX_TOOL_S:,.0f}, not {value!r}")
+        raise ValueError(f"{where}{field}: must be seconds from 0 to {_MAX_TOOL_S:,.0f}, not {shown(value)}")
     return float(value)
 
 

@@ -113,7 +113,7 @@ def test_a_trace_is_played_on_a_fleet(scenario: str, tmp_path: Path, capsys: pyt
         (["SCENARIO", "other.jsonl"], "a second file goes with `replay` only"),
         (["replay"], "replay needs an event log: heddle simulate replay EVENTS.jsonl"),
         (["replay", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["replay", "SCENARIO"], "line 1: input data is empty"),
+        (["replay", "SCENARIO"], "line 2: not JSON: "),
         (["replay", os.devnull], "no event in it"),
     ],
 )

@@ -63,6 +63,12 @@ def vllm_text(at_s: int, message: str) -> str:
     return f"(APIServer pid=7) DEBUG 11-21 05:00:{at_s:02d} [serve/.../utils/request_logger.py:55] {message}"
 
 
+def vllm_coloured(at_s: int, message: str) -> str:
+    """As with `VLLM_LOGGING_COLOR=1`."""
+    head = f"\x1b[0;36m(APIServer pid=7)\x1b[0;0m \x1b[37mDEBUG\x1b[0m \x1b[90m11-21 05:00:{at_s:02d}\x1b[0m"
+    return f"{head} \x1b[90m[request_logger.py:55]\x1b[0m {message}"
+
+
 def vllm_json(at_s: int, message: str) -> dict[str, Any]:
     return {"asctime": f"2026-11-21 05:00:{at_s:02d},000", "levelname": "DEBUG", "message": message}
 

@@ -1,6 +1,7 @@
 """Dynamo's agentic turns become trajectories, in the order of their dependencies."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,12 +34,11 @@ def test_dynamo_turns_follow_their_dependencies_in_any_file_order(tmp_path: Path
     )
 
 
-def test_dynamo_turns_that_wait_for_each_other_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("b", "c"), [("b", "c"), (2, 3)])
+def test_dynamo_turns_that_wait_for_each_other_are_refused(tmp_path: Path, b: Any, c: Any) -> None:
     """Neither could begin. The message names a line."""
-    path = lines(
-        tmp_path / "t.jsonl", dynamo("a", 9, 1), dynamo("b", 9, 1, wait_for=["c"]), dynamo("c", 9, 1, wait_for=["b"])
-    )
-    with pytest.raises(TraceError, match=r"line [23], wait_for: '[bc]' waits for itself in the end"):
+    path = lines(tmp_path / "t.jsonl", dynamo("a", 9, 1), dynamo(b, 9, 1, wait_for=[c]), dynamo(c, 9, 1, wait_for=[b]))
+    with pytest.raises(TraceError, match=rf"line [23], wait_for: '[{b}{c}]' waits for itself in the end"):
         import_trace(path)
 
 

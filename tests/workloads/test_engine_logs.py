@@ -14,6 +14,7 @@ from tests.workloads.forms import (
     sglang_json,
     sglang_text,
     shapes,
+    vllm_coloured,
     vllm_json,
     vllm_text,
 )
@@ -22,7 +23,7 @@ from workloads.traces import TraceError
 from workloads.trajectories import Turn
 
 
-@pytest.mark.parametrize("form", [vllm_text, vllm_json])
+@pytest.mark.parametrize("form", [vllm_text, vllm_coloured, vllm_json])
 def test_vllm_log_gives_lengths_times_and_the_order_of_calls(tmp_path: Path, form: Any) -> None:
     """Token ids link calls, deltas of a stream add up, and a request without an answer is left out."""
     noise = "INFO 11-21 04:59:00 [api_server.py:10] Starting vLLM server on http://0.0.0.0:8000"

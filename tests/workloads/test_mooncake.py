@@ -120,3 +120,21 @@ def test_mooncake_sessions_may_name_or_number_their_group(tmp_path: Path) -> Non
         mooncake(0, 500, 20, session_id="d"),
     )
     assert [t.group_id for t in import_trace(path).trajectories] == ["46", "46", "x", "d"]
+
+
+def test_bailian_chats_are_sessions_with_times_in_seconds(tmp_path: Path) -> None:
+    """A chat belongs to the session of its parent, if the file has that; ids are numbers."""
+    path = lines(
+        tmp_path / "t.jsonl",
+        mooncake(0.5, 500, 50, 1, 2, 3, chat_id=7, parent_chat_id=-1, turn=1),
+        mooncake(1.0, 900, 10, 8, 9, chat_id=8, parent_chat_id=3, turn=4),
+        mooncake(31.5, 600, 25, 1, 2, 4, chat_id=9, parent_chat_id=7, turn=2),
+        mooncake(62.0, 700, 5, 1, 2, 4, 5, chat_id=11, parent_chat_id=9, turn=3),
+    )
+    workload = import_trace(path)
+    gaps_s = 31 - 50 / ASSUMED_TOKENS_PER_S, 30.5 - 25 / ASSUMED_TOKENS_PER_S
+    assert [t.trajectory_id for t in workload.trajectories] == ["7-0", "8-0"]
+    assert shapes(workload) == [
+        (500, (Turn(0, 50, pytest.approx(gaps_s[0])), Turn(50, 25, pytest.approx(gaps_s[1])), Turn(75, 5, 0.0))),
+        (900, (Turn(0, 10, 0.0),)),
+    ]

@@ -62,7 +62,15 @@ def test_new_tokens_of_the_first_turn_are_part_of_the_first_prompt(tmp_path: Pat
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("{", "not JSON"),
+        ("{", "not JSON: Expecting property name enclosed in double quotes: column 2$"),
+        (
+            record() | {"context_tokens": "9" * 10**6},
+            r"context_tokens: must be a whole number .{,50}, not '9{56}\.\.\.$",
+        ),
+        (
+            record() | {"trajectory_id": ["9" * 10**6]},
+            r"trajectory_id: must be a non-empty string, not \['9{55}\.\.\.$",
+        ),
         ([], "not a JSON object"),
         (record() | {"turns": []}, "turns: must be a list of at least one turn"),
         (record() | {"trajectory_id": 7}, "trajectory_id: must be a non-empty string, not 7"),
@@ -181,6 +189,13 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path, damage: str) ->
     (tmp_path / "t.jsonl.gz").write_bytes(b"\xff\xfe\xfd\n" if damage == "not text" else bytes(whole))
     with pytest.raises(TraceError, match=r"t\.jsonl\.gz"):
         load_trace(tmp_path / "t.jsonl.gz")
+
+
+def test_a_file_compressed_with_zstandard_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    """Its bytes are not text, so an error about text would say nothing."""
+    (tmp_path / "t.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\x04\x00")
+    with pytest.raises(TraceError, match=r"t\.jsonl\.zst: compressed with Zstandard: decompress it first"):
+        load_trace(tmp_path / "t.jsonl.zst")
 
 
 def test_a_trajectory_without_a_group_is_a_group_of_its_own(tmp_path: Path) -> None:

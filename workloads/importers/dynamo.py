@@ -57,7 +57,7 @@ def _in_order(records: Sequence[Record]) -> Iterator[Record]:
     except CycleError as error:
         record = records[error.args[1][0]]
         raise TraceError(
-            f"{record.where}, wait_for: {record.text('request_id')!r} waits for itself in the end"
+            f"{record.where}, wait_for: {record.name('request_id')!r} waits for itself in the end"
         ) from error
     ready = sorted(turns.get_ready())
     while ready:

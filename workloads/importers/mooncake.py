@@ -8,7 +8,11 @@ are joined by content. A row of a session holds its whole prompt, or only what j
 generators write both, and no field distinguishes them. If more than a quarter of the later rows do not continue the row
 before, all rows are read as what joined. `group_id` groups sessions.
 
-Source: Mooncake (FAST 2025), its published traces; AIPerf, trace replay; Dynamo, `TraceFileFormat`.
+Bailian's traces have the same fields, but times in seconds. A `chat_id` marks them, and `parent_chat_id` links the
+requests of a session; -1 stands for none.
+
+Source: Mooncake (FAST 2025), its published traces; AIPerf, trace replay; Dynamo, `TraceFileFormat`; Qwen-Bailian usage
+traces.
 """
 
 from __future__ import annotations
@@ -35,9 +39,10 @@ def read_mooncake(path: Path) -> Workload:
     sessions: dict[str, list[Call]] = {}
     groups: dict[str, str] = {}
     calls: list[Call] = []
+    root_of: dict[str, str] = {}
     for record in read_records(path):
-        if record.has("session_id"):
-            session_id = record.name("session_id")
+        session_id = _session_id(record, root_of)
+        if session_id is not None:
             sessions.setdefault(session_id, []).append(_call(record))
             if record.has("group_id"):
                 groups[session_id] = record.name("group_id")
@@ -54,6 +59,17 @@ def read_mooncake(path: Path) -> Workload:
         sessions = {session_id: _whole_prompts(additions) for session_id, additions in sessions.items()}
     by_session = workload_of_sessions(name, sessions.items(), groups)
     return Workload(name, by_session.trajectories + by_prefix.trajectories)
+
+
+def _session_id(record: Record, root_of: dict[str, str]) -> str | None:
+    """The record's session, if it has one. `root_of` maps each chat so far to the first one of its session."""
+    if record.has("session_id"):
+        return record.name("session_id")
+    if not record.has("chat_id"):
+        return None
+    chat_id = record.name("chat_id")
+    parent_id = record.name("parent_chat_id") if record.has("parent_chat_id") else chat_id
+    return root_of.setdefault(chat_id, root_of.get(parent_id, chat_id))
 
 
 def _are_additions(sessions: Iterable[Sequence[Call]]) -> bool:
@@ -87,7 +103,7 @@ def _call(record: Record) -> Call:
     waited_s = record.number(delay) / 1000 if record.has(delay) else None
     timestamp = record.first_of("timestamp", "created_time")
     if record.has(timestamp) or not record.has("session_id"):
-        started_at_s = record.number(timestamp) / 1000
+        started_at_s = record.number(timestamp) / (1 if record.has("chat_id") else 1000)
     else:
         started_at_s = None
     return Call(

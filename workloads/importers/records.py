@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from workloads.traces import TraceError, open_text, parse_json
+from workloads.traces import TraceError, open_text, parse_json, shown
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -126,5 +126,4 @@ class Record:
 
     def error(self, name: str, wish: str) -> TraceError:
         """The error about a field."""
-        value = repr(self.fields.get(name))
-        return TraceError(f"{self.where}, {name}: {wish}, not {value if len(value) <= 60 else value[:57] + '...'}")
+        return TraceError(f"{self.where}, {name}: {wish}, not {shown(self.fields.get(name))}")

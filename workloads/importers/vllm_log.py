@@ -23,6 +23,7 @@ from workloads.importers.records import read_at, read_lines
 from workloads.traces import TraceError
 from workloads.trajectories import Workload
 
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _TEXT_LINE = re.compile(r"(?:DEBUG|INFO) (\d\d-\d\d \d\d:\d\d:\d\d) (?:\S+\]) (.*)", re.DOTALL)
 _MESSAGE = re.compile(
     r"(Received request|Request|Generated response) (\S+?)(?: \(streaming (delta|complete)\))?(?: details)?: (.*)",
@@ -88,7 +89,7 @@ def _message(line: str) -> tuple[float, str, str, str | None, str] | None:
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
     else:
-        parts = _TEXT_LINE.search(line)
+        parts = _TEXT_LINE.search(_COLOUR.sub("", line))
         if parts is None:
             return None
         at = datetime.strptime(f"{_ANY_LEAP_YEAR}-{parts[1]}", "%Y-%m-%d %H:%M:%S")
