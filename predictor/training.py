@@ -34,7 +34,7 @@ def learn_events(predictor: Predictor, path: Path) -> int:
     for number, _, said in json_lines(path):
         try:
             log.take(said)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(f"{path}, line {number}: not a line of an event log ({error!r})") from None
     return log.num_ended
 

@@ -8,7 +8,7 @@ scheduler, and the caller names its policy. Lines of other kinds are skipped. Th
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, get_args
@@ -44,6 +44,17 @@ class Replayed:
     num_events: int
     num_actions: int
     difference: Difference | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """How a scheduler was made."""
+
+    at: float
+    policy: str
+    can_preempt: bool
+    limits: Limits = field(default_factory=Limits)
+    records: tuple[TrajectoryRecord, ...] = ()
 
 
 class LogWriter:
@@ -105,6 +116,10 @@ def _replay(lines: Iterator[tuple[int, bytes, dict[str, Any]]], path: Path, poli
                 event_line, num_events = line, num_events + 1
                 due = [log_line(event.at, "action", action) for action in scheduler.handle(event)]
             case "action":
+                if not event_line:
+                    raise ValueError(
+                        f"{path}, line {number}: an action before any event: the log's beginning is missing"
+                    )
                 if not due or due[0] != line:
                     return Replayed(
                         num_events, num_actions, Difference(number, event_line, line, due[0] if due else None)
@@ -119,17 +134,16 @@ def _started(said: dict[str, Any], where: str) -> Scheduler:
     missing = [name for name in ("at", "policy", "can_preempt") if name not in said]
     if missing:
         raise ValueError(f"{where}the line of kind start lacks {missing[0]!r}")
-    records = [from_table(TrajectoryRecord, record, f"{where}records.") for record in said.get("records", ())]
-    limits = from_table(Limits, said.get("limits", {}), f"{where}limits.")
+    start = from_table(_Start, {name: said[name] for name in _Start.__dataclass_fields__ if name in said}, where)
     try:
-        policy = policy_named(said["policy"])
+        policy = policy_named(start.policy)
     except ValueError as error:
         raise ValueError(f"{where}{error}") from error
-    return Scheduler(policy, limits, records, said["at"], can_preempt=said["can_preempt"])
+    return Scheduler(policy, start.limits, start.records, start.at, can_preempt=start.can_preempt)
 
 
 def _event(said: dict[str, Any], where: str) -> Event:
-    kind = _EVENTS.get(said.get("type", ""))
+    kind = _EVENTS.get(str(said.get("type")))
     if kind is None:
         raise ValueError(f"{where}no event is called {said.get('type')!r}")
     fields = {name: value for name, value in said.items() if name not in ("kind", "type")}

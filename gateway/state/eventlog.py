@@ -3,12 +3,14 @@
 A line is `{"at", "kind": "event" | "action", "type", ...fields}`. Before a process's first event, a line of kind
 `start` in the file records how its scheduler was created, so that `heddle simulate replay` can recreate it. Watchers
 that fall behind lose the oldest lines and are told how many. If the file cannot be written any more, for example
-because the disk is full, it is given up with one line in the process's log: turns do not depend on it.
+because the disk is full, it is given up with one line in the process's log: turns do not depend on it. Half a line,
+which a killed process may leave at the end, is dropped by the next process.
 """
 
 import asyncio
 import contextlib
 import errno
+import mmap
 import os
 from collections import deque
 from collections.abc import AsyncIterator
@@ -21,6 +23,7 @@ from scheduling.logged import logged
 from scheduling.types import Action, Event, TrajectoryRecord
 
 MAX_LINES_BEHIND = 10_000
+_HEAD_OF_LINE = b'{"at":'
 
 
 class _Watcher:
@@ -45,7 +48,7 @@ class EventLog:
         self._path = path
         self._max_bytes = max_bytes
         self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115 - it lives as long as this
-        self._size = self._file.tell() if self._file else 0
+        self._size = _without_half_a_line(path, self._file.tell()) if path and self._file else 0
         self._watchers: set[_Watcher] = set()
         self._has_ended = False
         self.is_on = self._file is not None
@@ -131,6 +134,19 @@ class EventLog:
         self.is_on = bool(self._watchers)
         with contextlib.suppress(OSError):  # half a line, which nobody could read
             os.truncate(self._path, self._size)
+
+
+def _without_half_a_line(path: str, size: int) -> int:
+    """Cut off the half of a line with which a log of this size ends, if it does. Returns the size then."""
+    if not size:
+        return 0
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        end = content.rfind(b"\n") + 1
+        head = content[end : end + len(_HEAD_OF_LINE)]
+    if not head or not _HEAD_OF_LINE.startswith(head):  # no half, or not of a line of ours
+        return size
+    os.truncate(path, end)
+    return end
 
 
 def _line(at: float, kind: str, said: Event | Action) -> bytes:

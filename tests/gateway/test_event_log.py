@@ -39,6 +39,29 @@ def test_a_log_that_cannot_be_written_is_given_up(tmp_path: Path) -> None:
     assert 1 < len(lines) < 100 and all(orjson.loads(line)["kind"] == "event" and line[-1:] == b"\n" for line in lines)
 
 
+def test_half_a_line_of_a_killed_process_is_dropped(tmp_path: Path) -> None:
+    """SIGKILL may end a long write midway. The lines of the next process would begin in the middle of that line."""
+    path = tmp_path / "events.jsonl"
+    log = EventLog(str(path), 2**30)
+    log.add(Tick(1.0), [])
+    log.close()
+    whole = path.read_bytes()
+    for half in (whole[:-1], whole[: len(whole) // 2], b"{", b""):
+        path.write_bytes(whole + half)
+        log = EventLog(str(path), 2**30)
+        log.add(Tick(2.0), [])
+        log.close()
+        assert [orjson.loads(line)["at"] for line in path.read_bytes().splitlines()] == [1.0, 2.0]
+
+
+def test_a_file_of_something_else_keeps_its_end(tmp_path: Path) -> None:
+    """A wrong path in the configuration must not delete what is there."""
+    path = tmp_path / "notes.txt"
+    path.write_bytes(b"first\nsecond")
+    EventLog(str(path), 2**30).close()
+    assert path.read_bytes() == b"first\nsecond"
+
+
 async def test_watchers_still_get_events_when_the_file_is_given_up() -> None:
     """The feed of `GET /v1/events` needs no disk."""
     log = EventLog("/dev/full", 2**30)

@@ -163,6 +163,16 @@ def test_a_line_that_is_not_an_event_is_named(line: bytes, tmp_path: Path) -> No
         learn_events(TabularPredictor(), path)
 
 
+def test_a_line_with_a_number_too_large_for_a_float_is_named(tmp_path: Path) -> None:
+    """A broken engine may report anything."""
+    path = tmp_path / "events.jsonl"
+    arrived, _, finished, _ = logged("t", 7, "active")
+    turn = arrived, finished.replace(b": 7", b": 1e308")
+    path.write_bytes(b"\n".join([*turn, *turn, arrived]))
+    with pytest.raises(ValueError, match=r"events\.jsonl, line 5: "):
+        learn_events(TabularPredictor(), path)
+
+
 def test_the_commands_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`train` writes a model from a law and an event log; `evaluate` prints a table that includes single features."""
     model, events = tmp_path / "model.json", tmp_path / "events.jsonl"

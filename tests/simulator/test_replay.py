@@ -94,8 +94,9 @@ def test_a_log_of_the_gateway_is_replayed_without_a_start(tmp_path: Path) -> Non
         lambda content: content.replace(b"\n", b"\r\n"),
         lambda content: b"\xef\xbb\xbf" + content,
         lambda content: content[:-1],
+        lambda content: content.replace(b"\n", b"\n \n") + b"\n",
     ],
-    ids=["gzip", "crlf", "bom", "no-end"],
+    ids=["gzip", "crlf", "bom", "no-end", "empty-lines"],
 )
 def test_a_log_replays_the_same_however_it_was_stored(stored: Callable[[bytes], bytes], tmp_path: Path) -> None:
     """Compressed, or with an editor's line ends: only its content counts, and none of that is skipped."""
@@ -130,6 +131,15 @@ def test_a_broken_log_is_refused_with_its_line(tmp_path: Path) -> None:
             b'{"at":0.0,"kind":"start","policy":"none","can_preempt":false}\n',
             "events.jsonl, line 1: .*no policy 'none'",
         ),
+        (b'{"at":0.0,"kind":"event","type":["Tick"]}\n', r"line 1: no event is called \['Tick'\]"),
+        (b'{"at":"0","kind":"start","policy":"slime","can_preempt":false}\n', "line 1: at: must be a number, not '0'"),
+        (b'{"at":0,"kind":"start","policy":[],"can_preempt":false}\n', r"line 1: policy: must be a string, not \[\]"),
+        (b'{"at":0,"kind":"start","policy":"slime","can_preempt":1}\n', "line 1: can_preempt: must be true or false"),
+        (
+            b'{"at":0,"kind":"start","policy":"slime","can_preempt":true,"records":5}\n',
+            r"line 1: records\[0\]: must be a table, not 5",
+        ),
+        (b'{"at":0.0,"kind":"action","type":"Save"}\n', "line 1: an action before any event: the log's beginning"),
         (b'{"at":0.0,"kind":"start"}\n', "events.jsonl, line 1: the line of kind start lacks 'policy'"),
     ):
         path.write_bytes(content)
