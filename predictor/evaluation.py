@@ -33,14 +33,16 @@ class Row:
 
 
 def folds(trajectories: Sequence[Trajectory], num: int) -> list[Split]:
-    """Splits in which each group is predicted exactly once, by a predictor that has not learned from that group."""
+    """Splits in which each group is predicted exactly once, by a predictor that has not learned from that group: `num`,
+    less those in which none would be predicted.
+    """
 
     def fold(trajectory: Trajectory) -> int:
         return zlib.crc32(trajectory.group_id.encode()) % num
 
     return [
         ([t for t in trajectories if fold(t) != index], [t for t in trajectories if fold(t) == index])
-        for index in range(num)
+        for index in sorted(set(map(fold, trajectories)))
     ]
 
 

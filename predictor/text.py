@@ -6,7 +6,6 @@ first use only. A prediction takes milliseconds, so it is made while the tool ru
 if `predictor/selection.py` finds that it pays.
 """
 
-import json
 import math
 import random
 import re
@@ -18,9 +17,11 @@ from typing import Any
 from zlib import crc32
 
 from scheduling.types import Prediction
+from workloads.traces import json_lines, shown
 
 _HEAD_CHARACTERS, _TAIL_CHARACTERS = 1_500, 4_000
 _WORD = re.compile(r"\w+|[^\w\s]")
+_MAX_NUMBER = 10**9  # far above any trajectory's tokens or turns
 _P90_OF_NORMAL = 1.2815515655446004
 _SAID = ("role", "name", "content", "text", "reasoning_content", "arguments", "input", "output")
 
@@ -65,23 +66,29 @@ def conversation_text(messages: object) -> str:
 
 
 def read_examples(path: Path) -> list[TextExample]:
-    """Examples from JSON lines with the fields of `TextExample`; `messages` may replace `text`.
+    """Examples from JSON lines, gzipped or not, with the fields of `TextExample`; `messages` may replace `text`.
 
     Raises:
         OSError, ValueError: it cannot be read; the message names the line.
     """
     examples = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                record = json.loads(line)
-                text = record["text"] if "text" in record else conversation_text(record["messages"])
-                given = {key: record[key] for key in ("total_tokens", "base_tokens") if key in record}
-                made, turns = int(record["output_tokens"]), int(record["num_turns"])
-                examples.append(TextExample(str(text), str(record["group_id"]), made, turns, **given))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number}: not an example: {error!r}") from error
+    for number, _, record in json_lines(path):
+        try:
+            text = record["text"] if "text" in record else conversation_text(record["messages"])
+            made, turns = int(_number(record, "output_tokens")), int(_number(record, "num_turns"))
+            total = int(_number(record, "total_tokens")) if "total_tokens" in record else 0
+            base = float(_number(record, "base_tokens")) if "base_tokens" in record else 0.0
+            examples.append(TextExample(str(text), str(record["group_id"]), made, turns, total, base))
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{path}, line {number}: not an example: {error!r}") from error
     return examples
+
+
+def _number(record: Mapping[str, Any], name: str) -> int | float:
+    value = record[name]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MAX_NUMBER:
+        raise ValueError(f"{name}: must be a number from 0 to {_MAX_NUMBER:,}, not {shown(value)}")
+    return value
 
 
 def train_text(

@@ -37,6 +37,12 @@ def test_kendalls_tau_equals_counting_pairs(pairs: list[tuple[int, int]]) -> Non
     assert kendall(xs, ys) == pytest.approx(sum(x * y for x, y in both) / untied if untied else 0.0)
 
 
+def test_more_folds_than_groups_are_as_many_as_there_are() -> None:
+    """A fold without trajectories to predict takes time and gives nothing: a million folds would not end."""
+    trajectories = [Trajectory(f"t{n}", f"g{n % 3}", 100, (Turn(0, 50, 0.0),)) for n in range(9)]
+    assert [len(after) for _, after in folds(trajectories, 10**6)] == [3, 3, 3]
+
+
 def test_recall_counts_the_longest_that_were_found() -> None:
     """One of the two longest is among the two predicted longest; both are in the predicted longer half."""
     truth, predicted = [1, 2, 3, 4, 5, 6, 7, 8, 90, 100], [1, 2, 3, 4, 5, 6, 50, 8, 7, 100]

@@ -1,5 +1,6 @@
 """The text predictor's parts that need no torch: examples, texts, background predictions, selection."""
 
+import gzip
 import importlib.util
 import json
 import math
@@ -69,6 +70,25 @@ def test_examples_are_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
     assert "hello" in example.text and (example.output_tokens, example.total_tokens) == (3, 9)
     path.write_text(json.dumps(good) + '\n{"text": "x"}\n')
     with pytest.raises(ValueError, match=r"line 2: not an example: KeyError\('output_tokens'\)"):
+        read_examples(path)
+
+
+def test_examples_may_be_gzipped_with_empty_lines(tmp_path: Path) -> None:
+    """As every file of JSON lines may be."""
+    good = {"text": "x", "group_id": "g", "output_tokens": 3, "num_turns": 1, "total_tokens": 9, "base_tokens": 7.5}
+    path = tmp_path / "examples.jsonl.gz"
+    path.write_bytes(gzip.compress(b"\n" + json.dumps(good).encode() + b"\n\n"))
+    assert read_examples(path) == [TextExample("x", "g", 3, 1, 9, 7.5)]
+
+
+@pytest.mark.parametrize("name", ["output_tokens", "num_turns", "total_tokens", "base_tokens"])
+@pytest.mark.parametrize("wrong", ["5", None, -1, True, 1e300, []])
+def test_a_wrong_number_in_an_example_is_named(tmp_path: Path, name: str, wrong: object) -> None:
+    """Training would end in a traceback, or learn nonsense."""
+    good = {"text": "x", "group_id": "g", "output_tokens": 3, "num_turns": 1, "total_tokens": 9, "base_tokens": 7.5}
+    path = tmp_path / "examples.jsonl"
+    path.write_text(json.dumps(good) + "\n" + json.dumps(good | {name: wrong}))
+    with pytest.raises(ValueError, match=rf"examples\.jsonl, line 2: .*{name}: must be a number from 0"):
         read_examples(path)
 
 
