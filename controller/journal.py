@@ -255,8 +255,14 @@ class Journal:
 def read_state(path: Path) -> State:
     """The state in a journal, whichever process writes it. Raises ValueError: see `Journal`."""
     state = State()
-    for record in _records(path):
-        state = fold(state, record)
+    if not path.exists():
+        return state
+    *lines, _torn = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            state = fold(state, json.loads(line))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ValueError(f"{path}, line {number}, is damaged; move the file away to start empty") from None
     return state
 
 
@@ -279,18 +285,6 @@ def _loaded(fields: Json) -> State:
             "phase_s": {(phase, tp): tuple(times) for phase, tp, times in fields["phase_s"]},
         }
     )
-
-
-def _records(path: Path) -> Iterable[Json]:
-    if not path.exists():
-        return
-    *lines, _torn = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        try:
-            record: Json = json.loads(line)
-        except ValueError:
-            raise ValueError(f"{path}, line {number}, is damaged; move the file away to start empty") from None
-        yield record
 
 
 def _line(record: Json) -> bytes:

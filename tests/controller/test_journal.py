@@ -64,12 +64,15 @@ def test_a_torn_record_is_ignored(tmp_path: Path) -> None:
         assert Journal(path).state == later
 
 
-def test_damage_before_the_end_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damaged", [b"{]", b"5", b"[]", b"{}", b'{"kind": "wanted"}', b'{"kind": "state", "state": 1}']
+)
+def test_damage_before_the_end_is_refused(tmp_path: Path, damaged: bytes) -> None:
     """The message states the line, and what to do."""
     path = tmp_path / "journal.jsonl"
     write_all(Journal(path))
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:2], b"{]\n", *lines[3:]]))
+    path.write_bytes(b"".join([*lines[:2], damaged + b"\n", *lines[3:]]))
     with pytest.raises(ValueError, match="line 3, is damaged; move the file away"):
         Journal(path)
 
