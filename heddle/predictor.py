@@ -2,12 +2,17 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress
+
 from heddle.arguments import Help, count, out_file, why
-from predictor.evaluation import MIN_TRAJECTORIES, Split, evaluate, folds, markdown
+from predictor.evaluation import MIN_TRAJECTORIES, Row, Split, evaluate, folds, markdown
 from predictor.named import PREDICTORS, predictor_named
+from predictor.replay import Arrival
 from predictor.text import read_examples
 from predictor.text_trial import try_text
 from predictor.training import learn_events, learn_trajectories
@@ -154,7 +159,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
         raise ValueError("give --trace or --law")
     for name, splits in sources:
         splits = [((), asked) for _, asked in splits] if parsed.cold else splits
-        rows = evaluate(splits, parsed.arrival, parsed.predictor or tuple(PREDICTORS))
+        rows = _with_progress(splits, parsed.arrival, parsed.predictor or tuple(PREDICTORS))
         if not rows:
             raise ValueError(f"{name}: fewer than {MIN_TRAJECTORIES} trajectories, too few to compare predictors")
         learned = "nothing learned before" if parsed.cold else "other groups learned before"
@@ -162,6 +167,18 @@ def _evaluate(parsed: argparse.Namespace) -> int:
         if not parsed.markdown:
             print("Single features are in *italics*; 'of remaining' is the log-Pearson of the tokens still to come.\n")
     return 0
+
+
+def _with_progress(splits: list[Split], arrival: Arrival, names: Sequence[str]) -> list[Row]:
+    """The rows, and on a terminal a bar until they are there: thousands of trajectories take a minute."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+
+        def begin(name: str, num_before: int, num: int) -> None:
+            progress.update(task, description=name, completed=num_before, total=num)
+
+        return evaluate(splits, arrival, names, begin)
 
 
 def _drawn(parsed: argparse.Namespace, law: str, seed: int) -> tuple[Trajectory, ...]:

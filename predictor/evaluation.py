@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from predictor.named import PREDICTORS
 from predictor.progress import Predictor, Progress
@@ -46,13 +47,23 @@ def folds(trajectories: Sequence[Trajectory], num: int) -> list[Split]:
     ]
 
 
-def evaluate(splits: Sequence[Split], arrival: Arrival, names: Sequence[str] = tuple(PREDICTORS)) -> list[Row]:
-    """A row per step for each predictor and each single feature; predictors first."""
+def evaluate(
+    splits: Sequence[Split],
+    arrival: Arrival,
+    names: Sequence[str] = tuple(PREDICTORS),
+    on_begin: Callable[[str, int, int], None] = lambda name, num_before, num: None,
+) -> list[Row]:
+    """A row per step for each predictor and each single feature; predictors first.
+
+    Args:
+        on_begin: called before each of them with its name, the number of those before it, and the number of all.
+    """
+    makers: dict[str, Callable[[], Predictor]] = {name: PREDICTORS[name] for name in names}
+    makers |= {name: partial(SingleFeature, feature) for name, feature in FEATURES.items()}
     rows: list[Row] = []
-    for name in names:
-        rows += _rows(name, PREDICTORS[name], False, splits, arrival)
-    for name, feature in FEATURES.items():
-        rows += _rows(name, lambda feature=feature: SingleFeature(feature), True, splits, arrival)  # type: ignore[misc]
+    for index, (name, make) in enumerate(makers.items()):
+        on_begin(name, index, len(makers))
+        rows += _rows(name, make, name in FEATURES, splits, arrival)
     return rows
 
 

@@ -43,6 +43,15 @@ def test_more_folds_than_groups_are_as_many_as_there_are() -> None:
     assert [len(after) for _, after in folds(trajectories, 10**6)] == [3, 3, 3]
 
 
+def test_each_predictor_and_feature_is_announced_with_its_place() -> None:
+    """For a progress bar: predictors first, and their number from the beginning."""
+    trajectories = [Trajectory(f"t{n}", f"g{n % 3}", 100, (Turn(0, 50, 0.0),)) for n in range(9)]
+    seen: list[tuple[str, int, int]] = []
+    evaluate(folds(trajectories, 3), "together", ["siblings"], lambda *told: seen.append(told))
+    assert seen[0] == ("siblings", 0, len(seen)) and len(seen) > 1
+    assert [num_before for _, num_before, _ in seen] == list(range(len(seen)))
+
+
 def test_recall_counts_the_longest_that_were_found() -> None:
     """One of the two longest is among the two predicted longest; both are in the predicted longer half."""
     truth, predicted = [1, 2, 3, 4, 5, 6, 7, 8, 90, 100], [1, 2, 3, 4, 5, 6, 50, 8, 7, 100]
