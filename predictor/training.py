@@ -49,7 +49,7 @@ class _Log:
         self.num_ended = 0
 
     def take(self, line: dict[str, Any]) -> None:
-        if line.get("kind") == "start":  # how the scheduler was made; one line for each process that wrote the log
+        if line.get("kind") in ("start", "continued"):  # how the scheduler was made; that an older file comes before
             return
         match line["type"]:
             case "TurnArrived":

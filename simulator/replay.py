@@ -4,7 +4,9 @@ A log is what the gateway's event log and `heddle simulate --log` write: a JSON 
 `{"at", "kind": "event", "type", ...fields}`, followed by a line of kind `action` for each action. A line
 `{"kind": "start", "policy", "limits", "can_preempt", "records"}` at the head tells how the scheduler was made; each
 further one means that a new process made a new scheduler. Without such a line, the log must begin with an empty
-scheduler, and the caller names its policy. Lines of other kinds are skipped. The file may be gzipped.
+scheduler, and the caller names its policy. After a line of kind `continued`, with which a gateway begins the file after
+a full one, lines are skipped until a process starts, unless the full file's lines come before it. Lines of other kinds
+are skipped. The file may be gzipped.
 """
 
 from collections.abc import Iterator
@@ -103,10 +105,16 @@ def _replay(lines: Iterator[tuple[int, bytes, dict[str, Any]]], path: Path, poli
     due: list[bytes] = []
     event_line = b""
     num_events = num_actions = number = 0
+    is_without_beginning = False
     for number, line, said in lines:
         match said.get("kind"):
+            case "continued":
+                is_without_beginning = scheduler is None
             case "start":
+                is_without_beginning = False
                 scheduler = _started(said, f"{path}, line {number}: ")
+            case "event" | "action" if is_without_beginning:
+                pass
             case "event":
                 if due:
                     return Replayed(num_events, num_actions, Difference(number, event_line, None, due[0]))
@@ -126,6 +134,8 @@ def _replay(lines: Iterator[tuple[int, bytes, dict[str, Any]]], path: Path, poli
                     )
                 num_actions += 1
                 due.pop(0)
+    if is_without_beginning:
+        raise ValueError(f"{path}: it continues an older file, whose lines must come before it")
     difference = Difference(number + 1, event_line, None, due[0]) if due else None
     return Replayed(num_events, num_actions, difference)
 

@@ -24,6 +24,8 @@ from scheduling.types import Action, Event, TrajectoryRecord
 
 MAX_LINES_BEHIND = 10_000
 _HEAD_OF_LINE = b'{"at":'
+# Begins the file after a full one: its lines make sense only after those of the full one.
+_CONTINUED = b'{"kind":"continued"}\n'
 
 
 class _Watcher:
@@ -118,7 +120,7 @@ class EventLog:
                 self._file.close()
                 os.replace(self._path, f"{self._path}.1")
                 self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - it lives as long as this
-                self._size = 0
+                self._size = self._file.write(_CONTINUED)
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:

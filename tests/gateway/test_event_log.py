@@ -54,6 +54,20 @@ def test_half_a_line_of_a_killed_process_is_dropped(tmp_path: Path) -> None:
         assert [orjson.loads(line)["at"] for line in path.read_bytes().splitlines()] == [1.0, 2.0]
 
 
+def test_a_full_file_is_continued_in_a_new_one_that_says_so(tmp_path: Path) -> None:
+    """Without the older file, its lines make no sense to a replay."""
+    path = tmp_path / "events.jsonl"
+    log = EventLog(str(path), 100)
+    for at in (1.0, 2.0, 3.0):
+        log.add(Tick(at), [])
+    log.close()
+    older, newer = (
+        [orjson.loads(line) for line in file.read_bytes().splitlines()] for file in (tmp_path / "events.jsonl.1", path)
+    )
+    assert [line["at"] for line in older] == [1.0, 2.0]
+    assert newer[0] == {"kind": "continued"} and [line["at"] for line in newer[1:]] == [3.0]
+
+
 def test_a_file_of_something_else_keeps_its_end(tmp_path: Path) -> None:
     """A wrong path in the configuration must not delete what is there."""
     path = tmp_path / "notes.txt"

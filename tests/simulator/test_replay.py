@@ -111,6 +111,21 @@ def test_a_log_replays_the_same_however_it_was_stored(stored: Callable[[bytes], 
     assert replay(path).difference is not None
 
 
+def test_a_rotated_log_is_replayed_with_its_older_file_or_from_the_next_start(tmp_path: Path) -> None:
+    """Alone, the newer file's first decisions depend on what only the older file tells."""
+    path = written(tmp_path / "events.jsonl", "slime")
+    expected, lines = replay(path), path.read_bytes().splitlines(keepends=True)
+    cut = next(n for n, line in enumerate(lines) if n > 500 and b'"kind":"event"' in line)
+    newer = [b'{"kind":"continued"}\n', *lines[cut:]]
+    path.write_bytes(b"".join(newer))
+    with pytest.raises(ValueError, match=r"events\.jsonl: it continues an older file"):
+        replay(path)
+    path.write_bytes(b"".join([*newer, *lines]))
+    assert replay(path) == expected
+    path.write_bytes(b"".join([*lines[:cut], *newer]))
+    assert replay(path) == expected
+
+
 def test_a_damaged_log_is_refused(tmp_path: Path) -> None:
     """Half a gzip file, as a killed process leaves it."""
     path = tmp_path / "events.jsonl.gz"
