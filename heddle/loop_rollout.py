@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -164,15 +164,7 @@ def write_faster(profiles: Iterable[EngineProfile], speed_up: float, folder: Pat
     folder.mkdir(parents=True, exist_ok=True)
     names = {}
     for one in profiles:
-        faster = replace(
-            one,
-            decode_base_ms=one.decode_base_ms / speed_up,
-            decode_per_sequence_ms=one.decode_per_sequence_ms / speed_up,
-            decode_per_kv_ktoken_ms=one.decode_per_kv_ktoken_ms / speed_up,
-            prefill_per_ktoken_ms=one.prefill_per_ktoken_ms / speed_up,
-            prefill_per_ktoken2_ms=one.prefill_per_ktoken2_ms / speed_up,
-            request_ms=one.request_ms / speed_up,
-        )
+        faster = one.slower(1 / speed_up)
         file = folder / f"tp{one.tp}.toml"
         file.write_text(to_toml("fast", faster))
         names[one.tp] = f"{file}:fast-{one.gpu}-tp{one.tp}"

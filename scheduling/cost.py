@@ -5,7 +5,7 @@ prefill takes a linear term for the uncached tokens, plus a quadratic one: that 
 cached part. Coefficients come from profiles (engines/profiles/), each with its source.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +57,15 @@ class EngineProfile:
         new, cached = new_tokens / 1000, cached_tokens / 1000
         quadratic = max(self.prefill_per_ktoken2_ms, 0.0) * ((cached + new) ** 2 - cached**2)
         return (self.prefill_per_ktoken_ms * new + quadratic) / 1000
+
+    def slower(self, ratio: float) -> "EngineProfile":
+        """The profile of an engine that takes `ratio` times as long for everything."""
+        return replace(
+            self,
+            decode_base_ms=self.decode_base_ms * ratio,
+            decode_per_sequence_ms=self.decode_per_sequence_ms * ratio,
+            decode_per_kv_ktoken_ms=self.decode_per_kv_ktoken_ms * ratio,
+            prefill_per_ktoken_ms=self.prefill_per_ktoken_ms * ratio,
+            prefill_per_ktoken2_ms=self.prefill_per_ktoken2_ms * ratio,
+            request_ms=self.request_ms * ratio,
+        )

@@ -6,11 +6,14 @@ with their context kept. `kv_claimed` is always their sum; `kv_held` counts the 
 
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from math import inf
 from operator import itemgetter
 
+from scheduling.cost import EngineProfile
 from scheduling.estimate import Work, estimate_finish_s, vague_tokens
 from scheduling.placement import UNMEASURED, EngineFacts
 from scheduling.prompts import Prompts
+from scheduling.slowness import LEARNS_EVERY_S, Slowness
 from scheduling.state import Queue, Trajectory, Turn
 from scheduling.types import EngineSpec
 
@@ -39,6 +42,8 @@ class Engine:
         prompts: groups whose first turn came here, the latest last: their prompt may be in its cache.
         held_prompts: the first prompts of its residents.
         reserved_for: a waiting turn that it gathers room for. Other turns enter only if they are more urgent.
+        slowness: how slow it is, if nobody measured it.
+        learns_at: from when on it learns from the next turn that ends here; never if its profile is known.
     """
 
     spec: EngineSpec
@@ -57,6 +62,9 @@ class Engine:
     reserved_for: Turn | None = None
     longest_is_stale: bool = False
     longest_at: float = 0.0
+    slowness: Slowness = field(default_factory=Slowness)
+    learns_at: float = field(init=False)
+    _timing: EngineProfile = field(init=False)
     _facts: EngineFacts = field(init=False)
     _refill_s: float | None = None
 
@@ -92,6 +100,23 @@ class Engine:
         if spec != self.spec:
             self.spec = spec
             self._describe()
+
+    def learn(self, turn: Turn, prompt_tokens: int, output_tokens: int, at: float) -> None:
+        """Learn how slow this engine is from a turn that ends here: its time against that of the assumed profile.
+
+        A turn also waits for the prefills of those that run beside it, about as long as they wait for its own. So its
+        own counts once for each running turn.
+        """
+        num_running, context_tokens = len(self.running), self.kv_claimed / max(len(self.claims), 1)
+        step_s = UNMEASURED.decode_step_s(num_running, num_running * context_tokens)
+        cached_tokens = min(turn.trajectory.context_tokens, prompt_tokens)
+        prefill_s = UNMEASURED.prefill_s(prompt_tokens - cached_tokens, cached_tokens)
+        made_tokens = max(output_tokens - turn.kept_tokens, 0)
+        self.slowness.learn(at - turn.began_at, made_tokens * step_s + num_running * prefill_s)
+        self._refill_s = None
+        self._facts.profile = self._timing.slower(self.slowness.ratio)
+        self._facts.estimate_finish()
+        self.learns_at = at + LEARNS_EVERY_S
 
     def give_ranks(self, first: float, end: float) -> None:
         """Set the ranks that a partition gives to it, as shares of the number of trajectories."""
@@ -177,7 +202,9 @@ class Engine:
         facts, spec = self._facts, self.spec
         self._refill_s = None
         timing = spec.profile or UNMEASURED
-        facts.profile = replace(timing, slots=spec.slots, kv_capacity_tokens=spec.kv_capacity_tokens)
+        self._timing = replace(timing, slots=spec.slots, kv_capacity_tokens=spec.kv_capacity_tokens)
+        facts.profile = self._timing if spec.profile else self._timing.slower(self.slowness.ratio)
+        self.learns_at = inf if spec.profile else 0.0
         facts.tp = spec.tp
         facts.estimate_finish()
 

@@ -59,7 +59,8 @@ def _check_engine(policy: Policy, engine: Engine, trajectories: Mapping[str, Tra
     assert set(engine.prefills) <= set(engine.claims)
     assert engine.uncached_tokens == sum(engine.prefills.values())
     if engine.claims:
-        profile, context_tokens = engine.spec.profile or UNMEASURED, engine.kv_claimed / len(engine.claims)
+        profile = engine.spec.profile or UNMEASURED.slower(engine.slowness.ratio)
+        context_tokens = engine.kv_claimed / len(engine.claims)
         assert engine.refill_s == max(len(engine.running), 1) * profile.prefill_s(context_tokens)
     assert list(engine.in_tool.values()) == sorted(engine.in_tool.values())
     for trajectory_id in engine.claims:

@@ -200,6 +200,8 @@ class Scheduler:
         if turn is None:
             return
         engine, trajectory = self._queues.engine_of[turn], turn.trajectory
+        if self._at >= engine.learns_at:
+            engine.learn(turn, event.prompt_tokens, event.output_tokens, self._at)
         trajectory.context_tokens = event.prompt_tokens + event.output_tokens
         trajectory.output_tokens += event.output_tokens
         trajectory.num_turns += 1
