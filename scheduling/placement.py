@@ -12,8 +12,8 @@ from scheduling.cost import EngineProfile
 from scheduling.estimate import Work, estimate_finish_s
 from scheduling.order import TurnFacts
 
-# For engines without a measured profile: Qwen3-14B on one H100 (performance model). Equal engines compare alike under
-# any profile; a fleet of unlike engines needs measured ones.
+# For engines without a measured profile: Qwen3-14B on one H100 (performance model). Such an engine learns how many
+# times as slow it is (slowness.py).
 UNMEASURED = EngineProfile(
     name="unmeasured",
     model="",

@@ -59,8 +59,8 @@ def test_an_engine_whose_profile_is_known_learns_nothing() -> None:
     assert fleet.scheduler.engines["A"].facts(fleet.at).profile.prefill_s(PROMPT) == measured.prefill_s(PROMPT)
 
 
-def test_an_engine_learns_from_one_turn_a_second() -> None:
-    """Of many turns, one a second tells enough; the others cost one comparison."""
+def test_an_engine_learns_at_most_from_one_turn_every_two_seconds() -> None:
+    """That tells enough; the other turns cost one comparison."""
     fleet = Fleet()
     fleet.engine("A", slots=2)
     turn(fleet, "a", took_s=5.0)
