@@ -60,7 +60,7 @@ class WeightsError(Exception):
         self.is_refusal = is_refusal
 
 
-class Weights(Protocol):
+class WeightControl(Protocol):
     """How one kind of engine gets new weights. Every method raises WeightsError, and may be repeated."""
 
     async def version(self, http: HttpClient, timeout_s: float) -> str | None:
@@ -152,7 +152,7 @@ class SglangWeights:
         await _post(http, "resume", "/continue_generation", {}, timeout_s)
 
 
-WEIGHTS: Mapping[str, Weights] = {"vllm": VllmWeights(), "sglang": SglangWeights()}
+WEIGHTS: Mapping[str, WeightControl] = {"vllm": VllmWeights(), "sglang": SglangWeights()}
 """By the engine's kind."""
 
 

@@ -41,7 +41,7 @@ from gateway.turns.running import RunningTurns
 from gateway.turns.staleness import Staleness
 from gateway.turns.text_predictions import reading
 from gateway.turns.turns import Turns
-from gateway.turns.weight_updates import Weights
+from gateway.turns.weight_updates import WeightUpdates
 from gateway.workers.pool import LoanLimits, WorkerPool
 from scheduling.policy import POLICIES
 from scheduling.scheduler import Scheduler
@@ -117,7 +117,7 @@ async def _serving(
     contexts = Contexts(book, settings.max_kept_request_bytes, fleet.kv_tier)
     kv = KvMoves(settings, clock, fleet, contexts, metrics, scheduler.policy.is_sticky)
     staleness = Staleness(settings, weight_record, ledger)
-    weights = Weights(settings, clock, fleet, store, weight_record, staleness, driver.live_turns)
+    weights = WeightUpdates(settings, clock, fleet, store, weight_record, staleness, driver.live_turns)
     groups = PromptGroups(record.group_id for record in memory.records if record.group_id)
     reads_all = by_tokens or memory.predictor.reads_outcomes or read is not None
     reader = RequestReader(settings, fleet, ledger, conversations, groups, book, reads_all)

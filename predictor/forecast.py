@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from predictor.lattice import BINS, CENTRES, EDGES, NUM_BINS, Weights
+from predictor.lattice import BINS, CENTRES, EDGES, NUM_BINS, PerBin
 
 # Columns with which weights are multiplied and summed, one row per bin; then these rows from each bin on.
 _SUMMED = np.stack([BINS**0, BINS, BINS**2, np.array(CENTRES)], axis=1)
@@ -23,7 +23,7 @@ class Forecast:
 
     __slots__ = ("from_bin", "made_tokens", "sums", "weights")
 
-    def __init__(self, made_tokens: int, from_bin: int, weights: Weights) -> None:
+    def __init__(self, made_tokens: int, from_bin: int, weights: PerBin) -> None:
         self.made_tokens = made_tokens
         self.from_bin = from_bin
         self.weights = weights

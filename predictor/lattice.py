@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-Weights = NDArray[np.float64]
+PerBin = NDArray[np.float64]
 """One number per bin, or per bin from some bin to the last."""
 
 _PER_OCTAVE = 4
@@ -32,8 +32,8 @@ EDGES: list[float] = [2.0 ** (_FIRST_OCTAVE + n / _PER_OCTAVE) for n in range(NU
 CENTRES = [math.sqrt(low * high) for low, high in pairwise(EDGES)]
 """The geometric middle of each bin."""
 
-BINS: Weights = np.arange(NUM_BINS, dtype=float)
+BINS: PerBin = np.arange(NUM_BINS, dtype=float)
 """The number of each bin."""
 
-BINS_FROM: list[Weights] = [BINS[first:] for first in range(NUM_BINS)]
+BINS_FROM: list[PerBin] = [BINS[first:] for first in range(NUM_BINS)]
 """The bin numbers from each bin on: making a view takes as long as a subtraction, and every turn needs one."""

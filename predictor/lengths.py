@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from predictor.lattice import EDGES, NUM_BINS, Weights
+from predictor.lattice import EDGES, NUM_BINS, PerBin
 
 _REFRESH_AFTER = 64
 # Half of a bin's trajectories end there: a Pareto tail of index 4. A log-normal's own hazard grows without limit.
@@ -42,7 +42,7 @@ class Lengths:
         # Ends that are not counted yet, each with the number of reports after which it will be.
         self._held: deque[tuple[int, int]] = deque()
         self._num_reports = 0
-        self.shares: Weights
+        self.shares: PerBin
         self.surviving: list[float]
         self.mean = self.variance = 0.0
         self._tabulate()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from predictor.lattice import NUM_BINS, Weights
+from predictor.lattice import NUM_BINS, PerBin
 from predictor.lengths import Lengths
 from predictor.progress import Progress
 
@@ -100,7 +100,7 @@ class FeatureLaw:
         if self._num_news >= _REFRESH_AFTER and self._bins[0] >= _MIN_LEARNED:
             self._tabulate()
 
-    def likelihood(self, features: list[float], from_bin: int = 0) -> Weights | None:
+    def likelihood(self, features: list[float], from_bin: int = 0) -> PerBin | None:
         """The likelihood of reaching this stage with these features, for each bin from `from_bin`, up to a factor.
 
         Returns: None while too little is known.
@@ -112,7 +112,7 @@ class FeatureLaw:
         off = law.means[from_bin:] - score
         # Student's t-distribution with five degrees of freedom: one odd turn must not decide.
         spread = off * off * law.scales[from_bin:] + 1.0
-        likelihood: Weights = law.heights[from_bin:] / (spread * spread * spread)
+        likelihood: PerBin = law.heights[from_bin:] / (spread * spread * spread)
         return likelihood
 
     def dump(self) -> list[Any]:
@@ -202,9 +202,9 @@ class _Law:
     """
 
     direction: list[float]
-    means: Weights
-    scales: Weights
-    heights: Weights
+    means: PerBin
+    scales: PerBin
+    heights: PerBin
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:

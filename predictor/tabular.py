@@ -18,7 +18,7 @@ import orjson
 
 from predictor.forecast import Forecast
 from predictor.groups import Group, Groups
-from predictor.lattice import BINS_FROM, EDGES, Weights, bin_of
+from predictor.lattice import BINS_FROM, EDGES, PerBin, bin_of
 from predictor.lengths import Lengths
 from predictor.pace import NUM_FEATURES, NUM_STAGES, FeatureLaw, features_of, stage_of
 from predictor.progress import Progress
@@ -62,7 +62,7 @@ class _Running:
     in_bin: int = 0
     message: tuple[float, float] = (0.0, 0.0)
     prompt_features: list[float] = field(default_factory=list)
-    from_prompt: Weights | None = None
+    from_prompt: PerBin | None = None
     features: dict[int, list[float]] = field(default_factory=dict)
 
 
@@ -196,7 +196,7 @@ class TabularPredictor:
             self.dropped(next(iter(self._running)))
         return running
 
-    def _prior(self, from_bin: int, mean: float, variance: float) -> Weights:
+    def _prior(self, from_bin: int, mean: float, variance: float) -> PerBin:
         """Share of each bin from `from_bin` on, given the mean and variance that the siblings give.
 
         The distribution of all lengths, times what the siblings tell: the normal distribution that turns the mean and
@@ -209,7 +209,7 @@ class TabularPredictor:
             return shares.copy()
         peak = (mean / variance - lengths.mean / lengths.variance) / said
         # One array from here to the end: allocating another takes as long as the computation.
-        weights: Weights = BINS_FROM[from_bin] - peak
+        weights: PerBin = BINS_FROM[from_bin] - peak
         weights *= weights
         weights *= -0.5 * said
         np.exp(weights, weights)

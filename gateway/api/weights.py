@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from engines.weights import NewWeights, UpdateMode
 from gateway.http.access import Access
 from gateway.http.errors import api_error
-from gateway.turns.weight_updates import Update, Weights
+from gateway.turns.weight_updates import Update, WeightUpdates
 
 _VERSION = r"^[\x21-\x7e]+$"
 
@@ -47,7 +47,7 @@ class Order(BaseModel):
         return self
 
 
-def add_weights(app: FastAPI, weights: Weights, access: Access) -> None:
+def add_weights(app: FastAPI, weights: WeightUpdates, access: Access) -> None:
     """Add the routes."""
 
     async def need_admin(request: Request) -> None:

@@ -13,7 +13,7 @@ from gateway.fleet.weight_record import WeightRecord
 
 
 @dataclass(slots=True)
-class Progress:
+class UpdateProgress:
     """How far an engine is with an update.
 
     Args:
@@ -34,7 +34,7 @@ class Progress:
 
 
 async def give_weights(
-    member: Member, weights: NewWeights, number: int, settings: Settings, progress: Progress
+    member: Member, weights: NewWeights, number: int, settings: Settings, progress: UpdateProgress
 ) -> None:
     """Pause, load, resume. Raises WeightsError, whose step tells what is known of the weights; safe to repeat."""
     assert member.dialect is not None
@@ -95,7 +95,7 @@ async def _brought_to(
         else:
             member.is_in_doubt = True
             known.note(member)  # the gateway may die before its resume
-            await give_weights(member, wanted, record.number(wanted.version), settings, Progress())
+            await give_weights(member, wanted, record.number(wanted.version), settings, UpdateProgress())
     except WeightsError as error:
         return f"it could not take weights {wanted.version!r}: {error}"
     return ""

@@ -20,7 +20,7 @@ from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.member import EngineState, Member
 from gateway.fleet.weight_record import WeightRecord
-from gateway.fleet.weight_steps import Progress, give_weights
+from gateway.fleet.weight_steps import UpdateProgress, give_weights
 from gateway.http.refusals import bad_request, conflict
 from gateway.state.driver import LiveTurn
 from gateway.turnlog import LOGGER
@@ -41,7 +41,7 @@ class Update:
     began_at: float
     is_of_all: bool
     ended_at: float | None = None
-    engines: dict[str, Progress] = field(default_factory=dict)
+    engines: dict[str, UpdateProgress] = field(default_factory=dict)
 
     def status(self) -> str:
         """running; done; partial: some engines failed; failed: no engine has the weights."""
@@ -80,8 +80,8 @@ _Members = Mapping[str, Member]
 """Engines, by the ids that they had when the update began."""
 
 
-class Weights:
-    """Gives the fleet its weights.
+class WeightUpdates:
+    """The updates of a fleet's weights, one at a time.
 
     Args:
         record: the current weights, and the update that an earlier process was running.
@@ -136,7 +136,7 @@ class Weights:
             raise bad_request(f"{min(others)!r} is not among the engines of this update.", "transfer_of")
         self._record.begin(weights)
         update = Update(weights, self._record.number(weights.version), self._clock(), engine_ids is None)
-        update.engines = {engine_id: Progress() for engine_id in members}
+        update.engines = {engine_id: UpdateProgress() for engine_id in members}
         self._update = update
         self._task = asyncio.create_task(self._run(update, members, of_engine or {}), name="weights")
         return update
