@@ -39,7 +39,7 @@ from gateway.turns.lending import Lending
 from gateway.turns.request_reader import RequestReader
 from gateway.turns.running import RunningTurns
 from gateway.turns.staleness import Staleness
-from gateway.turns.text_predictions import reading
+from gateway.turns.text_predictions import load_text_predictions
 from gateway.turns.turns import Turns
 from gateway.turns.weight_updates import WeightUpdates
 from gateway.workers.pool import LoanLimits, WorkerPool
@@ -85,7 +85,7 @@ async def _serving(
     clock = started_clock()
     memory = await restored(settings, store, clock)
     ledger, book, repeats, conversations = memory.ledger, memory.book, memory.repeats, memory.conversations
-    read = reading(settings.text_predictor, memory.predictor) if settings.text_predictor else None
+    texts = load_text_predictions(settings.text_predictor, memory.predictor) if settings.text_predictor else None
     metrics = Metrics()
     log = TurnLog()
     access = Access(settings.api_keys, settings.admin_key)
@@ -95,8 +95,8 @@ async def _serving(
     event_log.begin(began_at, settings.policy, limits, memory.records, by_tokens)
 
     def left(trajectory_id: str) -> None:
-        if read is not None:
-            read.dropped(trajectory_id)
+        if texts is not None:
+            texts.dropped(trajectory_id)
         kv.cancel(trajectory_id)
         contexts.forget(trajectory_id)
 
@@ -119,13 +119,13 @@ async def _serving(
     staleness = Staleness(settings, weight_record, ledger)
     weights = WeightUpdates(settings, clock, fleet, store, weight_record, staleness, driver.live_turns)
     groups = PromptGroups(record.group_id for record in memory.records if record.group_id)
-    reads_all = by_tokens or memory.predictor.reads_outcomes or read is not None
+    reads_all = by_tokens or memory.predictor.reads_outcomes or texts is not None
     reader = RequestReader(settings, fleet, ledger, conversations, groups, book, reads_all)
-    arrivals = Arrivals(fleet, ledger, groups, memory.predictor, read)
+    arrivals = Arrivals(fleet, ledger, groups, memory.predictor, texts)
     before = {record.trajectory_id for record in memory.records}
     kept_legs = KeptLegs(settings, descriptors, fleet, store.settle) if descriptors and by_tokens else None
     kept_tokens = KeptTokens(book, Partials(store), kept_legs, clock, settings.save_tokens_s, before)
-    endings = Endings(clock, driver, ledger, conversations, repeats, arrivals, kept_tokens, kv, metrics, log, read)
+    endings = Endings(clock, driver, ledger, conversations, repeats, arrivals, kept_tokens, kv, metrics, log, texts)
     worker_pool = WorkerPool(
         settings.byte_workers,
         settings.byte_worker_turns,
@@ -138,7 +138,7 @@ async def _serving(
     hot = HotTurns(running, endings, legs, store, clock, settings, metrics)
     turns = Turns(settings, clock, reader, repeats, kept_tokens, running, hot, endings, metrics)
     passthrough = Passthrough(settings, fleet)
-    metrics.watch(scheduler, fleet, ledger, store, worker_pool, read.counts if read is not None else None)
+    metrics.watch(scheduler, fleet, ledger, store, worker_pool, texts.counts if texts is not None else None)
     api = build_api(
         Health(settings, driver, fleet, store, metrics, book),
         Trajectories(clock, driver, ledger, memory.predictor),
@@ -169,8 +169,8 @@ async def _serving(
         memory.save_predictor()
         driver.close()
         await worker_pool.close()
-        if read is not None:
-            read.close()
+        if texts is not None:
+            texts.close()
         await weights.close()
         await kv.close()
         if kept_legs is not None:

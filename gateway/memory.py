@@ -11,7 +11,7 @@ from gateway.messages.conversations import Conversations
 from gateway.state.ledger import Ledger
 from gateway.tokens.book import TokenBook
 from gateway.turnlog import LOGGER
-from gateway.turns.progress import ended
+from gateway.turns.progress import progress_at_end
 from gateway.turns.repeats import Repeats
 from predictor.named import predictor_named
 from predictor.progress import Predictor
@@ -44,7 +44,7 @@ class Memory:
     def closed(self, record: TrajectoryRecord) -> None:
         """A trajectory's length is known; or it was aborted, and the predictor forgets it."""
         if record.state is FINISHED:
-            self.predictor.ended(ended(record))
+            self.predictor.ended(progress_at_end(record))
         else:
             self.predictor.dropped(record.trajectory_id)
 

@@ -96,17 +96,17 @@ class Metrics:
         ledger: Ledger,
         store: Store,
         worker_pool: WorkerPool,
-        read: BackgroundCounts | None,
+        texts: BackgroundCounts | None,
     ) -> None:
-        """Also show the state of these; `read` is None if no text predictor runs."""
+        """Also show the state of these; `texts` is None if no text predictor runs."""
         self.registry.register(_State(scheduler, fleet, ledger, store, worker_pool))
-        if read is not None:
+        if texts is not None:
             shown = _Counts(
                 "heddle_text_predictions",
                 "Conversations read by the text predictor in tool calls, by outcome.",
                 ("outcome",),
             )
-            self.registry.register(_Readings(shown, read))
+            self.registry.register(_TextPredictions(shown, texts))
 
     def page(self) -> bytes:
         """The page for Prometheus."""
@@ -203,7 +203,7 @@ class _State(Collector):
         return [up, legs, claimed, used]
 
 
-class _Readings(Collector):
+class _TextPredictions(Collector):
     """What became of the questions to the text predictor, which counts them itself."""
 
     def __init__(self, shown: _Counts, counts: BackgroundCounts) -> None:

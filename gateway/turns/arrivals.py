@@ -10,7 +10,7 @@ from gateway.messages.prompt_groups import PromptGroups
 from gateway.messages.transcripts import preamble_of, prompt_of
 from gateway.state.ledger import Entry, Ledger
 from gateway.turns.ask import Ask
-from gateway.turns.progress import begun
+from gateway.turns.progress import progress_before_turn
 from gateway.turns.text_predictions import TextPredictions
 from gateway.turns.turn import Turn
 from predictor.outcomes import outcomes
@@ -27,17 +27,17 @@ class Arrivals:
     Args:
         groups: know which prompts begin alike.
         predictor: predicts how much work a trajectory has left.
-        reading: predicts it better, if it has read the conversation; None if no text predictor runs.
+        texts: predict it better, from the conversation; None if no text predictor runs.
     """
 
     def __init__(
-        self, fleet: Fleet, ledger: Ledger, groups: PromptGroups, predictor: Predictor, reading: TextPredictions | None
+        self, fleet: Fleet, ledger: Ledger, groups: PromptGroups, predictor: Predictor, texts: TextPredictions | None
     ) -> None:
         self._fleet = fleet
         self._ledger = ledger
         self._groups = groups
         self._predictor = predictor
-        self._reading = reading
+        self._texts = texts
         self._bytes_per_token = _BYTES_PER_TOKEN
 
     def arrival(self, turn: Turn) -> TurnArrived:
@@ -85,10 +85,10 @@ class Arrivals:
         prompt_id = "" if made else self._groups.of(ask.request)
         is_read = made and self._predictor.reads_outcomes
         told = outcomes(ask.request.get("messages") or ask.request.get("input")) if is_read else ()
-        progress = begun(ask.trajectory_id, ask.group_id, prompt_id, prompt_tokens, entry, told)
+        progress = progress_before_turn(ask.trajectory_id, ask.group_id, prompt_id, prompt_tokens, entry, told)
         prediction = self._predictor.predict(progress)  # always asked, because it learns from running trajectories
-        read = self._reading.heard(ask.trajectory_id) if self._reading is not None else None
-        return read or prediction
+        from_text = self._texts.take(ask.trajectory_id) if self._texts is not None else None
+        return from_text or prediction
 
     def _prompt_tokens(self, ask: Ask, entry: Entry | None) -> int:
         known = entry.record.context_tokens if entry is not None else 0

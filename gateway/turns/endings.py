@@ -35,7 +35,7 @@ class Endings:
 
     Args:
         kv: tracks what an engine's KV holds of a trajectory.
-        reading: reads conversations; None if no text predictor runs.
+        texts: predict from conversations; None if no text predictor runs.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Endings:
         kv: KvMoves,
         metrics: Metrics,
         log: TurnLog,
-        reading: TextPredictions | None,
+        texts: TextPredictions | None,
     ) -> None:
         self._clock = clock
         self._driver = driver
@@ -62,7 +62,7 @@ class Endings:
         self._kv = kv
         self._metrics = metrics
         self._log = log
-        self._reading = reading
+        self._texts = texts
 
     def finished(self, turn: Turn, dispatch: Dispatch | None, outcome: Outcome) -> None:
         """Record everywhere that a turn finished. Its client may learn it once the store has it."""
@@ -82,8 +82,8 @@ class Endings:
             self._ledger.answered(turn.ask.trajectory_id, stored)
         self._driver.post(TurnFinished(now, turn.turn_id, turn.leg, prompt_tokens, output_tokens))
         self.close(turn, "finished", dispatch, None, now)
-        if self._reading is not None and (entry := self._ledger.get(turn.ask.trajectory_id)) is not None:
-            self._reading.turn_ended(turn, outcome, entry, prompt_tokens + output_tokens)
+        if self._texts is not None and (entry := self._ledger.get(turn.ask.trajectory_id)) is not None:
+            self._texts.turn_ended(turn, outcome, entry, prompt_tokens + output_tokens)
 
     def broken(self, turn: Turn, dispatch: Dispatch | None) -> None:
         """A defect ended a turn, and its exception is being handled: free its slot all the same."""

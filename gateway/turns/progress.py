@@ -8,7 +8,7 @@ from predictor.progress import Progress
 from scheduling.types import TrajectoryRecord
 
 
-def begun(
+def progress_before_turn(
     trajectory_id: str,
     group_id: str,
     prompt_id: str,
@@ -16,7 +16,7 @@ def begun(
     entry: Entry | None,
     outcomes: tuple[str, ...] = (),
 ) -> Progress:
-    """A turn begins, with a prompt of `context_tokens`.
+    """A trajectory before its next turn, with `context_tokens` in its context.
 
     Args:
         entry: what is known of its trajectory, if anything.
@@ -52,8 +52,8 @@ def _first_finished(turns: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     return None
 
 
-def ended(record: TrajectoryRecord) -> Progress:
-    """A trajectory ended well."""
+def progress_at_end(record: TrajectoryRecord) -> Progress:
+    """A trajectory that ended well."""
     return Progress(
         record.trajectory_id,
         record.group_id,

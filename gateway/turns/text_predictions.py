@@ -10,7 +10,7 @@ from gateway.messages.streams import content_of_stream
 from gateway.messages.transcripts import prompt_of
 from gateway.state.ledger import Entry
 from gateway.turns.outcome import Outcome
-from gateway.turns.progress import begun
+from gateway.turns.progress import progress_before_turn
 from gateway.turns.turn import Turn
 from predictor.background import BackgroundCounts, BackgroundPredictions
 from predictor.progress import Predictor
@@ -48,7 +48,7 @@ class TextPredictions:
             entry: of its trajectory, with this turn in it.
         """
         ask, record = turn.ask, entry.record
-        progress = begun(ask.trajectory_id, ask.group_id, "", context_tokens, entry)
+        progress = progress_before_turn(ask.trajectory_id, ask.group_id, "", context_tokens, entry)
         base_tokens = self._predictor.predict(progress).total_tokens
         pieces = [*(turn.outlet.kept or ()), outcome.end]
         made, num_turns = record.output_tokens, record.num_turns
@@ -60,8 +60,8 @@ class TextPredictions:
 
         self._background.begin(ask.trajectory_id, question)
 
-    def heard(self, trajectory_id: str) -> Prediction | None:
-        """The answer, as the next turn arrives; None if there is none yet."""
+    def take(self, trajectory_id: str) -> Prediction | None:
+        """The prediction for the turn that arrives now; None if it is not ready."""
         return self._background.take(trajectory_id)
 
     def dropped(self, trajectory_id: str) -> None:
@@ -73,8 +73,8 @@ class TextPredictions:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def reading(path: str, predictor: Predictor) -> TextPredictions:
-    """A reading with the model in this file. Raises ConfigError."""
+def load_text_predictions(path: str, predictor: Predictor) -> TextPredictions:
+    """Text predictions by the model in this file. Raises ConfigError."""
     try:
         return TextPredictions(TextPredictor.load(Path(path)).predict, predictor)
     except ImportError:
