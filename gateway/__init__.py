@@ -1,1 +1,1 @@
-"""The OpenAI-compatible front door: the process that agents point their `base_url` at."""
+"""The OpenAI-compatible gateway: the process that agents point their `base_url` at."""

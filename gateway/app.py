@@ -13,7 +13,7 @@ from gateway.api.weights import add_weights
 from gateway.clock import started_clock
 from gateway.config import ConfigError, Settings
 from gateway.demand import Demand, add_demand
-from gateway.demand_stream import say_demand
+from gateway.demand_stream import publish_demand
 from gateway.descriptors import DescriptorStore
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.weight_record import WeightRecord
@@ -157,9 +157,9 @@ async def _serving(
 
     store.on_loss(rewrite)
     await fleet.start()
-    tasks = [asyncio.create_task(memory.keep_predictor()), asyncio.create_task(memory.tell_of_store())]
+    tasks = [asyncio.create_task(memory.keep_predictor()), asyncio.create_task(memory.log_store_health())]
     if stream is not None:
-        tasks.append(asyncio.create_task(say_demand(demand, stream, store.health, settings.demand_interval_s)))
+        tasks.append(asyncio.create_task(publish_demand(demand, stream, store.health, settings.demand_interval_s)))
     try:
         yield Front(settings, access, turns, passthrough, api, metrics, log, event_log.end_watches)
     finally:

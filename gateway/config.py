@@ -454,8 +454,8 @@ class Settings(BaseSettings):
     @property
     def predictor_name(self) -> str:
         """The predictor to use: for Libra's buckets, its trees of tool outcomes unless another is set."""
-        is_told = "predictor" in self.model_fields_set
-        return "tree" if self.policy == CMLFQ.name and not is_told else self.predictor
+        is_set = "predictor" in self.model_fields_set
+        return "tree" if self.policy == CMLFQ.name and not is_set else self.predictor
 
     def token_limits(self) -> TokenLimits:
         """The settings of the token book."""

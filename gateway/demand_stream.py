@@ -19,7 +19,7 @@ from gateway.demand import Demand
 from store import StoreAway, StoreHealth, Stream
 
 
-async def say_demand(demand: Demand, stream: Stream, health: Callable[[], StoreHealth], interval_s: float) -> None:
+async def publish_demand(demand: Demand, stream: Stream, health: Callable[[], StoreHealth], interval_s: float) -> None:
     """Publish repeatedly until cancelled; then close the stream.
 
     Args:
@@ -31,7 +31,7 @@ async def say_demand(demand: Demand, stream: Stream, health: Callable[[], StoreH
         while True:
             with suppress(StoreAway):  # the store's health reports it
                 if not is_resumed:
-                    last_rollout, is_resumed = await _said_before(stream), True
+                    last_rollout, is_resumed = await _last_published(stream), True
                 found = await demand.look(last_rollout["ended_at"] if last_rollout else 0.0)
                 last_rollout = found["last_rollout"] or last_rollout
                 if health().ok:
@@ -41,7 +41,7 @@ async def say_demand(demand: Demand, stream: Stream, health: Callable[[], StoreH
         await stream.aclose()
 
 
-async def _said_before(stream: Stream) -> dict[str, Any] | None:
+async def _last_published(stream: Stream) -> dict[str, Any] | None:
     entry = await stream.newest()
     if entry is None:
         return None

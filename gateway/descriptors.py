@@ -14,7 +14,7 @@ _FIRST_DESCRIPTOR = 3
 # A datagram socket queues 10 messages until its reader takes them, which can take a while on a busy machine.
 _RETRY_S = 0.002
 # At the end of a process nothing else waits for it.
-_LAST_WORDS_S = 1.0
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class DescriptorStore:
@@ -68,7 +68,7 @@ class DescriptorStore:
 
     def close(self) -> None:
         """Send what is still unsent; nothing may follow."""
-        self._socket.settimeout(_LAST_WORDS_S)
+        self._socket.settimeout(_CLOSE_TIMEOUT_S)
         while self._unsent and self._sent(self._unsent[0], ()):
             self._unsent.popleft()
         self._socket.close()

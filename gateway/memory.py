@@ -75,7 +75,7 @@ class Memory:
             await asyncio.sleep(_PREDICTOR_SAVE_S)
             learned = self.save_predictor(learned)
 
-    async def tell_of_store(self) -> None:
+    async def log_store_health(self) -> None:
         """Log when puts stop reaching the store, and when they reach it again, until cancelled."""
         was_ok = True
         while True:

@@ -35,7 +35,7 @@ from gateway.tokens.book import TokenBook
 from gateway.turns.turns import TURN_ROUTES
 from store.port import Store
 
-# Of routes that take no parameters but their own.
+# Tags of the routes that refuse parameters other than their own.
 _STRICT = frozenset({"trajectories", "training", "fleet"})
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}

@@ -100,8 +100,8 @@ class Engines:
             "last_fault": member.last_fault or None,
         }
 
-    def move_away(self, engine_id: str) -> None:
-        """Have an engine's turns continue from their tokens elsewhere, if other engines serve its models.
+    def begin_drain(self, engine_id: str) -> None:
+        """Cordon an engine, and have its turns continue from their tokens elsewhere, if other engines serve its models.
 
         One that is loading weights counts: turns wait for the end of the load, not the drain for the end of a turn.
         """
@@ -112,7 +112,7 @@ class Engines:
                     turn.pause()
         self._begin_moves(engine_id)
 
-    async def moved_away(self, engine_id: str, timeout_s: float) -> int:
+    async def evacuate(self, engine_id: str, timeout_s: float) -> int:
         """Cordon an engine, and bring the KV of its trajectories in a tool call to where they continue.
 
         Returns: how many moves are still under way at the timeout.
@@ -193,9 +193,9 @@ def _add_departures(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
         the KV of its residents is brought along. Needs the admin key.
         """
         until = engines.clock() + timeout_s
-        engines.move_away(engine_id)
+        engines.begin_drain(engine_id)
         drained = await engines.fleet.drained(engine_id, timeout_s)
-        num_left = await engines.moved_away(engine_id, max(until - engines.clock(), 0.0)) if drained else None
+        num_left = await engines.evacuate(engine_id, max(until - engines.clock(), 0.0)) if drained else None
         view = engines.view(engines.fleet.get(engine_id))
         return {**view, "is_drained": drained, "is_evacuated": num_left == 0}
 
@@ -204,7 +204,7 @@ def _add_departures(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
         """Cordon an engine and bring the KV of trajectories in a tool call to the engines where they continue.
         Trajectories whose turns run are left alone: drain the engine first. Needs the admin key.
         """
-        num_left = await engines.moved_away(engine_id, timeout_s)
+        num_left = await engines.evacuate(engine_id, timeout_s)
         return {**engines.view(engines.fleet.get(engine_id)), "is_evacuated": not num_left}
 
 

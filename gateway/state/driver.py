@@ -46,7 +46,7 @@ class LiveTurn(Protocol):
 
 
 class Driver:
-    """Connects the scheduler with the world.
+    """Passes events to the scheduler, and performs its actions.
 
     Args:
         on_closed: called with every trajectory that ended, well or not.
