@@ -16,7 +16,7 @@ from gateway.http.errors import error_body
 from gateway.http.exchange import UNAWAITED, Exchange
 from gateway.http.refusals import Refused, bad_request, headers_too_large
 
-_WISHES = frozenset({b"connection", b"upgrade", b"http2-settings"})
+_UPGRADE_FIELDS = frozenset({b"connection", b"upgrade", b"http2-settings"})
 _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
 
@@ -79,8 +79,8 @@ class _BoundedProtocol(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
-        except httptools.HttpParserUpgrade as wish:
-            self._read_anew(data, wish)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._read_without_upgrade(data, upgrade)
         if self._unserved is not None:
             self._serve(self._unserved)
         if not self._in_head:
@@ -91,12 +91,12 @@ class _BoundedProtocol(HttpToolsProtocol):
         elif self._timer is None:
             self._timer = self.loop.call_later(self._head_timeout_s, self.transport.close)
 
-    def _read_anew(self, data: bytes, wish: httptools.HttpParserUpgrade) -> None:
+    def _read_without_upgrade(self, data: bytes, upgrade: httptools.HttpParserUpgrade) -> None:
         """Answer a request that asks to switch protocols (RFC 9110, 7.8): the parser took what follows its head for the
         other protocol's data, but it is the rest of the request.
         """
-        while self.cycle.scope["method"] != "CONNECT":  # a wish by itself, which no route grants
-            data = self._head_without_wish() + data[wish.args[0] :]
+        while self.cycle.scope["method"] != "CONNECT":  # an upgrade by itself, which no route supports
+            data = self._head_without_upgrade() + data[upgrade.args[0] :]
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
             try:
@@ -106,9 +106,9 @@ class _BoundedProtocol(HttpToolsProtocol):
                 self.send_400_response("Invalid HTTP request received.")
                 return
             except httptools.HttpParserUpgrade as another:  # of the next request
-                wish = another
+                upgrade = another
 
-    def _head_without_wish(self) -> bytes:
+    def _head_without_upgrade(self) -> bytes:
         """Discard the exchange made last; returns its request's head without the fields that ask for another
         protocol.
         """
@@ -121,7 +121,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             before = self.pipeline[0][0] if self.pipeline else self._unserved or self._served
         self.cycle = before
         lines = [b"%b %b HTTP/%b" % (method.encode(), self.url, version.encode())]
-        lines += [b"%b: %b" % header for header in self.headers if header[0] not in _WISHES]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] not in _UPGRADE_FIELDS]
         if any(name == b"connection" and b"close" in value.lower() for name, value in self.headers):
             lines.append(b"connection: close")
         return b"\r\n".join(lines) + b"\r\n\r\n"

@@ -77,7 +77,7 @@ class HotTurns:
             self._timer = self.loop.call_later(_LOOK_S, self._look)
         return True
 
-    def left(self, hot: "_HotTurn") -> None:
+    def released(self, hot: "_HotTurn") -> None:
         """The turn is over, or a coroutine continues it."""
         self._taken.discard(hot)
 
@@ -97,7 +97,7 @@ class _HotTurn:
         "_begun",
         "_client",
         "_hot",
-        "_is_left",
+        "_is_released",
         "_is_wanted",
         "_lent",
         "_num_chunks",
@@ -118,7 +118,7 @@ class _HotTurn:
         self._num_chunks = 0
         self._outcome: Outcome | None = None
         self._lent: Lent | None = None
-        self._is_left = False
+        self._is_released = False
         self._is_wanted = False  # by a coroutine, as soon as the stream is back
         turn.on_stop = client.hand_over = self.hand_over
         self._response.watch(self._note, turn.ask.wants_stream)
@@ -129,7 +129,7 @@ class _HotTurn:
             self._is_wanted = True
             self._lent.recall()
             return
-        self._leave()
+        self._release()
         self._hot.metrics.hot_turns.counts["handed_over",] += 1
         turn = self._turn
         rest = self._hot.running.run(turn, self._client, self._begun)
@@ -150,11 +150,11 @@ class _HotTurn:
         elif self._response.has_begun and not turn.ask.wants_stream:
             self.hand_over()  # it comes in pieces with pauses between them, which have a timeout of their own
 
-    def _leave(self) -> None:
-        self._is_left = True
+    def _release(self) -> None:
+        self._is_released = True
         self._turn.on_stop = self._client.hand_over = None
         self._response.let_go()
-        self._hot.left(self)
+        self._hot.released(self)
 
     def _note(self) -> None:
         try:
@@ -208,7 +208,7 @@ class _HotTurn:
     def _lend(self) -> None:
         """Have a byte worker pass the stream on, if one is free for it."""
         relay = self._begun.relay
-        if self._lent is None and relay is not None and not self._is_left:
+        if self._lent is None and relay is not None and not self._is_released:
             self._lent = self._hot.legs.lending.lend(self._turn, self._response, relay, self._back)
 
     def _back(self) -> None:
@@ -219,7 +219,7 @@ class _HotTurn:
 
     def _finish(self, outcome: Outcome) -> None:
         turn, running, endings = self._turn, self._hot.running, self._hot.endings
-        self._leave()
+        self._release()
         self._hot.metrics.hot_turns.counts["answer",] += 1
         self._outcome = outcome
         self._hot.legs.ended(turn, self._begun)

@@ -138,7 +138,7 @@ class KeptLegs:
         if leg is None:
             return None
         if leg.stream_form != routes.stream_form or leg.prompt != xxh3_64_hexdigest(prompt.text):
-            self._leave(self._claimed[turn.turn_id].pop(index))
+            self._end(self._claimed[turn.turn_id].pop(index))
             return None
         return leg.made
 
@@ -155,7 +155,7 @@ class KeptLegs:
             return None
         is_its = leg.stream_form == routes.stream_form and leg.num_made == len(choice.chain.output_ids)
         if not leg.is_asked or not is_its:
-            self._leave(leg)
+            self._end(leg)
             return None
         self._names.setdefault(turn.turn_id, {})[choice.index] = leg.name
         response = await member.http.take_up(
@@ -174,10 +174,10 @@ class KeptLegs:
             legs = self._waiting.setdefault(leg.turn, {})
             older, newer = sorted((legs.get(leg.index) or leg, leg), key=lambda one: one.order)
             if older is not newer:
-                self._leave(older)
+                self._end(older)
             legs[leg.index] = newer
 
-    def _leave(self, leg: KeptLeg) -> None:
+    def _end(self, leg: KeptLeg) -> None:
         leg.close()
         self._descriptors.drop(leg.name)
 
@@ -185,7 +185,7 @@ class KeptLegs:
         self._is_waiting = False
         for legs in self._waiting.values():
             for leg in legs.values():
-                self._leave(leg)
+                self._end(leg)
         self._waiting.clear()
 
     # --- of this one ----------------------------------------------------------------------------------------
@@ -232,11 +232,11 @@ class KeptLegs:
             if self._is_waiting:
                 self._waiting.setdefault(leg.turn, {})[leg.index] = leg
             else:
-                self._leave(leg)
+                self._end(leg)
         self._over += self._names.pop(turn.turn_id, {}).values()
         self._drop_later()
 
-    def left(self, turn: Turn, choice: Choice) -> None:
+    def leg_ended(self, turn: Turn, choice: Choice) -> None:
         """A choice's leg has ended early; its output is on its way into the record."""
         if name := self._names.get(turn.turn_id, {}).pop(choice.index, None):
             self._over.append(name)

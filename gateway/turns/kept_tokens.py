@@ -75,7 +75,7 @@ class KeptTokens:
         if self.legs is not None and unfinished:
             self.save(turn, at_once=True)
             for choice in unfinished:
-                self.legs.left(turn, choice)
+                self.legs.leg_ended(turn, choice)
 
     def save(self, turn: Turn, at_once: bool = False) -> None:
         """Write down what is new of a running turn, if it is time."""
