@@ -51,7 +51,7 @@ class TextWriter:
         self._text_offset = 0
         self._before, self._after = frame.around_text(index) if ask.wants_stream else (b"", b"")
 
-    def say(
+    def tell(
         self, text: str, logprobs: Sequence[dict[str, Any]], reason: str | None = None, stop: str | int | None = None
     ) -> bytes:
         """The events for what is new."""
@@ -64,14 +64,14 @@ class TextWriter:
                 return begin
             if self._before:
                 return begin + self._before + orjson.dumps(text) + self._after
-        said: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
+        part: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
         told = self._logprobs(logprobs) if logprobs else None
         if reason is None:
-            return begin + self._event(said, told)
-        return begin + self._event(said, told, {"finish_reason": openai_reason(reason), self.frame.stop_field: stop})
+            return begin + self._event(part, told)
+        return begin + self._event(part, told, {"finish_reason": openai_reason(reason), self.frame.stop_field: stop})
 
-    def _event(self, said: dict[str, Any], logprobs: dict[str, Any] | None, end: Mapping[str, Any] = _NO_END) -> bytes:
-        return self.frame.event({"index": self._index, **said, "logprobs": logprobs, **end})
+    def _event(self, part: dict[str, Any], logprobs: dict[str, Any] | None, end: Mapping[str, Any] = _NO_END) -> bytes:
+        return self.frame.event({"index": self._index, **part, "logprobs": logprobs, **end})
 
     def whole(self, chain: Chain) -> dict[str, Any]:
         """The one choice of a whole answer."""
@@ -113,38 +113,38 @@ class ParsedWriter:
         self._request = ask.request
         self.frame = frame
         self._index = index
-        self._unsaid: list[int] = []
+        self._untold: list[int] = []
         self._due_at = 0.0
-        self._said: list[int] = []
+        self._told: list[int] = []
         self._state: Any = None
         self._kind = ""  # of the engine that gave this state
         self._message: dict[str, Any] = {"role": "assistant", "content": None}
         self._read = self._message  # what that kind has read: what was told, until another kind reads it all again
 
-    def hear(self, ids: Sequence[int]) -> None:
+    def add(self, ids: Sequence[int]) -> None:
         """Take new tokens."""
-        self._unsaid += ids
+        self._untold += ids
 
     def is_due(self, now: float) -> bool:
         """Whether it is time to tell them."""
-        return now >= self._due_at and len(self._unsaid) > len(self._said) // _SHARE_OF_ANSWER
+        return now >= self._due_at and len(self._untold) > len(self._told) // _SHARE_OF_ANSWER
 
     def pause(self, now: float) -> None:
         """Something was told: the next part is due after a pause."""
         self._due_at = now + _PAUSE_S
 
-    async def say(self, routes: TokenRoutes, http: HttpClient, chain: Chain, timeout_s: float) -> bytes:
-        """The events for the tokens heard, with the finish reason if the chain has one.
+    async def tell(self, routes: TokenRoutes, http: HttpClient, chain: Chain, timeout_s: float) -> bytes:
+        """The events for the tokens added, with the finish reason if the chain has one.
 
         Raises: LegFailed, also if this kind of engine reads the tokens differently from what another kind told; what
         `_ask` and malformed answers raise.
         """
-        ids, reason = list(self._unsaid), chain.finish_reason
+        ids, reason = list(self._untold), chain.finish_reason
         if not ids and reason is None:
             return b""
-        knows_state = self._kind == routes.kind or not self._said
+        knows_state = self._kind == routes.kind or not self._told
         part = Delta(
-            ids if knows_state else self._said + ids,
+            ids if knows_state else self._told + ids,
             reason,
             chain.stop_reason,
             self._state if knows_state else None,
@@ -153,8 +153,8 @@ class ParsedWriter:
         self._kind = routes.kind
         if not knows_state:
             self._read = {}
-        del self._unsaid[: len(ids)]
-        self._said += ids
+        del self._untold[: len(ids)]
+        self._told += ids
         delta = {name: value for name, value in choice["delta"].items() if value not in (None, [], "")}
         delta = _with_whole_calls(_without_nulls(delta))
         if self._read is not self._message:

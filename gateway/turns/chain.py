@@ -133,7 +133,7 @@ class Chain:
         """
         num_told = len(self._told_ids)
         if not texts:
-            return self._said("", num_told)
+            return self._tell("", num_told)
         cut = 0
         while cut + 1 < len(texts) and texts[cut] == texts[cut + 1]:
             cut += 1
@@ -149,7 +149,7 @@ class Chain:
         if self.rendered.stop:
             self._seam = _Seam(text, held, self.rendered.stop, self.rendered.includes_stop)
             held = self._seam.free_at_once()
-        return self._said(held, num_told)
+        return self._tell(held, num_told)
 
     def drop_doubtful(self) -> None:
         """Drop the first event after a change of weights and all that follows it, if it can be made again."""
@@ -199,19 +199,19 @@ class Chain:
         if piece.logprobs:
             self.logprobs += piece.logprobs
         if self._text_again:
-            text = self._unsaid(text)
+            text = self._untold(text)
         if piece.finish_reason is not None:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
         if self._seam is not None:
             text = self._through_seam(text)
-        return self._said(text, start)
+        return self._tell(text, start)
 
     def finish(self, reason: str) -> NewText:
         """End the output: no more tokens are needed."""
         self.finish_reason = reason
-        return self._said(self._through_seam("") if self._seam is not None else "", len(self.output_ids))
+        return self._tell(self._through_seam("") if self._seam is not None else "", len(self.output_ids))
 
-    def _said(self, text: str, start: int) -> NewText:
+    def _tell(self, text: str, start: int) -> NewText:
         if text:
             self._texts.append(text)
         if not self._tells:
@@ -246,7 +246,7 @@ class Chain:
             self._told_ids[start:], self._ids_again = ids[:num_again], []
         return num_again
 
-    def _unsaid(self, text: str) -> str:
+    def _untold(self, text: str) -> str:
         num_again = min(len(text), len(self._text_again))
         if text[:num_again] != self._text_again[:num_again]:
             raise Diverged
@@ -281,7 +281,7 @@ class _Seam:
         self._size = min(self._reach, len(text))
         self._buffer = text[len(text) - self._size :]
         self._held = held
-        self._said = max(self._size - len(held), 0)
+        self._num_told = max(self._size - len(held), 0)
         self.is_passed = False
 
     def free_at_once(self) -> str:
@@ -295,8 +295,8 @@ class _Seam:
         if found:
             at, stop = min(found)
             self.is_passed = True
-            return self._buffer[self._said : at + (len(stop) if self._includes_stop else 0)], stop
+            return self._buffer[self._num_told : at + (len(stop) if self._includes_stop else 0)], stop
         if not is_last and len(self._buffer) < self._size + self._reach:
             return "", None
         self.is_passed = True
-        return self._buffer[self._said :], None
+        return self._buffer[self._num_told :], None

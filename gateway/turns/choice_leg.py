@@ -89,9 +89,9 @@ class ChoiceLeg:
         chain = self._chain
         if chain.output_ids and chain.finish_reason is None:
             chain.drop_doubtful()
-            self._say(await self._mended())
+            self._tell(await self._mended())
             if len(chain.output_ids) >= chain.rendered.max_tokens:
-                self._say(chain.finish("length"))
+                self._tell(chain.finish("length"))
 
     async def _take_up(self, kept_legs: KeptLegs) -> None:
         """Read the response that an earlier process asked for, as far as it goes; the rest is asked for again."""
@@ -166,9 +166,9 @@ class ChoiceLeg:
                 raise BadResponse(str(error)) from None
             if not has_more and not relay.is_over:
                 raise _broken_off()
-            relay.was_heard()
+            relay.was_told()
             if outlet is not None and isinstance(writer, ParsedWriter) and self._chain.finish_reason is None:
-                told = await writer.say(place.routes, place.member.http, self._chain, self._timeout_s)
+                told = await writer.tell(place.routes, place.member.http, self._chain, self._timeout_s)
                 writer.pause(place.clock())
                 if told:
                     self._note()
@@ -192,17 +192,17 @@ class ChoiceLeg:
             raise refused_leg(engine_error(status, body))
         return self._chain.mend(routes.read_texts(body))
 
-    def _say(self, said: NewText) -> None:
+    def _tell(self, new: NewText) -> None:
         """Tell the client what a seam released."""
         writer, chain = self._choice.writer, self._chain
         if not self._turn.ask.wants_stream:
             return
         if isinstance(writer, ParsedWriter):
-            writer.hear(said.ids)
+            writer.add(new.ids)
         elif chain.finish_reason is not None:
-            self._choice.last = writer.say(said.text, said.logprobs, chain.finish_reason, chain.stop_reason)
-        elif said.text or said.logprobs:
-            told = writer.say(said.text, said.logprobs)
+            self._choice.last = writer.tell(new.text, new.logprobs, chain.finish_reason, chain.stop_reason)
+        elif new.text or new.logprobs:
+            told = writer.tell(new.text, new.logprobs)
             self._note()
             self._turn.outlet.stream(told)
 
@@ -220,7 +220,7 @@ class ChoiceLeg:
         writer = choice.writer
         if isinstance(writer, ParsedWriter):
             if self._turn.ask.wants_stream:
-                choice.last = await writer.say(place.routes, http, chain, self._timeout_s)
+                choice.last = await writer.tell(place.routes, http, chain, self._timeout_s)
             else:
                 choice.whole = await writer.whole(place.routes, http, chain, self._timeout_s)
         elif not self._turn.ask.wants_stream:

@@ -33,12 +33,12 @@ class Frame:
         answer_id = f"chatcmpl-{turn_id}" if is_chat else f"cmpl-{turn_id}"
         self._head = {"id": answer_id, "object": kind, "created": int(created_at), "model": ask.model}
         self._start = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[' if ask.wants_stream else b""
-        self._said = b'"delta":{"content":' if is_chat else b'"text":', b"}" if is_chat else b""
+        self._around = b'"delta":{"content":' if is_chat else b'"text":', b"}" if is_chat else b""
         self._wants_usage = ask.wants_usage
 
     def around_text(self, index: int) -> tuple[bytes, bytes]:
         """The bytes before and after a JSON text that comes alone; empty if an event needs more than the text."""
-        before, after = self._said
+        before, after = self._around
         start = b'%b{"index":%d,%b' % (self._start, index, before)
         return start, after + b',"logprobs":null,"finish_reason":null}]}\n\n'
 

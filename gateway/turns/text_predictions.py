@@ -55,7 +55,7 @@ class TextPredictions:
 
         def question() -> TextExample:
             answer = outcome.content() or content_of_stream(ask.api, pieces)
-            text = conversation_text([*_said(ask.request), answer])
+            text = conversation_text([*_messages(ask.request), answer])
             return TextExample(text, ask.group_id, made, num_turns, base_tokens=base_tokens)
 
         self._background.begin(ask.trajectory_id, question)
@@ -85,7 +85,7 @@ def load_text_predictions(path: str, predictor: Predictor) -> TextPredictions:
         raise ConfigError(str(error)) from None
 
 
-def _said(request: Mapping[str, Any]) -> list[Any]:
+def _messages(request: Mapping[str, Any]) -> list[Any]:
     """The conversation of a request, in any API."""
-    said = request.get("messages") or request.get("input") or prompt_of(request)
-    return said if isinstance(said, list) else [said]
+    messages = request.get("messages") or request.get("input") or prompt_of(request)
+    return messages if isinstance(messages, list) else [messages]

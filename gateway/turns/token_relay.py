@@ -102,22 +102,22 @@ class TokenRelay:
             self.error, self.is_over = error, True
             piece = Piece(piece.ids, piece.text, piece.logprobs, None, None, piece.versions)
         chain = self._chain
-        said = chain.add(piece, version)
+        new = chain.add(piece, version)
         if self._parsed is not None:
-            self._parsed.hear(said.ids)
-        elif self._text is not None and chain.finish_reason is None and (said.text or said.logprobs):
-            self._told.append(self._text.say(said.text, said.logprobs))
+            self._parsed.add(new.ids)
+        elif self._text is not None and chain.finish_reason is None and (new.text or new.logprobs):
+            self._told.append(self._text.tell(new.text, new.logprobs))
         if chain.finish_reason is not None and not self.has_finished:
-            self._finish(said, piece.finish_reason is not None)
+            self._finish(new, piece.finish_reason is not None)
 
-    def _finish(self, said: NewText, is_known: bool) -> None:
+    def _finish(self, new: NewText, is_known: bool) -> None:
         self.has_finished = True
         self.is_over = self.is_over or not is_known  # ended by a stop string that its engine cannot see
         if self._text is not None:
             chain = self._chain
-            self._choice.last = self._text.say(said.text, said.logprobs, chain.finish_reason, chain.stop_reason)
+            self._choice.last = self._text.tell(new.text, new.logprobs, chain.finish_reason, chain.stop_reason)
 
-    def was_heard(self) -> None:
+    def was_told(self) -> None:
         """The writer has told what was due."""
         self._is_due = False
 

@@ -68,7 +68,7 @@ def test_each_token_is_told_once_however_legs_break_off(
             assert tells or all(len(possible_versions[at]) == 1 for at in range(len(chain.output_ids))), (
                 "nothing is in doubt"
             )
-            told.hear(chain.mend([complete(ids) for ids in chain.candidates()]))
+            told.add(chain.mend([complete(ids) for ids in chain.candidates()]))
         chain.begin_leg()
         first = at = len(chain.output_ids)
         assert made[:at] == chain.output_ids and (not grammar or at == 0)
@@ -80,7 +80,7 @@ def test_each_token_is_told_once_however_legs_break_off(
             entries = [{"logprob": -1.0 * place} for place in range(at, until)]
             new_text = complete(made[:until])[len(complete(made[:at])) :]
             reason = "stop" if until == len(made) else None
-            told.hear(chain.add(Piece(made[at:until], new_text, entries, finish_reason=reason), f"v{version}"))
+            told.add(chain.add(Piece(made[at:until], new_text, entries, finish_reason=reason), f"v{version}"))
             at = until
         if chain.finish_reason is not None:
             break
@@ -115,7 +115,7 @@ class Told:
         self.ids: list[int] = []
         self.logprobs: list[Any] = []
 
-    def hear(self, new: NewText) -> None:
+    def add(self, new: NewText) -> None:
         self.texts.append(new.text)
         self.ids += new.ids
         self.logprobs += new.logprobs
@@ -277,8 +277,8 @@ def test_a_parsed_writer_is_due_at_its_first_token_and_after_a_pause() -> None:
     ask = Ask("chat", "", "m", b"", {"stream": True}, "t", "g", None, 0, False, False, wants_stream=True)
     writer = ParsedWriter(ask, Frame(ask, "turn", 0.0), 0)
     assert not writer.is_due(0.0)
-    writer.hear([1])
+    writer.add([1])
     assert writer.is_due(0.0)
     writer.pause(10.0)
-    writer.hear([2])
+    writer.add([2])
     assert not writer.is_due(10.05) and writer.is_due(10.11)

@@ -89,8 +89,8 @@ class Client:
         site, chain = self._sites[kind], self._chain
         chain.rendered, chain.finish_reason = site.rendered, reason
         chain.output_ids += ids
-        self._writer.hear(ids)
-        events = await self._writer.say(site.routes, site.http, chain, TIMEOUT_S)
+        self._writer.add(ids)
+        events = await self._writer.tell(site.routes, site.http, chain, TIMEOUT_S)
         for line in events.decode().split("\n\n"):
             for choice in orjson.loads(line.removeprefix("data: "))["choices"] if line else ():
                 self._take(choice["delta"])
