@@ -1,6 +1,6 @@
 """How other systems place turns and move trajectories, each as its source describes it.
 
-These policies use loads and caches, not predictions; those that use predictions are in buckets.py and rank_groups.py.
+These policies use loads and caches, not predictions; those that use predictions are in buckets.py and ranks.py.
 """
 
 from collections.abc import Iterable, Sequence

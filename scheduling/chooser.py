@@ -7,7 +7,7 @@ from scheduling.engine import LONGEST_MAX_AGE_S, Engine
 from scheduling.order import TurnFacts
 from scheduling.placement import EngineFacts
 from scheduling.policy import Policy
-from scheduling.rank_groups import Ranks
+from scheduling.ranks import Ranks
 from scheduling.state import Trajectory, Turn
 
 
@@ -35,7 +35,7 @@ class Chooser:
         if self._ranks is not None:
             self._ranks.drop(trajectory)
 
-    def look_anew(self) -> None:
+    def clear_caches(self) -> None:
         """Clear the caches: an engine came, went or changed."""
         self._serving.clear()
         self._seen.clear()

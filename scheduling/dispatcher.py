@@ -57,7 +57,7 @@ class Dispatcher:
         self.at = at
         self._policy = policy
         self._residency = policy.residency
-        self._looks_every_s = policy.residency.every_s if policy.residency else 0.0
+        self._check_every_s = policy.residency.every_s if policy.residency else 0.0
         self._is_one_queue = policy.residency is not None and policy.residency.is_one_queue
         self._limits = limits
         self._engines = engines
@@ -67,7 +67,7 @@ class Dispatcher:
         self._chooser = Chooser(policy, engines)
         self._to_place: set[str] = set()
         self._to_fill: set[str] = set()
-        self._look_again_at = at
+        self._check_again_at = at
         self._preempts = policy.preempts and can_preempt
         self._has_ranks = policy.partition is not None
 
@@ -147,8 +147,8 @@ class Dispatcher:
     def revisit(self, actions: list[Action]) -> None:
         """Try every queue and engine again, because time has passed: leases and pauses end, patience runs out."""
         self._queues.drop_empty()
-        if self._residency is not None and self._looks_every_s and self.at >= self._look_again_at:
-            self._look_again_at = self.at + self._looks_every_s
+        if self._residency is not None and self._check_every_s and self.at >= self._check_again_at:
+            self._check_again_at = self.at + self._check_every_s
             for engine in self._engines.values():
                 self._thin_out(engine, self._residency)
         for model in list(self._queues.homeless):
@@ -157,16 +157,16 @@ class Dispatcher:
             self.fill(engine, actions)
 
     @property
-    def looks_regularly(self) -> bool:
+    def checks_on_a_timer(self) -> bool:
         """Whether residents are checked on a timer, so that a Tick is due even though no turn waits."""
-        return self._looks_every_s > 0 and any(engine.claims for engine in self._engines.values())
+        return self._check_every_s > 0 and any(engine.claims for engine in self._engines.values())
 
     # --- routing: where a waiting turn waits, or goes at once -----------------------------------------------
 
     def route_anew(self, engine: Engine, actions: list[Action]) -> None:
         """Route turns again after an engine changed: those in its queue that it no longer serves and, under a sticky
         policy, homeless ones whose home it is."""
-        self._chooser.look_anew()
+        self._chooser.clear_caches()
         self._queues.reserve(engine, None)
         waiting = [turn for turn in engine.returning if not engine.serves(turn.model)]
         if self._policy.is_sticky:
@@ -321,7 +321,7 @@ class Dispatcher:
         Their waiting turns are placed after the event has been handled, not in the middle of a change to the same
         engine.
         """
-        if self._residency is not None and not self._looks_every_s:
+        if self._residency is not None and not self._check_every_s:
             self._thin_out(engine, self._residency)
 
     def _thin_out(self, engine: Engine, residency: Residency) -> None:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from scheduling import baselines, buckets, order, placement, rank_groups
-from scheduling.ranks import heddle_groups
+from scheduling import baselines, buckets, order, placement, ranks
+from scheduling.heddle_groups import heddle_groups
 from scheduling.residency import HELD, PAUSED, Residency
 
 
@@ -33,7 +33,7 @@ class Policy:
     residency: Residency | None = None
     move: placement.Move | None = None
     preempts: bool = False
-    partition: rank_groups.Partition | None = None
+    partition: ranks.Partitioner | None = None
 
 
 # --- Heddle -------------------------------------------------------------------------------------------------
@@ -51,9 +51,9 @@ HEDDLE = Policy(
 HEDDLE_PAPER = Policy(
     name="heddle-paper",
     order=order.longest_remaining_first,
-    place=rank_groups.in_rank_group,
+    place=ranks.in_rank_group,
     assigns=True,
-    move=rank_groups.follow_rank,
+    move=ranks.follow_rank,
     preempts=True,
     partition=heddle_groups,
 )
@@ -74,8 +74,8 @@ ATTAINED_SERVICE = replace(HEDDLE, name="attained-service", order=order.least_at
 RANK_FOLLOWING = replace(
     HEDDLE,
     name="rank-following",
-    place=rank_groups.in_rank_group,
-    move=rank_groups.follow_rank,
+    place=ranks.in_rank_group,
+    move=ranks.follow_rank,
     partition=heddle_groups,
 )
 LOAD_STEALING = replace(HEDDLE, name="load-stealing", move=baselines.steal_kv_load)

@@ -97,7 +97,7 @@ class Scheduler:
         for record in sorted(records, key=lambda record: record.last_at):
             self._add_trajectory(Trajectory.restored(record, self._num_trajectories))
 
-    # --- the door -------------------------------------------------------------------------------------------
+    # --- entry points ---------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> list[Action]:
         """Apply an event. Returns the actions to perform, in order."""
@@ -139,7 +139,7 @@ class Scheduler:
 
     def next_wakeup(self) -> float | None:
         """When the next Tick is due; None while there is nothing to wait for."""
-        if self._queues.num_waiting or self._dispatcher.looks_regularly:
+        if self._queues.num_waiting or self._dispatcher.checks_on_a_timer:
             return self._next_tick_at
         due_at = self._idle.next_due_at(self.limits)
         return None if due_at is None else max(due_at, self._next_tick_at)

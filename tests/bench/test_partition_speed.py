@@ -13,8 +13,8 @@ import pytest
 
 from scheduling.estimate import Remaining
 from scheduling.fleets import GpuBudget
+from scheduling.heddle_groups import heddle_groups
 from scheduling.partition import Presorted, partition
-from scheduling.ranks import heddle_groups
 from scheduling.running_sums import LoadedEngine
 from scheduling.scaling import Search, annealed, enumerated, homogeneous, longest_reach
 from tests.scheduling.plans import PROFILES, coding_rollout, engines_of
