@@ -101,7 +101,7 @@ class Keeper:
             _log("started", pid=self._pid, descriptors=len(kept))
             while self._status is None:
                 selector.select()
-                self._hear(kept, signals)
+                self._take(kept, signals)
             kept.receive()
             num_failures = 1 if time.monotonic() - began_at >= settings.steady_s else num_failures + 1
             _log("ended", pid=self._pid, status=self._status)
@@ -113,11 +113,11 @@ class Keeper:
             pause_until = time.monotonic() + settings.pause_s(num_failures)
             while (rest_s := pause_until - time.monotonic()) > 0 and not self._told_to_end:
                 selector.select(min(rest_s, _MAX_SELECT_S))
-                self._hear(kept, signals)
+                self._take(kept, signals)
             if self._told_to_end:
                 return 128 + self._told_to_end
 
-    def _hear(self, kept: Descriptors, signals: socket.socket) -> None:
+    def _take(self, kept: Descriptors, signals: socket.socket) -> None:
         """Take what has arrived: messages, signals, and ends of processes."""
         kept.receive()
         try:

@@ -50,7 +50,7 @@ def rows_of(nodes: Sequence[Node]) -> list[list[object]]:
     ]
 
 
-def planted(top: Node, rows: list[list[object]]) -> Iterator[Node]:
+def restored(top: Node, rows: list[list[object]]) -> Iterator[Node]:
     """The nodes of a dump, attached to `top`. Raises IndexError, TypeError, ValueError."""
     nodes: list[Node] = []
     for parent_number, label, weight, mean, at, seen, sample in rows:

@@ -23,7 +23,7 @@ from statistics import fmean
 
 import orjson
 
-from predictor.chain_nodes import Node, planted, rows_of
+from predictor.chain_nodes import Node, restored, rows_of
 from predictor.progress import Progress
 from scheduling.types import Prediction
 
@@ -66,7 +66,7 @@ class TreeSettings:
 
 
 @dataclass(slots=True)
-class _Way:
+class _Path:
     """The path of a live trajectory: at each turn, the length of its chain and the output it had made."""
 
     chain: tuple[str, ...]
@@ -87,7 +87,7 @@ class TreePredictor:
 
     def __init__(self, settings: TreeSettings | None = None) -> None:
         self._settings = settings or TreeSettings()
-        self._live: OrderedDict[str, _Way] = OrderedDict()
+        self._live: OrderedDict[str, _Path] = OrderedDict()
         self._top = Node("", None)  # Its children are the trees: the global one under "", the others by prompt.
         self._recent: OrderedDict[Node, None] = OrderedDict()  # Least recent first, children before parents.
         self._ended = 0
@@ -115,11 +115,11 @@ class TreePredictor:
 
     def ended(self, progress: Progress) -> None:
         """Learn how much was left at each turn of this trajectory."""
-        way = self._live.pop(progress.trajectory_id, None)
+        path = self._live.pop(progress.trajectory_id, None)
         total = progress.output_tokens
         if total <= 0:
             return
-        chain, visits = (way.chain, list(way.visits.values())) if way else ((), [(0, 0)])
+        chain, visits = (path.chain, list(path.visits.values())) if path else ((), [(0, 0)])
         seen = [(depth, math.log(max(total - made, 1))) for depth, made in visits]
         self._ended += 1
         key = self._key(progress)
@@ -149,7 +149,7 @@ class TreePredictor:
             total, within, weight = map(float, rest)
             num_ended = int(ended)
             top = Node("", None)
-            nodes = list(planted(top, state["nodes"]))
+            nodes = list(restored(top, state["nodes"]))
         except (KeyError, TypeError, IndexError, OverflowError, orjson.JSONDecodeError) as error:
             raise ValueError(f"not a dump of a prefix tree: {error!r}") from error
         self._top = top
@@ -171,15 +171,15 @@ class TreePredictor:
         return ("",) * min(progress.num_turns, settings.max_depth)
 
     def _note(self, progress: Progress, chain: tuple[str, ...]) -> None:
-        way = self._live.get(progress.trajectory_id)
-        if way is None:
-            way = self._live[progress.trajectory_id] = _Way(chain, {})
+        path = self._live.get(progress.trajectory_id)
+        if path is None:
+            path = self._live[progress.trajectory_id] = _Path(chain, {})
             if len(self._live) > self._settings.max_live:
                 self._live.popitem(last=False)
-        way.chain = chain
+        path.chain = chain
         # Turns beyond the deepest node would only crowd out other trajectories' visits.
-        if len(way.visits) < 4 * self._settings.max_depth or progress.num_turns in way.visits:
-            way.visits[progress.num_turns] = (len(chain), progress.output_tokens)
+        if len(path.visits) < 4 * self._settings.max_depth or progress.num_turns in path.visits:
+            path.visits[progress.num_turns] = (len(chain), progress.output_tokens)
 
     def _place(self, key: str, chain: tuple[str, ...]) -> _Place:
         """Walk down both trees at once: the global log-mean, and how much this prompt differs."""

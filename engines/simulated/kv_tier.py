@@ -27,7 +27,6 @@ class KvTier:
     """
 
     def __init__(self, live: LiveEngine, folder: Path, model: str, speed_up: float) -> None:
-        self.num_loaded_tokens = 0
         self._live = live
         self._folder = folder
         self._model = model
@@ -49,7 +48,6 @@ class KvTier:
             num_tokens = (num_there - num_here) * size
             await asyncio.sleep(num_tokens * _LOAD_S_PER_TOKEN / self._speed_up)
             self._live.adopt(pieces[:num_there])
-            self.num_loaded_tokens += num_tokens
 
     def keep(self, running: Running) -> None:
         """Write what a request's choices computed: their prompts, and all but the last token of their outputs."""

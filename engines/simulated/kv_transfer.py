@@ -39,7 +39,6 @@ class KvTransfer:
     """
 
     def __init__(self, live: LiveEngine, speed_up: float, lease_s: float) -> None:
-        self.num_fetched_tokens = 0
         self._live = live
         self._speed_up = speed_up
         self._lease_s = lease_s
@@ -63,7 +62,6 @@ class KvTransfer:
             prompt = asked.prompts[0]
             await asyncio.sleep(len(prompt) * _FETCH_S_PER_TOKEN / self._speed_up)
             self._live.adopt(blocks_of(prompt, self._live.block_size, asked.cache_salt))
-            self.num_fetched_tokens += len(prompt)
 
     def offered(self, running: Running, exchange: Exchange) -> Mapping[str, Any] | None:
         """What a request's answer tells about its KV; None if the request did not ask."""

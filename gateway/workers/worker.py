@@ -47,13 +47,16 @@ class Worker:
         self._epoll = select.epoll()
         self._epoll.register(orders.fileno(), select.EPOLLIN)
         self._streams: dict[int, _Stream] = {}
-        self._readers: dict[int, Callable[[], None]] = {orders.fileno(): self._obey, reports.fileno(): self._report_on}
+        self._readers: dict[int, Callable[[], None]] = {
+            orders.fileno(): self._take_order,
+            reports.fileno(): self._send_on,
+        }
         self._is_behind = False
         self._is_ending = False
 
     def run(self) -> None:
         """Work until the gateway is gone."""
-        self._say(report(Kind.READY, 0, 0))
+        self._send(report(Kind.READY, 0, 0))
         readers, poll = self._readers, self._epoll.poll
         count_at = time.monotonic() + _COUNT_S
         while not self._is_ending:
@@ -71,12 +74,12 @@ class Worker:
         self._epoll.unregister(stream.engine)
         os.close(stream.engine)
         os.close(stream.client)
-        self._say(
+        self._send(
             report(Kind.BACK, stream.loan, stream.num_events, why, b"".join(stream.passed), unsent, stream.unread)
         )
 
-    def _obey(self) -> None:
-        """Read an order."""
+    def _take_order(self) -> None:
+        """Take an order."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._orders, ORDER_BYTES, 2, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -88,11 +91,11 @@ class Worker:
             return
         kind, loan, api, limit_bytes = read_order(data)
         if kind is Order.ASK:
-            self._say(report(Kind.READY, 0, 0))
+            self._send(report(Kind.READY, 0, 0))
         elif kind is Order.LEND and len(descriptors) < 2:  # this process may have no more of them
             for descriptor in descriptors:
                 os.close(descriptor)
-            self._say(report(Kind.BACK, loan, 0, Why.FULL))
+            self._send(report(Kind.BACK, loan, 0, Why.FULL))
         elif kind is Order.LEND:
             client, engine = descriptors
             stream = self._streams[loan] = _Stream(self, loan, api, client, engine, limit_bytes)
@@ -105,14 +108,14 @@ class Worker:
         for stream in self._streams.values():
             if stream.num_events != stream.num_told:
                 stream.num_told = stream.num_events
-                self._say(report(Kind.COUNT, stream.loan, stream.num_events))
+                self._send(report(Kind.COUNT, stream.loan, stream.num_events))
 
-    def _say(self, data: bytes) -> None:
+    def _send(self, data: bytes) -> None:
         self._unreported += data
         if not self._is_behind:
-            self._report_on()
+            self._send_on()
 
-    def _report_on(self) -> None:
+    def _send_on(self) -> None:
         try:
             del self._unreported[: self._reports.send(self._unreported)]
         except BlockingIOError:
