@@ -80,7 +80,7 @@ async def _run(parsed: argparse.Namespace) -> int:
                 rollout_id=policy,
                 client="raw",  # an agent's compute time holds KV, and `speed_up` multiplies it, so agents must be cheap
             )
-            results.append(await play(workload, url, title, settings, console))
+            results.append(await play(workload, title, settings, console))
     print_results([result.times(parsed.speed_up) for result in results], console)
     for line in _NEXT:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

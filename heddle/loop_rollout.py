@@ -121,7 +121,7 @@ async def rollout(loop: Loop, workload: Workload, name: str, is_automatic: bool,
                 f"{gateway}/v1", speed_up=loop.speed_up, client="raw", stream_share=0.0, rollout_id=folder.name
             )
             (idle_before, all_before), cpu_before_s, began_at = idle_and_all_ticks(), time.process_time(), time.time()
-            result = await play(workload, gateway, name, settings, console)
+            result = await play(workload, name, settings, console)
             idle_after, all_after = idle_and_all_ticks()
             engine_sessions = {json.loads(one.read_text())["pid"] for one in folder.glob("servers/*/*/process.json")}
             used_s = time.process_time() - cpu_before_s, cpu_s({gateway_session}), cpu_s(engine_sessions)

@@ -89,7 +89,7 @@ async def _run(parsed: argparse.Namespace, workload: Workload, model: Path) -> i
                 await clear_prefix_cache(url)
             async with local_gateway(urls, policy, parsed.work_dir, "--log-level", "warning") as gateway:
                 settings = ReplaySettings(base_url=f"{gateway}/v1", rollout_id=policy)
-                results.append(await play(workload, gateway, title, settings, console))
+                results.append(await play(workload, title, settings, console))
     print_results(results, console)
     return 1 if any(result.errors for result in results) else 0
 

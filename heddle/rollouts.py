@@ -35,10 +35,8 @@ async def local_gateway(engines: Sequence[str], policy: str, work_dir: Path, *fl
         yield url
 
 
-async def play(
-    workload: Workload, gateway_url: str, title: str, settings: ReplaySettings, console: Console
-) -> RolloutResult:
-    """Play a workload against a gateway, with a progress bar."""
+async def play(workload: Workload, title: str, settings: ReplaySettings, console: Console) -> RolloutResult:
+    """Play a workload against the gateway that the settings name, with a progress bar."""
     with RolloutProgress(workload, title, console) as progress:
         return await replay(workload, settings, name=title, on_turn=progress.on_turn)
 
