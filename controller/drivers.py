@@ -133,12 +133,12 @@ class Drivers:
             case Sleep():
                 self._begins("sleep", server_id)
                 self.ready.discard(server_id)
-                await self._told(server_id, self._sleep.fall_asleep)
+                await self._at_server(server_id, self._sleep.fall_asleep)
                 self._ended("sleep", server_id, await self._tp(server_id))
             case Wake():
                 self._begins("wake", server_id)
                 try:
-                    await self._told(server_id, self._sleep.wake)
+                    await self._at_server(server_id, self._sleep.wake)
                 except SleepFault as fault:
                     raise StartFailed(f"it did not wake: {fault}") from None
                 self._ended("wake", server_id, await self._tp(server_id))
@@ -220,8 +220,8 @@ class Drivers:
         }
         await self._gateway.add({name: value for name, value in said.items() if value is not None})
 
-    async def _told(self, server_id: str, act: Callable[[HttpClient, int, float], Awaitable[None]]) -> None:
-        """Make the server itself do something. Raises SleepFault."""
+    async def _at_server(self, server_id: str, act: Callable[[HttpClient, int, float], Awaitable[None]]) -> None:
+        """Act on the server itself. Raises SleepFault."""
         url = await self._url(server_id)
         if url is None:
             raise SleepFault("it has no address")

@@ -66,7 +66,7 @@ class Controller:
         self.journal = journal
         self.alarms: dict[str, str] = {}
         self.seen: list[ObservedServer] = []
-        self.has_looked = False
+        self.has_observed = False
         self.servers: list[Server] = []
         self.proposal: Proposal | str = "no plan was made yet"
         self.desired = DesiredFleet(fleet, launcher, lambda: journal.state, clock)
@@ -99,7 +99,7 @@ class Controller:
     async def tick(self) -> None:
         """Observe once, decide, and begin every step that can be begun."""
         before = self._num_changes
-        if not await self.look() or before != self._num_changes:
+        if not await self.observe() or before != self._num_changes:
             return
         if self.journal.state.changed_at is None:
             await self._begin()
@@ -109,7 +109,7 @@ class Controller:
         if before == self._num_changes:
             self._act()
 
-    async def look(self) -> bool:
+    async def observe(self) -> bool:
         """Observe the fleet. Returns False if that was not possible."""
         try:
             self.servers = await self._launcher.find(self.fleet.fleet)
@@ -126,14 +126,14 @@ class Controller:
         launching = [step for step, _ in self._tasks.values() if isinstance(step, Launch)]
         drivers, state = self._drivers, self.journal.state
         self.seen = observed_servers(self.servers, members, state, drivers.ready, drivers.launched, launching)
-        self.has_looked = True
+        self.has_observed = True
         for one in self.seen:
             drivers.note(one)
         return True
 
     def observed(self) -> list[ObservedServer]:
         """The last observation. Raises Refused before the first one: no decision may be made blindly."""
-        if not self.has_looked:
+        if not self.has_observed:
             raise Refused(f"the fleet has not been seen yet: {'; '.join(self.alarms.values()) or 'wait a second'}")
         return self.seen
 

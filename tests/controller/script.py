@@ -54,7 +54,7 @@ class Run:
         running = asyncio.create_task(made.run())
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                while not made.has_looked:
+                while not made.has_observed:
                     await self._yield_to(running)
                 while self.changes:
                     await self._carry_out(self.changes[0], made, running)

@@ -136,7 +136,7 @@ async def test_no_working_engine_is_stopped_while_the_gateway_is_away(tmp_path: 
         async with running_gateway(observe_interval_s=0.1, port=port):
             while [one.is_serving for one in made.seen] != [True, True]:
                 await made.tick()
-        assert not await made.look() and "gateway_away" in made.alarms
+        assert not await made.observe() and "gateway_away" in made.alarms
         made.ask(made.desired.scaled([2], made.observed()))
         for _ in range(20):
             await made.tick()
@@ -168,7 +168,7 @@ async def test_a_gateway_restarted_during_a_change_gets_its_engines_back(tmp_pat
             while [one.is_alive for one in made.seen].count(True) != 2 or len(made.seen) < 3:
                 await made.tick()
             (last,) = [one.server_id for one in made.seen if one.is_serving]
-        assert not await made.look()
+        assert not await made.observe()
         async with running_gateway(observe_interval_s=0.1, port=port):
             while [one.server_id for one in made.seen if one.is_serving] != [last] or made.alarms:
                 await made.tick()

@@ -82,7 +82,7 @@ async def test_an_engine_that_the_gateway_cannot_see_is_left_running(tmp_path: P
             assert [one.server_id for one in silent] == [victim] and silent[0].is_alive
             changes = made.journal.state
             for _ in range(20):
-                await made.look()
+                await made.observe()
             assert made.journal.state.wanted == changes.wanted
             os.killpg(process["pid"], signal.SIGCONT)
             await until(lambda: is_reached(made.journal.state.wanted, made.seen), lambda: made.seen)

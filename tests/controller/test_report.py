@@ -42,7 +42,7 @@ async def test_a_server_that_the_gateway_has_not_observed_yet_is_not_lost(
     journal.write(**step_record("begun", Register("server-1"), 0.0, url=URL))
     launcher, gateway = MemoryLauncher(cluster, Fuse()), MemoryGateway(cluster, Fuse())
     made = Controller(fleet_file(tmp_path, URL), launcher, gateway, MemoryDemand(cluster), journal)  # type: ignore[arg-type]
-    assert await made.look()
+    assert await made.observe()
     assert [one["state"] for one in status(made, 0.0)["servers"]] == [state]
     assert ("engine_lost" in alarms(made, 0.0)) == is_lost
     journal.close()

@@ -113,7 +113,7 @@ async def test_a_woken_server_has_its_weights_even_if_the_level_changed(tmp_path
                 rollout = Rollout(gateway.url, "simulated", 2, num_turns=2)
                 rollout.begin(f"before-{len(tps)}")
                 await rollout.end(stop=False)
-                await until(lambda: made.has_looked)
+                await until(lambda: made.has_observed)
                 made.ask(made.desired.scaled(tps, made.observed()))
                 await until_reached(made, *tps)
                 again = Rollout(gateway.url, "simulated", 2, num_turns=2)
