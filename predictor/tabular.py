@@ -80,7 +80,7 @@ class TabularPredictor:
         self._running: OrderedDict[str, _Running] = OrderedDict()
         # The bins that trajectories of an earlier process had reported; the distribution of lengths already includes
         # them.
-        self._heard: dict[str, int] = {}
+        self._bins_before: dict[str, int] = {}
 
     def predict(self, progress: Progress) -> Prediction:
         """Mean and 90th percentile of the total output."""
@@ -111,7 +111,7 @@ class TabularPredictor:
                 weights[0] *= left if left > 0.01 else 0.01
         forecast = Forecast(progress.output_tokens, running.in_bin, weights)
         if progress.output_tokens:
-            running.message = self._groups.message(group, running.message, *_said(forecast, mean, variance))
+            running.message = self._groups.message(group, running.message, *_own_evidence(forecast, mean, variance))
         return forecast
 
     def ended(self, progress: Progress) -> None:
@@ -120,7 +120,7 @@ class TabularPredictor:
             self.dropped(progress.trajectory_id)
             return
         running = self._progressed(progress)
-        self._lengths.ended(running.in_bin, len(self._running) + len(self._heard) - 1)
+        self._lengths.ended(running.in_bin, len(self._running) + len(self._bins_before) - 1)
         self._groups.ended(running.group, running.in_bin)
         for stage, law in enumerate(self._pace):
             law.learn(running.features.get(stage), running.in_bin)
@@ -130,7 +130,7 @@ class TabularPredictor:
 
     def dropped(self, trajectory_id: str) -> None:
         """Forget a trajectory that did not end by itself. What it reported so far still counts."""
-        self._heard.pop(trajectory_id, None)
+        self._bins_before.pop(trajectory_id, None)
         running = self._running.pop(trajectory_id, None)
         if running is not None:
             self._groups.message(running.group, running.message, 0.0, 0.0)
@@ -145,7 +145,7 @@ class TabularPredictor:
                 "groups": self._groups.dump(),
                 "looks": [law.dump() for law in self._pace],
                 "prompts": self._prompts.dump(),
-                "heard": self._heard | {name: running.in_bin for name, running in self._running.items()},
+                "heard": self._bins_before | {name: running.in_bin for name, running in self._running.items()},
             }
         )
 
@@ -157,8 +157,8 @@ class TabularPredictor:
         fresh = TabularPredictor(self._settings)
         try:
             before = state.get("heard", {})  # an older one has none
-            heard = {name: int(in_bin) for name, in_bin in before.items() if name in running}
-            fresh._lengths.restore(state["lengths"], goes_on=bool(heard))
+            bins_before = {name: int(in_bin) for name, in_bin in before.items() if name in running}
+            fresh._lengths.restore(state["lengths"], goes_on=bool(bins_before))
             fresh._groups.restore(state["groups"])
             for law, dumped_law in zip(fresh._pace, state["looks"], strict=True):
                 law.restore(dumped_law)
@@ -168,15 +168,15 @@ class TabularPredictor:
         self._lengths, self._groups = fresh._lengths, fresh._groups
         self._pace, self._prompts = fresh._pace, fresh._prompts
         self._running.clear()
-        self._heard = heard
+        self._bins_before = bins_before
 
     def _progressed(self, progress: Progress) -> _Running:
         in_bin = bin_of(progress.output_tokens)
         running = self._running.get(progress.trajectory_id)
         if running is None:
-            heard = self._heard.pop(progress.trajectory_id, 0)
+            bin_before = self._bins_before.pop(progress.trajectory_id, 0)
             running = self._begun(progress)
-            running.in_bin = min(heard, in_bin)
+            running.in_bin = min(bin_before, in_bin)
         elif in_bin < running.in_bin:
             in_bin = running.in_bin
         self._lengths.came(running.in_bin, in_bin)
@@ -204,14 +204,14 @@ class TabularPredictor:
         """
         lengths = self._lengths
         shares = lengths.shares[from_bin:]
-        said = 1.0 / variance - 1.0 / lengths.variance
-        if said < 1e-6:
+        precision = 1.0 / variance - 1.0 / lengths.variance
+        if precision < 1e-6:
             return shares.copy()
-        peak = (mean / variance - lengths.mean / lengths.variance) / said
+        peak = (mean / variance - lengths.mean / lengths.variance) / precision
         # One array from here to the end: allocating another takes as long as the computation.
         weights: PerBin = BINS_FROM[from_bin] - peak
         weights *= weights
-        weights *= -0.5 * said
+        weights *= -0.5 * precision
         np.exp(weights, weights)
         alike = float(weights.dot(shares))
         weights += _ODD * (alike if alike > 1e-9 else 1e-9) / lengths.surviving[from_bin]
@@ -219,7 +219,7 @@ class TabularPredictor:
         return weights
 
 
-def _said(forecast: Forecast, mean: float, variance: float) -> tuple[float, float]:
+def _own_evidence(forecast: Forecast, mean: float, variance: float) -> tuple[float, float]:
     """What a trajectory's own progress adds to what its siblings tell of its bin.
 
     Returns: precision, and mean times precision, of the normal distribution that turns N(mean, variance) into the
