@@ -36,9 +36,9 @@ from scheduling.types import (
 from simulator.agenda import Agenda
 from simulator.agent import Agent, preamble_id, shared_prompts
 from simulator.conditions import PLAIN, Conditions
-from simulator.engine_room import MODEL, EngineRoom
-from simulator.fault_dice import FaultDice
+from simulator.fault_draws import FaultDraws
 from simulator.host import Host
+from simulator.hosts import MODEL, Hosts
 from simulator.outcome import Ending, Outcome
 from simulator.predictors import Oracle
 from simulator.transfers import Transfers
@@ -98,7 +98,7 @@ class Rollout:
         self._policy = policy
         self._predictor = Oracle(workload.trajectories) if oracle else predictor
         self._conditions = conditions
-        self._fault_dice = FaultDice(conditions.faults, seed)
+        self._fault_draws = FaultDraws(conditions.faults, seed)
         self._transfers = Transfers(conditions.transfer)
         self._on_ended = on_ended
         self._log = log
@@ -108,9 +108,9 @@ class Rollout:
         self._agenda = Agenda()
         self._left = len(self._agents)
         self._wakeup = float("inf")
-        self._engines = EngineRoom(
+        self._engines = Hosts(
             conditions,
-            self._fault_dice,
+            self._fault_draws,
             family,
             self._agenda,
             by_priority=policy.holds_turns,
@@ -145,7 +145,7 @@ class Rollout:
         if agent.ending is not None:
             return
         agent.take_prompt(self._agenda.now)
-        leaving = self._fault_dice.leaving(agent.trajectory)
+        leaving = self._fault_draws.leaving(agent.trajectory)
         if leaving is not None and leaving[0] == agent.turn:
             self._agenda.note(self._agenda.now + leaving[1], self._client_leaves, trajectory_id)
         self._ask(agent)
@@ -279,7 +279,7 @@ class Rollout:
     def _finished(self, agent: Agent, at: float) -> None:
         turn_id, trajectory = agent.turn_id, agent.trajectory
         prompt_tokens, output_tokens = agent.context_tokens, agent.now_asks.output_tokens
-        hangs = self._fault_dice.tool_hangs(trajectory, agent.turn)
+        hangs = self._fault_draws.tool_hangs(trajectory, agent.turn)
         tool_s = agent.finish_turn(at, self._conditions.faults.tool_timeout_s if hangs else None)
         self._handle(TurnFinished(at, turn_id, agent.leg, prompt_tokens, output_tokens))
         if agent.turn < len(trajectory.turns):

@@ -8,14 +8,14 @@ from scheduling.scaling import PlannedEngine, Role
 from scheduling.types import EngineLost, EngineReported, EngineSpec, Event
 from simulator.agenda import Agenda
 from simulator.conditions import Conditions
-from simulator.fault_dice import FaultDice
+from simulator.fault_draws import FaultDraws
 from simulator.host import Host
 from simulator.reshape import Reshaper
 
 MODEL = "simulated"
 
 
-class EngineRoom:
+class Hosts:
     """Owns the engines, including those that are gone.
 
     Args:
@@ -29,7 +29,7 @@ class EngineRoom:
     def __init__(
         self,
         conditions: Conditions,
-        fault_dice: FaultDice,
+        fault_draws: FaultDraws,
         family: Sequence[EngineProfile],
         agenda: Agenda,
         *,
@@ -41,7 +41,7 @@ class EngineRoom:
         self.hosts: dict[str, Host] = {}
         self.num_relaunches = 0
         self._conditions = conditions
-        self._fault_dice = fault_dice
+        self._fault_draws = fault_draws
         self._family = family
         self._agenda = agenda
         self._by_priority = by_priority
@@ -65,7 +65,7 @@ class EngineRoom:
             nodes = reshaper.nodes_of(fleet)
             first_s = self._conditions.reshape.first_s
             self._note_reshape(reshaper, reshaper.settings.every_s if first_s is None else first_s)
-        starts_s = [self._fault_dice.start_s() for _ in fleet]
+        starts_s = [self._fault_draws.start_s() for _ in fleet]
         for number, (profile, node, start_s) in enumerate(zip(fleet, nodes, starts_s, strict=True)):
             self._launch(f"e{number:03d}", profile, PlannedEngine(profile.tp, node, Role.BULK), start_s)
         self._note_death()
@@ -94,7 +94,7 @@ class EngineRoom:
     # --- death ----------------------------------------------------------------------------------------------
 
     def _note_death(self) -> None:
-        death_s = self._fault_dice.next_death_s()
+        death_s = self._fault_draws.next_death_s()
         if death_s is not None:
             self._agenda.note(self._agenda.now + death_s, self._die)
 
@@ -103,7 +103,7 @@ class EngineRoom:
         alive = [host.engine_id for host in self._alive()]
         if not alive:
             return
-        host = self.hosts[self._fault_dice.one_of(alive)]
+        host = self.hosts[self._fault_draws.one_of(alive)]
         self.num_relaunches += 1
         again = f"{host.engine_id.partition('.')[0]}.{self.num_relaunches}"
         self._launch(again, host.profile, self._places[host.engine_id], self._conditions.faults.relaunch_s)

@@ -10,13 +10,13 @@ PATIENCE_S = 30.0
 """A client that will leave does so within this time after it asked for its last turn."""
 
 
-class FaultDice:
+class FaultDraws:
     """What goes wrong in one rollout."""
 
     def __init__(self, faults: Faults, seed: int) -> None:
         self.faults = faults
         self._seed = seed
-        self._dice = random.Random(f"engines/{seed}")
+        self._random = random.Random(f"engines/{seed}")
 
     def leaving(self, trajectory: Trajectory) -> tuple[int, float] | None:
         """The turn that its client does not wait for, and how long after asking it leaves; None if it stays."""
@@ -36,12 +36,12 @@ class FaultDice:
 
     def next_death_s(self) -> float | None:
         """Time until the next engine dies; None: never."""
-        return self._dice.expovariate(self.faults.deaths_per_hour / 3600) if self.faults.deaths_per_hour else None
+        return self._random.expovariate(self.faults.deaths_per_hour / 3600) if self.faults.deaths_per_hour else None
 
     def one_of(self, engine_ids: list[str]) -> str:
         """The engine that dies."""
-        return self._dice.choice(engine_ids)
+        return self._random.choice(engine_ids)
 
     def start_s(self) -> float:
         """Time from the rollout's start until an engine is there."""
-        return self._dice.uniform(0.0, self.faults.slow_start_s) if self.faults.slow_start_s else 0.0
+        return self._random.uniform(0.0, self.faults.slow_start_s) if self.faults.slow_start_s else 0.0
