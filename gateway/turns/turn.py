@@ -26,6 +26,7 @@ class Turn:
     Attributes:
         turn_id: also its request id; of fixed length, because SGLang aborts by prefix.
         num_clients: connections that wait for its answer.
+        predicted_tokens: its trajectory's total output; 0 until it arrives at the scheduler.
         priority: what its last leg's engine was given; lower is earlier.
         engine_id: where its leg runs; "" while none does.
         choices: its choices, if it is served at token level; one, unless the client wants more.
@@ -78,12 +79,13 @@ class Turn:
         "versions",
     )
 
-    def __init__(self, turn_id: str, ask: Ask, outlet: Outlet, arrived_at: float, predicted_tokens: float) -> None:
+    def __init__(self, turn_id: str, ask: Ask, outlet: Outlet, arrived_at: float, key: str) -> None:
         self.turn_id = turn_id
         self.ask = ask
         self.outlet = outlet
         self.arrived_at = arrived_at
-        self.predicted_tokens = predicted_tokens
+        self.key = key
+        self.predicted_tokens = 0.0
         self.num_clients = 1
         self.leg = 0
         self.priority: int | None = None
@@ -110,7 +112,6 @@ class Turn:
         self._fault: Fault | None = None
         self._task: asyncio.Task[Any] | None = None
         self.on_stop: Callable[[], None] | None = None
-        self.key = ""
         self.heartbeat: Heartbeat | None = None
 
     # --- what the scheduler decides -------------------------------------------------------------------------

@@ -125,8 +125,7 @@ class Turns:
                 self._metrics.joined_turns.inc()
                 self._endings.given_up(ask)
                 return self._endings.serving(answer.follow(client), client, outlet, turn_id)
-            turn = Turn(turn_id, ask, outlet, self._clock(), 0.0)
-            turn.key = key
+            turn = Turn(turn_id, ask, outlet, self._clock(), key)
             self._running.count(turn)
             if self._has_token_legs:
                 return self._endings.serving(self._prepared(turn, client, retries), client, outlet, turn_id)
