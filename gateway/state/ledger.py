@@ -108,6 +108,13 @@ class Ledger:
                 self._entries[item.trajectory_id] = self._entry(item, now)
         return sorted((entry.record for entry in self._entries.values()), key=lambda record: record.created_at)
 
+    def rewrite(self) -> None:
+        """Write everything down again, after the store lost something."""
+        for trajectory_id, entry in self._entries.items():
+            self._put(entry)
+            for turn in entry.turns:
+                self._store.append_turn(trajectory_id, turn)
+
     def _entry(self, item: StoredTrajectory, now: float) -> Entry:
         try:
             fields = dict(item.record)
@@ -145,13 +152,6 @@ class Ledger:
         if entry.reward is not None:
             value["reward"] = entry.reward
         self._store.put_trajectory(record.trajectory_id, value, self._answers.pop(record.trajectory_id, None))
-
-    def rewrite(self) -> None:
-        """Write everything down again, after the store lost something."""
-        for trajectory_id, entry in self._entries.items():
-            self._put(entry)
-            for turn in entry.turns:
-                self._store.append_turn(trajectory_id, turn)
 
 
 def as_json(entry: Entry) -> dict[str, Any]:

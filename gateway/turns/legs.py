@@ -50,11 +50,11 @@ class Begun:
 
     __slots__ = ("dispatch", "first_version", "member", "relay", "response")
 
-    def __init__(self, dispatch: Dispatch, member: Member, first_version: int, response: Response | None) -> None:
+    def __init__(self, dispatch: Dispatch, member: Member, first_version: int) -> None:
         self.dispatch = dispatch
         self.member = member
         self.first_version = first_version
-        self.response = response
+        self.response: Response | None = None
         self.relay: Relay | None = None
 
 
@@ -112,13 +112,6 @@ class Legs:
         turn.leg_runs_at("", False)
         turn.versions = begun.member.versions[begun.first_version :]
         self._fleet.leg_ended(begun.member, None, True)
-
-    def _began(self, turn: Turn, dispatch: Dispatch, member: Member) -> Begun:
-        begun = Begun(dispatch, member, len(member.versions) - 1 if member.versions else 0, None)
-        turn.versions = member.versions[begun.first_version :]
-        turn.leg_runs_at(dispatch.engine_id, False)
-        self._fleet.leg_began(member)
-        return begun
 
     async def run(self, turn: Turn, dispatch: Dispatch, begun: Begun | None = None) -> Outcome:
         """Run a leg to its end, or the rest of one that has begun.
@@ -180,6 +173,13 @@ class Legs:
             if fault is None:
                 self._kv.contexts.ran(turn, member.engine_id)
             self._fleet.leg_ended(member, fault, has_answered)
+
+    def _began(self, turn: Turn, dispatch: Dispatch, member: Member) -> Begun:
+        begun = Begun(dispatch, member, len(member.versions) - 1 if member.versions else 0)
+        turn.versions = member.versions[begun.first_version :]
+        turn.leg_runs_at(dispatch.engine_id, False)
+        self._fleet.leg_began(member)
+        return begun
 
     async def _by_tokens(self, turn: Turn, dispatch: Dispatch, member: Member) -> Outcome | None:
         if not turn.choices and (self._settings.token_legs == "off" or not may_take_tokens(turn.ask)):
