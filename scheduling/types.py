@@ -88,7 +88,7 @@ class EngineLoad:
 class Fault(StrEnum):
     """Why a leg ended before its turn was finished."""
 
-    ENGINE = "engine"  # refused, reset, died, hung or answered nonsense: another engine may do better
+    ENGINE = "engine"  # refused, reset, died, hung or answered wrongly: another engine may do better
     BUSY = "busy"  # the engine answered 429 or 503: it may do better later
     REQUEST = "request"  # the client's mistake: no engine can serve it
     CLIENT_LEFT = "client_left"

@@ -54,8 +54,8 @@ _BEYOND_TOKENS = frozenset(
         "use_beam_search",
     }
 )
-# The APIs whose requests have these fields; in other APIs they mean nothing.
-_OF_CHAT = ("chat", "completions")
+# The APIs whose requests have `n` and `logprobs`; in other APIs these fields mean nothing.
+_COMPLETION_APIS = ("chat", "completions")
 _MAX_RENDERED_BYTES = 16 * 2**20  # two million tokens
 # Each choice is its own request at the engine: more choices than its slots gain nothing.
 _MAX_CHOICES = 128
@@ -63,7 +63,7 @@ _MAX_CHOICES = 128
 
 def num_choices(ask: Ask) -> int:
     """How many choices the client wants; 0 if that is not a number, which the engine refuses."""
-    wanted = ask.request.get("n") if ask.api in _OF_CHAT else None
+    wanted = ask.request.get("n") if ask.api in _COMPLETION_APIS else None
     return 1 if wanted is None else wanted if isinstance(wanted, int) and not isinstance(wanted, bool) else 0
 
 
@@ -148,7 +148,7 @@ class TokenLegs:
             error = api_error(502, "The answer cannot be continued as it began.", "stream_broken")
             raise LegFailed(Fault.REQUEST, error) from None
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise BadResponse(f"its token routes answered nonsense: {error!r}") from None
+            raise BadResponse(f"an answer of its token routes is malformed: {error!r}") from None
         finally:
             self._kept_tokens.leg_ended(turn)
         return self._outcome(turn)
@@ -235,7 +235,7 @@ class TokenLegs:
 
 def _wants_logprobs(ask: Ask) -> bool:
     """A chat asks with a flag, a completion with a number, which may be 0."""
-    wanted = ask.request.get("logprobs") if ask.api in _OF_CHAT else None
+    wanted = ask.request.get("logprobs") if ask.api in _COMPLETION_APIS else None
     return wanted is not None and wanted is not False
 
 
