@@ -178,9 +178,6 @@ def _priority(identity: Identity) -> int:
     """
     if identity.hints is NO_HINTS:
         return 0
-    tier, priority = (max(-_MAX_HINT, min(_MAX_HINT, hint or 0)) for hint in _hints(identity))
+    hints = identity.hints.strict_priority, identity.hints.priority
+    tier, priority = (max(-_MAX_HINT, min(_MAX_HINT, hint or 0)) for hint in hints)
     return -(tier * (2 * _MAX_HINT + 1) + priority)
-
-
-def _hints(identity: Identity) -> tuple[int | None, int | None]:
-    return identity.hints.strict_priority, identity.hints.priority
