@@ -16,7 +16,6 @@ from gateway.demand import Demand, add_demand
 from gateway.demand_stream import publish_demand
 from gateway.descriptors import DescriptorStore
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.weight_record import WeightRecord
 from gateway.front import Front
 from gateway.http.access import Access
 from gateway.kv.contexts import Contexts
@@ -38,10 +37,11 @@ from gateway.turns.legs import Legs
 from gateway.turns.lending import Lending
 from gateway.turns.request_reader import RequestReader
 from gateway.turns.running import RunningTurns
-from gateway.turns.staleness import Staleness
 from gateway.turns.text_predictions import load_text_predictions
 from gateway.turns.turns import Turns
-from gateway.turns.weight_updates import WeightUpdates
+from gateway.weights.record import WeightRecord
+from gateway.weights.staleness import Staleness
+from gateway.weights.updates import WeightUpdates
 from gateway.workers.pool import LoanLimits, WorkerPool
 from scheduling.policy import POLICIES
 from scheduling.scheduler import Scheduler

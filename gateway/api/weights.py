@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from engines.weights import NewWeights, UpdateMode
 from gateway.http.access import Access
 from gateway.http.errors import api_error
-from gateway.turns.weight_updates import Update, WeightUpdates
+from gateway.weights.updates import Update, WeightUpdates
 
 _VERSION = r"^[\x21-\x7e]+$"
 

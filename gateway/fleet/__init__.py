@@ -1,1 +1,1 @@
-"""The engines as this process sees them, and their weights."""
+"""The engines as this process sees them."""

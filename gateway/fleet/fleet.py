@@ -16,8 +16,8 @@ from gateway.fleet.circuits import Circuits
 from gateway.fleet.known_processes import KnownProcesses
 from gateway.fleet.member import EngineState, Member
 from gateway.fleet.watch import Watch
-from gateway.fleet.weight_record import WeightRecord
 from gateway.turnlog import LOGGER
+from gateway.weights.record import WeightRecord
 from scheduling.types import Event
 from store.port import Store, StoreError
 

@@ -17,9 +17,9 @@ from gateway.config import Settings
 from gateway.fleet.circuits import Circuits
 from gateway.fleet.known_processes import KnownProcesses
 from gateway.fleet.member import EngineState, Member
-from gateway.fleet.weight_record import WeightRecord
-from gateway.fleet.weight_steps import join
 from gateway.turnlog import LOGGER
+from gateway.weights.record import WeightRecord
+from gateway.weights.steps import join
 
 _MAX_RECHECK_S = 5.0
 

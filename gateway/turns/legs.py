@@ -31,9 +31,9 @@ from gateway.turns.kept_tokens import KeptTokens
 from gateway.turns.lending import Lending
 from gateway.turns.outcome import LegFailed, Outcome, Stopped, failed_leg, pause_asked_for, refused_leg
 from gateway.turns.relay import Relay
-from gateway.turns.staleness import Staleness
 from gateway.turns.token_legs import TokenLegs, may_take_tokens
 from gateway.turns.turn import Turn
+from gateway.weights.staleness import Staleness
 from scheduling.types import Dispatch, Fault, TurnProgressed
 
 _ABORT_TIMEOUT_S = 5.0

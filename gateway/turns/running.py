@@ -19,8 +19,8 @@ from gateway.turns.endings import Endings
 from gateway.turns.legs import Begun, Legs
 from gateway.turns.outcome import LegFailed, Outcome, Stopped
 from gateway.turns.repeats import Repeats
-from gateway.turns.staleness import Staleness
 from gateway.turns.turn import Turn
+from gateway.weights.staleness import Staleness
 from scheduling.types import Dispatch, Fault, Refusal, TurnFailed, TurnPaused
 from store.port import Store
 

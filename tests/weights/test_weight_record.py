@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.weights import NewWeights, UpdateMode
-from gateway.fleet.weight_record import WeightRecord
+from gateway.weights.record import WeightRecord
 from store import StoreSettings, open_store
 
 VERSIONS = [f"step-{number}" for number in range(5)]

@@ -9,7 +9,7 @@ from engines.weights import WEIGHTS, NewWeights, WeightsError
 from gateway.config import Settings
 from gateway.fleet.known_processes import KnownProcesses
 from gateway.fleet.member import Member
-from gateway.fleet.weight_record import WeightRecord
+from gateway.weights.record import WeightRecord
 
 
 @dataclass(slots=True)

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 
 from gateway.config import Settings
 from gateway.fleet.member import Member
-from gateway.fleet.weight_record import WeightRecord
 from gateway.http.errors import ApiError, api_error
 from gateway.http.refusals import Refused
 from gateway.state.driver import LiveTurn
 from gateway.state.ledger import Ledger
 from gateway.turns.outcome import LegFailed
 from gateway.turns.turn import Turn
+from gateway.weights.record import WeightRecord
 from scheduling.types import Fault
 
 

@@ -19,12 +19,12 @@ from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.member import EngineState, Member
-from gateway.fleet.weight_record import WeightRecord
-from gateway.fleet.weight_steps import UpdateProgress, give_weights
 from gateway.http.refusals import bad_request, conflict
 from gateway.state.driver import LiveTurn
 from gateway.turnlog import LOGGER
-from gateway.turns.staleness import Staleness
+from gateway.weights.record import WeightRecord
+from gateway.weights.staleness import Staleness
+from gateway.weights.steps import UpdateProgress, give_weights
 from store.port import Store
 
 
