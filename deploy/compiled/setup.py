@@ -9,7 +9,7 @@ from setuptools import setup
 # - whose dataclasses are ever encoded (scheduling: types, limits, cost): orjson reads them by their memory, which in a
 #   compiled class is another, and the process dies;
 # - whose classes are asked for a class attribute (engines/vllm.py);
-# - with asynchronous generators, which mypyc has not, and gateway/kv/moves.py, which it cannot read.
+# - with asynchronous generators, which mypyc does not support, and gateway/kv/moves.py, which it cannot read.
 COMPILED = {
     "scheduling": "admission arrival chooser dispatcher engine estimate idle order placement queues residency "
     "scheduler state",
