@@ -46,13 +46,10 @@ class TextExample:
 
 @dataclass(frozen=True, slots=True)
 class TrainingReport:
-    """The result of training. The loss is that of a normal distribution of logs, in nats per example, on held-out
-    groups."""
+    """What a predictor was trained on: examples learned from, those of held-out groups, and the seconds it took."""
 
     num_examples: int
     num_held_out: int
-    epoch: int
-    held_out_loss: float
     took_s: float
 
 
@@ -115,11 +112,9 @@ def train_text(
     for example in examples:
         rows[example.group_id in held_out_ids].append(_row(example, typical_log))
     modules = text_model.new_modules(seed)
-    loss, epoch = text_model.train(
-        modules, rows[False], rows[True], max_epochs, lambda: time.monotonic() - started > max_s
-    )
+    text_model.train(modules, rows[False], rows[True], max_epochs, lambda: time.monotonic() - started > max_s)
     text_model.save(modules, {"typical_log": typical_log}, out)
-    return TrainingReport(len(rows[False]), len(rows[True]), epoch, loss, time.monotonic() - started)
+    return TrainingReport(len(rows[False]), len(rows[True]), time.monotonic() - started)
 
 
 class TextPredictor:

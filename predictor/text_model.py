@@ -56,8 +56,8 @@ def hash_of(word_checksum: int) -> int:
 
 def train(
     modules: Modules, rows: Sequence[Row], held_out: Sequence[Row], max_epochs: int, is_time_up: Callable[[], bool]
-) -> tuple[float, int]:
-    """Fit to `rows`; keep the state that is best on `held_out`. Returns its loss (nats per example) and its epoch."""
+) -> None:
+    """Fit to `rows`; keep the state with the least loss on `held_out` (nats per example)."""
     optimizer = torch.optim.AdamW(modules.parameters(), lr=2e-3, weight_decay=0.02)
     best, best_loss, best_epoch = _state(modules), _loss_of(modules, held_out), 0
     for epoch in range(1, max_epochs + 1):
@@ -74,7 +74,6 @@ def train(
         if epoch - best_epoch >= 3 or is_time_up():
             break
     modules.load_state_dict(best)
-    return best_loss, best_epoch
 
 
 def laws(modules: Modules, rows: Sequence[Row]) -> list[tuple[float, float]]:
