@@ -16,6 +16,7 @@ class Interrupt:
         if name == "heddle.simulate":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupt())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process inherits that it is ignored
 sys.exit(main(["simulate", "--help"]))
 """
 AS_NOBODY = """

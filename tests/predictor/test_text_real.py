@@ -52,6 +52,23 @@ def torch_python() -> Path:
     return python.absolute()
 
 
+def dependencies() -> str:
+    """Heddle's dependencies as PYTHONPATH: an environment with torch may lack them."""
+    return os.pathsep.join([str(_CHECKOUT), *(path for path in sys.path if path.endswith("site-packages"))])
+
+
+def run_with_torch(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in (torch_python(), *arguments)],
+        cwd=_CHECKOUT,
+        env=os.environ | {"PYTHONPATH": dependencies()},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
 @dataclass(frozen=True)
 class Trained:
     """A model, the questions it was asked, and what the worker reported."""
@@ -66,10 +83,7 @@ def trained(tmp_path: Path, has_signal: bool) -> Trained:
     examples = with_tree_predictions(corpus(600, has_signal, seed=4))
     files = write(tmp_path / "train.jsonl", examples[:1600]), write(tmp_path / "test.jsonl", examples[1600:])
     model = tmp_path / "model.pt"
-    command = (torch_python(), "-m", "tests.predictor.text_worker", *files, model)
-    done = subprocess.run(
-        [str(part) for part in command], cwd=_CHECKOUT, capture_output=True, text=True, timeout=280, check=False
-    )
+    done = run_with_torch("-m", "tests.predictor.text_worker", *files, model)
     assert done.returncode == 0, done.stderr[-2000:]
     return Trained(model, examples[1600:], json.loads(done.stdout.splitlines()[-1]))
 
@@ -116,18 +130,7 @@ def test_the_command_keeps_a_model_only_if_it_pays(tmp_path: Path, has_signal: b
     """It is trained and judged in one run, on different groups. If the text tells nothing, no model is left behind."""
     conversations = write(tmp_path / "conversations.jsonl", corpus(500, has_signal, seed=4))
     out = tmp_path / "text.pt"
-    arguments = ("-m", "heddle", "predictor", "train", "--text", conversations, "--out", out)
-    # An environment with torch may lack Heddle's dependencies: it gets those of this one.
-    python_path = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
-    done = subprocess.run(
-        [str(part) for part in (torch_python(), *arguments)],
-        cwd=_CHECKOUT,
-        env=os.environ | {"PYTHONPATH": python_path},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = run_with_torch("-m", "heddle", "predictor", "train", "--text", conversations, "--out", out)
     print(done.stdout, done.stderr[-2000:])
     assert done.returncode == (0 if has_signal else 1)
     assert out.exists() == has_signal
@@ -137,11 +140,12 @@ def test_the_command_keeps_a_model_only_if_it_pays(tmp_path: Path, has_signal: b
 async def test_the_gateway_uses_the_text_prediction_at_the_next_turn(with_signal: Trained) -> None:
     """The predictor is asked when a turn ends, whole or streamed. The next turn has its prediction, and the first has
     none."""
-    python_path = os.pathsep.join([str(_CHECKOUT), *(path for path in sys.path if path.endswith("site-packages"))])
     settings = {"HEDDLE_TEXT_PREDICTOR": str(with_signal.model), "HEDDLE_STORE": "memory:"}
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=50)) as engine,
-        gateway_process("--engine", engine, python=str(torch_python()), PYTHONPATH=python_path, **settings) as gateway,
+        gateway_process(
+            "--engine", engine, python=str(torch_python()), PYTHONPATH=dependencies(), **settings
+        ) as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=60) as client,
     ):
 
