@@ -23,7 +23,7 @@ from scheduling.types import TrajectoryRecord, TrajectoryState
 from store import Store, StoreSettings, open_store
 from tests.support.conversations import Step, comparable, conversation, steps
 from tests.support.gateway import eventually
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import PATIENT, RedisServer, redis_server
 
 __all__ = ["redis_server"]
 
@@ -45,7 +45,7 @@ def new_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., S
                 return open_store(f"sqlite:{tmp_path / name}.sqlite3", StoreSettings())
             case _:
                 server: RedisServer = request.getfixturevalue("redis_server")
-                return open_store(server.url(), StoreSettings(namespace=f"{tmp_path.name}-{name}:"))
+                return open_store(server.url(), StoreSettings(namespace=f"{tmp_path.name}-{name}:", **PATIENT))
 
     return make
 
@@ -306,7 +306,7 @@ async def test_a_turn_whose_ancestor_is_lost_is_lost_too(new_store: Callable[...
 
 async def test_a_redis_that_comes_back_empty_gets_what_is_in_memory(redis_server: RedisServer) -> None:
     """Another book on that Redis finds all of it."""
-    settings = StoreSettings(check_every_s=0.05, backoff_min_s=0.01)
+    settings = StoreSettings(check_every_s=0.05, backoff_min_s=0.01, **PATIENT)
     site = await Site(lambda _: open_store(redis_server.url(3), settings)).start("")
     site.save("t")
     turns = conversation([Step(None, [1, 2], [3], None, 0), Step(0, [4], [5], None, 0)])

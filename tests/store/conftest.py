@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from store import Store, StoreSettings, open_store
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import PATIENT, RedisServer, redis_server
 
 __all__ = ["redis_server"]
 
@@ -35,6 +35,6 @@ def new_store(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Call
                 # Only tests of the Redis store start a server.
                 server: RedisServer = request.getfixturevalue("redis_server")
                 namespace = f"{tmp_path.name}-{name}:"
-                return open_store(server.url(), StoreSettings(namespace=namespace, **limits))
+                return open_store(server.url(), StoreSettings(namespace=namespace, **(PATIENT | limits)))
 
     return make

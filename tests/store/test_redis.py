@@ -13,7 +13,13 @@ from store import Store, StoreAway, StoreCorrupt, StoreError, StoreSettings, ope
 from store.redis import APPLY, FIRST_BATCH
 from tests.support.redis_server import RedisServer
 
-QUICK: dict[str, Any] = {"backoff_min_s": 0.005, "backoff_max_s": 0.02, "check_every_s": 0.02, "op_timeout_s": 5.0}
+QUICK: dict[str, Any] = {
+    "backoff_min_s": 0.005,
+    "backoff_max_s": 0.02,
+    "check_every_s": 0.02,
+    "connect_timeout_s": 5.0,
+    "op_timeout_s": 5.0,
+}
 
 
 @pytest.fixture

@@ -16,7 +16,13 @@ from store import StoreSettings, Stream, open_store, open_stream
 from tests.store.redis_proxy import proxy_to
 from tests.support.redis_server import RedisServer
 
-QUICK: dict[str, Any] = {"backoff_min_s": 0.005, "backoff_max_s": 0.02, "check_every_s": 0.01, "op_timeout_s": 5.0}
+QUICK: dict[str, Any] = {
+    "backoff_min_s": 0.005,
+    "backoff_max_s": 0.02,
+    "check_every_s": 0.01,
+    "connect_timeout_s": 5.0,
+    "op_timeout_s": 5.0,
+}
 IDS = st.sampled_from(["a", "b", "c"])
 STEPS = st.lists(
     st.one_of(

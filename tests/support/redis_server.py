@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,10 @@ from engines.children import free_port
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 10.0
 """A redis-server is ready in about 20 ms; a loaded machine gets 500 times as long."""
+
+
+PATIENT: dict[str, Any] = {"connect_timeout_s": 30.0, "op_timeout_s": 30.0}
+"""Store settings for tests that time nothing: each write waits for the disk, which others may keep busy for seconds."""
 
 
 class RedisServer:
