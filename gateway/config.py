@@ -374,7 +374,9 @@ class Settings(BaseSettings):
         4096, ge=1, description="Connections to one engine; twice the largest max_num_seqs in use."
     )
     max_conversations: int = Field(
-        20_000, ge=1, description="Trajectories without an id that are recognised by their messages; 1 KB each."
+        20_000,
+        ge=1,
+        description="Trajectories without an id that are recognised by their messages; 1 to 4 KB each.",
     )
     collect_interval_s: float = Field(
         0.1,

@@ -11,7 +11,7 @@ another client's trajectory (0.9 ms for 1 MB, a third of BLAKE2b's time). Within
 is a prompt's, which only groups.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, Protocol, Self
 
@@ -45,10 +45,23 @@ class History:
         self.digests: list[str] = []
         self.asked: list[tuple[str, int]] = []
         self._hasher: Hasher = hasher or sha256()
+        self._was_answered = True
+        self._read(_messages(body))
+
+    def continued(self, messages: Iterable[object]) -> "History":
+        """The history of a request that has these messages too, after all others."""
+        longer = History({}, self._hasher.copy())
+        longer.digests, longer.asked = self.digests.copy(), self.asked.copy()
+        longer._was_answered = self._was_answered
+        longer._read(map(_message, messages))
+        return longer
+
+    def _read(self, messages: Iterable[tuple[bool, Sequence[str]]]) -> None:
         said: list[str] = []
-        was_answered = True
-        for answered, pieces in _messages(body):
-            if answered and not was_answered and self.digests:
+        for answered, pieces in messages:
+            if not pieces:
+                continue
+            if answered and not self._was_answered and self.digests:
                 _feed(self._hasher, said)
                 said = []
                 self.asked.append((self._hasher.hexdigest()[:DIGEST_LENGTH], len(self.digests)))
@@ -57,7 +70,7 @@ class History:
                 _feed(self._hasher, said)
                 said = []
                 self.digests.append(self._hasher.hexdigest()[:DIGEST_LENGTH])
-            was_answered = answered
+            self._was_answered = answered
         _feed(self._hasher, said)
 
     def digest(self, answer: object = ()) -> str:
@@ -75,6 +88,8 @@ def digests_of_prompts(body: Mapping[str, Any]) -> list[str]:
     if prompt is not None:
         hasher.update(spelled(prompt) or _json(prompt).encode())
     for answered, pieces in _messages(body):
+        if not pieces:
+            continue
         if answered and not was_answered:
             digests.append(hasher.hexdigest())
         _feed(hasher, pieces)
@@ -128,7 +143,7 @@ def preamble_of(body: Mapping[str, Any]) -> tuple[str, int]:
 class Hasher(Protocol):
     """SHA-256, or XXH3."""
 
-    def update(self, data: bytes, /) -> None: ...
+    def update(self, data: bytes | memoryview, /) -> None: ...
 
     def copy(self) -> Self: ...
 
@@ -144,7 +159,10 @@ def _feed(hasher: Hasher, pieces: Sequence[str]) -> None:
 
 
 def _messages(body: Mapping[str, Any]) -> Iterator[tuple[bool, Sequence[str]]]:
-    """(is it an answer, its normalised pieces) for each message; a separate system prompt comes first."""
+    """(is it an answer, its normalised pieces) for each message; a separate system prompt comes first.
+
+    Without pieces it is not part of the conversation.
+    """
     messages = body.get("messages")
     if messages is None:
         messages = body.get("input")
@@ -152,10 +170,7 @@ def _messages(body: Mapping[str, Any]) -> Iterator[tuple[bool, Sequence[str]]]:
         messages = [{"role": "user", "content": messages}]
     if system := body.get("system") or body.get("instructions"):
         yield False, _said("system", _text(system).strip())
-    for message in messages if isinstance(messages, list) else ():
-        answered, pieces = _message(message)
-        if pieces:
-            yield answered, pieces
+    yield from map(_message, messages if isinstance(messages, list) else ())
 
 
 def _message(message: object) -> tuple[bool, Sequence[str]]:

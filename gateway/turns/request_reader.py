@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from typing import Any
 
 import orjson
@@ -22,10 +23,10 @@ from gateway.http.refusals import (
     unsupported_encoding,
 )
 from gateway.messages.conversations import Conversations
+from gateway.messages.histories import Histories
 from gateway.messages.identity import NO_HINTS, Identity, IdentityError, identify
 from gateway.messages.lazy_object import BrokenValue, LazyObject
 from gateway.messages.prompt_groups import PromptGroups
-from gateway.messages.transcripts import History
 from gateway.state.ledger import Ledger
 from gateway.tokens.book import TokenBook
 from gateway.turns.ask import Ask
@@ -43,8 +44,8 @@ class RequestReader:
     Args:
         conversations: recognise clients that send no id.
         groups: know which prompts begin alike.
-        reads_all: every turn's conversation will be read. Otherwise only that of a trajectory's first turn, and of a
-            request without an id, is parsed.
+        reads_all: every turn's conversation will be read. Otherwise that of a trajectory's first turn is parsed, and
+            what is new in a request without an id.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class RequestReader:
         self._fleet = fleet
         self._ledger = ledger
         self._conversations = conversations
+        self._histories = Histories(sha256, settings.max_conversations)
         self._groups = groups
         self._book = book
         self._reads_all = reads_all
@@ -90,10 +92,10 @@ class RequestReader:
             raise bad_request(str(error), code="bad_identity") from None
         trajectory_id, is_inferred, history = identity.trajectory_id, False, None
         if trajectory_id is None:
-            is_inferred, history = True, History(request)
+            is_inferred, history = True, self._histories.read(request, body)
             trajectory_id = self._conversations.continued(request, history) or f"t-{new_id()[:24]}"
         entry = self._ledger.get(trajectory_id)
-        if isinstance(request, LazyObject) and (self._reads_all or is_inferred or entry is None or not entry.turns):
+        if isinstance(request, LazyObject) and (self._reads_all or entry is None or not entry.turns):
             request = dict(request)  # parsed whole: its conversation will be read
         known_group = entry.record.group_id if entry is not None else None
         group_id = identity.group_id or known_group or self._groups.of(request)

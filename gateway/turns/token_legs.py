@@ -18,7 +18,7 @@ from gateway.config import Settings
 from gateway.fleet.member import Member
 from gateway.http.errors import api_error
 from gateway.messages.answers import Usage
-from gateway.messages.transcripts import History
+from gateway.messages.histories import Histories
 from gateway.tokens.book import TokenBook
 from gateway.turns.answer_writers import ParsedWriter, TextWriter
 from gateway.turns.ask import Ask
@@ -119,6 +119,7 @@ class TokenLegs:
         self._note_progress = note_progress
         self._kept_tokens = kept_tokens
         self._kept_legs = kept_tokens.legs
+        self._histories = Histories(xxh3_128, settings.max_conversations)
 
     async def run(self, turn: Turn, member: Member, request_id: str, priority: int) -> Outcome | None:
         """Run a leg to its end; None if the turn must pass through instead.
@@ -158,7 +159,9 @@ class TokenLegs:
         rendered = await self._rendered(ask, routes, member)
         if rendered is None:
             return
-        history = History(ask.request, xxh3_128()) if ask.api != "completions" else None
+        history = None
+        if ask.api != "completions":
+            history = self._histories.read(ask.request, ask.body, ask.trajectory_id)
         prompt_ids, parent = spliced(self._book, ask.trajectory_id, history, rendered.prompt_ids)
 
         def known_of_prompt() -> Usage:

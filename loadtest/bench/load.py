@@ -3,8 +3,8 @@
     python -m loadtest.bench.load --port 8080 --connections 32 --seconds 3 [--stream] [--body 5500] [--seed 1]
 
 Each connection is an agent with its own trajectory and begins a new one every ten turns; with `--trajectories` the
-agents share that many trajectories, none of which ends. Prints one JSON line. Ends with an error at the first answer
-that is not the backend's.
+agents share that many trajectories, none of which ends: each has its own if there are as many. Prints one JSON line.
+Ends with an error at the first answer that is not the backend's.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import orjson
 import uvloop
 
 from loadtest.bench.check import Checker
-from loadtest.bench.requests import bodies, contexts, head
+from loadtest.bench.requests import Body, bodies, contexts, head
 
 TURNS_PER_TRAJECTORY = 10
 
 # What to send for the next turn of the agent with this number, after this many answers.
-NextTurn = Callable[[int, int], list[bytes]]
+NextTurn = Callable[[int, int], list[bytes | memoryview]]
 
 
 class Clock:
@@ -104,34 +104,42 @@ class Agent(asyncio.Protocol):
         return self._size >= self._wanted
 
 
-def next_turn(port: int, seed: int, payloads: list[bytes], num_trajectories: int | None) -> NextTurn:
-    """Turns of trajectories that are replaced every ten turns, or of a fixed number that go on."""
+def next_turn(options: argparse.Namespace, conversations: list[list[Body]]) -> NextTurn:
+    """Turns of trajectories that are replaced every ten turns, or of a fixed number that go on.
+
+    Conversations of one request repeat it; those of several begin again after their last.
+    """
     # A trajectory must not recur in a later run against the same server, except those that go on.
-    run = f"{seed}-{random.SystemRandom().randrange(16**6):06x}"
-    lengths = len(payloads)
+    run = f"{options.seed}-{random.SystemRandom().randrange(16**6):06x}"
     turns = itertools.count()
 
-    def fresh(number: int, num_answers: int) -> list[bytes]:
-        trajectory = num_answers // TURNS_PER_TRAJECTORY
-        payload = payloads[(7 * number + trajectory) % lengths]
-        return [head(port, f"{run}-{number}-{trajectory}", len(payload)), payload]
+    def asked(name: str, conversation: list[Body], turn: int) -> list[bytes | memoryview]:
+        body = conversation[turn % len(conversation)]
+        return [head(options.port, None if options.no_ids else name, sum(map(len, body))), *body]
 
-    def kept(_: int, __: int) -> list[bytes]:
-        trajectory = next(turns) % cast(int, num_trajectories)
-        payload = payloads[trajectory % lengths]
-        return [head(port, f"{seed}-kept-{trajectory}", len(payload)), payload]
+    def fresh(number: int, num_answers: int) -> list[bytes | memoryview]:
+        trajectory, turn = divmod(num_answers, TURNS_PER_TRAJECTORY)
+        conversation = conversations[(7 * number + trajectory) % len(conversations)]
+        return asked(f"{run}-{number}-{trajectory}", conversation, turn)
 
-    return kept if num_trajectories else fresh
+    def kept(number: int, num_answers: int) -> list[bytes | memoryview]:
+        turn, trajectory = num_answers, number
+        if options.trajectories != options.connections:
+            turn, trajectory = divmod(next(turns), options.trajectories)
+        return asked(f"{options.seed}-kept-{trajectory}", conversations[trajectory % len(conversations)], turn)
+
+    return kept if options.trajectories else fresh
 
 
 async def load(options: argparse.Namespace) -> dict[str, Any]:
     """Ask for this long, or this often; returns the number of answers, their rate, and latencies in microseconds."""
     loop = asyncio.get_running_loop()
     if options.contexts:
-        payloads = contexts(options.seed, options.stream, options.body)
+        conversations = contexts(options.seed, options.stream, options.body, options.connections)
     else:
         payloads = bodies(options.seed, options.stream, options.body, not options.no_tools)
-    turn = next_turn(options.port, options.seed, payloads, options.trajectories)
+        conversations = [[[payload]] for payload in payloads]
+    turn = next_turn(options, conversations)
     checker, clock = Checker(options.stream), Clock(options.answers)
     agents = []
     for number in range(options.connections):
@@ -167,6 +175,7 @@ def main() -> None:
     parser.add_argument("--body", type=int, default=5_500, metavar="BYTES", help="size of a request")
     parser.add_argument("--contexts", action="store_true", help="requests are contexts of coding agents")
     parser.add_argument("--no-tools", action="store_true", help="requests without tools")
+    parser.add_argument("--no-ids", action="store_true", help="requests do not name their trajectory")
     parser.add_argument("--trajectories", type=int, help="so many that go on")
     parser.add_argument("--seed", type=int, default=1)
     print(orjson.dumps(uvloop.run(load(parser.parse_args()))).decode())

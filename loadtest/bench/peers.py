@@ -33,6 +33,7 @@ class Peer:
         needs: a file without which it cannot be started.
         needs_redis: `{redis}` in its environment is the URL of a separate Redis server.
         has_tools: requests offer tools, which an engine must parse out of an answer.
+        has_ids: requests name their trajectory.
         model: what it lists once it knows its backends; sglang-router does not ask them for a name.
     """
 
@@ -42,6 +43,7 @@ class Peer:
     environment: dict[str, str] = field(default_factory=dict)
     needs_redis: bool = False
     has_tools: bool = True
+    has_ids: bool = True
     model: bytes = b"bench"
 
 
@@ -142,7 +144,7 @@ _BY_WORKERS = {"HEDDLE_BYTE_WORKER_TURNS": "0"}
 
 DIRECT, GATEWAY, STICKY = "direct", "gateway", "vllm-router, sticky_least_loaded"
 PROGRAMS = "vllm-router, program scheduling"
-BYTE_WORKER = "gateway, byte worker"
+NO_IDS, BYTE_WORKER = "gateway, no ids", "gateway, byte worker"
 TOKEN_LEGS, TOKEN_LEGS_TOOLS = "gateway, token legs", "gateway, token legs, tools"
 RUST = (STICKY, "vllm-router, round_robin", "sglang-router, manual", "smg, least_load and sticky")
 
@@ -150,6 +152,7 @@ FROM_SOURCE = gateway(sys.executable, "-m", "heddle")
 PEERS = (
     Peer(DIRECT, None),
     Peer(GATEWAY, FROM_SOURCE),
+    Peer(NO_IDS, FROM_SOURCE, has_ids=False),
     Peer(BYTE_WORKER, FROM_SOURCE, environment={"HEDDLE_BYTE_WORKERS": "1", **_BY_WORKERS}),
     Peer("gateway, 4 byte workers", FROM_SOURCE, environment={"HEDDLE_BYTE_WORKERS": "4", **_BY_WORKERS}),
     Peer("gateway, machine code", gateway(str(COMPILED)), COMPILED),

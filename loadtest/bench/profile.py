@@ -100,7 +100,7 @@ def _load(port: int, num_answers: int, parsed: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "loadtest.bench.load", "--port", str(port), "--answers", str(num_answers)]
     command += ["--connections", str(parsed.connections), "--body", str(parsed.body), "--seconds", "600"]
     command += ["--trajectories", str(parsed.trajectories)] if parsed.trajectories else []
-    command += ["--contexts"] if parsed.contexts else []
+    command += [*(["--contexts"] if parsed.contexts else []), *(["--no-ids"] if parsed.no_ids else [])]
     command += [*(["--stream"] if parsed.stream else []), *(["--no-tools"] if parsed.no_tools else [])]
     subprocess.run(
         ["taskset", "-c", CLIENT_CORE, *command],
@@ -206,6 +206,7 @@ def main() -> None:
     parser.add_argument("--body", type=int, default=5_500, metavar="BYTES")
     parser.add_argument("--contexts", action="store_true", help="requests are contexts of coding agents")
     parser.add_argument("--trajectories", type=int, help="live trajectories, each with an answer before the counting")
+    parser.add_argument("--no-ids", action="store_true", help="requests do not name their trajectory")
     parser.add_argument("--no-tools", action="store_true", help="requests offer no tools")
     parser.add_argument("--setting", action="append", default=[], metavar="HEDDLE_NAME=VALUE")
     parser.add_argument("--top", type=int, default=30)

@@ -8,6 +8,9 @@ import orjson
 
 from loadtest.bench.answers import MODEL
 
+Body = list[bytes | memoryview]
+"""A request's bytes, in pieces."""
+
 _NUM_PROMPTS = 64
 _MAX_BYTES = 16 * 2**20  # for all of them together
 _TEXT_BYTES = 2**16
@@ -58,23 +61,33 @@ def _body(text: str, dice: random.Random, stream: bool, num_bytes: int, has_tool
     return orjson.dumps(request)
 
 
-def contexts(seed: int, stream: bool, num_bytes: int) -> list[bytes]:
-    """Different requests of this size: the context of a coding agent, mostly files and logs that its tools returned."""
+def contexts(seed: int, stream: bool, num_bytes: int, number: int) -> list[list[Body]]:
+    """Conversations of a coding agent, mostly files and logs that its tools returned.
+
+    Args:
+        num_bytes: of a request in the middle of a conversation.
+        number: of conversations.
+
+    Returns:
+        The requests of each conversation, turn by turn: one tool call and its result longer each time, from three
+        quarters to five quarters of the size. They share the bytes that they have in common.
+    """
     dice = random.Random(seed)
     names = ["".join(dice.choices("etaoinshrdlu", k=dice.randint(2, 9))) for _ in range(1_000)]
     lines = [dice.choice(_LINES).format(*dice.choices(names, k=3), dice.randrange(1_000)) for _ in range(2_000)]
-    number = max(4, min(_NUM_PROMPTS, _MAX_BYTES // num_bytes))
     return [_context(lines, dice, stream, num_bytes) for _ in range(number)]
 
 
-def _context(lines: list[str], dice: random.Random, stream: bool, num_bytes: int) -> bytes:
+def _context(lines: list[str], dice: random.Random, stream: bool, num_bytes: int) -> list[Body]:
     parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
     tool = {"type": "function", "function": {"name": "shell", "description": "Runs it.", "parameters": parameters}}
-    messages: list[dict[str, object]] = [{"role": "system", "content": "".join(dice.choices(lines, k=40))}]
-    request = {"model": MODEL, "messages": messages, "max_tokens": 512, "stream": stream, "tools": [tool] * 10}
-    size = len(orjson.dumps(request))
-    while True:
-        call_id = f"call_{len(messages):04d}"
+    request = {"model": MODEL, "max_tokens": 512, "stream": stream, "tools": [tool] * 10}
+    system = {"role": "system", "content": "".join(dice.choices(lines, k=40))}
+    task = {"role": "user", "content": "".join(dice.choices(lines, k=5))}
+    written = bytearray(orjson.dumps(request)[:-1] + b',"messages":' + orjson.dumps([system, task])[:-1])
+    ends: list[int] = []
+    while len(written) < num_bytes * 5 / 4 or not ends:
+        call_id = f"call_{dice.randrange(10**9):09d}"
         command = orjson.dumps({"command": dice.choice(lines)}).decode()
         call = {"id": call_id, "type": "function", "function": {"name": "shell", "arguments": command}}
         result = "".join(dice.choices(lines, k=round(dice.lognormvariate(3.0, 1.0))))
@@ -82,19 +95,18 @@ def _context(lines: list[str], dice: random.Random, stream: bool, num_bytes: int
             {"role": "assistant", "content": dice.choice(lines), "tool_calls": [call]},
             {"role": "tool", "tool_call_id": call_id, "content": result},
         ]
-        size += len(orjson.dumps(step))
-        if size > num_bytes - 100:
-            break
-        messages += step
-    messages.append({"role": "user", "content": ""})
-    messages[-1]["content"] = "x" * (num_bytes - len(orjson.dumps(request)))
-    return orjson.dumps(request)
+        written += b"," + orjson.dumps(step)[1:-1]
+        if len(written) >= num_bytes * 3 / 4:
+            ends.append(len(written))
+    whole = memoryview(bytes(written))
+    return [[whole[:end], b"]}"] for end in ends]
 
 
-def head(port: int, trajectory_id: str, length: int) -> bytes:
-    """The bytes before a body, with the trajectory's name in each server's header."""
+def head(port: int, trajectory_id: str | None, length: int) -> bytes:
+    """The bytes before a body, with the trajectory's name in each server's header, or in none."""
+    names = ("X-Trajectory-Id", "X-Session-Id", "X-SMG-Routing-Key") if trajectory_id is not None else ()
     return (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
-        f"X-Trajectory-Id: {trajectory_id}\r\nX-Session-Id: {trajectory_id}\r\nX-SMG-Routing-Key: {trajectory_id}\r\n"
-        f"Content-Length: {length}\r\n\r\n"
+        + "".join(f"{name}: {trajectory_id}\r\n" for name in names)
+        + f"Content-Length: {length}\r\n\r\n"
     ).encode()

@@ -166,7 +166,7 @@ class Rig:
         return _told(client)
 
     def _words(self, options: dict[str, int | bool]) -> list[str]:
-        words = [] if self.peer.has_tools else ["--no-tools"]
+        words = [*([] if self.peer.has_tools else ["--no-tools"]), *([] if self.peer.has_ids else ["--no-ids"])]
         for name, value in options.items():
             words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
         return words

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from loadtest.bench.answers import NUM_CHUNKS
-from loadtest.bench.peers import RUST, STICKY, TOKEN_LEGS_TOOLS
+from loadtest.bench.peers import NO_IDS, RUST, STICKY, TOKEN_LEGS_TOOLS
 from loadtest.bench.rig import Failed, Rig
 from loadtest.bench.tables import Column, Sample, added, cost, plain
 
@@ -152,12 +152,15 @@ SECTIONS = (
         f"{CONNECTIONS} agents; answers are not streamed. x: ratio to {STICKY} in the same repeat.",
         _answers,
         (*_PER_ANSWER, plain("answers/s at 5.5 KB", "5.5 KB rate"), plain("at 1 MB", "1 MB rate")),
+        without=(NO_IDS,),
     ),
     Section(
         "contexts",
         "CPU per answer, contexts of coding agents",
         f"{CONNECTIONS} agents, each on a trajectory that has begun before. A request is a context of up to a thousand "
-        f"tool calls, with files and logs as their results. x: ratio to {STICKY} in the same repeat.",
+        "tool calls, with files and logs as their results; with each turn it grows by one call, from three quarters "
+        f"to five quarters of the size, then begins again. x: ratio to {STICKY} in the same repeat. No ids: the "
+        "gateway must recognise each trajectory by its conversation.",
         _contexts,
         tuple(column for name in CONTEXTS for column in cost(f"{name}, us", name, STICKY)),
     ),
@@ -177,6 +180,7 @@ SECTIONS = (
                 for title, key, scale in (("answers/s", "answers_per_s", 1.0), ("P99 ms", "p99_us", 1e-3))
             ),
         ),
+        without=(NO_IDS,),
     ),
     Section(
         "streams",
@@ -192,6 +196,7 @@ SECTIONS = (
             plain("P50 ms", "p50_ms"),
             plain("P99 ms", "p99_ms"),
         ),
+        without=(NO_IDS,),
     ),
     Section(
         "slow",
@@ -215,7 +220,7 @@ SECTIONS = (
             )
         ),
         repeats=2,
-        without=(TOKEN_LEGS_TOOLS,),
+        without=(NO_IDS, TOKEN_LEGS_TOOLS),
     ),
     Section(
         "memory",
@@ -230,7 +235,7 @@ SECTIONS = (
             plain("MB with them", "total_mb"),
         ),
         repeats=1,
-        without=(TOKEN_LEGS_TOOLS,),
+        without=(NO_IDS, TOKEN_LEGS_TOOLS),
     ),
     Section(
         "live",
@@ -240,5 +245,6 @@ SECTIONS = (
         _live,
         (*cost("CPU us per answer", "cpu", STICKY), plain("answers/s", "rate"), plain("P99 ms", "p99_ms")),
         repeats=2,
+        without=(NO_IDS,),
     ),
 )

@@ -11,6 +11,7 @@ import orjson
 from loadtest.bench.answers import FIRST_ID, MESSAGE, NUM_CHUNKS, STREAM_END, WORDS, Json, event, whole
 
 _BYTES_PER_TOKEN = 4
+_BLOCK_BYTES = 8_192  # to keep few answers ready
 WHOLE_EVENT_TOKENS = 32
 """What the gateway requests if its client has no stream."""
 _EVENT_TOKENS = re.compile(rb'"stream_interval":(\d+)')
@@ -20,9 +21,13 @@ _USAGE = {"prompt_tokens": 1400, "total_tokens": 1400 + NUM_CHUNKS, "completion_
 REFUSED = whole({"error": {"message": "a field is missing", "code": 400}}, "400 Bad Request")
 
 
-@cache
 def rendered(num_bytes: int) -> bytes:
-    """The prompt ids of a chat of this many bytes."""
+    """The prompt ids of a chat of about this many bytes."""
+    return _rendered(max(1, num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES if num_bytes > _BLOCK_BYTES else num_bytes)
+
+
+@cache
+def _rendered(num_bytes: int) -> bytes:
     sampling = {"n": 1, "max_tokens": 512, "min_tokens": 0, "stop": [], "temperature": 1.0, "logprobs": None}
     ids = [number % 50_000 for number in range(num_bytes // _BYTES_PER_TOKEN)]
     return whole({"request_id": "chatcmpl-0123456789abcdef", "token_ids": ids, "sampling_params": sampling})

@@ -2,7 +2,9 @@
 
 import sys
 from argparse import Namespace
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import orjson
@@ -194,12 +196,16 @@ def test_requests_have_exactly_the_size_asked_for(num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [20_000, 100_000, 1_000_000])
-def test_contexts_have_exactly_the_size_asked_for(num_bytes: int) -> None:
-    """Each tool call in them has its result, and nearly all bytes are text of messages."""
-    some = contexts(1, True, num_bytes)
-    assert {len(context) for context in some} == {num_bytes}
-    assert len(set(some)) == len(some) and some == contexts(1, True, num_bytes)
-    messages = orjson.loads(some[0])["messages"]
-    calls = [call["id"] for message in messages for call in message.get("tool_calls", ())]
-    assert calls == [message["tool_call_id"] for message in messages if message["role"] == "tool"]
-    assert sum(len(message["content"]) for message in messages) > num_bytes / 2
+def test_contexts_grow_around_the_size_asked_for(num_bytes: int) -> None:
+    """Each turn repeats the messages before it. Each tool call has its result, and most bytes are text of messages."""
+    some = contexts(1, True, num_bytes, 3)
+    assert some == contexts(1, True, num_bytes, 3)
+    written = [[b"".join(body) for body in conversation] for conversation in some]
+    assert len({turns[0] for turns in written}) == 3
+    for turns in written:
+        assert fmean(map(len, turns)) == pytest.approx(num_bytes, rel=0.3)
+        read = [orjson.loads(body)["messages"] for body in turns]
+        assert all(len(after) == len(before) + 2 and after[:-2] == before for before, after in pairwise(read))
+        calls = [call["id"] for message in read[-1] for call in message.get("tool_calls", ())]
+        assert calls == [message["tool_call_id"] for message in read[-1] if message["role"] == "tool"]
+        assert sum(len(message["content"]) for message in read[-1]) > len(turns[-1]) / 2
