@@ -317,8 +317,11 @@ class Settings(BaseSettings):
         ge=0,
         description="Lease of a trajectory's claim during a tool call. Unset: computed from the cost of a refill.",
     )
-    entry_patience_s: float = Field(
-        300.0, ge=0, description="A turn that has waited this long may take the KV of any trajectory in a tool call."
+    entry_patience_s: float | None = Field(
+        None,
+        ge=0,
+        description="A turn that has waited this long may take the KV of any trajectory in a tool call. Unset: half of "
+        "queue_timeout_s.",
     )
     ageing_tokens_per_s: float = Field(
         100.0,

@@ -190,11 +190,12 @@ async def _gateway(loop: Loop, folder: Path, environment: dict[str, str]) -> Asy
         "HEDDLE_PREDICTOR_MODEL": str(model),
         "HEDDLE_TOKEN_LEGS": loop.token_legs,
         "HEDDLE_QUEUE_TIMEOUT_S": "100000",
-        "HEDDLE_ENTRY_PATIENCE_S": str(limits.entry_patience_s / loop.speed_up),
         "HEDDLE_AGEING_TOKENS_PER_S": str(limits.ageing_tokens_per_s * loop.speed_up),
         "HEDDLE_PREEMPT_AFTER_S": str(limits.preempt_after_s / loop.speed_up),
         "HEDDLE_LOG_LEVEL": "warning",
     }
+    if limits.entry_patience_s is not None:
+        settings["HEDDLE_ENTRY_PATIENCE_S"] = str(limits.entry_patience_s / loop.speed_up)
     if limits.in_tool_lease_s is not None:
         settings["HEDDLE_IN_TOOL_LEASE_S"] = str(limits.in_tool_lease_s / loop.speed_up)
     command = [sys.executable, "-m", "heddle", "serve"]

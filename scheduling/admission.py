@@ -5,7 +5,7 @@
     watermark. Claims of trajectories in a tool call count. If nothing is claimed there, any trajectory enters, so that
     nothing waits forever.
 13. Claims of trajectories in a tool call give way to an entrant, the longest idle first: after their lease, or at once
-    if the entrant has waited for `entry_patience_s`.
+    if the entrant has waited for its patience (limits.py).
 14. A turn that fits nowhere has one engine reserved, so that it is not passed forever. There only residents and more
     urgent turns pass it; turns behind it may enter other engines. It takes the first engine on which it fits.
 """
@@ -30,6 +30,7 @@ class Admission:
         self._holds_turns = policy.holds_turns
         self._residency = policy.residency
         self._limits = limits
+        self._patience_s = limits.patience_s
 
     def has_room(self, engine: Engine) -> bool:
         """Whether an engine takes one more turn, whichever it is."""
@@ -69,6 +70,6 @@ class Admission:
         trajectory = turn.trajectory
         return (
             turn.claim_tokens - trajectory.first_prompt_tokens > most_tokens
-            and self.at - turn.queued_at < self._limits.entry_patience_s
+            and self.at - turn.queued_at < self._patience_s
             and trajectory.trajectory_id not in engine.claims
         )

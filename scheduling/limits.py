@@ -20,7 +20,9 @@ class Limits:
             knows when a tool call ends, it is best to keep the context until both costs are equal: at most twice the
             cost of knowing (the ski-rental problem).
         entry_patience_s: a turn that has waited this long may take the claim of any trajectory in a tool call, so that
-            nothing starves.
+            nothing starves behind residents that never end. None: half of `queue_timeout_s`, so that it has time left
+            to run. Shorter patience makes a rollout longer if its contexts do not fit: the contexts that it takes are
+            the long ones, which must be prefilled again.
         ageing_tokens_per_s: a second of waiting counts as this many tokens of the order. At 100 and longest first, the
             shortest trajectory passes a 40,000-token one that arrives 400 s after it.
         max_waiting_turns: turns in the queues; more are refused with 429. Above any rollout known to us (6,400).
@@ -42,7 +44,7 @@ class Limits:
     kv_watermark: float = 0.9
     answer_tokens: int = 500
     in_tool_lease_s: float | None = None
-    entry_patience_s: float = 300.0
+    entry_patience_s: float | None = None
     ageing_tokens_per_s: float = 100.0
     max_waiting_turns: int = 20_000
     queue_timeout_s: float = 1_800.0
@@ -53,3 +55,8 @@ class Limits:
     trajectory_ttl_s: float = 3_600.0
     retention_s: float = 3_600.0
     max_trajectories: int = 200_000
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds after which a waiting turn may take the claim of any trajectory in a tool call."""
+        return self.queue_timeout_s / 2 if self.entry_patience_s is None else self.entry_patience_s

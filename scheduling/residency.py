@@ -14,6 +14,8 @@ from scheduling.state import RUNNING, Trajectory, Turn
 
 # How often ThunderAgent checks whether programs must pause (arXiv 2602.13692).
 PAUSE_EVERY_S = 5.0
+# How long one of its paused programs waits at most.
+FORCED_RESUME_S = 1_800.0
 
 Enter = Callable[[Engine, Turn, float, Limits], list[str] | None]
 """Trajectories that must lose their KV claim so that a turn's trajectory may be resident; None if it may not
@@ -52,7 +54,7 @@ class Residency:
 def claims_giving_way(engine: Engine, turn: Turn, at: float, limits: Limits) -> list[str] | None:
     """Trajectories in a tool call that must lose their KV claim so that a turn's trajectory may be resident.
 
-    The longest idle go first: after their lease, or at once if the turn has waited for `entry_patience_s`.
+    The longest idle go first: after their lease, or at once if the turn has waited for its patience.
 
     Returns:
         None if the trajectory may not enter now. An empty list if no claim has to give way: it is resident already, or
@@ -69,7 +71,7 @@ def claims_giving_way(engine: Engine, turn: Turn, at: float, limits: Limits) -> 
         return []
     if not engine.in_tool:
         return None
-    is_impatient = at - turn.queued_at >= limits.entry_patience_s
+    is_impatient = at - turn.queued_at >= limits.patience_s
     lease_s = _lease_s(engine, limits)
     giving_way: list[str] = []
     left_by_each = engine.held_prompts.left_by(engine.in_tool, turn.trajectory)
@@ -126,14 +128,13 @@ def claims_beyond_capacity(engine: Engine, trajectories: Mapping[str, Trajectory
 def room_for_a_program(engine: Engine, turn: Turn, at: float, limits: Limits) -> list[str] | None:
     """ThunderAgent's entry: while active contexts, with those in a tool call fading, stay within the engine's KV.
 
-    No claim gives way. A turn that has waited for `entry_patience_s` resumes by force; ThunderAgent's does after half
-    an hour.
+    No claim gives way. A turn that has waited for half an hour resumes by force.
     """
     capacity_tokens = engine.spec.kv_capacity_tokens
     if not capacity_tokens or not engine.claims or turn.trajectory.trajectory_id in engine.claims:
         return []
     fits = _fading_tokens(engine, at) + turn.context_tokens <= capacity_tokens
-    return [] if fits or at - turn.queued_at >= limits.entry_patience_s else None
+    return [] if fits or at - turn.queued_at >= FORCED_RESUME_S else None
 
 
 def programs_to_pause(engine: Engine, trajectories: Mapping[str, Trajectory], at: float) -> list[str]:

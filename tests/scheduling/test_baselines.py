@@ -140,7 +140,7 @@ def test_load_is_stolen_even_from_a_home_with_a_free_slot() -> None:
 def pausing_fleet() -> Fleet:
     """Engine A with 100 KV tokens under ThunderAgent's rules; `small` (30 tokens) and `large` (60) are in tool
     calls."""
-    fleet = Fleet(THUNDERAGENT, Limits(entry_patience_s=1_800))
+    fleet = Fleet(THUNDERAGENT)
     fleet.engine("A", slots=8, kv=100)
     fleet.arrive("small1", "small", prompt=20)
     fleet.arrive("large1", "large", prompt=50)
@@ -159,7 +159,7 @@ def test_a_new_program_waits_while_active_contexts_fill_the_engine() -> None:
 
 def test_a_waiting_program_holds_back_all_programs_behind_it() -> None:
     """ThunderAgent has one queue: a program that would fit does not pass one that does not."""
-    fleet = Fleet(replace(THUNDERAGENT, order=first_come_first_served), Limits(entry_patience_s=1_800))
+    fleet = Fleet(replace(THUNDERAGENT, order=first_come_first_served))
     fleet.engine("A", slots=8, kv=100)
     fleet.arrive("runs", prompt=50)
     assert fleet.arrive("large", prompt=60) == []
@@ -179,9 +179,9 @@ def test_residents_are_checked_although_no_turn_waits() -> None:
     assert fleet.scheduler.next_wakeup() == 1.0
 
 
-def test_a_program_enters_a_full_engine_after_its_patience() -> None:
-    """Even if running programs fill the engine."""
-    fleet = Fleet(THUNDERAGENT, Limits(entry_patience_s=1_800, queue_timeout_s=10_000))
+def test_a_program_enters_a_full_engine_after_half_an_hour() -> None:
+    """Even if running programs fill the engine; this is ThunderAgent's own rule, whatever Heddle's patience is."""
+    fleet = Fleet(THUNDERAGENT, Limits(entry_patience_s=1, queue_timeout_s=10_000))
     fleet.engine("A", kv=100)
     fleet.arrive("runs", prompt=90)
     assert fleet.arrive("new", prompt=60) == []

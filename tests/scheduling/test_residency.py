@@ -139,6 +139,18 @@ def test_an_impatient_turn_does_not_wait_for_leases() -> None:
     assert fleet.sent(fleet.tick(1.0)) == [("b", "A")]
 
 
+def test_a_turn_becomes_impatient_half_way_to_its_timeout() -> None:
+    """Unless the patience is set. Contexts that it takes are prefilled again, so it takes them late, yet before it is
+    refused."""
+    fleet = Fleet(limits=Limits(in_tool_lease_s=1_000, queue_timeout_s=600))
+    fleet.engine("A", slots=4, kv=100)
+    fleet.arrive("a", prompt=50)
+    fleet.finish("a", prompt=40, output=10)
+    assert fleet.arrive("b", prompt=50) == []
+    assert fleet.tick(299.0) == []
+    assert fleet.sent(fleet.tick(1.0)) == [("b", "A")]
+
+
 def test_residents_pass_an_entrant_that_does_not_fit() -> None:
     """No slot stays empty for a turn whose KV has no room, but other entrants do not pass it."""
     fleet = fleet_with_one_in_tool()
