@@ -119,6 +119,7 @@ class Turns:
             retries = is_retry(client.scope["headers"])
             joined = self._repeats.running(ask, retries)
             if joined is not None:
+                joined.num_clients += 1  # now: its other clients may leave before the rest begins
                 return self._endings.serving(self._join(joined, client), client, outlet, turn_id)
             answer = self._repeats.answer(ask, retries)
             if answer is not None:
@@ -151,9 +152,8 @@ class Turns:
             self._kept_tokens.over(turn)
 
     async def _join(self, turn: Turn, client: Client) -> None:
-        """Give a client the answer of a turn that another client began."""
+        """Give a client, counted already, the answer of a turn that another client began."""
         self._metrics.joined_turns.inc()
-        turn.num_clients += 1
         follow = asyncio.create_task(turn.outlet.follow(client))
         client.when_left(follow.cancel)
         try:

@@ -35,14 +35,17 @@ async def client_connection(
     """A client on a connection of its own, which it drops on exit; its answer can be read."""
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    data = orjson.dumps(body)
-    lines = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
-    head = f"POST {PATHS[api]} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n{lines}\r\n"
-    writer.write(head.encode() + data)
+    writer.write(request_bytes(api, body, headers or {}))
     try:
         yield reader
     finally:
         writer.transport.abort()
+
+
+def request_bytes(api: str, body: dict[str, Any], headers: dict[str, str]) -> bytes:
+    data = orjson.dumps(body)
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"POST {PATHS[api]} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n{lines}\r\n".encode() + data
 
 
 async def test_a_request_without_a_trajectory_ends_when_its_client_leaves() -> None:
@@ -254,6 +257,28 @@ async def test_a_client_that_repeats_at_once_after_leaving_gets_a_new_turn(clien
                 await asyncio.sleep(0)
             async with asyncio.timeout(60):
                 assert (await ask(client, gateway.url, "chat", body, mine)).is_finished("chat")
+
+
+@pytest.mark.parametrize("token_legs", ["off", "auto"])
+async def test_a_repeat_that_arrives_together_with_the_leaving_is_answered(
+    client: httpx.AsyncClient, token_legs: str
+) -> None:
+    """A busy gateway reads both at once. The repeat joined the turn, which then ended for want of clients, and waited
+    forever."""
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=2)) as engine,
+        running_gateway(engine, token_legs=token_legs) as gateway,
+    ):
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        request = request_bytes("chat", body_of("chat", False, 100), {"x-trajectory-id": "mine"})
+        with socket.create_connection((host, int(port))) as again, socket.create_connection((host, int(port))) as first:
+            first.sendall(request)
+            await eventually(lambda: has_begun(client, gateway.url, "mine"))
+            first.close()
+            again.sendall(request)
+            again.setblocking(False)
+            async with asyncio.timeout(20):
+                assert (await asyncio.get_running_loop().sock_recv(again, 15)) == b"HTTP/1.1 200 OK"
 
 
 async def test_a_slow_reader_does_not_block_other_turns(client: httpx.AsyncClient) -> None:
