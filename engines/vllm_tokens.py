@@ -157,7 +157,10 @@ class VllmTokens:
             return await self._derender_delta(ask, chat, before, last, ids)
         if not ids:
             choice, _ = await self._derender_delta(ask, chat, before, last, ids)
-            return choice | {"message": {"role": "assistant", "content": choice.pop("delta").get("content")}}, None
+            content = choice.pop("delta").get("content")
+            if content is None and "reasoning_parser_kwargs" not in rendered.call:
+                content = ""  # as in a whole answer; of an answer without tokens, only a reasoning parser makes null
+            return choice | {"message": {"role": "assistant", "content": content}}, None
         choice = _choice(ids, last)
         if last.logprobs is not None:
             choice["logprobs"] = {"content": last.logprobs}

@@ -126,3 +126,17 @@ async def test_a_gateway_without_keep_tokens_keeps_none() -> None:
     async with running_site(token_legs="auto", keep_tokens=False) as site:
         await ask(site, HELLO)
         assert [each["why"] for each in (await tree(site))["missing"]] == ["not_wanted"]
+
+
+async def test_an_answer_that_ends_at_once_has_an_empty_text(site: Site) -> None:
+    """Beside tools too, as the engine's own answers; it was null, which clients take for a call."""
+    body: dict[str, Any] = {"model": MODEL, "messages": HELLO, "tools": [TOOL], "max_tokens": 1}
+    async with httpx.AsyncClient(base_url=site.engine.url, timeout=30) as straight:
+        for seed in range(500):
+            body["seed"] = seed
+            [choice] = choices_of(await straight.post("/v1/chat/completions", json=body))
+            if choice["finish_reason"] == "stop":
+                break
+    [passed] = choices_of(await site.client.post("/v1/chat/completions", json=body))
+    assert [each["finish_reason"] for each in (choice, passed)] == ["stop", "stop"]
+    assert [each["message"]["content"] for each in (choice, passed)] == ["", ""]
