@@ -44,6 +44,14 @@ def test_alerts_use_existing_metrics_and_are_documented() -> None:
     assert set(re.findall(r"^\| `(Heddle\w+)` \|", page, re.MULTILINE)) == {rule["alert"] for rule in rules()}
 
 
+def test_alerts_are_for_each_gateway_by_itself() -> None:
+    """Of two gateways on one Prometheus, one without engines or with failing turns was hidden by the other: the alerts
+    added both up."""
+    for rule in rules():
+        aggregated = re.findall(r"\b(sum|avg|min|max|count|absent)\b(?! without \(api, outcome\))", rule["expr"])
+        assert not aggregated, rule["alert"]
+
+
 def test_every_alarm_of_the_controller_is_documented() -> None:
     """The table of docs/controller.md has each, and no other."""
     raised = set()
