@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,13 @@ def test_alerts_are_for_each_gateway_by_itself() -> None:
     for rule in rules():
         aggregated = re.findall(r"\b(sum|avg|min|max|count|absent)\b(?! without \(api, outcome\))", rule["expr"])
         assert not aggregated, rule["alert"]
+
+
+def test_alerts_fire_when_they_should() -> None:
+    """See alerts.yaml. `HeddleNoEngine` did not fire when turns waited because all ready engines were cordoned."""
+    if (promtool := shutil.which("promtool")) is None:
+        pytest.skip("promtool is not installed")
+    subprocess.run([promtool, "test", "rules", str(Path(__file__).with_name("alerts.yaml"))], check=True)
 
 
 def test_every_alarm_of_the_controller_is_documented() -> None:
