@@ -118,7 +118,8 @@ class EventLog:
         try:
             if self._size + len(data) > self._max_bytes and self._size:
                 self._file.close()
-                os.replace(self._path, f"{self._path}.1")
+                with contextlib.suppress(FileNotFoundError):  # somebody moved it away: logrotate, a person
+                    os.replace(self._path, f"{self._path}.1")
                 self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - it lives as long as this
                 self._size = self._file.write(_CONTINUED)
             if self._file.write(data) != len(data):

@@ -68,6 +68,20 @@ def test_a_full_file_is_continued_in_a_new_one_that_says_so(tmp_path: Path) -> N
     assert newer[0] == {"kind": "continued"} and [line["at"] for line in newer[1:]] == [3.0]
 
 
+def test_a_full_file_that_was_moved_away_is_continued_too(tmp_path: Path) -> None:
+    """Someone else's rotation moved it. The log was given up until the next start, although the disk was well."""
+    path, moved = tmp_path / "events.jsonl", tmp_path / "moved"
+    log = EventLog(str(path), 100)
+    log.add(Tick(1.0), [])
+    path.rename(moved)
+    for at in (2.0, 3.0):
+        log.add(Tick(at), [])
+    assert log.is_on
+    log.close()
+    assert [orjson.loads(line)["at"] for line in moved.read_bytes().splitlines()] == [1.0, 2.0]
+    assert [orjson.loads(line).get("at") for line in path.read_bytes().splitlines()] == [None, 3.0]
+
+
 def test_a_file_of_something_else_keeps_its_end(tmp_path: Path) -> None:
     """A wrong path in the configuration must not delete what is there."""
     path = tmp_path / "notes.txt"
