@@ -9,6 +9,7 @@ set -eu
 here=$(cd "$(dirname "$0")/../.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+wheels=${2:+$(mkdir -p "$2" && cd "$2" && pwd)}
 rm -rf "$1"
 "$here/deploy/make-venv.sh" "$1"
 venv=$(cd "$1" && pwd)
@@ -32,4 +33,4 @@ cp "$here/pyproject.toml" .
 "$venv/bin/python" -c 'import gateway.turns.hot as hot; assert hot.__file__.endswith(".so"), hot.__file__'
 REDIS_SERVER=$("$here/deploy/get-redis.sh") "$venv/bin/python" -m pytest -p no:cacheprovider tests/scheduling tests/gateway
 "$venv/bin/python" -m tests.bench.test_scheduler_speed heddle
-[ -z "${2:-}" ] || { mkdir -p "$here/$2" && cp "$work/wheel/"*.whl "$here/$2"; }
+[ -z "$wheels" ] || cp "$work/wheel/"*.whl "$wheels"
