@@ -260,6 +260,7 @@ class Controller:
     async def _perform(self, step: Step) -> None:
         server_id = step.server_id
         LOGGER.info("step", extra={"fields": {"step": type(step).__name__, "server": server_id}})
+        is_hindered = False
         try:
             await self._drivers.perform(step)
             self._clear("gateway_refused")
@@ -269,15 +270,20 @@ class Controller:
         except (StartFailed, LaunchFailed, SleepFault) as failure:
             self._failed[server_id] = str(failure)
         except GatewayAway as fault:
+            is_hindered = True
             self._alarm("gateway_away", str(fault))
         except GatewayRefused as fault:
+            is_hindered = True
             self._alarm("gateway_refused", str(fault))
         except Exception as fault:
+            is_hindered = True
             LOGGER.exception("defect", extra={"fields": {"step": type(step).__name__, "server": server_id}})
             self._alarm("step_failed", f"{type(step).__name__} of {server_id}: {fault}")
         finally:
             self._tasks.pop(server_id, None)
-            self._changed()
+            self._num_changes += 1
+            if not is_hindered:  # else it is tried again after `observe_interval_s`: at once, it would fail again
+                self._wake.set()
 
     def _changed(self) -> None:
         self._num_changes += 1

@@ -105,6 +105,19 @@ async def test_an_engine_that_dies_at_startup_is_retried_and_given_up(tmp_path: 
                 assert "unknown argument '--no-such-flag'" in failure.last_lines[-1]
 
 
+async def test_a_refused_step_is_not_tried_again_before_the_next_look(tmp_path: Path) -> None:
+    """With a wrong admin key, a controller asked the gateway to register its engine hundreds of times a second, with a
+    line in its log and a write to its disk each time."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        limits = {"observe_interval_s": 60.0, "stop_grace_s": 5.0}
+        fleet = fleet_file(tmp_path, gateway.url, first=(2,), limits=limits, admin_key="not-the-key")
+        async with stopped_at_the_end(fleet), acting(fleet) as made:
+            await until(lambda: "gateway_refused" in made.alarms, lambda: made.alarms)
+            for _ in range(20):
+                await made.observe()
+            assert (tmp_path / "journal.jsonl").read_text().count('"step": "Register"') == 1
+
+
 async def test_an_engine_that_dies_while_it_serves_is_replaced(tmp_path: Path) -> None:
     """The replacement is on the same device, under another id; the gateway forgets the dead engine."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
