@@ -6,12 +6,14 @@ before, which engines this controller drained, moved and stopped, which failed, 
 are JSON lines. The state is their fold, and nothing else changes it. A torn last line was never acted on.
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from controller import rollouts
 from controller.rollouts import History
@@ -219,10 +221,19 @@ class Journal:
         self._shorten()
 
     def write(self, **record: Any) -> State:
-        """Write a record to disk; once this returns, the record survives a power cut. Returns the state after it."""
-        self._file.write(_line(record))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Write a record to disk; once this returns, the record survives a power cut. Returns the state after it.
+
+        Raises:
+            OSError: the disk is full or broken. The record is not in the file, nor will it ever be.
+        """
+        line, size = _line(record), os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._file.truncate(size)
+            raise
         self.state = fold(self.state, record)
         self._shorten()
         return self.state
@@ -236,7 +247,7 @@ class Journal:
             self._file.close()
             self._file = self._begun_anew(_line({"kind": "state", "state": dumped(self.state)}))
 
-    def _begun_anew(self, written: bytes) -> BinaryIO:
+    def _begun_anew(self, written: bytes) -> FileIO:
         """Replace the content of the file by `written`: all of it, or nothing if the machine dies meanwhile."""
         draft = self._path.with_suffix(".draft")
         with draft.open("wb") as file:
@@ -249,7 +260,7 @@ class Journal:
             os.fsync(folder)
         finally:
             os.close(folder)
-        return self._path.open("ab")
+        return self._path.open("ab", buffering=0)  # a buffer would keep what could not be written, and write it later
 
 
 def read_state(path: Path) -> State:

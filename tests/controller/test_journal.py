@@ -1,6 +1,8 @@
 """What the journal keeps, and what happens after servers end."""
 
 import json
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,27 @@ def test_a_reader_finds_the_writers_state(tmp_path: Path) -> None:
     assert state.urls == {"a": "http://a"} and state.phase_s == {("start", 1): (33.0,)}
     assert state.failures[0].last_lines == ("no memory",)
     assert Journal(tmp_path / "journal.jsonl").state == state
+
+
+@pytest.mark.parametrize("room", [0, 50])
+def test_a_record_that_could_not_be_written_is_not_written_later(tmp_path: Path, room: int) -> None:
+    """On a full disk it stayed in a buffer. An operator who was told that a change failed found it made by the next
+    controller."""
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.write(**wanted_record(ONES, 2, 10.0, "first"))
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, before[1][1]))
+    try:
+        for number in range(2):
+            with pytest.raises(OSError):
+                journal.write(**wanted_record(TWO, 3, 20.0, f"not written {number}" * 20, is_manual=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before[1])
+        signal.signal(signal.SIGXFSZ, before[0])
+    assert journal.state.wanted == ONES
+    journal.write(kind="proven")
+    assert read_state(path) == journal.state and journal.state.proven == ONES
 
 
 def test_a_torn_record_is_ignored(tmp_path: Path) -> None:
