@@ -201,11 +201,18 @@ def _servers(items: Iterable[Json]) -> tuple[DesiredServer, ...]:
     return tuple(DesiredServer(one["server_id"], one["tp"], tuple(one["devices"])) for one in items)
 
 
+class JournalAway(Exception):
+    """The journal cannot be written: nothing may be changed until it can."""
+
+
 class Journal:
     """The records of one fleet, and their fold.
 
     Args:
         path: the file; its folder is created. Only the holder of the fleet's lease may open it.
+
+    Attributes:
+        is_away: the last record could not be written.
 
     Raises:
         ValueError: the file is damaged before its last line.
@@ -213,6 +220,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.is_away = False
         path.parent.mkdir(parents=True, exist_ok=True)
         self.state = read_state(path)
         written = path.read_bytes() if path.exists() else b""
@@ -224,16 +232,18 @@ class Journal:
         """Write a record to disk; once this returns, the record survives a power cut. Returns the state after it.
 
         Raises:
-            OSError: the disk is full or broken. The record is not in the file, nor will it ever be.
+            JournalAway: the disk is full or broken. The record is not in the file, nor will it ever be.
         """
         line, size = _line(record), os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file.fileno())
-        except OSError:
+        except OSError as fault:
+            self.is_away = True
             self._file.truncate(size)
-            raise
+            raise JournalAway(f"{self._path} cannot be written: {fault.strerror}") from fault
+        self.is_away = False
         self.state = fold(self.state, record)
         self._shorten()
         return self.state

@@ -23,7 +23,7 @@ from controller.desired import DesiredFleet, Refused
 from controller.drivers import Drivers, Mover, StartFailed, move_nothing
 from controller.fleet_file import FleetFile
 from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused
-from controller.journal import Journal, Json
+from controller.journal import Journal, JournalAway, Json
 from controller.launcher import Launcher, LaunchFailed, Server
 from controller.observed import observed_servers
 from controller.planning import Proposal, present_tps
@@ -88,7 +88,12 @@ class Controller:
         """Run until cancelled. Engines stay as they are."""
         try:
             while True:
-                await self.tick()
+                try:
+                    await self.tick()
+                except JournalAway as fault:
+                    self._alarm("journal_away", str(fault))
+                if not self.journal.is_away:
+                    self._clear("journal_away")
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.fleet.limits.observe_interval_s):
                         await self._wake.wait()
@@ -275,6 +280,9 @@ class Controller:
         except GatewayRefused as fault:
             is_hindered = True
             self._alarm("gateway_refused", str(fault))
+        except JournalAway as fault:
+            is_hindered = True
+            self._alarm("journal_away", str(fault))
         except Exception as fault:
             is_hindered = True
             LOGGER.exception("defect", extra={"fields": {"step": type(step).__name__, "server": server_id}})

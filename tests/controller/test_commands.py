@@ -1,8 +1,10 @@
 """`heddle controller`, `heddle fleet` and the controller's HTTP API, with everything in processes of its own."""
 
 import asyncio
+import json
 import os
 import re
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -83,6 +85,34 @@ async def test_a_state_folder_that_cannot_be_created_stops_the_start(tmp_path: P
     status, output = await heddle("controller", "--fleet", str(path))
     assert (status, len(output.splitlines())) == (2, 1), output
     assert "fleet.toml/state cannot be used: Not a directory" in output
+
+
+async def test_a_controller_whose_disk_is_full_goes_on_once_there_is_room(tmp_path: Path) -> None:
+    """It could not write down that an engine had died, and ended; under `heddle up`, the gateway with it."""
+    async with running_gateway(observe_interval_s=0.1) as gateway, httpx.AsyncClient() as client:
+        port = free_port()
+        path = write_fleet(tmp_path, gateway.url, port)
+        folder = tmp_path / "state"
+
+        async def shows(*alarms: str, is_reached: bool) -> bool:
+            try:
+                told = (await client.get(f"http://127.0.0.1:{port}/v1/fleet")).json()
+            except httpx.TransportError:
+                return False
+            return set(told["alarms"]) == set(alarms) and told["is_reached"] is is_reached
+
+        async with stopped_at_the_end(load_fleet_file(path)), controller_process(path) as process:
+            await eventually(lambda: shows(is_reached=True), TIMEOUT_S)
+            # A limit of its files' size is like a full disk.
+            limits = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+            full_at = (folder / "journal.jsonl").stat().st_size
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (full_at, limits[1]))
+            victim = next((folder / "servers" / "toy").glob("*/process.json"))
+            os.killpg(json.loads(victim.read_text())["pid"], signal.SIGKILL)
+            await eventually(lambda: shows("journal_away", is_reached=False), TIMEOUT_S)
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
+            await eventually(lambda: shows(is_reached=True), TIMEOUT_S)
+            assert process.returncode is None
 
 
 @pytest.mark.timeout(300)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from controller import rollouts
-from controller.journal import Journal, State, dumped, fold, read_state
+from controller.journal import Journal, JournalAway, State, dumped, fold, read_state
 from controller.lease import Lease
 from controller.records import new_ids, spares_record, step_record, wanted_record
 from controller.restarts import Ended, RetryRule, held_back, tend
@@ -61,7 +61,7 @@ def test_a_record_that_could_not_be_written_is_not_written_later(tmp_path: Path,
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, before[1][1]))
     try:
         for number in range(2):
-            with pytest.raises(OSError):
+            with pytest.raises(JournalAway):
                 journal.write(**wanted_record(TWO, 3, 20.0, f"not written {number}" * 20, is_manual=True))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before[1])
