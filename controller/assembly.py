@@ -3,7 +3,6 @@
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 
 from controller.demand import demand_of
 from controller.fleet_file import FleetFile, FleetFileError
@@ -57,9 +56,8 @@ async def controller(fleet: FleetFile, launcher: Launcher) -> AsyncIterator[Cont
         journal = Journal(fleet.state_dir / "journal.jsonl")
         key = fleet.admin_key.get_secret_value() if fleet.admin_key else None
         gateway = GatewayClient(fleet.gateway, key)
-        mover = partial(gateway.evacuate, timeout_s=fleet.limits.move_timeout_s)
         demand = demand_of(fleet.demand, gateway)
-        made = Controller(fleet, launcher, gateway, demand, journal, mover)
+        made = Controller(fleet, launcher, gateway, demand, journal)
         try:
             yield made
         finally:

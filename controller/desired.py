@@ -5,6 +5,7 @@ An operator's fleet stays until plans are allowed to decide again. A server that
 its devices stay unused until the fleet is scaled.
 """
 
+import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -32,16 +33,12 @@ class DesiredFleet:
     Args:
         launcher: only its inventory is read.
         state: returns the journal's present state.
-        clock: returns wall-clock seconds.
     """
 
-    def __init__(
-        self, fleet: FleetFile, launcher: Launcher, state: Callable[[], State], clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, fleet: FleetFile, launcher: Launcher, state: Callable[[], State]) -> None:
         self._fleet = fleet
         self._launcher = launcher
         self._state = state
-        self._clock = clock
 
     def first(self) -> list[Json]:
         """The first fleet. Raises FleetFileError."""
@@ -71,7 +68,7 @@ class DesiredFleet:
                 spares.append(server)
             elif not any(set(one.devices) & set(other.devices) for other in wanted):
                 wanted.append(server)
-        return [wanted_record(wanted, 0, self._clock(), "adopted what runs", spares=spares)]
+        return [wanted_record(wanted, 0, time.time(), "adopted what runs", spares=spares)]
 
     def proposed(self, work: Work) -> Proposal | str:
         """The fleet for this work, or the reason why there is none."""
@@ -98,7 +95,7 @@ class DesiredFleet:
     def let_plans_decide(self) -> list[Json]:
         """The same fleet until a plan pays."""
         state = self._state()
-        return [wanted_record(state.wanted, state.serial, self._clock(), "plans decide", is_manual=False)]
+        return [wanted_record(state.wanted, state.serial, time.time(), "plans decide", is_manual=False)]
 
     def drained(self, server_id: str, seen: Sequence[ObservedServer]) -> list[Json]:
         """The fleet without this server, whose devices rest; a spare is simply dropped. Raises Refused."""
@@ -115,7 +112,7 @@ class DesiredFleet:
         self._check(wanted, spares, seen)
         why = f"{server_id} was drained by hand"
         more = {"spares": spares, "resting": resting, "is_manual": True}
-        return [wanted_record(wanted, state.serial, self._clock(), why, **more)]
+        return [wanted_record(wanted, state.serial, time.time(), why, **more)]
 
     def steps_to(self, tps: Sequence[int], seen: Sequence[ObservedServer]) -> list[list[Step]]:
         """All rounds of steps to a fleet of these sizes. Raises Refused."""
@@ -130,7 +127,7 @@ class DesiredFleet:
         sleepless = more.get("sleepless", self._state().sleepless)
         wanted, spares, serial = self._laid_out(tps, seen, resting, sleepless)
         self._check(wanted, spares, seen)
-        return [wanted_record(wanted, serial, self._clock(), why, spares=spares, resting=resting, **more)]
+        return [wanted_record(wanted, serial, time.time(), why, spares=spares, resting=resting, **more)]
 
     def _laid_out(
         self, tps: Sequence[int], seen: Sequence[ObservedServer], resting: frozenset[str], sleepless: str

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, assert_never
 
 import orjson
@@ -43,43 +44,21 @@ _POLL_S = 0.2
 _PROBE_TIMEOUT_S = 5.0
 _NO_ANSWER = (BadResponse, ConnectionBroken, EngineUnreachable, ResponseTimeout)
 
-Mover = Callable[[str], Awaitable[None]]
-"""Called with a drained engine's id at the gateway: lets the trajectories that live there take their KV along."""
-
-
-async def move_nothing(_: str) -> None:
-    """Does nothing: trajectories are prefilled at their new home."""
-
 
 class StartFailed(Exception):
     """A server did not become ready; the message is the cause."""
 
 
 class Drivers:
-    """Carries out steps.
+    """Carries out steps."""
 
-    Args:
-        mover: moves KV away from a drained engine.
-        clock: returns wall-clock seconds, for the journal.
-    """
-
-    def __init__(
-        self,
-        fleet: FleetFile,
-        launcher: Launcher,
-        gateway: GatewayClient,
-        journal: Journal,
-        mover: Mover = move_nothing,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, fleet: FleetFile, launcher: Launcher, gateway: GatewayClient, journal: Journal) -> None:
         self.ready: set[str] = set()
         self.launched: set[str] = set()
         self._fleet = fleet
         self._launcher = launcher
         self._gateway = gateway
         self._journal = journal
-        self._mover = mover
-        self._clock = clock
         self._sleep = SLEEP[engine_kind(fleet.engine.kind)]
         self._began: dict[tuple[str, str], float] = {}
 
@@ -97,9 +76,9 @@ class Drivers:
             more = {"url": await self._url(step.server_id)}
         if isinstance(step, Sleep):
             more = {"level": self._fleet.sleep.level}
-        self._journal.write(**step_record("begun", step, self._clock(), **more))
+        self._journal.write(**step_record("begun", step, time.time(), **more))
         await self._do(step)
-        self._journal.write(**step_record("done", step, self._clock(), **more))
+        self._journal.write(**step_record("done", step, time.time(), **more))
 
     def note(self, one: ObservedServer) -> None:
         """Note what ends by itself: a server that was registered now serves."""
@@ -158,7 +137,8 @@ class Drivers:
             case MoveKv():
                 self._ended("drain", server_id, await self._tp(server_id))
                 self._begins("move", server_id)
-                await self._at_gateway(server_id, self._mover)
+                evacuate = partial(self._gateway.evacuate, timeout_s=self._fleet.limits.move_timeout_s)
+                await self._at_gateway(server_id, evacuate)
                 self._ended("move", server_id, await self._tp(server_id))
             case Stop():
                 self._begins("stop", server_id)
@@ -207,7 +187,7 @@ class Drivers:
         for other, taken in self._journal.state.urls.items():
             if taken == url and other != server_id:  # an earlier server had this address
                 await self._at_gateway(other, self._gateway.remove)
-                self._journal.write(**step_record("done", Remove(other), self._clock()))
+                self._journal.write(**step_record("done", Remove(other), time.time()))
         engine = self._fleet.engine
         said = {
             "url": url,
@@ -260,7 +240,7 @@ class Drivers:
         if began_at is not None and tp:
             seconds = round(time.monotonic() - began_at, 3)
             more = {"phase": phase, "tp": tp, "server_id": server_id, "engine_kind": self._fleet.engine.kind}
-            self._journal.write(kind="phase", at=self._clock(), seconds=seconds, **more)
+            self._journal.write(kind="phase", at=time.time(), seconds=seconds, **more)
 
 
 async def _answers(http: HttpClient) -> bool:

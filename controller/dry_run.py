@@ -1,6 +1,5 @@
 """What the controller would do now, without doing anything: for `heddle controller --dry-run`."""
 
-import time
 from collections.abc import Sequence
 
 from controller.demand import demand_of
@@ -38,7 +37,7 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
     sizes = largest_first(one.tp for one in seen if one.is_serving)
     lines = [f"Fleet {fleet.fleet}: {sizes_in_words(sizes) or 'nothing'} serves."]
     limits = fleet.limits
-    desired = DesiredFleet(fleet, launcher, lambda: state, time.time)
+    desired = DesiredFleet(fleet, launcher, lambda: state)
     if state.changed_at is None:
         lines.append("It has no journal. Running engines are adopted; if there are none, the first fleet is launched.")
         try:

@@ -15,12 +15,12 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from controller import rollouts
 from controller.demand import Demand, DemandAway, LastRollout
 from controller.desired import DesiredFleet, Refused
-from controller.drivers import Drivers, Mover, StartFailed, move_nothing
+from controller.drivers import Drivers, StartFailed
 from controller.fleet_file import FleetFile
 from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused
 from controller.journal import Journal, JournalAway, Json
@@ -46,21 +46,10 @@ LOGGER = logging.getLogger("heddle.controller")
 
 
 class Controller:
-    """One fleet.
-
-    Args:
-        clock: returns wall-clock seconds.
-    """
+    """One fleet."""
 
     def __init__(
-        self,
-        fleet: FleetFile,
-        launcher: Launcher,
-        gateway: GatewayClient,
-        demand: Demand,
-        journal: Journal,
-        mover: Mover = move_nothing,
-        clock: Callable[[], float] = time.time,
+        self, fleet: FleetFile, launcher: Launcher, gateway: GatewayClient, demand: Demand, journal: Journal
     ) -> None:
         self.fleet = fleet
         self.journal = journal
@@ -69,12 +58,11 @@ class Controller:
         self.has_observed = False
         self.servers: list[Server] = []
         self.proposal: Proposal | str = "no plan was made yet"
-        self.desired = DesiredFleet(fleet, launcher, lambda: journal.state, clock)
+        self.desired = DesiredFleet(fleet, launcher, lambda: journal.state)
         self._launcher = launcher
         self._gateway = gateway
         self._demand = demand
-        self._clock = clock
-        self._drivers = Drivers(fleet, launcher, gateway, journal, mover, clock)
+        self._drivers = Drivers(fleet, launcher, gateway, journal)
         self._tasks: dict[str, tuple[Step, asyncio.Task[None]]] = {}
         self._failed: dict[str, str] = {}
         self._draining_since: dict[str, float] = {}
@@ -164,7 +152,7 @@ class Controller:
         self.ask(self._tended())
         state = self.journal.state
         if is_reached(state.wanted, self.seen) and state.wanted != state.proven:
-            self.journal.write(kind="proven", at=self._clock())
+            self.journal.write(kind="proven", at=time.time())
         wanted_ids = {one.server_id for one in state.wanted}
         known = {one.server_id for one in self.seen} | {one.server_id for one in (*state.wanted, *state.spares)}
         noted = {*state.drained, *state.moved, *state.stopped, *state.rest, *state.urls, *state.begun}
@@ -172,7 +160,7 @@ class Controller:
             self.journal.write(kind="gone", server_ids=gone)
         for one in self.seen:  # a controller killed after its request may not have recorded it
             if one.server_id in state.urls and one.server_id not in wanted_ids and not (one.held or one.is_member):
-                self.journal.write(**step_record("done", Remove(one.server_id), self._clock()))
+                self.journal.write(**step_record("done", Remove(one.server_id), time.time()))
         self._watch_drains()
 
     async def _begin(self) -> None:
@@ -180,7 +168,7 @@ class Controller:
         alive = [one for one in self.seen if one.is_alive]
         asleep = {one.server_id for one in alive if await self._drivers.sleeps(one.server_id)}
         for server_id in asleep:
-            self.journal.write(**step_record("done", Sleep(server_id), self._clock()))
+            self.journal.write(**step_record("done", Sleep(server_id), time.time()))
         self.ask(self.desired.adopted(alive, asleep) if alive else self.desired.first())
 
     def _tended(self) -> list[Json]:
@@ -194,7 +182,7 @@ class Controller:
         }
         self._failed.clear()
         new_id, serial = new_ids(self.fleet.fleet, state)
-        return tend(state, ended, alive, self._clock(), self.fleet.retry_rule, new_id, serial)
+        return tend(state, ended, alive, time.time(), self.fleet.retry_rule, new_id, serial)
 
     async def _plan(self) -> None:
         """Make a plan when it is due, and act on it if that is enabled and the fleet is at rest."""
@@ -256,7 +244,7 @@ class Controller:
             spares=state.spares,
             min_engines=limits.min_engines,
             max_starting=limits.max_starting,
-            held_back=held_back(state, self._clock()),
+            held_back=held_back(state, time.time()),
         )
         for step in steps:
             if step.server_id not in self._tasks:

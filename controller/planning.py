@@ -87,13 +87,12 @@ def propose(
     return found
 
 
-def propose_next(
-    state: State, profiles: Mapping[int, EngineProfile], floor: Floor, rule: ReshapeRule = BETWEEN_ROLLOUTS
-) -> Proposal | str:
+def propose_next(state: State, profiles: Mapping[int, EngineProfile], floor: Floor) -> Proposal | str:
     """The fleet for the next rollout, or the reason why none is proposed. At least one rollout must have ended."""
     history = state.history
     trajectories = history.next_rollout()
     about = f"the next rollout: {len(trajectories)} trajectories like those of the last {len(history.alike)} rollouts"
+    rule = BETWEEN_ROLLOUTS
     if not history.is_for_other_lengths():
         if present_tps(state) == history.chosen_tps:
             return f"{about}, for which the fleet was chosen"

@@ -213,8 +213,7 @@ class MemoryGateway:
         self._cluster.members.pop(url, None)
         self._points.pass_point()
 
-    async def move(self, engine_id: str) -> None:
-        """Used as the controller's `move`: offers the KV of trajectories there to others."""
+    async def evacuate(self, engine_id: str, timeout_s: float) -> None:
         self._points.pass_point()
         assert not self._cluster.turns.get(engine_id.removeprefix("at ")), "KV is moved under a turn"
         self._cluster.moved.add(engine_id)

@@ -50,7 +50,7 @@ class Run:
         gateway = MemoryGateway(self.cluster, to_gateway or fuse)
         launcher = MemoryLauncher(self.cluster, to_launcher or fuse)
         demand = MemoryDemand(self.cluster)
-        made = Controller(self.fleet, launcher, gateway, demand, journal, gateway.move)  # type: ignore[arg-type]
+        made = Controller(self.fleet, launcher, gateway, demand, journal)  # type: ignore[arg-type]
         running = asyncio.create_task(made.run())
         try:
             async with asyncio.timeout(TIMEOUT_S):
