@@ -8,12 +8,12 @@ import orjson
 from engines.simulated.chat import render
 from engines.simulated.dialect import Dialect
 from engines.simulated.exchange import ApiError, Exchange, InvalidField
-from engines.simulated.fields import Body, flag, integer, items, wishes_of
+from engines.simulated.fields import Body, integer, items, wishes_of
 from engines.simulated.live import Generation
-from engines.simulated.openai_api import run
+from engines.simulated.openai_api import asked_of, run
 from engines.simulated.outcomes import call_fragment, finish_reason, text_of
 from engines.simulated.routes import Routes
-from engines.simulated.running import Asked, Running
+from engines.simulated.running import Running
 from engines.simulated.service import EngineService
 
 
@@ -35,15 +35,7 @@ async def _messages(service: EngineService, dialect: Dialect, exchange: Exchange
     dialect.check_model(body)
     prompt, max_tokens, form = chat_of(service, body)
     max_tokens = service.answer_limit(prompt, max_tokens)
-    asked = Asked(
-        dialect.answer_id(exchange, body, "chatcmpl-"),
-        [prompt],
-        wishes_of(form, max_tokens, None),
-        len(prompt),
-        dialect.priority(exchange, body),
-        str(body.get("cache_salt") or ""),
-        flag(body, "stream"),
-    )
+    asked = asked_of(dialect, exchange, body, "chatcmpl-", [prompt], wishes_of(form, max_tokens, None))
     await run(service, dialect, exchange, asked, partial(_MessageStream, service), partial(_whole, service))
 
 

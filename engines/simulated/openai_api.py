@@ -1,9 +1,10 @@
 """`/v1/chat/completions` and `/v1/completions`: OpenAI's routes, as both engines serve them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+from engines.simulated.answers import Wish
 from engines.simulated.chat import render
 from engines.simulated.dialect import Dialect
 from engines.simulated.exchange import ApiError, Exchange, InvalidField
@@ -45,22 +46,12 @@ async def completions(service: EngineService, dialect: Dialect, exchange: Exchan
     dialect.check_model(body)
     wanted = integer(body, "max_tokens", 16, lowest=1) or 16
     num_logprobs = integer(body, "logprobs", lowest=0)
-    prompts, wishes, prompt_tokens = [], [], 0
+    prompts, wishes = [], []
     for prompt in prompts_of(service, body, "prompt"):
-        prompt_tokens += len(prompt)
         for wish in wishes_of(body, service.answer_limit(prompt, wanted), num_logprobs):
             prompts.append(prompt)
             wishes.append(wish)
-    asked = Asked(
-        dialect.answer_id(exchange, body, "cmpl-"),
-        prompts,
-        wishes,
-        prompt_tokens,
-        dialect.priority(exchange, body),
-        str(body.get("cache_salt") or ""),
-        flag(body, "stream"),
-        body.get("kv_transfer_params"),
-    )
+    asked = asked_of(dialect, exchange, body, "cmpl-", prompts, wishes, body.get("kv_transfer_params"))
     await run(
         service,
         dialect,
@@ -84,15 +75,28 @@ def chat_asked(service: EngineService, dialect: Dialect, exchange: Exchange, bod
     if flag(body, "logprobs"):
         num_logprobs = integer(body, "top_logprobs", 0, lowest=0)
     wishes = wishes_of(body, max_tokens, num_logprobs)
+    prompts = [prompt] * len(wishes)
+    return asked_of(dialect, exchange, body, "chatcmpl-", prompts, wishes, body.get("kv_transfer_params"))
+
+
+def asked_of(
+    dialect: Dialect,
+    exchange: Exchange,
+    body: Body,
+    id_prefix: str,
+    prompts: Sequence[list[int]],
+    wishes: Sequence[Wish],
+    kv_transfer: Body | None = None,
+) -> Asked:
+    """A request's choices, with what bodies of all routes name alike."""
     return Asked(
-        dialect.answer_id(exchange, body, "chatcmpl-"),
-        [prompt] * len(wishes),
+        dialect.answer_id(exchange, body, id_prefix),
+        prompts,
         wishes,
-        len(prompt),
         dialect.priority(exchange, body),
         str(body.get("cache_salt") or ""),
         flag(body, "stream"),
-        body.get("kv_transfer_params"),
+        kv_transfer,
     )
 
 

@@ -9,10 +9,10 @@ from engines.simulated.dialect import Dialect
 from engines.simulated.exchange import ApiError, Exchange
 from engines.simulated.fields import Body, flag, integer, mapping, wishes_of
 from engines.simulated.live import Generation
-from engines.simulated.openai_api import run
+from engines.simulated.openai_api import asked_of, run
 from engines.simulated.outcomes import call_fragment, finish_reason, text_of
 from engines.simulated.routes import Routes
-from engines.simulated.running import Asked, Running
+from engines.simulated.running import Running
 from engines.simulated.service import EngineService
 
 
@@ -32,15 +32,7 @@ async def _responses(service: EngineService, dialect: Dialect, exchange: Exchang
     prompt, max_tokens, form = chat_of(service, body)
     max_tokens = service.answer_limit(prompt, max_tokens)
     body |= {"max_output_tokens": max_tokens}
-    asked = Asked(
-        dialect.answer_id(exchange, body, "resp_"),
-        [prompt],
-        wishes_of(form, max_tokens, None),
-        len(prompt),
-        dialect.priority(exchange, body),
-        str(body.get("cache_salt") or ""),
-        flag(body, "stream"),
-    )
+    asked = asked_of(dialect, exchange, body, "resp_", [prompt], wishes_of(form, max_tokens, None))
     await run(
         service, dialect, exchange, asked, partial(_ResponseStream, service, body), partial(_whole, service, body)
     )
@@ -61,7 +53,7 @@ def chat_of(service: EngineService, body: Body) -> tuple[list[int], int | None, 
         "tools": tools,
         "tool_choice": choice,
         "ignore_eos": body.get("ignore_eos"),
-        "response_format": _format(body),
+        "response_format": format_of(body),
     }
     return prompt, integer(body, "max_output_tokens", lowest=1), form
 
@@ -94,7 +86,8 @@ def _messages(body: Body) -> list[Body]:
     return messages
 
 
-def _format(body: Body) -> Body | None:
+def format_of(body: Body) -> Body | None:
+    """The form that the text must have, as a chat asks for it."""
     form = mapping(mapping(body, "text"), "format")
     if form.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
@@ -114,7 +107,8 @@ _ECHOED = {
 }
 
 
-def _call(running: Running, arguments: str, status: str) -> Body:
+def call_item(running: Running, arguments: str, status: str) -> Body:
+    """The output item of the answer's call."""
     call = running.generations[0].answer.call
     assert call is not None
     ids = {"id": f"fc_{running.asked.id}", "call_id": f"call_{running.asked.id}"}
@@ -130,11 +124,12 @@ def _item_of(running: Running) -> Body:
     """The one item of a whole answer: a call that was cut is text."""
     generation = running.generations[0]
     if generation.answer.call is not None and finish_reason(generation) == "tool_calls":
-        return _call(running, generation.answer.call.arguments, "completed")
-    return _message(running, [_part(text_of(generation))], "completed")
+        return call_item(running, generation.answer.call.arguments, "completed")
+    return _message(running, [text_part(text_of(generation))], "completed")
 
 
-def _part(text: str) -> Body:
+def text_part(text: str) -> Body:
+    """The content of a message item."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
 
 
@@ -210,13 +205,13 @@ class _ResponseStream:
         status = _status(self._running.generations[0])
         said, place, events, output = "".join(self._said), self._place(), [], []
         if self._is_open and self._is_call:
-            output = [_call(self._running, said, "completed")]
+            output = [call_item(self._running, said, "completed")]
             done = {"name": output[0]["name"], "arguments": said}
             events.append(self._event("response.function_call_arguments.done", **place, **done))
         elif self._is_open:
-            output = [_message(self._running, [_part(said)], "completed")]
+            output = [_message(self._running, [text_part(said)], "completed")]
             events.append(self._event("response.output_text.done", **place, text=said, logprobs=[]))
-            events.append(self._event("response.content_part.done", **place, part=_part(said)))
+            events.append(self._event("response.content_part.done", **place, part=text_part(said)))
         events += [self._event("response.output_item.done", output_index=0, item=item) for item in output]
         response = _response(self._service, self._body, self._running, status, output)
         # Both engines end this way, whatever the status inside is.
@@ -232,7 +227,7 @@ class _ResponseStream:
             item = _message(self._running, [], "in_progress")
             events.append(self._event("response.output_item.added", output_index=0, item=item))
             events.append(
-                self._event("response.content_part.added", **self._place(), part=_part("") | {"logprobs": []})
+                self._event("response.content_part.added", **self._place(), part=text_part("") | {"logprobs": []})
             )
         self._said.append(text)
         return [*events, self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])]
@@ -242,7 +237,7 @@ class _ResponseStream:
         events = []
         if names_it:
             self._is_open = True
-            item = _call(self._running, "", "in_progress")
+            item = call_item(self._running, "", "in_progress")
             events.append(self._event("response.output_item.added", output_index=0, item=item))
         if arguments:
             self._said.append(arguments)

@@ -17,7 +17,6 @@ class Asked:
     Args:
         id: the answer's id, by which the request can be aborted.
         prompts: one for each wish; choices of the same prompt share its list.
-        prompt_tokens: of all prompts, each counted once.
         priority: lower is earlier, whatever the dialect's own sign.
         kv_transfer: vLLM's `kv_transfer_params`.
     """
@@ -25,11 +24,15 @@ class Asked:
     id: str
     prompts: Sequence[list[int]]
     wishes: Sequence[Wish]
-    prompt_tokens: int
     priority: int = 0
     cache_salt: str = ""
     is_stream: bool = False
     kv_transfer: Mapping[str, Any] | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts, each counted once."""
+        return sum(map(len, {id(prompt): prompt for prompt in self.prompts}.values()))
 
 
 class Running:

@@ -53,7 +53,6 @@ async def _messages(service: EngineService, dialect: Dialect, exchange: Exchange
         dialect.answer_id(exchange, {}, "msg_"),
         [prompt],
         wishes_of(form, service.answer_limit(prompt, wanted), None),
-        len(prompt),
         dialect.priority(exchange, {}),
         "",
         flag(body, "stream"),

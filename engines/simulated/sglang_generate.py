@@ -73,7 +73,6 @@ async def generate(service: EngineService, dialect: Dialect, exchange: Exchange)
         dialect.answer_id(exchange, body, ""),
         prompts * len(wishes),
         wishes,
-        len(prompts[0]),
         dialect.priority(exchange, body),
         str(body.get("cache_salt") or body.get("extra_key") or ""),
         flag(body, "stream"),

@@ -13,10 +13,11 @@ import orjson
 from engines.simulated.chat import render
 from engines.simulated.dialect import Dialect
 from engines.simulated.exchange import ApiError, Exchange
-from engines.simulated.fields import Body, flag, integer, mapping, wishes_of
+from engines.simulated.fields import Body, flag, integer, wishes_of
 from engines.simulated.live import Generation
 from engines.simulated.openai_api import run
 from engines.simulated.outcomes import call_fragment, finish_reason, text_of
+from engines.simulated.responses_api import call_item, format_of, text_part
 from engines.simulated.routes import Routes
 from engines.simulated.running import Asked, Running
 from engines.simulated.service import EngineService
@@ -45,14 +46,13 @@ async def _responses(service: EngineService, dialect: Dialect, exchange: Exchang
         "temperature": body.get("temperature"),
         "tools": tools,
         "tool_choice": choice if tools else None,
-        "response_format": _format(body),
+        "response_format": format_of(body),
     }
     limit = service.answer_limit(prompt, None if wanted is None else wanted - _HEADROOM)
     asked = Asked(
         dialect.answer_id(exchange, {}, "resp_"),
         [prompt],
         wishes_of(form, limit, None),
-        len(prompt),
         dialect.priority(exchange, body),
         str(body.get("cache_salt") or ""),
         flag(body, "stream"),
@@ -120,13 +120,6 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def _format(body: Body) -> Body | None:
-    shape = mapping(mapping(body, "text"), "format")
-    if shape.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": {"schema": shape.get("schema")}}
-    return shape or None
-
-
 def _response(service: EngineService, body: Body, running: Running, status: str, output: list[Body]) -> Body:
     generation = running.generations[0]
     is_text = output and all(item["type"] == "message" for item in output)
@@ -166,28 +159,17 @@ def _status(generation: Generation) -> str:
     return {"length": "incomplete", "abort": "failed"}.get(finish_reason(generation), "completed")
 
 
-def _call(running: Running, arguments: str, status: str) -> Body:
-    call = running.generations[0].answer.call
-    assert call is not None
-    ids = {"id": f"fc_{running.asked.id}", "call_id": f"call_{running.asked.id}"}
-    return {"type": "function_call", **ids, "name": call.name, "arguments": arguments, "status": status}
-
-
 def _message(running: Running, text: str | None, status: str) -> Body:
-    content = [] if text is None else [_part(text)]
+    content = [] if text is None else [text_part(text)]
     said = {"type": "message", "id": f"msg_{running.asked.id}", "role": "assistant", "content": content}
     return said | {"status": status, "phase": "final_answer"}
-
-
-def _part(text: str) -> Body:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
 
 
 def _whole(service: EngineService, body: Body, running: Running) -> Body:
     generation = running.generations[0]
     output = [_message(running, text, "completed")] if (text := text_of(generation)) else []
     if generation.answer.call is not None and finish_reason(generation) == "tool_calls":
-        output = [_call(running, generation.answer.call.arguments, "completed")]
+        output = [call_item(running, generation.answer.call.arguments, "completed")]
     return _response(service, body, running, _status(generation), output)
 
 
@@ -221,14 +203,14 @@ class _ResponseStream:
         status, said, output = _status(self._running.generations[0]), "".join(self._said), []
         events = self._begun()
         if self._open is not None and self._open["type"] == "function_call":
-            output = [_call(self._running, said, "completed")]
+            output = [call_item(self._running, said, "completed")]
             done = {"name": self._open["name"], "arguments": said}
             events.append(self._event("response.function_call_arguments.done", **self._place(), **done))
         elif self._open is not None:
             output = [_message(self._running, said, "completed")]
             told = [
                 self._event("response.output_text.done", **self._place(), text=said, logprobs=[]),
-                self._event("response.content_part.done", **self._place(), part=_part(said)),
+                self._event("response.content_part.done", **self._place(), part=text_part(said)),
             ]
             events += [*self._held, *told]
         events += [self._event("response.output_item.done", output_index=0, item=item) for item in output]
@@ -246,7 +228,7 @@ class _ResponseStream:
         answer = self._running.generations[0].answer
         if answer.call is not None:
             names_it, arguments = call_fragment(self._running.generations[0], begin, end)
-            opened = [self._added(_call(self._running, "", "in_progress"))] if names_it else []
+            opened = [self._added(call_item(self._running, "", "in_progress"))] if names_it else []
             return opened + self._delta("response.function_call_arguments.delta", arguments)
         text = "".join(answer.texts[begin:end])
         if not text:
@@ -254,7 +236,7 @@ class _ResponseStream:
         events = []
         if self._open is None:
             events.append(self._added(_message(self._running, None, "in_progress")))
-            events.append(self._event("response.content_part.added", **self._place(), part=_part("")))
+            events.append(self._event("response.content_part.added", **self._place(), part=text_part("")))
         events += self._delta("response.output_text.delta", text, logprobs=[])
         if self._holds_text:
             self._held += events

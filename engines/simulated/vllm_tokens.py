@@ -130,7 +130,6 @@ async def _generate(service: EngineService, dialect: VllmDialect, exchange: Exch
         f"generate-tokens-{body.get('request_id') or os.urandom(16).hex()}",
         [prompt] * len(wishes),
         wishes,
-        len(prompt),
         integer(body, "priority", 0) or 0,
         str(body.get("cache_salt") or ""),
         flag(body, "stream"),
