@@ -77,8 +77,8 @@ def text(
 
 def box(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:
     """A filled rectangle; `title` is shown when the pointer is on it."""
-    inner = f"<title>{escape(title)}</title>" if title else ""
-    return f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}" fill="{fill}">{inner}</rect>'
+    size = f'width="{_n(width)}" height="{_n(height)}"'
+    return f'<rect x="{_n(x)}" y="{_n(y)}" {size} fill="{fill}">{_title(title)}</rect>'
 
 
 def line(
@@ -93,39 +93,41 @@ def line(
     """Straight lines from point to point; with a `fill`, also the area that they enclose."""
     path = "M" + "L".join(f"{_n(x)} {_n(y)}" for x, y in points)
     dashes = ' stroke-dasharray="6 4"' if is_dashed else ""
-    inner = f"<title>{escape(title)}</title>" if title else ""
-    return f'<path d="{path}" fill="{fill}" stroke="{stroke}" stroke-width="{_n(width)}"{dashes}>{inner}</path>'
+    return f'<path d="{path}" fill="{fill}" stroke="{stroke}" stroke-width="{_n(width)}"{dashes}>{_title(title)}</path>'
 
 
-def dots(points: Iterable[Point], fill: str, *, size: float = 3.0, opacity: float = 0.5, title: str = "") -> str:
+def dots(points: Iterable[Point], fill: str, title: str) -> str:
     """Round dots, all in one element."""
     path = "".join(f"M{_n(x)} {_n(y)}h0" for x, y in points)
-    inner = f"<title>{escape(title)}</title>" if title else ""
     return (
-        f'<path d="{path}" fill="none" stroke="{fill}" stroke-width="{_n(size)}" stroke-linecap="round" '
-        f'stroke-opacity="{_n(opacity)}">{inner}</path>'
+        f'<path d="{path}" fill="none" stroke="{fill}" stroke-width="3" stroke-linecap="round" stroke-opacity="0.5">'
+        f"{_title(title)}</path>"
     )
 
 
-def bars(pieces: Iterable[tuple[float, float, float]], stroke: str, *, height: float, title: str = "") -> str:
+def bars(pieces: Iterable[tuple[float, float, float]], stroke: str, *, height: float, title: str) -> str:
     """Horizontal strips (from x, y of the middle, length) of one height and colour, all in one element."""
     path = "".join(f"M{_n(x)} {_n(y)}h{_n(length)}" for x, y, length in pieces)
-    inner = f"<title>{escape(title)}</title>" if title else ""
-    return f'<path d="{path}" fill="none" stroke="{stroke}" stroke-width="{_n(height)}">{inner}</path>'
+    return f'<path d="{path}" fill="none" stroke="{stroke}" stroke-width="{_n(height)}">{_title(title)}</path>'
 
 
-def frame(x: Axis, y: Axis, x_name: str, y_name: str, *, x_unit: str = "", y_unit: str = "") -> list[str]:
+def frame(x: Axis, y: Axis, x_name: str, y_name: str) -> list[str]:
     """Grid lines, ticks and names of both axes."""
-    shapes = []
-    for value in x.ticks():
-        shapes.append(line([(x.at(value), y.start), (x.at(value), y.end)], _FAINT, width=1))
-        shapes.append(text(x.at(value), y.start + 18, _label(value) + x_unit, anchor="middle", fill="#556", size=12))
+    shapes = [shape for value in x.ticks() for shape in gridline(x, y, value, _label(value))]
     for value in y.ticks():
         shapes.append(line([(x.start, y.at(value)), (x.end, y.at(value))], _FAINT, width=1))
-        shapes.append(text(x.start - 8, y.at(value) + 4, _label(value) + y_unit, anchor="end", fill="#556", size=12))
+        shapes.append(text(x.start - 8, y.at(value) + 4, _label(value), anchor="end", fill="#556", size=12))
     shapes.append(text((x.start + x.end) / 2, y.start + 40, x_name, anchor="middle", fill="#445"))
     shapes.append(text(x.start, y.end - 10, y_name, fill="#445"))
     return shapes
+
+
+def gridline(x: Axis, y: Axis, value: float, label: str) -> list[str]:
+    """The line of a value of `x`, and its label."""
+    return [
+        line([(x.at(value), y.start), (x.at(value), y.end)], _FAINT, width=1),
+        text(x.at(value), y.start + 18, label, anchor="middle", fill="#556", size=12),
+    ]
 
 
 def legend(x: float, y: float, entries: Iterable[tuple[str, str]]) -> list[str]:
@@ -136,6 +138,10 @@ def legend(x: float, y: float, entries: Iterable[tuple[str, str]]) -> list[str]:
         shapes.append(text(x + 24, y, words, fill="#445"))
         x += 24 + 7.2 * len(words) + 22
     return shapes
+
+
+def _title(words: str) -> str:
+    return f"<title>{escape(words)}</title>" if words else ""
 
 
 def _round_step(step: float) -> float:

@@ -19,6 +19,7 @@ from simulator.chart import (
     card,
     dots,
     frame,
+    gridline,
     legend,
     line,
     text,
@@ -148,7 +149,7 @@ def ablation(groups: Sequence[tuple[str, Sequence[Bar]]], title: str, subtitle: 
     height = 150 + 24 * rows
     x = Axis(low - 0.02 * (high - low), high + 0.02 * (high - low), 250, _WIDTH - 90)
     y = Axis(0, 1, height - 60, 76)
-    shapes = [shape for value in x.ticks() for shape in _gridline(x, y, value)]
+    shapes = [shape for value in x.ticks() for shape in gridline(x, y, value, f"x{value:.3g}")]
     top = 92.0
     for label, group in groups:
         shapes.append(text(24, top + 12, label, weight=600))
@@ -179,7 +180,7 @@ def calibration(steps: Sequence[Predicted], title: str, max_dots: int = 1_500) -
         shapes += frame(x, y, "true total, tokens", f"predicted before turn {step.step}, tokens")
         every = -(-len(step.true) // max_dots)
         pairs = list(zip(step.true, step.totals, strict=True))[::every]
-        shapes.append(dots(((x.at(true), y.at(total)) for true, total in pairs), BLUE, title=f"step {step.step}"))
+        shapes.append(dots(((x.at(true), y.at(total)) for true, total in pairs), BLUE, f"step {step.step}"))
         shapes.append(line([(x.at(low), y.at(low)), (x.at(high), y.at(high))], RED, width=1.5, is_dashed=True))
         words = f"{100 * step.covered_share:.1f} % of true totals within the predicted P90 (wanted: 90 %)"
         shapes.append(text(left, 72, words, fill="#445", size=12))
@@ -237,13 +238,6 @@ def _bar(bar: Bar, x: Axis, top: float) -> list[str]:
         box(ends[0], top, ends[1] - ends[0], 16, colour, f"{bar.label}: {bar.mean:.3f}"),
         line([(x.at(bar.low), middle), (x.at(bar.high), middle)], INK, width=1.5, title=f"{bar.label} spread"),
         text(x.at(max(bar.high, bar.mean)) + 8, top + 13, f"x{bar.mean:.2f}", fill="#445"),
-    ]
-
-
-def _gridline(x: Axis, y: Axis, value: float) -> list[str]:
-    return [
-        line([(x.at(value), y.start), (x.at(value), y.end)], "#e4e4ea", width=1),
-        text(x.at(value), y.start + 18, f"x{value:.3g}", anchor="middle", fill="#556", size=12),
     ]
 
 
