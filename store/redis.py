@@ -212,20 +212,12 @@ class RedisStore:
         self._wanted.set()
 
     async def get_pieces(self, trajectory_id: str, prefix: str = "") -> dict[str, bytes]:
-        await self._settle_or_raise()
-        try:
-            found: Any = await asked(self._redis.hgetall(self._key("pieces:") + trajectory_id))
-        except FAULTS as fault:
-            raise StoreAway(self._away(fault)) from fault
+        found = await self._reply(self._redis.hgetall, self._key("pieces:") + trajectory_id)
         pieces = {str(name, "utf-8"): data for name, data in found.items()}
         return {name: data for name, data in pieces.items() if name.startswith(prefix)}
 
     async def piece_sizes(self) -> dict[str, int]:
-        await self._settle_or_raise()
-        try:
-            found: Any = await asked(self._redis.hgetall(self._key("sizes")))
-        except FAULTS as fault:
-            raise StoreAway(self._away(fault)) from fault
+        found = await self._reply(self._redis.hgetall, self._key("sizes"))
         return {str(trajectory_id, "utf-8"): int(num_bytes) for trajectory_id, num_bytes in found.items()}
 
     def put_state(self, name: str, value: bytes) -> None:
@@ -233,11 +225,7 @@ class RedisStore:
         self._wanted.set()
 
     async def get_state(self, name: str) -> bytes | None:
-        await self._settle_or_raise()
-        try:
-            value: Any = await asked(self._redis.hget(self._key("states"), name))
-        except FAULTS as fault:
-            raise StoreAway(self._away(fault)) from fault
+        value = await self._reply(self._redis.hget, self._key("states"), name)
         return None if value is None else bytes(value)
 
     def when_settled(self, call: Callable[[], None]) -> bool:
@@ -269,6 +257,14 @@ class RedisStore:
         self._flusher.cancel()
         await asyncio.wait((self._flusher,))
         await self._redis.aclose()
+
+    async def _reply(self, command: Callable[..., Any], *names: str) -> Any:
+        """The reply to a command that is sent once all puts are there."""
+        await self._settle_or_raise()
+        try:
+            return await asked(command(*names))
+        except FAULTS as fault:
+            raise StoreAway(self._away(fault)) from fault
 
     async def _settle_or_raise(self) -> None:
         if not await self.settle(self._settings.op_timeout_s) or self._fault:
