@@ -13,6 +13,7 @@ import httpx
 
 from controller.assembly import controller
 from controller.fleet_file import FleetFile
+from controller.launcher import Server, ServerState
 from controller.local_launcher import LocalLauncher
 from controller.loop import Controller
 from controller.steps import is_reached
@@ -43,6 +44,12 @@ def fleet_file(state_dir: Path, gateway_url: str, **changes: Any) -> FleetFile:
 
 def launcher_for(fleet: FleetFile) -> LocalLauncher:
     return LocalLauncher(fleet.state_dir / "servers", fleet.local_devices, None)
+
+
+async def alive(fleet: FleetFile) -> dict[str, Server]:
+    """The servers that have not ended, by their ids."""
+    found = await launcher_for(fleet).find(fleet.fleet)
+    return {one.spec.server_id: one for one in found if one.state is not ServerState.EXITED}
 
 
 @asynccontextmanager

@@ -15,12 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
-from controller.fleet_file import ADMIN_KEY_VARIABLE, FleetFile, load_fleet_file
-from controller.launcher import Server, ServerState
+from controller.fleet_file import ADMIN_KEY_VARIABLE, load_fleet_file
 from engines.children import free_port
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from tests.controller.fleet_site import launcher_for, stopped_at_the_end
+from tests.controller.fleet_site import alive, stopped_at_the_end
 from tests.support.gateway import ADMIN, ADMIN_KEY, eventually, running_gateway
 
 TIMEOUT_S = 90.0
@@ -192,10 +191,6 @@ async def test_a_fleet_is_shown_planned_scaled_and_drained(tmp_path: Path) -> No
                     return not await alive(fleet)
 
                 await eventually(is_ended, TIMEOUT_S)
-
-
-async def alive(fleet: FleetFile) -> list[Server]:
-    return [one for one in await launcher_for(fleet).find(fleet.fleet) if one.state is not ServerState.EXITED]
 
 
 async def test_invalid_commands_and_absent_controllers_are_reported(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ import httpx
 import pytest
 
 from controller.fleet_file import ADMIN_KEY_VARIABLE, FleetFile
-from controller.launcher import Server, ServerState
+from controller.launcher import Server
 from tests.controller.fleet_site import (
     Rollout,
     acting,
+    alive,
     engines,
     fleet_file,
-    launcher_for,
     stopped_at_the_end,
     until,
     until_reached,
@@ -93,19 +93,15 @@ async def check_end(fleet: FleetFile, gateway_url: str, tps: list[int]) -> None:
     members = await engines(gateway_url)
     assert {one["url"] for one in members} == {server.url for server in servers}
     assert not any(one["is_cordoned"] for one in members)
-    asleep = {one.spec.tp for one in await alive(fleet)} - set(tps)
+    asleep = {one.spec.tp for one in (await alive(fleet)).values()} - set(tps)
     assert asleep == set(fleet.sleep.tp_sizes) - set(tps)
-
-
-async def alive(fleet: FleetFile) -> list[Server]:
-    return [one for one in await launcher_for(fleet).find(fleet.fleet) if one.state is not ServerState.EXITED]
 
 
 async def awake(fleet: FleetFile) -> list[Server]:
     """By the servers' own answers; one that does not answer yet holds its devices."""
     found = []
     async with httpx.AsyncClient(timeout=60.0) as client:
-        for server in await alive(fleet):
+        for server in (await alive(fleet)).values():
             try:
                 reply = (await client.get(f"{server.url}/is_sleeping")).json()
             except httpx.TransportError:

@@ -10,7 +10,6 @@ import pytest
 
 from controller.dry_run import told
 from controller.fleet_file import FleetFile
-from controller.launcher import ServerState
 from controller.planning import relaunch_s
 from controller.report import alarms
 from controller.steps import SleepState
@@ -19,6 +18,7 @@ from tests.controller.fleet_site import (
     Rollout,
     acting,
     acting_without_its_journal,
+    alive,
     fleet_file,
     launcher_for,
     play_through_changes,
@@ -37,11 +37,6 @@ def sleeping_fleet(folder: Path, url: str, *flags: str, **sleep: object) -> Flee
     return fleet_file(folder, url, engine=engine, sleep={"tp_sizes": (1, 2), **sleep})
 
 
-async def alive(fleet: FleetFile) -> set[str]:
-    found = await launcher_for(fleet).find(fleet.fleet)
-    return {one.spec.server_id for one in found if one.state is not ServerState.EXITED}
-
-
 async def test_shapes_swap_under_a_rollout_without_a_start(tmp_path: Path) -> None:
     """2 x TP 1 -> 1 x TP 2 -> 2 x TP 1 by the same three processes: no turn fails or differs, the seconds of each phase
     are kept, the next change is planned with the wake-up times measured here, and `--dry-run` shows them."""
@@ -49,11 +44,11 @@ async def test_shapes_swap_under_a_rollout_without_a_start(tmp_path: Path) -> No
         fleet = sleeping_fleet(tmp_path, gateway.url)
         async with stopped_at_the_end(fleet), acting(fleet) as made:
             await until_reached(made, 1, 1)
-            processes = await alive(fleet)
+            processes = (await alive(fleet)).keys()
             assert len(processes) == 3, "the other shape is there before it is wanted"
             rollout = Rollout(gateway.url, "simulated", 6)
             await play_through_changes(made, rollout)
-            assert await alive(fleet) == processes
+            assert (await alive(fleet)).keys() == processes
             await until(lambda: len(made.journal.state.urls) == 2, lambda: made.journal.state)
             state = made.journal.state
             assert {phase for phase, _ in state.phase_s} == {"drain", "move", "sleep", "wake", "start", "register"}
@@ -128,10 +123,10 @@ async def test_engines_that_cannot_sleep_are_stopped(tmp_path: Path) -> None:
         fleet = sleeping_fleet(tmp_path, gateway.url, "--dialect", "sglang", is_ahead=False)
         async with stopped_at_the_end(fleet), acting(fleet) as made:
             await until_reached(made, 1, 1)
-            first = await alive(fleet)
+            first = (await alive(fleet)).keys()
             made.ask(made.desired.scaled([2], made.observed()))
             await until_reached(made, 2)
-            assert made.journal.state.sleepless == "it has no /sleep" and not first & await alive(fleet)
+            assert made.journal.state.sleepless == "it has no /sleep" and not first & (await alive(fleet)).keys()
             assert made.journal.state.failures == ()
             assert "it has no /sleep" in alarms(made, 0.0)["cannot_sleep"]
             made.ask(made.desired.scaled([2], made.observed()))

@@ -114,3 +114,8 @@ async def raw(url: str, data: bytes, timeout_s: float = 5.0) -> bytes:
             return await reader.read()
     finally:
         writer.close()
+
+
+async def are_waiting(client: httpx.AsyncClient, url: str, num: int) -> bool:
+    """Whether so many turns wait at a gateway."""
+    return bool((await client.get(url + "/healthz")).json()["waiting_turns"] == num)

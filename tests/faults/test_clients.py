@@ -16,7 +16,7 @@ import pytest
 from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from tests.faults.asking import APIS, PATHS, Reply, ask, body_of
+from tests.faults.asking import APIS, PATHS, Reply, are_waiting, ask, body_of
 from tests.faults.raw_engine import CHAT_EVENT, STREAM_HEAD, chunk, hangs, raw_engine, whole
 from tests.support.gateway import eventually, running_gateway
 from tests.support.rounds import came_about, num_ended, play_rounds
@@ -114,8 +114,8 @@ async def test_a_client_that_leaves_the_queue_leaves_no_trace(client: httpx.Asyn
         await eventually(lambda: is_running(client, engine, 1))
         waiter = {"x-trajectory-id": "waiter"}
         async with client_connection(gateway.url, "chat", body_of("chat", stream, text="I wait"), waiter):
-            await eventually(lambda: is_waiting(client, gateway.url, 1))
-        await eventually(lambda: is_waiting(client, gateway.url, 0), timeout_s=1.0)
+            await eventually(lambda: are_waiting(client, gateway.url, 1))
+        await eventually(lambda: are_waiting(client, gateway.url, 0), timeout_s=1.0)
         assert [turn["legs"] for turn in await turns_of(client, gateway.url, "waiter")] == [0]
         await client.delete(gateway.url + "/v1/trajectories/holder")
         assert (await ask(client, gateway.url, "chat", body_of("chat"))).is_finished("chat")
@@ -303,10 +303,6 @@ def num_tokens(reply: Reply, stream: bool) -> int:
 
 async def is_running(client: httpx.AsyncClient, engine: str, num: int, dialect: str = "vllm") -> bool:
     return await num_running(client, engine, dialect) == num
-
-
-async def is_waiting(client: httpx.AsyncClient, url: str, num: int) -> bool:
-    return bool((await health(client, url))["waiting_turns"] == num)
 
 
 async def has_joined(client: httpx.AsyncClient, url: str, num: int) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault, SimulatedEngineSettings
-from tests.faults.asking import APIS, PATHS, ask, body_of
+from tests.faults.asking import APIS, PATHS, are_waiting, ask, body_of
 from tests.faults.raw_engine import (
     CHAT_EVENT,
     STREAM_HEAD,
@@ -178,7 +178,7 @@ async def test_a_refused_connection_opens_the_circuit_until_the_relaunch(
             assert await engine_states(client, gateway.url) == {address: "ready"}, "first seen, so no new id"
         await eventually(lambda: has_states(client, gateway.url, {address: "lost"}))
         waiting = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat")))
-        await eventually(lambda: num_waiting(client, gateway.url, 1))
+        await eventually(lambda: are_waiting(client, gateway.url, 1))
         async with raw_engine(writes(whole(FINISHED + b"}")), port=port, started_at=3.0):
             reply = await waiting
             assert reply.is_finished("chat")
@@ -419,10 +419,6 @@ async def has_states(client: httpx.AsyncClient, url: str, states: dict[str, str]
 
 async def is_ready(client: httpx.AsyncClient, url: str, num: int = 1) -> bool:
     return list((await engine_states(client, url)).values()).count("ready") == num
-
-
-async def num_waiting(client: httpx.AsyncClient, url: str, num: int) -> bool:
-    return bool((await client.get(url + "/healthz")).json()["waiting_turns"] == num)
 
 
 async def gauge(client: httpx.AsyncClient, engine: str, name: str, value: float) -> bool:

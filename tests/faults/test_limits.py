@@ -11,7 +11,7 @@ import pytest
 from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from tests.faults.asking import APIS, PATHS, ask, body_of, check_error, raw
+from tests.faults.asking import APIS, PATHS, are_waiting, ask, body_of, check_error, raw
 from tests.support.gateway import ADMIN, eventually, running_gateway
 
 ONE_SLOT = SimulatedEngineSettings(profile=replace(load_profile("qwen3-14b-h100-tp1"), slots=1))
@@ -27,7 +27,7 @@ async def test_a_full_queue_answers_429_with_retry_after(client: httpx.AsyncClie
             asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", tokens=4000, text=f"hello {n}")))
             for n in range(2)
         ]
-        await eventually(lambda: is_waiting(client, gateway.url, 1))
+        await eventually(lambda: are_waiting(client, gateway.url, 1))
         refused = await client.post(gateway.url + PATHS[api], json=body_of(api, stream))
         check_error(api, refused, 429, "queue_full")
         assert int(refused.headers["retry-after"]) >= 1
@@ -184,10 +184,6 @@ async def test_without_an_engine_a_turn_gets_503(client: httpx.AsyncClient) -> N
             response = await client.post(gateway.url + PATHS[api], json=body_of(api))
             check_error(api, response, 503, "no_engine")
             assert response.headers["retry-after"]
-
-
-async def is_waiting(client: httpx.AsyncClient, url: str, num: int) -> bool:
-    return bool((await client.get(url + "/healthz")).json()["waiting_turns"] == num)
 
 
 async def has_legs(client: httpx.AsyncClient, url: str, num: int, headers: dict[str, str] | None = None) -> bool:

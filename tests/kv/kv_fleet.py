@@ -92,3 +92,10 @@ async def running_fleet(*engines: SimulatedEngineSettings, **settings: Any) -> A
 def first_messages(name: str = "") -> list[dict[str, Any]]:
     """A long task."""
     return [{"role": "user", "content": f"{name}: {TASK}"}]
+
+
+async def undisturbed_answers(num_turns: int) -> list[str]:
+    """The answers of a trajectory's turns if nothing moves."""
+    async with running_fleet(engine()) as undisturbed:
+        messages = first_messages()
+        return [await undisturbed.turn("t", messages) for _ in range(num_turns)]

@@ -9,17 +9,10 @@ import pytest
 
 from engines.kv import LEASE_S
 from engines.simulated.settings import Fault
-from tests.kv.kv_fleet import Fleet, engine, first_messages, running_fleet
+from tests.kv.kv_fleet import Fleet, engine, first_messages, running_fleet, undisturbed_answers
 from tests.support.gateway import ADMIN, eventually
 
 TOKEN_LEGS = pytest.mark.parametrize("token_legs", ["off", "auto"])
-
-
-async def undisturbed_answers(num_turns: int) -> list[str]:
-    """The answers of a trajectory's turns if nothing moves."""
-    async with running_fleet(engine()) as undisturbed:
-        messages = first_messages()
-        return [await undisturbed.turn("t", messages) for _ in range(num_turns)]
 
 
 @TOKEN_LEGS

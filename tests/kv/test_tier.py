@@ -9,7 +9,7 @@ import pytest
 
 from engines.kv_connectors import KvWays, kv_transfer_config, nixl_connector, tier_connector, ways_told
 from engines.simulated.settings import SimulatedEngineSettings
-from tests.kv.kv_fleet import Fleet, engine, first_messages, running_fleet
+from tests.kv.kv_fleet import Fleet, engine, first_messages, running_fleet, undisturbed_answers
 from tests.support.gateway import ADMIN, eventually
 
 TOKEN_LEGS = pytest.mark.parametrize("token_legs", ["off", "auto"])
@@ -18,13 +18,6 @@ TOKEN_LEGS = pytest.mark.parametrize("token_legs", ["off", "auto"])
 def tiered(folder: Path, **settings: Any) -> SimulatedEngineSettings:
     """An engine without NIXL that shares its KV in this folder."""
     return engine(kv_transfer=False, kv_tier=folder, **settings)
-
-
-async def undisturbed_answers(num_turns: int) -> list[str]:
-    """The answers of a trajectory's turns if nothing moves."""
-    async with running_fleet(engine()) as undisturbed:
-        messages = first_messages()
-        return [await undisturbed.turn("t", messages) for _ in range(num_turns)]
 
 
 @TOKEN_LEGS

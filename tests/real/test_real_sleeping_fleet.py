@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.fleet_file import FleetFile
-from controller.launcher import ServerState
-from tests.controller.fleet_site import Rollout, acting, launcher_for, stopped_at_the_end, until_reached
+from tests.controller.fleet_site import Rollout, acting, alive, stopped_at_the_end, until_reached
 from tests.real.test_real_controller import (
     NUM_AGENTS,
     START_TIMEOUT_S,
@@ -38,17 +36,12 @@ async def test_two_servers_fall_asleep_for_a_larger_one_and_wake_again(
         )
         async with stopped_at_the_end(fleet), acting(fleet) as controller:
             await until_reached(controller, 1, 1, timeout_s=START_TIMEOUT_S)
-            servers = await _live_servers(fleet)
+            servers = (await alive(fleet)).keys()
             rollout = Rollout(gateway.url, "tiny", NUM_AGENTS, tool_s=1.0)
             await play_without_server_failures(controller, rollout)
-            assert await _live_servers(fleet) == servers and len(servers) == 3
+            assert (await alive(fleet)).keys() == servers and len(servers) == 3
             await rollout.check_undisturbed()
             seconds = controller.journal.state.phase_s
     with capsys.disabled():
         print(f"\n{rollout.num_turns} turns, none failed, none altered; seconds of each phase:")
         print(phase_lines(seconds))
-
-
-async def _live_servers(fleet: FleetFile) -> set[str]:
-    found = await launcher_for(fleet).find(fleet.fleet)
-    return {one.spec.server_id for one in found if one.state is not ServerState.EXITED}

@@ -39,6 +39,12 @@ async def update(client: httpx.AsyncClient, version: str, **order: Any) -> httpx
     return await client.post("/v1/weights", json={"version": version, **source, **order}, headers=ADMIN)
 
 
+async def engines(client: httpx.AsyncClient) -> list[dict[str, Any]]:
+    """The list of GET /v1/engines."""
+    listed: list[dict[str, Any]] = (await client.get("/v1/engines")).json()["data"]
+    return listed
+
+
 async def last_turn(client: httpx.AsyncClient, trajectory: str) -> dict[str, Any]:
     """The last row of a trajectory's history."""
     row: dict[str, Any] = (await client.get(f"/v1/trajectories/{trajectory}")).json()["turns"][-1]

@@ -2,7 +2,6 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -10,18 +9,12 @@ import pytest
 from engines.simulated.settings import Fault
 from tests.faults.gateway_process import gateway_process
 from tests.support.gateway import ADMIN_KEY, eventually, running_gateway
-from tests.weights.gateway_client import TOKENIZER, complete, engine, is_generated_by, last_turn, update
+from tests.weights.gateway_client import TOKENIZER, complete, engine, engines, is_generated_by, last_turn, update
 from tests.weights.relaunched import server
 
 KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 PROMPT = "Tell me about looms."
 QUICK = {"observe_interval_s": 0.05}
-
-
-async def engines(client: httpx.AsyncClient) -> list[dict[str, Any]]:
-    """The list of GET /v1/engines."""
-    listed: list[dict[str, Any]] = (await client.get("/v1/engines")).json()["data"]
-    return listed
 
 
 async def has_state(client: httpx.AsyncClient, number: int, state: str) -> bool:

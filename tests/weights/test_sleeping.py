@@ -1,7 +1,6 @@
 """An engine of the gateway that somebody else puts to sleep, as trainers do that share its GPUs."""
 
 import asyncio
-from typing import Any
 
 import httpx
 
@@ -9,7 +8,7 @@ from engines.http import HttpClient
 from engines.simulated.server import serve_engine
 from engines.sleep import SLEEP
 from tests.support.gateway import eventually, running_gateway
-from tests.weights.gateway_client import complete, engine, is_generated_by, last_turn, update
+from tests.weights.gateway_client import complete, engine, engines, is_generated_by, last_turn, update
 
 QUICK = {"observe_interval_s": 0.05}
 PROMPT = "Tell me about looms."
@@ -25,31 +24,26 @@ async def test_an_awakened_engine_is_a_new_one_with_the_current_weights() -> Non
         httpx.AsyncClient(base_url=gateway.url, timeout=90) as client,
     ):
         http, control = HttpClient(url), SLEEP["vllm"]
-        (before, _) = await _engines(client)
+        (before, _) = await engines(client)
         await control.fall_asleep(http, 1, 60)
 
         async def is_lost() -> bool:
-            return bool((await _engines(client))[0]["state"] == "lost")
+            return bool((await engines(client))[0]["state"] == "lost")
 
         await eventually(is_lost, 60)
-        assert "sleeps" in (await _engines(client))[0]["last_fault"]
+        assert "sleeps" in (await engines(client))[0]["last_fault"]
         assert (await update(client, "v1")).json()["status"] in ("done", "partial")
         turns = [complete(client, f"while-{number}", PROMPT, 20) for number in range(4)]
         assert all(is_generated_by(["v1"], PROMPT, text) for text in await asyncio.gather(*turns))
         await control.wake(http, 1, 60)
 
         async def is_ready() -> bool:
-            return bool((await _engines(client))[0]["state"] == "ready")
+            return bool((await engines(client))[0]["state"] == "ready")
 
         await eventually(is_ready, 60)
-        (after, other_shown) = await _engines(client)
+        (after, other_shown) = await engines(client)
         assert after["id"] != before["id"] and after["weight_version"] == other_shown["weight_version"] == "v1"
         assert not after["is_cordoned"]
         await complete(client, "then", PROMPT, 20)
         assert (await last_turn(client, "then"))["weight_versions"] == ["v1"]
         http.close()
-
-
-async def _engines(client: httpx.AsyncClient) -> list[dict[str, Any]]:
-    listed: list[dict[str, Any]] = (await client.get("/v1/engines")).json()["data"]
-    return listed
