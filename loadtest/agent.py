@@ -192,14 +192,8 @@ class Conversation:
         return mismatch(turn, answer)
 
 
-def chat_body(
-    model: str,
-    messages: list[Message],
-    max_tokens: int,
-    stream: bool,
-    extra: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The body of one turn: greedy, exactly `max_tokens` long if `ignore_eos` is supported, always with usage.
+def chat_body(model: str, messages: list[Message], max_tokens: int, stream: bool) -> dict[str, Any]:
+    """The body of one turn: greedy, exactly `max_tokens` long on vLLM and SGLang, always with usage.
 
     `ignore_eos` alone lets a model write its end-of-turn token in the middle of an answer. The text lacks it, so the
     next prompt would differ from the cached KV from there on. `min_tokens` keeps it out of the answer.
@@ -213,6 +207,4 @@ def chat_body(
     }
     if stream:
         body["stream_options"] = {"include_usage": True}
-    if extra.get("ignore_eos"):
-        body["min_tokens"] = max_tokens
-    return body | dict(extra)
+    return body | {"min_tokens": max_tokens, "ignore_eos": True}

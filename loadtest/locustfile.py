@@ -150,7 +150,7 @@ class Agent(FastHttpUser):
         """Why the trajectory failed, or None."""
         conversation = Conversation(trajectory, self.board.writer)
         for index, turn in enumerate(trajectory.turns):
-            body = chat_body(self.model, conversation.ask(), turn.output_tokens, True, {"ignore_eos": True})
+            body = chat_body(self.model, conversation.ask(), turn.output_tokens, True)
             error = self._take_turn(body | dict(address.body), address, conversation)
             if error is not None:
                 return f"turn {index}: {error}"

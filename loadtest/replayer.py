@@ -11,9 +11,9 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import quote
 from uuid import uuid4
@@ -51,8 +51,6 @@ class ReplaySettings:
         finish: Report the end of each trajectory to the gateway. A server without that route is left alone.
         calibrate: Ask two one-token questions first, to learn how many characters make a token.
         client: `sdk` is what agents use; `raw` costs less if thousands of agents share a processor.
-        extra_body: Added to each body. `ignore_eos`, with which `chat_body` sends `min_tokens`, makes vLLM
-            and SGLang write exactly `max_tokens`.
         rollout_id: Begins every trajectory's id, so that two replays do not collide. None: a new one.
     """
 
@@ -68,7 +66,6 @@ class ReplaySettings:
     finish: bool = True
     calibrate: bool = True
     client: Literal["sdk", "raw"] = "sdk"
-    extra_body: Mapping[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
     rollout_id: str | None = None
 
 
@@ -226,7 +223,7 @@ class _Agent:
         assert settings.model is not None, "the model is known before the first turn"
         stream = streams(self._trajectory, settings.stream_share)
         messages = self._conversation.ask()
-        body = chat_body(settings.model, messages, turn.output_tokens, stream, settings.extra_body)
+        body = chat_body(settings.model, messages, turn.output_tokens, stream)
         started_at = self._now()
         result = TurnResult(
             self._trajectory.trajectory_id,
