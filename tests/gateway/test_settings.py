@@ -35,6 +35,7 @@ OTHERS = {
     "max_staleness": 3,
     "kv_watermark": 0.5,
     "in_tool_lease_s": 5.0,
+    "entry_patience_s": 5.0,
     "byte_workers": 2,
 }
 
