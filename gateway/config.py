@@ -315,7 +315,7 @@ class Settings(BaseSettings):
     in_tool_lease_s: float | None = Field(
         None,
         ge=0,
-        description="Lease of a trajectory's claim during a tool call. Unset: computed from the cost of a refill.",
+        description="Lease of a trajectory's claim during a tool call. Unset: learned from the tool calls before.",
     )
     entry_patience_s: float | None = Field(
         None,

@@ -15,6 +15,7 @@ from scheduling.placement import UNMEASURED, EngineFacts
 from scheduling.prompts import Prompts
 from scheduling.slowness import LEARNS_EVERY_S, Slowness
 from scheduling.state import Queue, Trajectory, Turn
+from scheduling.tool_calls import ToolCalls
 from scheduling.types import EngineSpec
 
 # After a trajectory left an engine, its longest remaining output is looked up again at most this often: a scan of its
@@ -41,6 +42,7 @@ class Engine:
         prefills: tokens that new residents must have prefilled first; `uncached_tokens` is their sum.
         prompts: groups whose first turn came here, the latest last: their prompt may be in its cache.
         held_prompts: the first prompts of its residents.
+        tool_calls: how long the fleet's tool calls take.
         reserved_for: a waiting turn that it gathers room for. Other turns enter only if they are more urgent.
         slowness: how slow it is, if nobody measured it.
         learns_at: from when on it learns from the next turn that ends here; never if its profile is known.
@@ -59,6 +61,7 @@ class Engine:
     prompts: dict[str, None] = field(default_factory=dict)
     held_prompts: Prompts = field(default_factory=Prompts)
     work: Work = field(default_factory=Work)
+    tool_calls: ToolCalls = field(default_factory=ToolCalls)
     reserved_for: Turn | None = None
     longest_is_stale: bool = False
     longest_at: float = 0.0
@@ -66,7 +69,7 @@ class Engine:
     learns_at: float = field(init=False)
     _timing: EngineProfile = field(init=False)
     _facts: EngineFacts = field(init=False)
-    _refill_s: float | None = None
+    _prefill_s: float | None = None
 
     def __post_init__(self) -> None:
         self._facts = EngineFacts(self.spec.engine_id, UNMEASURED, num_turns=0, work=self.work, prompts=self.prompts)
@@ -80,10 +83,12 @@ class Engine:
     def refill_s(self) -> float:
         """Seconds to prefill as many contexts as run now (at least one), each of its residents' mean length. Needs a
         resident."""
-        if self._refill_s is None:  # asked for each waiting turn; constant until this engine changes
-            context_tokens = self.kv_claimed / len(self.claims)
-            self._refill_s = max(len(self.running), 1) * self._facts.profile.prefill_s(context_tokens)
-        return self._refill_s
+        return max(len(self.running), 1) * self._context_s()
+
+    @property
+    def refill_all_s(self) -> float:
+        """Seconds to prefill the contexts of all its residents. Needs a resident."""
+        return len(self.claims) * self._context_s()
 
     @property
     def kv_held(self) -> int:
@@ -113,7 +118,7 @@ class Engine:
         prefill_s = UNMEASURED.prefill_s(prompt_tokens - cached_tokens, cached_tokens)
         made_tokens = max(output_tokens - turn.kept_tokens, 0)
         self.slowness.learn(at - turn.began_at, made_tokens * step_s + num_running * prefill_s)
-        self._refill_s = None
+        self._prefill_s = None
         self._facts.profile = self._timing.slower(self.slowness.ratio)
         self._facts.estimate_finish()
         self.learns_at = at + LEARNS_EVERY_S
@@ -126,13 +131,11 @@ class Engine:
         """Count a leg that begins here."""
         self.running[turn.turn_id] = turn
         self._facts.num_turns += 1
-        self._refill_s = None
 
     def stop(self, turn: Turn) -> None:
         """Remove a leg that ended here."""
         del self.running[turn.turn_id]
         self._facts.num_turns -= 1
-        self._refill_s = None
 
     def hold(self, turn: Turn) -> None:
         """Queue a resident's turn here."""
@@ -195,12 +198,18 @@ class Engine:
             self.work.token_context_products - remaining * context,
         )
 
+    def _context_s(self) -> float:
+        """Seconds to prefill a context of its residents' mean length."""
+        if self._prefill_s is None:  # asked for each waiting turn; constant until this engine changes
+            self._prefill_s = self._facts.profile.prefill_s(self.kv_claimed / len(self.claims))
+        return self._prefill_s
+
     def _longest_but(self, trajectory_id: str) -> float:
         return max([share[2] for name, share in self.shares.items() if name != trajectory_id], default=0.0)
 
     def _describe(self) -> None:
         facts, spec = self._facts, self.spec
-        self._refill_s = None
+        self._prefill_s = None
         timing = spec.profile or UNMEASURED
         self._timing = replace(timing, slots=spec.slots, kv_capacity_tokens=spec.kv_capacity_tokens)
         facts.profile = self._timing if spec.profile else self._timing.slower(self.slowness.ratio)
@@ -228,7 +237,7 @@ class Engine:
             self.work.clear()
 
     def _note_claims(self) -> None:
-        facts, self._refill_s = self._facts, None
+        facts, self._prefill_s = self._facts, None
         facts.kv_claimed, facts.num_trajectories = self.kv_claimed, len(self.claims)
         facts.uncached_tokens = self.uncached_tokens
         facts.finish_s = estimate_finish_s(facts.profile, self.work)

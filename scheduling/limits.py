@@ -14,11 +14,12 @@ class Limits:
             of its answers. A turn claims its expected answer in advance. If answers count only when they end, engines
             are full before their claims are, and evict. The default is what coding and search agents write per turn; 0
             claims nothing in advance.
-        in_tool_lease_s: how long a trajectory in a tool call keeps its KV claim against entrants. None: as long as
-            prefilling what runs on its engine would take. A kept context costs the engine the tokens of one more turn
-            that could run in its place; prefilling it again costs the tokens of all running turns meanwhile. If nobody
-            knows when a tool call ends, it is best to keep the context until both costs are equal: at most twice the
-            cost of knowing (the ski-rental problem).
+        in_tool_lease_s: how long a trajectory in a tool call keeps its KV claim against entrants. None: as learned from
+            the fleet's tool calls (tool_calls.py). While too few are known, as long as prefilling what runs on its
+            engine would take. A kept context costs the engine the tokens of one more turn that could run in its place;
+            prefilling it again costs the tokens of all running turns meanwhile. If nobody knows when a tool call ends,
+            it is best to keep the context until both costs are equal: at most twice the cost of knowing (the ski-rental
+            problem).
         entry_patience_s: a turn that has waited this long may take the claim of any trajectory in a tool call, so that
             nothing starves behind residents that never end. None: half of `queue_timeout_s`, so that it has time left
             to run. Shorter patience makes a rollout longer if its contexts do not fit: the contexts that it takes are

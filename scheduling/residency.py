@@ -156,7 +156,10 @@ PAUSED = Residency(room_for_a_program, programs_to_pause, every_s=PAUSE_EVERY_S,
 
 def _lease_s(engine: Engine, limits: Limits) -> float:
     """How long a claim in a tool call is safe from patient entrants."""
-    return engine.refill_s if limits.in_tool_lease_s is None else limits.in_tool_lease_s
+    if limits.in_tool_lease_s is not None:
+        return limits.in_tool_lease_s
+    learned_s = engine.tool_calls.lease_s(engine.refill_all_s)
+    return engine.refill_s if learned_s is None else learned_s
 
 
 def _fading_tokens(engine: Engine, at: float) -> float:

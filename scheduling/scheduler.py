@@ -27,6 +27,7 @@ from scheduling.limits import Limits
 from scheduling.policy import Policy
 from scheduling.queues import Queues
 from scheduling.state import ENDED, RUNNING, WAITING, Trajectory, Turn
+from scheduling.tool_calls import ToolCalls
 from scheduling.types import (
     ABORTED,
     ACTIVE,
@@ -91,6 +92,7 @@ class Scheduler:
         self._at = at
         self._turns: dict[str, Turn] = {}
         self._idle = IdleTrajectories()
+        self._tool_calls = ToolCalls()
         self._num_turns = 0
         self._num_trajectories = 0
         self._next_tick_at = at + TICK_S
@@ -172,6 +174,8 @@ class Scheduler:
         if is_new:
             self._begin(trajectory, actions)
         self._idle.remove(trajectory)
+        if trajectory.num_turns and not trajectory.turns and trajectory.state is ACTIVE:
+            self._tool_calls.note(self._at - trajectory.last_at)
         if trajectory.state is FINISHED:
             trajectory.state = ACTIVE
             actions.append(Save(trajectory.record()))
@@ -202,6 +206,7 @@ class Scheduler:
         engine, trajectory = self._queues.engine_of[turn], turn.trajectory
         if self._at >= engine.learns_at:
             engine.learn(turn, event.prompt_tokens, event.output_tokens, self._at)
+        self._tool_calls.note_turn(self._at - turn.began_at)
         trajectory.context_tokens = event.prompt_tokens + event.output_tokens
         trajectory.output_tokens += event.output_tokens
         trajectory.num_turns += 1
@@ -302,7 +307,9 @@ class Scheduler:
     def _engine_reported(self, event: EngineReported, actions: list[Action]) -> None:
         engine = self.engines.get(event.spec.engine_id)
         if engine is None:
-            engine = self.engines[event.spec.engine_id] = Engine(event.spec, accepting=False)
+            engine = self.engines[event.spec.engine_id] = Engine(
+                event.spec, accepting=False, tool_calls=self._tool_calls
+            )
             self._settle_residents(engine)
         is_changed = (engine.accepting, engine.spec.models) != (event.accepting, event.spec.models)
         engine.report(event.spec, event.accepting)

@@ -161,9 +161,10 @@ def test_the_lease_is_as_long_as_the_engine_is_slow(times: int) -> None:
     fleet = Fleet(limits=Limits(entry_patience_s=1_000))
     fleet.engine("A", slots=4, kv=10_000)
     for number in range(50):
-        turn(fleet, f"a{number}", times * assumed_s(output=7_000), "a", output=7_000)
+        fleet.close(f"a{number - 1}")
+        turn(fleet, f"a{number}", times * assumed_s(output=7_000), output=7_000)
     lease_s = times * UNMEASURED.prefill_s(8_000)
-    assert fleet.arrive("b", prompt=5_000) == fleet.tick(0.8 * lease_s) == []
+    assert fleet.arrive("b", prompt=5_000) == fleet.sent(fleet.tick(0.8 * lease_s)) == []
     assert fleet.sent(fleet.tick(0.3 * lease_s)) == [("b", "A")]
 
 
