@@ -72,10 +72,12 @@ def test_weightiest_first_weighs_total_output_above_context() -> None:
 @given(st.floats(0, 10**9), st.floats(0, 10), st.integers(0, 10**6), st.integers(0, 3))
 @example(1.0, 0.5, 0, 1)
 @example(1.0, 0.0, 1, 1)
+@example(1.6, 2.220446049250313e-16, 14664, 0)
 def test_longer_totals_and_smaller_contexts_never_go_later(total: float, more: float, context: int, wider: int) -> None:
-    """A total or a context below one token counts as one."""
+    """A total or a context below one token counts as one. Totals that differ by a bit or two may be rounded the other
+    way, by less than a billionth of a token of urgency."""
     limits = Limits()
-    assert weightiest_first(new(total + more, context), limits) <= weightiest_first(new(total, context), limits)
+    assert weightiest_first(new(total + more, context), limits) <= weightiest_first(new(total, context), limits) + 1e-9
     assert weightiest_first(new(total, context), limits) <= weightiest_first(new(total, context + wider), limits)
     assert weightiest_first(new(0.5, 0), limits) == weightiest_first(new(1.0, 1), limits) == 0.0
 
