@@ -351,7 +351,7 @@ class Dispatcher:
         if engine.claims.get(trajectory.trajectory_id, -1) < turn.claim_tokens:
             engine.claim(trajectory, turn.claim_tokens)
         if trajectory.group_id and not trajectory.num_turns:
-            engine.remember_prompt(trajectory.group_id)
+            engine.remember_prompt(trajectory.group_id, turn.facts.prompt_tokens)
         priority = turn.key[0] * HINT_TOKENS + int(turn.key[1])
         actions.append(Dispatch(turn.turn_id, turn.leg, engine.spec.engine_id, priority, why))
         if enters and self._policy.is_sticky:

@@ -40,7 +40,8 @@ class Engine:
         shares: each resident's remaining output, mean context and 90th percentile of remaining output, as last added to
             `work`.
         prefills: tokens that new residents must have prefilled first; `uncached_tokens` is their sum.
-        prompts: groups whose first turn came here, the latest last: their prompt may be in its cache.
+        prompts: groups whose first turns came here, the latest last, each with the tokens of its longest first prompt,
+            which may be in the cache.
         held_prompts: the first prompts of its residents.
         tool_calls: how long the fleet's tool calls take.
         reserved_for: a waiting turn that it gathers room for. Other turns enter only if they are more urgent.
@@ -58,7 +59,7 @@ class Engine:
     shares: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     prefills: dict[str, int] = field(default_factory=dict)
     uncached_tokens: int = 0
-    prompts: dict[str, None] = field(default_factory=dict)
+    prompts: dict[str, int] = field(default_factory=dict)
     held_prompts: Prompts = field(default_factory=Prompts)
     work: Work = field(default_factory=Work)
     tool_calls: ToolCalls = field(default_factory=ToolCalls)
@@ -172,10 +173,10 @@ class Engine:
             self._discount(trajectory_id)
             self._note_claims()
 
-    def remember_prompt(self, group_id: str) -> None:
-        """Note that a group's prompt is in the cache here."""
-        self.prompts.pop(group_id, None)
-        self.prompts[group_id] = None
+    def remember_prompt(self, group_id: str, tokens: int) -> None:
+        """Note that a prompt of a group is in the cache here."""
+        known = self.prompts.pop(group_id, 0)
+        self.prompts[group_id] = known if known > tokens else tokens
         if len(self.prompts) > MAX_PROMPTS:
             del self.prompts[next(iter(self.prompts))]
 

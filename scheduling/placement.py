@@ -3,7 +3,7 @@
 Engines are compared by the additive cost of estimate.py.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, hypot
 from typing import Protocol
@@ -68,7 +68,7 @@ class EngineFacts:
         num_trajectories: its residents, those in a tool call included.
         kv_claimed: their KV tokens.
         uncached_tokens: the tokens of their contexts that it must prefill first.
-        prompts: groups whose prompt may be in its cache.
+        prompts: groups whose prompt may be in its cache, each with the tokens of the longest one.
         ranks: the part of all trajectories, longest remaining output first, that a partition gives to this engine:
             start and end, as shares of their number. Empty without a partition.
     """
@@ -81,7 +81,7 @@ class EngineFacts:
     num_trajectories: int = 0
     kv_claimed: int = 0
     uncached_tokens: int = 0
-    prompts: Container[str] = ()
+    prompts: Mapping[str, int] = field(default_factory=dict)
     ranks: tuple[float, float] = (0.0, 0.0)
     without: Callable[[], Work] | None = None
     finish_s: float = field(init=False)
@@ -146,10 +146,11 @@ def prompt_worth_s(turn: TurnFacts, engine: EngineFacts) -> float:
     answer. So the saved prefill counts `PROMPT_WORTH` times, scaled by its share of the time that the trajectory takes
     there.
     """
-    if turn.num_turns or turn.group_id not in engine.prompts:
+    cached_tokens = engine.prompts.get(turn.group_id)
+    if turn.num_turns or cached_tokens is None:
         return 0.0
     profile = engine.profile
-    saved_s = profile.prefill_s(turn.prompt_tokens)
+    saved_s = profile.prefill_s(cached_tokens if cached_tokens < turn.prompt_tokens else turn.prompt_tokens)
     remaining, context, _ = turn.share()
     per_token_ms = profile.decode_per_sequence_ms + profile.decode_per_kv_ktoken_ms * context / 1000
     return PROMPT_WORTH * saved_s * saved_s / (saved_s + per_token_ms * remaining / 1000)

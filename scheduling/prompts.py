@@ -1,8 +1,9 @@
 """Which residents of an engine hold the same beginning: an engine's prefix cache holds it once.
 
-A first prompt has up to two parts that others may hold as well: a preamble (system prompt and tools, common to agents
-of many groups), and the prompt that siblings answer. If shared parts counted for each holder, sixteen siblings with a
-prompt of 20,000 tokens would claim 320,000 of which the engine holds 20,000, and turns would wait beside free KV.
+A first prompt may have several parts that others hold as well: a preamble (system prompt and tools, common to agents of
+many groups), the prompt that siblings answer, and what branches of one conversation have in common. If shared parts
+counted for each holder, sixteen siblings with a prompt of 20,000 tokens would claim 320,000 of which the engine holds
+20,000, and turns would wait beside free KV.
 """
 
 from collections.abc import Iterable, Iterator
@@ -63,9 +64,8 @@ class Prompts:
         found = 0
         for name, tokens in trajectory.prompt:
             held = self._held.get(name)
-            if held is None:
-                break
-            found += held[1] if held[1] < tokens else tokens
+            if held is not None:
+                found += held[1] if held[1] < tokens else tokens
         return found
 
     def left_by(self, leaving: Iterable[str], entrant: Trajectory | None = None) -> Iterator[int]:

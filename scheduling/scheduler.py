@@ -166,7 +166,7 @@ class Scheduler:
         if trajectory is None:
             trajectory = trajectory_of(event, self._num_trajectories, self._at)
         if not trajectory.num_turns and not trajectory.turns:
-            trajectory.note_first_prompt(event, trajectory.group_id or event.group_id)
+            trajectory.note_first_prompt(event)
         turn = turn_of(event, trajectory, self._num_turns, self._at, self.policy.order, self.limits)
         if self._queues.num_waiting >= self.limits.max_waiting_turns and not self._dispatcher.has_room_for(turn):
             actions.append(Reject(event.turn_id, Refusal.QUEUE_FULL, REFUSED_RETRY_S))

@@ -4,7 +4,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import log2
 from operator import attrgetter
 
 from scheduling.order import TurnFacts
@@ -13,14 +12,8 @@ from scheduling.types import ACTIVE, Prediction, TrajectoryRecord, TrajectorySta
 Key = tuple[int, float, int]
 """The client's own priority, the policy's order, and the turn's number: lower is earlier."""
 
-PartName = tuple[str, str, str, int]
-"""The name of a part of a prompt. It consists of the model (adapters of one engine share no KV), the preamble, the
-group that goes on from there ("" for the preamble itself), and a size class: prompts of a group count as the same
-within one class."""
-
-# Classes are 9 % wide, because a gateway estimates lengths, slightly differently each time. Prompts of clearly
-# different lengths are different prompts, whatever their group says.
-_SIZES_PER_DOUBLING = 8
+PartName = tuple[str, str]
+"""The name of a part of a prompt: the model, because adapters of one engine share no KV, and the name in the event."""
 
 _key = attrgetter("key")
 
@@ -88,9 +81,8 @@ class Trajectory:
     """One trajectory: the data of its record, its live turns, and the key of its last turn.
 
     Args:
-        prompt: the parts of its first turn's prompt that others may hold as well, each with its tokens: the preamble,
-            and what its siblings share beyond it. Empty if they are unknown: no turn has been asked for yet, the first
-            one came to an earlier process, or neither preamble nor group was named.
+        prompt: the parts of its first turn's prompt that others may hold as well, each with its tokens. Empty if they
+            are unknown: no turn has been asked for yet, the first one came to an earlier process, or named none.
         first_prompt_tokens: the tokens of these parts.
     """
 
@@ -129,17 +121,17 @@ class Trajectory:
             num_turns=record.num_turns,
         )
 
-    def note_first_prompt(self, asked: TurnArrived, group_id: str) -> None:
-        """Note the parts of its first turn's prompt."""
-        tokens = asked.prompt_tokens
-        preamble_tokens = min(asked.preamble_tokens, tokens) if asked.preamble_id else 0
-        preamble_id = asked.preamble_id if preamble_tokens else ""
-        parts = [((asked.model, preamble_id, "", 0), preamble_tokens)] if preamble_id else []
-        if group_id and tokens > preamble_tokens:
-            name = asked.model, preamble_id, group_id, int(_SIZES_PER_DOUBLING * log2(tokens))
-            parts.append((name, tokens - preamble_tokens))
+    def note_first_prompt(self, asked: TurnArrived) -> None:
+        """Note the parts of its first turn's prompt, as far as its tokens go."""
+        parts, left = [], asked.prompt_tokens
+        for name, tokens in asked.prompt_parts:
+            if tokens > left:
+                tokens = left
+            if tokens > 0:
+                parts.append(((asked.model, name), tokens))
+                left -= tokens
         self.prompt = tuple(parts)
-        self.first_prompt_tokens = sum([tokens for _, tokens in parts])
+        self.first_prompt_tokens = asked.prompt_tokens - left
 
     def remaining_tokens(self) -> float:
         """Predicted output still to come; never less than one token while it is active."""

@@ -106,8 +106,9 @@ class TurnArrived:
         prompt_tokens: estimated tokens of its whole prompt.
         prediction: the trajectory's total output, as predicted when this turn arrives.
         priority: the client's own; lower is earlier, and it outranks the prediction.
-        preamble_id, preamble_tokens: the name of the preamble that its prompt begins with, and how many of
-            `prompt_tokens` the preamble is. Used only with a first turn.
+        prompt_parts: what its prompt consists of, as far as other prompts may begin with it, too: in order, each part
+            with its tokens. A part's name stands for the prompt from its beginning to the part's end. Used only with a
+            first turn.
     """
 
     at: float
@@ -119,8 +120,7 @@ class TurnArrived:
     group_id: str = ""
     rollout_id: str | None = None
     priority: int = 0
-    preamble_id: str = ""
-    preamble_tokens: int = 0
+    prompt_parts: tuple[tuple[str, int], ...] = ()
 
 
 @value_class(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """One agent of a simulated rollout: its position in its trajectory, and the time its turns have taken so far."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -15,16 +15,19 @@ from workloads.trajectories import Trajectory, Turn
 
 UNKNOWN_STATUS = "?"
 CHARACTERS_PER_TOKEN = 4
+Part = tuple[str, int]
+"""A part of a first prompt that others may begin with as well: its name and its tokens."""
+
 # An engine's work for a turn grows with the pieces of its context; groups with prompts of this many lengths are rare.
-_MAX_PROMPT_PIECES = 32
+_MAX_PROMPT_PARTS = 32
 
 
-def shared_prompts(trajectories: Iterable[Trajectory]) -> dict[str, tuple[Piece, ...]]:
+def shared_prompts(trajectories: Iterable[Trajectory]) -> dict[str, tuple[Part, ...]]:
     """For each group, the prompt that its siblings share, as far as the shorter one goes.
 
     First comes the preamble, which other groups have as well; the part of it that not all siblings of a group have
     counts as the group's own. The prompt is cut at the lengths that siblings have, or at some of them if there are
-    many, so that a short one's prompt consists of whole pieces of a longer one's.
+    many, so that a short one's prompt consists of whole parts of a longer one's.
     """
     lengths: dict[str, set[int]] = {}
     preambles: dict[str, int] = {}
@@ -32,19 +35,15 @@ def shared_prompts(trajectories: Iterable[Trajectory]) -> dict[str, tuple[Piece,
         lengths.setdefault(trajectory.group_id, set()).add(trajectory.context_tokens)
         preamble = preambles.get(trajectory.group_id, trajectory.preamble_tokens)
         preambles[trajectory.group_id] = min(preamble, trajectory.preamble_tokens)
-    return {group_id: _pieces(group_id, preambles[group_id], sorted(ends)) for group_id, ends in lengths.items()}
+    return {group_id: _parts(group_id, preambles[group_id], sorted(ends)) for group_id, ends in lengths.items()}
 
 
-def preamble_id(tokens: int) -> str:
-    """The preamble's name for the scheduler: within a workload, preambles of one length are the same."""
-    return f"preamble of {tokens}" if tokens else ""
-
-
-def _pieces(group_id: str, preamble_tokens: int, ends: Sequence[int]) -> tuple[Piece, ...]:
-    some = ends[:: -(-len(ends) // _MAX_PROMPT_PIECES)]
+def _parts(group_id: str, preamble_tokens: int, ends: Sequence[int]) -> tuple[Part, ...]:
+    some = ends[:: -(-len(ends) // _MAX_PROMPT_PARTS)]
     cuts = [preamble_tokens, *[end for end in some if end > preamble_tokens]]
-    own = [((group_id, index), end - begin) for index, (begin, end) in enumerate(pairwise(cuts))]
-    return ((preamble_id(preamble_tokens), preamble_tokens), *own) if preamble_tokens else tuple(own)
+    own = [(f"{group_id}/{index}", end - begin) for index, (begin, end) in enumerate(pairwise(cuts))]
+    # Within a workload, preambles of one length are the same.
+    return ((f"preamble of {preamble_tokens}", preamble_tokens), *own) if preamble_tokens else tuple(own)
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +71,7 @@ class Agent:
     """
 
     trajectory: Trajectory
-    prompt: Sequence[Piece]
+    prompt: Sequence[Part]
     turn: int = 0
     context_tokens: int = 0
     made_tokens: int = 0
@@ -122,16 +121,21 @@ class Agent:
         """
         pieces: list[Piece] = []
         left = num_tokens
-        most = min(num_tokens, self.trajectory.context_tokens)
-        for piece in self.prompt:
-            if num_tokens - left + piece[1] > most:
-                break
+        for piece in self.prompt_parts(min(num_tokens, self.trajectory.context_tokens)):
             pieces.append(piece)
             left -= piece[1]
         if left:
             # Not the id alone: a trajectory may be named like a group, above all like its own.
             pieces.append(((self.trajectory.group_id, self.trajectory.trajectory_id), left))
         return pieces
+
+    def prompt_parts(self, num_tokens: int) -> Iterator[Part]:
+        """The parts of the group's prompt that are whole within its first `num_tokens` tokens."""
+        for part in self.prompt:
+            num_tokens -= part[1]
+            if num_tokens < 0:
+                return
+            yield part
 
     def take_prompt(self, at: float) -> None:
         """Ask for the next turn: the tool's output, or at first the prompt, joins the context."""

@@ -34,7 +34,7 @@ from scheduling.types import (
     TurnPaused,
 )
 from simulator.agenda import Agenda
-from simulator.agent import Agent, preamble_id, shared_prompts
+from simulator.agent import Agent, shared_prompts
 from simulator.conditions import PLAIN, Conditions
 from simulator.fault_draws import FaultDraws
 from simulator.host import Host
@@ -164,8 +164,7 @@ class Rollout:
                 agent.context_tokens,
                 prediction,
                 them.group_id,
-                preamble_id=preamble_id(them.preamble_tokens),
-                preamble_tokens=them.preamble_tokens,
+                prompt_parts=() if agent.turn else tuple(agent.prompt_parts(agent.context_tokens)),
             )
         )
 

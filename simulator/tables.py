@@ -48,6 +48,12 @@ def _value(hint: Any, value: object, where: str) -> Any:
         return _value(next(choice for choice in get_args(hint) if choice is not type(None)), value, where)
     if is_dataclass(hint):
         return from_table(hint, value, f"{where}.")  # type: ignore[arg-type]
+    if origin is tuple and Ellipsis not in get_args(hint):
+        hints = get_args(hint)
+        if not isinstance(value, list) or len(value) != len(hints):
+            raise ValueError(f"{where}: must be a list of {len(hints)} values, not {value!r}")
+        pairs = enumerate(zip(hints, value, strict=True))
+        return tuple(_value(hint, item, f"{where}[{index}]") for index, (hint, item) in pairs)
     if origin is tuple or origin is Set:
         items = value if isinstance(value, list) else [value]
         made = [_value(get_args(hint)[0], item, f"{where}[{index}]") for index, item in enumerate(items)]

@@ -1,4 +1,5 @@
-"""Which trajectories begin alike: GRPO siblings whose client names no group, and a task that comes again.
+"""Which trajectories begin alike: GRPO siblings whose client names no group, a task that comes again, and branches of
+one conversation.
 
 A group is everything that a first request says, including answers in it. These may be examples from another
 conversation, or a greeting that an agent puts there; without what follows them, all tasks of that agent would be one
@@ -9,10 +10,13 @@ Bounded: the least recently seen prompt is forgotten first.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gateway.messages.transcripts import digests_of_prompts
+from gateway.messages.transcripts import beginnings_of, preamble_of
+
+# A first prompt that is a long conversation shares this many of its beginnings, or all of it: they are in its event.
+MAX_BEGINNINGS = 63
 
 
 class PromptGroups:
@@ -26,7 +30,7 @@ class PromptGroups:
     def __init__(self, known: Iterable[str] = (), limit: int = 20_000) -> None:
         self._limit = limit
         self._met: OrderedDict[str, None] = OrderedDict.fromkeys(known)
-        self._last: tuple[Mapping[str, Any], str] = ({}, "")
+        self._last: tuple[Mapping[str, Any], str, Sequence[tuple[str, int]]] = ({}, "", ())
 
     def of(self, body: Mapping[str, Any]) -> str:
         """The name of a request's group: 32 hexadecimal digits.
@@ -35,11 +39,32 @@ class PromptGroups:
         """
         if body is self._last[0]:
             return self._last[1]
-        *beginnings, whole = digests_of_prompts(body)
-        group = next((beginning for beginning in beginnings if beginning in self._met), whole)
+        beginnings = beginnings_of(body)
+        group = next((digest for digest, _ in beginnings if digest in self._met), beginnings[-1][0])
         self._met[group] = None
         self._met.move_to_end(group)
         while len(self._met) > self._limit:
             self._met.popitem(last=False)
-        self._last = body, group
+        self._last = body, group, beginnings
         return group
+
+    def parts(self, body: Mapping[str, Any], num_bytes: int, prompt_tokens: int) -> tuple[tuple[str, int], ...]:
+        """The parts of a first prompt with which others may begin, too (scheduling/types.py, TurnArrived): its
+        preamble, and from there to each answer and to its end.
+
+        Args:
+            num_bytes: of the body; tokens are estimated by bytes, and beyond the preamble by characters.
+        """
+        preamble_id, its_bytes = preamble_of(body)
+        preamble_tokens = prompt_tokens * min(its_bytes, num_bytes) // num_bytes
+        parts = [(preamble_id, preamble_tokens)] if preamble_id else []
+        self.of(body)
+        *beginnings, (whole, length) = self._last[2]
+        left = prompt_tokens - preamble_tokens
+        told = 0
+        for digest, its_length in beginnings[:MAX_BEGINNINGS]:
+            tokens = left * its_length // (length or 1) - told
+            parts.append((preamble_id + digest, tokens))
+            told += tokens
+        parts.append((preamble_id + whole, left - told))
+        return tuple(parts)

@@ -28,6 +28,7 @@ _PREAMBLES = ("tools", "functions", "system", "instructions")
 # The fields of completions, and of vLLM's and SGLang's token routes.
 _PROMPTS = ("prompt", "token_ids", "input_ids", "text")
 _SYSTEM_ROLES = ("system", "developer")
+_SYSTEM_SPELLED = tuple(f"{len(role)}:{role}" for role in _SYSTEM_ROLES)  # as `_said` begins
 
 
 class History:
@@ -81,20 +82,28 @@ class History:
         return hasher.hexdigest()[:DIGEST_LENGTH]
 
 
-def digests_of_prompts(body: Mapping[str, Any]) -> list[str]:
-    """The digests of what precedes each answer, oldest first, and of everything; for a completion, of its prompt."""
-    hasher, digests, was_answered = xxh3_128(), [], False
+def beginnings_of(body: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """What precedes each answer, oldest first, and everything; for a completion, its prompt.
+
+    Returns:
+        For each its digest, and its length in characters without the system prompt that it begins with.
+    """
+    hasher, beginnings, length, was_answered = xxh3_128(), [], 0, False
     prompt = prompt_of(body)
     if prompt is not None:
-        hasher.update(spelled(prompt) or _json(prompt).encode())
+        said = spelled(prompt) or _json(prompt).encode()
+        hasher.update(said)
+        length = len(said)
     for answered, pieces in _messages(body):
         if not pieces:
             continue
         if answered and not was_answered:
-            digests.append(hasher.hexdigest())
+            beginnings.append((hasher.hexdigest(), length))
         _feed(hasher, pieces)
+        if length or not pieces[0].startswith(_SYSTEM_SPELLED):
+            length += sum(map(len, pieces))
         was_answered = answered
-    return [*digests, hasher.hexdigest()]
+    return [*beginnings, (hasher.hexdigest(), length)]
 
 
 def prompt_of(body: Mapping[str, Any]) -> object:

@@ -7,7 +7,7 @@ the bytes per token of finished turns.
 from gateway.fleet.fleet import Fleet
 from gateway.messages.answers import Usage
 from gateway.messages.prompt_groups import PromptGroups
-from gateway.messages.transcripts import preamble_of, prompt_of
+from gateway.messages.transcripts import prompt_of
 from gateway.state.ledger import Entry, Ledger
 from gateway.turns.ask import Ask
 from gateway.turns.progress import progress_before_turn
@@ -47,7 +47,7 @@ class Arrivals:
         prompt_tokens = self._prompt_tokens(ask, entry)
         prediction = self._prediction(ask, entry, prompt_tokens)
         turn.predicted_tokens = prediction.total_tokens
-        preamble_id, preamble_tokens = ("", 0) if entry is not None and entry.turns else _preamble(ask, prompt_tokens)
+        has_turns = entry is not None and entry.turns
         return TurnArrived(
             turn.arrived_at,
             turn.turn_id,
@@ -58,8 +58,7 @@ class Arrivals:
             ask.group_id,
             ask.rollout_id,
             ask.priority,
-            preamble_id,
-            preamble_tokens,
+            () if has_turns else self._groups.parts(ask.request, len(ask.body), prompt_tokens),
         )
 
     def unanswered(self, ask: Ask) -> None:
@@ -101,9 +100,3 @@ class Arrivals:
         model = self._fleet.models().get(ask.model)
         limit = model.max_context_tokens if model is not None else None
         return limit if limit and limit < estimate else estimate
-
-
-def _preamble(ask: Ask, prompt_tokens: int) -> tuple[str, int]:
-    """The preamble's id, and its share of the prompt's tokens, estimated from bytes."""
-    preamble_id, num_bytes = preamble_of(ask.request)
-    return preamble_id, prompt_tokens * num_bytes // len(ask.body) if num_bytes < len(ask.body) else prompt_tokens

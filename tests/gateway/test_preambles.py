@@ -1,6 +1,7 @@
-"""Agents with one system prompt share an engine's KV, whatever their tasks: the gateway admits them all."""
+"""Agents whose prompts begin alike share an engine's KV, whatever comes then: the gateway admits them all."""
 
 import asyncio
+from collections.abc import Callable
 
 import httpx
 import orjson
@@ -16,10 +17,31 @@ USAGE = {"prompt_tokens": 30_000, "completion_tokens": 2, "total_tokens": 30_002
 CHAT = orjson.dumps({"id": "c", "object": "chat.completion", "choices": [CHOICE], "usage": USAGE})
 
 
-@pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "one each"])
-async def test_a_shared_system_prompt_is_counted_once(is_shared: bool) -> None:
-    """Six contexts of some 30,000 tokens, on an engine that holds 160,000, of which nine tenths may be claimed. With a
-    system prompt each, only four enter."""
+RULES = "Rules. " * 17_000
+
+
+def one_system_prompt(number: int) -> list[dict[str, str]]:
+    return [{"role": "system", "content": RULES}, {"role": "user", "content": f"task {number}"}]
+
+
+def one_each(number: int) -> list[dict[str, str]]:
+    return [{"role": "system", "content": f"Agent {number}. {RULES}"}, {"role": "user", "content": "task"}]
+
+
+def one_conversation(number: int) -> list[dict[str, str]]:
+    """The same one, each time 3,000 tokens longer."""
+    answers = [{"role": role, "content": "Yes. " * 1_200} for _ in range(number) for role in ("assistant", "user")]
+    return [{"role": "user", "content": RULES}, *answers]
+
+
+@pytest.mark.parametrize(
+    ("messages_of", "num_entered"), [(one_system_prompt, NUM_AGENTS), (one_each, 4), (one_conversation, NUM_AGENTS)]
+)
+async def test_what_prompts_have_in_common_is_counted_once(
+    messages_of: Callable[[int], list[dict[str, str]]], num_entered: int
+) -> None:
+    """Six contexts of 30,000 tokens and more, on an engine that holds 160,000, of which nine tenths may be claimed. If
+    they have nothing in common, only four enter."""
     may_answer = asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -41,9 +63,7 @@ async def test_a_shared_system_prompt_is_counted_once(is_shared: bool) -> None:
             return sum(map(float, counts)) == NUM_AGENTS
 
         def body(number: int) -> dict[str, object]:
-            system = f"You are an agent{'' if is_shared else number}. " + "Rules. " * 17_000
-            messages = [{"role": "system", "content": system}, {"role": "user", "content": f"task {number}"}]
-            return body_of("chat") | {"messages": messages}
+            return body_of("chat") | {"messages": messages_of(number)}
 
         await eventually(ready)
         turns = [
@@ -51,7 +71,6 @@ async def test_a_shared_system_prompt_is_counted_once(is_shared: bool) -> None:
             for n in range(NUM_AGENTS)
         ]
         await eventually(all_are_there)
-        num_entered = NUM_AGENTS if is_shared else 4
         await eventually(lambda: len(engine.posts) >= num_entered)
         assert len(engine.posts) == num_entered
         may_answer.set()

@@ -2,7 +2,11 @@
 
 from typing import Any
 
-from gateway.messages.prompt_groups import PromptGroups
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.messages.prompt_groups import MAX_BEGINNINGS, PromptGroups
+from gateway.messages.transcripts import preamble_of
 
 ASKED = {"role": "user", "content": "Where are we?"}
 GREETED = {"role": "assistant", "content": "Got it. Thanks for the context!"}
@@ -48,6 +52,41 @@ def test_an_unknown_conversation_joins_the_group_of_its_prompt() -> None:
     group = groups.of({"messages": [ASKED]})
     answered = {"role": "assistant", "content": "not what was said"}
     assert groups.of({"messages": [ASKED, answered, {"role": "user", "content": "go on"}]}) == group
+
+
+@given(
+    st.lists(st.sampled_from(["user", "assistant", "tool"]), min_size=1, max_size=9),
+    st.integers(0, 9),
+    st.sampled_from(["", "s" * 300]),
+    st.integers(1, 9_000),
+)
+def test_parts_of_a_conversation_are_those_of_its_beginning(
+    roles: list[str], end: int, system: str, prompt_tokens: int
+) -> None:
+    """All parts of a conversation that ends before an answer, or what precedes its last answer, are found in a longer
+    one. Tokens add up."""
+    groups = PromptGroups()
+    messages = [{"role": role, "content": f"{number}" * 40} for number, role in enumerate(roles)]
+    bodies = [{"messages": messages[:end]}, {"messages": messages}]
+    if system:
+        bodies = [{"system": system, **body} for body in bodies]
+    short, long = (groups.parts(body, len(str(body)), prompt_tokens) for body in bodies)
+    for parts in (short, long):
+        assert sum(tokens for _, tokens in parts) == prompt_tokens and all(tokens >= 0 for _, tokens in parts)
+    if system:
+        assert short[0] == (preamble_of(bodies[0])[0], prompt_tokens * preamble_of(bodies[0])[1] // len(str(bodies[0])))
+    names = [name for name, _ in short]
+    if roles[end : end + 1] == ["assistant"] and roles[max(end - 1, 0) : end] != ["assistant"]:
+        assert names == [name for name, _ in long[: len(short)]]
+    else:
+        assert names[:-1] == [name for name, _ in long[: len(short) - 1]]
+
+
+def test_a_long_conversation_has_a_bounded_number_of_parts() -> None:
+    """The last one is the rest of it."""
+    messages = [ASKED, {"role": "assistant", "content": "a"}] * 200
+    parts = PromptGroups().parts({"messages": messages}, 20_000, 5_000)
+    assert len(parts) == MAX_BEGINNINGS + 1 and sum(tokens for _, tokens in parts) == 5_000
 
 
 def test_prompts_of_an_earlier_process_are_known() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.messages.transcripts import History, digests_of_prompts, prompt_of, spelled
+from gateway.messages.transcripts import History, beginnings_of, prompt_of, spelled
 
 USER = {"role": "user", "content": "q"}
 CALL = {"type": "function_call", "call_id": "c1", "name": "ls", "arguments": '{"a": 1, "b": 2}'}
@@ -122,8 +122,8 @@ def test_a_request_has_a_prompt_before_each_run_of_answers(roles: list[str]) -> 
         for number, role in enumerate(roles)
         if role == "assistant" and (number == 0 or roles[number - 1] != "assistant")
     ]
-    expected = [digests_of_prompts({"messages": messages[:begin]})[-1] for begin in begins]
-    assert digests_of_prompts({"messages": messages})[:-1] == expected
+    expected = [beginnings_of({"messages": messages[:begin]})[-1] for begin in begins]
+    assert beginnings_of({"messages": messages})[:-1] == expected
 
 
 IDS = st.lists(st.integers(0, 200_000), max_size=6)

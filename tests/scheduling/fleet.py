@@ -107,12 +107,15 @@ class Fleet:
         model: str = MODEL,
         group: str = "",
         rollout: str | None = None,
-        preamble: tuple[str, int] = ("", 0),
+        parts: tuple[tuple[str, int], ...] | None = None,
     ) -> list[Action]:
+        """A turn arrives. Unless its parts are given, its whole prompt is the group's."""
         prediction = Prediction(predicted, predicted)
         trajectory_id = trajectory_id or turn_id
+        if parts is None:
+            parts = ((group, prompt),) if group else ()
         return self.handle(
-            TurnArrived(self.at, turn_id, trajectory_id, model, prompt, prediction, group, rollout, priority, *preamble)
+            TurnArrived(self.at, turn_id, trajectory_id, model, prompt, prediction, group, rollout, priority, parts)
         )
 
     def finish(self, turn_id: str, leg: int = 1, prompt: int = 10, output: int = 10) -> list[Action]:

@@ -35,7 +35,7 @@ class Stream:
         self.dice = random.Random(seed)
         self.engines = engines
         self.num_trajectories = num_trajectories
-        self.preambles = random.Random(seed)
+        self.prompt_parts = random.Random(seed)
         self.at = 0.0
         self.running: dict[str, int] = {}
         self.waiting: dict[str, int] = {}
@@ -90,8 +90,7 @@ class Stream:
             prompt,
             Prediction(total, total),
             priority=priority,
-            preamble_id=self.preambles.choice(["", "p", "q"]),
-            preamble_tokens=self.preambles.randint(0, 40),
+            prompt_parts=self.prompt_parts.choice([(), (("p", 30),), (("p", 30), ("pa", 10)), (("q", 0), ("qa", 50))]),
         )
 
     def _ended(self) -> Event:

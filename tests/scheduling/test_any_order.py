@@ -117,7 +117,9 @@ class AnyOrder(RuleBasedStateMachine):
         prediction=predictions,
         priority=st.sampled_from([0, 0, 0, -1, 1]),
         group_id=st.sampled_from(["", "", "g", "h"]),
-        preamble=st.sampled_from([("", 0), ("p", 5), ("p", 20), ("q", 100)]),
+        parts=st.sampled_from(
+            [(), (("p", 5),), (("p", 20), ("pg", 10)), (("q", 100),), (("p", 10), ("pg", 5), ("pgh", 90))]
+        ),
     )
     def arrive(
         self,
@@ -127,14 +129,14 @@ class AnyOrder(RuleBasedStateMachine):
         prediction: Prediction,
         priority: int,
         group_id: str,
-        preamble: tuple[str, int],
+        parts: tuple[tuple[str, int], ...],
     ) -> None:
         turn_id = f"turn{self.num_turns}"
         self.num_turns += 1
         self.waiting[turn_id] = (0, trajectory_id)
         self.trajectory_of[turn_id] = trajectory_id
         self.handle(
-            TurnArrived(self.at, turn_id, trajectory_id, model, prompt, prediction, group_id, None, priority, *preamble)
+            TurnArrived(self.at, turn_id, trajectory_id, model, prompt, prediction, group_id, None, priority, parts)
         )
 
     @precondition(lambda self: self.waiting or self.running)

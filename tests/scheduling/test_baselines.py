@@ -62,7 +62,7 @@ def test_power_of_two_takes_the_less_loaded_of_two_drawn_engines() -> None:
 def test_cache_aware_follows_the_longest_cached_prefix() -> None:
     """The home, if it holds enough of the prompt; for a first turn, an engine with the group's prompt; otherwise the
     engine with the least KV."""
-    fleet = [engine("A", kv_claimed=500), engine("B", kv_claimed=900, prompts={"g"}), engine("C", kv_claimed=100)]
+    fleet = [engine("A", kv_claimed=500), engine("B", kv_claimed=900, prompts={"g": 50}), engine("C", kv_claimed=100)]
     assert cache_aware(turn(num_turns=1, home="A", context_tokens=90), fleet).engine_id == "A"
     assert cache_aware(turn(num_turns=1, home="A", context_tokens=30), fleet).engine_id == "C"
     assert cache_aware(turn(num_turns=1, home="gone", context_tokens=90), fleet).engine_id == "C"
@@ -88,7 +88,7 @@ def test_cache_aware_sends_siblings_to_the_engine_with_their_prompt() -> None:
     assert fleet.sent(fleet.arrive("g1-1", "g1", prompt=50, group="g")) == [("g1-1", first)]
     engine = fleet.scheduler.engines[first]
     for number in range(1_000):
-        engine.remember_prompt(f"later-{number}")
+        engine.remember_prompt(f"later-{number}", 10)
     assert "g" not in engine.prompts and len(engine.prompts) == 1_000
 
 

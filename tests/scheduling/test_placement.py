@@ -128,7 +128,7 @@ def test_a_siblings_prompt_is_worth_a_later_finish(later: float, goes_to: str, i
     """Up to the time it saves and up to a share of the other engine's finish. Without the group, or after the first
     turn, it is worth nothing."""
     other, turn = facts("other"), replace(turn_of(100.0, prompt=20_000), group_id="g")
-    holds = replace(facts("holds"), prompts={"g"})
+    holds = replace(facts("holds"), prompts={"g": 30_000})
     if not is_limit:
         holds.work.tool_s = other.work.tool_s = 1e4
     alone_s = estimate_finish_s(other.profile, plus(other.work, *turn.share()))
@@ -143,7 +143,7 @@ def test_a_siblings_prompt_is_worth_a_later_finish(later: float, goes_to: str, i
 @given(st.integers(1, 100_000), st.floats(1, 40_000), st.floats(1.01, 4))
 def test_a_prompt_is_worth_more_if_long_and_less_if_answers_are_long(prompt: int, answer: float, times: float) -> None:
     """Siblings resemble each other: their answers delay an engine that holds them all."""
-    engine = replace(facts(), prompts={"g"})
+    engine = replace(facts(), prompts={"g": 1_000_000})
 
     def worth_s(prompt: float, answer: float) -> float:
         return prompt_worth_s(replace(turn_of(answer, prompt=int(prompt)), group_id="g"), engine)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from scheduling.limits import Limits
 from scheduling.prompts import Prompts
 from scheduling.state import Trajectory
-from scheduling.types import Prediction, TrajectoryDeclared, TurnArrived
+from scheduling.types import Prediction, TurnArrived
 from tests.scheduling.fleet import Fleet, fleet_with_one_in_tool
 
 
@@ -32,14 +32,14 @@ def test_the_prompt_of_siblings_is_held_once() -> None:
     assert fleet.arrive("another", prompt=1) == []
 
 
-def test_prompts_of_other_groups_or_lengths_are_not_shared() -> None:
-    """The name of a group alone does not make prompts the same, and trajectories without a group have no siblings."""
+def test_other_prompts_are_not_shared() -> None:
+    """The name of a group does not make prompts the same."""
     fleet = siblings(40)
     assert fleet.arrive("elsewhere", prompt=46, group="h") == []
-    assert fleet.arrive("unlike", prompt=46, group="g") == []
+    assert fleet.arrive("unlike", prompt=46, group="g", parts=(("another", 46),)) == []
     nameless = siblings()
     for name in ("a", "b"):
-        nameless.arrive(name, prompt=40, preamble=("", 30))
+        nameless.arrive(name, prompt=40)
     assert nameless.scheduler.engines["A"].kv_held == 80
     alone = fleet_with_one_in_tool()
     assert alone.arrive("b", prompt=41) == []
@@ -50,12 +50,13 @@ def test_a_preamble_shared_by_groups_is_held_once() -> None:
     90. A third group needs 10 more. One with another preamble needs 40, for which the first two groups must leave."""
     fleet = siblings()
     for number in range(4):
-        fleet.arrive(f"t{number}", prompt=40, group=f"g{number // 2}", preamble=("p", 30))
+        fleet.arrive(f"t{number}", prompt=40, parts=(("p", 30), (f"p{number // 2}", 10)))
         fleet.finish(f"t{number}", prompt=40, output=5)
     engine = fleet.scheduler.engines["A"]
     assert (engine.kv_claimed, engine.kv_held) == (180, 70)
-    assert fleet.arrive("unlike", prompt=40, group="g9", preamble=("q", 30)) == []
-    assert fleet.sent(fleet.arrive("alike", prompt=40, group="g8", preamble=("p", 30), priority=-1)) == [("alike", "A")]
+    assert fleet.arrive("unlike", prompt=40, parts=(("q", 30), ("q9", 10))) == []
+    alike = fleet.arrive("alike", prompt=40, parts=(("p", 30), ("p8", 10)), priority=-1)
+    assert fleet.sent(alike) == [("alike", "A")]
     assert engine.kv_held == 80
     for name in ("t0", "t1", "t2", "t3"):
         fleet.close(name)
@@ -63,23 +64,41 @@ def test_a_preamble_shared_by_groups_is_held_once() -> None:
     assert engine.kv_held == 80 and engine.uncached_tokens == 10 + 40
 
 
-def test_a_preamble_without_a_group_is_held_once_too() -> None:
-    """Single trajectories, each with its own task behind the same 30 tokens. A prompt of only 20 tokens shares no more
-    than those."""
+def test_branches_hold_what_they_have_in_common_once() -> None:
+    """A conversation of 40 tokens that three others continue, one of them a second one: 40, 40 + 20, 40 + 20 + 10,
+    40 + 15. Each that leaves frees what it alone had."""
+    fleet = siblings(kv=1_000)
+    fleet.arrive("root", prompt=40, parts=(("a", 40),))
+    fleet.arrive("left", prompt=60, parts=(("a", 40), ("ab", 20)))
+    fleet.arrive("leaf", prompt=70, parts=(("a", 40), ("ab", 20), ("abc", 10)))
+    fleet.arrive("right", prompt=55, parts=(("a", 40), ("ad", 15)))
+    engine = fleet.scheduler.engines["A"]
+    assert (engine.kv_claimed, engine.kv_held) == (225, 40 + 20 + 10 + 15)
+    assert engine.uncached_tokens == 85
+    for name, prompt, held in (("root", 40, 85), ("leaf", 70, 75), ("right", 55, 60)):
+        fleet.finish(name, prompt=prompt, output=0)
+        fleet.close(name)
+        assert engine.kv_held == held, name
+
+
+def test_a_branch_enters_where_the_conversation_is() -> None:
+    """Of its 70 tokens an engine with a room of 55 has 40 already; a stranger of 60 tokens waits."""
+    fleet = siblings()
+    fleet.arrive("root", prompt=40, parts=(("a", 40),))
+    assert fleet.arrive("stranger", prompt=60, parts=(("x", 60),)) == []
+    branch = fleet.arrive("branch", prompt=70, parts=(("a", 40), ("ab", 30)), priority=-1)
+    assert fleet.sent(branch) == [("branch", "A")]
+
+
+def test_a_preamble_is_held_once_whatever_follows_it() -> None:
+    """Single trajectories, each with its own task behind the same 30 tokens. Parts end with the prompt: one of only 20
+    tokens shares no more than those, and parts without tokens do not count."""
     fleet = siblings()
     for number in range(3):
-        fleet.arrive(f"t{number}", prompt=40, preamble=("p", 30))
-    fleet.arrive("bare", prompt=20, group="g", preamble=("p", 30))
+        fleet.arrive(f"t{number}", prompt=40, parts=(("p", 30),))
+    fleet.arrive("bare", prompt=20, parts=(("", 0), ("p", 30), ("pg", 9)))
     engine = fleet.scheduler.engines["A"]
     assert (engine.kv_claimed, engine.kv_held) == (140, 20 + 3 * 20)
-
-
-def test_an_empty_preamble_is_ignored() -> None:
-    """Behind a preamble with tokens, the same group has another prompt (found by the property below)."""
-    fleet = siblings(kv=1_000)
-    fleet.arrive("bare", prompt=200, group="g", preamble=("q", 0))
-    fleet.arrive("behind", prompt=200, group="g", preamble=("q", 150))
-    assert fleet.scheduler.engines["A"].kv_held == 400
 
 
 def test_adapters_of_one_engine_share_no_prompt() -> None:
@@ -87,26 +106,15 @@ def test_adapters_of_one_engine_share_no_prompt() -> None:
     fleet = Fleet(limits=Limits(answer_tokens=0))
     fleet.engine("A", slots=8, kv=100, models=("x", "y"))
     for name, model in (("a", "x"), ("b", "y"), ("c", "y")):
-        fleet.arrive(name, prompt=30, group="g", preamble=("p", 20), model=model)
+        fleet.arrive(name, prompt=30, parts=(("p", 20), ("pg", 10)), model=model)
     assert fleet.scheduler.engines["A"].kv_held == 60
-
-
-def test_a_declared_group_is_the_group_of_the_prompt() -> None:
-    """A client that declared the group need not name it again; one that did not may name it with the first turn."""
-    fleet = siblings(40)
-    fleet.declare("declared")  # of group g
-    fleet.handle(TrajectoryDeclared(fleet.at, "named", Prediction(1_000.0, 1_000.0)))
-    fleet.arrive("declared-1", "declared", prompt=40)
-    fleet.arrive("named-1", "named", prompt=40, group="g")
-    engine = fleet.scheduler.engines["A"]
-    assert (engine.kv_claimed, engine.kv_held) == (125, 45)
 
 
 def test_a_prompt_estimated_too_long_is_cut_in_proportion() -> None:
     """The engine counts 36 tokens where 40 were estimated, 30 of them preamble: others find 27."""
     fleet = siblings()
     for name in ("a", "b"):
-        fleet.arrive(name, prompt=40, group=name, preamble=("p", 30))
+        fleet.arrive(name, prompt=40, parts=(("p", 30), (f"p{name}", 10)))
     fleet.finish("a", prompt=36, output=0)
     engine = fleet.scheduler.engines["A"]
     assert engine.kv_held == 36 + 40 - 27
@@ -197,10 +205,10 @@ def test_shared_tokens_are_bounded_and_freed_with_their_last_holder(data: st.Dat
             name = f"t{number}"
             trajectory = Trajectory(name, number, "", None, 0.0, 0.0, Prediction(1.0, 1.0))
             tokens = data.draw(st.sampled_from([0, 96, 99, 100, 101, 200, 203]))
-            group = data.draw(st.sampled_from(["", "g", "h"]))
-            preamble = data.draw(st.sampled_from([("", 0), ("p", 50), ("p", 55), ("q", 150), ("", 10), ("q", 0)]))
-            arrived = TurnArrived(0.0, name, name, "model", tokens, Prediction(1.0, 1.0), group, None, 0, *preamble)
-            trajectory.note_first_prompt(arrived, group)
+            path = data.draw(st.text("ab", max_size=4))  # of a tree
+            parts = tuple((path[:end], data.draw(st.integers(0, 60))) for end in range(len(path) + 1))
+            arrived = TurnArrived(0.0, name, name, "model", tokens, Prediction(1.0, 1.0), prompt_parts=parts)
+            trajectory.note_first_prompt(arrived)
             found = prompts.found_by(trajectory)
             assert 0 <= found <= trajectory.first_prompt_tokens <= tokens
             before = prompts.shared_tokens

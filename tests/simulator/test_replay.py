@@ -134,6 +134,13 @@ def test_a_damaged_log_is_refused(tmp_path: Path) -> None:
         replay(path)
 
 
+def arrival(parts: bytes) -> bytes:
+    said = (
+        b'{"at":0,"kind":"event","type":"TurnArrived","turn_id":"x","trajectory_id":"t","model":"m","prompt_tokens":9,'
+    )
+    return said + b'"prediction":{"total_tokens":1,"p90_tokens":1},"prompt_parts":' + parts + b"}\n"
+
+
 def test_a_broken_log_is_refused_with_its_line(tmp_path: Path) -> None:
     """Whatever is wrong, the message names the line."""
     path = tmp_path / "events.jsonl"
@@ -154,6 +161,8 @@ def test_a_broken_log_is_refused_with_its_line(tmp_path: Path) -> None:
             b'{"at":0,"kind":"start","policy":"slime","can_preempt":true,"records":5}\n',
             r"line 1: records\[0\]: must be a table, not 5",
         ),
+        (arrival(b'[["p",1,2]]'), r"line 1: prompt_parts\[0\]: must be a list of 2 values, not \['p', 1, 2\]"),
+        (arrival(b'[["p","1"]]'), r"line 1: prompt_parts\[0\]\[1\]: must be a whole number, not '1'"),
         (b'{"at":0.0,"kind":"action","type":"Save"}\n', "line 1: an action before any event: the log's beginning"),
         (b'{"at":0.0,"kind":"start"}\n', "events.jsonl, line 1: the line of kind start lacks 'policy'"),
     ):

@@ -96,18 +96,29 @@ def test_heddle_admits_more_trajectories_that_share_a_preamble() -> None:
     assert sum(t.queued_s for t in knows.trajectories) < 0.1 * sum(t.queued_s for t in does_not.trajectories)
 
 
+def test_heddle_admits_more_branches_of_one_conversation() -> None:
+    """The same with prompts that continue each other: each is 50 tokens longer than the one before."""
+    turns = (Turn(0, 100, 3.0), *[Turn(100, 100, 3.0) for _ in range(9)])
+    apart = tuple(Trajectory(f"t{n}", f"g{n}", 12_000 + 50 * n, turns) for n in range(64))
+    branches = tuple(replace(trajectory, group_id="g") for trajectory in apart)
+    [tp1] = [load_profile("qwen3-14b-h100-tp1")]
+    knows, does_not = (play(Workload("w", them), [tp1]) for them in (branches, apart))
+    assert knows.makespan_s < does_not.makespan_s / 2
+    assert sum(t.queued_s for t in knows.trajectories) < 0.1 * sum(t.queued_s for t in does_not.trajectories)
+
+
 def test_siblings_with_ten_thousand_lengths_share_few_pieces() -> None:
     """The cost of a turn grows with the pieces of its context. Tokens that are not shared are the trajectory's own."""
     siblings = [Trajectory(f"t{n}", "g", 100 + n, (Turn(0, 5, 0.0),)) for n in range(10_000)]
     shared = shared_prompts([*siblings, Trajectory("alone", "h", 70, (Turn(0, 5, 0.0),))])
-    assert shared["h"] == ((("h", 0), 70),)
+    assert shared["h"] == (("h/0", 70),)
     assert len(shared["g"]) <= 32
     agents = [Agent(sibling, shared["g"]) for sibling in (siblings[0], siblings[5_000], siblings[-1])]
     for agent in agents:
         tokens = agent.trajectory.context_tokens + 5
         pieces = agent.pieces(tokens)
         assert sum(size for _, size in pieces) == tokens and all(size > 0 for _, size in pieces)
-    assert agents[0].pieces(100)[0] == agents[2].pieces(9_000)[0] == (("g", 0), 100)
+    assert agents[0].pieces(100)[0] == agents[2].pieces(9_000)[0] == ("g/0", 100)
 
 
 def test_a_request_occupies_its_slot_before_the_engine_has_it() -> None:
