@@ -56,15 +56,19 @@ class PromptGroups:
             num_bytes: of the body; tokens are estimated by bytes, and beyond the preamble by characters.
         """
         preamble_id, its_bytes = preamble_of(body)
-        preamble_tokens = prompt_tokens * min(its_bytes, num_bytes) // num_bytes
-        parts = [(preamble_id, preamble_tokens)] if preamble_id else []
+        left = prompt_tokens
+        parts = []
+        if preamble_id:
+            left -= prompt_tokens * its_bytes // num_bytes if its_bytes < num_bytes else prompt_tokens
+            parts.append((preamble_id, prompt_tokens - left))
         self.of(body)
-        *beginnings, (whole, length) = self._last[2]
-        left = prompt_tokens - preamble_tokens
+        beginnings = self._last[2]
+        whole, length = beginnings[-1]
         told = 0
-        for digest, its_length in beginnings[:MAX_BEGINNINGS]:
-            tokens = left * its_length // (length or 1) - told
-            parts.append((preamble_id + digest, tokens))
-            told += tokens
+        if len(beginnings) > 1:
+            for digest, its_length in beginnings[:-1][:MAX_BEGINNINGS]:
+                tokens = left * its_length // (length or 1) - told
+                parts.append((preamble_id + digest, tokens))
+                told += tokens
         parts.append((preamble_id + whole, left - told))
         return tuple(parts)

@@ -99,9 +99,9 @@ def beginnings_of(body: Mapping[str, Any]) -> list[tuple[str, int]]:
             continue
         if answered and not was_answered:
             beginnings.append((hasher.hexdigest(), length))
-        _feed(hasher, pieces)
+        num_fed = _feed(hasher, pieces)
         if length or not pieces[0].startswith(_SYSTEM_SPELLED):
-            length += sum(map(len, pieces))
+            length += num_fed
         was_answered = answered
     return [*beginnings, (hasher.hexdigest(), length)]
 
@@ -159,12 +159,15 @@ class Hasher(Protocol):
     def hexdigest(self) -> str: ...
 
 
-def _feed(hasher: Hasher, pieces: Sequence[str]) -> None:
+def _feed(hasher: Hasher, pieces: Sequence[str]) -> int:
+    """Returns: the number of characters."""
+    length = sum(map(len, pieces))
     # Calling it for many short pieces costs more than joining them; a copy of a megabyte costs 0.1 ms.
-    if sum(map(len, pieces)) < _SHORT:
+    if length < _SHORT:
         pieces = ("".join(pieces),)
     for piece in pieces:
         hasher.update(piece.encode("utf-8", "replace"))
+    return length
 
 
 def _messages(body: Mapping[str, Any]) -> Iterator[tuple[bool, Sequence[str]]]:
