@@ -20,9 +20,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -30,6 +31,7 @@ from statistics import median
 from loadtest.bench.processes import (
     CLIENT_CORE,
     SERVER_CORE,
+    NotStarted,
     answers,
     family,
     free_ports,
@@ -47,6 +49,7 @@ from workloads.trajectories import Workload
 GROWTH_SHARE, GROWTH_COUNT = 0.1, 5
 NUM_AGENTS = 48
 _ENGINE_LIFE_S = 20.0
+_TOLD_EVERY_S = 30.0  # often enough to see that it works, twenty lines in ten minutes
 _FORGOTTEN_AFTER_S = 10.0
 _SETTINGS = {
     "HEDDLE_TRAJECTORY_TTL_S": f"{_FORGOTTEN_AFTER_S / 2}",
@@ -86,8 +89,11 @@ def medians(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[str
     return [(name, *(median([getattr(one, name) for one in part]) for part in (before, after))) for name in names]
 
 
-async def soak(minutes: float, home: Path) -> tuple[list[Sample], int]:
+async def soak(minutes: float, home: Path, tell: Callable[[str], None]) -> tuple[list[Sample], int]:
     """The samples of a gateway over this many minutes, and how many turns it served.
+
+    Args:
+        tell: is given a line now and then, from the first sample on.
 
     Raises:
         NotStarted: something did not start.
@@ -105,17 +111,21 @@ async def soak(minutes: float, home: Path) -> tuple[list[Sample], int]:
     try:
         with running(command, SERVER_CORE, log, settings) as pid:
             await asyncio.to_thread(wait_until, lambda: answers(port, b"simulated"), "the gateway", pid, log)
-            until = time.monotonic() + 60 * minutes
+            began_at = told_at = time.monotonic()
+            until = began_at + 60 * minutes
             playing = asyncio.create_task(_play(f"http://127.0.0.1:{port}/v1", until))
-            samples, page = [], []
+            samples: list[Sample] = []
+            num_turns = 0
             while not playing.done():
-                page = await _page(port)
+                page, now = await _page(port), time.monotonic()
                 samples.append(_sample(pid, page, home))
+                num_turns = _num_turns(page)
+                if now >= told_at:
+                    told_at += _TOLD_EVERY_S
+                    tell(f"{now - began_at:.0f} of {60 * minutes:.0f} s: {num_turns:,} turns, {_in_words(samples[-1])}")
                 await asyncio.wait((playing,), timeout=1.0)
             playing.result()
-            return samples, round(
-                sum(float(line.split()[-1]) for line in page if line.startswith("heddle_turns_total"))
-            )
+            return samples, num_turns
     finally:
         for engine in engines:
             engine.cancel()
@@ -192,6 +202,17 @@ def _sample(pid: int, page: list[str], home: Path) -> Sample:
     )
 
 
+def _num_turns(page: list[str]) -> int:
+    return round(sum(float(line.split()[-1]) for line in page if line.startswith("heddle_turns_total")))
+
+
+def _in_words(sample: Sample) -> str:
+    return (
+        f"{sample.memory_bytes / 1e6:.1f} MB of memory, {sample.descriptors:.0f} descriptors, "
+        f"{sample.trajectories:.0f} trajectories"
+    )
+
+
 def _num_descriptors(pid: int) -> int:
     try:
         return len(os.listdir(f"/proc/{pid}/fd"))
@@ -200,12 +221,17 @@ def _num_descriptors(pid: int) -> int:
 
 
 def main() -> int:
-    """Print the table; 1 if something has grown."""
+    """Print the table; 1 if something has grown, 2 if something did not start."""
     parser = argparse.ArgumentParser(description="Looks for what a gateway does not let go of.")
     parser.add_argument("--minutes", type=float, default=10.0, help="a third is warm-up")
     minutes = parser.parse_args().minutes
+    tell = partial(print, file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
-        samples, num_turns = asyncio.run(soak(minutes, Path(home)))
+        try:
+            samples, num_turns = asyncio.run(soak(minutes, Path(home), tell))
+        except NotStarted as error:
+            tell(f"soak: {error}")
+            return 2
     third = len(samples) // 3
     before, after = samples[third : 2 * third], samples[2 * third :]
     print(f"| {num_turns:,} turns in {minutes:g} minutes, medians | second third | last third |\n|---|---|---|")

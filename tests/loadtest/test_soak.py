@@ -31,8 +31,10 @@ def test_a_passing_increase_is_not_a_leak() -> None:
 
 
 async def test_the_soak_samples_a_working_gateway(tmp_path: Path) -> None:
-    """From outside, its resources are seen, and turns are served."""
-    samples, num_turns = await soak(0.1, tmp_path)
+    """From outside, its resources are seen, and turns are served. A run of minutes tells that it works."""
+    told: list[str] = []
+    samples, num_turns = await soak(0.1, tmp_path, told.append)
+    assert " of 6 s: " in told[0]
     assert num_turns > 0
     last = samples[-1]
     assert last.trajectories > 0 and last.store_bytes > 0 and last.event_log_bytes > 0
