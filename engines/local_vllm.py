@@ -6,6 +6,7 @@ Starts the Python of another virtual environment (made by `deploy/install-vllm-c
 import asyncio
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -142,11 +143,13 @@ async def launch_all(
 async def _running(spec: LocalVllm, log_path: Path) -> AsyncIterator[LocalEngine]:
     # vLLM cannot take any free port and report it.
     port = spec.port or free_port()
-    try:
-        async with child(spec.command(port), log_path, spec.environment()) as server:
-            yield LocalEngine(f"http://127.0.0.1:{port}", server)
-    finally:
-        _forget_memory_of(_engine_id(port))
+    # A server leaves its sockets where temporary files go, even if it ends well. Their paths may have 107 characters.
+    with tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True) as sockets:
+        try:
+            async with child(spec.command(port), log_path, spec.environment() | {"TMPDIR": sockets}) as server:
+                yield LocalEngine(f"http://127.0.0.1:{port}", server)
+        finally:
+            _forget_memory_of(_engine_id(port))
 
 
 async def _until_ready(engine: LocalEngine, on_progress: Progress) -> None:

@@ -42,7 +42,10 @@ def real_fleet(
         kv: fields of `engine` that set how KV reaches other servers.
     """
     server = LocalVllm(model, max_model_len=16_384, num_kv_blocks=4096, venv=venv)
-    environment = dict(server.environment().items() - os.environ.items())
+    # Outside the test's own folder, because the paths of a server's sockets may have 107 characters.
+    sockets = state_dir.parent / "vllm"
+    sockets.mkdir(exist_ok=True)
+    environment = {**dict(server.environment().items() - os.environ.items()), "TMPDIR": str(sockets)}
     flags = ("--max-model-len", "16384", "--num-gpu-blocks-override", "4096", "--block-size", "32")
     fields: dict[str, Any] = {
         "fleet": "real",
