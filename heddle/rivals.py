@@ -33,7 +33,8 @@ from heddle.arguments import count
 from heddle.processors import cpu_s
 from heddle.real import ENGINE_TIMEOUT_S, clear_prefix_cache, warm_up
 from heddle.rollouts import START_TIMEOUT_S, local_gateway
-from loadtest.bench.peers import PROGRAMS, STICKY, router
+from loadtest.bench.peers import PROGRAMS, ROUTERS, STICKY, router
+from loadtest.display import RolloutProgress
 from loadtest.replayer import ReplaySettings, replay
 from loadtest.rivalry import Counts, Run, counts, order, run_of, table
 from scheduling.cost import EngineProfile
@@ -137,6 +138,8 @@ def main() -> int:
     try:
         if unknown := set(names) - set(SERVERS):
             raise ValueError(f"no such server: {', '.join(unknown)}; known: {'; '.join(SERVERS)}")
+        if any(name.startswith("vllm-router") for name in names) and not (ROUTERS / "vllm-router").exists():
+            raise LaunchError(f"no vllm-router in {ROUTERS}; get it with: deploy/get-bench-peers.sh")
         return uvloop.run(_main(parsed, names))
     except (LaunchError, profile.ProfilingError, OSError, ValueError) as error:
         print(f"heddle.rivals: {error}", file=sys.stderr)
@@ -181,7 +184,7 @@ async def _play_case(
         await asyncio.gather(*(warm_up(url) for url in urls))
         told = await _profiled(urls[0], console)
         for seed, name in left:
-            run = await _play(case, seed, name, engines, parsed.work_dir, told)
+            run = await _play(case, seed, name, engines, parsed.work_dir, told, console)
             with path.open("ab") as file:
                 file.write(orjson.dumps(run.to_json()) + b"\n")
             console.print(
@@ -199,7 +202,13 @@ async def _profiled(url: str, console: Console) -> EngineProfile:
 
 
 async def _play(
-    case: str, seed: int, name: str, engines: Sequence[LocalEngine], folder: Path, told: EngineProfile
+    case: str,
+    seed: int,
+    name: str,
+    engines: Sequence[LocalEngine],
+    folder: Path,
+    told: EngineProfile,
+    console: Console,
 ) -> Run:
     urls = [engine.url for engine in engines]
     sessions = {engine.server.pid for engine in engines}
@@ -209,7 +218,9 @@ async def _play(
         before, before_s = await _counts(urls), cpu_s(sessions)
         # What it is called counts for hashes; so it is the same for all.
         settings = ReplaySettings(f"{server}/v1", identity="session", client="raw", rollout_id=f"s{seed}")
-        result = await replay(workload(seed), settings, name=name, queued_source=None)
+        played = workload(seed)
+        with RolloutProgress(played, name, console) as progress:
+            result = await replay(played, settings, name=name, on_turn=progress.on_turn, queued_source=None)
         after, after_s = await _counts(urls), cpu_s(sessions)
     for error in result.errors[:3]:
         print(f"{name}: {error}", file=sys.stderr)

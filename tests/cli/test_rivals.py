@@ -1,6 +1,10 @@
 """`make rivals` before anything starts: the workload matches its page, and a router gets what was measured."""
 
+import os
 import statistics
+import subprocess
+import sys
+from pathlib import Path
 
 import orjson
 
@@ -39,3 +43,12 @@ def test_a_router_gets_the_measured_costs() -> None:
     assert arguments["token_capacity_per_target"] == 24_576
     assert list(arguments["prefill_cost_model"].values()) == [0.01, 0.06, 0.0]
     assert list(arguments["decode_throughput_model"].values()) == [0.004, 0.0005, 0.25e-6]
+
+
+def test_without_vllm_router_nothing_is_started(tmp_path: Path) -> None:
+    """Otherwise the first rollouts would have been played for nothing, minutes later."""
+    command = [sys.executable, "-m", "heddle.rivals", "--work-dir", tmp_path / "work", "--venv", tmp_path / "vllm"]
+    environment = os.environ | {"HEDDLE_WORK": str(tmp_path)}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert ended.returncode == 2 and ended.stderr.endswith("get it with: deploy/get-bench-peers.sh\n")
+    assert not (tmp_path / "work").exists()
