@@ -55,13 +55,19 @@ class Exchange(RequestResponseCycle):
     def show(self) -> None:
         """Let the application find this below its scope: `client_of`.
 
-        Called only once an application is needed: the scope and the exchange then refer to each other, and wait for the
-        garbage collector with all they hold.
+        Called only once an application is needed: until it has ended, the scope and the exchange refer to each other.
         """
         self.scope["extensions"] = {_EXTENSION: {"exchange": self}}
         self.message_event = asyncio.Event()
         if cast(Any, self).body or not self.more_body or self.disconnected:
             self.message_event.set()
+
+    async def run_asgi(self, app: Any) -> None:
+        """Run an application for this request."""
+        try:
+            await super().run_asgi(app)
+        finally:
+            self.scope.pop("extensions", None)
 
     def spawn(self, rest: Coroutine[Any, Any, None]) -> None:
         """Have the server run the rest of this request as one of its tasks."""

@@ -71,6 +71,9 @@ class _BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         if self._served is not None:
             self._served.left()
+        # Exchanges refer to their connection: without this, both would wait for the garbage collector.
+        self.cycle = self._served = self._unserved = None  # type: ignore[assignment]
+        self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
         was_in_head = self._in_head
@@ -241,7 +244,8 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._served.hand_over()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        self._served = cycle
+        if self in self.connections:  # otherwise it is lost, and a turn goes on without its client
+            self._served = cycle
         if app is self.app:
             cycle.show()
         super()._start_asgi_task(cycle, app)

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
@@ -311,3 +312,39 @@ async def test_a_turn_is_freed_without_a_garbage_collection() -> None:
         gc.enable()
     assert num_hot > 10  # all but the first, which must connect, and any whose connection a check had taken
     assert num_left < 10
+
+
+@pytest.mark.parametrize("sent", ["a turn", "a stream", "a page", "half an answer"])
+async def test_a_connection_is_freed_without_a_garbage_collection(sent: str) -> None:
+    """Clients that connect for each turn leave many. A connection is old by the end of its turn, and old garbage is
+    collected every ten minutes only."""
+    body = orjson.dumps(body_of("chat", stream=sent != "a turn", tokens=10_000 if sent == "half an answer" else 2))
+    request = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (PATH.encode(), len(body), body)
+    if sent == "a page":
+        request = b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n"
+    gc.collect()
+    gc.disable()
+    try:
+        async with (
+            asyncio.timeout(120),
+            serve_engine(SimulatedEngineSettings(speed_up=20)) as engine,
+            running_gateway(engine, **PATIENT) as gateway,
+        ):
+            host, _, port = gateway.url.removeprefix("http://").partition(":")
+            for _ in range(20):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(request)
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 200")
+                if b"chunked" not in head:
+                    await reader.readexactly(int(re.findall(rb"content-length: (\d+)", head)[0]))
+                elif sent != "half an answer":
+                    await reader.readuntil(b"\r\n0\r\n\r\n")
+                writer.close()
+            await eventually(lambda: num_connections() < 5, 60)
+    finally:
+        gc.enable()
+
+
+def num_connections() -> int:
+    return sum(isinstance(one, HttpToolsProtocol) for one in gc.get_objects())
