@@ -52,6 +52,8 @@ def main() -> int:
     except (LaunchError, ValueError, OSError) as error:
         print(f"heddle.loop: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 async def _run(parsed: argparse.Namespace) -> int:

@@ -144,6 +144,8 @@ def main() -> int:
     except (LaunchError, profile.ProfilingError, OSError, ValueError) as error:
         print(f"heddle.rivals: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 async def _main(parsed: argparse.Namespace, names: Sequence[str]) -> int:

@@ -232,6 +232,8 @@ def main() -> int:
         except NotStarted as error:
             tell(f"soak: {error}")
             return 2
+        except KeyboardInterrupt:
+            return 130
     third = len(samples) // 3
     before, after = samples[third : 2 * third], samples[2 * third :]
     print(f"| {num_turns:,} turns in {minutes:g} minutes, medians | second third | last third |\n|---|---|---|")

@@ -1,10 +1,13 @@
 """How the process of a command ends: interrupted, without a reader, without standard output, without permission."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 FEW = ("predictor", "evaluate", "--law", "coding", "--trajectories", "25", "--predictor", "siblings")
@@ -45,6 +48,24 @@ def ended(*arguments: str, stdout: int = subprocess.PIPE, shell: str = "") -> tu
 def test_an_interrupt_while_modules_are_imported_leaves_no_traceback() -> None:
     """Imports take a second or two, in which people notice a typing error."""
     assert ended("-c", INTERRUPTED) == (130, "")
+
+
+@pytest.mark.parametrize("program", ["loadtest.soak", "heddle.loop --gpus 8 --trajectories 8 --work-dir {}"])
+def test_an_interrupted_measurement_leaves_no_traceback(program: str, tmp_path: Path) -> None:
+    """It takes minutes, so many are interrupted."""
+    with subprocess.Popen(
+        [sys.executable, "-m", *program.format(tmp_path).split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "TMPDIR": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline()
+        running.send_signal(signal.SIGINT)
+        assert b"Traceback" not in running.stdout.read()
+    assert running.returncode == 130
 
 
 def test_a_reader_that_has_read_enough_is_no_error() -> None:
