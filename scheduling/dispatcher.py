@@ -248,8 +248,8 @@ class Dispatcher:
     def _place(self, turn: Turn, engines: list[Engine], actions: list[Action]) -> bool:
         """Dispatch a homeless turn to an engine that has room, or reserve one for it. Returns whether it was
         dispatched."""
-        is_held_back = self._is_one_queue and self._queues.homeless[turn.model].head() is not turn
-        candidates = [] if is_held_back else [engine for engine in engines if self._admission.may_enter(engine, turn)]
+        enterable = self._first_for(turn, engines) if self._is_one_queue else engines
+        candidates = [engine for engine in enterable if self._admission.may_enter(engine, turn)]
         if candidates:
             why = f"retried, leg {turn.leg + 1}" if turn.leg else "entered"
             self._dispatch(turn, self._chooser.engine_to_enter(turn, candidates, self.at), why, actions)
@@ -264,6 +264,16 @@ class Dispatcher:
                 self._queues.reserve(max(lacking, key=_free_tokens), turn)
         self._make_slot(turn, engines, actions)
         return False
+
+    def _first_for(self, turn: Turn, engines: list[Engine]) -> list[Engine]:
+        """The engines for which this turn is the first of its queue: all turns before it avoid them."""
+        for first in self._queues.homeless[turn.model]:
+            if first is turn:
+                break
+            if not first.avoided:
+                return []
+            engines = [engine for engine in engines if not self._admission.may_serve(engine, first)]
+        return engines
 
     # --- filling: what an engine runs next ------------------------------------------------------------------
 

@@ -385,6 +385,9 @@ class AnyOrder(RuleBasedStateMachine):
         assert all(not engine.claims and not engine.running for engine in self.scheduler.engines.values())
 
 
+# When Hypothesis has found a failure, it looks for a shorter one for up to five minutes. A test that ends before tells
+# nothing.
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda policy: policy.name)
 def test_events_in_any_order_break_no_rule(policy: Policy) -> None:
     """Whatever happens when, no turn is lost, run twice or starved, and no limit is exceeded."""

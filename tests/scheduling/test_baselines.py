@@ -169,6 +169,15 @@ def test_a_waiting_program_holds_back_all_programs_behind_it() -> None:
     assert fleet.sent(fleet.fail("runs", fault=Fault.CLOSED)) == [("large", "A"), ("small", "A")]
 
 
+def test_a_program_that_avoids_an_engine_holds_back_none_there() -> None:
+    """The engine has just failed it, so it will not run there for a while: the next one need not wait for a tick."""
+    fleet = Fleet(replace(THUNDERAGENT, order=first_come_first_served))
+    fleet.engine("A", slots=8, kv=100)
+    fleet.arrive("first")
+    assert fleet.fail("first") == []
+    assert fleet.sent(fleet.arrive("second")) == [("second", "A")]
+
+
 def test_residents_are_checked_although_no_turn_waits() -> None:
     """A tick is due as soon as any engine has a resident."""
     fleet = Fleet(THUNDERAGENT)
