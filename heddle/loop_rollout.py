@@ -112,6 +112,7 @@ async def rollout(loop: Loop, workload: Workload, name: str, is_automatic: bool,
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     environment = {**os.environ, ADMIN_KEY_VARIABLE: secrets.token_hex(8)}
+    console.print(f"{name}: starting gateway, controller and {len(loop.first)} engines, which may take minutes")
     async with _gateway(loop, folder, environment) as (gateway, gateway_session):
         file, listen = folder / "fleet.toml", f"127.0.0.1:{free_port()}"
         file.write_text(_fleet_toml(loop, gateway, listen, is_automatic))

@@ -7,6 +7,8 @@
 set -eu
 
 here=$(cd "$(dirname "$0")/../.." && pwd)
+started=$(date +%s)
+say() { echo "compiled: $* ($(($(date +%s) - started)) s)"; }
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 wheels=${2:+$(mkdir -p "$2" && cd "$2" && pwd)}
@@ -18,10 +20,12 @@ install() { "$venv/bin/python" -m pip install -q --disable-pip-version-check -c 
 # What the sources are now, committed or not.
 mkdir "$work/sources" "$work/wheel" "$work/away"
 (cd "$here" && git ls-files -z --cached --others --exclude-standard | xargs -0 tar -c --ignore-failed-read) | tar -x -C "$work/sources"
+say "installing what Heddle needs into $1"
 # First as it is: the compiler wants the types of all that is imported.
 install 'setuptools>=77' wheel mypy "$work/sources"
 rm -rf "$work/sources/build" "$work/sources/"*.egg-info
 cp "$here/deploy/compiled/setup.py" "$work/sources"
+say "compiling, which takes some minutes"
 "$venv/bin/python" -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w "$work/wheel" "$work/sources"
 install --force-reinstall --no-deps "$work/wheel/"*.whl
 install anthropic httpx httpx2 hypothesis pyarrow pytest pytest-asyncio pytest-timeout
@@ -31,6 +35,8 @@ cd "$work/away"
 ln -s "$here/tests" "$here/scenarios" "$here/docs" "$here/deploy" .
 cp "$here/pyproject.toml" .
 "$venv/bin/python" -c 'import gateway.turns.hot as hot; assert hot.__file__.endswith(".so"), hot.__file__'
+say "testing"
 REDIS_SERVER=$("$here/deploy/get-redis.sh") "$venv/bin/python" -m pytest -p no:cacheprovider tests/scheduling tests/gateway
 "$venv/bin/python" -m tests.bench.test_scheduler_speed heddle
 [ -z "$wheels" ] || cp "$work/wheel/"*.whl "$wheels"
+say "Heddle as machine code is in $venv"
