@@ -234,28 +234,38 @@ class Journal:
         Raises:
             JournalAway: the disk is full or broken. The record is not in the file, nor will it ever be.
         """
-        line, size = _line(record), os.fstat(self._file.fileno()).st_size
         try:
-            if self._file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(self._file.fileno())
+            self._shorten()
+            self._append(_line(record))
         except OSError as fault:
             self.is_away = True
-            self._file.truncate(size)
             raise JournalAway(f"{self._path} cannot be written: {fault.strerror}") from fault
         self.is_away = False
         self.state = fold(self.state, record)
-        self._shorten()
         return self.state
 
     def close(self) -> None:
         self._file.close()
 
     def _shorten(self) -> None:
-        """If the file has grown too large, replace the records by the state."""
+        """If the file has grown too large, replace the records by the state. Raises OSError: nothing may be appended
+        until this succeeds, because another file may have the path by then.
+        """
         if self._file.tell() > _MAX_BYTES:
+            anew = self._begun_anew(_line({"kind": "state", "state": dumped(self.state)}))
             self._file.close()
-            self._file = self._begun_anew(_line({"kind": "state", "state": dumped(self.state)}))
+            self._file = anew
+
+    def _append(self, line: bytes) -> None:
+        """Raises OSError; the file is then as it was."""
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._file.truncate(size)
+            raise
 
     def _begun_anew(self, written: bytes) -> FileIO:
         """Replace the content of the file by `written`: all of it, or nothing if the machine dies meanwhile."""

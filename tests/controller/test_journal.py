@@ -266,6 +266,24 @@ def test_a_long_journal_is_shortened_while_it_is_written(tmp_path: Path) -> None
     assert Journal(path).state == state
 
 
+def test_a_journal_that_cannot_be_shortened_is_away_until_it_can(tmp_path: Path) -> None:
+    """A full disk has no room for the short form. The file used to be closed by then, and each later record failed
+    with a message about that."""
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    write_all(journal)
+    path.with_suffix(".draft").mkdir()  # where the short form would be written
+    state = journal.write(kind="padding", padding="x" * 5 * 2**20)
+    for _ in range(2):
+        with pytest.raises(JournalAway, match="cannot be written: Is a directory"):
+            journal.write(kind="proven")
+        assert journal.is_away and journal.state == state == read_state(path)
+    path.with_suffix(".draft").rmdir()
+    state = journal.write(kind="proven")
+    assert not journal.is_away and state.proven == TWO and read_state(path) == state
+    assert path.stat().st_size < 2**20
+
+
 def test_a_long_journal_is_shortened_at_the_start(tmp_path: Path) -> None:
     """An earlier version let it grow."""
     path = tmp_path / "journal.jsonl"
