@@ -21,6 +21,9 @@ MANAGED = {"app.kubernetes.io/name": "heddle-engine", "app.kubernetes.io/managed
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 # NIXL's port, at which other servers ask for a server's memory.
 _KV_PORT = 5600
+# For people: the gateway observes engines itself, and takes the turns from one that hangs. A busy engine may need
+# seconds to answer. There is no liveness probe, because nobody knows how many minutes a start takes.
+_READINESS: Json = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5, "timeoutSeconds": 5}
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
@@ -109,7 +112,7 @@ def _fill_container(container: Json, spec: ServerSpec, resource: str, port: int)
     }
     container["env"] = list(environment.values())
     container["ports"] = [{"name": "http", "containerPort": port}]
-    container.setdefault("readinessProbe", {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5})
+    container.setdefault("readinessProbe", copy.deepcopy(_READINESS))
     resources = container.setdefault("resources", {})
     # Indivisible resources need equal requests and limits.
     for kind in ("requests", "limits"):

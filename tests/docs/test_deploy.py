@@ -13,6 +13,7 @@ import yaml
 
 from gateway import metrics
 from gateway.config import Settings, load_settings
+from gateway.front import OPEN_PATHS
 from heddle.cli import main
 from store import StoreSettings
 
@@ -113,6 +114,20 @@ def test_a_gateway_has_time_to_end_its_turns_before_sigkill() -> None:
     `shutting_down`."""
     shutdown_s = Settings.model_fields["shutdown_timeout_s"].default + StoreSettings().close_timeout_s
     assert pod_of("gateway").get("terminationGracePeriodSeconds", 30) >= shutdown_s + 10
+
+
+@pytest.mark.parametrize("name", ["gateway", "controller"])
+def test_probes_are_patient_and_ask_a_route_that_needs_no_key(name: str) -> None:
+    """By default a probe waits for 1 s, which a busy process may need. A restart costs running turns, so it must follow
+    minutes of silence only, and a start must fit in."""
+    (container,) = pod_of(name)["containers"]
+    for probe in ("readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/healthz", "port": "http"}
+        assert container[probe]["timeoutSeconds"] >= 10
+    assert "/healthz" in OPEN_PATHS
+    fields, liveness = Settings.model_fields, container["livenessProbe"]
+    start_s = fields["start_timeout_s"].default + fields["store_start_timeout_s"].default
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] >= max(120, 5 * start_s)
 
 
 def manifests(*names: str) -> list[dict[str, Any]]:
