@@ -28,6 +28,8 @@ from gateway.turnlog import LOGGER
 # lost.
 _KEEP_ALIVE_S = 75
 _BACKLOG = 4096
+# For all turns of the largest known rollout (6,400) at once.
+_ENOUGH_DESCRIPTORS = 2 * 6_400
 _LISTENER = "listener"  # its name in the descriptor store
 
 
@@ -163,8 +165,11 @@ def _on_signals(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> No
 
 def _raise_file_limit() -> None:
     """A running turn takes two descriptors: the usual soft limit of 1,024 ends at 500 turns. Raise it to the hard
-    limit.
+    limit, and say if that is low: without descriptors, the system's own code closes connections and tells nobody.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < _ENOUGH_DESCRIPTORS:
+        LOGGER.warning("few file descriptors", extra={"fields": {"limit": limit, "wanted": _ENOUGH_DESCRIPTORS}})

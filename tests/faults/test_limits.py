@@ -1,7 +1,10 @@
 """Limits on clients, and how they are reported: statuses, `Retry-After` and bodies in the API's own form."""
 
 import asyncio
+import contextlib
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +15,7 @@ from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from tests.faults.asking import APIS, PATHS, are_waiting, ask, body_of, check_error, raw
+from tests.faults.gateway_process import gateway_process
 from tests.support.gateway import ADMIN, eventually, running_gateway
 
 ONE_SLOT = SimulatedEngineSettings(profile=replace(load_profile("qwen3-14b-h100-tp1"), slots=1))
@@ -184,6 +188,30 @@ async def test_without_an_engine_a_turn_gets_503(client: httpx.AsyncClient) -> N
             response = await client.post(gateway.url + PATHS[api], json=body_of(api))
             check_error(api, response, 503, "no_engine")
             assert response.headers["retry-after"]
+
+
+async def test_a_gateway_with_few_descriptors_says_so_and_serves_all_clients_in_the_end(
+    client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    """Connections beyond them close as soon as they come, and their clients retry. The engine is not to blame."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nulimit -n 64\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    async with serve_engine(SimulatedEngineSettings(speed_up=20)) as engine:
+        options = ("--store", "memory:", "--engine", engine, "--log-level", "warning")
+        async with gateway_process(*options, python=str(python)) as gateway:
+
+            async def ask_until_served(number: int) -> int:
+                while True:
+                    with contextlib.suppress(httpx.TransportError):
+                        return (await ask(client, gateway.url, "chat", body_of("chat", text=f"hello {number}"))).status
+
+            assert await asyncio.gather(*map(ask_until_served, range(80))) == [200] * 80
+            (shown,) = (await client.get(gateway.url + "/v1/engines")).json()["data"]
+            assert shown["state"] == "ready" and shown["last_fault"] is None
+            assert await gateway.terminate() == 0
+            line = orjson.loads((await gateway.output()).partition("\n")[0])
+    assert (line["level"], line["message"], line["limit"]) == ("warning", "few file descriptors", 64)
 
 
 async def has_legs(client: httpx.AsyncClient, url: str, num: int, headers: dict[str, str] | None = None) -> bool:
