@@ -61,17 +61,20 @@ class RunningTurns:
     # --- the beginning and the end --------------------------------------------------------------------------
 
     def count(self, turn: Turn) -> None:
-        """Count it toward its key's limit until it is over or given up. Raises Refused above the limit."""
+        """Count a turn toward its key's limit, and let repeats join it, until it is over or given up. Raises Refused
+        above the limit.
+        """
         num = self._num_of_key.get(turn.key, 0)
         if num >= self._max_turns_per_key:
             self._endings.given_up(turn.ask)
             raise too_many_turns(self._max_turns_per_key)
         self._num_of_key[turn.key] = num + 1
+        self._repeats.began(turn)
 
     def give_up(self, turn: Turn) -> None:
         """A counted turn does not arrive."""
         self._endings.given_up(turn.ask)
-        self._num_of_key[turn.key] -= 1
+        self._uncount(turn)
 
     def arrive(self, turn: Turn, client: Client) -> None:
         """Tell the scheduler of a counted turn. If this raises Refused, the turn is over."""
@@ -81,7 +84,6 @@ class RunningTurns:
         except Refused:
             self.give_up(turn)
             raise
-        self._repeats.began(turn)
         self._driver.begin(turn.turn_id, turn)
         if ask.wants_stream:
             turn.heartbeat = Heartbeat(turn.outlet, self._settings.heartbeat_s)
@@ -99,6 +101,9 @@ class RunningTurns:
         if turn.heartbeat is not None:
             turn.heartbeat.stop()
         self._driver.end(turn.turn_id)
+        self._uncount(turn)
+
+    def _uncount(self, turn: Turn) -> None:
         self._repeats.ended(turn)
         self._num_of_key[turn.key] -= 1
 

@@ -18,7 +18,7 @@ from gateway.http.client import Client, ClientLeft
 from gateway.http.errors import Api
 from gateway.http.exchange import Exchange
 from gateway.http.outlet import Outlet
-from gateway.http.refusals import Refused
+from gateway.http.refusals import Refused, shutting_down
 from gateway.metrics import Metrics
 from gateway.turns.endings import Endings
 from gateway.turns.hot import HotTurns
@@ -142,8 +142,10 @@ class Turns:
         """Run a turn that may be served at token level."""
         try:
             await self._kept_tokens.prepare(turn, turn.ask.may_be_joined or retries)
-        except BaseException:
+        except BaseException as error:
             self._running.give_up(turn)
+            if isinstance(error, asyncio.CancelledError):  # uvicorn's, when its shutdown timeout ends
+                raise shutting_down() from None
             raise
         try:
             self._running.arrive(turn, client)

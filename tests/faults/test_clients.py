@@ -19,6 +19,7 @@ from engines.simulated.settings import SimulatedEngineSettings
 from tests.faults.asking import APIS, PATHS, Reply, are_waiting, ask, body_of
 from tests.faults.raw_engine import CHAT_EVENT, STREAM_HEAD, chunk, hangs, raw_engine, whole
 from tests.support.gateway import eventually, running_gateway
+from tests.support.redis_server import RedisServer
 from tests.support.rounds import came_about, num_ended, play_rounds
 
 ONE_SLOT = replace(load_profile("qwen3-14b-h100-tp1"), slots=1)
@@ -231,6 +232,25 @@ async def test_a_client_that_joined_gets_everything_if_the_first_leaves(
             return has_joined_it
 
         await play_rounds("the turn still ran when its second client joined", play)
+
+
+async def test_a_repeated_request_joins_a_turn_that_still_reads_the_store(
+    client: httpx.AsyncClient, redis_server: RedisServer
+) -> None:
+    """A turn at token level reads its trajectory's tokens first. Its client may leave meanwhile."""
+    mine, settings = {"x-trajectory-id": "mine"}, {"store": redis_server.url(12), "token_legs": "auto"}
+    async with serve_engine(SimulatedEngineSettings(speed_up=2)) as engine:
+        async with running_gateway(engine, **settings) as gateway:
+            assert (await ask(client, gateway.url, "chat", body_of("chat"), mine)).is_finished("chat")
+        async with running_gateway(engine, **settings) as gateway:
+            body = body_of("chat", tokens=100, text="and then?")
+            with redis_server.paused():
+                async with client_connection(gateway.url, "chat", body, mine):
+                    again = asyncio.create_task(ask(client, gateway.url, "chat", body, mine))
+                    await eventually(lambda: has_joined(client, gateway.url, 1))
+            assert (await again).is_finished("chat")
+            turns = await turns_of(client, gateway.url, "mine")
+            assert [(turn["outcome"], turn["tokens"]) for turn in turns] == [("finished", "kept")] * 2
 
 
 @pytest.mark.parametrize("stream", [False, True])

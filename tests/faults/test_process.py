@@ -163,6 +163,29 @@ async def test_a_client_that_joined_a_turn_gets_shutting_down_too(client: httpx.
             assert "Traceback" not in output, output
 
 
+async def test_a_turn_that_still_reads_the_store_gets_shutting_down(
+    client: httpx.AsyncClient, redis_server: RedisServer
+) -> None:
+    """If the store outlasts the shutdown; so does a client that joined the turn."""
+    headers, settings = {"x-trajectory-id": "mine"}, {"HEDDLE_TOKEN_LEGS": "auto", "HEDDLE_SHUTDOWN_TIMEOUT_S": "0"}
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=50)) as engine,
+        gateway_process("--store", redis_server.url(11), "--engine", engine, **settings) as gateway,
+    ):
+        assert (await ask(client, gateway.url, "chat", body_of("chat"), headers)).is_finished("chat")
+        assert await gateway.terminate() == 0
+        await gateway.start()
+        with redis_server.paused():
+            body = body_of("chat", text="and then?")
+            both = [asyncio.create_task(ask(client, gateway.url, "chat", body, headers)) for _ in range(2)]
+            await eventually(lambda: has_joined(client, gateway.url))
+            assert await gateway.terminate() == 0
+            for reply in both:
+                assert (await reply).error("chat")["code"] == "shutting_down"
+        output = await gateway.output()
+        assert "Traceback" not in output, output
+
+
 async def test_a_request_without_a_trajectory_gets_shutting_down(
     client: httpx.AsyncClient,
 ) -> None:
