@@ -103,9 +103,10 @@ class EngineSettings(BaseModel):
 
     @property
     def address(self) -> str:
-        """Host, port and path of the URL, from which its id is made."""
+        """Host, port and path of the URL, from which its id is made; alike in all spellings of the URL."""
         parts = urlsplit(self.url)
-        return parts.netloc.rpartition("@")[2] + parts.path.replace("/", "-")
+        server = parts.netloc.rpartition("@")[2].lower().removesuffix(":443" if parts.scheme == "https" else ":80")
+        return server + parts.path.replace("/", "-")
 
 
 # Read elsewhere: the file's name below, the others by the scripts in deploy/ and by the tests.

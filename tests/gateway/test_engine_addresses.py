@@ -9,10 +9,25 @@ from gateway.config import ConfigError, load_settings
 from tests.support.gateway import ADMIN, running_gateway
 
 
-def test_a_server_listed_in_two_spellings_is_refused() -> None:
-    """Both would have the same id, so the second could be neither shown nor removed."""
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("http://node-1:8000", "HTTP://node-1:8000/v1/"),
+        ("http://node-1:8000", "http://Node-1:8000"),
+        ("http://[FD00::80]", "http://[fd00::80]:80/"),
+        ("https://node-1:443/a", "https://node-1/a"),
+    ],
+)
+def test_a_server_listed_in_two_spellings_is_refused(one: str, other: str) -> None:
+    """Both would be sent turns as if each had all of its slots and KV."""
     with pytest.raises(ConfigError, match="listed twice"):
-        load_settings(engines=("http://node-1:8000", "HTTP://node-1:8000/v1"))
+        load_settings(engines=(one, other))
+
+
+def test_servers_at_one_host_are_told_apart() -> None:
+    """By port and path; a path may differ in case only."""
+    urls = ("http://node-1", "http://node-1:8080", "http://node-1:443", "http://node-1/a", "http://node-1/A")
+    assert len(load_settings(engines=urls).engines) == 5
 
 
 async def test_adding_a_server_in_another_spelling_is_refused() -> None:
