@@ -6,7 +6,7 @@ expectation propagation. How much of the variance is shared, and how far a promp
 rollout, is learned. Levels are counted in bins of the lattice, which are logs of lengths.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ class Group:
     Args:
         past: number of members of the same prompt in earlier rollouts, and their mean less that of all trajectories, as
             known when this group began.
-        finished: the bins in which its newest members ended, and their sum.
+        finished: the bins in which its newest members ended, at most `_MAX_FINISHED`, and their sum.
         num_untold: finished members that the prompt's past does not include yet.
         squares: sum of `num_squares` squares about the group's mean that are not yet included in the average over all
             groups.
@@ -37,7 +37,7 @@ class Group:
     """
 
     past: tuple[float, float] = (0.0, 0.0)
-    finished: deque[int] = field(default_factory=lambda: deque(maxlen=_MAX_FINISHED))
+    finished: list[int] = field(default_factory=list)
     finished_sum: int = 0
     num_running: int = 0
     num_untold: int = 0
@@ -126,7 +126,7 @@ class Groups:
             group.squares += num / (num + 1) * (in_bin - group.finished_sum / num) ** 2
             group.num_squares += 1
         if num == _MAX_FINISHED:
-            group.finished_sum -= group.finished[0]
+            group.finished_sum -= group.finished.pop(0)
         group.finished.append(in_bin)
         group.finished_sum += in_bin
         group.num_untold = min(group.num_untold + 1, _MAX_FINISHED)
@@ -143,7 +143,7 @@ class Groups:
         group.squares, group.num_squares = 0.0, 0
         if not prompt_id or not group.num_untold:
             return
-        news = list(group.finished)[-group.num_untold :]
+        news = group.finished[-group.num_untold :]
         group.num_untold = 0
         above = sum(news) / len(news) - self._lengths.mean
         if group.past[0]:
@@ -156,23 +156,26 @@ class Groups:
             self._prompts.popitem(last=False)
 
     def dump(self) -> dict[str, Any]:
-        """What was learned. Messages of running members are not kept: the members send them again."""
-        groups = {name: [*group.past, *group.finished] for name, group in self._groups.items()}
+        """What was learned. Messages of running members are not kept: the members send them again.
+
+        Cost: the gateway waits for it, so this refers to what is there and copies nothing.
+        """
+        groups = {name: (group.past, group.finished) for name, group in self._groups.items()}
         untold = {
             name: (group.num_untold, group.squares, group.num_squares)
             for name, group in self._groups.items()
             if group.num_untold
         }
         averages = [average.parts for average in (self._within, self._wander)]
-        return {"averages": averages, "groups": groups, "untold": untold, "prompts": dict(self._prompts)}
+        return {"averages": averages, "groups": groups, "untold": untold, "prompts": self._prompts}
 
     def restore(self, dumped: dict[str, Any]) -> None:
         """Restore a dump. Raises KeyError, TypeError or ValueError."""
         groups: OrderedDict[str, Group] = OrderedDict()
-        for name, (num_past, past_mean, *finished) in dumped["groups"].items():
-            groups[name] = Group(
-                (float(num_past), float(past_mean)), deque(map(int, finished), _MAX_FINISHED), sum(finished)
-            )
+        for name, row in dumped["groups"].items():
+            # An older dump has all numbers in one list.
+            (num, mean), finished = row if isinstance(row[0], list) else (row[:2], row[2:])
+            groups[name] = Group((float(num), float(mean)), [int(in_bin) for in_bin in finished], sum(finished))
         for name, (num_untold, squares, num_squares) in dumped.get("untold", {}).items():  # an older dump has none
             group = groups[name]
             group.num_untold, group.squares, group.num_squares = int(num_untold), float(squares), int(num_squares)

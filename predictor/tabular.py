@@ -78,9 +78,9 @@ class TabularPredictor:
         self._pace = [FeatureLaw(self._lengths, NUM_FEATURES, settings.memory) for _ in range(NUM_STAGES)]
         self._prompts = FeatureLaw(self._lengths, 1, settings.memory)
         self._running: OrderedDict[str, _Running] = OrderedDict()
-        # The bins that trajectories of an earlier process had reported; the distribution of lengths already includes
-        # them.
-        self._bins_before: dict[str, int] = {}
+        # The bins that trajectories have reported, those of an earlier process included: the distribution of lengths
+        # has them already.
+        self._bins: dict[str, int] = {}
 
     def predict(self, progress: Progress) -> Prediction:
         """Mean and 90th percentile of the total output."""
@@ -120,7 +120,7 @@ class TabularPredictor:
             self.dropped(progress.trajectory_id)
             return
         running = self._progressed(progress)
-        self._lengths.ended(running.in_bin, len(self._running) + len(self._bins_before) - 1)
+        self._lengths.ended(running.in_bin, len(self._bins) - 1)
         self._groups.ended(running.group, running.in_bin)
         for stage, law in enumerate(self._pace):
             law.learn(running.features.get(stage), running.in_bin)
@@ -130,7 +130,7 @@ class TabularPredictor:
 
     def dropped(self, trajectory_id: str) -> None:
         """Forget a trajectory that did not end by itself. What it reported so far still counts."""
-        self._bins_before.pop(trajectory_id, None)
+        self._bins.pop(trajectory_id, None)
         running = self._running.pop(trajectory_id, None)
         if running is not None:
             self._groups.message(running.group, running.message, 0.0, 0.0)
@@ -145,7 +145,7 @@ class TabularPredictor:
                 "groups": self._groups.dump(),
                 "looks": [law.dump() for law in self._pace],
                 "prompts": self._prompts.dump(),
-                "heard": self._bins_before | {name: running.in_bin for name, running in self._running.items()},
+                "heard": self._bins,
             }
         )
 
@@ -157,8 +157,8 @@ class TabularPredictor:
         fresh = TabularPredictor(self._settings)
         try:
             before = state.get("heard", {})  # an older one has none
-            bins_before = {name: int(in_bin) for name, in_bin in before.items() if name in running}
-            fresh._lengths.restore(state["lengths"], goes_on=bool(bins_before))
+            bins = {name: int(in_bin) for name, in_bin in before.items() if name in running}
+            fresh._lengths.restore(state["lengths"], goes_on=bool(bins))
             fresh._groups.restore(state["groups"])
             for law, dumped_law in zip(fresh._pace, state["looks"], strict=True):
                 law.restore(dumped_law)
@@ -168,19 +168,18 @@ class TabularPredictor:
         self._lengths, self._groups = fresh._lengths, fresh._groups
         self._pace, self._prompts = fresh._pace, fresh._prompts
         self._running.clear()
-        self._bins_before = bins_before
+        self._bins = bins
 
     def _progressed(self, progress: Progress) -> _Running:
         in_bin = bin_of(progress.output_tokens)
         running = self._running.get(progress.trajectory_id)
         if running is None:
-            bin_before = self._bins_before.pop(progress.trajectory_id, 0)
             running = self._begun(progress)
-            running.in_bin = min(bin_before, in_bin)
+            running.in_bin = min(self._bins.get(progress.trajectory_id, 0), in_bin)
         elif in_bin < running.in_bin:
             in_bin = running.in_bin
         self._lengths.came(running.in_bin, in_bin)
-        running.in_bin = in_bin
+        running.in_bin = self._bins[progress.trajectory_id] = in_bin
         return running
 
     def _begun(self, progress: Progress) -> _Running:

@@ -360,6 +360,21 @@ def test_running_trajectories_are_bounded() -> None:
     assert predicted_total(predictor, Progress("t", "c")) > 1.5 * usual
 
 
+def test_a_dump_of_an_earlier_version_is_restored() -> None:
+    """It has what is known of a group in one list of numbers."""
+    predictor = TabularPredictor()
+    for number in range(40):
+        predictor.ended(Progress(f"t{number}", f"g{number % 3}", "p", output_tokens=100 * (number + 1), num_turns=1))
+    dumped = predictor.dump()
+    earlier = orjson.loads(dumped)
+    groups = earlier["groups"]["groups"]
+    earlier["groups"]["groups"] = {name: [*past, *finished] for name, (past, finished) in groups.items()}
+    restored, again = TabularPredictor(), TabularPredictor()
+    restored.restore(dumped)
+    again.restore(orjson.dumps(earlier))
+    assert len(groups) == 3 and again.dump() == restored.dump()
+
+
 @pytest.mark.parametrize("dumped", [b"nonsense", b"{}", b"[]", b'{"kind":"tabular-1","lengths":{"passed":[1]}}'])
 def test_a_dump_of_another_kind_changes_nothing(dumped: bytes) -> None:
     """It is refused, and what was learned stays."""
