@@ -8,18 +8,19 @@ from setuptools import setup
 # Modules by their folder. Left out are those
 # - whose dataclasses are ever encoded (scheduling: types, limits, cost): orjson reads them by their memory, which in a
 #   compiled class is another, and the process dies;
-# - whose classes are asked for a class attribute (engines/vllm.py);
+# - whose classes are asked for a class attribute (engines/vllm.py), or read for their annotations (msgspec's, in
+#   gateway/messages/histories.py: compiled, its structs have no fields);
 # - with asynchronous generators, which mypyc does not support, and gateway/kv/moves.py, which it cannot read.
 COMPILED = {
-    "scheduling": "admission arrival chooser dispatcher engine estimate idle order placement queues residency "
-    "scheduler state",
+    "scheduling": "admission arrival chooser dispatcher engine estimate idle order placement prompts queues "
+    "residency scheduler slowness state tool_calls",
     "predictor": "forecast groups lattice lengths pace tabular",
     "store": "embedded",
     "engines/http": "client connection pool response",
     "gateway": "front metrics turnlog",
-    "gateway/http": "access exchange outlet protocol sse",
+    "gateway/http": "access exchange heartbeat outlet protocol sse",
     "gateway/kv": "contexts",
-    "gateway/messages": "answers conversations identity streams text_only transcripts",
+    "gateway/messages": "answers conversations identity lazy_object prompt_groups streams text_only transcripts",
     "gateway/state": "driver ledger",
     "gateway/turns": "arrivals endings hot legs lending outcome progress relay repeats request_reader running turn "
     "turns",
