@@ -499,7 +499,9 @@ def load_settings(config_file: str | None = None, **overrides: Any) -> Settings:
     if unknown:
         known = [f"HEDDLE_{name.upper()}" for name in Settings.model_fields]
         raise ConfigError(f"unknown setting in the environment: {unknown[0]}{meant(unknown[0], known)}")
-    sourced = type("Settings", (Settings,), {"toml_file": config_file, "__doc__": Settings.__doc__})
+    sourced: Any = Settings
+    if config_file is not None:
+        sourced = type("Settings", (Settings,), {"toml_file": config_file, "__doc__": Settings.__doc__})
     try:
         settings = sourced(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as error:
