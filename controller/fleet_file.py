@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from controller.admin_key import ADMIN_KEY_VARIABLE
 from controller.restarts import RetryRule
 from controller.spares import SpareRule
 from engines.http import can_be_asked
@@ -26,7 +27,6 @@ from engines.validation_errors import first_mistake, numbers
 from scheduling.cost import EngineProfile
 from store import BadStoreUrl, StoreError, open_store
 
-ADMIN_KEY_VARIABLE = "HEDDLE_ADMIN_KEY"
 _DAY_S = 86_400  # the longest evacuation that the gateway accepts; Ray cannot wait for much longer ones
 
 

@@ -10,7 +10,7 @@ import urllib.request
 from typing import Any
 from urllib.parse import urlencode
 
-from controller.fleet_file import ADMIN_KEY_VARIABLE
+from controller.admin_key import ADMIN_KEY_VARIABLE
 from scheduling.fleets import in_words, largest_first
 
 _TIMEOUT_S = 30.0

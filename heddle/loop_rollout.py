@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from controller.fleet_file import ADMIN_KEY_VARIABLE
+from controller.admin_key import ADMIN_KEY_VARIABLE
 from controller.local_launcher import LocalLauncher
 from controller.planning import PhaseTimes, relaunch_s
 from engines.children import Child, child, free_port

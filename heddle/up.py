@@ -12,7 +12,8 @@ import signal
 import sys
 from urllib.parse import urlsplit
 
-from controller.fleet_file import ADMIN_KEY_VARIABLE, FleetFile, FleetFileError, load_fleet_file
+from controller.admin_key import ADMIN_KEY_VARIABLE
+from controller.fleet_file import FleetFile, FleetFileError, load_fleet_file
 
 _PR_SET_PDEATHSIG = 1
 _EPILOG = """examples:

@@ -1,5 +1,6 @@
 """For all tests: a busy machine may stall for seconds, so no example of a property has a deadline."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -12,3 +13,10 @@ settings.load_profile("busy")
 # No test needs them, so they are looked for in a folder that has none, once one is asked for.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+
+
+def pytest_collection_finish() -> None:
+    """Exempts what was imported from garbage collection: to look through it, 300,000 objects, took a tenth of all CPU
+    time."""
+    gc.collect()
+    gc.freeze()

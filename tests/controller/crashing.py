@@ -14,8 +14,9 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from controller.admin_key import ADMIN_KEY_VARIABLE
 from controller.assembly import controller
-from controller.fleet_file import ADMIN_KEY_VARIABLE, FleetFile
+from controller.fleet_file import FleetFile
 from controller.gateway_client import GatewayClient
 from controller.journal import Journal
 from controller.local_launcher import LocalLauncher

@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from controller.fleet_file import ADMIN_KEY_VARIABLE, load_fleet_file
+from controller.admin_key import ADMIN_KEY_VARIABLE
+from controller.fleet_file import load_fleet_file
 from engines.children import free_port
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings

@@ -11,7 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from controller.fleet_file import ADMIN_KEY_VARIABLE, FleetFile
+from controller.admin_key import ADMIN_KEY_VARIABLE
+from controller.fleet_file import FleetFile
 from controller.launcher import Server
 from tests.controller.fleet_site import (
     Rollout,

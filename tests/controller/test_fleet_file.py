@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from controller.admin_key import ADMIN_KEY_VARIABLE
 from controller.assembly import launcher_of
 from controller.commands import server_spec
-from controller.fleet_file import ADMIN_KEY_VARIABLE, FleetFile, FleetFileError, load_fleet_file
+from controller.fleet_file import FleetFile, FleetFileError, load_fleet_file
 from controller.steps import DesiredServer
 
 WHOLE = """

@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from controller.fleet_file import ADMIN_KEY_VARIABLE, load_fleet_file
+from controller.admin_key import ADMIN_KEY_VARIABLE
+from controller.fleet_file import load_fleet_file
 from controller.launcher import ServerState
 from engines.children import free_port
 from tests.controller.fleet_site import TIMEOUT_S, launcher_for, stopped_at_the_end

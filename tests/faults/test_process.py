@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 from engines.children import free_port
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
+from heddle.cli import main
 from tests.faults.asking import ask, body_of, check_error
 from tests.faults.gateway_process import START_TIMEOUT_S, GatewayProcess, gateway_process, refused_start
 from tests.faults.raw_engine import hangs, raw_engine, whole, writes
@@ -32,8 +34,16 @@ async def test_a_second_gateway_on_the_same_store_is_refused_with_one_line(tmp_p
         assert "heddle.sqlite3" in errors
 
 
-BAD_STARTS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
+BadStart = tuple[str, tuple[str, ...], dict[str, str]]  # a configuration file, options, environment variables
+BAD_STARTS: dict[str, BadStart] = {
     "bad TOML": ("port = = 5", ("--config", "FILE"), {}),
+    "bad store": ("", ("--store", "mysql://host"), {}),
+    "store in no directory": ("", ("--store", "sqlite:/dev/null/heddle.sqlite3"), {}),
+    "event log in no directory": ('event_log = "/dev/null/events.jsonl"', ("--config", "FILE"), {}),
+    "bad host": ("", ("--host", "256.1.1.1"), {}),
+}
+# Found before anything of the process is set up, so they need no process of their own.
+BAD_SETTINGS: dict[str, BadStart] = {
     "unknown key": ("prot = 5", ("--config", "FILE"), {}),
     "wrong type": ('max_attempts = "many"', ("--config", "FILE"), {}),
     "out of bounds": ("max_attempts = 0", ("--config", "FILE"), {}),
@@ -48,25 +58,46 @@ BAD_STARTS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
     "unknown kind": ("", ("--engine", "trt+http://host:8000"), {}),
     "unknown profile": ('engines = [{url = "http://a:1", profile = "nope"}]', ("--config", "FILE"), {}),
     "unknown policy": ("", ("--policy", "nope"), {}),
-    "bad store": ("", ("--store", "mysql://host"), {}),
-    "store in no directory": ("", ("--store", "sqlite:/dev/null/heddle.sqlite3"), {}),
-    "event log in no directory": ('event_log = "/dev/null/events.jsonl"', ("--config", "FILE"), {}),
-    "bad host": ("", ("--host", "256.1.1.1"), {}),
     "port out of range": ("", ("--port", "99999"), {}),
 }
 
 
 @pytest.mark.parametrize(("toml", "options", "environment"), BAD_STARTS.values(), ids=BAD_STARTS.keys())
-async def test_bad_settings_stop_the_start_with_one_line(
-    tmp_path: Any, toml: str, options: tuple[str, ...], environment: dict[str, str]
+async def test_a_bad_start_ends_with_one_line(
+    tmp_path: Path, toml: str, options: tuple[str, ...], environment: dict[str, str]
 ) -> None:
     """Exit status 2, no traceback."""
-    file = tmp_path / "heddle.toml"
-    file.write_bytes(toml.encode("utf-8", "surrogateescape"))
-    given = [str(file) if option == "FILE" else option for option in options]
-    status, errors = await refused_start("--port", "0", "--store", "memory:", *given, **environment)
+    status, errors = await refused_start(*options_of(tmp_path, toml, options), **environment)
     assert status == 2, errors
     assert len(errors.splitlines()) == 1 and errors.startswith("heddle serve: "), errors
+
+
+@pytest.mark.parametrize(("toml", "options", "environment"), BAD_SETTINGS.values(), ids=BAD_SETTINGS.keys())
+def test_bad_settings_stop_the_start_with_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    toml: str,
+    options: tuple[str, ...],
+    environment: dict[str, str],
+) -> None:
+    """Exit status 2, no traceback."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    try:
+        status: Any = main(("serve", *options_of(tmp_path, toml, options)))
+    except SystemExit as ended:
+        status = ended.code
+    errors = capfd.readouterr().err
+    assert status == 2, errors
+    assert len(errors.splitlines()) == 1 and errors.startswith("heddle serve: "), errors
+
+
+def options_of(folder: Path, toml: str, options: tuple[str, ...]) -> list[str]:
+    """The options, with this configuration file in the place of FILE."""
+    file = folder / "heddle.toml"
+    file.write_bytes(toml.encode("utf-8", "surrogateescape"))
+    return ["--port", "0", "--store", "memory:", *(str(file) if option == "FILE" else option for option in options)]
 
 
 async def test_a_port_in_use_stops_the_start_with_one_line() -> None:

@@ -24,8 +24,8 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def num_turns(client: httpx.AsyncClient, url: str) -> int:
-    record = (await client.get(f"{url}/v1/trajectories/mine")).json()
+async def num_turns(client: httpx.AsyncClient, url: str, trajectory_id: str = "mine") -> int:
+    record = (await client.get(f"{url}/v1/trajectories/{trajectory_id}")).json()
     return len(record["turns"])
 
 
@@ -92,26 +92,25 @@ async def test_answers_beyond_the_byte_limit_are_not_kept(client: httpx.AsyncCli
         assert first.headers["x-request-id"] != again.headers["x-request-id"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("api", APIS)
 async def test_a_retry_gets_the_same_answer_after_the_gateway_was_killed(
-    client: httpx.AsyncClient, tmp_path: Path, api: str, stream: bool
+    client: httpx.AsyncClient, tmp_path: Path
 ) -> None:
-    """The turn had ended, but nobody knows whether its client got the answer."""
+    """The turns had ended, but nobody knows whether their clients got the answers."""
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=50)) as engine,
         gateway_process("--store", f"sqlite:{tmp_path}/s.sqlite3", "--engine", engine) as gateway,
     ):
-        body = body_of(api, stream)
-        first = await ask(client, gateway.url, api, body, MINE)
+        jobs = [(f"{api}-{stream}", api, body_of(api, stream)) for api in APIS for stream in (False, True)]
+        firsts = [await ask(client, gateway.url, api, body, {"x-trajectory-id": name}) for name, api, body in jobs]
         await gateway.kill()
         await gateway.start()
-        again = await ask(client, gateway.url, api, body, RETRY)
-        assert first.is_finished(api) and again.is_finished(api)
-        for name in ("x-request-id", "x-trajectory-id", "content-type"):
-            assert again.headers[name] == first.headers[name]
-        assert again.text == first.text
-        assert await num_turns(client, gateway.url) == 1
+        for (name, api, body), first in zip(jobs, firsts, strict=True):
+            again = await ask(client, gateway.url, api, body, RETRY | {"x-trajectory-id": name})
+            assert first.is_finished(api) and again.is_finished(api)
+            for header in ("x-request-id", "x-trajectory-id", "content-type"):
+                assert again.headers[header] == first.headers[header]
+            assert again.text == first.text
+            assert await num_turns(client, gateway.url, name) == 1
 
 
 async def test_a_long_answer_is_not_stored(client: httpx.AsyncClient, tmp_path: Path) -> None:
