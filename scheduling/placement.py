@@ -45,10 +45,9 @@ LEAST_GAIN = 0.05
 # 5 % of a makespan).
 LARGEST_BURDEN = 0.1
 
-# How much later an engine may be if it has a new trajectory's prompt in its cache (prompt_worth_s). Prompts of 28,000
-# tokens before 1,600 of output, in groups of 8, end 2 % sooner with 40 and 6 % with 64 to 100. With 200, prompts of
-# 15,000 before 3,000, in groups of 16, end 3 % later.
-PROMPT_WORTH = 64
+# How much later an engine may be if it has a new trajectory's prompt in its cache (prompt_worth_s). With 64, rollouts
+# with prompts of 15,000 to 28,000 tokens end 7 % later in the mean, with 100 2 %, with 300 as soon (docs/studies.md).
+PROMPT_WORTH = 150
 # But later by at most this share of the earliest finish. Without it, few trajectories share an engine beside idle ones
 # (16 of known length on 8 engines take 10 % longer); with 0.5, up to 4 % longer.
 LARGEST_LATENESS = 0.2
