@@ -53,7 +53,12 @@ def add_weights(app: FastAPI, weights: WeightUpdates, access: Access) -> None:
     async def need_admin(request: Request) -> None:
         access.admin(request.scope["headers"])
 
-    @app.post("/v1/weights", tags=["fleet"], dependencies=[Depends(need_admin)])
+    @app.post(
+        "/v1/weights",
+        tags=["fleet"],
+        dependencies=[Depends(need_admin)],
+        responses={202: {"description": "It runs"}, 502: {"description": "No engine took the weights"}},
+    )
     async def update(order: Order) -> JSONResponse:
         """Give the fleet new weights while turns run; safe to repeat. Needs the admin key.
 

@@ -1,6 +1,7 @@
 """The API under requests that nobody would send: generated from its own OpenAPI schema, and malformed HTTP."""
 
 import asyncio
+import os
 import random
 import socket
 import threading
@@ -27,6 +28,7 @@ from tests.support.gateway import ADMIN, running_gateway
 
 REQUEST_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 0.2  # so that a client that stops in mid-request is dropped soon
+NUM_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "20"))  # of each operation, valid ones and as many invalid ones
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
@@ -95,7 +97,7 @@ def fuzz(operation: Any, mode: GenerationMode) -> None:
     """Send requests that the schema allows, or does not; the same ones in every run."""
 
     @hypothesis.settings(
-        max_examples=40,
+        max_examples=NUM_EXAMPLES,
         derandomize=True,
         deadline=None,
         database=None,
