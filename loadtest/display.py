@@ -13,6 +13,7 @@ from loadtest.results import RolloutResult, TurnResult
 from workloads.trajectories import Workload
 
 MAX_ERRORS_SHOWN = 5
+_WIDE = 110
 
 
 class RolloutProgress:
@@ -22,11 +23,13 @@ class RolloutProgress:
         self._num_turns = {t.trajectory_id: len(t.turns) for t in workload.trajectories}
         self._num_ended = 0
         self._num_tokens = 0
+        # In 80 columns they would leave no room for the number of turns.
+        tokens = ", {task.fields[tokens]:,} tokens" if console.width >= _WIDE else ""
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("turns, {task.fields[trajectories]} trajectories, {task.fields[tokens]:,} tokens"),
+            TextColumn("turns, {task.fields[trajectories]} trajectories" + tokens),
             TimeElapsedColumn(),
             console=console,
         )

@@ -103,3 +103,14 @@ def test_progress_counts_turns_trajectories_and_tokens() -> None:
     assert "2/3" in text
     assert "1/2 trajectories" in text
     assert "30 tokens" in text
+
+
+def test_progress_fits_into_80_columns() -> None:
+    """The usual terminal: turns and time are not cut off, even in a rollout with thousands of turns."""
+    trajectories = tuple(Trajectory(f"t{n}", "g", 9, (Turn(0, 10, 0.0),) * 12) for n in range(1_600))
+    console = Console(file=io.StringIO(), width=80)
+    with RolloutProgress(Workload("w", trajectories), "plans carried out", console):
+        pass
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "0/19200 turns, 0/1600 trajectories" in text
+    assert "0:00:00" in text
