@@ -127,7 +127,8 @@ def _line(name: str, seen: Seen) -> str:
         f"agents {agents:.0f} s, gateway {gateway:.0f} s, engines {engines:.0f} s"
     )
     if seen.planned_at_s is not None:
-        words += f", after {seen.planned_at_s:.1f} s a relaunch took {seen.relaunch_s:.1f} s"
+        took = "did not end" if seen.relaunch_s is None else f"took {seen.relaunch_s:.1f} s"
+        words += f", after {seen.planned_at_s:.1f} s a relaunch {took}"
     return "; then ".join([words, *seen.fleets])
 
 

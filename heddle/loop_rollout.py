@@ -83,7 +83,7 @@ class Seen:
 
     Args:
         counted_s: what the controller expected the relaunch to take.
-        relaunch_s: what it took; None if there was no relaunch during the rollout.
+        relaunch_s: from its plan until the new fleet served; None if there was no relaunch during the rollout.
         planned_at_s: when the relaunch was planned, since the first turn; None as above.
         fleets: the fleets wanted one after the other, with the reason, whose seconds are the machine's.
         busy_share: of all cores of this machine, whatever used them.
@@ -132,7 +132,7 @@ async def rollout(loop: Loop, workload: Workload, name: str, is_automatic: bool,
     records = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
     wanted = [record for record in records if record["kind"] == "wanted"][1:]
     phase_s = {(one["phase"], one["tp"]): one["last"] for one in fleet["phase_seconds"]}
-    counted_s, took_s = _relaunch_s(loop, wanted, phase_s)
+    counted_s, took_s = _counted_s(loop, wanted, phase_s), relaunch_took_s(records)
     return Seen(
         result.makespan_s * loop.speed_up,
         len(result.errors),
@@ -145,15 +145,25 @@ async def rollout(loop: Loop, workload: Workload, name: str, is_automatic: bool,
     )
 
 
-def _relaunch_s(loop: Loop, wanted: Sequence[Mapping[str, Any]], phase_s: PhaseTimes) -> tuple[float, float | None]:
-    """The expected and the actual time of the first change; without a change, the time that would have been
-    expected.
+def relaunch_took_s(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """From the first change's plan until its fleet served; None if that was not during the rollout.
+
+    On a busy machine that is much longer than each step: engines begin one after the other.
+
+    Args:
+        records: the controller's journal, from the first fleet on.
     """
+    wanted_at = [record["at"] for record in records if record["kind"] == "wanted"]
+    served_at = [record["at"] for record in records if record["kind"] == "proven"]
+    return served_at[1] - wanted_at[1] if len(wanted_at) > 1 and len(served_at) > 1 else None
+
+
+def _counted_s(loop: Loop, wanted: Sequence[Mapping[str, Any]], phase_s: PhaseTimes) -> float:
+    """The expected time of the first change; without a change, the time that would have been expected."""
     if wanted:
-        tps = _tps(wanted[0])
-        return wanted[0]["counted_s"], relaunch_s(phase_s, loop.first, tps, tps if loop.sleep_s is not None else ())
+        return float(wanted[0]["counted_s"])
     other = (max(loop.scenario.fleet.tp),)
-    return relaunch_s(phase_s, loop.first, other, other if loop.sleep_s is not None else ()), None
+    return relaunch_s(phase_s, loop.first, other, other if loop.sleep_s is not None else ())
 
 
 def _tps(record: Mapping[str, Any]) -> tuple[int, ...]:
