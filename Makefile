@@ -31,8 +31,6 @@ test: install lint redis
 
 ## make real    the same on real vLLM without a GPU (installs 3.8 GB; a shorter rollout: REAL="--trajectories 16")
 real: vllm
-## make real    the same on real vLLM without a GPU (installs 3.8 GB; a shorter rollout: REAL="--trajectories 16")
-real: vllm
 	$(BIN)/heddle real --venv $(VLLM_VENV) $(if $(TRACE),--trace $(TRACE)) $(REAL)
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest $(BY_NAME) tests/real tests/predictor \
 		-m "vllm and not nixl and not tier and not sleeping and not quiet and not text"
