@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
-# Each HTTP client reads the system's certificates when it is made: 20 ms of CPU time, and nearly every test makes one.
+# Each HTTP client reads the system's certificates when it is made: 20 to 50 ms of CPU time, and nearly every test makes one.
 # No test needs them, so they are looked for in a folder that has none, once one is asked for.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
