@@ -15,6 +15,7 @@ enter an engine (rules 11 to 14). Rules:
 """
 
 from collections.abc import Mapping
+from itertools import takewhile
 
 from scheduling.admission import Admission
 from scheduling.chooser import Chooser
@@ -267,9 +268,7 @@ class Dispatcher:
 
     def _first_for(self, turn: Turn, engines: list[Engine]) -> list[Engine]:
         """The engines for which this turn is the first of its queue: all turns before it avoid them."""
-        for first in self._queues.homeless[turn.model]:
-            if first is turn:
-                break
+        for first in takewhile(lambda other: other is not turn, self._queues.homeless[turn.model]):
             if not first.avoided:
                 return []
             engines = [engine for engine in engines if not self._admission.may_serve(engine, first)]
