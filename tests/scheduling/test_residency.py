@@ -359,7 +359,8 @@ def resident_engine(kv: int, residents: list[tuple[int, str, int, float | None]]
 
 def waiting(name: str, prompt: int, group: str, at: float, limits: Limits) -> Turn:
     """The first turn of a trajectory, not yet placed."""
-    parts = (("p", 25), (f"p{group}", max(prompt - 25, 0))) if group else ()
+    # 40 and 41 are estimates of one prompt, which is one of the group's.
+    parts = (("p", 25), (f"p{group}{prompt // 5}", max(prompt - 25, 0))) if group else ()
     arrived = TurnArrived(at, name, name, "model", prompt, Prediction(1_000.0, 1_000.0), group, None, 0, parts)
     trajectory = trajectory_of(arrived, 0, at)
     trajectory.note_first_prompt(arrived)
