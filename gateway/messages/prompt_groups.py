@@ -65,10 +65,9 @@ class PromptGroups:
         beginnings = self._last[2]
         whole, length = beginnings[-1]
         told = 0
-        if len(beginnings) > 1:
-            for digest, its_length in beginnings[:-1][:MAX_BEGINNINGS]:
-                tokens = left * its_length // (length or 1) - told
-                parts.append((preamble_id + digest, tokens))
-                told += tokens
+        for digest, its_length in beginnings[:-1][:MAX_BEGINNINGS]:
+            tokens = left * its_length // (length or 1) - told
+            parts.append((preamble_id + digest, tokens))
+            told += tokens
         parts.append((preamble_id + whole, left - told))
         return tuple(parts)
