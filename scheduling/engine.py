@@ -197,6 +197,7 @@ class Engine:
             longest if p90 < longest else self._longest_but(trajectory_id),
             self.work.total_tokens - remaining,
             self.work.token_context_products - remaining * context,
+            room_share=self.work.room_share,
         )
 
     def _context_s(self) -> float:
@@ -241,4 +242,5 @@ class Engine:
         facts, self._prefill_s = self._facts, None
         facts.kv_claimed, facts.num_trajectories = self.kv_claimed, len(self.claims)
         facts.uncached_tokens = self.uncached_tokens
+        self.work.room_share = self.kv_held / self.kv_claimed if self.kv_claimed else 1.0
         facts.finish_s = estimate_finish_s(facts.profile, self.work)

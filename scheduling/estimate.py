@@ -7,6 +7,7 @@ An engine that must finish trajectories with remaining outputs L over mean conte
 
 The first term is the number of steps: those of the longest trajectory, or as many waves as slots or KV make of the sum.
 The others are what each token, each KV read and each prefilled token adds to the steps, then the longest time in tools.
+Prompts that trajectories of an engine share count once where KV makes the waves, and in full where they are read.
 The policy study divides by the plain mean of C. Here C is weighted by L, which gives the same result if they are
 unrelated, and more work never looks like less time. The searches of partition.py and scaling.py rely on that. The
 Heddle paper's cost, T * F(size) * longest, ignores waves, prefill and the sum of the work, and loses 10 to 15 % to this
@@ -68,6 +69,8 @@ class Work:
         prefill_tokens: the sum of tokens still to be prefilled.
         tool_s: the longest time that one trajectory still spends in tools.
         vague_tokens: how much of `longest_tokens` is a guess: all of it if its prediction tells nothing.
+        room_share: the share of all contexts that takes room in the KV cache: less than 1 if trajectories share
+            prompts, which are held once and read by each.
     """
 
     longest_tokens: float = 0.0
@@ -76,6 +79,7 @@ class Work:
     prefill_tokens: float = 0.0
     tool_s: float = 0.0
     vague_tokens: float = 0.0
+    room_share: float = 1.0
 
     def add(self, remaining_tokens: float, context_tokens: float, p90_tokens: float = 0.0) -> None:
         """Add a trajectory."""
@@ -126,7 +130,8 @@ def estimate_finish_s(
         steps = p90_tokens
     if (waves := total_tokens / profile.slots) > steps:
         steps = waves
-    if profile.kv_capacity_tokens and (waves := products / (USABLE_KV_SHARE * profile.kv_capacity_tokens)) > steps:
+    room_tokens = USABLE_KV_SHARE * profile.kv_capacity_tokens
+    if room_tokens and (waves := work.room_share * products / room_tokens) > steps:
         steps = waves
     per_token_ms, per_product_ms = profile.decode_per_sequence_ms, profile.decode_per_kv_ktoken_ms / 1000
     decoded_s = (profile.decode_base_ms * steps + per_token_ms * total_tokens + per_product_ms * products) / 1000

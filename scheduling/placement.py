@@ -120,7 +120,8 @@ Args: its turn; its home; the other engines that could run the turn now; all eng
 def least_estimated_finish(turn: TurnFacts, engines: Sequence[EngineFacts]) -> EngineFacts:
     """The engine that would finish soonest with this trajectory on it; of equals, the one with fewer turns.
 
-    Waiting prefills count. An engine that has the turn's prompt in its cache may finish later, by `prompt_worth_s`.
+    Waiting prefills count. An engine that has the turn's prompt in its cache may finish later, by `prompt_worth_s`,
+    unless another one has no trajectories.
     """
     remaining, context, p90 = turn.share()
     finishes_s = [
@@ -128,7 +129,8 @@ def least_estimated_finish(turn: TurnFacts, engines: Sequence[EngineFacts]) -> E
         + engine.profile.prefill_per_ktoken_ms * engine.uncached_tokens / 1e6
         for engine in engines
     ]
-    most_s = LARGEST_LATENESS * min(finishes_s)
+    is_any_idle = any(not engine.num_trajectories for engine in engines)
+    most_s = 0.0 if is_any_idle else LARGEST_LATENESS * min(finishes_s)
 
     def rank(index: int) -> tuple[float, int]:
         engine = engines[index]

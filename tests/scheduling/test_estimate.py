@@ -41,6 +41,17 @@ def test_the_estimate_counts_the_longest_or_the_waves(
     assert estimate_finish_s(profile, work) == pytest.approx(expected_ms / 1000)
 
 
+def test_shared_prompts_count_once_where_kv_makes_waves_and_in_full_where_they_are_read() -> None:
+    """Four trajectories with contexts of 95 tokens, of which a KV cache of 100 holds a quarter: one wave, not four."""
+    profile = replace(TP1, slots=8, kv_capacity_tokens=100)
+    work = Work()
+    for _ in range(4):
+        work = plus(work, 1_000, 95)
+    alone_s = estimate_finish_s(profile, work)
+    work.room_share = 0.25
+    assert alone_s - estimate_finish_s(profile, work) == pytest.approx(3_000 * profile.decode_base_ms / 1000)
+
+
 def test_prefill_and_the_slowest_tools_are_added() -> None:
     """Prefill of every trajectory, but tools of only one, because an engine serves others while a tool runs."""
     one, other = Remaining(0, 0, new_tokens=2_000, tool_s=3.0), Remaining(0, 5_000, uncached_tokens=1_000, tool_s=2.0)

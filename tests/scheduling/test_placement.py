@@ -24,6 +24,7 @@ from scheduling.placement import (
     prompt_worth_s,
 )
 from scheduling.types import Prediction
+from tests.scheduling.fleet import Fleet
 from tests.scheduling.plans import plus
 
 tokens = st.floats(1, 100_000)
@@ -127,8 +128,8 @@ def test_ties_go_to_the_engine_with_fewer_turns() -> None:
 def test_a_siblings_prompt_is_worth_a_later_finish(later: float, goes_to: str, is_limit: bool) -> None:
     """Up to the time it saves and up to a share of the other engine's finish. Without the group, or after the first
     turn, it is worth nothing."""
-    other, turn = facts("other"), replace(turn_of(100.0, prompt=20_000), group_id="g")
-    holds = replace(facts("holds"), prompts={"g": 30_000})
+    other, turn = replace(facts("other"), num_trajectories=1), replace(turn_of(100.0, prompt=20_000), group_id="g")
+    holds = replace(facts("holds"), num_trajectories=1, prompts={"g": 30_000})
     if not is_limit:
         holds.work.tool_s = other.work.tool_s = 1e4
     alone_s = estimate_finish_s(other.profile, plus(other.work, *turn.share()))
@@ -138,6 +139,16 @@ def test_a_siblings_prompt_is_worth_a_later_finish(later: float, goes_to: str, i
     assert least_estimated_finish(turn, [holds, other]).engine_id == goes_to
     for stranger in (replace(turn, group_id="h"), replace(turn, num_turns=1)):
         assert least_estimated_finish(stranger, [holds, other]) is other
+
+
+def test_siblings_do_not_share_an_engine_beside_an_idle_one() -> None:
+    """Four of one group, with a long prompt, get an engine each."""
+    fleet = Fleet()
+    for name in "ABCD":
+        fleet.engine(name, slots=8, kv=250_000)
+    for number in range(4):
+        fleet.arrive(f"t{number}", group="g", prompt=26_000, predicted=3_500.0)
+    assert {fleet.scheduler.trajectories[f"t{number}"].home for number in range(4)} == set("ABCD")
 
 
 @given(st.integers(1, 100_000), st.floats(1, 40_000), st.floats(1.01, 4))

@@ -45,6 +45,22 @@ def test_other_prompts_are_not_shared() -> None:
     assert alone.arrive("b", prompt=41) == []
 
 
+def test_an_engine_expects_fewer_waves_if_its_residents_share_a_prompt() -> None:
+    """Its estimate counts the KV that they hold, not the sum of their contexts; so does that without one of them."""
+    fleet = Fleet()
+    fleet.engine("A", slots=8, kv=10_000)
+    for number in range(3):
+        fleet.arrive(f"t{number}", group="g", prompt=3_000)
+    engine = fleet.scheduler.engines["A"]
+    held_share = engine.kv_held / engine.kv_claimed
+    assert engine.kv_held < 4_000 < engine.kv_claimed
+    assert engine.facts(0.0).work.room_share == engine.work_without("t0").room_share == held_share
+    for number in range(3):
+        fleet.finish(f"t{number}", prompt=3_000)
+        fleet.close(f"t{number}")
+    assert engine.work.room_share == 1
+
+
 def test_a_preamble_shared_by_groups_is_held_once() -> None:
     """Two groups of two, with prompts of 40 tokens of which 30 are system prompt and tools, hold 30 + 2 * 10 + 4 * 5 of
     90. A third group needs 10 more. One with another preamble needs 40, for which the first two groups must leave."""
