@@ -45,12 +45,13 @@ LEAST_GAIN = 0.05
 # 5 % of a makespan).
 LARGEST_BURDEN = 0.1
 
-# How much later an engine may be if it has a new trajectory's prompt in its cache (prompt_worth_s). With 64, rollouts
-# with prompts of 15,000 to 28,000 tokens end 7 % later in the mean, with 100 2 %, with 300 as soon (docs/studies.md).
-PROMPT_WORTH = 150
-# But later by at most this share of the earliest finish. Without it, few trajectories share an engine beside idle ones
-# (16 of known length on 8 engines take 10 % longer); with 0.5, up to 4 % longer.
-LARGEST_LATENESS = 0.2
+# How much later an engine may be if it has a new trajectory's prompt in its cache (prompt_worth_s), for each trajectory
+# that prefilling the prompt elsewhere would delay. At 40, rollouts with long prompts end .8 % later.
+PROMPT_WORTH = 60
+# But no more than so many count. Without this, a first coding rollout ends 1.4 % later.
+MOST_DELAYED = 10
+# And an engine may be later by at most this share of the earliest finish. At 0.2, mean trajectories end 1 % later.
+LARGEST_LATENESS = 0.5
 
 _NOBODY = 0.0, 0.0, 0.0  # share() of no trajectory
 
@@ -120,8 +121,7 @@ Args: its turn; its home; the other engines that could run the turn now; all eng
 def least_estimated_finish(turn: TurnFacts, engines: Sequence[EngineFacts]) -> EngineFacts:
     """The engine that would finish soonest with this trajectory on it; of equals, the one with fewer turns.
 
-    Waiting prefills count. An engine that has the turn's prompt in its cache may finish later, by `prompt_worth_s`,
-    unless another one has no trajectories.
+    Waiting prefills count. An engine that has the turn's prompt in its cache may finish later, by `prompt_worth_s`.
     """
     remaining, context, p90 = turn.share()
     finishes_s = [
@@ -129,23 +129,26 @@ def least_estimated_finish(turn: TurnFacts, engines: Sequence[EngineFacts]) -> E
         + engine.profile.prefill_per_ktoken_ms * engine.uncached_tokens / 1e6
         for engine in engines
     ]
-    is_any_idle = any(not engine.num_trajectories for engine in engines)
-    most_s = 0.0 if is_any_idle else LARGEST_LATENESS * min(finishes_s)
+    most_s = LARGEST_LATENESS * min(finishes_s)
+    num_delayed = min([MOST_DELAYED, *(engine.num_trajectories for engine in engines)])
 
     def rank(index: int) -> tuple[float, int]:
         engine = engines[index]
-        return finishes_s[index] - min(prompt_worth_s(turn, engine), most_s), engine.num_turns
+        return finishes_s[index] - min(prompt_worth_s(turn, engine, num_delayed), most_s), engine.num_turns
 
     return engines[min(range(len(engines)), key=rank)]
 
 
-def prompt_worth_s(turn: TurnFacts, engine: EngineFacts) -> float:
+def prompt_worth_s(turn: TurnFacts, engine: EngineFacts, num_delayed: int) -> float:
     """Seconds by which an engine may finish later than another one because a sibling's prompt is in its cache.
 
-    A prompt that is on every engine is prefilled on each and takes KV there, and later trajectories can even engines
-    out. But siblings are alike in length, and an engine that has a long group is late, the more so the more they
-    answer. So the saved prefill counts `PROMPT_WORTH` times, scaled by its share of the time that the trajectory takes
-    there.
+    A prompt that is on every engine is prefilled on each, delays all trajectories there and takes KV, and later
+    trajectories can even engines out. But siblings are alike in length, and an engine that has a long group is late,
+    the more so the more they answer. So the saved prefill counts `PROMPT_WORTH` times for each trajectory that it would
+    delay, scaled by its share of the time that the trajectory takes there. Beside an idle engine it is worth nothing.
+
+    Args:
+        num_delayed: the trajectories on the least crowded engine, up to `MOST_DELAYED`.
     """
     cached_tokens = engine.prompts.get(turn.group_id)
     if turn.num_turns or cached_tokens is None:
@@ -154,7 +157,7 @@ def prompt_worth_s(turn: TurnFacts, engine: EngineFacts) -> float:
     saved_s = profile.prefill_s(cached_tokens if cached_tokens < turn.prompt_tokens else turn.prompt_tokens)
     remaining, context, _ = turn.share()
     per_token_ms = profile.decode_per_sequence_ms + profile.decode_per_kv_ktoken_ms * context / 1000
-    return PROMPT_WORTH * saved_s * saved_s / (saved_s + per_token_ms * remaining / 1000)
+    return PROMPT_WORTH * num_delayed * saved_s * saved_s / (saved_s + per_token_ms * remaining / 1000)
 
 
 def lower_the_latest(

@@ -133,7 +133,7 @@ def test_a_siblings_prompt_is_worth_a_later_finish(later: float, goes_to: str, i
     if not is_limit:
         holds.work.tool_s = other.work.tool_s = 1e4
     alone_s = estimate_finish_s(other.profile, plus(other.work, *turn.share()))
-    worth_s, most_s = prompt_worth_s(turn, holds), LARGEST_LATENESS * alone_s
+    worth_s, most_s = prompt_worth_s(turn, holds, num_delayed=1), LARGEST_LATENESS * alone_s
     assert (most_s < worth_s) == is_limit
     holds.work.tool_s += later * min(worth_s, most_s)
     assert least_estimated_finish(turn, [holds, other]).engine_id == goes_to
@@ -157,7 +157,7 @@ def test_a_prompt_is_worth_more_if_long_and_less_if_answers_are_long(prompt: int
     engine = replace(facts(), prompts={"g": 1_000_000})
 
     def worth_s(prompt: float, answer: float) -> float:
-        return prompt_worth_s(replace(turn_of(answer, prompt=int(prompt)), group_id="g"), engine)
+        return prompt_worth_s(replace(turn_of(answer, prompt=int(prompt)), group_id="g"), engine, num_delayed=1)
 
     assert worth_s(prompt, answer * times) < worth_s(prompt, answer)
     assert worth_s(2 * prompt, answer) > worth_s(prompt, answer)
