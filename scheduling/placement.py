@@ -48,7 +48,7 @@ LARGEST_BURDEN = 0.1
 # How much later an engine may be if it has a new trajectory's prompt in its cache (prompt_worth_s), for each trajectory
 # that prefilling the prompt elsewhere would delay. At 40, rollouts with long prompts end .8 % later.
 PROMPT_WORTH = 60
-# But no more than so many count. Without this, a first coding rollout ends 1.4 % later.
+# But no more than so many count. Without this, and at 30, a first coding rollout ends 1.4 % later.
 MOST_DELAYED = 10
 # And an engine may be later by at most this share of the earliest finish. At 0.2, mean trajectories end 1 % later.
 LARGEST_LATENESS = 0.5

@@ -204,6 +204,7 @@ def test_contexts_grow_around_the_size_asked_for(num_bytes: int) -> None:
     for conversation in some:
         turns = [b"".join(body) for body in conversation]
         assert fmean(map(len, turns)) == pytest.approx(num_bytes, rel=0.3)
+        assert all(after.startswith(before.removesuffix(b"]}") + b",") for before, after in pairwise(turns))
         read = map(read_messages, turns)  # one after the other: the 289 of a megabyte would take 2 GB at once
         for before, after in pairwise(read):
             assert len(after) == len(before) + 2 and after[:-2] == before
