@@ -152,13 +152,17 @@ class Engine:
         """Count `tokens` of KV, and the work to come, for a resident."""
         trajectory_id = trajectory.trajectory_id
         share = remaining, context, p90 = trajectory.share(tokens)
-        if trajectory_id in self.claims:
+        is_resident = trajectory_id in self.claims
+        if is_resident:
             self._discount(trajectory_id)
-        else:
+        if tokens < trajectory.first_prompt_tokens:
+            self.held_prompts.remove(trajectory_id)
+            trajectory.cut_prompt(tokens)
+            if is_resident:
+                self.held_prompts.add(trajectory)
+        if not is_resident:
             self._await_prefill(trajectory, tokens)
             self.held_prompts.add(trajectory)
-        if tokens < trajectory.first_prompt_tokens:
-            self.held_prompts.fit(trajectory_id, tokens)
         self.claims[trajectory_id] = tokens
         self.shares[trajectory_id] = share
         self.kv_claimed += tokens
@@ -221,7 +225,7 @@ class Engine:
 
     def _await_prefill(self, trajectory: Trajectory, tokens: int) -> None:
         """Count the tokens that a new resident must have prefilled, until its claim is next updated."""
-        uncached = tokens - self.held_prompts.found_by(trajectory)
+        uncached = tokens - self.held_prompts.found_by(trajectory.prompt)
         if uncached > 0:
             self.prefills[trajectory.trajectory_id] = uncached
             self.uncached_tokens += uncached

@@ -38,5 +38,6 @@ def _takes(engine: Engine, source: Engine, trajectory: Trajectory, claim_tokens:
     if not engine.accepting or not source.spec.models <= engine.spec.models or engine.reserved_for is not None:
         return False
     capacity_tokens = engine.spec.kv_capacity_tokens * limits.kv_watermark
-    held_tokens = engine.kv_held + claim_tokens - engine.held_prompts.found_by(trajectory)
+    found_tokens = engine.held_prompts.found_by(trajectory.prompt_within(claim_tokens))
+    held_tokens = engine.kv_held + claim_tokens - found_tokens
     return not capacity_tokens or not engine.claims or held_tokens <= capacity_tokens

@@ -65,8 +65,10 @@ def claims_giving_way(engine: Engine, turn: Turn, at: float, limits: Limits) -> 
     if not capacity_tokens or not engine.claims or turn.trajectory.trajectory_id in engine.claims:
         return []
     excess_tokens = engine.kv_held + turn.claim_tokens - capacity_tokens
-    if excess_tokens > 0:
-        excess_tokens -= engine.held_prompts.found_by(turn.trajectory)
+    if excess_tokens <= 0:
+        return []
+    prompt = turn.trajectory.prompt_within(turn.claim_tokens)
+    excess_tokens -= engine.held_prompts.found_by(prompt)
     if excess_tokens <= 0:
         return []
     if not engine.in_tool:
@@ -74,7 +76,7 @@ def claims_giving_way(engine: Engine, turn: Turn, at: float, limits: Limits) -> 
     is_impatient = at - turn.queued_at >= limits.patience_s
     lease_s = _lease_s(engine, limits)
     giving_way: list[str] = []
-    left_by_each = engine.held_prompts.left_by(engine.in_tool, turn.trajectory)
+    left_by_each = engine.held_prompts.left_by(engine.in_tool, prompt)
     for trajectory_id, since in engine.in_tool.items():
         if not is_impatient and at - since < lease_s:
             break

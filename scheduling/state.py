@@ -15,6 +15,9 @@ Key = tuple[int, float, int]
 PartName = tuple[str, str]
 """The name of a part of a prompt: the model, because adapters of one engine share no KV, and the name in the event."""
 
+PromptPart = tuple[PartName, int]
+"""A part of a prompt, and its tokens."""
+
 _key = attrgetter("key")
 
 
@@ -98,7 +101,7 @@ class Trajectory:
     context_tokens: int = 0
     output_tokens: int = 0
     num_turns: int = 0
-    prompt: tuple[tuple[PartName, int], ...] = ()
+    prompt: tuple[PromptPart, ...] = ()
     first_prompt_tokens: int = 0
     key: Key = (0, 0.0, 0)
     turns: dict[str, Turn] = field(default_factory=dict)
@@ -132,6 +135,23 @@ class Trajectory:
                 left -= tokens
         self.prompt = tuple(parts)
         self.first_prompt_tokens = asked.prompt_tokens - left
+
+    def prompt_within(self, context_tokens: int) -> tuple[PromptPart, ...]:
+        """The parts of its first prompt that a context of so many tokens holds.
+
+        If that is less than the prompt, the estimate was too long, and each part is cut in proportion. If it is less
+        than half, the agent has cut the context down, and no part is left.
+        """
+        if context_tokens >= self.first_prompt_tokens:
+            return self.prompt
+        if 2 * context_tokens < self.first_prompt_tokens:
+            return ()
+        return tuple([(name, tokens * context_tokens // self.first_prompt_tokens) for name, tokens in self.prompt])
+
+    def cut_prompt(self, context_tokens: int) -> None:
+        """Cut its first prompt to what a context of so many tokens holds, for good."""
+        self.prompt = self.prompt_within(context_tokens)
+        self.first_prompt_tokens = sum([tokens for _, tokens in self.prompt])
 
     def remaining_tokens(self) -> float:
         """Predicted output still to come; never less than one token while it is active."""

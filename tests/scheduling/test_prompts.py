@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from scheduling.limits import Limits
 from scheduling.prompts import Prompts
-from scheduling.state import Trajectory
-from scheduling.types import Prediction, TurnArrived
+from scheduling.state import PartName, Trajectory
+from scheduling.types import Fault, Prediction, TurnArrived
 from tests.scheduling.fleet import Fleet, fleet_with_one_in_tool
 
 
@@ -108,13 +108,13 @@ def test_a_branch_enters_where_the_conversation_is() -> None:
 
 def test_a_preamble_is_held_once_whatever_follows_it() -> None:
     """Single trajectories, each with its own task behind the same 30 tokens. Parts end with the prompt: one of only 20
-    tokens shares no more than those, and parts without tokens do not count."""
+    tokens shares no more than those, which the engine holds within the 30, and parts without tokens do not count."""
     fleet = siblings()
     for number in range(3):
         fleet.arrive(f"t{number}", prompt=40, parts=(("p", 30),))
     fleet.arrive("bare", prompt=20, parts=(("", 0), ("p", 30), ("pg", 9)))
     engine = fleet.scheduler.engines["A"]
-    assert (engine.kv_claimed, engine.kv_held) == (140, 20 + 3 * 20)
+    assert (engine.kv_claimed, engine.kv_held) == (140, 30 + 3 * 10)
 
 
 def test_adapters_of_one_engine_share_no_prompt() -> None:
@@ -188,7 +188,8 @@ def test_a_prefill_counts_until_its_turn_progresses_or_ends() -> None:
 
 
 def test_a_context_cut_below_half_of_the_prompt_shares_none() -> None:
-    """Less than half is another context. A little less means that the estimate was too long, for all siblings."""
+    """Less than half is another context. A little less means that the estimate was too long; what is left of it lies
+    within the prompt that its siblings hold."""
     fleet = siblings(40, 40)
     engine = fleet.scheduler.engines["A"]
     fleet.arrive("s1-1", "s1", prompt=20)
@@ -198,46 +199,73 @@ def test_a_context_cut_below_half_of_the_prompt_shares_none() -> None:
     engine = fleet.scheduler.engines["A"]
     fleet.arrive("s1-1", "s1", prompt=36)
     fleet.finish("s1-1", prompt=31, output=5)
-    assert fleet.claims("A") == {"s0": 45, "s1": 36, "s2": 45} and engine.kv_held == 36 + 9 + 9
+    assert fleet.claims("A") == {"s0": 45, "s1": 36, "s2": 45} and engine.kv_held == 40 + 5 + 5
+
+
+def some_trajectory(data: st.DataObject, name: str) -> Trajectory:
+    """One whose first prompt goes down a tree of parts."""
+    trajectory = Trajectory(name, 0, "", None, 0.0, 0.0, Prediction(1.0, 1.0))
+    tokens = data.draw(st.sampled_from([0, 96, 99, 100, 101, 200, 203]))
+    path = data.draw(st.text("ab", max_size=4))
+    parts = tuple((path[:end], data.draw(st.integers(0, 60))) for end in range(len(path) + 1))
+    trajectory.note_first_prompt(
+        TurnArrived(0.0, name, name, "model", tokens, Prediction(1.0, 1.0), prompt_parts=parts)
+    )
+    assert trajectory.first_prompt_tokens <= tokens
+    return trajectory
 
 
 @given(st.data())
-def test_shared_tokens_are_bounded_and_freed_with_their_last_holder(data: st.DataObject) -> None:
-    """Trajectories come, grow, are cut down and leave in any order. Shared tokens stay within the claims, and each one
-    that leaves frees what was foretold."""
-    prompts, residents = Prompts(), {}
+def test_shared_tokens_are_those_beside_the_longest_of_each_part(data: st.DataObject) -> None:
+    """Trajectories come, are cut down and leave in any order. Each entrant adds what was foretold, and each one that
+    leaves frees it, also if an entrant comes that wants some of it."""
+    prompts, residents = Prompts(), dict[str, Trajectory]()
     for number in range(data.draw(st.integers(1, 25))):
+        context = data.draw(st.integers(1, 300))
         if residents and data.draw(st.booleans()):
             name = data.draw(st.sampled_from(sorted(residents)))
-            trajectory, context = residents[name]
+            prompts.remove(name)
             if data.draw(st.booleans()):
-                prompts.remove(name)
                 del residents[name]
             else:
-                context = data.draw(st.integers(1, 300))
-                prompts.fit(name, context)
-                residents[name] = trajectory, min(context, residents[name][1])
+                residents[name].cut_prompt(context)
+                prompts.add(residents[name])
         else:
-            name = f"t{number}"
-            trajectory = Trajectory(name, number, "", None, 0.0, 0.0, Prediction(1.0, 1.0))
-            tokens = data.draw(st.sampled_from([0, 96, 99, 100, 101, 200, 203]))
-            path = data.draw(st.text("ab", max_size=4))  # of a tree
-            parts = tuple((path[:end], data.draw(st.integers(0, 60))) for end in range(len(path) + 1))
-            arrived = TurnArrived(0.0, name, name, "model", tokens, Prediction(1.0, 1.0), prompt_parts=parts)
-            trajectory.note_first_prompt(arrived)
-            found = prompts.found_by(trajectory)
-            assert 0 <= found <= trajectory.first_prompt_tokens <= tokens
+            trajectory = some_trajectory(data, f"t{number}")
+            found = prompts.found_by(trajectory.prompt_within(context))
+            assert 0 <= found <= context
+            trajectory.cut_prompt(context)
             before = prompts.shared_tokens
             prompts.add(trajectory)
-            assert prompts.shared_tokens - before <= found, "a new holder can shorten a part, but never lengthen it"
-            residents[name] = trajectory, trajectory.first_prompt_tokens
-        claims = [context for _, context in residents.values()]
-        assert 0 <= prompts.shared_tokens <= sum(claims) - max(claims, default=0)
-        alone = {name for name, (one, _) in residents.items() if not one.prompt}
-        assert not any(prompts.left_by(alone))
+            assert prompts.shared_tokens - before == found
+            residents[trajectory.trajectory_id] = trajectory
+        lengths: dict[PartName, list[int]] = {}
+        for trajectory in residents.values():
+            assert trajectory.first_prompt_tokens == sum(tokens for _, tokens in trajectory.prompt)
+            for part, tokens in trajectory.prompt:
+                lengths.setdefault(part, []).append(tokens)
+        assert prompts.shared_tokens == sum(sum(some) - max(some) for some in lengths.values())
+    entrant = some_trajectory(data, "entrant")
     leaving = data.draw(st.permutations(sorted(residents)))
-    for name, left in zip(leaving, list(prompts.left_by(leaving)), strict=True):
+    foretold = list(prompts.left_by(leaving, entrant.prompt))
+    prompts.add(entrant)
+    for name, left in zip(leaving, foretold, strict=True):
         before = prompts.shared_tokens
         prompts.remove(name)
         assert before - prompts.shared_tokens == left
+    prompts.remove("entrant")
     assert prompts.shared_tokens == 0
+
+
+def test_an_entrant_whose_context_is_shorter_than_its_prompt_finds_no_more_than_it_holds() -> None:
+    """A resident of 91 tokens holds a prompt of 22. A second turn of another trajectory with that prompt, of one token
+    and an answer of 20, would find 21 of them, and exceed the watermark by one."""
+    fleet = Fleet(limits=Limits(answer_tokens=20))
+    part = (("q", 100),)
+    fleet.arrive("long", "t2", prompt=22, parts=part)
+    fleet.arrive("short", "t2", prompt=1)
+    fleet.fail("long", 0, Fault.CLIENT_LEFT)
+    fleet.arrive("first", "t0", prompt=22, parts=part, priority=-1)
+    fleet.engine("A", slots=1, kv=100)
+    assert fleet.sent(fleet.finish("first", prompt=91, output=0)) == []
+    assert fleet.claims("A") == {"t0": 91}
