@@ -48,9 +48,9 @@ class Admission:
 
     def may_enter(self, engine: Engine, turn: Turn) -> bool:
         """Whether a turn may go to an engine now, without passing a more urgent one that the engine is reserved for."""
-        # The check made for the most engines, so cheap tests come first: most engines have no slot or are reserved, and
-        # their claims are many.
-        if not self.has_room(engine):
+        # The check made for the most engines, so cheap tests come first, and has_room is not called: most engines have
+        # no slot or are reserved, and their claims are many.
+        if self._holds_turns and len(engine.running) >= engine.spec.slots:
             return False
         first = engine.reserved_for
         if first is not None and first.key < turn.key and self.may_serve(engine, first):

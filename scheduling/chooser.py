@@ -10,6 +10,9 @@ from scheduling.policy import Policy
 from scheduling.ranks import Ranks
 from scheduling.state import Trajectory, Turn
 
+MayGo = Callable[[Engine, Turn], bool]
+"""Whether an engine could run a turn now."""
+
 
 class Chooser:
     """Asks a policy; caches what is costly to look up at every turn.
@@ -73,15 +76,15 @@ class Chooser:
             facts.rank = self._ranks.rank(trajectory)
         return self._engines[self._policy.place(facts, [engine.facts(at) for engine in candidates]).engine_id]
 
-    def better_home(self, turn: Turn, home: Engine, may_go: Callable[[Engine], bool], at: float) -> Engine | None:
-        """Where a trajectory moves at a tool return; None if it stays.
+    def better_home(self, turn: Turn, home: Engine, may_go: MayGo, at: float) -> Engine | None:
+        """Where a turn's trajectory moves at a tool return; None if it stays.
 
         Args:
-            may_go: whether another engine could run its turn now.
+            may_go: whether another engine could run it now.
         """
         policy = self._policy
         assert policy.move is not None
-        elsewhere = _Elsewhere(self._engines, home, may_go, at)
+        elsewhere = _Elsewhere(self._engines, turn, home, may_go, at)
         facts = home.facts(at)
         facts.without = partial(home.work_without, turn.trajectory.trajectory_id)
         target = policy.move(self._facts(turn, at), facts, elsewhere, self._fleet(turn.model, at))
@@ -105,19 +108,18 @@ class Chooser:
 class _Elsewhere:
     """The engines that a turn may move to, each checked only when the policy reaches it."""
 
-    def __init__(
-        self, engines: Mapping[str, Engine], home: Engine, may_go: Callable[[Engine], bool], at: float
-    ) -> None:
+    def __init__(self, engines: Mapping[str, Engine], turn: Turn, home: Engine, may_go: MayGo, at: float) -> None:
         self._engines = engines
+        self._turn = turn
         self._home = home
         self._may_go = may_go
         self._at = at
 
     def __iter__(self) -> Iterator[EngineFacts]:
         for engine in self._engines.values():
-            if engine is not self._home and self._may_go(engine):
+            if engine is not self._home and self._may_go(engine, self._turn):
                 yield engine.facts(self._at)
 
     def __contains__(self, other: object, /) -> bool:
         engine = self._engines[other.engine_id] if isinstance(other, EngineFacts) else self._home
-        return engine is not self._home and self._may_go(engine)
+        return engine is not self._home and self._may_go(engine, self._turn)

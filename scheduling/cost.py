@@ -55,7 +55,8 @@ class EngineProfile:
     def prefill_s(self, new_tokens: float, cached_tokens: float = 0) -> float:
         """Seconds to prefill `new_tokens` behind `cached_tokens` that are already in the KV cache."""
         new, cached = new_tokens / 1000, cached_tokens / 1000
-        quadratic = max(self.prefill_per_ktoken2_ms, 0.0) * ((cached + new) ** 2 - cached**2)
+        per_ktoken2_ms = self.prefill_per_ktoken2_ms if self.prefill_per_ktoken2_ms > 0.0 else 0.0
+        quadratic = per_ktoken2_ms * ((cached + new) ** 2 - cached**2)
         return (self.prefill_per_ktoken_ms * new + quadratic) / 1000
 
     def slower(self, ratio: float) -> "EngineProfile":

@@ -233,7 +233,7 @@ class Dispatcher:
         if self._policy.move is None or not is_in_tool_gap:
             return None
         may_go = self._admission.may_serve if self._policy.assigns else self._admission.may_enter
-        return self._chooser.better_home(turn, home, lambda engine: may_go(engine, turn), self.at)
+        return self._chooser.better_home(turn, home, may_go, self.at)
 
     def place_homeless(self, model: str, actions: list[Action]) -> None:
         """Dispatch homeless turns of a model, first key first, to engines that have room for them."""
@@ -330,7 +330,8 @@ class Dispatcher:
         Their waiting turns are placed after the event has been handled, not in the middle of a change to the same
         engine.
         """
-        if self._residency is not None and not self._check_every_s:
+        is_in_excess = engine.kv_held > engine.spec.kv_capacity_tokens
+        if is_in_excess and self._residency is not None and not self._check_every_s:
             self._thin_out(engine, self._residency)
 
     def _thin_out(self, engine: Engine, residency: Residency) -> None:

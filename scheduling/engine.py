@@ -36,7 +36,8 @@ class Engine:
         returning: waiting turns of residents; their KV is already claimed.
         in_tool: residents without a live turn, the longest idle first, each with the instant from which it counts as
             idle.
-        claims: each resident's KV tokens; `kv_claimed` is their sum.
+        claims: each resident's KV tokens; `kv_claimed` is their sum, and `kv_held` what they occupy, with shared
+            prompts counted once.
         shares: each resident's remaining output, mean context and 90th percentile of remaining output, as last added to
             `work`.
         prefills: tokens that new residents must have prefilled first; `uncached_tokens` is their sum.
@@ -56,6 +57,7 @@ class Engine:
     in_tool: "OrderedDict[str, float]" = field(default_factory=OrderedDict)
     claims: dict[str, int] = field(default_factory=dict)
     kv_claimed: int = 0
+    kv_held: int = 0
     shares: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     prefills: dict[str, int] = field(default_factory=dict)
     uncached_tokens: int = 0
@@ -90,11 +92,6 @@ class Engine:
     def refill_all_s(self) -> float:
         """Seconds to prefill the contexts of all its residents. Needs a resident."""
         return len(self.claims) * self._context_s()
-
-    @property
-    def kv_held(self) -> int:
-        """KV tokens that its residents' claims occupy, with shared prompts counted once."""
-        return self.kv_claimed - self.held_prompts.shared_tokens
 
     def serves(self, model: str) -> bool:
         """Whether it accepts new turns of a model."""
@@ -244,6 +241,7 @@ class Engine:
 
     def _note_claims(self) -> None:
         facts, self._prefill_s = self._facts, None
+        self.kv_held = self.kv_claimed - self.held_prompts.shared_tokens
         facts.kv_claimed, facts.num_trajectories = self.kv_claimed, len(self.claims)
         facts.uncached_tokens = self.uncached_tokens
         self.work.room_share = self.kv_held / self.kv_claimed if self.kv_claimed else 1.0

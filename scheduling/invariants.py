@@ -50,6 +50,7 @@ def _check_engine(policy: Policy, engine: Engine, trajectories: Mapping[str, Tra
     assert not engine.returning or not engine.accepting or not engine.has_slot, "a resident waits beside a free slot"
     assert engine.kv_claimed == sum(engine.claims.values())
     longest = max(engine.claims.values(), default=0)
+    assert engine.kv_held == engine.kv_claimed - engine.held_prompts.shared_tokens
     assert longest <= engine.kv_held <= engine.kv_claimed, "of what residents claim, only what is shared counts less"
     assert isclose(
         engine.work.total_tokens, sum(share[0] for share in engine.shares.values()), rel_tol=1e-6, abs_tol=1e-3
