@@ -115,9 +115,13 @@ def _cheapest(
     there: Iterable[DesiredServer],
     sleeps: Container[Block],
 ) -> Iterator[Block]:
-    """`number` blocks for engines of one size, given the servers that are there and may stay. A block's price is, in
-    this order: the devices of smaller engines that then cannot stay, whether an engine must be started, and how many
-    end for it. If none ends, the new engine starts while they serve, and can fetch their KV."""
+    """`number` blocks for engines of one size, given the servers that are there and may stay.
+
+    A block's price is, in this order: the devices of smaller engines that then cannot stay; the size of the largest of
+    these, in whose place another may have to end; whether an engine must be started; how many end for it; and how many
+    of its halves, their halves and so on are free, where smaller ones could go. If none ends, the new engine starts
+    while they serve, and can fetch their KV.
+    """
     on: dict[str, set[DesiredServer]] = defaultdict(set)
     spare = Counter({tp: -count for tp, count in wanted.items()})
     for one in there:
@@ -125,12 +129,19 @@ def _cheapest(
         for device in one.devices:
             on[device].add(one)
 
-    def price(block: Block) -> tuple[int, bool, int]:
+    def price(block: Block) -> tuple[int, int, bool, int, int]:
         ending = set().union(*(on[device] for device in block))
-        lost = 0
+        lost = largest = 0
         for tp, count in Counter(one.tp for one in ending if one.tp < len(block)).items():
-            lost += tp * max(count - max(spare[tp], 0), 0)
-        return lost, block not in sleeps, len(ending)
+            if count > max(spare[tp], 0):
+                lost += tp * (count - max(spare[tp], 0))
+                largest = max(largest, tp)
+        return lost, largest, block not in sleeps, len(ending), num_free(block)
+
+    def num_free(block: Block) -> int:
+        half = len(block) // 2
+        within = num_free(block[:half]) + num_free(block[half:]) if half else 0
+        return within + (not any(on[device] for device in block))
 
     heap = [(price(block), place, block) for place, block in enumerate(blocks)]
     heapify(heap)

@@ -117,6 +117,22 @@ def test_as_many_devices_as_possible_keep_their_engine(data: st.DataObject, tps:
     assert sum(one.tp for one in laid_out(tps, there, floor) if one in there) == most
 
 
+@pytest.mark.parametrize(
+    ("there", "stay"),
+    [
+        ([(1, 0), (1, 2), (2, 4)], {4}),  # TP 4 ends two of TP 1 rather than TP 2, which would need a block again
+        ([(1, 5), (1, 7), (1, 2), (1, 3)], {2, 3}),  # and two far apart, so that TP 2 finds a block beside the others
+    ],
+)
+def test_the_largest_engine_leaves_room_for_the_next_one(there: list[tuple[int, int]], stay: set[int]) -> None:
+    """Two nodes of four devices; 4, 2, 1 and 1 are wanted. Two blocks cost the largest as many devices, but one of them
+    costs the second largest an engine more."""
+    devices = tuple(f"gpu{number}" for number in range(8))
+    servers = [DesiredServer(f"old-{first}", tp, devices[first : first + tp]) for tp, first in there]
+    found = laid_out([4, 2, 1, 1], servers, Floor(devices, 4))
+    assert {first for (_, first), one in zip(there, servers, strict=True) if one in found} == stay
+
+
 def test_a_sleeper_is_woken_if_no_staying_engine_has_to_go() -> None:
     """A start takes longer than a wake-up, but two starts in place of the engines on its devices take longest."""
     floor = Floor(("0", "1", "2", "3"), 4)
