@@ -49,7 +49,7 @@ PROGRESS_EVERY_S = 10.0
 SERIES = Path(__file__).with_name("scheduler_speed.csv")
 
 # A generous bound for a shared, slow machine: the gateway needs some 5 events a turn, and serves under 1,000 turns/s.
-FLOOR_EVENTS_PER_S = 5_000
+FLOOR_EVENTS_PER_S = 7_500
 
 
 class Rollout:

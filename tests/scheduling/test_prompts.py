@@ -233,7 +233,7 @@ def test_shared_tokens_are_those_beside_the_longest_of_each_part(data: st.DataOb
         else:
             trajectory = some_trajectory(data, f"t{number}")
             found = prompts.found_by(trajectory.prompt_within(context))
-            assert 0 <= found <= context
+            assert 0 <= found <= min(context, trajectory.first_prompt_tokens)
             trajectory.cut_prompt(context)
             before = prompts.shared_tokens
             prompts.add(trajectory)
@@ -245,6 +245,9 @@ def test_shared_tokens_are_those_beside_the_longest_of_each_part(data: st.DataOb
             for part, tokens in trajectory.prompt:
                 lengths.setdefault(part, []).append(tokens)
         assert prompts.shared_tokens == sum(sum(some) - max(some) for some in lengths.values())
+        claims = [trajectory.first_prompt_tokens for trajectory in residents.values()]
+        assert 0 <= prompts.shared_tokens <= sum(claims) - max(claims, default=0)
+        assert not any(prompts.left_by(name for name, one in residents.items() if not one.prompt))
     entrant = some_trajectory(data, "entrant")
     leaving = data.draw(st.permutations(sorted(residents)))
     foretold = list(prompts.left_by(leaving, entrant.prompt))
