@@ -62,8 +62,7 @@ def with_fields(body: bytes, request: Mapping[str, Any], fields: Mapping[str, An
         return body
     if any(name in request for name in fields) or not request:
         return _encoded({**request, **fields})
-    brace = body.index(b"{")
-    return b"{" + orjson.dumps(fields)[1:-1] + b"," + body[brace + 1 :]
+    return body.replace(b"{", orjson.dumps(fields)[:-1] + b",", 1)
 
 
 def without_field(body: bytes, request: Mapping[str, Any], name: str) -> tuple[bytes, Mapping[str, Any]]:

@@ -89,10 +89,8 @@ def identify(path: str, headers: Iterable[tuple[bytes, bytes]], body: Mapping[st
     sent = dict(headers)
     metadata = _object(body.get("metadata"))
     context = _agentic_context(body) if "vllm_xargs" in body else _NOTHING
-    trajectory_id = strip_identity_path(path)[0] if path.startswith(_PATH_PREFIXES) else None
-    source, strong = "path", True
-    if trajectory_id is None:
-        trajectory_id, source = _from_headers(sent)
+    trajectory_id, source = _from_head(path, sent)
+    strong = True
     if trajectory_id is None:
         trajectory_id, source, strong = _from_body(body, metadata, context)
     return Identity(
@@ -105,6 +103,11 @@ def identify(path: str, headers: Iterable[tuple[bytes, bytes]], body: Mapping[st
         if not context and "nvext" not in body and _HINT_HEADERS.isdisjoint(sent)
         else _hints(sent, body, context),
     )
+
+
+def trajectory_in_head(path: str, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """The trajectory that `identify` finds whatever the body says; None if there is no such. Raises: IdentityError."""
+    return _from_head(path, dict(headers))[0]
 
 
 def strip_identity_path(path: str) -> tuple[str | None, str]:
@@ -121,6 +124,11 @@ def strip_identity_path(path: str) -> tuple[str | None, str]:
         return _id(unquote(escaped, errors="strict"), "path"), "/" + rest
     except UnicodeDecodeError:
         raise IdentityError("The trajectory id in the path is not UTF-8.") from None
+
+
+def _from_head(path: str, sent: dict[bytes, bytes]) -> tuple[str | None, str]:
+    trajectory_id = strip_identity_path(path)[0] if path.startswith(_PATH_PREFIXES) else None
+    return (trajectory_id, "path") if trajectory_id is not None else _from_headers(sent)
 
 
 def _from_headers(sent: dict[bytes, bytes]) -> tuple[str | None, str]:

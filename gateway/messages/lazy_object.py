@@ -5,11 +5,14 @@ as long as finding where its members begin and end, and makes thousands of objec
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from msgspec import DecodeError, Raw
 from msgspec.json import Decoder
+
+Members = dict[str, Raw | memoryview]
+"""An object's members, each as its JSON."""
 
 _members = Decoder(dict[str, Raw]).decode
 
@@ -18,23 +21,34 @@ class BrokenValue(ValueError):
     """A value is not JSON after all. The client's mistake."""
 
 
-class LazyObject(Mapping[str, Any]):
-    """The object in these bytes; of a repeated name, the last value counts.
+def members_of(body: bytes) -> Members:
+    """The members of the object in these bytes; of a repeated name, the last value counts. They keep the bytes alive.
 
-    All of it is checked at once, except that text is UTF-8 and that numbers are not too large. Reading a value that is
-    neither raises BrokenValue.
+    All of it is checked, except that text is UTF-8 and that numbers are not too large.
 
     Raises:
         ValueError: it is not JSON, not an object, or nested too deeply.
     """
+    try:
+        return cast(Members, _members(body))
+    except (DecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+class LazyObject(Mapping[str, Any]):
+    """The object in these bytes. Reading a value that `members_of` did not find broken, and is, raises BrokenValue.
+
+    Args:
+        members: its members, if they are known.
+
+    Raises:
+        ValueError: as `members_of`.
+    """
 
     __slots__ = ("_parsed", "_raw")
 
-    def __init__(self, body: bytes) -> None:
-        try:
-            self._raw: dict[str, Raw] = _members(body)
-        except (DecodeError, RecursionError) as error:
-            raise ValueError(str(error)) from None
+    def __init__(self, body: bytes, members: Members | None = None) -> None:
+        self._raw = members_of(body) if members is None else members
         self._parsed: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:

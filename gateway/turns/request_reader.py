@@ -22,9 +22,10 @@ from gateway.http.refusals import (
     unknown_model,
     unsupported_encoding,
 )
+from gateway.messages.beginnings import Beginnings
 from gateway.messages.conversations import Conversations
 from gateway.messages.histories import Histories
-from gateway.messages.identity import NO_HINTS, Identity, IdentityError, identify
+from gateway.messages.identity import NO_HINTS, Identity, IdentityError, identify, trajectory_in_head
 from gateway.messages.lazy_object import BrokenValue, LazyObject
 from gateway.messages.prompt_groups import PromptGroups
 from gateway.state.ledger import Ledger
@@ -62,6 +63,7 @@ class RequestReader:
         self._fleet = fleet
         self._ledger = ledger
         self._conversations = conversations
+        self._beginnings = Beginnings(settings.max_conversations)
         self._histories = Histories(sha256, settings.max_conversations)
         self._groups = groups
         self._book = book
@@ -75,9 +77,19 @@ class RequestReader:
             path: the API route, without it.
         """
         try:
-            return self._ask(scope, api, path, body, _parsed(body, scope["headers"]))
+            return self._ask(scope, api, path, body, self._read(scope, body))
         except BrokenValue as error:
             raise invalid_json(str(error)) from None
+
+    def _read(self, scope: Mapping[str, Any], body: bytes) -> Mapping[str, Any]:
+        """The request, parsed when it is read if it is long and of a trajectory that has asked before."""
+        headers = scope["headers"]
+        if len(body) >= _LAZY_FROM_BYTES:
+            # Later steps say what is wrong with an id or with the body. parse_object allows deeper nesting.
+            with contextlib.suppress(ValueError):
+                name = trajectory_in_head(scope["raw_path"].decode("latin-1"), headers)
+                return LazyObject(body) if name is None else self._beginnings.read(name, body)
+        return parse_object(body, headers)
 
     def _ask(self, scope: Mapping[str, Any], api: Api, path: str, body: bytes, request: Mapping[str, Any]) -> Ask:
         stream = request.get("stream")
@@ -139,13 +151,6 @@ class RequestReader:
             is_of_model = any(model == known.model_id for known in member.models)
             if is_of_model and member.dialect is not None and member.dialect.kind != kind:
                 raise not_found(f"{path} exists on {kind} only; other engines serve {model[:200]!r}.", "unknown_route")
-
-
-def _parsed(body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Mapping[str, Any]:
-    if len(body) >= _LAZY_FROM_BYTES:
-        with contextlib.suppress(ValueError):  # parse_object says what is wrong, and allows deeper nesting
-            return LazyObject(body)
-    return parse_object(body, headers)
 
 
 def parse_object(body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> dict[str, Any]:
