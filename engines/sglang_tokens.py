@@ -112,7 +112,9 @@ class SglangTokens:
         chat = self._chat_of(path, request)
         return Upstream(TOKENIZE, b"", orjson.dumps(chat)) if chat is not None else None
 
-    def rendered(self, path: str, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
+    def rendered(
+        self, path: str, request: Mapping[str, Any], answer: bytes, num_calls: int | None = None
+    ) -> Rendered | None:
         is_chat = path != _COMPLETIONS
         asked = self._chat_of(path, request)
         if asked is None or (is_chat and not answer):

@@ -132,8 +132,14 @@ class TokenRoutes(Protocol):
         """Ask for the prompt ids of a request; None if there is nothing to ask."""
         ...
 
-    def rendered(self, path: str, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
-        """The result, from b"" if nothing was asked; None for a request that only the engine's own route serves."""
+    def rendered(
+        self, path: str, request: Mapping[str, Any], answer: bytes, num_calls: int | None = None
+    ) -> Rendered | None:
+        """The result, from b"" if nothing was asked; None for a request that only the engine's own route serves.
+
+        Args:
+            num_calls: tool calls in a chat's messages, if they are counted.
+        """
         ...
 
     def generate(self, rendered: Rendered, leg: TokenLeg) -> Upstream:

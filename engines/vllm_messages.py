@@ -13,11 +13,17 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TOOL_CHANGES = ("tool_addition", "tool_removal")
 
 
-def chat_of_chat(request: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat without its texts."""
-    answers = (message for message in request["messages"] if message.get("role") == "assistant")
-    num_calls = sum(len(message.get("tool_calls") or ()) for message in answers)
-    return {**request, "messages": asked_after(num_calls)}
+def chat_of_chat(request: Mapping[str, Any], num_calls: int | None = None) -> dict[str, Any]:
+    """A chat without its texts.
+
+    Args:
+        num_calls: in its messages; None to count them.
+    """
+    if num_calls is None:
+        answers = (message for message in request["messages"] if message.get("role") == "assistant")
+        num_calls = sum(len(message.get("tool_calls") or ()) for message in answers)
+    chat = {name: request[name] for name in request if name != "messages"}
+    return chat | {"messages": asked_after(num_calls)}
 
 
 def chat_of_messages(request: Mapping[str, Any]) -> dict[str, Any] | None:

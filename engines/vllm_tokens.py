@@ -71,9 +71,11 @@ class VllmTokens:
     def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream:
         return Upstream(f"{path}/render", b"", body)
 
-    def rendered(self, path: str, request: Mapping[str, Any], answer: bytes) -> Rendered | None:
+    def rendered(
+        self, path: str, request: Mapping[str, Any], answer: bytes, num_calls: int | None = None
+    ) -> Rendered | None:
         try:
-            chat = _chat_of(path, request, self._is_storing)
+            chat = _chat_of(path, request, self._is_storing, num_calls)
         except (AttributeError, KeyError, TypeError):
             return None  # malformed, which the engine's own route reports in its own words
         if chat is None:
@@ -189,13 +191,15 @@ class VllmTokens:
         return choice | {"delta": _joined(before, choice["delta"])}, made["stream_state"]
 
 
-def _chat_of(path: str, request: Mapping[str, Any], is_storing: bool) -> Mapping[str, Any] | None:
+def _chat_of(
+    path: str, request: Mapping[str, Any], is_storing: bool, num_calls: int | None
+) -> Mapping[str, Any] | None:
     """What its parsers must know; None for a request that only its own route serves."""
     if path == "/v1/messages":
         return chat_of_messages(request)
     if path == _RESPONSES:
         return chat_of_response(request, is_storing)
-    return chat_of_chat(request) if path == "/v1/chat/completions" else {}
+    return chat_of_chat(request, num_calls) if path == "/v1/chat/completions" else {}
 
 
 def _joined(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

@@ -119,7 +119,7 @@ async def _serving(
     staleness = Staleness(settings, weight_record, ledger)
     weights = WeightUpdates(settings, clock, fleet, store, weight_record, staleness, driver.live_turns)
     groups = PromptGroups(record.group_id for record in memory.records if record.group_id)
-    reads_all = by_tokens or memory.predictor.reads_outcomes or texts is not None
+    reads_all = memory.predictor.reads_outcomes or texts is not None
     reader = RequestReader(settings, fleet, ledger, conversations, groups, book, reads_all)
     arrivals = Arrivals(fleet, ledger, groups, memory.predictor, texts)
     before = {record.trajectory_id for record in memory.records}

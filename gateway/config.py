@@ -380,7 +380,8 @@ class Settings(BaseSettings):
     max_conversations: int = Field(
         20_000,
         ge=1,
-        description="Trajectories without an id that are recognised by their messages; 1 to 4 KB each.",
+        description="Conversations whose next request is read from where the last one ended, and by which trajectories "
+        "without an id are recognised; 1 to 5 KB each.",
     )
     collect_interval_s: float = Field(
         0.1,

@@ -1,106 +1,158 @@
-"""Reads the requests of a trajectory, each from where the one before it ended.
+"""Reads requests, each from where an earlier one of the same conversation ended.
 
 An agent repeats its whole context with every turn and appends to it, mostly byte for byte. If a body begins with the
-very bytes with which the trajectory's last one began, up to its last message, then only what follows is searched for
-members: a digest of those bytes takes a thirtieth of the time of their search.
+very bytes with which an earlier one began, up to its last message, then only what follows is searched for members: a
+digest of those bytes takes a thirtieth of the time of their search.
 
-Bounded: the trajectory that was read least recently is forgotten first, and its next request is searched whole.
+Bounded by the number of beginnings kept: the least recently used are forgotten first, and what continues them is
+searched whole.
 """
 
 import secrets
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 from msgspec import Raw
-from xxhash import xxh3_128
+from xxhash import xxh3_128_hexdigest
 
-from gateway.messages.lazy_object import LazyObject, Members, members_of
+from gateway.messages.lazy_object import Growth, LazyObject, Members, members_of
 
+_CONVERSATIONS = ("messages", "input")
 # Stands for the list in what follows a beginning. No client can know it, so no member has the same name.
 _LIST = secrets.token_hex(16)
 _OPENED = b'{"%s":[0' % _LIST.encode()
 _NUM_OPENED = len(b"[0")
 _BRACKET, _BRACE = b"[}"
+# Branches of a trajectory, or siblings that name none, of which the most recent are known.
+_MAX_BRANCHES = 64
+
+
+class _Hasher(Protocol):
+    def update(self, data: memoryview, /) -> None: ...
+
+    def copy(self) -> Self: ...
+
+    def digest(self) -> bytes: ...
 
 
 class Beginning(NamedTuple):
-    """How a body begins, up to the end of the last element of its longest list.
+    """How a body begins, up to the end of the last message of its conversation.
 
     Args:
         length: in bytes.
-        digest: of these bytes; XXH3, because it is compared within a trajectory only.
-        name: of the list.
+        digest: of these bytes.
+        name: of the list of messages.
         start: where the list begins.
         places: the members before the list, and where their values begin and end.
     """
 
     length: int
-    digest: int
+    digest: bytes
     name: str
     start: int
     places: tuple[tuple[str, int, int], ...]
 
 
 class Beginnings:
-    """How the last requests of trajectories began.
+    """How requests began that were read recently.
 
     Args:
-        limit: trajectories known, some 500 bytes each.
+        new_hasher: SHA-256, or XXH3 if all requests name their trajectory.
+        limit: beginnings kept, some 500 bytes each.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, new_hasher: Callable[[], _Hasher], limit: int) -> None:
+        self._new_hasher = new_hasher
         self._limit = limit
-        self._known: OrderedDict[str, Beginning] = OrderedDict()
+        self._num = 0
+        self._known: OrderedDict[str, list[Beginning]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return self._num
 
-    def read(self, trajectory_id: str, body: bytes) -> LazyObject:
-        """A request of this trajectory. Raises as LazyObject."""
-        known = self._known.pop(trajectory_id, None)
-        members, beginning = (known and _continued(known, body)) or _searched(body)
+    def read(self, trajectory_id: str | None, body: bytes) -> LazyObject:
+        """A request of this trajectory. One that names none is compared with those that share its first bytes.
+
+        Raises as LazyObject.
+        """
+        size = len(body)
+        keys = (trajectory_id,) if trajectory_id is not None else (_start(body, size), _start(body, size // 2))
+        lazy, beginning = self._continued(keys, body) or self._searched(body)
         if beginning is not None:
-            self._known[trajectory_id] = beginning
-            if len(self._known) > self._limit:
-                self._known.popitem(last=False)
-        return LazyObject(body, members)
+            self._keep(keys[0] if trajectory_id is not None else _start(body, beginning.length), beginning)
+        return lazy
+
+    def _continued(self, keys: tuple[str, ...], body: bytes) -> tuple[LazyObject, Beginning | None] | None:
+        """A body that continues one of these, and how the next may begin."""
+        view, hasher, hashed = memoryview(body), self._new_hasher(), 0
+        known, key, at_known = None, "", hasher
+        of_keys = [(one, its_key) for its_key in keys for one in self._known.get(its_key, ())]
+        for one, its_key in sorted(of_keys) if len(of_keys) > 1 else of_keys:
+            if one.length > len(body):
+                break
+            hasher.update(view[hashed : one.length])
+            hashed = one.length
+            if hasher.digest() == one.digest:
+                known, key, at_known = one, its_key, hasher.copy()
+        if known is None:
+            return None
+        try:
+            added = members_of(_OPENED + view[known.length :])
+        except ValueError:
+            return None
+        self._drop(key, known)
+        grown = memoryview(added.pop(_LIST))
+        end = known.length + len(grown) - _NUM_OPENED
+        members: Members = {name: view[first:last] for name, first, last in known.places}
+        members[known.name] = view[known.start : end]
+        if known.name in added or body[end - 2] != _BRACE:
+            return LazyObject(body, members | added), None
+        at_known.update(view[known.length : end - 1])
+        beginning = known._replace(length=end - 1, digest=at_known.digest())
+        growth = Growth(known.name, known.digest, beginning.digest, grown)
+        return LazyObject(body, members | added, growth), beginning
+
+    def _searched(self, body: bytes) -> tuple[LazyObject, Beginning | None]:
+        """Any body, and how the next may begin."""
+        members = members_of(body)
+        name = next((name for name in _CONVERSATIONS if name in members), None)
+        if name is None:
+            return LazyObject(body, members), None
+        start, end = _place(members[name], body)
+        if body[start] != _BRACKET or body[end - 2] != _BRACE:
+            return LazyObject(body, members), None
+        # Searched again, because a name may come before the list and after it.
+        head = body[:start] + b"[]}"
+        places = tuple((other, *_place(value, head)) for other, value in members_of(head).items() if other != name)
+        hasher = self._new_hasher()
+        hasher.update(memoryview(body)[: end - 1])
+        beginning = Beginning(end - 1, hasher.digest(), name, start, places)
+        return LazyObject(body, members, Growth(name, None, beginning.digest, memoryview(b""))), beginning
+
+    def _keep(self, key: str, beginning: Beginning) -> None:
+        branches = self._known.setdefault(key, [])
+        self._known.move_to_end(key)
+        branches.append(beginning)
+        self._num += 1
+        if len(branches) > _MAX_BRANCHES:
+            self._drop(key, branches[0])
+        while self._num > self._limit:
+            oldest = next(iter(self._known))
+            self._drop(oldest, self._known[oldest][0])
+
+    def _drop(self, key: str, beginning: Beginning) -> None:
+        branches = self._known[key]
+        branches.remove(beginning)
+        self._num -= 1
+        if not branches:
+            del self._known[key]
 
 
-def _continued(known: Beginning, body: bytes) -> tuple[Members, Beginning | None] | None:
-    """The members of a body that begins so, and how the next may begin; None if it does not begin so."""
-    view, hasher = memoryview(body), xxh3_128()
-    hasher.update(view[: known.length])
-    if hasher.intdigest() != known.digest:
-        return None
-    try:
-        added = members_of(_OPENED + view[known.length :])
-    except ValueError:
-        return None
-    end = known.length + len(memoryview(added.pop(_LIST))) - _NUM_OPENED
-    members: Members = {name: view[first:last] for name, first, last in known.places}
-    members[known.name] = view[known.start : end]
-    if known.name in added or body[end - 2] != _BRACE:
-        return members | added, None
-    hasher.update(view[known.length : end - 1])
-    return members | added, known._replace(length=end - 1, digest=hasher.intdigest())
-
-
-def _searched(body: bytes) -> tuple[Members, Beginning | None]:
-    """The members of any body, and how the next may begin."""
-    members = members_of(body)
-    if not members:
-        return members, None
-    places = {name: _place(value, body) for name, value in members.items()}
-    name = max(places, key=lambda name: places[name][1] - places[name][0])
-    start, end = places[name]
-    if body[start] != _BRACKET or body[end - 2] != _BRACE:
-        return members, None
-    # Searched again, because a name may come before the list and after it.
-    head = body[:start] + b"[]}"
-    before = [(other, *_place(value, head)) for other, value in members_of(head).items() if other != name]
-    digest = xxh3_128(memoryview(body)[: end - 1]).intdigest()
-    return members, Beginning(end - 1, digest, name, start, tuple(before))
+def _start(body: bytes, length: int) -> str:
+    """A digest of the first bytes, as many as the largest power of two up to a length."""
+    return xxh3_128_hexdigest(memoryview(body)[: (1 << length.bit_length()) >> 1])
 
 
 def _place(part: Raw | memoryview, whole: bytes) -> tuple[int, int]:

@@ -5,7 +5,7 @@ as long as finding where its members begin and end, and makes thousands of objec
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import orjson
 from msgspec import DecodeError, Raw
@@ -35,21 +35,49 @@ def members_of(body: bytes) -> Members:
         raise ValueError(str(error)) from None
 
 
+class Growth(NamedTuple):
+    """What a request adds to the conversation of an earlier one.
+
+    Args:
+        name: of the list of messages.
+        before: digest of the request's bytes up to the last message of the earlier one; None if there was none.
+        after: the same up to its own last message.
+        added: the messages in between, as a JSON list behind a first element that means nothing; "" if there was no
+            earlier one.
+    """
+
+    name: str
+    before: bytes | None
+    after: bytes
+    added: memoryview
+
+
 class LazyObject(Mapping[str, Any]):
     """The object in these bytes. Reading a value that `members_of` did not find broken, and is, raises BrokenValue.
 
     Args:
         members: its members, if they are known.
+        growth: of its conversation, if it is known.
 
     Raises:
         ValueError: as `members_of`.
     """
 
-    __slots__ = ("_parsed", "_raw")
+    __slots__ = ("_parsed", "_raw", "growth")
 
-    def __init__(self, body: bytes, members: Members | None = None) -> None:
+    def __init__(self, body: bytes, members: Members | None = None, growth: Growth | None = None) -> None:
         self._raw = members_of(body) if members is None else members
         self._parsed: dict[str, Any] = {}
+        self.growth = growth
+
+    def parse(self) -> None:
+        """Parse all values. Raises BrokenValue."""
+        for name in self._raw:
+            self[name]
+
+    def raw(self, name: str) -> bytes:
+        """A member's JSON; empty if there is no such member."""
+        return bytes(self._raw.get(name, b""))
 
     def __getitem__(self, name: str) -> Any:
         parsed = self._parsed

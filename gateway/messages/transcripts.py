@@ -40,19 +40,22 @@ class History:
     Attributes:
         digests: the chain's digest after each answer, oldest first.
         asked: the chain's digest before each answer but the first, with how many of `digests` came before it.
+        num_calls: tool calls in a chat's answers.
     """
 
     def __init__(self, body: Mapping[str, Any], hasher: "Hasher | None" = None) -> None:
         self.digests: list[str] = []
         self.asked: list[tuple[str, int]] = []
+        self.num_calls = _num_calls(_conversation(body))
         self._hasher: Hasher = hasher or sha256()
         self._was_answered = True
         self._read(_messages(body))
 
-    def continued(self, messages: Iterable[object]) -> "History":
+    def continued(self, messages: Sequence[object]) -> "History":
         """The history of a request that has these messages too, after all others."""
         longer = History({}, self._hasher.copy())
         longer.digests, longer.asked = self.digests.copy(), self.asked.copy()
+        longer.num_calls = self.num_calls + _num_calls(messages)
         longer._was_answered = self._was_answered
         longer._read(map(_message, messages))
         return longer
@@ -133,9 +136,7 @@ def preamble_of(body: Mapping[str, Any]) -> tuple[str, int]:
         ("", 0) if there is none, or it is nested deeper than engines accept.
     """
     said = [body[name] for name in _PREAMBLES if body.get(name)]
-    messages = body.get("messages")
-    if messages is None:
-        messages = body.get("input")
+    messages = _conversation(body)
     for message in messages if isinstance(messages, list) else ():
         if not isinstance(message, dict) or message.get("role") not in _SYSTEM_ROLES:
             break
@@ -170,14 +171,17 @@ def _feed(hasher: Hasher, pieces: Sequence[str]) -> int:
     return length
 
 
+def _conversation(body: Mapping[str, Any]) -> object:
+    messages = body.get("messages")
+    return body.get("input") if messages is None else messages
+
+
 def _messages(body: Mapping[str, Any]) -> Iterator[tuple[bool, Sequence[str]]]:
     """(is it an answer, its normalised pieces) for each message; a separate system prompt comes first.
 
     Without pieces it is not part of the conversation.
     """
-    messages = body.get("messages")
-    if messages is None:
-        messages = body.get("input")
+    messages = _conversation(body)
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if system := body.get("system") or body.get("instructions"):
@@ -220,6 +224,14 @@ def _message(message: object) -> tuple[bool, Sequence[str]]:
             else:
                 text += _sized(_json(call))
     return answered, (*said, text)
+
+
+def _num_calls(messages: object) -> int:
+    answers = messages if isinstance(messages, list) else ()
+    calls = (
+        answer.get("tool_calls") for answer in answers if isinstance(answer, dict) and answer.get("role") == "assistant"
+    )
+    return sum(len(its_calls) for its_calls in calls if isinstance(its_calls, list))
 
 
 def _said(role: str, text: str) -> tuple[str, str]:

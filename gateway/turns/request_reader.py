@@ -6,6 +6,7 @@ from hashlib import sha256
 from typing import Any
 
 import orjson
+from xxhash import xxh3_128
 
 from engines.upstream import SGLANG_GENERATE
 from gateway.config import Settings
@@ -63,7 +64,8 @@ class RequestReader:
         self._fleet = fleet
         self._ledger = ledger
         self._conversations = conversations
-        self._beginnings = Beginnings(settings.max_conversations)
+        self._named = Beginnings(xxh3_128, settings.max_conversations)
+        self._unnamed = Beginnings(sha256, settings.max_conversations)
         self._histories = Histories(sha256, settings.max_conversations)
         self._groups = groups
         self._book = book
@@ -88,7 +90,7 @@ class RequestReader:
             # Later steps say what is wrong with an id or with the body. parse_object allows deeper nesting.
             with contextlib.suppress(ValueError):
                 name = trajectory_in_head(scope["raw_path"].decode("latin-1"), headers)
-                return LazyObject(body) if name is None else self._beginnings.read(name, body)
+                return (self._unnamed if name is None else self._named).read(name, body)
         return parse_object(body, headers)
 
     def _ask(self, scope: Mapping[str, Any], api: Api, path: str, body: bytes, request: Mapping[str, Any]) -> Ask:
@@ -104,11 +106,11 @@ class RequestReader:
             raise bad_request(str(error), code="bad_identity") from None
         trajectory_id, is_inferred, history = identity.trajectory_id, False, None
         if trajectory_id is None:
-            is_inferred, history = True, self._histories.read(request, body)
+            is_inferred, history = True, self._histories.read(request)
             trajectory_id = self._conversations.continued(request, history) or f"t-{new_id()[:24]}"
         entry = self._ledger.get(trajectory_id)
         if isinstance(request, LazyObject) and (self._reads_all or entry is None or not entry.turns):
-            request = dict(request)  # parsed whole: its conversation will be read
+            request.parse()  # its conversation will be read
         known_group = entry.record.group_id if entry is not None else None
         group_id = identity.group_id or known_group or self._groups.of(request)
         may_be_joined = identity.strong and not is_inferred

@@ -19,6 +19,7 @@ from gateway.fleet.member import Member
 from gateway.http.errors import api_error
 from gateway.messages.answers import Usage
 from gateway.messages.histories import Histories
+from gateway.messages.transcripts import History
 from gateway.tokens.book import TokenBook
 from gateway.turns.answer_writers import ParsedWriter, TextWriter
 from gateway.turns.ask import Ask
@@ -156,12 +157,12 @@ class TokenLegs:
 
     async def _begin(self, turn: Turn, routes: TokenRoutes, member: Member) -> None:
         ask = turn.ask
-        rendered = await self._rendered(ask, routes, member)
-        if rendered is None:
-            return
         history = None
         if ask.api != "completions":
-            history = self._histories.read(ask.request, ask.body, ask.trajectory_id)
+            history = self._histories.read(ask.request, ask.trajectory_id)
+        rendered = await self._rendered(ask, routes, member, history)
+        if rendered is None:
+            return
         prompt_ids, parent = spliced(self._book, ask.trajectory_id, history, rendered.prompt_ids)
 
         def known_of_prompt() -> Usage:
@@ -181,7 +182,7 @@ class TokenLegs:
     async def _go_on(self, turn: Turn, routes: TokenRoutes, member: Member) -> None:
         """Render a turn that began on another kind of engine in this engine's terms."""
         begun = turn.choices[0].chain.rendered
-        rendered = await self._rendered(turn.ask, routes, member)
+        rendered = await self._rendered(turn.ask, routes, member, turn.choices[0].history)
         # A different prompt for the same conversation means another tokenizer or template: the ids would mean other
         # things.
         if (
@@ -194,7 +195,9 @@ class TokenLegs:
         for choice in turn.choices:
             choice.chain.rendered = replace(rendered, max_tokens=begun.max_tokens)
 
-    async def _rendered(self, ask: Ask, routes: TokenRoutes, member: Member) -> Rendered | None:
+    async def _rendered(
+        self, ask: Ask, routes: TokenRoutes, member: Member, history: History | None
+    ) -> Rendered | None:
         if ask.api in routes.passed:
             return None
         asked, body = routes.render(ask.path, ask.request, ask.body), b""
@@ -206,7 +209,8 @@ class TokenLegs:
                 if 400 <= response.status < 500 and response.status != 429:
                     return None  # The engine's own route reports it in its own words.
                 raise refused_by(response, body)
-        rendered = routes.rendered(ask.path, ask.request, body)
+        num_calls = history.num_calls if history is not None else None
+        rendered = routes.rendered(ask.path, ask.request, body, num_calls)
         return None if rendered is None or (rendered.needs_parser and not _can_be_parsed(ask, rendered)) else rendered
 
     def _note(self, turn: Turn, num_before: int) -> None:

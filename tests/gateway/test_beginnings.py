@@ -8,6 +8,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_128
 
 from gateway.messages.beginnings import Beginnings
 from gateway.messages.lazy_object import LazyObject
@@ -59,7 +60,7 @@ def test_a_growing_request_is_read_as_if_whole(
     data: st.DataObject,
 ) -> None:
     """Whatever each turn adds and what follows its messages, whatever is repeated, cut off or broken on the way."""
-    beginnings = Beginnings(10)
+    beginnings = Beginnings(xxh3_128, 10)
     messages: list[Any] = [TASK]
     for number, (added, after, goes_back) in enumerate(turns):
         messages = messages[: data.draw(st.integers(0, len(messages)))] if goes_back else messages
@@ -74,7 +75,7 @@ def test_a_growing_request_is_read_as_if_whole(
 
 def test_only_what_is_new_is_searched() -> None:
     """Also if the very same request comes again, or what follows the messages differs."""
-    beginnings = Beginnings(10)
+    beginnings = Beginnings(xxh3_128, 10)
     assert not is_continued(beginnings, {"model": "m", "messages": [TASK], "stream": True})
     assert is_continued(beginnings, {"model": "m", "messages": [TASK, ANSWER, RESULT], "stream": True})
     assert is_continued(beginnings, {"model": "m", "messages": [TASK, ANSWER, RESULT], "stream": True})
@@ -94,20 +95,20 @@ def test_only_what_is_new_is_searched() -> None:
 )
 def test_another_beginning_is_searched_whole(other: dict[str, Any]) -> None:
     """Another value before the messages, an edited message, fewer of them, another order. Then that one is known."""
-    beginnings = Beginnings(10)
+    beginnings = Beginnings(xxh3_128, 10)
     is_continued(beginnings, {"model": "m", "messages": [TASK, ANSWER]})
     assert not is_continued(beginnings, other)
     assert is_continued(beginnings, other)
 
 
 def test_a_beginning_is_known_within_its_trajectory_only() -> None:
-    beginnings = Beginnings(10)
+    beginnings = Beginnings(xxh3_128, 10)
     assert [is_continued(beginnings, {"messages": [TASK]}, name) for name in "aba"] == [False, False, True]
 
 
 def test_a_name_that_comes_twice_is_not_forgotten() -> None:
     """It comes before the messages and after them, where the next request lacks it."""
-    beginnings = Beginnings(10)
+    beginnings = Beginnings(xxh3_128, 10)
     assert not is_continued(beginnings, b'{"model":"m","messages":[{"a":1}],"model":"n"}')
     assert is_continued(beginnings, b'{"model":"m","messages":[{"a":1},{"b":2}]}')
 
@@ -124,7 +125,7 @@ def test_a_name_that_comes_twice_is_not_forgotten() -> None:
 )
 def test_whatever_follows_is_read(after: bytes) -> None:
     """The list again, another as long, nothing; spaces, and an element that may go on in the next request."""
-    beginnings = Beginnings(10)
+    beginnings = Beginnings(xxh3_128, 10)
     beginnings.read("t", b'{"messages":[{"a":1}]}')
     is_continued(beginnings, b'{"messages":[{"a":1}' + after)
     is_continued(beginnings, b'{"messages":[{"a":1}' + after.replace(b"1]", b"12]"))
@@ -133,14 +134,14 @@ def test_whatever_follows_is_read(after: bytes) -> None:
 @pytest.mark.parametrize("after", [b"", b"]", b"}", b"5]}", b'"]}', b"{}]}", b"]}}", b"]]}", b',"b":2}]}', b",]}"])
 def test_broken_json_is_refused(after: bytes) -> None:
     """What an element known before would have to continue with."""
-    beginnings = Beginnings(10)
+    beginnings = Beginnings(xxh3_128, 10)
     beginnings.read("t", b'{"messages":[{"a":1}]}')
     with pytest.raises(ValueError):
         beginnings.read("t", b'{"messages":[{"a":1}' + after)
 
 
 def test_the_least_recently_read_is_forgotten_first() -> None:
-    beginnings = Beginnings(2)
+    beginnings = Beginnings(xxh3_128, 2)
     for name in "abac":
         is_continued(beginnings, {"messages": [TASK]}, name)
     assert len(beginnings) == 2
@@ -150,14 +151,14 @@ def test_the_least_recently_read_is_forgotten_first() -> None:
 
 @pytest.mark.parametrize("body", [b"{}", b'{"a":1}', b'{"messages":[]}', b'{"messages":["q"]}', b'{"prompt":[1,2]}'])
 def test_a_request_without_a_list_of_objects_is_always_searched(body: bytes) -> None:
-    beginnings = Beginnings(2)
+    beginnings = Beginnings(xxh3_128, 2)
     assert [is_continued(beginnings, body) for _ in range(2)] == [False, False]
     assert len(beginnings) == 0
 
 
 def test_its_values_are_parsed_when_they_are_read() -> None:
     """As those of any LazyObject."""
-    beginnings = Beginnings(2)
+    beginnings = Beginnings(xxh3_128, 2)
     beginnings.read("t", orjson.dumps({"model": "m", "messages": [TASK]}))
     lazy = beginnings.read("t", orjson.dumps({"model": "m", "messages": [TASK, ANSWER], "n": 1}))
     assert isinstance(lazy, LazyObject) and not lazy._parsed
