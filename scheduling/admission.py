@@ -8,8 +8,10 @@
     if the entrant has waited for its patience (limits.py).
 14. A turn that fits nowhere has one engine reserved, so that it is not passed forever. There only residents and more
     urgent turns pass it; turns behind it may enter other engines. It takes the first engine on which it fits.
+15. An engine that can never hold a turn's context gets it only if no other engine that accepts turns can.
 """
 
+from collections.abc import Iterable
 from math import inf
 
 from scheduling.engine import Engine
@@ -31,6 +33,15 @@ class Admission:
         self._residency = policy.residency
         self._limits = limits
         self._patience_s = limits.patience_s
+        self._rooms: dict[str, float] = {}
+
+    def note_rooms(self, engines: Iterable[Engine]) -> bool:
+        """Note the largest context that each model's engines hold. Returns whether that is a change."""
+        before, self._rooms = self._rooms, {}
+        for engine in engines:
+            for model in engine.spec.models if engine.accepting else ():
+                self._rooms[model] = max(engine.room, self._rooms.get(model, 0.0))
+        return self._rooms != before
 
     def has_room(self, engine: Engine) -> bool:
         """Whether an engine takes one more turn, whichever it is."""
@@ -41,10 +52,13 @@ class Admission:
         return engine.reserved_for is None and engine.accepting and self.has_room(engine)
 
     def may_serve(self, engine: Engine, turn: Turn) -> bool:
-        """Whether an engine accepts turns, has this one's model, and has not just failed it."""
+        """Whether an engine accepts turns, has this one's model and is large enough, and has not just failed it."""
         if turn.avoided and turn.avoided.get(engine.spec.engine_id, self.at) > self.at:
             return False
-        return engine.accepting and turn.model in engine.spec.models
+        if not engine.accepting or turn.model not in engine.spec.models:
+            return False
+        tokens = turn.claim_tokens
+        return tokens <= engine.room or tokens > self._rooms[turn.model]
 
     def may_enter(self, engine: Engine, turn: Turn) -> bool:
         """Whether a turn may go to an engine now, without passing a more urgent one that the engine is reserved for."""

@@ -1,7 +1,7 @@
 """Where a waiting turn queues or runs, and which turn an engine runs next.
 
 The scheduler handles what happened; the dispatcher uses the room that this left. admission.py decides which turns may
-enter an engine (rules 11 to 14). Rules:
+enter an engine (rules 11 to 15). Rules:
 
 6. A waiting turn is in one queue: its home's own while its trajectory is resident there and the home may serve the
    turn, else its model's. When its trajectory gets a new home, the turn is routed again.
@@ -16,6 +16,7 @@ enter an engine (rules 11 to 14). Rules:
 
 from collections.abc import Mapping
 from itertools import takewhile
+from math import inf
 
 from scheduling.admission import Admission
 from scheduling.chooser import Chooser
@@ -166,14 +167,19 @@ class Dispatcher:
 
     def route_anew(self, engine: Engine, actions: list[Action]) -> None:
         """Route turns again after an engine changed: those in its queue that it no longer serves and, under a sticky
-        policy, homeless ones whose home it is."""
+        policy, homeless ones whose home it is. If the largest engines are others now, also those that need one."""
         self._chooser.clear_caches()
         self._queues.reserve(engine, None)
-        waiting = [turn for turn in engine.returning if not engine.serves(turn.model)]
+        is_other_room = self._admission.note_rooms(self._engines.values())
+        least = min((other.room for other in self._engines.values()), default=inf) if is_other_room else engine.room
+        moving = {turn for turn in engine.returning if turn.claim_tokens > least or not engine.serves(turn.model)}
+        if is_other_room:
+            queues = [*self._queues.homeless.values(), *(other.returning for other in self._engines.values())]
+            moving |= {turn for queue in queues for turn in queue if turn.claim_tokens > least}
         if self._policy.is_sticky:
             for queue in self._queues.homeless.values():
-                waiting += [turn for turn in queue if turn.trajectory.home == engine.spec.engine_id]
-        waiting.sort(key=lambda turn: turn.key)
+                moving |= {turn for turn in queue if turn.trajectory.home == engine.spec.engine_id}
+        waiting = sorted(moving, key=lambda turn: turn.key)
         for turn in waiting:
             self._leave_queue(turn)
             self._queues.wait_homeless(turn)
@@ -309,7 +315,7 @@ class Dispatcher:
         admission = self._admission
         most_tokens = admission.most_tokens(engine)
         for turn in self._queues.homeless_for(engine):
-            if turn.avoided and not admission.may_serve(engine, turn):
+            if (turn.avoided or turn.claim_tokens > engine.room) and not admission.may_serve(engine, turn):
                 continue
             is_too_much = admission.claims_too_much(engine, turn, most_tokens)
             if not is_too_much and admission.claims_giving_way(engine, turn) is not None:

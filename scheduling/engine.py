@@ -47,6 +47,7 @@ class Engine:
         tool_calls: how long the fleet's tool calls take.
         reserved_for: a waiting turn that it gathers room for. Other turns enter only if they are more urgent.
         slowness: how slow it is, if nobody measured it.
+        room: tokens of the longest context that it can ever hold; infinite if unknown.
         learns_at: from when on it learns from the next turn that ends here; never if its profile is known.
     """
 
@@ -69,6 +70,7 @@ class Engine:
     longest_is_stale: bool = False
     longest_at: float = 0.0
     slowness: Slowness = field(default_factory=Slowness)
+    room: float = field(init=False)
     learns_at: float = field(init=False)
     _timing: EngineProfile = field(init=False)
     _facts: EngineFacts = field(init=False)
@@ -217,6 +219,7 @@ class Engine:
         self._timing = replace(timing, slots=spec.slots, kv_capacity_tokens=spec.kv_capacity_tokens)
         facts.profile = self._timing if spec.profile else self._timing.slower(self.slowness.ratio)
         self.learns_at = inf if spec.profile else 0.0
+        self.room = spec.max_context_tokens or spec.kv_capacity_tokens or inf
         facts.tp = spec.tp
         facts.estimate_finish()
 

@@ -35,7 +35,12 @@ def new_homes(
 
 def _takes(engine: Engine, source: Engine, trajectory: Trajectory, claim_tokens: int, limits: Limits) -> bool:
     """Whether an engine has the source's models and the room, and is reserved for no waiting turn."""
-    if not engine.accepting or not source.spec.models <= engine.spec.models or engine.reserved_for is not None:
+    if (
+        claim_tokens > engine.room
+        or not engine.accepting
+        or not source.spec.models <= engine.spec.models
+        or engine.reserved_for is not None
+    ):
         return False
     capacity_tokens = engine.spec.kv_capacity_tokens * limits.kv_watermark
     found_tokens = engine.held_prompts.found_by(trajectory.prompt_within(claim_tokens))

@@ -40,10 +40,16 @@ def check(
     for turn in (turn for queue in queues.homeless.values() for turn in queue):
         home = engines.get(turn.trajectory.home or "")
         is_resident = home is not None and turn.trajectory.trajectory_id in home.claims
-        assert home is None or not is_resident or not policy.is_sticky or turn.avoided or not home.serves(turn.model)
-        for engine in engines.values():
+        largest = max((engine.room for engine in engines.values() if engine.serves(turn.model)), default=0.0)
+        serving = [
+            engine
+            for engine in engines.values()
+            if engine.serves(turn.model) and (turn.claim_tokens <= engine.room or turn.claim_tokens > largest)
+        ]
+        assert home not in serving or not is_resident or not policy.is_sticky or turn.avoided
+        for engine in serving:
             is_empty = not engine.claims and not engine.running
-            assert not (is_empty and engine.serves(turn.model)) or turn.avoided, "a turn waits beside an empty engine"
+            assert not is_empty or turn.avoided, "a turn waits beside an empty engine"
 
 
 def _check_engine(policy: Policy, engine: Engine, trajectories: Mapping[str, Trajectory], queues: Queues) -> None:

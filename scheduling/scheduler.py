@@ -11,7 +11,7 @@ order. Rules:
 5. An aborted trajectory stays aborted.
 
 dispatcher.py decides where a waiting turn queues or runs (rules 6 to 10), admission.py whether it may enter an engine
-(rules 11 to 14).
+(rules 11 to 15).
 """
 
 from collections.abc import Iterable
@@ -311,9 +311,9 @@ class Scheduler:
                 event.spec, accepting=False, tool_calls=self._tool_calls
             )
             self._settle_residents(engine)
-        is_changed = (engine.accepting, engine.spec.models) != (event.accepting, event.spec.models)
+        before = engine.accepting, engine.spec.models, engine.room
         engine.report(event.spec, event.accepting)
-        if is_changed:
+        if before != (engine.accepting, engine.spec.models, engine.room):
             self._dispatcher.route_anew(engine, actions)
         self._dispatcher.fill(engine, actions)
 

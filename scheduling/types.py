@@ -66,6 +66,7 @@ class EngineSpec:
         slots: turns that it runs at once.
         kv_capacity_tokens: KV tokens that it holds; 0 if it does not report them, and then KV does not limit entry.
         profile: its timing; None if it was not measured.
+        max_context_tokens: of the longest context that it can ever hold; 0: as many as its KV.
     """
 
     engine_id: str
@@ -74,6 +75,7 @@ class EngineSpec:
     kv_capacity_tokens: int
     tp: int = 1
     profile: EngineProfile | None = None
+    max_context_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

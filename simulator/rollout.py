@@ -111,7 +111,7 @@ class Rollout:
         self._engines = Hosts(
             conditions,
             self._fault_draws,
-            family,
+            [profile for profile in family if too_long_for(workload, [profile]) is None],
             self._agenda,
             by_priority=policy.holds_turns,
             handle=self._handle,

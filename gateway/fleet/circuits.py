@@ -73,6 +73,10 @@ class Circuits:
             kv_capacity_tokens=max(capacity - member.kv_offered_tokens, 1) if capacity else 0,
             tp=member.settings.tp,
             profile=member.profile,
+            # KV that it offers to others comes back.
+            max_context_tokens=min(
+                filter(None, (capacity, *(model.max_context_tokens for model in member.models))), default=0
+            ),
         )
         load = EngineLoad(seen.num_running, seen.num_waiting, int(seen.kv_used_share * capacity))
         self._post(EngineReported(self._clock(), spec, load, accepting=member.takes_turns))

@@ -120,10 +120,30 @@ def test_configured_and_requested_values_outrank_observed_ones(
 
 @pytest.mark.parametrize(("offered", "remaining"), [(4_000, 6_000), (10_000, 1), (12_000, 1)])
 def test_kv_offered_to_others_reduces_an_engines_capacity(offered: int, remaining: int) -> None:
-    """At least one token remains, because zero would mean no limit."""
+    """At least one token remains, because zero would mean no limit. It is still large enough for long contexts."""
     site = Site()
     site.member.kv_offered_tokens = offered
-    assert site.observed().spec.kv_capacity_tokens == remaining
+    spec = site.observed().spec
+    assert (spec.kv_capacity_tokens, spec.max_context_tokens) == (remaining, 10_000)
+
+
+@pytest.mark.parametrize(
+    ("limits", "observation", "longest"),
+    [
+        ([4_096, None], OBSERVATION, 4_096),
+        ([20_000, 30_000], OBSERVATION, 10_000),
+        ([None], OBSERVATION, 10_000),
+        ([4_096], Observation(0, 0, 0.0, None, None, 0.0, None), 4_096),
+        ([None], Observation(0, 0, 0.0, None, None, 0.0, None), 0),
+    ],
+)
+def test_the_longest_context_of_an_engine_is_that_of_its_models_and_its_kv(
+    limits: list[int | None], observation: Observation, longest: int
+) -> None:
+    """As far as it reports them."""
+    site = Site()
+    site.member.models = tuple(Model(f"model-{index}", limit) for index, limit in enumerate(limits))
+    assert site.observed(observation).spec.max_context_tokens == longest
 
 
 @pytest.mark.parametrize("why", ["is_cordoned", "held", "is_updating"])

@@ -214,7 +214,7 @@ class AnyOrder(RuleBasedStateMachine):
         engine_id=st.sampled_from(ENGINES),
         models=st.sampled_from([("x",), ("y",), ("x", "y"), ("x", "y")]),
         slots=st.integers(1, 3),
-        kv=st.sampled_from([0, KV, KV]),
+        kv=st.sampled_from([0, KV, KV, KV // 2]),
         accepting=st.sampled_from([True, True, False]),
     )
     def report(self, engine_id: str, models: tuple[str, ...], slots: int, kv: int, accepting: bool) -> None:
@@ -302,10 +302,24 @@ class AnyOrder(RuleBasedStateMachine):
         assert dispatch.leg == leg + 1 and self.num_faults[dispatch.turn_id] < LIMITS.max_attempts
         assert dispatch.engine_id in self.engines and dispatch.engine_id not in self.cordoned
         assert self.saved_homes[trajectory_id] == dispatch.engine_id
+        assert not self.is_too_small(
+            dispatch.engine_id, self.scheduler.trajectories[trajectory_id].turns[dispatch.turn_id]
+        )
         self.running[dispatch.turn_id] = dispatch
         if self.policy.holds_turns:
             engine = self.scheduler.engines[dispatch.engine_id]
             assert len(engine.running) <= engine.spec.slots
+
+    def is_too_small(self, engine_id: str, turn: Turn) -> bool:
+        """Whether an engine can never hold a turn's context, and another one that accepts turns can."""
+
+        def holds(spec: EngineSpec) -> bool:
+            return not spec.kv_capacity_tokens or turn.claim_tokens <= spec.kv_capacity_tokens
+
+        others = [
+            spec for name, spec in self.engines.items() if turn.model in spec.models and name not in self.cordoned
+        ]
+        return not holds(self.engines[engine_id]) and any(map(holds, others))
 
     def check_watermark(self, engine_id: str) -> None:
         engine = self.scheduler.engines[engine_id]
@@ -356,6 +370,7 @@ class AnyOrder(RuleBasedStateMachine):
             turn
             for turn in turns
             if turn.model in engine.spec.models and engine.spec.engine_id not in turn.avoided
+            if not self.is_too_small(engine.spec.engine_id, turn)
             if not any(turn.trajectory.trajectory_id in other.claims for other in engines.values())
         ]
 

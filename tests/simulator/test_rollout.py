@@ -314,6 +314,27 @@ def test_a_fleet_with_the_wrong_tp_size_is_reshaped_during_the_rollout() -> None
     assert outcomes["after 2 s"].makespan_s < outcomes["after 10 s"].makespan_s - 3.0
 
 
+def test_a_fleet_is_not_reshaped_into_engines_that_cannot_hold_every_trajectory() -> None:
+    """Small engines would suit the many short contexts of the beginning, and not what a tool returns later."""
+    large, small = (replace(load_profile(f"qwen3-14b-h100-tp{tp}"), slots=32) for tp in (8, 1))
+    turns = (Turn(0, 4_000, 1.0), Turn(40_000, 100, 0.0))
+    workload = Workload("grows", tuple(Trajectory(f"t{n}", f"g{n}", 256, turns) for n in range(200)))
+    outcomes = [
+        Rollout(
+            workload,
+            [large],
+            POLICIES["heddle"],
+            PATIENT,
+            SiblingPredictor(),
+            conditions=Conditions(reshape=Reshape(every_s=5.0, relaunch_s=3.0)),
+            family=[replace(small, kv_capacity_tokens=kv), large],
+        ).run()
+        for kv in (50_000, 40_000)
+    ]
+    assert outcomes[0].num_relaunches > 0 == outcomes[1].num_relaunches
+    assert all(result.ending is Ending.FINISHED for outcome in outcomes for result in outcome.trajectories)
+
+
 def test_a_plan_uses_the_expected_relaunch_time() -> None:
     """The planner may not know the true time. That is what a relaunch then takes, but it does not affect the
     decision."""
