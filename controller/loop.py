@@ -22,10 +22,10 @@ from controller.demand import Demand, DemandAway, LastRollout
 from controller.desired import DesiredFleet, Refused
 from controller.drivers import Drivers, StartFailed
 from controller.fleet_file import FleetFile
-from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused
+from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused, Member
 from controller.journal import Journal, JournalAway, Json
 from controller.launcher import Launcher, LaunchFailed, Server
-from controller.observed import observed_servers
+from controller.observed import observed_servers, unlisted_servers
 from controller.planning import Proposal, present_tps
 from controller.records import new_ids, spares_record, step_record
 from controller.restarts import find_ended, held_back, tend
@@ -57,6 +57,7 @@ class Controller:
         self.seen: list[ObservedServer] = []
         self.has_observed = False
         self.servers: list[Server] = []
+        self.members: list[Member] = []
         self.proposal: Proposal | str = "no plan was made yet"
         self.desired = DesiredFleet(fleet, launcher, lambda: journal.state)
         self._launcher = launcher
@@ -111,14 +112,14 @@ class Controller:
             return False
         self._clear("launcher_away")
         try:
-            members = await self._gateway.engines()
+            self.members = await self._gateway.engines()
         except (GatewayAway, GatewayRefused) as fault:
             self._alarm("gateway_away", str(fault))
             return False
         self._clear("gateway_away")
         launching = [step for step, _ in self._tasks.values() if isinstance(step, Launch)]
         drivers, state = self._drivers, self.journal.state
-        self.seen = observed_servers(self.servers, members, state, drivers.ready, drivers.launched, launching)
+        self.seen = observed_servers(self.servers, self.members, state, drivers.ready, drivers.launched, launching)
         self.has_observed = True
         for one in self.seen:
             drivers.note(one)
@@ -173,7 +174,7 @@ class Controller:
 
     def _tended(self) -> list[Json]:
         state = self.journal.state
-        ended = find_ended(state, self.servers, self._failed)
+        ended = find_ended(state, self.servers, self._failed | self._removed())
         failed = {one.server_id for one in ended} | self._failed.keys()
         alive = {
             one.server_id: DesiredServer(one.server_id, one.tp, one.devices)
@@ -183,6 +184,16 @@ class Controller:
         self._failed.clear()
         new_id, serial = new_ids(self.fleet.fleet, state)
         return tend(state, ended, alive, time.time(), self.fleet.retry_rule, new_id, serial)
+
+    def _removed(self) -> dict[str, str]:
+        """Causes by id of servers that somebody else removed from the launcher. Those that still serve are an alarm."""
+        unlisted = unlisted_servers(self.servers, self.members, self.journal.state)
+        wanted_ids = {one.server_id for one in self.journal.state.wanted}
+        if at_work := sorted(one for one, is_there in unlisted.items() if is_there and one in wanted_ids):
+            self._alarm("engine_unlisted", f"{', '.join(at_work)} serves, but the launcher does not list it")
+        else:
+            self._clear("engine_unlisted")
+        return {one: "somebody else removed it" for one, is_there in unlisted.items() if not is_there}
 
     async def _plan(self) -> None:
         """Make a plan when it is due, and act on it if that is enabled and the fleet is at rest."""

@@ -37,6 +37,16 @@ def observed_servers(
     return list(seen.values())
 
 
+def unlisted_servers(servers: Sequence[Server], members: Sequence[Member], state: State) -> dict[str, bool]:
+    """Registered servers that the launcher does not list, by id, and whether the gateway still reaches them.
+
+    One that it reaches may run, whatever the launcher lists. An address that a listed server has is that server's.
+    """
+    listed = {server.spec.server_id for server in servers}
+    reached = {member.url for member in members if member.is_ready} - {server.url for server in servers}
+    return {server_id: url in reached for server_id, url in state.urls.items() if server_id not in listed}
+
+
 def _seen(
     server: Server, by_url: dict[str, Member], state: State, ready: Collection[str], launched: Collection[str]
 ) -> ObservedServer:

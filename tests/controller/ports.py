@@ -110,6 +110,7 @@ class Cluster:
     moved: set[str] = field(default_factory=set)
     num_looks_lost: int = 0
     num_finds_lost: int = 0
+    num_launched: int = 0
 
     def alive(self) -> list[Server]:
         return [one for one in self.servers.values() if one.state is not ServerState.EXITED]
@@ -137,7 +138,8 @@ class MemoryLauncher:
             for other in self._cluster.alive():
                 if set(other.spec.devices) & set(spec.devices) and other.spec.server_id not in spec.beside:
                     raise LaunchFailed(f"{other.spec.server_id} holds a device of {spec.server_id}")
-            url = f"http://127.0.1.{len(servers) + 1}:{self._cluster.port}"  # one address each, one listener
+            self._cluster.num_launched += 1
+            url = f"http://127.0.1.{self._cluster.num_launched}:{self._cluster.port}"  # one address each, one listener
             servers[spec.server_id] = Server(spec, ServerState.STARTING, url)
         self._points.pass_point()
         if servers[spec.server_id].state is ServerState.STARTING:

@@ -103,7 +103,7 @@ def run_in(folder: Path, port: int, asleep: set[str] | None = None) -> Run:
         port: of `answering_engines`.
         asleep: the set given to `answering_engines`, for a fleet whose servers sleep.
     """
-    limits = {"observe_interval_s": 0.001, "stop_grace_s": 0.0}
+    limits = {"observe_interval_s": 0.001, "stop_grace_s": 0.0, "back_off_s": 0.0}
     sleep = {"tp_sizes": () if asleep is None else (1, 2)}
     fleet = fleet_file(folder, "http://127.0.0.1:9", first=SCRIPT[0].tps, limits=limits, sleep=sleep)
     sleeping = set() if asleep is None else asleep

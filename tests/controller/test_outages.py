@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from tests.controller.fleet_site import (
     until_reached,
 )
 from tests.controller.ports import Fuse, LostMessage, answering_engines
-from tests.controller.script import memory_folder, run_in
+from tests.controller.script import Change, memory_folder, run_in
 from tests.support.gateway import running_gateway
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -65,6 +66,30 @@ async def test_a_controller_without_its_launcher_waits(memory_folder: Path) -> N
         made = await run.run_controller(Fuse())
         run.check_end()
         assert run.cluster.num_finds_lost == 0 and not made.alarms
+
+
+@pytest.mark.parametrize("is_member", [True, False])
+async def test_an_engine_that_somebody_else_removed_is_replaced(is_member: bool, memory_folder: Path) -> None:
+    """As after `kubectl delete pod`, the launcher no longer lists a server. While the gateway still reaches it, it
+    stays, with an alarm. Once the gateway has lost it, or an operator has removed it there, too, another one takes its
+    place."""
+    async with answering_engines() as port:
+        run = run_in(memory_folder / "removed", port)
+        run.changes = [Change((1, 1))]
+        made = await run.run_controller(Fuse())
+        victim = made.journal.state.wanted[0]
+        url = run.cluster.servers.pop(victim.server_id).url or ""
+        made = await run.run_controller(Fuse())
+        assert victim in made.journal.state.wanted and victim.server_id in made.alarms["engine_unlisted"]
+        member = run.cluster.members.pop(url)
+        if is_member:
+            run.cluster.members[url] = replace(member, is_ready=False)
+        run.changes = [Change((1, 1))]
+        made = await run.run_controller(Fuse())
+        run.check_end()
+        (failure,) = made.journal.state.failures
+        assert failure.server_id == victim.server_id and "somebody else" in failure.cause
+        assert {one.devices for one in made.journal.state.wanted} == {("cpu0",), ("cpu1",)} and not made.alarms
 
 
 async def test_an_engine_that_the_gateway_cannot_see_is_left_running(tmp_path: Path) -> None:
