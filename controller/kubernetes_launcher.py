@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ from urllib3.exceptions import HTTPError
 NUM_LAST_LINES = 30  # enough to show a Python traceback's end
 _TAIL_BYTES = 16 * 1024
 REQUEST_TIMEOUT_S = 30.0
+# Of one log. The API server gets it from the node's kubelet, and waits for one without power until the client leaves.
+LOG_TIMEOUT_S = 3.0
+_MAX_LOGS_AT_ONCE = 32  # so that the engines of a few dead nodes cost one timeout together, not one each
 _POLL_S = 0.2
 _SELECTOR = ",".join(f"{name}={value}" for name, value in MANAGED.items())
 
@@ -98,6 +102,8 @@ class KubernetesLauncher:
     async def find(self, fleet_id: str) -> list[Server]:
         """All servers of a fleet whose Pods exist, oldest first.
 
+        Last lines are those of servers that have ended or are not ready, on nodes that answer.
+
         Raises:
             ConnectionError: the API server cannot be reached; safe to repeat.
         """
@@ -150,7 +156,12 @@ class KubernetesLauncher:
     def _find(self, selector: str) -> list[Server]:
         pods = sorted(self._read_pods(f"{_SELECTOR},{selector}"), key=lambda pod: pod["metadata"]["creationTimestamp"])
         nodes = self._read_nodes() if pods else {}
-        return [server_of(pod, self._last_lines(pod), _node_cause(pod, nodes), self._port) for pod in pods]
+        with ThreadPoolExecutor(_MAX_LOGS_AT_ONCE) as pool:
+            lines = list(pool.map(lambda pod: self._last_lines(pod) if _is_log_needed(pod, nodes) else (), pods))
+        return [
+            server_of(pod, last_lines, _node_cause(pod, nodes), self._port)
+            for pod, last_lines in zip(pods, lines, strict=True)
+        ]
 
     def _stop(self, server_id: str, grace_s: float) -> None:
         name = pod_name(server_id)
@@ -174,17 +185,16 @@ class KubernetesLauncher:
             time.sleep(_POLL_S)
 
     def _last_lines(self, pod: Json) -> tuple[str, ...]:
-        if (pod.get("status") or {}).get("phase") in (None, "Pending"):
-            return ()
-        options = {"tail_lines": NUM_LAST_LINES, "limit_bytes": _TAIL_BYTES, "_request_timeout": REQUEST_TIMEOUT_S}
+        """The end of a Pod's output; nothing if it cannot be had now."""
+        options = {"tail_lines": NUM_LAST_LINES, "limit_bytes": _TAIL_BYTES, "_request_timeout": LOG_TIMEOUT_S}
         container = pod["spec"]["containers"][0]["name"]
         try:
             answer = self._core.read_namespaced_pod_log(
                 pod["metadata"]["name"], self._namespace, container=container, _preload_content=False, **options
             )
-        except ApiException:
+            return tuple(answer.data.decode(errors="replace").splitlines())
+        except (HTTPError, ApiException):
             return ()  # Its node does not answer, or the container's log is gone with it.
-        return tuple(answer.data.decode(errors="replace").splitlines())
 
     def _owner_reference(self) -> Json:
         owner = self._core.read_namespaced_config_map(self._owner, self._namespace, _request_timeout=REQUEST_TIMEOUT_S)
@@ -241,8 +251,15 @@ def _node_cause(pod: Json, nodes: Mapping[str, Json]) -> str:
     return ""
 
 
-def _is_ready(node: Json) -> bool:
-    conditions = (node.get("status") or {}).get("conditions") or ()
+def _is_log_needed(pod: Json, nodes: Mapping[str, Json]) -> bool:
+    """Whether a Pod has run and may have failed. A node that is not ready is not asked: it would not answer."""
+    has_run = (pod.get("status") or {}).get("phase") not in (None, "Pending")
+    return has_run and not _is_ready(pod) and _is_ready(nodes.get(pod["spec"].get("nodeName"), {}))
+
+
+def _is_ready(it: Json) -> bool:
+    """Whether a node, or a Pod, has the condition `Ready`."""
+    conditions = (it.get("status") or {}).get("conditions") or ()
     return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
 

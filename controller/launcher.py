@@ -46,7 +46,7 @@ class Server:
     Args:
         url: where it will answer; None until that is known.
         exit_cause: how it ended, in words; "" while it runs.
-        last_lines: the end of its output.
+        last_lines: the end of its output; Kubernetes' launcher leaves it out while the server is ready.
     """
 
     spec: ServerSpec

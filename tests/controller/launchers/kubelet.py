@@ -50,6 +50,7 @@ class Kubelet:
         self._core, self._namespace, self._folder = core, namespace, folder
         self._running: dict[str, Running] = {}
         self._num_gpus: dict[str, int] = {}
+        self._dark: dict[str, threading.Event] = {}
         self._addresses = (f"127.0.{i // 250 + 1}.{i % 250 + 1}" for i in itertools.count())
         self._ending = threading.Event()
         self._port = self._serve_logs(tls) if tls else 0
@@ -71,6 +72,8 @@ class Kubelet:
         for pod in self._pods():
             if pod["spec"].get("nodeName") == name and (running := self._running.pop(pod["metadata"]["name"], None)):
                 _kill(running)
+            if pod["spec"].get("nodeName") == name and (is_over := self._dark.pop(pod["metadata"]["name"], None)):
+                is_over.set()
         self._core.delete_node(name)
 
     def freeze_node(self, name: str) -> None:
@@ -78,8 +81,17 @@ class Kubelet:
         self._num_gpus.pop(name)
         self._core.patch_node_status(name, {"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}})
 
+    def cut_power(self, name: str) -> None:
+        """The node stops working, but counts as ready; whoever asks it for a log waits until it is lost."""
+        self._num_gpus.pop(name)
+        is_over = threading.Event()
+        on_node = [pod["metadata"]["name"] for pod in self._pods() if pod["spec"].get("nodeName") == name]
+        self._dark |= dict.fromkeys(on_node, is_over)
+
     def log_of(self, pod_name: str, num_lines: int) -> str | None:
         """The end of a container's output; None if none was started."""
+        if pod_name in self._dark:
+            self._dark[pod_name].wait()
         log = self._folder / f"{pod_name}.log"
         if not log.exists():
             return None

@@ -5,6 +5,7 @@ It follows kube-apiserver wherever the launcher could tell the difference: confl
 admission, defaults or watches. The same tests run on the real kube-apiserver: see kubernetes_site.
 """
 
+import asyncio
 import datetime
 import re
 import threading
@@ -112,7 +113,7 @@ class ApiDouble:
         name = request.path_params["name"]
         if refused := self._refusal(request, "get", "pods/log", name):
             return refused
-        log = self._log_of(name, int(request.query_params.get("tailLines", "100000")))
+        log = await asyncio.to_thread(self._log_of, name, int(request.query_params.get("tailLines", "100000")))
         return _status(400, "BadRequest", "container is waiting to start") if log is None else PlainTextResponse(log)
 
     async def _bind(self, request: Request) -> Response:

@@ -18,7 +18,7 @@ from controller.kubernetes_pod import engine_pod
 from controller.launcher import LaunchFailed, ServerState
 
 pytest.importorskip("kubernetes")
-from tests.controller.launcher_contract import PROMISES, SERVE, STUBBORN, Promise, Site
+from tests.controller.launcher_contract import FAIL, PROMISES, SERVE, STUBBORN, Promise, Site
 from tests.controller.launchers.kubernetes_site import NAMESPACE, Cluster, double, real, template
 from tests.controller.launchers.waiting import serves_models, until
 
@@ -178,7 +178,8 @@ async def test_a_silent_node_is_not_taken_for_lost(site: Site, cluster: Cluster)
     await site.answer(spec.server_id)
     await asyncio.to_thread(cluster.kubelet.freeze_node, "node-d")
     assert "node-d/0" not in site.launcher.inventory()
-    assert (await site.until(spec.server_id, lambda _: True)).state is ServerState.RUNNING
+    silent = await site.until(spec.server_id, lambda _: True)
+    assert (silent.state, silent.last_lines) == (ServerState.RUNNING, ()), "its log was asked for"
     with pytest.raises(TimeoutError, match="node node-d does not say"):
         await cluster.launcher(confirm_timeout_s=0.5).stop(spec.server_id, 1.0)
     given_up = await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
@@ -186,6 +187,40 @@ async def test_a_silent_node_is_not_taken_for_lost(site: Site, cluster: Cluster)
     assert cluster.core.read_namespaced_pod(spec.server_id, NAMESPACE).metadata.deletion_grace_period_seconds == 1
     await asyncio.to_thread(cluster.kubelet.lose_node, "node-d")
     cluster.core.delete_namespaced_pod(spec.server_id, NAMESPACE, grace_period_seconds=0)
+
+
+async def test_a_node_without_power_hides_no_other_server(site: Site, cluster: Cluster) -> None:
+    """Until Kubernetes notices, after 40 s, requests for logs of its Pods hang. The fleet could not be observed then,
+    and an engine that died elsewhere was not replaced."""
+    cluster.kubelet.add_node("node-e", 2)
+    dark, failed = [site.spec(SERVE, f"node-e/{number}") for number in range(2)], site.spec(FAIL, "node-a/0")
+    for spec in dark:
+        await site.launcher.launch(spec)
+        await site.answer(spec.server_id)
+    await asyncio.to_thread(cluster.kubelet.cut_power, "node-e")
+    try:
+        await site.launcher.launch(failed)
+        ended = await site.until(failed.server_id, lambda server: server.state is ServerState.EXITED)
+        assert ended.last_lines == ("loading", "no such model")
+        for spec in dark:
+            found = await site.server(spec.server_id)
+            assert found is not None and (found.state, found.last_lines) == (ServerState.RUNNING, ())
+    finally:
+        await asyncio.to_thread(cluster.kubelet.lose_node, "node-e")
+        for spec in dark:
+            cluster.core.delete_namespaced_pod(spec.server_id, NAMESPACE, grace_period_seconds=0)
+
+
+async def test_the_log_of_a_server_that_is_ready_is_not_read(site: Site, cluster: Cluster) -> None:
+    """Each look would cost a request to its node. A real kubelet sets this condition by the readiness probe."""
+    spec = site.spec()
+    await site.launcher.launch(spec)
+    await site.until(spec.server_id, lambda server: "it listens" in server.last_lines)
+    for is_ready, lines in (("True", ()), ("False", ("it listens",))):
+        status = {"conditions": [{"type": "Ready", "status": is_ready}]}
+        cluster.core.patch_namespaced_pod_status(spec.server_id, NAMESPACE, {"status": status})
+        found = await site.server(spec.server_id)
+        assert found is not None and found.last_lines == lines
 
 
 async def test_the_grace_period_is_the_one_asked_for(site: Site, cluster: Cluster) -> None:
