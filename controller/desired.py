@@ -14,7 +14,6 @@ from controller.demand import Work
 from controller.fleet_file import FleetFile, FleetFileError
 from controller.itinerary import is_reachable, itinerary
 from controller.journal import Json, State
-from controller.launcher import Launcher
 from controller.layout import DoesNotFit, Floor, lay_out
 from controller.planning import Proposal, propose, propose_next
 from controller.records import new_ids, spares_record, wanted_record
@@ -27,32 +26,37 @@ class Refused(Exception):
     """The request cannot be fulfilled; the message states why."""
 
 
+class NoDevices(Refused):
+    """No engine would fit onto the devices that there are now; nodes may join."""
+
+
 class DesiredFleet:
     """Decides what is wanted.
 
     Args:
-        launcher: only its inventory is read.
+        devices: returns the launcher's inventory as it was last observed.
         state: returns the journal's present state.
     """
 
-    def __init__(self, fleet: FleetFile, launcher: Launcher, state: Callable[[], State]) -> None:
+    def __init__(self, fleet: FleetFile, devices: Callable[[], Sequence[str]], state: Callable[[], State]) -> None:
         self._fleet = fleet
-        self._launcher = launcher
+        self._devices = devices
         self._state = state
 
     def first(self) -> list[Json]:
-        """The first fleet. Raises FleetFileError."""
+        """The first fleet. Raises NoDevices, and FleetFileError if it does not fit onto those that there are."""
+        tps = self.first_tps()
         try:
-            return self._wanted(self.first_tps(), [], frozenset(), "the first fleet")
+            return self._wanted(tps, [], frozenset(), "the first fleet")
         except Refused as refused:
             raise FleetFileError(f"the first fleet is not possible: {refused}") from None
 
     def first_tps(self) -> tuple[int, ...]:
-        """Sizes of the first fleet: those of the file, else the least TP size on every device."""
-        if self._fleet.first is not None:
-            return self._fleet.first
-        least = min(self._fleet.tp_sizes)
-        return (least,) * (len(self._launcher.inventory()) // least)
+        """Sizes of the first fleet: those of the file, else the least TP size on every device. Raises NoDevices."""
+        least, num_devices = min(self._fleet.tp_sizes), len(self._devices())
+        if num_devices < least:
+            raise NoDevices(f"the launcher has {num_devices} devices now, and the smallest engine needs {least}")
+        return self._fleet.first if self._fleet.first is not None else (least,) * (num_devices // least)
 
     def adopted(self, alive: Sequence[ObservedServer], asleep: Set[str]) -> list[Json]:
         """What runs already although no journal records it. Of two on the same devices, the gateway's goes first.
@@ -164,7 +168,7 @@ class DesiredFleet:
             raise Refused(f"fewer than {limits.min_engines} engines (limits.min_engines) would serve on the way")
 
     def _floor(self, resting: frozenset[str]) -> Floor:
-        devices = self._launcher.inventory()
+        devices = tuple(self._devices())
         return Floor(devices, min(self._fleet.gpus_per_node, len(devices) or 1), resting)
 
 

@@ -85,9 +85,8 @@ class Drivers:
         if one.is_serving:
             self._ended("register", one.server_id, one.tp)
 
-    async def sleeps(self, server_id: str) -> bool:
-        """Whether a server reports that it sleeps; only vLLM does."""
-        url = await self._url(server_id)
+    async def sleeps(self, url: str | None) -> bool:
+        """Whether the server at this URL reports that it sleeps; only vLLM does."""
         if url is None or not self._fleet.sleep.tp_sizes or self._fleet.engine.kind == "sglang":
             return False
         http = HttpClient(url)

@@ -30,6 +30,7 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
     demand = demand_of(fleet.demand, gateway)
     try:
         seen = observed_servers(await launcher.find(fleet.fleet), await gateway.engines(), state)
+        devices = launcher.inventory()
         work = await demand.work()
     finally:
         await demand.aclose()
@@ -37,7 +38,7 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
     sizes = largest_first(one.tp for one in seen if one.is_serving)
     lines = [f"Fleet {fleet.fleet}: {sizes_in_words(sizes) or 'nothing'} serves."]
     limits = fleet.limits
-    desired = DesiredFleet(fleet, launcher, lambda: state)
+    desired = DesiredFleet(fleet, lambda: devices, lambda: state)
     if state.changed_at is None:
         lines.append("It has no journal. Running engines are adopted; if there are none, the first fleet is launched.")
         try:

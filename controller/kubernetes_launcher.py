@@ -80,9 +80,17 @@ class KubernetesLauncher:
         self._core = kubernetes.client.CoreV1Api(self._client)
 
     def inventory(self) -> tuple[str, ...]:
-        """The GPUs of each node that is ready and accepts Pods, node by node. Queries the API server."""
+        """The GPUs of each node that is ready and accepts Pods, node by node. Queries the API server.
+
+        Raises:
+            ConnectionError: the API server cannot be reached; safe to repeat.
+        """
         devices = []
-        for name, node in sorted(self._read_nodes(self._nodes).items()):
+        try:
+            nodes = self._read_nodes(self._nodes)
+        except (HTTPError, ApiException) as error:
+            raise ConnectionError(f"Kubernetes: {_words(error)}") from error
+        for name, node in sorted(nodes.items()):
             if _is_ready(node) and not (node.get("spec") or {}).get("unschedulable"):
                 num_gpus = int(node["status"].get("allocatable", {}).get(self._resource, 0))
                 devices += [f"{name}/{number}" for number in range(num_gpus)]
@@ -96,6 +104,8 @@ class KubernetesLauncher:
         """
         try:
             return await asyncio.to_thread(self._launch, spec)
+        except ConnectionError as error:
+            raise LaunchFailed(str(error)) from error
         except (ValueError, HTTPError, ApiException) as error:
             raise LaunchFailed(f"Kubernetes: {_words(error)}") from error
 

@@ -70,7 +70,10 @@ class Launcher(Protocol):
     """Starts and stops engine servers. Servers outlive the controller; another controller finds them."""
 
     def inventory(self) -> tuple[str, ...]:
-        """All devices, in an order in which neighbours are best connected; with several nodes, as `node/device`."""
+        """All devices, in an order in which neighbours are best connected; with several nodes, as `node/device`.
+
+        Blocks while it queries a cluster. Raises ConnectionError if that cannot be reached; safe to repeat.
+        """
 
     async def launch(self, spec: ServerSpec) -> Server:
         """Start a server; does not wait until it answers. Raises LaunchFailed."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from controller import rollouts
 from controller.demand import Demand, DemandAway, LastRollout
-from controller.desired import DesiredFleet, Refused
+from controller.desired import DesiredFleet, NoDevices, Refused
 from controller.drivers import Drivers, StartFailed
 from controller.fleet_file import FleetFile
 from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused, Member
@@ -58,8 +58,9 @@ class Controller:
         self.has_observed = False
         self.servers: list[Server] = []
         self.members: list[Member] = []
+        self.devices: tuple[str, ...] = ()
         self.proposal: Proposal | str = "no plan was made yet"
-        self.desired = DesiredFleet(fleet, launcher, lambda: journal.state)
+        self.desired = DesiredFleet(fleet, lambda: self.devices, lambda: journal.state)
         self._launcher = launcher
         self._gateway = gateway
         self._demand = demand
@@ -107,6 +108,7 @@ class Controller:
         """Observe the fleet. Returns False if that was not possible."""
         try:
             self.servers = await self._launcher.find(self.fleet.fleet)
+            self.devices = await asyncio.to_thread(self._launcher.inventory)
         except Exception as fault:  # whatever Ray's or Kubernetes' client raises: it cannot be observed
             self._alarm("launcher_away", f"{type(fault).__name__}: {fault}")
             return False
@@ -165,12 +167,19 @@ class Controller:
         self._watch_drains()
 
     async def _begin(self) -> None:
-        """A fleet without a journal: running servers are adopted; if there are none, the first fleet is wanted."""
+        """A fleet without a journal: running servers are adopted; if there are none, the first fleet is wanted, once
+        there are devices."""
         alive = [one for one in self.seen if one.is_alive]
-        asleep = {one.server_id for one in alive if await self._drivers.sleeps(one.server_id)}
+        urls = {server.spec.server_id: server.url for server in self.servers}
+        asleep = {one.server_id for one in alive if await self._drivers.sleeps(urls.get(one.server_id))}
         for server_id in asleep:
             self.journal.write(**step_record("done", Sleep(server_id), time.time()))
-        self.ask(self.desired.adopted(alive, asleep) if alive else self.desired.first())
+        try:
+            self.ask(self.desired.adopted(alive, asleep) if alive else self.desired.first())
+        except NoDevices as lack:
+            self._alarm("no_devices", str(lack))
+        else:
+            self._clear("no_devices")
 
     def _tended(self) -> list[Json]:
         state = self.journal.state

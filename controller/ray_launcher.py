@@ -68,8 +68,15 @@ class RayLauncher:
         ray.cloudpickle.register_pickle_by_value(ray_server)
 
     def inventory(self) -> tuple[str, ...]:
-        """The GPUs of each living node, node by node."""
-        nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=_name)
+        """The GPUs of each living node, node by node.
+
+        Raises:
+            ConnectionError: Ray cannot be reached; safe to repeat.
+        """
+        try:
+            nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=_name)
+        except RayError as error:
+            raise ConnectionError(f"Ray: {error}") from error
         return tuple(f"{_name(node)}/{i}" for node in nodes for i in range(int(node["Resources"].get("GPU", 0))))
 
     async def launch(self, spec: ServerSpec) -> Server:
@@ -80,6 +87,8 @@ class RayLauncher:
         """
         try:
             return await asyncio.to_thread(self._launch, spec)
+        except ConnectionError as error:
+            raise LaunchFailed(str(error)) from error
         except RayError as error:
             raise LaunchFailed(f"Ray: {error}") from error
 

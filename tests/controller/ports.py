@@ -98,7 +98,7 @@ class Cluster:
         turns: running on each server, by URL; they end one look after it gets no new ones.
         asleep: addresses of servers that sleep; see `answering_engines`.
         num_looks_lost: as many of the next looks at the gateway find nobody.
-        num_finds_lost: as many of the next looks at the launcher fail.
+        num_finds_lost, num_inventories_lost: as many of the next looks at the launcher's servers, or devices, fail.
     """
 
     devices: tuple[str, ...]
@@ -110,6 +110,7 @@ class Cluster:
     moved: set[str] = field(default_factory=set)
     num_looks_lost: int = 0
     num_finds_lost: int = 0
+    num_inventories_lost: int = 0
     num_launched: int = 0
 
     def alive(self) -> list[Server]:
@@ -128,6 +129,9 @@ class MemoryLauncher:
         self._points = points
 
     def inventory(self) -> tuple[str, ...]:
+        if self._cluster.num_inventories_lost:
+            self._cluster.num_inventories_lost -= 1
+            raise OSError("no connection to the launcher")
         return self._cluster.devices
 
     async def launch(self, spec: ServerSpec) -> Server:

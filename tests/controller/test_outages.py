@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from controller.gateway_client import GatewayAway
+from controller.journal import Journal, State
 from controller.launcher import ServerState
+from controller.loop import Controller
 from controller.planning import Proposal
 from controller.steps import is_reached
 from tests.controller.fleet_site import (
@@ -23,7 +25,14 @@ from tests.controller.fleet_site import (
     until,
     until_reached,
 )
-from tests.controller.ports import Fuse, LostMessage, answering_engines
+from tests.controller.ports import (
+    Fuse,
+    LostMessage,
+    MemoryDemand,
+    MemoryGateway,
+    MemoryLauncher,
+    answering_engines,
+)
 from tests.controller.script import Change, memory_folder, run_in
 from tests.support.gateway import running_gateway
 from tests.support.redis_server import RedisServer, redis_server
@@ -58,14 +67,38 @@ async def test_a_lost_request_or_answer_does_no_harm(who: str, memory_folder: Pa
         assert num_points > 20
 
 
-async def test_a_controller_without_its_launcher_waits(memory_folder: Path) -> None:
-    """However long the outage is, the wanted change is made once the controller can look again."""
+@pytest.mark.parametrize("what", ["num_finds_lost", "num_inventories_lost"])
+async def test_a_controller_without_its_launcher_waits(what: str, memory_folder: Path) -> None:
+    """However long the outage is, the wanted change is made once the controller can look again. An outage that began
+    after the servers were found, and before the devices were, ended the controller."""
     async with answering_engines() as port:
         run = run_in(memory_folder / "away", port)
-        run.cluster.num_finds_lost = 200
+        setattr(run.cluster, what, 200)
         made = await run.run_controller(Fuse())
         run.check_end()
-        assert run.cluster.num_finds_lost == 0 and not made.alarms
+        assert getattr(run.cluster, what) == 0 and not made.alarms
+
+
+async def test_the_first_fleet_waits_until_there_are_devices(memory_folder: Path) -> None:
+    """A controller may start before any node has joined. It recorded that no engine is wanted, for ever."""
+    run = run_in(memory_folder / "early", 9)
+    cluster, points = run.cluster, Fuse()
+    fleet = run.fleet.model_copy(update={"first": None, "tp_sizes": (2,)})
+    journal = Journal(fleet.state_dir / "journal.jsonl")
+    ports = MemoryLauncher(cluster, points), MemoryGateway(cluster, points), MemoryDemand(cluster)
+    made = Controller(fleet, *ports, journal)  # type: ignore[arg-type]
+    for devices in ((), ("cpu0",)):
+        cluster.devices = devices
+        await made.tick()
+        assert made.alarms == {
+            "no_devices": f"the launcher has {len(devices)} devices now, and the smallest engine needs 2"
+        }
+        assert journal.state == State()
+    cluster.devices = ("cpu0", "cpu1")
+    await made.tick()
+    assert [one.tp for one in journal.state.wanted] == [2] and not made.alarms
+    await made.close()
+    journal.close()
 
 
 @pytest.mark.parametrize("is_member", [True, False])

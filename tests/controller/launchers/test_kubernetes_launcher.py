@@ -147,11 +147,13 @@ async def test_somebody_elses_pod_of_the_same_name_is_left_alone(site: Site, clu
 
 
 async def test_an_api_server_that_is_away_is_reported(site: Site, cluster: Cluster, tmp_path: Path) -> None:
-    """Finding and stopping raise ConnectionError, which is safe to retry; a launch fails."""
+    """Finding, stopping and the inventory raise ConnectionError, which is safe to retry; a launch fails."""
     away = replace(cluster, url="http://127.0.0.1:1", folder=tmp_path).launcher()
     for call in (away.find(site.fleet_id), away.stop("engine", 1.0)):
         with pytest.raises(ConnectionError, match="Kubernetes"):
             await call
+    with pytest.raises(ConnectionError, match="Kubernetes"):
+        away.inventory()
     with pytest.raises(LaunchFailed, match="Kubernetes"):
         await away.launch(site.spec())
 
