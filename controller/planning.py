@@ -130,7 +130,7 @@ def _weighed(
     """The best fleet for these trajectories, and whether the change pays; whether the predictor can be trusted is left
     out."""
     usable = {tp: profile for tp, profile in profiles.items() if tp not in state.blocked_tps}
-    num_gpus = len(floor.devices) - len(floor.resting)
+    num_gpus = len(set(floor.devices) - floor.resting)
     budget = GpuBudget(num_gpus, min(floor.devices_per_node, num_gpus))
     current = present_tps(state)
     if unknown := [tp for tp in current if tp not in profiles]:

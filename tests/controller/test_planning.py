@@ -123,6 +123,14 @@ def test_failed_sizes_and_resting_devices_are_not_planned() -> None:
     assert sum(proposed(state=four, floor=rested).tps) <= 4
 
 
+def test_a_resting_device_that_left_the_inventory_is_not_subtracted_twice() -> None:
+    """A node is drained by hand and then taken away: the other node's devices are planned."""
+    for gone, left in ((DEVICES[4:], DEVICES[:4]), (DEVICES[:4], DEVICES[4:])):
+        resting = frozenset(gone)
+        found = proposed(state=State(resting=resting), floor=Floor(left, 4, resting))
+        assert sum(found.tps) == 4
+
+
 def test_without_work_or_profiles_there_is_no_plan() -> None:
     """The reason is given."""
     assert "too few" in str(propose(Work((), 0, None), SMALL, PROFILES, FLOOR, RULE))
