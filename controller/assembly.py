@@ -53,7 +53,10 @@ async def controller(fleet: FleetFile, launcher: Launcher) -> AsyncIterator[Cont
         LOGGER.info("another controller acts; waiting", extra={"fields": {"process": lease.holder()}})
         await lease.take()
     try:
-        journal = Journal(fleet.state_dir / "journal.jsonl")
+        try:
+            journal = Journal(fleet.state_dir / "journal.jsonl")
+        except OSError as error:  # a full disk
+            raise FleetFileError(f"state_dir {fleet.state_dir} cannot be used: {error.strerror}") from None
         key = fleet.admin_key.get_secret_value() if fleet.admin_key else None
         gateway = GatewayClient(fleet.gateway, key)
         demand = demand_of(fleet.demand, gateway)

@@ -28,14 +28,21 @@ TIMEOUT_S = 90.0
 pytestmark = pytest.mark.timeout(300)
 
 
-async def heddle(*arguments: str, admin_key: str | None = ADMIN_KEY) -> tuple[int, str]:
-    """A command's exit status and everything that it printed."""
+async def heddle(
+    *arguments: str, admin_key: str | None = ADMIN_KEY, max_file_bytes: int = resource.RLIM_INFINITY
+) -> tuple[int, str]:
+    """A command's exit status and everything that it printed.
+
+    Args:
+        max_file_bytes: limit of its files' size, which is like a full disk.
+    """
     environment = {name: value for name, value in os.environ.items() if name != ADMIN_KEY_VARIABLE}
     if admin_key:
         environment[ADMIN_KEY_VARIABLE] = admin_key
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "heddle", *arguments),
         env=environment,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, resource.RLIM_INFINITY)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
@@ -85,6 +92,20 @@ async def test_a_state_folder_that_cannot_be_created_stops_the_start(tmp_path: P
     status, output = await heddle("controller", "--fleet", str(path))
     assert (status, len(output.splitlines())) == (2, 1), output
     assert "fleet.toml/state cannot be used: Not a directory" in output
+
+
+async def test_a_full_disk_stops_the_start(tmp_path: Path) -> None:
+    """The lease may still be written when the journal, which is written anew at each start, no longer fits. Either way
+    the exit status is 2, and one line names the folder."""
+    path = write_fleet(tmp_path, "http://127.0.0.1:9", free_port())
+    (tmp_path / "state").mkdir()
+    record = {"kind": "wanted", "at": 1.0, "why": "a fleet", "serial": 1, "wanted": []}
+    (tmp_path / "state" / "journal.jsonl").write_text(json.dumps(record) + "\n")
+    for max_file_bytes in (0, 20):
+        status, output = await heddle("controller", "--fleet", str(path), max_file_bytes=max_file_bytes)
+        assert (status, len(output.splitlines())) == (2, 1), output
+        assert "/state cannot be used: File too large" in output
+    assert json.loads((tmp_path / "state" / "journal.jsonl").read_text()) == record
 
 
 async def test_a_controller_whose_disk_is_full_goes_on_once_there_is_room(tmp_path: Path) -> None:
