@@ -27,6 +27,7 @@ from engines.validation_errors import first_mistake, numbers
 from scheduling.cost import EngineProfile
 from store import BadStoreUrl, StoreError, open_store
 
+_KUBERNETES_FILES = {"template", "kubeconfig"}  # launcher options that are paths
 _DAY_S = 86_400  # the longest evacuation that the gateway accepts; Ray cannot wait for much longer ones
 
 
@@ -342,4 +343,10 @@ def load_fleet_file(path: str | Path) -> FleetFile:
     except ValidationError as error:
         name, said = first_mistake(error, FleetFile)
         raise FleetFileError(f"{path}: {f'{name}: ' if name else ''}{said}") from None
-    return fleet.model_copy(update={"state_dir": (path.parent / fleet.state_dir).absolute()})
+    options = dict(fleet.launcher_options)
+    if fleet.launcher == "kubernetes":
+        for name in _KUBERNETES_FILES & options.keys():
+            if isinstance(options[name], str):  # else the launcher refuses it
+                options[name] = str((path.parent / options[name]).absolute())
+    state_dir = (path.parent / fleet.state_dir).absolute()
+    return fleet.model_copy(update={"state_dir": state_dir, "launcher_options": options})

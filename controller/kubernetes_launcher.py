@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from controller.kubernetes_pod import FLEET_LABEL, MANAGED, Json, engine_pod, is_of, pod_name, server_of
+from controller.kubernetes_pod import FLEET_LABEL, MANAGED, Json, check_template, engine_pod, is_of, pod_name, server_of
 from controller.launcher import Launcher, LaunchFailed, Server, ServerSpec, ServerState
 
 try:
@@ -244,9 +244,14 @@ def kubernetes_launcher(fleet: object, options: Mapping[str, Any]) -> Launcher:
     """
     try:
         path = Path(options["template"])
-        return KubernetesLauncher(**{**options, "template": yaml.safe_load(path.read_text())})
     except KeyError:
         raise ValueError("template is missing: the path of a Pod manifest") from None
+    except TypeError as error:
+        raise ValueError(f"template: {error}") from None
+    try:
+        template = yaml.safe_load(path.read_text())
+        check_template(template, path)
+        return KubernetesLauncher(**{**options, "template": template})
     except (TypeError, OSError, yaml.YAMLError, kubernetes.config.ConfigException) as error:
         raise ValueError(str(error)) from None
 

@@ -59,6 +59,16 @@ def engine_pod(spec: ServerSpec, template: Mapping[str, Any], resource: str, por
     return pod
 
 
+def check_template(template: object, path: object) -> None:
+    """Raises ValueError, which names the file, if this is not a Pod manifest with a container for the engine."""
+    spec = template.get("spec") if isinstance(template, Mapping) else None
+    containers = spec.get("containers") if isinstance(spec, Mapping) else None
+    if not (isinstance(containers, list) and containers and isinstance(containers[0], Mapping)):
+        raise ValueError(f"template {path} is not a Pod manifest: it has no spec.containers")
+    if missing := [name for name in ("name", "image") if not containers[0].get(name)]:
+        raise ValueError(f"template {path}: its first container, which is the engine's, has no {missing[0]}")
+
+
 def pod_name(server_id: str) -> str:
     """A name that Kubernetes accepts: the server's id, or a similar name if the id cannot be one."""
     if _NAME.fullmatch(server_id):

@@ -50,6 +50,17 @@ def test_a_fleet_file_is_read_with_the_key_from_the_environment(
     assert "secret" not in fleet.model_dump_json()
 
 
+def test_files_of_the_kubernetes_launcher_are_relative_to_the_fleet_file(tmp_path: Path) -> None:
+    """As every path in it; an absolute one stays. A namespace is no path."""
+    options = 'template = "pods/engine.yaml"\nkubeconfig = "/etc/config"\nnamespace = "heddle"'
+    text = f'fleet = "a"\nmodel = "m"\nlauncher = "kubernetes"\n[launcher_options]\n{options}\n'
+    assert load_fleet_file(written(tmp_path, text)).launcher_options == {
+        "template": str(tmp_path / "pods/engine.yaml"),
+        "kubeconfig": "/etc/config",
+        "namespace": "heddle",
+    }
+
+
 def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     """Some editors begin a file with one."""
     text = 'fleet = "a"\nmodel = "m"\ngpus = 1\n'

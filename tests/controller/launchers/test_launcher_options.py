@@ -24,7 +24,7 @@ def test_a_library_that_is_not_installed_is_named(launcher: str, library: str, m
 
 
 def test_unusable_kubernetes_options_are_reported(tmp_path: Path) -> None:
-    """No template, an absent one, one that is not YAML, an unknown option, no cluster."""
+    """No template, an absent one, one that is not YAML or no Pod, an unknown option, no cluster."""
     pytest.importorskip("kubernetes")
     template = tmp_path / "pod.yaml"
     template.write_text("{a: [")
@@ -36,7 +36,16 @@ def test_unusable_kubernetes_options_are_reported(tmp_path: Path) -> None:
     ):
         with pytest.raises(FleetFileError, match=message):
             launcher_of(fleet("kubernetes", **options))
-    template.write_text("{}")
+    for written in ("", "- a", "{}", "spec: []", "spec: {containers: []}", "spec: {containers: [engine]}"):
+        template.write_text(written)
+        with pytest.raises(FleetFileError, match=r"pod.yaml is not a Pod manifest: it has no spec\.containers"):
+            launcher_of(fleet("kubernetes", template=str(template)))
+    template.write_text("spec: {containers: [{name: engine}]}")
+    with pytest.raises(FleetFileError, match="its first container, which is the engine's, has no image"):
+        launcher_of(fleet("kubernetes", template=str(template)))
+    with pytest.raises(FleetFileError, match=r"template: .* not int"):
+        launcher_of(fleet("kubernetes", template=5))
+    template.write_text("spec: {containers: [{name: engine, image: vllm}]}")
     with pytest.raises(FleetFileError, match="colour"):
         launcher_of(fleet("kubernetes", template=str(template), colour="blue"))
     with pytest.raises(FleetFileError, match=r"[Ii]nvalid kube-config file"):
