@@ -17,11 +17,15 @@ from scheduling.fleets import in_words as sizes_in_words
 from scheduling.fleets import largest_first
 
 
+class LauncherAway(Exception):
+    """The launcher's cluster cannot be reached; the message is the launcher's."""
+
+
 async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
     """Lines for a person: the state of the fleet, the plan and its reason, and each step to it.
 
     Raises:
-        GatewayAway, GatewayRefused, DemandAway: see there.
+        LauncherAway, GatewayAway, GatewayRefused, DemandAway: see there.
         ValueError: the journal is damaged.
     """
     state = read_state(fleet.state_dir / "journal.jsonl")
@@ -29,8 +33,11 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
     gateway = GatewayClient(fleet.gateway, key)
     demand = demand_of(fleet.demand, gateway)
     try:
-        seen = observed_servers(await launcher.find(fleet.fleet), await gateway.engines(), state)
-        devices = launcher.inventory()
+        try:
+            servers, devices = await launcher.find(fleet.fleet), launcher.inventory()
+        except ConnectionError as fault:
+            raise LauncherAway(str(fault)) from fault
+        seen = observed_servers(servers, await gateway.engines(), state)
         work = await demand.work()
     finally:
         await demand.aclose()

@@ -7,7 +7,7 @@ import uvloop
 
 from controller.assembly import launcher_of
 from controller.demand import DemandAway
-from controller.dry_run import told
+from controller.dry_run import LauncherAway, told
 from controller.fleet_file import FleetFileError, load_fleet_file
 from controller.gateway_client import GatewayAway, GatewayRefused
 from controller.process import run as run_controller
@@ -38,7 +38,7 @@ def run(parsed: argparse.Namespace) -> int:
             return 0
         log_to_stderr(parsed.log_level)
         uvloop.run(run_controller(fleet))
-    except (FleetFileError, GatewayAway, GatewayRefused, DemandAway, ValueError) as error:
+    except (FleetFileError, LauncherAway, GatewayAway, GatewayRefused, DemandAway, ValueError) as error:
         print(f"heddle controller: {error}", file=sys.stderr)
         return 2
     return 0

@@ -1,6 +1,7 @@
 """`heddle fleet`: shows the fleet and what a plan would do, and carries out an operator's orders."""
 
 import argparse
+import http.client
 import json
 import os
 import re
@@ -109,10 +110,9 @@ def _ask(url: str, method: str, target: str, body: dict[str, Any] | None = None)
         except (ValueError, KeyError, TypeError):
             message = f"status {error.code}: {said[:300]}"
         raise _Failed(message) from None
-    except (OSError, ValueError) as error:
-        raise _Failed(
-            f"no controller at {url}: {getattr(error, 'reason', error)}; --controller names another address"
-        ) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        said = " ".join(str(getattr(error, "reason", error)).split())  # it may quote lines of something else there
+        raise _Failed(f"no controller at {url}: {said}; --controller names another address") from None
 
 
 def _fleet(told: dict[str, Any]) -> str:

@@ -223,8 +223,39 @@ async def test_invalid_commands_and_absent_controllers_are_reported(tmp_path: Pa
         assert status == 2 and output.startswith("heddle fleet: ")
     status, output = await heddle("fleet", "show", "--controller", url)
     assert status == 1 and f"no controller at {url}" in output
+    status, output = await heddle("fleet", "show", "--controller", "http://127.0.0.1:abc")
+    assert (status, len(output.splitlines())) == (1, 1) and "no controller at http://127.0.0.1:abc: " in output
     status, output = await heddle("controller", "--fleet", str(tmp_path / "absent.toml"))
     assert status == 2 and "cannot read" in output
+
+
+async def test_something_else_at_the_controllers_address_is_reported() -> None:
+    """It does not speak HTTP. The message is one line."""
+
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail.example ESMTP\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        status, output = await heddle("fleet", "show", "--controller", url)
+    assert (status, len(output.splitlines())) == (1, 1) and f"no controller at {url}: " in output, output
+
+
+async def test_a_dry_run_without_its_cluster_is_reported(tmp_path: Path) -> None:
+    """The API server of Kubernetes is away: one line says so."""
+    pytest.importorskip("kubernetes")
+    away = {"name": "away", "cluster": {"server": "http://127.0.0.1:9"}}
+    context = {"name": "away", "context": {"cluster": "away", "user": ""}}
+    config = {"clusters": [away], "contexts": [context], "current-context": "away"}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    (tmp_path / "pod.yaml").write_text("spec: {containers: [{name: engine, image: vllm}]}")
+    options = '[launcher_options]\ntemplate = "pod.yaml"\nkubeconfig = "config.yaml"\n'
+    path = tmp_path / "fleet.toml"
+    path.write_text(f'fleet = "toy"\nmodel = "simulated"\nlauncher = "kubernetes"\n{options}')
+    status, output = await heddle("controller", "--fleet", str(path), "--dry-run")
+    assert (status, len(output.splitlines())) == (2, 1) and "heddle controller: Kubernetes: " in output, output
 
 
 async def test_a_first_fleet_that_does_not_fit_stops_the_start(tmp_path: Path) -> None:
