@@ -154,17 +154,17 @@ class Fleet:
         self._known.note(member)
         self._circuits.report(member)
 
-    def end_update(self, member: Member, held: str = "", keeps_turns: bool = True) -> None:
-        """The engine has the weights, or is held for a reason; without `keeps_turns`, its turns continue elsewhere."""
+    def end_update(self, member: Member, held: str, is_in_doubt: bool) -> None:
+        """The engine has the weights, or is held for a reason; if they are in doubt, its turns continue elsewhere."""
         member.is_updating, member.held, member.worked_at = False, held, self._clock()
         if member not in self._members:  # it was removed meanwhile
             return
-        member.is_in_doubt = not keeps_turns
+        member.is_in_doubt = is_in_doubt
         self._known.note(member)
         if held:
             fields = {"engine": member.engine_id, "reason": held}
             LOGGER.warning("engine is held", extra={"fields": fields})
-        if not keeps_turns:
+        if is_in_doubt:
             self._circuits.send_away(member)
         self._circuits.report(member)
         member.recheck.set()

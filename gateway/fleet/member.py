@@ -32,7 +32,8 @@ class Member:
         engine_id: its address, and which process there.
         is_cordoned: an operator or the controller wants it to get no more turns.
         held: why the gateway itself gives it none: its weights are not the fleet's; "" if they are.
-        is_in_doubt: an update began and did not end well, so its weights may not be what it reports.
+        is_in_doubt: an update began and did not end well, so its weights may not be what it reports. It ends only with
+            weights that were loaded whole.
         is_updating: it is being given weights. It is not looked at meanwhile, because it may stand still for minutes.
         versions: of its weights since this process was first seen, in order; empty if it does not report them.
         cache_salt: sent with every request, so that none reuses KV of other weights; "" until a version was set.

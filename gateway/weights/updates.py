@@ -210,18 +210,20 @@ class WeightUpdates:
             return False
         if weights.transfer is not None:
             weights = replace(weights, transfer={**weights.transfer, **of_engine.get(engine_id, {})})
+        was_in_doubt = member.is_in_doubt
         self._fleet.begin_update(member)
-        held, keeps_turns = "the update to its weights was broken off", False
+        held, is_in_doubt = "the update to its weights was broken off", True
         try:
             await give_weights(member, weights, update.number, self._settings, progress)
-            held, keeps_turns = "", True
+            held, is_in_doubt = "", False
             self._staleness.stop_stale(self._live_turns(), member)
         except WeightsError as error:
-            held, keeps_turns = f"it could not take weights {weights.version!r}: {error}", error.step == "pause"
+            held = f"it could not take weights {weights.version!r}: {error}"
+            is_in_doubt = was_in_doubt or error.step != "pause"
             progress.state, progress.error = "failed", str(error)
             return error.is_refusal
         finally:
-            self._fleet.end_update(member, held, keeps_turns)
+            self._fleet.end_update(member, held, is_in_doubt)
         return False
 
     def _is_there(self, engine_id: str, member: Member, update: Update) -> bool:

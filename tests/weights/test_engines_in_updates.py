@@ -250,6 +250,29 @@ async def test_weights_in_doubt_before_any_version_was_set_keep_the_engine_held(
             assert is_generated_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
 
 
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["lost-for-a-while", "gateway-restarted"])
+async def test_weights_in_doubt_stay_so_if_the_next_update_does_not_get_to_its_load(
+    tmp_path: Path, is_restarted: bool
+) -> None:
+    """v2 failed in the middle, and the pause for v1 failed, too: the engine loads v1 before its next turn."""
+    store = f"sqlite:{tmp_path / 'store.sqlite3'}"
+    async with serve_engine(engine("vllm")) as url:
+        async with gateway_of(url, store=store) as client:
+            assert (await update(client, "v1")).json()["status"] == "done"
+            for version, path in (("v2", "/update_weight_version"), ("v1", "/pause")):
+                fault = {"kind": "error", "path": path, "count": 1}
+                await client.post(url + "/simulate/faults", json={"faults": [fault]})
+                assert (await update(client, version)).status_code == 502
+            if not is_restarted:
+                await make_lost(client, url)
+                await restore_metrics(client, url)
+                await wait_for_state(client, url, "ready")
+                assert is_generated_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
+        if is_restarted:
+            async with gateway_of(url, store=store) as client:
+                assert is_generated_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
+
+
 async def test_weights_in_doubt_stay_so_if_the_engine_is_removed_and_added() -> None:
     """It is the same process: it still reports the old version for weights that were overwritten."""
     async with serve_engine(engine("vllm")) as url, gateway_of(url) as client:
