@@ -39,7 +39,6 @@ from gateway.turns.request_reader import RequestReader
 from gateway.turns.running import RunningTurns
 from gateway.turns.text_predictions import load_text_predictions
 from gateway.turns.turns import Turns
-from gateway.weights.record import WeightRecord
 from gateway.weights.staleness import Staleness
 from gateway.weights.updates import WeightUpdates
 from gateway.workers.pool import LoanLimits, WorkerPool
@@ -112,12 +111,11 @@ async def _serving(
         kv.begin(move)
 
     driver = Driver(scheduler, clock, ledger, event_log, closed, forgotten, moved)
-    weight_record = WeightRecord(store)
-    fleet = Fleet(settings, clock, driver.post, store, weight_record)
+    fleet = Fleet(settings, clock, driver.post, memory.processes, memory.weights)
     contexts = Contexts(book, settings.max_kept_request_bytes, fleet.kv_tier)
     kv = KvMoves(settings, clock, fleet, contexts, metrics, scheduler.policy.is_sticky)
-    staleness = Staleness(settings, weight_record, ledger)
-    weights = WeightUpdates(settings, clock, fleet, store, weight_record, staleness, driver.live_turns)
+    staleness = Staleness(settings, memory.weights, ledger)
+    weights = WeightUpdates(settings, clock, fleet, store, memory.weights, staleness, driver.live_turns)
     groups = PromptGroups(record.group_id for record in memory.records if record.group_id)
     reads_all = memory.predictor.reads_outcomes or texts is not None
     reader = RequestReader(settings, fleet, ledger, conversations, groups, book, reads_all)
@@ -149,13 +147,7 @@ async def _serving(
     demand = Demand(clock, driver, ledger)
     add_demand(api, demand, access)
     declare_hot_routes(api, turns, passthrough)
-
-    def rewrite() -> None:
-        memory.rewrite()
-        fleet.remember()
-        weight_record.remember()
-
-    store.on_loss(rewrite)
+    store.on_loss(memory.rewrite)
     await fleet.start()
     tasks = [asyncio.create_task(memory.keep_predictor()), asyncio.create_task(memory.log_store_health())]
     if stream is not None:

@@ -1,28 +1,34 @@
-"""What a gateway knows of trajectories: restored from the store at its start, and forgotten with each of them."""
+"""What a gateway knows of trajectories, engines and weights: restored from its store at the start, and written again
+if the store lost it."""
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from gateway.clock import Clock
 from gateway.config import ConfigError, Settings
+from gateway.fleet.known_processes import KnownProcesses
 from gateway.messages.conversations import Conversations
 from gateway.state.ledger import Ledger
 from gateway.tokens.book import TokenBook
 from gateway.turnlog import LOGGER
 from gateway.turns.progress import progress_at_end
 from gateway.turns.repeats import Repeats
+from gateway.weights.record import WeightRecord
 from predictor.named import predictor_named
 from predictor.progress import Predictor
 from scheduling.types import ACTIVE, FINISHED, TrajectoryRecord
-from store import Store, StoreAway, StoredTrajectory
+from store import Store, StoreAway
 
 _PREDICTOR_STATE = "predictor"
 # What the predictor learned in the last seconds before a crash is soon learned again; its state can be megabytes.
 _PREDICTOR_SAVE_S = 10.0
 _STORE_RETRY_S = 0.5
 _STORE_LOOK_S = 1.0
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,8 @@ class Memory:
     """All state kept in one store.
 
     Attributes:
+        processes: which were seen at the engines' addresses.
+        weights: those that an engine must have to get turns.
         records: of the trajectories of an earlier process.
     """
 
@@ -39,6 +47,8 @@ class Memory:
     conversations: Conversations
     repeats: Repeats
     book: TokenBook
+    processes: KnownProcesses
+    weights: WeightRecord
     records: list[TrajectoryRecord]
 
     def closed(self, record: TrajectoryRecord) -> None:
@@ -60,6 +70,8 @@ class Memory:
         self.ledger.rewrite()
         self.book.rewrite()
         self.save_predictor()
+        self.processes.remember()
+        self.weights.remember()
 
     def save_predictor(self, before: bytes = b"") -> bytes:
         """Store and return what was learned; skip the write if it equals `before`."""
@@ -88,29 +100,33 @@ class Memory:
 
 
 async def restored(settings: Settings, store: Store, clock: Clock) -> Memory:
-    """What an open store remembers.
+    """What an open store remembers; waits for a store that is away.
 
     Raises:
         ConfigError: the predictor's model cannot be read.
         StoreAway: the store is away for too long.
     """
+    timeout_s = settings.store_start_timeout_s
     predictor = _predictor(settings)
     ledger = Ledger(store, settings.max_turns_kept)
-    stored = await _load(store, settings.store_start_timeout_s)
+    stored = await _waited_for(store.load, timeout_s)
     records = ledger.restore(stored, clock())
     book = TokenBook(store, ledger, clock, settings.token_limits())
-    await book.restore()
+    await _waited_for(book.restore, timeout_s)
     repeats = Repeats(settings.max_kept_answer_bytes, settings.max_stored_answer_bytes)
     for item in stored:
         if item.answer is not None:
             repeats.restore(item.trajectory_id, item.answer)
-    if learned := await store.get_state(_PREDICTOR_STATE):
+    processes, weights = KnownProcesses(store), WeightRecord(store)
+    await _waited_for(processes.restore, timeout_s)
+    await _waited_for(weights.restore, timeout_s)
+    if learned := await _waited_for(lambda: store.get_state(_PREDICTOR_STATE), timeout_s):
         with contextlib.suppress(ValueError):  # another kind of predictor wrote it: this one starts empty
             predictor.restore(learned, {record.trajectory_id for record in records if record.state is ACTIVE})
     conversations = Conversations(settings.max_conversations)
     for entry in ledger:
         conversations.restore(entry.record.trajectory_id, entry.conversation)
-    return Memory(store, ledger, predictor, conversations, repeats, book, records)
+    return Memory(store, ledger, predictor, conversations, repeats, book, processes, weights, records)
 
 
 def _predictor(settings: Settings) -> Predictor:
@@ -123,12 +139,12 @@ def _predictor(settings: Settings) -> Predictor:
         raise ConfigError(f"{path} is not a model of the predictor {settings.predictor_name!r}: {error}") from None
 
 
-async def _load(store: Store, timeout_s: float) -> list[StoredTrajectory]:
-    """What the store has; wait for a store that is away."""
+async def _waited_for(read: Callable[[], Awaitable[_Found]], timeout_s: float) -> _Found:
+    """What is read from the store; read again while the store is away. Raises StoreAway after `timeout_s`."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:
         try:
-            return await store.load()
+            return await read()
         except StoreAway:
             if asyncio.get_running_loop().time() >= deadline:
                 raise

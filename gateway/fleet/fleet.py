@@ -19,7 +19,6 @@ from gateway.fleet.watch import Watch
 from gateway.turnlog import LOGGER
 from gateway.weights.record import WeightRecord
 from scheduling.types import Event
-from store.port import Store, StoreError
 
 
 class UnknownEngine(Exception):
@@ -31,27 +30,29 @@ class Fleet:
 
     Args:
         post: tells the scheduler.
-        store: keeps which processes were seen, so that homes survive a restart of the gateway.
+        known: which processes were seen, so that homes survive a restart of the gateway.
         weights: those that an engine must have to get turns.
     """
 
     def __init__(
-        self, settings: Settings, clock: Clock, post: Callable[[Event], None], store: Store, weights: WeightRecord
+        self,
+        settings: Settings,
+        clock: Clock,
+        post: Callable[[Event], None],
+        known: KnownProcesses,
+        weights: WeightRecord,
     ) -> None:
         self._settings = settings
         self._clock = clock
         self._weights = weights
         self._members: list[Member] = []
         self._models: dict[str, Model] = {}
-        self._known = KnownProcesses(store)
+        self._known = known
         self._circuits = Circuits(settings, clock, post)
         self._watch = Watch(settings, clock, self._circuits, self._known, weights, self._gather_models)
 
     async def start(self) -> None:
         """Begin to look at the configured engines, and wait briefly until each has been seen."""
-        with contextlib.suppress(StoreError):
-            await self._weights.restore()
-            await self._known.restore()
         for engine in self._settings.engines:
             self.add(engine)
         with contextlib.suppress(TimeoutError):
@@ -186,10 +187,6 @@ class Fleet:
         elif has_answered:
             member.num_faults = 0
             member.worked_at = self._clock()
-
-    def remember(self) -> None:
-        """Write down which processes were seen; also after the store lost this."""
-        self._known.remember()
 
     def _gather_models(self) -> None:
         self._models = {model.model_id: model for member in self._members for model in member.models}

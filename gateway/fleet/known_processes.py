@@ -21,7 +21,7 @@ class KnownProcesses:
         self._known: dict[str, dict[str, Any]] = {}
 
     async def restore(self) -> None:
-        """Read what an earlier process knew. Raises StoreError."""
+        """Read what an earlier process knew. Raises StoreAway."""
         self._known = orjson.loads(await self._store.get_state(_STATE_NAME) or b"{}")
 
     def at(self, url: str) -> dict[str, Any]:

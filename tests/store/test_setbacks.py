@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from store import StoreSettings, Stream, open_store, open_stream
-from tests.store.redis_proxy import proxy_to
+from tests.support.redis_proxy import proxy_to
 from tests.support.redis_server import RedisServer
 
 QUICK: dict[str, Any] = {

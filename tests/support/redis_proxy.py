@@ -1,4 +1,7 @@
-"""A proxy to Redis that tests redirect and cut, as happens to the address of a server that fails over."""
+"""A proxy to Redis that tests redirect and cut, as happens to the address of a server that fails over.
+
+It must not split a question, so questions must be shorter than a packet.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,11 +17,14 @@ class RedisProxy:
         port: of 127.0.0.1.
         target_port: port of the server that new connections reach.
         num_answers_to_lose: as many of the next answers end their connections instead of being passed on.
+        num_questions_to_lose: the same for questions that contain `lost_words`.
     """
 
     port: int
     target_port: int
     num_answers_to_lose: int = 0
+    num_questions_to_lose: int = 0
+    lost_words: bytes = b""
 
 
 @asynccontextmanager
@@ -30,6 +36,9 @@ async def proxy_to(redis_port: int) -> AsyncIterator[RedisProxy]:
 
         async def pass_on_questions() -> None:
             while question := await client_reader.read(2**20):
+                if proxy.num_questions_to_lose and proxy.lost_words in question:
+                    proxy.num_questions_to_lose -= 1
+                    break
                 writer.write(question)
             writer.close()
 
