@@ -67,7 +67,7 @@ class Memory:
 
     def rewrite(self) -> None:
         """Write everything to the store again, because it lost what it had."""
-        self.ledger.rewrite()
+        self.ledger.rewrite(self.repeats.stored)
         self.book.rewrite()
         self.save_predictor()
         self.processes.remember()

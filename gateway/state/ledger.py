@@ -3,7 +3,7 @@ API and the store; after a restart it is filled from the store.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -108,9 +108,16 @@ class Ledger:
                 self._entries[item.trajectory_id] = self._entry(item, now)
         return sorted((entry.record for entry in self._entries.values()), key=lambda record: record.created_at)
 
-    def rewrite(self) -> None:
-        """Write everything down again, after the store lost something."""
+    def rewrite(self, answer_of: Callable[[str], bytes | None]) -> None:
+        """Write everything down again, after the store lost something.
+
+        Args:
+            answer_of: the last answer of a trajectory, if it is to be stored.
+        """
         for trajectory_id, entry in self._entries.items():
+            answer = answer_of(trajectory_id)
+            if answer is not None:
+                self._answers.setdefault(trajectory_id, answer)
             self._put(entry)
             for turn in entry.turns:
                 self._store.append_turn(trajectory_id, turn)

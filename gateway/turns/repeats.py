@@ -70,6 +70,16 @@ class Repeats:
         turn.packed_answer = _packed(turn, [*pieces, end])
         return turn.packed_answer
 
+    def stored(self, trajectory_id: str) -> bytes | None:
+        """What `to_store` gave last for a trajectory, as far as it is still here; an answer may not be out yet."""
+        for turn in reversed(self._running.get(trajectory_id, ())):
+            if turn.packed_answer is not None:
+                return turn.packed_answer
+        kept = self._answered.get(trajectory_id)
+        if kept is None or len(kept[0]) - kept[0].find(b"\n") - 1 > self._max_stored_bytes:
+            return None
+        return kept[0]
+
     def restore(self, trajectory_id: str, stored: bytes) -> None:
         """Take up what `to_store` gave an earlier process."""
         self._keep(trajectory_id, stored, "", 0)

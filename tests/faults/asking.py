@@ -119,3 +119,8 @@ async def raw(url: str, data: bytes, timeout_s: float = 5.0) -> bytes:
 async def are_waiting(client: httpx.AsyncClient, url: str, num: int) -> bool:
     """Whether so many turns wait at a gateway."""
     return bool((await client.get(url + "/healthz")).json()["waiting_turns"] == num)
+
+
+async def nothing_is_pending(client: httpx.AsyncClient, url: str) -> bool:
+    """Whether everything that was put is in the gateway's store."""
+    return bool((await client.get(url + "/healthz")).json()["store"]["num_pending"] == 0)

@@ -1,5 +1,6 @@
 """A request that is repeated after its turn has ended: a retry gets the same answer, a new question a new one."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -7,14 +8,18 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from redis import Redis
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from tests.faults.asking import APIS, ask, body_of
+from tests.faults.asking import APIS, ask, body_of, nothing_is_pending
 from tests.faults.gateway_process import gateway_process
-from tests.support.gateway import running_gateway
+from tests.faults.raw_engine import raw_engine, resets, whole, writes
+from tests.support.gateway import eventually, running_gateway
+from tests.support.redis_server import RedisServer
 
 MINE = {"x-trajectory-id": "mine"}
+ANSWER = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]}'
 RETRY = MINE | {"x-stainless-retry-count": "1"}
 
 
@@ -111,6 +116,41 @@ async def test_a_retry_gets_the_same_answer_after_the_gateway_was_killed(
                 assert again.headers[header] == first.headers[header]
             assert again.text == first.text
             assert await num_turns(client, gateway.url, name) == 1
+
+
+async def test_answers_are_stored_again_after_the_store_lost_them(
+    client: httpx.AsyncClient, redis_server: RedisServer
+) -> None:
+    """Also one that is being stored when the loss is noticed, and none that is too long."""
+    settings = {"store": redis_server.url(11), "max_stored_answer_bytes": 2_000}
+
+    async def answer_after_the_loss(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await eventually(lambda: nothing_is_pending(client, gateway.url))
+        with Redis.from_url(redis_server.url(11)) as redis:
+            redis.flushdb()
+        await writes(whole(ANSWER))(reader, writer)
+
+    answers = {
+        "early": writes(whole(ANSWER)),
+        "long": writes(whole(ANSWER.replace(b'"x"', b'"%b"' % (b"x" * 3_000)))),
+        "last": answer_after_the_loss,
+    }
+    ids = {}
+    async with raw_engine(resets) as engine:
+        async with running_gateway(engine.url, **settings) as gateway:
+            for name, engine.answer in answers.items():
+                ids[name] = await request_id(client, gateway.url, {"x-trajectory-id": name})
+        engine.answer = answers["early"]
+        async with running_gateway(engine.url, **settings) as gateway:
+            again = {name: await request_id(client, gateway.url, RETRY | {"x-trajectory-id": name}) for name in ids}
+            assert {name for name in ids if again[name] == ids[name]} == {"early", "last"}
+            assert [await num_turns(client, gateway.url, name) for name in ids] == [1, 2, 1]
+
+
+async def request_id(client: httpx.AsyncClient, url: str, headers: dict[str, str]) -> str:
+    reply = await ask(client, url, "chat", body_of("chat"), headers)
+    assert reply.is_finished("chat")
+    return str(reply.headers["x-request-id"])
 
 
 async def test_a_long_answer_is_not_stored(client: httpx.AsyncClient, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from loadtest.results import RolloutResult, TurnResult
 from scheduling.types import TrajectoryRecord, TrajectoryState
 from simulator.replay import replay as replay_log
 from store import StoreSettings, open_store
-from tests.faults.asking import ask, body_of
+from tests.faults.asking import ask, body_of, nothing_is_pending
 from tests.faults.gateway_process import GatewayProcess, gateway_process
 from tests.support.gateway import eventually, running_gateway
 from tests.support.redis_server import RedisServer
@@ -260,10 +260,6 @@ async def store_is(client: httpx.AsyncClient, url: str, status: str, gauge: floa
     health = (await client.get(url + "/healthz")).json()
     page = (await client.get(url + "/metrics")).text
     return health["status"] == status and f"heddle_store_ok {gauge}" in page
-
-
-async def nothing_is_pending(client: httpx.AsyncClient, url: str) -> bool:
-    return bool((await client.get(url + "/healthz")).json()["store"]["num_pending"] == 0)
 
 
 @pytest.mark.parametrize(("predictor", "within"), [("siblings", 0.0), ("tabular", 0.05)])
