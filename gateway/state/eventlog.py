@@ -121,7 +121,7 @@ class EventLog:
                 with contextlib.suppress(FileNotFoundError):  # somebody moved it away: logrotate, a person
                     os.replace(self._path, f"{self._path}.1")
                 self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - it lives as long as this
-                self._size = self._file.write(_CONTINUED)
+                self._size, data = 0, _CONTINUED + data
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:

@@ -7,23 +7,33 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
+import pytest
 
 from gateway.state.eventlog import EventLog
+from gateway.turnlog import LOGGER
 from scheduling.types import Tick
 
 
 @contextmanager
-def full_at_1000_bytes() -> Iterator[None]:
-    """Limits the files of this process to 1,000 bytes: like a full disk, except for the error's number.
+def full_at(num_bytes: int) -> Iterator[None]:
+    """Limits the files of this process to this size: like a full disk, except for the error's number.
 
-    Only while the log is written, because the tests' own output may go to a file too.
+    Only until the log is given up, because the tests' own output may go to a file too, and because a full disk lets
+    `truncate` make a file longer.
     """
     before, (soft, hard) = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+
+    def end(_: object = None) -> bool:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        return True
+
+    LOGGER.addFilter(end)  # it logs that it is given up, and then truncates
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        LOGGER.removeFilter(end)
+        end()
         signal.signal(signal.SIGXFSZ, before)
 
 
@@ -31,7 +41,7 @@ def test_a_log_that_cannot_be_written_is_given_up(tmp_path: Path) -> None:
     """Events continue, nothing is raised, and what was written until then is whole lines."""
     path = tmp_path / "events.jsonl"
     log = EventLog(str(path), 2**30)
-    with full_at_1000_bytes():
+    with full_at(1_000):
         for number in range(100):
             log.add(Tick(float(number)), [])
     assert not log.is_on
@@ -66,6 +76,26 @@ def test_a_full_file_is_continued_in_a_new_one_that_says_so(tmp_path: Path) -> N
     )
     assert [line["at"] for line in older] == [1.0, 2.0]
     assert newer[0] == {"kind": "continued"} and [line["at"] for line in newer[1:]] == [3.0]
+
+
+@pytest.mark.parametrize("room", [0, 10, 50])
+def test_a_disk_that_is_full_as_the_log_is_continued_costs_no_line_before(tmp_path: Path, room: int) -> None:
+    """The new file was made as long as the full one, of NULs, and the next process moved it over the full one."""
+    path = tmp_path / "events.jsonl"
+    log = EventLog(str(path), 100)
+    for at in (1.0, 2.0):
+        log.add(Tick(at), [])
+    with full_at(room):
+        log.add(Tick(3.0), [])
+    assert not log.is_on
+    log = EventLog(str(path), 100)
+    log.add(Tick(4.0), [])
+    log.close()
+    older, newer = (
+        [orjson.loads(line)["at"] for line in file.read_bytes().splitlines()]
+        for file in (tmp_path / "events.jsonl.1", path)
+    )
+    assert (older, newer) == ([1.0, 2.0], [4.0])
 
 
 def test_a_full_file_that_was_moved_away_is_continued_too(tmp_path: Path) -> None:
