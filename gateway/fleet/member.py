@@ -34,6 +34,7 @@ class Member:
         held: why the gateway itself gives it none: its weights are not the fleet's; "" if they are.
         is_in_doubt: an update began and did not end well, so its weights may not be what it reports. It ends only with
             weights that were loaded whole.
+        has_slept: it was put to sleep since the last good look.
         is_updating: it is being given weights. It is not looked at meanwhile, because it may stand still for minutes.
         versions: of its weights since this process was first seen, in order; empty if it does not report them.
         cache_salt: sent with every request, so that none reuses KV of other weights; "" until a version was set.
@@ -59,6 +60,7 @@ class Member:
     is_cordoned: bool = False
     held: str = ""
     is_in_doubt: bool = False
+    has_slept: bool = False
     is_updating: bool = False
     versions: list[str] = field(default_factory=list)
     cache_salt: str = ""
@@ -83,11 +85,14 @@ class Member:
     def __post_init__(self) -> None:
         self.engine_id = self.address if self.generation == 1 else f"{self.address}~{self.generation}"
 
-    def become_another(self) -> None:
-        """Another process answers at its address: that is another engine, of which nothing was observed yet."""
+    def become_another(self, keeps_weights: bool) -> None:
+        """Another process answers at its address: that is another engine, of which nothing was observed yet. So is one
+        that wakes, but it has the weights that it had.
+        """
         self.generation += 1
         self.engine_id = f"{self.address}~{self.generation}"
-        self.observation, self.kv_offered_tokens, self.is_in_doubt = None, 0, False
+        self.observation, self.kv_offered_tokens = None, 0
+        self.is_in_doubt = self.is_in_doubt and keeps_weights
 
     def offer_ended(self, engine_id: str, num_tokens: int) -> None:
         """KV that was offered is free again, unless the process that offered it is gone."""

@@ -61,8 +61,7 @@ class Watch:
                     LOGGER.exception("defect", extra={"fields": {"engine": member.engine_id}})
                 if isinstance(fault, (Asleep, EngineUnreachable)):
                     self._circuits.open(member, fault)
-                    if isinstance(fault, Asleep) and member.started_at is not None:
-                        member.started_at = 0.0  # an engine that wakes has no KV, so it counts as another process
+                    member.has_slept = member.has_slept or isinstance(fault, Asleep)
                 elif not isinstance(fault, NoMoreConnections):  # which is not the engine's fault
                     self._circuits.count_fault(member, fault)
                 pause_s = min(pause_s * 1.5, _MAX_RECHECK_S)
@@ -81,7 +80,8 @@ class Watch:
         observation = await member.dialect.observe(member.http, timeout_s)
         self._check_progress(member, observation)
         started_at = observation.started_at
-        is_new_process = started_at != member.started_at or (started_at is None and member.state is EngineState.LOST)
+        is_same = started_at == member.started_at and (started_at is not None or member.state is not EngineState.LOST)
+        is_new_process = not is_same or member.has_slept  # one that wakes has no KV, so it counts as another
         if is_new_process and member.state is EngineState.READY:  # what is known here belongs to the previous process
             self._circuits.open(member, ObservationError("another process answers"))
             await self._look(member)
@@ -89,8 +89,8 @@ class Watch:
         was_seen = member.observation is not None or member.started_at is not None
         if was_seen and is_new_process:
             self._circuits.open(member, ObservationError("another process answers"))
-            member.become_another()
-        member.started_at = started_at
+            member.become_another(keeps_weights=is_same)
+        member.started_at, member.has_slept = started_at, False
         if member.state is not EngineState.READY:
             await join(member, self._weights, self._known, self._settings)
         member.observation = observation
