@@ -78,8 +78,12 @@ class Trajectories:
         if self._ledger.get(trajectory_id) is not None:
             raise conflict(f"The trajectory {trajectory_id!r} exists already.")
         expected = declaration.expected_output_tokens
-        progress = Progress(trajectory_id, declaration.group_id)
-        prediction = Prediction(expected, expected) if expected else self._predictor.predict(progress)
+        if expected:
+            prediction = Prediction(expected, expected)
+        else:
+            prediction = self._predictor.predict(Progress(trajectory_id))
+            # Its first turn begins it: only that one tells its prompt, which a group keeps from its first member.
+            self._predictor.dropped(trajectory_id)
         self._driver.post(
             TrajectoryDeclared(self._clock(), trajectory_id, prediction, declaration.group_id, declaration.rollout_id)
         )

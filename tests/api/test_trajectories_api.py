@@ -36,6 +36,23 @@ async def test_a_declared_trajectory_is_there_before_its_first_turn(site: Site, 
     assert (await site.trajectory(shown["id"]))["num_turns"] == 1
 
 
+@pytest.mark.parametrize("group", ["", "step-2/a"], ids=["no group", "a group"])
+async def test_a_declaration_changes_no_prediction(group: str) -> None:
+    """A declared trajectory is predicted as if it had come undeclared: from its siblings, or from the same prompt in an
+    earlier rollout. Those declared without a group used to count as siblings, whatever their prompts."""
+    predicted = {}
+    for declares in (False, True):
+        async with running_site(toy(speed_up=100)) as site:
+            for number in range(6):
+                for task, num_tokens in (("a", 600), ("b", 2)):
+                    name = f"{task}-{number}"
+                    await first_turn(site, name, task, group and f"step-1/{task}", num_tokens, declares)
+                    await site.client.post(f"/v1/trajectories/{name}/finish")
+            await first_turn(site, "new", "a", group, 2, declares)
+            predicted[declares] = (await site.trajectory("new"))["turns"][0]["predicted_tokens"]
+    assert predicted[True] == predicted[False]
+
+
 async def test_declaring_twice_is_a_conflict(site: Site) -> None:
     """409, and the client is told not to retry."""
     answers = [await site.client.post("/v1/trajectories", json={"id": "d"}) for _ in range(2)]
@@ -345,6 +362,17 @@ async def test_tokenisation_and_embeddings_pass_through(dialect: Any) -> None:
 
 
 # --- what the tests wait for -----------------------------------------------------------------------------------------
+
+
+async def first_turn(site: Site, name: str, task: str, group_id: str, num_tokens: int, declares: bool) -> None:
+    """A trajectory's first turn, after its declaration if `declares`; an empty group is not named."""
+    if declares:
+        made = await site.client.post("/v1/trajectories", json={"id": name, "group_id": group_id})
+        assert made.status_code == 201
+    headers = {"x-group-id": group_id} if group_id else {}
+    lengths = {"max_tokens": num_tokens, "min_tokens": num_tokens, "ignore_eos": True}
+    asked = [{"role": "user", "content": task}]
+    assert (await site.chat(f"/t/{name}/v1/chat/completions", headers=headers, messages=asked, **lengths)).is_success
 
 
 async def engine_runs(site: Site, expected: int) -> bool:
