@@ -79,7 +79,7 @@ class Trajectories:
             raise conflict(f"The trajectory {trajectory_id!r} exists already.")
         expected = declaration.expected_output_tokens
         if expected:
-            prediction = Prediction(expected, expected)
+            prediction = Prediction(float(expected), float(expected))
         else:
             prediction = self._predictor.predict(Progress(trajectory_id))
             # Its first turn begins it: only that one tells its prompt, which a group keeps from its first member.

@@ -130,7 +130,13 @@ class Ledger:
             reward = fields.pop("reward", None)
             record = TrajectoryRecord(**fields)
             created_at, last_at = min(record.created_at, now), min(record.last_at, now)
-            record = replace(record, state=TrajectoryState(record.state), created_at=created_at, last_at=last_at)
+            record = replace(
+                record,
+                state=TrajectoryState(record.state),
+                predicted_tokens=float(record.predicted_tokens),  # earlier versions stored what a client declared
+                created_at=created_at,
+                last_at=last_at,
+            )
         except (TypeError, ValueError) as fault:
             raise StoreCorrupt(
                 f"the store's record of trajectory {item.trajectory_id!r} is of another version ({fault}); "

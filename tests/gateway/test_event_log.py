@@ -1,4 +1,4 @@
-"""The event log when it cannot be written: turns do not depend on it."""
+"""The event log: it replays; and when it cannot be written, turns do not depend on it."""
 
 import resource
 import signal
@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import orjson
 import pytest
 
 from gateway.state.eventlog import EventLog
 from gateway.turnlog import LOGGER
 from scheduling.types import Tick
+from simulator.replay import replay
+from tests.support.gateway import running_gateway
 
 
 @contextmanager
@@ -129,3 +132,16 @@ async def test_watchers_still_get_events_when_the_file_is_given_up() -> None:
     log.add(Tick(2.0), [])
     assert (await anext(watching)).count(b'"Tick"') == 2
     log.close()
+
+
+async def test_the_log_of_a_declaration_replays(tmp_path: Path) -> None:
+    """A client states its expected output as a whole number; a prediction is none, and a replay reads it as such."""
+    path = tmp_path / "events.jsonl"
+    settings = {"event_log": str(path), "store": f"sqlite:{tmp_path}/store.sqlite3"}
+    for name in ("t-1", "t-2"):  # the second process begins with the first one's record
+        async with running_gateway(**settings) as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
+            declared = {"id": name, "expected_output_tokens": 6_000}
+            assert (await client.post("/v1/trajectories", json=declared)).status_code == 201
+    replayed = replay(path)
+    assert replayed.difference is None
+    assert replayed.num_actions >= 2

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import asdict, fields
 from typing import Any
 
+import orjson
 import pytest
 
 from gateway.state.ledger import Ledger
@@ -54,3 +55,12 @@ def test_a_record_from_the_future_gets_the_current_time() -> None:
     stored = [StoredTrajectory("t-1", asdict(record), [])]
     (found,) = Ledger(MemoryStore(StoreSettings()), max_turns_kept=10).restore(stored, now=100.0)
     assert (found.created_at, found.last_at) == (100.0, 100.0)
+
+
+def test_a_whole_prediction_is_restored_as_the_number_that_it_is() -> None:
+    """Stores have `6000` from declarations of earlier versions. Saved again so, it differed from what a replay of the
+    event log writes: `6000.0`."""
+    record = TrajectoryRecord("t-1", "g", None, TrajectoryState.ACTIVE, None, 1, 1, 1, 6_000, 1.0, 1.0)
+    stored = [StoredTrajectory("t-1", asdict(record), [])]
+    (found,) = Ledger(MemoryStore(StoreSettings()), max_turns_kept=10).restore(stored, now=100.0)
+    assert orjson.dumps(found.predicted_tokens) == b"6000.0"
