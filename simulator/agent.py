@@ -211,7 +211,7 @@ class Agent:
         return Progress(
             trajectory_id=self.trajectory.trajectory_id,
             group_id=self.trajectory.group_id,
-            prompt_id=self.trajectory.group_id.partition("@")[0],
+            prompt_id=self.trajectory.prompt_id,
             prompt_tokens=self.trajectory.context_tokens,
             context_tokens=self.context_tokens,
             output_tokens=self.made_tokens,

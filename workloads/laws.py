@@ -119,7 +119,9 @@ def draw(
             members = _draw_members(law, shared_score, random.Random(f"{prompt_id}@{epoch}"))
         suffix = f"@{epoch}" if epoch else ""
         trajectories += [
-            Trajectory(f"{prompt_id}-{member}{suffix}", f"{prompt_id}{suffix}", context_tokens, turns)
+            Trajectory(
+                f"{prompt_id}-{member}{suffix}", f"{prompt_id}{suffix}", context_tokens, turns, prompt_id=prompt_id
+            )
             for member, turns in enumerate(members)
         ]
     workload = Workload(law.name, tuple(trajectories[:num_trajectories]))

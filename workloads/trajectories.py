@@ -38,6 +38,7 @@ class Trajectory:
 
     Args:
         preamble_tokens: The part of the first prompt that is the same in all groups: system prompt and tools.
+        prompt_id: Stays the same for the same prompt in a later rollout, where its group is another. Empty: unknown.
     """
 
     trajectory_id: str
@@ -45,6 +46,7 @@ class Trajectory:
     context_tokens: int
     turns: tuple[Turn, ...]
     preamble_tokens: int = 0
+    prompt_id: str = ""
 
     @property
     def output_tokens(self) -> int:

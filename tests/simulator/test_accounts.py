@@ -178,7 +178,8 @@ def test_a_predictor_knows_nothing_of_the_future() -> None:
     for known in range(6):
         later = tuple(Turn(9_999, 8_888, 7.0) for _ in range(3))
         whole, other = (
-            Agent(Trajectory("t", "g@2", 700, all_turns), ()) for all_turns in (turns, (*turns[:known], *later))
+            Agent(Trajectory("t", "g@2", 700, all_turns, prompt_id="g"), ())
+            for all_turns in (turns, (*turns[:known], *later))
         )
         for agent in (whole, other):
             for number in range(known):

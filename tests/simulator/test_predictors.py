@@ -1,11 +1,13 @@
 """Predictors that know the truth: the oracle exactly, the noisy one as accurately as configured."""
 
 import math
+from dataclasses import replace
 from statistics import correlation, fmean
 
 import pytest
 
 from engines.profiles import load_profile
+from predictor.prefix_tree import TreePredictor
 from predictor.progress import Progress
 from scheduling.limits import Limits
 from scheduling.policy import POLICIES
@@ -14,6 +16,7 @@ from simulator.predictors import Noisy, Oracle
 from simulator.rollout import Rollout
 from simulator.runs import predictor_named
 from workloads.laws import draw, law_named
+from workloads.trajectories import Workload
 
 TRAJECTORIES = draw(law_named("coding"), 3_200, 5).trajectories
 
@@ -60,6 +63,19 @@ def test_an_unknown_predictor_is_refused(name: str) -> None:
     """The message names those that exist or the form of the argument."""
     with pytest.raises(ValueError, match="noisy"):
         predictor_named(name, TRAJECTORIES, 0)
+
+
+def test_a_groups_name_means_nothing() -> None:
+    """Tasks of software engineering are named `repository@commit`. All tasks of a repository used to be predicted as
+    one prompt, because epochs of a law are told apart by an `@`, too."""
+    drawn = TRAJECTORIES[:64]
+    outcomes = []
+    for sign in "_@":
+        trajectories = tuple(replace(t, group_id=t.group_id.replace("coding-5-", f"django{sign}")) for t in drawn)
+        fleet = [replace(load_profile("qwen3-14b-h100-tp4"), slots=16)]
+        played = Rollout(Workload("named", trajectories), fleet, POLICIES["heddle"], Limits(), TreePredictor()).run()
+        outcomes.append([(t.ended_at, t.predictions) for t in played.trajectories])
+    assert outcomes[0] == outcomes[1]
 
 
 @pytest.mark.parametrize("reads", [True, False])

@@ -97,6 +97,15 @@ def test_a_workload_depends_on_its_seed_alone() -> None:
     assert draw(SEARCH, 10, seed=7).trajectories == draw(SEARCH, 32, seed=7).trajectories[:10]
 
 
+def test_a_later_epoch_has_the_same_prompts_in_groups_of_its_own() -> None:
+    """A prompt keeps its id and its length; trajectories and groups have new ids."""
+    first, second = (draw(LAWS["coding"], 64, 1, epoch=epoch).trajectories for epoch in (0, 1))
+    assert [(t.prompt_id, t.context_tokens) for t in first] == [(t.prompt_id, t.context_tokens) for t in second]
+    assert len({t.prompt_id for t in first}) == 4
+    assert not {t.group_id for t in first} & {t.group_id for t in second}
+    assert not {t.trajectory_id for t in first} & {t.trajectory_id for t in second}
+
+
 def test_scale_shrinks_lengths_and_tools_but_keeps_turns() -> None:
     """A hundredth of the lengths with the same turns. Tool times may keep their own scale."""
     whole, small = draw(CODING, 64, seed=8), draw(CODING, 64, seed=8, scale=0.01)

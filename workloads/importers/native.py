@@ -41,4 +41,6 @@ def check_writable(workload: Workload, path: Path) -> None:
 
 
 def _line_of(trajectory: Trajectory) -> str:
-    return json.dumps(asdict(trajectory), separators=(",", ":"))
+    fields = asdict(trajectory)
+    del fields["prompt_id"]  # a trace is one rollout, whose groups are its prompts
+    return json.dumps(fields, separators=(",", ":"))
