@@ -1,7 +1,7 @@
 """Continuous batching: which sequence enters the batch, is preempted, or leaves it, between two steps.
 
 * A sequence enters if a slot and KV for its whole prompt are free; while the first one in the queue does not fit, none
-  enters. Its prompt counts as cached from then on.
+  enters. Its prompt counts as cached from then on; if it leaves before its prefill ends, the rest no longer does.
 * If the running sequences cannot grow by one token, the least urgent is preempted: its KV becomes evictable, it queues
   again, and it recomputes those of its tokens that are no longer cached.
 """
@@ -110,12 +110,12 @@ class Batching:
             self._preempt(progress)
 
     def _leave(self, progress: Progress, kind: Literal["preempted", "finished", "aborted"]) -> None:
-        """Take a sequence out of the batch; its full pieces remain as cache."""
+        """Take a sequence out of the batch; what it computed of its pieces remains as cache."""
         room, progress.room = progress.room, None
         assert room is not None
         if progress.finish_step < 0:
             self._batch.leave(progress)
-            self._kv.leave(room, progress.num_tokens + 1)
+            self._kv.leave_early(room, progress.num_tokens + 1, progress.num_tokens - progress.prefill_left)
         else:
             self._batch.leave(progress)
             self._kv.leave(room, progress.num_tokens, progress.sequence.pieces(progress.num_tokens))

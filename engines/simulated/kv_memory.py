@@ -16,12 +16,14 @@ class Room(NamedTuple):
 
     Args:
         num_tokens: of the pieces.
+        num_present: tokens at its beginning that were there before it.
         num_cached: tokens at its beginning that need not be computed, in whole blocks.
         num_copied: how many of these came back from the host.
     """
 
     pieces: Sequence[Piece]
     num_tokens: int
+    num_present: int
     num_cached: int
     num_copied: int
 
@@ -73,7 +75,7 @@ class KvMemory:
         cached = min(present, num_tokens - 1) // self._block_tokens * self._block_tokens
         self._cache.pin(pieces)
         self.grow(own)
-        return Room(pieces, in_pieces, cached, copied)
+        return Room(pieces, in_pieces, present, cached, copied)
 
     def grow(self, num_tokens: int) -> None:
         """Running sequences hold this many more tokens of their own."""
@@ -86,6 +88,11 @@ class KvMemory:
         self._cache.pin(filled)
         self._cache.unpin(filled)
         self._cache.unpin(room.pieces)
+
+    def leave_early(self, room: Room, num_tokens: int, num_computed: int) -> None:
+        """A sequence leaves that has computed, or found, only the first `num_computed` of its tokens."""
+        self.leave(room, num_tokens)
+        self._cache.drop(room.pieces, max(num_computed, room.num_present))
 
     # --- other engines --------------------------------------------------------------------------------------
 

@@ -97,6 +97,19 @@ class PrefixCache:
                 idle[key] = None
                 self.num_pinned_tokens -= self._present[key]
 
+    def drop(self, pieces: Sequence[Piece], num_kept: int) -> None:
+        """Drops these pieces beyond their first `num_kept` tokens, from their end up to one that is pinned."""
+        begin = sum(size for _, size in pieces)
+        for key, size in reversed(pieces):
+            begin -= size
+            kept = max(num_kept - begin, 0)
+            if kept >= size or key in self._pins:
+                return
+            self.num_tokens -= self._present[key] - kept
+            self._present[key] = kept
+            if not kept:
+                del self._present[key], self._idle[key]
+
     def evict(self, num_tokens: int, block_tokens: int) -> None:
         """Frees at least `num_tokens` of unpinned pieces, in whole blocks from a piece's end."""
         wanted = -(-num_tokens // block_tokens) * block_tokens

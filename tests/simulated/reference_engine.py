@@ -13,6 +13,7 @@ class _Sequence:
         self.key = key
         self.num_generated = 0
         self.pinned: Sequence[Piece] = ()
+        self.num_present = 0  # of the pinned tokens, when it entered
         self.prefill_left = 0
         self.prefill_s_per_token = 0.0
 
@@ -116,7 +117,7 @@ class ReferenceEngine:
         if needed + num_decoding > self._free():
             return False
         cached = min(present, length - 1) // self.block_tokens * self.block_tokens
-        entering.pinned = pieces
+        entering.pinned, entering.num_present = pieces, present
         self._store(pieces, pinned)
         entering.prefill_left = length - cached
         entering.prefill_s_per_token = self.profile.prefill_s(length - cached, cached) / (length - cached)
@@ -157,6 +158,9 @@ class ReferenceEngine:
             self._store(filled, in_use)
             self._touch(filled, in_use)
         self._touch(sequence.pinned, self._pinned_keys())
+        if sequence.prefill_left:
+            computed = sequence.sequence.num_prompt_tokens + sequence.num_generated - sequence.prefill_left
+            self._drop(sequence.pinned, max(computed, sequence.num_present))
         sequence.pinned = ()
         sequence.prefill_left = 0
         self._record(sequence, kind)
@@ -169,6 +173,15 @@ class ReferenceEngine:
         for key, _ in reversed(pieces):
             if key not in still_used:
                 self.cache[key] = self.cache.pop(key)
+
+    def _drop(self, pieces: Sequence[Piece], num_kept: int) -> None:
+        """Drops all but the first tokens of pieces that no sequence uses."""
+        for key, size in pieces:
+            if num_kept < size and key not in self._pinned_keys():
+                self.cache[key] = num_kept
+                if not num_kept:
+                    del self.cache[key]
+            num_kept = max(num_kept - size, 0)
 
     def _pinned_keys(self) -> set[object]:
         return {key for s in self.running for key, _ in s.pinned}

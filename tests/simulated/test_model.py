@@ -247,6 +247,27 @@ def test_a_second_turn_finds_its_first_turn_in_the_cache() -> None:
     assert next(e for e in run_to_end(engine) if e.kind == "admitted").num_cached == 0
 
 
+@pytest.mark.parametrize("pieces", [blocks_of("a"), whole("a")], ids=["blocks", "whole"])
+def test_a_stopped_prefill_leaves_only_what_it_computed(pieces: Callable[[int], Sequence[Piece]]) -> None:
+    """All of its prompt used to be cached: a turn that was stopped and began again got the rest of its prefill for
+    nothing. What was cached before stays."""
+    prompt = pieces(1_000)
+    engine = SimulatedEngine(profile(kv_capacity_tokens=10_000), chunk_tokens=100, block_tokens=BLOCK_TOKENS)
+    engine.submit(0, SimulatedSequence("stopped", 1_000, 1, pieces))
+    step_s = (engine.next_event_at() or 0.0) / 10
+    engine.abort(2.5 * step_s, "stopped")
+    run_to_end(engine)
+    assert engine.num_cached(1, prompt) == 300
+    engine.submit(1, SimulatedSequence("stopped at once", 1_000, 1, pieces))
+    engine.abort(1, "stopped at once")
+    assert engine.num_cached(1, prompt) == 300
+    engine.submit(1, SimulatedSequence("whole", 1_000, 1, pieces))
+    assert next(e for e in run_to_end(engine) if e.id == "whole").num_cached == 300
+    engine.submit(2, SimulatedSequence("stopped again", 1_000, 1, pieces))
+    engine.abort(2, "stopped again")
+    assert engine.num_cached(2, prompt) == 1_000
+
+
 def test_the_least_recently_used_prefix_is_evicted_from_its_end() -> None:
     """There is room for two contexts: a third one evicts the end of the older."""
     engine = SimulatedEngine(profile(kv_capacity_tokens=100), block_tokens=BLOCK_TOKENS)
