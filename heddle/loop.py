@@ -115,7 +115,7 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
 
 def _simulated_s(scenario: Scenario, workload: Workload, seed: int) -> float:
     fleet = scenario.fleets()[0]
-    bounds = runs.bounds_of(scenario, fleet, workload)
+    bounds = runs.bounds_of(scenario, fleet, workload, seed)
     run = runs.play(scenario, "heddle", fleet, PREDICTOR, seed, [workload], bounds)
     return run.outcome.makespan_s
 

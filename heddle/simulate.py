@@ -135,7 +135,7 @@ def _play_all(scenario: Scenario, log: Path | None, console: Console) -> Sequenc
     with RunProgress(len(scenario.seeds) * len(fleets) * len(scenario.policies), console) as progress:
         for seed, workloads in workloads_of.items():
             for fleet in fleets:
-                bounds = bounds_of(scenario, fleet, workloads[-1])
+                bounds = bounds_of(scenario, fleet, workloads[-1], seed)
                 for policy in scenario.policies:
                     title = f"{policy}, {fleet.name}, seed {seed}"
                     on_ended = progress.begin(title, len(workloads[-1].trajectories))

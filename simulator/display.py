@@ -61,8 +61,9 @@ class RunProgress:
     def end(self, title: str, run: Run) -> None:
         """End a run, and leave one line about it, so that long scenarios give results all along, in a file too."""
         self._progress.advance(self._all)
+        over = "" if run.regret is None else f", {run.regret:.2f} times the bound"
         self._console.print(
-            f"{title}: {_seconds(run.outcome.makespan_s)} s, {run.regret:.2f} times the bound{_lost(run)}",
+            f"{title}: {_seconds(run.outcome.makespan_s)} s{over}{_lost(run)}",
             soft_wrap=True,
             highlight=False,
         )
@@ -115,7 +116,7 @@ def _cells(line: Sequence[Run], base_s: float) -> dict[str, str]:
     return {
         "makespan s": f"{_seconds(fmean(makespans))}{spread}",
         "ratio": f"{base_s / fmean(makespans):.2f}",
-        "regret": f"{fmean(run.regret for run in line):.2f}",
+        "regret": _regret(line),
         "tokens/s": f"{mean('tokens_per_s'):,.0f}",
         "mean s": _seconds(mean("mean_trajectory_s")),
         "p99 s": _seconds(mean("p99_trajectory_s")),
@@ -135,8 +136,14 @@ def _makespan_s(line: Sequence[Run]) -> float:
     return fmean(run.outcome.makespan_s for run in line)
 
 
+def _regret(line: Sequence[Run]) -> str:
+    """The mean, or `-` if a run has none."""
+    regrets = [run.regret for run in line if run.regret is not None]
+    return f"{fmean(regrets):.2f}" if len(regrets) == len(line) else "-"
+
+
 def _lost(run: Run) -> str:
-    """What the makespan leaves out: the bound is for all trajectories."""
+    """What the makespan leaves out."""
     num = len(run.outcome.trajectories)
     num_lost = num - run.outcome.num_finished
     return f"; {num_lost:,} of {num:,} trajectories lost" if num_lost else ""

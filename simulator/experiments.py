@@ -181,7 +181,7 @@ def play(job: Job, study: Study, commit: str) -> Row:
         ).run()
         for workload in workloads
     ]
-    bounds = bounds_of(scenario, fleet, workloads[-1])
+    bounds = bounds_of(scenario, fleet, workloads[-1], job.seed)
     if job.case.is_shown and job.seed == study.seeds[0] and not job.fleet:
         labels = Labels(job.policy, fleet.name, name, job.seed, len(workloads) - 1)
         detail = detail_path(study.folder, job)

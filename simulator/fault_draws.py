@@ -2,6 +2,7 @@
 every policy."""
 
 import random
+from dataclasses import replace
 
 from simulator.conditions import Faults
 from workloads.trajectories import Trajectory
@@ -26,6 +27,11 @@ class FaultDraws:
         if dice.random() >= self.faults.leaving_share:
             return None
         return dice.randrange(len(trajectory.turns)), dice.uniform(0.0, PATIENCE_S)
+
+    def waited_for(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with the turns that certainly end before its client leaves."""
+        leaving = self.leaving(trajectory)
+        return trajectory if leaving is None else replace(trajectory, turns=trajectory.turns[: leaving[0]])
 
     def tool_hangs(self, trajectory: Trajectory, turn: int) -> bool:
         """Whether the tool call after this turn hangs until its time-out."""

@@ -5,7 +5,8 @@ The JSON of `heddle simulate --json FILE` is
     {"format": 1, "scenario": NAME, "trace": PATH or null, "runs": [RUN, ...]}
 
 and a RUN is `run_json` of one outcome: the labels `policy, fleet, predictor, seed, epoch`, the figures of
-`Outcome.summary`, `bound_s, regret, best_fleet_bound_s`, and three tables, as columns of equal length in one object:
+`Outcome.summary`, `bound_s, regret, best_fleet_bound_s` (`regret` may be null, as in `Outcome.regret`), and three
+tables, as columns of equal length in one object:
 
 * `trajectories`: `id, group, state, ended_at, num_turns, output_tokens, context_tokens, queued_s, engine_s, tool_s,
   num_legs, num_moves, engine` (index into `engines`, of the last one), in the order of their start;
@@ -160,6 +161,13 @@ class Outcome:
         prompt_tokens = sum(engine.num_prompt_tokens for engine in self.engines)
         return sum(engine.num_cached_tokens for engine in self.engines) / prompt_tokens if prompt_tokens else 0.0
 
+    def regret(self, bounds: Bounds) -> float | None:
+        """The makespan over the bound on this fleet. None: turns that the bound counts were refused for good, or every
+        client left at its first turn."""
+        if not bounds.fleet_s or any(trajectory.ending is Ending.FAILED for trajectory in self.trajectories):
+            return None
+        return self.makespan_s / bounds.fleet_s
+
     def ended_share_at(self, share: float) -> float:
         """When this share of the trajectories had ended."""
         ends = sorted(trajectory.ended_at for trajectory in self.trajectories)
@@ -210,7 +218,7 @@ def run_json(labels: Labels, outcome: Outcome, bounds: Bounds) -> dict[str, Any]
         "epoch": labels.epoch,
         **outcome.summary(),
         "bound_s": bounds.fleet_s,
-        "regret": outcome.makespan_s / bounds.fleet_s,
+        "regret": outcome.regret(bounds),
         "best_fleet_bound_s": bounds.best_fleet_s,
         "trajectories": _trajectory_columns(outcome, index_of),
         "engines": [_engine_json(engine) for engine in outcome.engines],

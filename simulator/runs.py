@@ -12,6 +12,7 @@ from predictor.siblings import SiblingPredictor
 from predictor.tabular import TabularPredictor
 from scheduling.policy import POLICIES, Policy
 from simulator.bound import best_fleet_bound_s, fleet_bound_s
+from simulator.fault_draws import FaultDraws
 from simulator.outcome import Bounds, Labels, Outcome
 from simulator.predictors import Noisy, Oracle
 from simulator.rollout import Log, Rollout
@@ -35,9 +36,9 @@ class Run:
     bounds: Bounds
 
     @property
-    def regret(self) -> float:
-        """The makespan over the bound on this fleet."""
-        return self.outcome.makespan_s / self.bounds.fleet_s
+    def regret(self) -> float | None:
+        """The makespan over the bound on this fleet; None as in `Outcome.regret`."""
+        return self.outcome.regret(self.bounds)
 
 
 def play(
@@ -83,12 +84,15 @@ def play(
     return Run(Labels(policy_name, fleet.name, predictor_name, seed, len(workloads) - 1), outcome, bounds)
 
 
-def bounds_of(scenario: Scenario, fleet: Fleet, workload: Workload) -> Bounds:
-    """Makespans that no policy beats on this workload."""
+def bounds_of(scenario: Scenario, fleet: Fleet, workload: Workload, seed: int) -> Bounds:
+    """Makespans that no policy beats on this workload. They count the turns whose end their clients wait for."""
     speculation = scenario.features.speculation
     if scenario.faults.tool_timeout_share:  # a call that hangs ends then, however long it would have taken
         workload = workload.with_max_tool_s(scenario.faults.tool_timeout_s)
-    trajectories = workload.trajectories
+    draws = FaultDraws(scenario.faults, seed)
+    trajectories = [kept for kept in map(draws.waited_for, workload.trajectories) if kept.turns]
+    if not trajectories:
+        return Bounds(0.0, 0.0)
     best_s = best_fleet_bound_s(trajectories, fleet.family, fleet.gpus, speculation)
     if scenario.reshape is not None:  # only the best fleet bounds a fleet that changes
         return Bounds(best_s, best_s)

@@ -145,8 +145,22 @@ def test_the_bound_allows_for_tools_that_time_out_early(tmp_path: Path) -> None:
     asked = '[workload]\nlaw = "coding"\ntool_scale = 1000.0\ntrajectories = 4\n'
     scenario = read(tmp_path, asked + FLEET + "[faults]\ntool_timeout_share = 1.0\ntool_timeout_s = 0.5")
     fleet, workloads = scenario.fleets()[0], scenario.workloads(1)
-    run = play(scenario, "verl", fleet, "tabular", 1, workloads, bounds_of(scenario, fleet, workloads[-1]))
-    assert run.regret >= 1
+    run = play(scenario, "verl", fleet, "tabular", 1, workloads, bounds_of(scenario, fleet, workloads[-1], 1))
+    assert run.regret is not None and run.regret >= 1
+
+
+def test_the_bound_counts_no_turns_that_a_client_left(tmp_path: Path) -> None:
+    """It was for all turns, and rollouts that clients left ended before it. If all leave at their first turn, there is
+    no regret."""
+    asked = '[workload]\nlaw = "coding"\ntrajectories = 16\n[faults]\nleaving_share = 1.0\n'
+    scenario = read(tmp_path, asked + '[fleet]\nprofile = "qwen3-14b-h100"\ngpus = 1\ntp = [1]\n')
+    fleet, [workload] = scenario.fleets()[0], scenario.workloads(1)
+    run = play(scenario, "heddle", fleet, "tabular", 1, [workload], bounds_of(scenario, fleet, workload, 1))
+    assert run.outcome.num_finished < 16
+    assert run.regret is not None and run.regret >= 1
+    one_turn = workload.with_max_turns(1)
+    run = play(scenario, "heddle", fleet, "tabular", 1, [one_turn], bounds_of(scenario, fleet, one_turn, 1))
+    assert run.regret is None
 
 
 def test_later_epochs_teach_the_predictor(tmp_path: Path) -> None:
@@ -158,11 +172,11 @@ def test_later_epochs_teach_the_predictor(tmp_path: Path) -> None:
         scenario = read(tmp_path, f"epochs = {epochs}\n{agents}{fleet_text}")
         [fleet] = scenario.fleets()
         workloads = scenario.workloads(1)
-        bounds = bounds_of(scenario, fleet, workloads[-1])
+        bounds = bounds_of(scenario, fleet, workloads[-1], 1)
         run = play(scenario, "heddle", fleet, "tabular", 1, workloads, bounds)
         assert run.labels.epoch == epochs - 1
         assert len(run.outcome.trajectories) == 160
-        assert run.regret >= 1
+        assert run.regret is not None and run.regret >= 1
         first = [result.predictions[0].total_tokens / result.output_tokens for result in run.outcome.trajectories]
         errors[epochs] = sum(abs(ratio - 1) for ratio in first)
     assert errors[2] < errors[1]
