@@ -121,12 +121,12 @@ class TokenBook:
             self._use(trajectory_id, shelf, _memory_bytes(shelf.turns.values()) - shelf.memory_bytes)
             self._bound()
 
-    def continued(self, trajectory_id: str, history: str) -> TurnTokens | None:
-        """The kept turn of this trajectory whose conversation is `history`."""
+    def continued(self, trajectory_id: str, digest: str) -> TurnTokens | None:
+        """The latest kept turn of this trajectory with this digest in its history."""
         shelf = self._shelves.get(trajectory_id)
-        if shelf is None or not history:  # "" is the history of turns that nothing can continue
+        if shelf is None:
             return None
-        turn = next((turn for turn in reversed(shelf.turns.values()) if turn.history == history), None)
+        turn = next((turn for turn in reversed(shelf.turns.values()) if digest in turn.history.split()), None)
         if turn is None:
             return None
         self._use(trajectory_id, shelf, 0)

@@ -4,6 +4,11 @@ from collections.abc import Sequence
 
 from scheduling.values import value_class
 
+ONLY_WHOLE = "only-whole"
+"""In a turn's history: only a prompt that begins with all its tokens continues it. Its client's own stop ended it, so
+its last token need not be the one that ends a message.
+"""
+
 
 @value_class(frozen=True, slots=True)
 class VersionSpan:
@@ -25,8 +30,9 @@ class TurnTokens:
         versions: cover output_ids without gaps, in order.
         parent: the turn whose prompt and output this prompt begins with, token by token; None for a trajectory's first
             turn, and if the client changed its history, which begins a branch.
-        history: digest of the conversation up to and including this turn's answer, by which the next turn is recognised
-            as its continuation.
+        history: words, separated by blanks: the digest of the conversation up to and including this turn's answer, by
+            which the next turn is recognised as its continuation, then `ONLY_WHOLE` if that applies. "" if no turn can
+            continue it.
         ended_at: seconds since the epoch.
     """
 

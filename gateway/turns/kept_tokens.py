@@ -12,7 +12,8 @@ import orjson
 from gateway.clock import Clock
 from gateway.tokens.book import TokenBook, choice_id
 from gateway.tokens.partials import Partials
-from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
+from gateway.tokens.turn_tokens import ONLY_WHOLE, TurnTokens, VersionSpan
+from gateway.turns.chain import Chain
 from gateway.turns.choice import Choice
 from gateway.turns.kept_legs import KeptLegs
 from gateway.turns.repeats import digest_of
@@ -103,7 +104,11 @@ class KeptTokens:
             self.legs.over(turn)
 
     def _keep(self, turn: Turn, choice: Choice) -> None:
-        ask, chain, content = turn.ask, choice.chain, choice.content()
+        ask, chain, history = turn.ask, choice.chain, ""
+        if choice.history is not None:
+            history = choice.history.digest(choice.content())
+            if _has_own_stop(turn, chain):
+                history += f" {ONLY_WHOLE}"
         self._book.add(
             TurnTokens(
                 ask.trajectory_id,
@@ -114,7 +119,7 @@ class KeptTokens:
                 tuple(chain.versions),
                 chain.finish_reason or "",
                 chain.parent,
-                choice.history.digest(content) if choice.history else "",
+                history,
                 self._clock(),
             )
         )
@@ -122,6 +127,12 @@ class KeptTokens:
     def _drop(self, turn: Turn) -> None:
         if turn.num_parts:
             self._partials.drop(turn.ask.trajectory_id, digest_of(turn))
+
+
+def _has_own_stop(turn: Turn, chain: Chain) -> bool:
+    """Whether a stop string or token of its client's ended it: any token, or the one that ends a message."""
+    stop = chain.stop_reason
+    return isinstance(stop, str) or (stop is not None and stop in (turn.ask.request.get("stop_token_ids") or ()))
 
 
 def _unsaved(choice: Choice) -> tuple[Any, ...]:

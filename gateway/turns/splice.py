@@ -10,7 +10,7 @@ into the earlier prompt.
 from engines.token_ids import TokenIds, messages, put_together
 from gateway.messages.transcripts import History
 from gateway.tokens.book import TokenBook
-from gateway.tokens.turn_tokens import TurnTokens
+from gateway.tokens.turn_tokens import ONLY_WHOLE, TurnTokens
 
 
 def spliced(
@@ -36,9 +36,10 @@ def joined(before: TurnTokens, rendered: TokenIds) -> TokenIds | None:
     prompt, output = TokenIds.of(before.prompt_ids), TokenIds.of(before.output_ids)
     if rendered.begins_with(prompt + output):
         return rendered
-    # An answer cut by its limit has no end token, nor does one that ran past its end token.
+    # An answer cut by its limit has no end token, nor does one that ran past its end token. A stop string's last token
+    # may be anywhere in the messages that follow.
     end_of_turn = made[-1]
-    if before.finish_reason == "length" or end_of_turn in made[:-1]:
+    if before.finish_reason == "length" or ONLY_WHOLE in before.history.split() or end_of_turn in made[:-1]:
         return None
     *known, opening = messages(prompt, end_of_turn)
     found = messages(rendered, end_of_turn)

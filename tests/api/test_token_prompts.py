@@ -7,7 +7,8 @@ import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from tests.api.conftest import MODEL, Site, running_site, toy
+from engines.simulated.text import Tokenizer
+from tests.api.conftest import DONE, GENERATE, HELLO, MODEL, Site, event, running_site, toy
 from tests.support.engine import fixed, recorded_engine
 from tests.support.gateway import running_gateway
 
@@ -66,6 +67,48 @@ async def test_the_next_prompt_begins_with_the_generated_tokens() -> None:
         changed = [{"role": "user", "content": "look elsewhere"}, *messages[1:]]
         assert (await site.chat(messages=changed, **fields)).status_code == 200
         assert (await tokens_of(site, "spliced"))[-1]["parent"] is None
+
+
+@on_both
+@pytest.mark.parametrize("includes", [False, True], ids=["left out", "included"])
+async def test_a_stop_strings_last_token_in_the_next_message_cuts_nothing(includes: bool, dialect: str) -> None:
+    """The next prompt lost all from the answer's end up to that token, which was taken for the one that ends a message.
+    A turn whose stop string is in its text is still continued."""
+    async with running_site(toy(dialect), token_legs="auto") as site:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+        answer = await site.chat(messages=messages, max_tokens=12)
+        stop = answer.json()["choices"][0]["message"]["content"][-5:]
+        fields = {"max_tokens": 40, "stop": [stop], "include_stop_str_in_output": includes}
+        answer = await site.chat(messages=messages, **fields, headers={"x-trajectory-id": "a"})
+        [choice] = answer.json()["choices"]
+        assert (choice["finish_reason"], choice["message"]["content"].endswith(stop)) == ("stop", includes)
+        messages += [choice["message"], {"role": "user", "content": f"Seen:{stop} and more"}]
+        for trajectory_id in ("a", "another"):
+            assert (await site.chat(messages=messages, headers={"x-trajectory-id": trajectory_id})).status_code == 200
+        continued, rendered = (sent.get("token_ids") or sent.get("input_ids") for sent in generated(site)[-2:])
+        assert continued == rendered
+        first, second = await tokens_of(site, "a")
+        assert second["parent"] == (first["turn_id"] if includes else None)
+
+
+async def test_a_clients_stop_token_in_the_next_message_cuts_nothing() -> None:
+    """As a stop string's last token: it ends the answer, and is not in its text."""
+    ids = Tokenizer().encode("look around now")
+    entries = [{"token": "", "logprob": -0.5, "bytes": None, "top_logprobs": []}] * len(ids)
+    choice = {"index": 0, "text": "look around", "token_ids": ids, "logprobs": {"content": entries}}
+    choice |= {"finish_reason": "stop", "stop_reason": ids[-1]}
+    async with running_site(token_legs="auto") as site:
+        answer = event({"request_id": "g", "choices": [choice]}) + DONE
+        site.engine.scripts[GENERATE] = fixed(200, answer, b"text/event-stream")
+        fields: dict[str, Any] = {"headers": {"x-trajectory-id": "a"}, "stop_token_ids": [ids[-1]]}
+        assert (await site.chat(**fields)).status_code == 200
+        site.engine.scripts.clear()
+        said = {"role": "assistant", "content": "look around"}
+        messages = [*HELLO, said, {"role": "user", "content": "What now ?"}]
+        for headers in (fields["headers"], {"x-trajectory-id": "another"}):
+            assert (await site.chat(messages=messages, headers=headers)).status_code == 200
+        continued, rendered = (sent["token_ids"] for sent in generated(site)[-2:])
+        assert continued == rendered
 
 
 @on_both

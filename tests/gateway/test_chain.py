@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engines.token_ids import TokenIds
 from engines.tokens import Piece, Rendered
-from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
+from gateway.tokens.turn_tokens import ONLY_WHOLE, TurnTokens, VersionSpan
 from gateway.turns.answer_writers import ParsedWriter
 from gateway.turns.ask import Ask
 from gateway.turns.chain import Chain, Diverged, NewText
@@ -226,8 +226,8 @@ def test_log_probabilities_of_only_some_tokens_are_none() -> None:
     assert chain.output_ids == [5, 6, 7] and chain.chosen_logprobs is None
 
 
-def turn(prompt: list[int], output: list[int], reason: str = "stop") -> TurnTokens:
-    return TurnTokens("t", "u", prompt, output, None, (), reason, None, "h", 0.0)
+def turn(prompt: list[int], output: list[int], history: str = "h") -> TurnTokens:
+    return TurnTokens("t", "u", prompt, output, None, (), "stop", None, history, 0.0)
 
 
 END, ASK, ANSWER = 9, 7, 8
@@ -248,6 +248,20 @@ def test_a_prompt_continues_from_the_generated_tokens(rendered: list[int], expec
     """Whatever the template makes of the answer's text. If the messages do not match, the rendered prompt stands."""
     prompt = joined(turn([ASK, 1, END, ANSWER], [3, 4, END]), TokenIds.of(rendered))
     assert (list(prompt) if prompt else None) == expected
+
+
+@pytest.mark.parametrize(
+    ("rendered", "continues"),
+    [
+        pytest.param([ASK, 1, END, ANSWER, 3, 4, 5, END, ASK, 5, END, ANSWER], True, id="all of its tokens"),
+        pytest.param([ASK, 1, END, ANSWER, 3, 4, END, ASK, 5, END, ANSWER], False, id="without the stop string"),
+        pytest.param([ASK, 1, END, ANSWER, 34, 56, END, ASK, 5, END, ANSWER], False, id="its last token written else"),
+    ],
+)
+def test_a_turn_that_its_clients_stop_ended_is_continued_only_as_a_whole(rendered: list[int], continues: bool) -> None:
+    """Its last token (5) is also in the next question, of which all before it would be lost."""
+    prompt = joined(turn([ASK, 1, END, ANSWER], [3, 4, 5], f"h {ONLY_WHOLE}"), TokenIds.of(rendered))
+    assert (list(prompt) if prompt else None) == (rendered if continues else None)
 
 
 def test_a_spliced_prompt_is_continued_too() -> None:

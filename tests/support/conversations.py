@@ -53,7 +53,7 @@ def conversation(plan: list[Step], trajectory_id: str = "t", at: float = 1000.0)
                 versions=tuple(span for span in spans if span.end > span.start),
                 finish_reason="stop" if number % 2 else "tool_calls",
                 parent=parent.turn_id if parent else None,
-                history=f"history {trajectory_id} {number}",
+                history=f"history-{trajectory_id}-{number}",
                 ended_at=at + number,
             )
         )
