@@ -245,7 +245,7 @@ def _is_within(request: Mapping[str, Any]) -> bool:
         content = message.get("content")
         if isinstance(content, list) and any(part.get("type") != "text" for part in content):
             return False  # an image is not in the render's tokens
-    return not any(request.get(name) not in (None, False) for name in _BEYOND)
+    return all(request.get(name) is None or request[name] is False for name in _BEYOND)  # a 0 asks for something
 
 
 def _grammar(request: Mapping[str, Any]) -> dict[str, Any] | None:

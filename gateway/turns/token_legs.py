@@ -73,7 +73,8 @@ def may_take_tokens(ask: Ask) -> bool:
     request = ask.request
     if ask.api in ("generate", "other") or not 1 <= num_choices(ask) <= _MAX_CHOICES:
         return False
-    if any(request[name] not in (None, False) for name in _BEYOND_TOKENS.intersection(request)):
+    # A 0, which equals False, asks for something.
+    if any(request[name] is not None and request[name] is not False for name in _BEYOND_TOKENS.intersection(request)):
         return False
     if ask.api == "messages":
         return not request.get("stop_sequences") or not has_tools(request)

@@ -239,13 +239,21 @@ async def test_an_engine_without_token_routes_reports_the_reason() -> None:
         assert all(why in reason for reason in engine["passed_apis"].values())
 
 
-async def test_requests_that_token_routes_cannot_serve_pass_through() -> None:
-    """Fields whose effect does not show in tokens."""
-    async with running_site(token_legs="auto") as site:
-        for fields in ({"best_of": 1}, {"return_token_ids": True}, {"tools": [TOOL], "stop": ["x"]}):
+@on_both
+async def test_requests_that_token_routes_cannot_serve_pass_through(dialect: str) -> None:
+    """Fields whose effect does not show in tokens. A 0 asks for something: vLLM answers `prompt_logprobs: 0`."""
+    asked: dict[str, tuple[dict[str, Any], ...]] = {
+        "vllm": ({"best_of": 1}, {"return_token_ids": True}, {"prompt_logprobs": 0}, {"tools": [TOOL], "stop": ["x"]}),
+        "sglang": ({"data_parallel_rank": 0}, {"routed_dp_rank": 0}),
+    }
+    async with running_site(toy(dialect), token_legs="auto") as site:
+        for fields in asked[dialect]:
             answer = await site.chat(**fields)
             assert answer.status_code == 200 and answer.json()["model"] == MODEL
-        assert not generated(site)
+            assert not generated(site), fields
+        for number, fields in enumerate(({"return_token_ids": False}, {"prompt_logprobs": None}), 1):
+            assert (await site.chat(**fields)).status_code == 200
+            assert len(generated(site)) == number, fields
 
 
 async def test_the_stream_interval_depends_on_what_the_client_waits_for() -> None:
