@@ -152,8 +152,10 @@ class SglangTokens:
             return None
         wanted = request.get("max_tokens")
         if is_chat:
-            room = self._facts.context_tokens - len(ids) - 1
-            wanted = request.get("max_completion_tokens") or wanted or room
+            wanted = request.get("max_completion_tokens") or wanted
+        fills_context = is_chat and not wanted
+        if fills_context:
+            wanted = self._facts.context_tokens - len(ids) - 1
         num_logprobs = _num_logprobs(request, is_chat)
         includes_stop = bool(request.get("no_stop_trim") or request.get("include_stop_str_in_output"))
         given = {name: request[name] for name in _ALIKE if request.get(name) is not None}
@@ -178,6 +180,7 @@ class SglangTokens:
             needs_parser=needs_parser,
             has_grammar=bool(grammar),
             chat=request,
+            fills_context=fills_context,
         )
 
     def generate(self, rendered: Rendered, leg: TokenLeg) -> Upstream:

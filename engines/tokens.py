@@ -29,6 +29,7 @@ class Rendered:
         needs_parser: the text contains tool calls or reasoning, which only the engine can separate.
         has_grammar: the answer is held to a grammar, whose state is lost when a leg ends.
         chat: what `derender` must know of the request.
+        fills_context: the request has no limit: `max_tokens` is the room that these prompt ids leave.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Rendered:
     needs_parser: bool
     has_grammar: bool
     chat: Mapping[str, Any]
+    fills_context: bool = False
 
 
 @value_class(frozen=True, slots=True)

@@ -165,6 +165,12 @@ class TokenLegs:
         if rendered is None:
             return
         prompt_ids, parent = spliced(self._book, ask.trajectory_id, history, rendered.prompt_ids)
+        if rendered.fills_context and parent is not None:
+            room = rendered.max_tokens + len(rendered.prompt_ids) - len(prompt_ids)
+            if room > 0:
+                rendered = replace(rendered, max_tokens=room)
+            else:  # a branch: the engine's own route would find room behind the render
+                prompt_ids, parent = rendered.prompt_ids, None
 
         def known_of_prompt() -> Usage:
             return Usage(len(prompt_ids), 0, turn.choices[0].chain.cached_tokens)

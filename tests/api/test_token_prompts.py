@@ -7,7 +7,7 @@ import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from engines.simulated.text import Tokenizer
+from engines.simulated.text import END, Tokenizer
 from tests.api.conftest import DONE, GENERATE, HELLO, MODEL, Site, event, running_site, toy
 from tests.support.engine import fixed, recorded_engine
 from tests.support.gateway import running_gateway
@@ -109,6 +109,33 @@ async def test_a_clients_stop_token_in_the_next_message_cuts_nothing() -> None:
             assert (await site.chat(messages=messages, headers=headers)).status_code == 200
         continued, rendered = (sent["token_ids"] for sent in generated(site)[-2:])
         assert continued == rendered
+
+
+@pytest.mark.parametrize("has_room", [True, False], ids=["with room", "without room"])
+async def test_a_chat_without_a_limit_has_the_room_that_its_prompt_leaves(has_room: bool) -> None:
+    """A client leaves out the thoughts, which the generated tokens have. SGLang refused the longer prompt with the room
+    of the shorter one, so later turns passed through. Thoughts that fill the context are left out, as on its own route.
+    """
+    context_tokens = 2_000
+    text = "<think> plan" + " with care" * (20 if has_room else context_tokens) + "</think> done"
+    ids = [*Tokenizer().encode(text), END]
+    meta = {"id": "g", "finish_reason": {"type": "stop", "matched": END}, "prompt_tokens": 5, "cached_tokens": 0}
+    meta |= {"completion_tokens": len(ids), "output_token_logprobs": [[-0.5, id, ""] for id in ids]}
+    answer = event({"text": text, "output_ids": ids, "meta_info": meta}) + DONE
+    engine = toy("sglang", reasoning_parser="qwen3", max_model_len=context_tokens)
+    async with running_site(engine, token_legs="auto") as site:
+        site.engine.scripts["/generate"] = fixed(200, answer, b"text/event-stream")
+        fields: dict[str, Any] = {"max_tokens": None, "headers": {"x-trajectory-id": "a"}}
+        message = (await site.chat(**fields)).json()["choices"][0]["message"]
+        assert message["content"].strip() == "done"
+        site.engine.scripts.clear()
+        messages = [*HELLO, {"role": "assistant", "content": message["content"]}, {"role": "user", "content": "go on"}]
+        assert (await site.chat(messages=messages, **fields)).status_code == 200
+        first, second = await tokens_of(site, "a")
+        assert second["parent"] == (first["turn_id"] if has_room else None)
+        sent = generated(site)[-1]
+        assert (len(sent["input_ids"]) > len(ids)) is has_room
+        assert len(sent["input_ids"]) + sent["sampling_params"]["max_new_tokens"] == context_tokens - 1
 
 
 @on_both
