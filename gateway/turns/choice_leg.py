@@ -90,6 +90,8 @@ class ChoiceLeg:
         if chain.output_ids and chain.finish_reason is None:
             chain.drop_doubtful()
             self._tell(await self._mended())
+            # What was cut may be written down: the next part begins at the cut, and replaces it.
+            self._choice.num_saved = min(self._choice.num_saved, len(chain.output_ids))
             if len(chain.output_ids) >= chain.rendered.max_tokens:
                 self._tell(chain.finish("length"))
 

@@ -7,17 +7,19 @@ import asyncio
 import contextlib
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault
+from engines.simulated.text import Tokenizer
 from tests.faults.asking import Reply, ask
 from tests.faults.gateway_process import gateway_process, tokens_written
 from tests.faults.token_jobs import (
@@ -35,6 +37,7 @@ from tests.faults.token_jobs import (
     requests_of_all_kinds,
     undisturbed_contents,
 )
+from tests.support.engine import Asked, Script, recorded_engine
 from tests.support.gateway import ADMIN, eventually, running_gateway
 from tests.support.rounds import play_rounds
 
@@ -312,6 +315,58 @@ async def test_a_restarted_gateway_continues_from_its_stored_tokens(
         return stored > num * length / 4
 
     await play_rounds("many tokens were stored of turns that ran when the gateway was killed", play)
+
+
+async def test_a_character_that_a_second_leg_made_otherwise_is_restored_as_it_made_it(
+    client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    """The first leg breaks off within a character, after its tokens were stored. They stayed in the store, before what
+    the second leg made instead of them: the next process went on from tokens that were never sampled in that order."""
+    begun, half, rest = (Tokenizer().encode(text) for text in (" one two", "🙂", " then more text at last"))
+    pieces = [
+        (" one two", [*begun, half[0]], None),
+        (" then more text", rest[:3], None),
+        (" at last", rest[3:], "stop"),
+    ]
+    has_hung, may_end = asyncio.Event(), asyncio.Event()
+    asked_for: list[list[int]] = []
+
+    async def play(asked: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:
+        asked_for.append(asked.json["token_ids"])
+        if len(asked_for) == 3:  # until the gateway stops
+            has_hung.set()
+            await may_end.wait()
+            return
+        text, ids, reason = pieces[min(len(asked_for), 3) - 1]
+        entries = [{"token": "", "logprob": -float(id % 7), "bytes": None, "top_logprobs": []} for id in ids]
+        choice = {"index": 0, "text": text, "token_ids": ids, "logprobs": {"content": entries}, "finish_reason": reason}
+        await write(
+            b"data: " + orjson.dumps({"request_id": "g", "choices": [choice | {"stop_reason": None}]}) + b"\n\n"
+        )
+
+    settings: dict[str, Any] = {
+        "token_legs": "auto",
+        "store": f"sqlite:{tmp_path}/heddle.sqlite3",
+        "save_tokens_s": 1e-9,
+    }
+    body, named = body_of(0, "plain", "chat", False), {"x-trajectory-id": "a"}
+    async with recorded_engine(engine_of("vllm")) as engine:
+        engine.scripts["/inference/v1/generate"] = Script(play)
+        async with running_gateway(engine.url, **settings) as gateway:
+            unanswered = asyncio.create_task(ask(client, gateway.url, "chat", body, named))
+            await has_hung.wait()
+        may_end.set()
+        with contextlib.suppress(httpx.TransportError):
+            assert (await unanswered).status == 503
+        async with running_gateway(engine.url, **settings) as gateway:
+            assert (await ask(client, gateway.url, "chat", body, named)).status == 200
+            shown = (await client.get(f"{gateway.url}/v1/trajectories/a/tokens")).json()
+    prompt, again, *later = asked_for
+    assert again == prompt + begun, "the half of the character is made again"
+    assert later == [prompt + begun + rest[:3]] * 2
+    [turn] = shown["turns"]
+    assert turn["output_ids"] == begun + rest
+    assert turn["logprobs"] == [-float(id % 7) for id in begun + rest]
 
 
 MADE = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
