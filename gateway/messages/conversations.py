@@ -5,6 +5,8 @@ continues that trajectory. Rules:
 - A request without an answer in it is a first turn, and a first turn is always new, because siblings share it.
 - Siblings with equal answers share a digest too. They are assigned in the order in which their answers came. A
   trajectory that is at work is not assigned again, except for the very same request: a retry.
+- Siblings whose answers differ only in their thoughts share a digest, because most clients leave thoughts out. If a
+  client sends them back, a second digest finds its own trajectory.
 - A request that branches off at an earlier answer of a trajectory continues that trajectory, if it is idle and no other
   one had that answer. A branch beside a running turn is a new trajectory.
 - A history whose answers were changed (compacted, shortened) is unknown, hence new. But if only the last answer differs
@@ -176,6 +178,13 @@ class Conversations:
         digests = [(digest, True) for digest in history.digests]
         for digest, num_before in reversed(history.asked):
             digests.insert(num_before, (digest, False))
+        if history.with_thoughts:  # the more exact one comes later, to be tried first
+            found = history.with_thoughts
+            digests = [
+                (known, is_answer)
+                for digest, is_answer in digests
+                for known in ((digest, found[digest]) if is_answer and digest in found else (digest,))
+            ]
         return digests, history.digest()
 
     def _digests_of_text(self, prompt: bytes) -> tuple[list[tuple[str, bool]], str]:
@@ -210,9 +219,9 @@ def _whole_text(prompt: object, answer: dict[str, Any] | str) -> bytes | None:
 
 def _keys_of(history: History, answer: object) -> tuple[str, ...]:
     """The keys of a request with its answer, and of its question unless that is a first turn."""
-    answered, asked = history.digest(answer), history.digest()
+    answered, asked = history.digests_of(answer), history.digest()
     is_question = history.digests and asked != history.digests[-1]  # and not the beginning of an answer
-    return (answered, asked) if is_question else (answered,)
+    return (*answered, asked) if is_question else answered
 
 
 def _key_of_response(response_id: object) -> str:

@@ -2,9 +2,9 @@
 
 A request is read as messages. Each is normalised (a string and a list of text parts are the same text, None is "", tool
 arguments are compared as JSON) and hashed into a chain, and the chain's digest is noted after every answer. Left out is
-what clients drop or change between turns: reasoning, cache marks, item ids, and whitespace at the ends. This works for
-chat, Anthropic messages and responses; plain completions have no messages and are compared as text
-(`gateway/messages/conversations.py`).
+what clients drop or change between turns: thoughts, cache marks, item ids, and whitespace at the ends. An answer that
+has its thoughts gets a second digest, which covers them too. This works for chat, Anthropic messages and responses;
+plain completions have no messages and are compared as text (`gateway/messages/conversations.py`).
 
 Cost: linear. A digest that identifies a trajectory is SHA-256, because a client that found a collision could continue
 another client's trajectory (0.9 ms for 1 MB, a third of BLAKE2b's time). Within a trajectory it is XXH3 (0.03 ms); so
@@ -41,12 +41,14 @@ class History:
         digests: the chain's digest after each answer, oldest first.
         asked: the chain's digest before each answer but the first, with how many of `digests` came before it.
         num_calls: tool calls in a chat's answers.
+        with_thoughts: the second digest of each answer that has its thoughts, by the first.
     """
 
     def __init__(self, body: Mapping[str, Any], hasher: "Hasher | None" = None) -> None:
         self.digests: list[str] = []
         self.asked: list[tuple[str, int]] = []
         self.num_calls = _num_calls(_conversation(body))
+        self.with_thoughts: dict[str, str] = {}
         self._hasher: Hasher = hasher or sha256()
         self._was_answered = True
         self._read(_messages(body))
@@ -56,13 +58,14 @@ class History:
         longer = History({}, self._hasher.copy())
         longer.digests, longer.asked = self.digests.copy(), self.asked.copy()
         longer.num_calls = self.num_calls + _num_calls(messages)
+        longer.with_thoughts = self.with_thoughts.copy()
         longer._was_answered = self._was_answered
         longer._read(map(_message, messages))
         return longer
 
-    def _read(self, messages: Iterable[tuple[bool, Sequence[str]]]) -> None:
+    def _read(self, messages: Iterable["_Normalised"]) -> None:
         said: list[str] = []
-        for answered, pieces in messages:
+        for answered, pieces, thoughts in messages:
             if not pieces:
                 continue
             if answered and not self._was_answered and self.digests:
@@ -74,15 +77,23 @@ class History:
                 _feed(self._hasher, said)
                 said = []
                 self.digests.append(self._hasher.hexdigest()[:DIGEST_LENGTH])
+                if thoughts:
+                    self.with_thoughts[self.digests[-1]] = _with_thoughts(self._hasher, thoughts)
             self._was_answered = answered
         _feed(self._hasher, said)
 
     def digest(self, answer: object = ()) -> str:
         """The chain's digest after its last message, and after an answer to it: a message, or output items."""
-        hasher = self._hasher.copy()
+        return self.digests_of(answer)[0]
+
+    def digests_of(self, answer: object) -> tuple[str, ...]:
+        """The chain's digest after an answer, and the one with the answer's thoughts if it has them."""
+        hasher, thoughts = self._hasher.copy(), ""
         for message in answer if isinstance(answer, list | tuple) else [answer]:
-            _feed(hasher, _message(message)[1])
-        return hasher.hexdigest()[:DIGEST_LENGTH]
+            _, pieces, thoughts = _message(message)
+            _feed(hasher, pieces)
+        digest = hasher.hexdigest()[:DIGEST_LENGTH]
+        return (digest, _with_thoughts(hasher, thoughts)) if thoughts else (digest,)
 
 
 def beginnings_of(body: Mapping[str, Any]) -> list[tuple[str, int]]:
@@ -97,7 +108,7 @@ def beginnings_of(body: Mapping[str, Any]) -> list[tuple[str, int]]:
         said = spelled(prompt) or _json(prompt).encode()
         hasher.update(said)
         length = len(said)
-    for answered, pieces in _messages(body):
+    for answered, pieces, _ in _messages(body):
         if not pieces:
             continue
         if answered and not was_answered:
@@ -160,6 +171,17 @@ class Hasher(Protocol):
     def hexdigest(self) -> str: ...
 
 
+_Normalised = tuple[bool, Sequence[str], str]
+"""Whether it is an answer, its normalised pieces, its thoughts. Without pieces it is not part of the conversation."""
+
+
+def _with_thoughts(hasher: Hasher, thoughts: str) -> str:
+    """The second digest of an answer that was just hashed."""
+    hasher = hasher.copy()
+    _feed(hasher, ("thoughts", _sized(thoughts)))  # no message begins with a letter
+    return hasher.hexdigest()[:DIGEST_LENGTH]
+
+
 def _feed(hasher: Hasher, pieces: Sequence[str]) -> int:
     """Returns: the number of characters."""
     length = sum(map(len, pieces))
@@ -176,42 +198,42 @@ def _conversation(body: Mapping[str, Any]) -> object:
     return body.get("input") if messages is None else messages
 
 
-def _messages(body: Mapping[str, Any]) -> Iterator[tuple[bool, Sequence[str]]]:
-    """(is it an answer, its normalised pieces) for each message; a separate system prompt comes first.
-
-    Without pieces it is not part of the conversation.
-    """
+def _messages(body: Mapping[str, Any]) -> Iterator[_Normalised]:
+    """Each message; a separate system prompt comes first."""
     messages = _conversation(body)
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if system := body.get("system") or body.get("instructions"):
-        yield False, _said("system", _text(system).strip())
+        yield False, _said("system", _text(system).strip()), ""
     yield from map(_message, messages if isinstance(messages, list) else ())
 
 
-def _message(message: object) -> tuple[bool, Sequence[str]]:
-    """One message or output item; empty if it is not part of the conversation.
+def _message(message: object) -> _Normalised:
+    """One message or output item.
 
     Every text is preceded by its length, so that none can pass for another's structure.
     """
     if not isinstance(message, dict):
-        return False, (_sized(_json(message)),)
+        return False, (_sized(_json(message)),), ""
     role, content = message.get("role"), message.get("content")
     if len(message) == 2 and isinstance(role, str) and isinstance(content, str) and role != "assistant":
-        return False, _said(role, content.strip())  # the form of most messages; equivalent to the code below
+        return False, _said(role, content.strip()), ""  # the form of most messages; equivalent to the code below
     kind = message.get("type")
     if kind in _UNSAID:
-        return False, ()
+        return False, (), ""
     if kind in _CALLS:
-        return True, (_call(message.get("call_id") or message.get("id"), message.get("name"), _arguments_of(message)),)
+        call_id, name = message.get("call_id") or message.get("id"), message.get("name")
+        return True, (_call(call_id, name, _arguments_of(message)),), ""
     if role is None:
         kept = {key: value for key, value in message.items() if key not in ("id", "status", "cache_control")}
-        return False, (_sized(_json(kept)),)
-    answered = role == "assistant"
-    content = _text(message.get("content"))
+        return False, (_sized(_json(kept)),), ""
+    answered, thoughts = role == "assistant", ""
+    if answered and (len(message) > 2 or not isinstance(content, str)):
+        thoughts = _thoughts(message)
+    content = _text(content)
     if answered and "</think>" in content:
         # Reasoning that the engine left in the text; most agents remove it before they send the answer back.
-        content = content.rpartition("</think>")[2]
+        thoughts, _, content = content.rpartition("</think>")
     said, text = _said(str(role), content.strip()), ""
     if "tool_call_id" in message:
         text = _sized(str(message["tool_call_id"]))
@@ -223,7 +245,16 @@ def _message(message: object) -> tuple[bool, Sequence[str]]:
                 text += _call(call.get("id"), function.get("name"), function.get("arguments"))
             else:
                 text += _sized(_json(call))
-    return answered, (*said, text)
+    return answered, (*said, text), thoughts
+
+
+def _thoughts(answer: dict[str, Any]) -> str:
+    """What stands beside an answer's text: in a field of its own, or in Anthropic's blocks."""
+    thoughts = answer.get("reasoning") or answer.get("reasoning_content")
+    if not thoughts and isinstance(content := answer.get("content"), list):
+        blocks = [part for part in content if isinstance(part, dict) and part.get("type") == "thinking"]
+        thoughts = "".join([str(block.get("thinking")) for block in blocks])
+    return thoughts if isinstance(thoughts, str) else ""
 
 
 def _num_calls(messages: object) -> int:

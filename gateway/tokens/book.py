@@ -9,7 +9,7 @@
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from engines.token_ids import TokenIds, put_together
@@ -121,28 +121,28 @@ class TokenBook:
             self._use(trajectory_id, shelf, _memory_bytes(shelf.turns.values()) - shelf.memory_bytes)
             self._bound()
 
-    def continued(self, trajectory_id: str, digest: str) -> TurnTokens | None:
-        """The latest kept turn of this trajectory with this digest in its history."""
+    def continued(self, trajectory_id: str, digest: str) -> Iterator[TurnTokens]:
+        """The kept turns of this trajectory with this digest in their histories, the latest first."""
         shelf = self._shelves.get(trajectory_id)
         if shelf is None:
-            return None
-        turn = next((turn for turn in reversed(shelf.turns.values()) if digest in turn.history.split()), None)
-        if turn is None:
-            return None
-        self._use(trajectory_id, shelf, 0)
-        *before, _ = chain(shelf.turns, turn)
-        return TurnTokens(
-            trajectory_id=trajectory_id,
-            turn_id=turn.turn_id,
-            prompt_ids=put_together((all_ids(before), turn.new_ids)),
-            output_ids=turn.output_ids,
-            logprobs=None if turn.logprobs is None else array("f", turn.logprobs.tobytes()),
-            versions=turn.versions,
-            finish_reason=turn.finish_reason,
-            parent=turn.parent,
-            history=turn.history,
-            ended_at=turn.ended_at,
-        )
+            return
+        for turn in reversed(shelf.turns.values()):
+            if digest not in turn.history.split():
+                continue
+            self._use(trajectory_id, shelf, 0)
+            *before, _ = chain(shelf.turns, turn)
+            yield TurnTokens(
+                trajectory_id=trajectory_id,
+                turn_id=turn.turn_id,
+                prompt_ids=put_together((all_ids(before), turn.new_ids)),
+                output_ids=turn.output_ids,
+                logprobs=None if turn.logprobs is None else array("f", turn.logprobs.tobytes()),
+                versions=turn.versions,
+                finish_reason=turn.finish_reason,
+                parent=turn.parent,
+                history=turn.history,
+                ended_at=turn.ended_at,
+            )
 
     def add(self, tokens: TurnTokens) -> None:
         """Keep an ended turn's tokens.

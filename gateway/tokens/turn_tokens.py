@@ -31,8 +31,8 @@ class TurnTokens:
         parent: the turn whose prompt and output this prompt begins with, token by token; None for a trajectory's first
             turn, and if the client changed its history, which begins a branch.
         history: words, separated by blanks: the digest of the conversation up to and including this turn's answer, by
-            which the next turn is recognised as its continuation, then `ONLY_WHOLE` if that applies. "" if no turn can
-            continue it.
+            which the next turn is recognised as its continuation, then the digest with the answer's thoughts if it has
+            any, and `ONLY_WHOLE` if that applies. "" if no turn can continue it.
         ended_at: seconds since the epoch.
     """
 

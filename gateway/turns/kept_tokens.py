@@ -106,7 +106,7 @@ class KeptTokens:
     def _keep(self, turn: Turn, choice: Choice) -> None:
         ask, chain, history = turn.ask, choice.chain, ""
         if choice.history is not None:
-            history = choice.history.digest(choice.content())
+            history = " ".join(choice.history.digests_of(choice.content()))
             if _has_own_stop(turn, chain):
                 history += f" {ONLY_WHOLE}"
         self._book.add(

@@ -18,14 +18,24 @@ def spliced(
 ) -> tuple[TokenIds, str | None]:
     """The prompt, and the turn that it continues; for a branch, the render unchanged and None.
 
+    Of several turns with equal answers it continues the one that thought as the client has it, then one whose tokens
+    the template renders too, then the latest.
+
     Args:
         history: of the request; None if it has none.
     """
-    before = book.continued(trajectory_id, history.digests[-1]) if history and history.digests else None
-    if before is None:
-        return rendered, None
-    prompt = joined(before, rendered)
-    return (rendered, None) if prompt is None else (prompt, before.turn_id)
+    answer = history.digests[-1] if history is not None and history.digests else ""
+    with_thoughts = history.with_thoughts.get(answer, "") if history is not None else ""
+    found: list[tuple[TokenIds, str | None]] = []
+    for digest in filter(None, (with_thoughts, answer)):
+        for before in book.continued(trajectory_id, digest):
+            prompt = joined(before, rendered)
+            if prompt is rendered:
+                return prompt, before.turn_id
+            found.append((rendered, None) if prompt is None else (prompt, before.turn_id))
+        if found:
+            break
+    return next((each for each in found if each[1] is not None), (rendered, None))
 
 
 def joined(before: TurnTokens, rendered: TokenIds) -> TokenIds | None:

@@ -1,5 +1,6 @@
 """A trajectory's later prompts: its own earlier tokens exactly as they were generated, then what is new."""
 
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -9,7 +10,7 @@ from openai import AsyncOpenAI
 
 from engines.simulated.text import END, Tokenizer
 from tests.api.conftest import DONE, GENERATE, HELLO, MODEL, Site, event, running_site, toy
-from tests.support.engine import fixed, recorded_engine
+from tests.support.engine import Script, fixed, recorded_engine
 from tests.support.gateway import running_gateway
 
 _CHAT = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
@@ -31,6 +32,14 @@ TOOL = {
 def generated(site: Site) -> list[dict[str, Any]]:
     """The requests from which the engine generated."""
     return [request.json for request in site.engine.turns if request.path in ("/inference/v1/generate", "/generate")]
+
+
+def made(text: str, ids: list[int], stop: int | None = None) -> Script:
+    """A script for vLLM's token route: this answer."""
+    entries = [{"token": "", "logprob": -0.5, "bytes": None, "top_logprobs": []}] * len(ids)
+    choice = {"index": 0, "text": text, "token_ids": ids, "logprobs": {"content": entries}}
+    choice |= {"finish_reason": "stop", "stop_reason": stop}
+    return fixed(200, event({"request_id": "g", "choices": [choice]}) + DONE, b"text/event-stream")
 
 
 async def tokens_of(site: Site, trajectory_id: str) -> list[dict[str, Any]]:
@@ -94,12 +103,8 @@ async def test_a_stop_strings_last_token_in_the_next_message_cuts_nothing(includ
 async def test_a_clients_stop_token_in_the_next_message_cuts_nothing() -> None:
     """As a stop string's last token: it ends the answer, and is not in its text."""
     ids = Tokenizer().encode("look around now")
-    entries = [{"token": "", "logprob": -0.5, "bytes": None, "top_logprobs": []}] * len(ids)
-    choice = {"index": 0, "text": "look around", "token_ids": ids, "logprobs": {"content": entries}}
-    choice |= {"finish_reason": "stop", "stop_reason": ids[-1]}
     async with running_site(token_legs="auto") as site:
-        answer = event({"request_id": "g", "choices": [choice]}) + DONE
-        site.engine.scripts[GENERATE] = fixed(200, answer, b"text/event-stream")
+        site.engine.scripts[GENERATE] = made("look around", ids, ids[-1])
         fields: dict[str, Any] = {"headers": {"x-trajectory-id": "a"}, "stop_token_ids": [ids[-1]]}
         assert (await site.chat(**fields)).status_code == 200
         site.engine.scripts.clear()
@@ -109,6 +114,30 @@ async def test_a_clients_stop_token_in_the_next_message_cuts_nothing() -> None:
             assert (await site.chat(messages=messages, headers=headers)).status_code == 200
         continued, rendered = (sent["token_ids"] for sent in generated(site)[-2:])
         assert continued == rendered
+
+
+# In the pieces in which they were generated. The template tokenises the whole text.
+SIBLINGS = {
+    "thoughts": (("<think>north is open</think>go n", "orth"), ("<think>south is locked</think>go n", "orth")),
+    "blanks at the end": (("go north",), ("go north ",)),
+}
+
+
+@pytest.mark.parametrize("siblings", SIBLINGS.values(), ids=SIBLINGS.keys())
+async def test_of_two_like_answers_the_one_that_the_client_has_is_continued(siblings: tuple[tuple[str, ...]]) -> None:
+    """A tree search of one trajectory. It was always the latest, whose thoughts the engine got instead."""
+    ids_of = {"".join(pieces): [*chain(*map(Tokenizer().encode, pieces)), END] for pieces in siblings}
+    async with running_site(token_legs="auto") as site:
+        headers = {"x-trajectory-id": "a"}
+        for text, ids in ids_of.items():
+            site.engine.scripts[GENERATE] = made(text, ids)
+            assert (await site.chat(headers=headers)).json()["choices"][0]["message"]["content"] == text
+        site.engine.scripts.clear()
+        for text, ids in ids_of.items():
+            messages = [*HELLO, {"role": "assistant", "content": text}, {"role": "user", "content": "and now?"}]
+            assert (await site.chat(messages=messages, headers=headers)).status_code == 200
+            sent = generated(site)[-1]["token_ids"]
+            assert any(sent[start : start + len(ids)] == ids for start in range(len(sent)))
 
 
 @pytest.mark.parametrize("has_room", [True, False], ids=["with room", "without room"])

@@ -92,6 +92,36 @@ def test_text_matches_with_or_without_parts_and_reasoning(conversations: Convers
     assert continued(conversations, chat(parts, QUESTION)) == "a"
 
 
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_siblings_that_think_differently_and_act_alike_are_not_swapped(
+    conversations: Conversations, is_restored: bool
+) -> None:
+    """A client that sends its thoughts back continues its own trajectory, also after a restart. One that leaves them
+    out takes the next, as siblings with equal answers do."""
+    thoughts = {name: {"role": "assistant", "content": f"<think>{name}</think>Go north."} for name in "abc"}
+    for name, answer in thoughts.items():
+        remember(conversations, name, chat(), answer)
+    if is_restored:
+        dumped = {name: conversations.dump(name) for name in thoughts}
+        conversations = Conversations(limit=100)
+        for name, digests in dumped.items():
+            conversations.restore(name, [digests])
+    assert continued(conversations, chat(thoughts["c"], QUESTION)) == "c"
+    assert continued(conversations, chat({"role": "assistant", "content": "Go north."}, QUESTION)) == "a"
+    assert continued(conversations, chat(thoughts["b"], QUESTION)) == "b"
+    assert continued(conversations, chat(thoughts["c"], QUESTION)) == "c", "a retry"
+
+
+def test_what_was_stored_before_thoughts_were_told_apart_is_still_found(conversations: Conversations) -> None:
+    """By the digest without thoughts, the only one that was stored then."""
+    answer = {"role": "assistant", "content": "<think>a</think>Go north."}
+    remember(conversations, "a", chat(), answer)
+    first, *_ = conversations.dump("a").split()
+    restored = Conversations(limit=100)
+    restored.restore("a", [first])
+    assert continued(restored, chat(answer, QUESTION)) == "a"
+
+
 def test_siblings_with_equal_answers_are_assigned_in_turn(conversations: Conversations) -> None:
     """Greedy siblings cannot be told apart, so each continuation takes the next one, and none is assigned twice."""
     for name in ("a", "b", "c"):

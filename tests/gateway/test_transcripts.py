@@ -98,6 +98,30 @@ def test_a_message_that_differs_makes_a_different_conversation(one: object, othe
     assert digest(one) != digest(other)
 
 
+THOUGHT = {
+    "in the text": [answered(f"<think>{thought}</think>a") for thought in "xy"],
+    "beside the text": [answered("a") | {"reasoning_content": thought} for thought in "xy"],
+    "by another name": [answered("a") | {"reasoning": thought} for thought in "xy"],
+    "in blocks": [
+        assistant({"type": "thinking", "thinking": thought}, {"type": "text", "text": "a"}) for thought in "xy"
+    ],
+}
+
+
+@pytest.mark.parametrize(("one", "other"), THOUGHT.values(), ids=THOUGHT.keys())
+def test_answers_that_differ_in_their_thoughts_have_a_second_digest(one: Any, other: Any) -> None:
+    """The first one is that of the answer without thoughts, which has no second. It is the same in an answer, in a
+    request that repeats it, and in one that is read from there on."""
+    asked = History({"messages": [USER]})
+    keys = [asked.digests_of(answer) for answer in (one, other, answered("a"))]
+    assert len({key[0] for key in keys}) == 1 and len({key[1:] for key in keys}) == 3 and keys[2][1:] == ()
+    for answer, (digest, *second) in zip((one, other, answered("a")), keys, strict=True):
+        repeated = asked.continued([answer])
+        assert repeated.with_thoughts == ({digest: second[0]} if second else {})
+        assert repeated.continued([USER]).with_thoughts == repeated.with_thoughts
+        assert repeated.digest() == digest, "what follows does not depend on the thoughts"
+
+
 ROLES = st.lists(st.sampled_from(["user", "assistant", "tool"]), max_size=8)
 
 
