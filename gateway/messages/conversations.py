@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from gateway.messages.transcripts import DIGEST_LENGTH, History, prompt_of, spelled
+from gateway.messages.transcripts import DIGEST_LENGTH, History, prompt_of, spelled, whole_answer
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -92,7 +92,7 @@ class Conversations:
             if not body.get("previous_response_id"):
                 keys += _keys_of(history, answer["output"])
         else:
-            keys = _keys_of(history, answer)
+            keys = _keys_of(*whole_answer(body, history, answer, sha256))
         self._add(trajectory_id, keys)
 
     def release(self, trajectory_id: str) -> None:

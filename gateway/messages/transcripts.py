@@ -11,7 +11,7 @@ another client's trajectory (0.9 ms for 1 MB, a third of BLAKE2b's time). Within
 is a prompt's, which only groups.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, Protocol, Self
 
@@ -94,6 +94,27 @@ class History:
             _feed(hasher, pieces)
         digest = hasher.hexdigest()[:DIGEST_LENGTH]
         return (digest, _with_thoughts(hasher, thoughts)) if thoughts else (digest,)
+
+
+def whole_answer(
+    body: Mapping[str, Any], history: History, answer: Any, new_hasher: "Callable[[], Hasher]"
+) -> tuple[History, Any]:
+    """A request's history and its answer as its client will send them with its next turn.
+
+    If the request has the beginning of the answer (`continue_final_message`), its client makes one message of both.
+
+    Args:
+        history: of the body.
+        answer: a message; others are returned as they are.
+        new_hasher: makes one as `history` has.
+    """
+    messages = body.get("messages") if body.get("continue_final_message") else None
+    *before, begun = messages if isinstance(messages, list) and messages else [None]
+    if not isinstance(begun, dict) or begun.get("role") != "assistant" or not isinstance(answer, dict):
+        return history, answer
+    preamble = {name: body.get(name) for name in ("system", "instructions")}
+    content = _text(begun.get("content")) + _text(answer.get("content"))
+    return History({**preamble, "messages": before}, new_hasher()), {**begun, **answer, "content": content}
 
 
 def beginnings_of(body: Mapping[str, Any]) -> list[tuple[str, int]]:

@@ -8,8 +8,10 @@ from collections.abc import Set
 from typing import Any
 
 import orjson
+from xxhash import xxh3_128
 
 from gateway.clock import Clock
+from gateway.messages.transcripts import whole_answer
 from gateway.tokens.book import TokenBook, choice_id
 from gateway.tokens.partials import Partials
 from gateway.tokens.turn_tokens import ONLY_WHOLE, TurnTokens, VersionSpan
@@ -106,7 +108,8 @@ class KeptTokens:
     def _keep(self, turn: Turn, choice: Choice) -> None:
         ask, chain, history = turn.ask, choice.chain, ""
         if choice.history is not None:
-            history = " ".join(choice.history.digests_of(choice.content()))
+            known, answer = whole_answer(ask.request, choice.history, choice.content(), xxh3_128)
+            history = " ".join(known.digests_of(answer))
             if _has_own_stop(turn, chain):
                 history += f" {ONLY_WHOLE}"
         self._book.add(

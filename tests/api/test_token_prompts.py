@@ -140,6 +140,22 @@ async def test_of_two_like_answers_the_one_that_the_client_has_is_continued(sibl
             assert any(sent[start : start + len(ids)] == ids for start in range(len(sent)))
 
 
+async def test_an_answer_that_was_continued_is_continued_as_one() -> None:
+    """It was cut by its limit, and continued with vLLM's `continue_final_message`. All later turns began branches."""
+    async with running_site(token_legs="auto") as site:
+        headers, texts, fields = {"x-trajectory-id": "a"}, [""], {}
+        for _ in range(2):
+            messages = [*HELLO, *([{"role": "assistant", "content": texts[-1]}] if texts[-1] else [])]
+            answer = await site.chat(messages=messages, headers=headers, **fields)
+            texts.append(texts[-1] + answer.json()["choices"][0]["message"]["content"])
+            fields = {"max_tokens": 200, "continue_final_message": True, "add_generation_prompt": False}
+        messages = [*HELLO, {"role": "assistant", "content": texts[-1]}, {"role": "user", "content": "and now?"}]
+        assert (await site.chat(messages=messages, headers=headers)).status_code == 200
+        turns = await tokens_of(site, "a")
+        assert [turn["finish_reason"] for turn in turns] == ["length", "stop", "length"]
+        assert [turn["parent"] for turn in turns] == [None, turns[0]["turn_id"], turns[1]["turn_id"]]
+
+
 @pytest.mark.parametrize("has_room", [True, False], ids=["with room", "without room"])
 async def test_a_chat_without_a_limit_has_the_room_that_its_prompt_leaves(has_room: bool) -> None:
     """A client leaves out the thoughts, which the generated tokens have. SGLang refused the longer prompt with the room

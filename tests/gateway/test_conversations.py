@@ -122,6 +122,26 @@ def test_what_was_stored_before_thoughts_were_told_apart_is_still_found(conversa
     assert continued(restored, chat(answer, QUESTION)) == "a"
 
 
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_continued_answer_is_recognised_as_one_message(conversations: Conversations, parts: bool) -> None:
+    """An answer that its limit cut is continued with `continue_final_message`, here twice. Its client goes on with the
+    whole, with its thoughts or without."""
+    begun = ""
+    for text in ("<think>Hm", "m.</think>Go ", "north."):
+        start = (
+            [{"role": "assistant", "content": [{"type": "text", "text": begun}] if parts else begun}] if begun else []
+        )
+        body = {**chat(*start), "continue_final_message": bool(begun)}
+        assert continued(conversations, body) == ("a" if begun else None)
+        remember(conversations, "a", body, {"role": "assistant", "content": text})
+        begun += text
+    for answer in (begun, "Go north."):
+        assert continued(conversations, chat({"role": "assistant", "content": answer}, QUESTION)) == "a"
+        conversations.release("a")
+    remember(conversations, "b", {**chat(), "continue_final_message": True}, called("c1"))
+    assert continued(conversations, chat(called("c1"), result("c1", "x"))) == "b", "there was no answer to continue"
+
+
 def test_siblings_with_equal_answers_are_assigned_in_turn(conversations: Conversations) -> None:
     """Greedy siblings cannot be told apart, so each continuation takes the next one, and none is assigned twice."""
     for name in ("a", "b", "c"):
