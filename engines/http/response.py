@@ -247,6 +247,8 @@ class Response:
             return
         if error is None:
             self.is_complete = True
+            if self._buffered > HIGH_WATER_BYTES:
+                self._read_on()  # all of it is here, and the next answer on this connection must be read
         else:
             self._error = error
         if self._timer is not None:
@@ -269,7 +271,7 @@ class Response:
     def _taken(self) -> None:
         """Everything that is here was taken."""
         self._pieces.clear()
-        if self._buffered > HIGH_WATER_BYTES:
+        if self._buffered > HIGH_WATER_BYTES and not self.is_complete:  # else another response has the connection
             self._read_on()
         self._buffered = 0
 

@@ -21,6 +21,7 @@ from engines.http import (
     Response,
     ResponseTimeout,
 )
+from tests.support.gateway import eventually
 
 from .raw_server import Handler, Peer, RawServer, raw_server
 
@@ -247,6 +248,58 @@ async def test_a_slow_reader_holds_back_the_server() -> None:
         held = await response.piece(TIMEOUT_S)
         assert len(held) < 4 * engines.http.response.HIGH_WATER_BYTES
         assert len(held) + len(await read(response)) == size
+
+
+_UNTAKEN_BYTES = engines.http.response.HIGH_WATER_BYTES + 1
+
+
+@asynccontextmanager
+async def after_a_complete_untaken_answer(then: bytes) -> AsyncIterator[tuple[HttpClient, Response]]:
+    """An answer whose last byte both stopped further reading and was its end; the next one on its connection is
+    `then`."""
+    may_end = asyncio.Event()
+
+    async def handler(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % _UNTAKEN_BYTES, bytes(_UNTAKEN_BYTES - 1))
+        await may_end.wait()
+        await peer.send(b"!")
+        await peer.request()
+        await peer.send(then)
+        await peer.until_client_leaves()
+
+    async with server_and_client(handler) as (server, http):
+        response = await http.request("GET", "/")
+        await eventually(lambda: len(response.so_far()) == _UNTAKEN_BYTES - 1)
+        may_end.set()
+        await eventually(lambda: response.is_complete)
+        yield http, response
+        assert len(server.peers) == 1
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "left"])
+async def test_a_complete_untaken_answer_leaves_a_connection_that_is_read(is_read: bool) -> None:
+    """Whether its reader takes it then or leaves it: the next answer comes."""
+    async with after_a_complete_untaken_answer(HELLO) as (http, response):
+        if is_read:
+            assert len(await read(response)) == _UNTAKEN_BYTES
+        response.close()
+        await assert_gets(http)
+
+
+async def test_a_complete_answer_that_is_read_late_does_not_disturb_the_next_one() -> None:
+    """The next answer on its connection has a slow reader too, and stays at the server meanwhile."""
+    size = 32 * 1024 * 1024
+    then = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size + bytes(size)
+    async with after_a_complete_untaken_answer(then) as (http, first):
+        second = await http.request("GET", "/", timeout_s=TIMEOUT_S)
+        await eventually(second.is_stuck)
+        held = len(second.so_far())
+        assert len(await read(first)) == _UNTAKEN_BYTES
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(second.so_far()) == held
+        assert len(await read(second)) == size
 
 
 @pytest.mark.parametrize(
