@@ -26,8 +26,9 @@ def bounded_protocol(
     """A factory of connection protocols with these limits; its other arguments are uvicorn's.
 
     Args:
-        max_head_bytes: of a request line with all headers. It protects memory only, because it is checked as bytes
-            arrive; the exact limit on headers is enforced and reported by the code that serves requests.
+        max_head_bytes: of a request line with all headers, of a chunk's head, and of trailers. It protects memory only,
+            because it is checked as bytes arrive; the exact limit on headers is enforced and reported by the code that
+            serves requests.
         head_timeout_s: from the connection, or a later head's first byte, to that head's end.
         unread_timeout_s: a client that takes nothing for this long, with more waiting than its connection holds, has
             left.
@@ -51,7 +52,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._unread_timeout_s = unread_timeout_s
         self._take = take
         self._in_head = False
-        self._head_bytes = 0
+        # What came since the read in which last a head, a piece of a body or a message ended.
+        self._unended_bytes = 0
         self._served: Exchange | None = None
         self._unserved: Exchange | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -76,7 +78,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
-        was_in_head = self._in_head
+        self._unended_bytes += len(data)
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
@@ -86,12 +88,9 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._read_without_upgrade(data, upgrade)
         if self._unserved is not None:
             self._serve(self._unserved)
-        if not self._in_head:
-            return
-        self._head_bytes = len(data) + (self._head_bytes if was_in_head else 0)
-        if self._head_bytes > self._max_head_bytes:
-            self._refuse(headers_too_large(self._max_head_bytes))
-        elif self._timer is None:
+        if self._unended_bytes > self._max_head_bytes:
+            self._refuse_endless()
+        elif self._in_head and self._timer is None:
             self._timer = self.loop.call_later(self._head_timeout_s, self.transport.close)
 
     def _read_without_upgrade(self, data: bytes, upgrade: httptools.HttpParserUpgrade) -> None:
@@ -135,8 +134,17 @@ class _BoundedProtocol(HttpToolsProtocol):
         self.headers = []
         self.expect_100_continue = False
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            return  # a trailer, which is no header (RFC 9110, 6.5.1)
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._unended_bytes = 0
         self._stop_timer()
         version = self.parser.get_http_version()
         before = self.cycle
@@ -161,6 +169,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self.pipeline.appendleft((self.cycle, self.app))
 
     def on_body(self, body: bytes) -> None:
+        self._unended_bytes = 0
         exchange: Any = self.cycle
         if exchange.body or exchange.response_complete:
             super().on_body(body)
@@ -171,6 +180,12 @@ class _BoundedProtocol(HttpToolsProtocol):
         if len(body) > HIGH_WATER_LIMIT:
             self.flow.pause_reading()
         exchange.message_event.set()
+
+    def on_message_complete(self) -> None:
+        self._unended_bytes = 0
+        if not self.cycle.response_complete:
+            self.cycle.more_body = False
+            self.cycle.message_event.set()
 
     def _scope_of(self, version: str) -> Any:
         """ASGI's scope for the request whose head is complete."""
@@ -252,6 +267,12 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(bad_request(msg, code="bad_http"))
+
+    def _refuse_endless(self) -> None:
+        if self._in_head:
+            self._refuse(headers_too_large(self._max_head_bytes))
+        else:  # a chunk's head or trailers: the request may have its answer already
+            self.transport.close()
 
     def _refuse(self, refused: Refused) -> None:
         if self.cycle is None or self.cycle.response_complete:  # otherwise it would land inside another answer

@@ -182,3 +182,89 @@ async def test_a_folded_header_does_not_name_a_trajectory(site: tuple[RawEngine,
         writer.close()
     assert b"x-trajectory-id: stolen" not in answer
     assert len(engine.posts) == answer.startswith(b"HTTP/1.1 200")
+
+
+def in_one_chunk(body: bytes) -> bytes:
+    """A request from its last header to its last chunk; trailers and an empty line follow."""
+    return b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n" % (len(body), body)
+
+
+IN_CHUNKS = in_one_chunk(BODY)
+
+
+async def test_a_trailer_is_no_header(site: tuple[RawEngine, Listening]) -> None:
+    """RFC 9110, 6.5.1: it changes neither its own request's identity nor the next one's."""
+    _, gateway = site
+    async with asyncio.timeout(110):
+        reader, writer = await connected(gateway)
+        writer.write(HEAD + b"x-trajectory-id: mine\r\n" + IN_CHUNKS + b"x-trajectory-id: another\r\n\r\n" + HIDDEN)
+        seen = []
+        for _ in range(2):
+            _, headers = await head_of(reader)
+            await reader.readexactly(int(headers[b"content-length"]))
+            seen.append(headers[b"x-trajectory-id"])
+        writer.close()
+    assert seen[0] == b"mine" and seen[1] not in (b"mine", b"another")
+
+
+async def test_a_key_in_a_trailer_authorises_nothing() -> None:
+    """Only one in a header does."""
+    key = b"authorization: Bearer a-key-of-a-client\r\n"
+    async with running_gateway(api_keys=("a-key-of-a-client",)) as gateway, asyncio.timeout(110):
+        for sent, status in ((HEAD + key + IN_CHUNKS, b"503"), (HEAD + IN_CHUNKS + key, b"401")):
+            reader, writer = await connected(gateway)
+            writer.write(sent + b"\r\n")
+            assert (await head_of(reader))[0].split()[1] == status
+            writer.close()
+
+
+@pytest.mark.parametrize("answered", [False, True], ids=["unanswered", "after a 401"])
+@pytest.mark.parametrize(
+    ("start", "endless"),
+    [(b"0\r\n", b"x-more: %s\r\n" % (b"y" * 990)), (b"0\r\nx-more: ", b"y" * 1000), (b"5;", b"y" * 1000)],
+    ids=["trailers", "a trailer", "a chunk's head"],
+)
+async def test_what_follows_a_piece_of_a_body_without_end_is_cut_off(
+    start: bytes, endless: bytes, answered: bool
+) -> None:
+    """It does not pile up in memory, whether the request was answered already or waits for its end."""
+    keys = ("a-key-of-a-client",) if answered else ()
+    async with running_gateway(max_header_bytes=2000, api_keys=keys) as gateway, asyncio.timeout(110):
+        reader, writer = await connected(gateway)
+        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n" + start)
+        if answered:
+            _, headers = await head_of(reader)
+            await reader.readexactly(int(headers[b"content-length"]))
+        sent = 0
+        try:
+            while not reader.at_eof() and sent < 50_000_000:
+                writer.write(endless)
+                await writer.drain()
+                await asyncio.sleep(0)
+                sent += len(endless)
+            more = await reader.read()
+        except ConnectionError:
+            more = b""
+        assert sent < 10_000_000 and more == b""
+        writer.close()
+
+
+LONG = orjson.dumps(body_of("chat", text="x" * 8000))
+
+
+@pytest.mark.parametrize(
+    "first",
+    [HEAD + b"content-length: %d\r\n\r\n%s" % (len(LONG), LONG), HEAD + in_one_chunk(LONG) + b"\r\n"],
+    ids=["length", "chunked"],
+)
+async def test_a_body_does_not_count_toward_the_next_head(first: bytes) -> None:
+    """Its end and the beginning of the next head come together, and are more than a head may have."""
+    async with running_gateway(max_header_bytes=2000) as gateway, asyncio.timeout(110):
+        reader, writer = await connected(gateway)
+        writer.write(first + HIDDEN[:30])
+        for rest in (HIDDEN[30:], b""):
+            status, headers = await head_of(reader)
+            assert status.startswith(b"HTTP/1.1 503")
+            await reader.readexactly(int(headers[b"content-length"]))
+            writer.write(rest)
+        writer.close()
