@@ -182,18 +182,23 @@ class Response:
         return False
 
     async def body(self, limit_bytes: int, timeout_s: float) -> bytes:
-        """The whole body. Raises as `piece` does, and AnswerTooLarge above the limit."""
+        """The whole body. Raises as `piece` does, and AnswerTooLarge above the limit; if it raises, or its reader is
+        cancelled, nobody gets the rest, so the response is closed.
+        """
         if self.is_complete and self._buffered <= min(limit_bytes, HIGH_WATER_BYTES):  # most non-streamed answers
             return self.so_far()
         pieces: list[bytes] = []
         size = 0
-        while await self._has_more(timeout_s):
-            pieces += self._pieces
-            size += self._buffered
-            self._taken()
-            if size > limit_bytes:
-                self.close()
-                raise AnswerTooLarge(f"the engine's answer is larger than {limit_bytes} bytes")
+        try:
+            while await self._has_more(timeout_s):
+                pieces += self._pieces
+                size += self._buffered
+                self._taken()
+                if size > limit_bytes:
+                    raise AnswerTooLarge(f"the engine's answer is larger than {limit_bytes} bytes")
+        except BaseException:
+            self.close()
+            raise
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def close(self) -> None:

@@ -395,6 +395,25 @@ async def test_abandoning_an_answer_closes_its_connection() -> None:
         await until_client_leaves(server)
 
 
+@pytest.mark.parametrize("is_post", [False, True], ids=["get", "post"])
+async def test_abandoning_a_body_closes_its_connection(is_post: bool) -> None:
+    """Its reader is cancelled while it comes, and nobody else has the response."""
+    is_coming = asyncio.Event()
+
+    async def handler(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % 2**25, bytes(2**24))
+        is_coming.set()
+        await peer.until_client_leaves()
+
+    async with server_and_client(handler) as (server, http):
+        asked = http.post("/", b"{}", TIMEOUT_S, LIMIT_BYTES) if is_post else http.get("/", TIMEOUT_S, LIMIT_BYTES)
+        pending = asyncio.create_task(asked)
+        await is_coming.wait()
+        pending.cancel()
+        await until_client_leaves(server)
+
+
 async def test_a_body_above_the_readers_limit_is_abandoned() -> None:
     """The reader gets an error, and the connection is closed."""
     async with server_and_client(sends_then_waits(HELLO[:-1])) as (server, http):

@@ -60,6 +60,27 @@ async def test_a_request_without_a_trajectory_ends_when_its_client_leaves() -> N
         await eventually(lambda: engine.num_open == 0)
 
 
+async def test_a_client_that_leaves_during_such_an_answer_frees_the_engine() -> None:
+    """The connection to the engine is closed. It stayed, with an engine that waited for it to be read."""
+    is_coming = asyncio.Event()
+
+    async def long_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % 2**25)
+        for _ in range(2**8):  # 16 MiB, more than sockets hold: the gateway reads the body
+            writer.write(bytes(2**16))
+            await writer.drain()
+        is_coming.set()
+        await reader.read()
+
+    async with raw_engine(long_answer) as engine, running_gateway(engine.url) as gateway, asyncio.timeout(60):
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: 13\r\n\r\n" + b'{"input":"x"}')
+        await is_coming.wait()
+        writer.transport.abort()
+        await eventually(lambda: engine.num_open == 0)
+
+
 async def num_running(client: httpx.AsyncClient, engine: str, dialect: str = "vllm") -> int:
     """The engine's own gauge."""
     page = (await client.get(engine + "/metrics")).text
