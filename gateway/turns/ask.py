@@ -20,6 +20,8 @@ class Ask:
         keeps_tokens: its tokens are kept for later turns and for a trainer.
         wants_stream: the client wants a stream.
         history: its conversation, if no id was sent.
+        is_retry: the client says so.
+        retry_key: of all requests that the client means as one and the same; "" if it names none.
     """
 
     api: Api
@@ -36,6 +38,8 @@ class Ask:
     keeps_tokens: bool = False
     wants_stream: bool = False
     history: History | None = None
+    is_retry: bool = False
+    retry_key: str = ""
 
     @property
     def wants_usage(self) -> bool:

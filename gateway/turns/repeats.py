@@ -2,7 +2,9 @@
 
 A client repeats exactly the same bytes. While a turn runs, a request that also names its trajectory is a repeat;
 siblings that share only a `user` ask the same question and want answers of their own. Once a turn has ended, the
-request must say that it is a retry: an agent may ask the same question twice, for another answer.
+request must say that it is a retry: an agent may ask the same question twice, for another answer. It says so by a count
+of retries, or by the Idempotency-Key of the turn that it repeats; a key by itself says nothing, because clients give
+each request one.
 """
 
 from collections import OrderedDict
@@ -15,13 +17,17 @@ from gateway.http.outlet import Outlet, sent_outlet
 from gateway.turns.ask import Ask
 from gateway.turns.turn import Turn
 
-_RETRY_HEADERS = frozenset({b"x-stainless-retry-count", b"idempotency-key"})
+_COUNT, _KEY = b"x-stainless-retry-count", b"idempotency-key"
+_RETRY_HEADERS = frozenset({_COUNT, _KEY})
 
 
-def is_retry(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether the client says that this is a retry."""
-    said = [value for name, value in headers if name in _RETRY_HEADERS]
-    return any(value not in (b"", b"0") for value in said) if said else False
+def retry_of(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bool, str]:
+    """Whether the client counts this as a retry; and its Idempotency-Key, "" without one."""
+    said = [header for header in headers if header[0] in _RETRY_HEADERS]
+    if not said:
+        return False, ""
+    sent = dict(said)
+    return sent.get(_COUNT, b"") not in (b"", b"0"), sent.get(_KEY, b"").decode("latin-1")
 
 
 class Repeats:
@@ -90,22 +96,22 @@ class Repeats:
         if kept is not None:
             self._room += len(kept[0])
 
-    def running(self, ask: Ask, retries: bool) -> Turn | None:
+    def running(self, ask: Ask) -> Turn | None:
         """The running turn that this request repeats."""
         for turn in self._running.get(ask.trajectory_id, ()):
             is_open = turn.num_clients and turn.outlet.kept is not None
-            if is_open and _is_same(turn.ask, ask) and (ask.may_be_joined or retries):
+            if is_open and _is_same(turn.ask, ask) and (ask.may_be_joined or _retries(ask, turn.ask.retry_key)):
                 return turn
         return None
 
-    def answer(self, ask: Ask, retries: bool) -> Outlet | None:
+    def answer(self, ask: Ask) -> Outlet | None:
         """The answer that this request got before."""
-        if not retries or ask.trajectory_id not in self._answered:
+        if not (ask.is_retry or ask.retry_key) or ask.trajectory_id not in self._answered:
             return None
         packed, engine_id, queued_ms = self._answered[ask.trajectory_id]
         whose, _, body = packed.partition(b"\n")
-        digest, api, request_id, is_stream = orjson.loads(whose)
-        if digest != _digest(ask):
+        digest, api, request_id, is_stream, *key = orjson.loads(whose)
+        if digest != _digest(ask) or not _retries(ask, key[0] if key else ""):
             return None
         return sent_outlet(api, request_id, ask.trajectory_id, engine_id, queued_ms, body, is_stream)
 
@@ -121,8 +127,15 @@ class Repeats:
 def _packed(turn: Turn, pieces: list[bytes]) -> bytes:
     """An answer: a line of JSON that identifies it, then its bytes."""
     ask = turn.ask
-    whose = orjson.dumps([digest_of(turn), ask.api, turn.turn_id, ask.wants_stream])
-    return b"".join([whose, b"\n", *pieces])
+    whose = [digest_of(turn), ask.api, turn.turn_id, ask.wants_stream]
+    if ask.retry_key:
+        whose.append(ask.retry_key)
+    return b"".join([orjson.dumps(whose), b"\n", *pieces])
+
+
+def _retries(ask: Ask, key: str) -> bool:
+    """Whether the client says that this retries an equal request with this key."""
+    return ask.is_retry or (ask.retry_key != "" and ask.retry_key == key)
 
 
 def _is_same(one: Ask, other: Ask) -> bool:

@@ -33,6 +33,7 @@ from gateway.state.ledger import Ledger
 from gateway.tokens.book import TokenBook
 from gateway.turns.ask import Ask
 from gateway.turns.ids import new_id
+from gateway.turns.repeats import retry_of
 
 # Larger hints mean no more than this: engines get the number scaled, and it must stay a 64-bit integer there.
 _MAX_HINT = 1_000
@@ -115,6 +116,7 @@ class RequestReader:
         group_id = identity.group_id or known_group or self._groups.of(request)
         may_be_joined = identity.strong and not is_inferred
         keeps_tokens = self._has_token_legs and self._book.wants(trajectory_id, scope["headers"])
+        is_retry, retry_key = retry_of(scope["headers"])
         # By position: keyword arguments cost 0.1 us each.
         return Ask(
             api,
@@ -131,6 +133,8 @@ class RequestReader:
             keeps_tokens,
             stream is True,
             history,
+            is_retry,
+            retry_key,
         )
 
     def _model(self, request: Mapping[str, Any]) -> str:

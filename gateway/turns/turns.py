@@ -24,7 +24,7 @@ from gateway.turns.endings import Endings
 from gateway.turns.hot import HotTurns
 from gateway.turns.ids import new_id
 from gateway.turns.kept_tokens import KeptTokens
-from gateway.turns.repeats import Repeats, is_retry
+from gateway.turns.repeats import Repeats
 from gateway.turns.request_reader import RequestReader, named
 from gateway.turns.running import RunningTurns
 from gateway.turns.turn import Turn
@@ -116,12 +116,11 @@ class Turns:
                 outlet.headers += named(client.scope, body)
                 raise
             outlet.headers.append((b"x-trajectory-id", ask.trajectory_id.encode("latin-1", "replace")))
-            retries = is_retry(client.scope["headers"])
-            joined = self._repeats.running(ask, retries)
+            joined = self._repeats.running(ask)
             if joined is not None:
                 joined.num_clients += 1  # now: its other clients may leave before the rest begins
                 return self._endings.serving(self._join(joined, client), client, outlet, turn_id)
-            answer = self._repeats.answer(ask, retries)
+            answer = self._repeats.answer(ask)
             if answer is not None:
                 self._metrics.joined_turns.inc()
                 self._endings.given_up(ask)
@@ -129,7 +128,7 @@ class Turns:
             turn = Turn(turn_id, ask, outlet, self._clock(), key)
             self._running.count(turn)
             if self._has_token_legs:
-                return self._endings.serving(self._prepared(turn, client, retries), client, outlet, turn_id)
+                return self._endings.serving(self._prepared(turn, client), client, outlet, turn_id)
             self._running.arrive(turn, client)
         except Exception as error:
             self._endings.tell(error, outlet, turn_id)
@@ -138,10 +137,10 @@ class Turns:
             return None
         return self._endings.serving(self._running.run(turn, client), client, outlet, turn_id)
 
-    async def _prepared(self, turn: Turn, client: Client, retries: bool) -> None:
+    async def _prepared(self, turn: Turn, client: Client) -> None:
         """Run a turn that may be served at token level."""
         try:
-            await self._kept_tokens.prepare(turn, turn.ask.may_be_joined or retries)
+            await self._kept_tokens.prepare(turn, turn.ask.may_be_joined or turn.ask.is_retry)
         except BaseException as error:
             self._running.give_up(turn)
             if isinstance(error, asyncio.CancelledError):  # uvicorn's, when its shutdown timeout ends

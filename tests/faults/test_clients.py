@@ -159,7 +159,7 @@ async def test_a_client_that_leaves_in_mid_body_leaves_no_trace(client: httpx.As
         assert len(listed) == 1
 
 
-@pytest.mark.parametrize("sign", ["its own id", "the SDK's retry header"])
+@pytest.mark.parametrize("sign", ["its own id", "the SDK's retry header", "its idempotency key"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", APIS)
 async def test_a_repeated_request_joins_the_running_turn(
@@ -172,6 +172,8 @@ async def test_a_repeated_request_joins_the_running_turn(
 
         async def play(number: int) -> bool:
             first_headers = {"x-trajectory-id": f"mine-{number}"} if has_id else {}
+            if sign == "its idempotency key":
+                first_headers = {"idempotency-key": f"key-{number}"}
             again_headers = first_headers or {"x-stainless-retry-count": "1"}
             body = body_of(api, stream, 60, f"hello {number}") | user
             joined = await metric(client, gateway.url, "heddle_joined_turns_total")
@@ -193,13 +195,16 @@ async def test_a_repeated_request_joins_the_running_turn(
         await play_rounds("the turn still ran when its request was repeated", play)
 
 
-async def test_siblings_that_share_a_user_are_not_joined(client: httpx.AsyncClient) -> None:
-    """GRPO siblings ask the same question under one user, and each needs its own answer."""
+@pytest.mark.parametrize("has_keys", [False, True], ids=["without keys", "each with a key"])
+async def test_siblings_that_share_a_user_are_not_joined(client: httpx.AsyncClient, has_keys: bool) -> None:
+    """GRPO siblings ask the same question under one user, and each needs its own answer; so do those whose client gives
+    each request an idempotency key."""
     async with serve_engine(SimulatedEngineSettings(speed_up=5)) as engine, running_gateway(engine) as gateway:
 
         async def play(number: int) -> bool:
             body = body_of("chat", tokens=60, text=f"hello {number}", user="trainer")
-            pending = [asyncio.create_task(ask(client, gateway.url, "chat", body)) for _ in range(4)]
+            keys = [{"idempotency-key": f"key-{n}"} if has_keys else {} for n in range(4)]
+            pending = [asyncio.create_task(ask(client, gateway.url, "chat", body, key)) for key in keys]
             ran_at_once = await came_about(lambda: is_running(client, engine, 4), lambda: num_ended(pending) > 0)
             replies = await asyncio.gather(*pending)
             assert all(one.is_finished("chat") for one in replies)

@@ -61,6 +61,29 @@ async def test_a_repeat_that_is_not_marked_as_a_retry_is_a_new_turn(client: http
         assert await num_turns(client, gateway.url) == 3
 
 
+async def test_only_the_same_key_gets_the_same_answer(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    """Also after a restart. Another key, or one after a request without any, is a new turn."""
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=50)) as engine,
+        gateway_process("--store", f"sqlite:{tmp_path}/s.sqlite3", "--engine", engine) as gateway,
+    ):
+
+        async def request_id(key: str) -> str:
+            headers = MINE | ({"idempotency-key": key} if key else {})
+            return (await ask(client, gateway.url, "chat", body_of("chat"), headers)).headers["x-request-id"]
+
+        first = await request_id("one")
+        assert await request_id("one") == first
+        await gateway.kill()
+        await gateway.start()
+        assert await request_id("one") == first
+        second = await request_id("two")
+        without = await request_id("")
+        third = await request_id("two")
+        assert len({first, second, without, third}) == 4
+        assert await request_id("two") == third
+
+
 async def test_a_conversation_continues_after_a_retry(client: httpx.AsyncClient) -> None:
     """The client sends no id. The retry starts no turn, so the trajectory has none running."""
     async with serve_engine(SimulatedEngineSettings(speed_up=50)) as engine, running_gateway(engine) as gateway:
