@@ -13,7 +13,7 @@ _LINE_ENDS = re.compile(rb"\r\n|\n|\r")
 
 
 class EventTooLarge(ValueError):
-    """An event beyond the limit: the engine's fault; the stream cannot go on."""
+    """An event beyond the limit: the stream cannot go on."""
 
 
 class EventSplitter:
@@ -46,7 +46,7 @@ class EventSplitter:
         self._buffer += chunk
         cut = self._end_of_last_event(searched)
         if len(self._buffer) - cut > self._limit:
-            raise EventTooLarge(f"An event has more than {self._limit} bytes.")
+            raise EventTooLarge(f"An event of the engine's stream is larger than {self._limit} bytes")
         if cut == 0:
             return b""
         whole = bytes(self._buffer[:cut])

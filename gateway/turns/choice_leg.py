@@ -6,7 +6,7 @@ If the leg ends early, its tokens stay in the choice's chain, and the next leg c
 import asyncio
 from collections.abc import Callable, Iterable
 
-from engines.http import CONNECTION_FAULTS, BadResponse, Response
+from engines.http import CONNECTION_FAULTS, AnswerTooLarge, Response
 from engines.tokens import TokenLeg, TokenRoutes
 from gateway.clock import Clock
 from gateway.config import Settings
@@ -165,7 +165,7 @@ class ChoiceLeg:
             try:
                 has_more = await response.pour(relay.take, timeout_s)
             except EventTooLarge as error:
-                raise BadResponse(str(error)) from None
+                raise AnswerTooLarge(str(error)) from None
             if not has_more and not relay.is_over:
                 raise _broken_off()
             relay.was_told()

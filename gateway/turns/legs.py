@@ -247,7 +247,7 @@ class Legs:
             try:
                 has_more = await response.pour(relay.take, timeout_s)
             except EventTooLarge as error:
-                raise BadResponse(str(error)) from None
+                raise AnswerTooLarge(str(error)) from None
             if not has_more:
                 fault = reader.end()
                 assert fault is not None, "a stream that has come to its own end is over"
