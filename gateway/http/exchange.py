@@ -173,8 +173,9 @@ class Exchange(RequestResponseCycle):
             self.transport.write(unsent)
 
     def cut(self) -> None:
-        """Close the connection, because it is unknown what its client has received."""
+        """Close the connection, because it is unknown what its client has received; the client has left."""
         self.transport.abort()
+        self.left()
 
     async def drain(self) -> None:
         """Wait until the connection takes more."""

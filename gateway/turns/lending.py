@@ -4,14 +4,18 @@ import asyncio
 from collections.abc import Callable
 
 from engines.http import Response, ResponseTimeout
+from gateway.http.errors import api_error
 from gateway.metrics import Metrics
+from gateway.turns.outcome import LegFailed
 from gateway.turns.relay import Relay
 from gateway.turns.turn import Turn
 from gateway.workers.pool import Loan, WorkerPool
 from gateway.workers.wire import Report
+from scheduling.types import Fault
 
 # A loan takes some 100 us, so a stream whose engine keeps sending more than plain text costs less here.
 _MAX_USELESS = 8
+_LOST = api_error(502, "The byte worker that passed the stream on has died.", "stream_broken")
 
 
 class Lending:
@@ -117,4 +121,5 @@ class Lent:
     def is_lost(self) -> None:
         self._metrics.lent_streams.counts["lost",] += 1
         self._on_back()
-        self._turn.outlet.cut()  # ends the turn as if the client had left: it is not the engine's fault
+        self._turn.outlet.cut()  # ends the turn as if the client had left, if no other one waits for it
+        self._response.break_off(LegFailed(Fault.REQUEST, _LOST))  # for the others; it is not the engine's fault

@@ -38,7 +38,7 @@ class Turn:
         last_error: why its last leg failed.
         digest: of its request, once it was needed.
         packed_answer: its answer as it is stored, once it was needed.
-        on_stop: called when the turn must stop while no task awaits its leg.
+        on_stop: called when the turn must stop, or its client has left, while no task awaits its leg: begins one.
         key: names its client's key.
     """
 
@@ -200,10 +200,14 @@ class Turn:
             self._is_stopping, self._fault = False, None
 
     def left(self) -> None:
-        """One of its clients left; the turn stops when the last one leaves."""
+        """One of its clients left; the turn stops when the last one leaves. For the others, a task takes it over: a
+        shutdown tells the client that began a turn, which may be the one that left, and every task.
+        """
         self.num_clients -= 1
         if self.num_clients == 0:
             self.stop(Fault.CLIENT_LEFT)
+        elif self.on_stop is not None:
+            self.on_stop()
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:

@@ -299,6 +299,32 @@ async def test_a_dead_worker_cuts_its_streams_and_is_replaced() -> None:
             writer.close()
 
 
+@pytest.mark.parametrize("first_leaves", [False, True])
+async def test_a_client_that_joined_a_dead_workers_stream_is_told(first_leaves: bool) -> None:
+    """Nobody has the rest of the stream, so it ends with an error event, whether the first client is still there or
+    not."""
+    async with asyncio.timeout(60), site() as here:
+        _, writer = await here.open()
+        await here.until_lent()
+        os.kill(pid := the_worker(), signal.SIGSTOP)  # it does not give the stream back when the second client joins
+        second, other = await here.open()
+
+        async def has_joined() -> bool:
+            return await here.metrics("heddle_joined_turns_total") == {"": 1}
+
+        await eventually(has_joined, 60)
+        if first_leaves:
+            writer.transport.abort()
+        os.kill(pid, signal.SIGKILL)
+        answer = await second.read()
+        writer.close()
+        other.close()
+        assert b'"code":"stream_broken"' in answer and answer.endswith(LAST)
+        await eventually(lambda: here.engine.num_open == 0, 60)
+        assert await here.outcomes() == ["failed"]
+        assert list((await here.metrics("heddle_engine_up")).values()) == [1], "the engine is not at fault"
+
+
 async def test_a_worker_that_hangs_is_killed() -> None:
     """Even if no stream is recalled from it: its clients would otherwise wait as long as for a silent engine."""
     async with asyncio.timeout(110), site(byte_worker_timeout_s=2) as here:

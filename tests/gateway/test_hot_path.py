@@ -198,26 +198,28 @@ async def answer_to(gateway: Listening, watch: httpx.AsyncClient, body: bytes, i
     reader, writer = await asyncio.open_connection(host, int(port))
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nx-trajectory-id: t-1\r\nconnection: close\r\n".encode()
     head += b"content-length: %d\r\n\r\n" % len(body)
-    if is_together:
-        writer.write(head + body)
-    else:
-        writer.write(head)
-        await writer.drain()
-        await watch.get("/healthz")
-        writer.write(body)
-    answer = await reader.read()
-    writer.close()
-    return answer
+    try:
+        if is_together:
+            writer.write(head + body)
+        else:
+            writer.write(head)
+            await writer.drain()
+            await watch.get("/healthz")
+            writer.write(body)
+        return await reader.read()
+    finally:
+        writer.close()
 
 
 # --- turns that are handed over while they run -------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def silent(**settings: Any) -> AsyncIterator[tuple[Any, Listening, httpx.AsyncClient]]:
-    """A gateway with an engine that sends nothing until its connection is closed."""
+async def silent(start: bytes = b"", **settings: Any) -> AsyncIterator[tuple[Any, Listening, httpx.AsyncClient]]:
+    """A gateway with an engine that sends nothing, or only the start of an answer, until its connection is closed."""
 
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(start)
         await reader.read()
         writer.close()
 
@@ -281,6 +283,30 @@ async def test_a_repeated_request_joins_a_turn_served_by_callbacks() -> None:
         )
         assert first.partition(b"\r\n\r\n")[2] == second.partition(b"\r\n\r\n")[2]
         assert "heddle_joined_turns_total 1.0" in (await watch.get("/metrics")).text
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+async def test_a_client_that_joined_a_turn_is_told_of_a_shutdown_after_the_first_client_has_left(
+    is_stream: bool,
+) -> None:
+    """A turn served by callbacks has no task until then, and the connection that a shutdown would hand over is gone."""
+    body = orjson.dumps(body_of("chat", is_stream))
+    start = STREAM_HEAD + chunk(CHAT_EVENT) if is_stream else b""
+    async with asyncio.timeout(120):
+        async with silent(start) as (engine, gateway, watch):
+
+            async def counts(sample: str) -> bool:
+                return sample in (await watch.get("/metrics")).text
+
+            first = asyncio.create_task(answer_to(gateway, watch, body, is_together=True))
+            await eventually(lambda: engine.num_open == 1, 60)
+            second = asyncio.create_task(answer_to(gateway, watch, body, is_together=True))
+            await eventually(lambda: counts("heddle_joined_turns_total 1.0"), 60)
+            first.cancel()
+            await eventually(lambda: counts('heddle_hot_turns_total{until="handed_over"} 1.0'), 60)
+        answer = await second
+    assert b'"code":"shutting_down"' in answer
+    assert answer.startswith(b"HTTP/1.1 200" if is_stream else b"HTTP/1.1 503")
 
 
 async def test_a_turn_is_freed_without_a_garbage_collection() -> None:
