@@ -29,7 +29,8 @@ def bounded_protocol(
         max_head_bytes: of a request line with all headers, of a chunk's head, and of trailers. It protects memory only,
             because it is checked as bytes arrive; the exact limit on headers is enforced and reported by the code that
             serves requests.
-        head_timeout_s: from the connection, or a later head's first byte, to that head's end.
+        head_timeout_s: from the connection, or a later head's first byte, to that head's end; not while reading stops
+            because of earlier requests.
         unread_timeout_s: a client that takes nothing for this long, with more waiting than its connection holds, has
             left.
         take: serves a complete request without a task; False leaves it to the application. Raises nothing.
@@ -90,7 +91,12 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._serve(self._unserved)
         if self._unended_bytes > self._max_head_bytes:
             self._refuse_endless()
-        elif self._in_head and self._timer is None:
+        elif self._in_head:
+            self._expect_head()
+
+    def _expect_head(self) -> None:
+        """The rest of a head must come in time, unless it is not read."""
+        if self._timer is None and not self.flow.read_paused:
             self._timer = self.loop.call_later(self._head_timeout_s, self.transport.close)
 
     def _read_without_upgrade(self, data: bytes, upgrade: httptools.HttpParserUpgrade) -> None:
@@ -215,13 +221,15 @@ class _BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self.pipeline or self.transport.is_closing():
             super().on_response_complete()
-            return
-        self.server_state.total_requests += 1
-        self.flow.resume_reading()
-        # A timer that fires too early checks again: setting one for each answer takes 3,300 instructions.
-        self._idle_since = self.loop.time()
-        if self._idle_timer is None:
-            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._close_if_idle)
+        else:
+            self.server_state.total_requests += 1
+            self.flow.resume_reading()
+            # A timer that fires too early checks again: setting one for each answer takes 3,300 instructions.
+            self._idle_since = self.loop.time()
+            if self._idle_timer is None:
+                self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._close_if_idle)
+        if self._in_head:
+            self._expect_head()
 
     def _close_if_idle(self) -> None:
         self._idle_timer = None

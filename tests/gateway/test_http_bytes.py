@@ -13,7 +13,7 @@ from gateway.server import Listening
 from tests.faults.asking import body_of
 from tests.faults.raw_engine import RawEngine, raw_engine, whole
 from tests.gateway.test_exchange import HEAD, connected, head_of
-from tests.support.gateway import PATIENT, running_gateway
+from tests.support.gateway import PATIENT, eventually, running_gateway
 
 
 @pytest_asyncio.fixture
@@ -156,6 +156,38 @@ async def test_an_incomplete_head_times_out(site: tuple[RawEngine, Listening], s
         reader, writer = await connected(gateway)
         writer.write(start)
         assert await reader.read() == b""
+        writer.close()
+
+
+@pytest.mark.parametrize("comes", [True, False], ids=["comes", "does not come"])
+async def test_a_head_that_waits_for_earlier_answers_times_out_only_after_them(comes: bool) -> None:
+    """The gateway does not read it until then, so its client is not to blame."""
+    may_answer = asyncio.Event()
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await may_answer.wait()
+        message = {"role": "assistant", "content": "hi"}
+        writer.write(whole(orjson.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})))
+        await writer.drain()
+
+    async with (
+        raw_engine(answer, keeps_open=True) as engine,
+        running_gateway(engine.url, body_timeout_s=1, **PATIENT) as gateway,
+        asyncio.timeout(110),
+    ):
+        reader, writer = await connected(gateway)
+        writer.write(HIDDEN)
+        await eventually(lambda: len(engine.posts) == 1)
+        writer.write(HIDDEN + HIDDEN[:30])
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(1), 2)  # at the connection's end it would return
+        may_answer.set()
+        writer.write(HIDDEN[30:] if comes else b"")
+        for _ in range(3 if comes else 2):
+            status, headers = await head_of(reader)
+            assert status == b"HTTP/1.1 200 OK"
+            await reader.readexactly(int(headers[b"content-length"]))
+        assert comes or await reader.read() == b""
         writer.close()
 
 
