@@ -8,8 +8,8 @@ from setuptools import setup
 # Modules by their folder. Left out are those
 # - whose dataclasses are ever encoded (scheduling: types, limits, cost): orjson reads them by their memory, which in a
 #   compiled class is another, and the process dies;
-# - whose classes are asked for a class attribute (engines/vllm.py), or read for their annotations (msgspec's, in
-#   gateway/messages/histories.py: compiled, its structs have no fields);
+# - whose classes are asked for a class attribute (engines/vllm.py), or read for their annotations (msgspec's: compiled,
+#   its structs have no fields);
 # - with asynchronous generators, which mypyc does not support, and gateway/kv/moves.py, which it cannot read.
 COMPILED = {
     "scheduling": "admission arrival chooser dispatcher engine estimate idle order placement prompts queues "
@@ -20,7 +20,8 @@ COMPILED = {
     "gateway": "front metrics turnlog",
     "gateway/http": "access exchange heartbeat outlet protocol sse",
     "gateway/kv": "contexts",
-    "gateway/messages": "answers conversations identity lazy_object prompt_groups streams text_only transcripts",
+    "gateway/messages": "answers beginnings conversations histories identity lazy_object normalised prompt_groups "
+    "streams text_only transcripts",
     "gateway/state": "driver ledger",
     "gateway/turns": "arrivals endings hot legs lending outcome progress relay repeats request_reader running turn "
     "turns",
