@@ -19,6 +19,7 @@ from gateway.fleet.member import Member
 from gateway.http.errors import api_error
 from gateway.messages.answers import Usage
 from gateway.messages.histories import Histories
+from gateway.messages.lazy_object import BrokenValue
 from gateway.messages.transcripts import History
 from gateway.tokens.book import TokenBook
 from gateway.turns.answer_writers import ParsedWriter, TextWriter
@@ -150,6 +151,8 @@ class TokenLegs:
         except Diverged:
             error = api_error(502, "The answer cannot be continued as it began.", "stream_broken")
             raise LegFailed(Fault.REQUEST, error) from None
+        except BrokenValue:
+            raise  # the client's mistake
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise BadResponse(f"an answer of its token routes is malformed: {error!r}") from None
         finally:

@@ -49,6 +49,24 @@ async def tokens_of(site: Site, trajectory_id: str) -> list[dict[str, Any]]:
     return turns
 
 
+@pytest.mark.parametrize("broken", [b'"\xff"', b"1e999"])
+async def test_a_new_message_that_cannot_be_parsed_is_a_400(broken: bytes) -> None:
+    """No engine is asked, or blamed: the trajectory goes on there."""
+    async with running_site(token_legs="auto") as site:
+        text = b'{"model":"%s","max_tokens":4,"messages":[{"role":"user","content":"%s"}' % (
+            MODEL.encode(),
+            b"file " * 2_000,
+        )
+        asked = [text + b"]}", text + b',{"role":"user","content":%s}]}' % broken, text + b',{"role":"user"}]}']
+        headers = {"x-trajectory-id": "one", "content-type": "application/json"}
+        answers, numbers = [], []
+        for body in asked:
+            answers.append(await site.client.post("/v1/chat/completions", content=body, headers=headers))
+            numbers.append(sum(asked.method == "POST" for asked in site.engine.seen))
+        assert [answer.status_code for answer in answers] == [200, 400, 200]
+        assert numbers[0] == numbers[1] < numbers[2]
+
+
 async def test_the_next_prompt_begins_with_the_generated_tokens() -> None:
     """Even though a template renders a tool call differently from how the model wrote it; a changed history begins a
     branch."""

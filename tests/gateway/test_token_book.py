@@ -313,7 +313,7 @@ async def test_a_redis_that_comes_back_empty_gets_what_is_in_memory(redis_server
     site.add(*turns)
 
     def rewrite() -> None:
-        site.ledger.rewrite()
+        site.ledger.rewrite(lambda _: None)
         site.book.rewrite()
 
     site.store.on_loss(rewrite)
