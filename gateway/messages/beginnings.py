@@ -111,7 +111,7 @@ class Beginnings:
             return LazyObject(body, members | added), None
         at_known.update(view[known.length : end - 1])
         beginning = known._replace(length=end - 1, digest=at_known.digest())
-        growth = Growth(known.name, known.digest, beginning.digest, grown)
+        growth = Growth(known.name, known.digest, beginning.digest, bytes(grown))
         return LazyObject(body, members | added, growth), beginning
 
     def _searched(self, body: bytes) -> tuple[LazyObject, Beginning | None]:
@@ -129,7 +129,7 @@ class Beginnings:
         hasher = self._new_hasher()
         hasher.update(memoryview(body)[: end - 1])
         beginning = Beginning(end - 1, hasher.digest(), name, start, places)
-        return LazyObject(body, members, Growth(name, None, beginning.digest, memoryview(b""))), beginning
+        return LazyObject(body, members, Growth(name, None, beginning.digest, b"")), beginning
 
     def _keep(self, key: str, beginning: Beginning) -> None:
         branches = self._known.setdefault(key, [])

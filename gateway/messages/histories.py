@@ -68,7 +68,7 @@ class Histories:
         self._num_digests -= 1 + len(self._read.pop(key).digests)
 
 
-def _parsed(messages: memoryview) -> list[Any]:
+def _parsed(messages: bytes) -> list[Any]:
     try:
         parsed: list[Any] = orjson.loads(messages)
     except orjson.JSONDecodeError as error:

@@ -49,7 +49,7 @@ class Growth(NamedTuple):
     name: str
     before: bytes | None
     after: bytes
-    added: memoryview
+    added: bytes
 
 
 class LazyObject(Mapping[str, Any]):
