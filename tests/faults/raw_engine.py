@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import httpx
+
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 _MODELS = b'{"object":"list","data":[{"id":"simulated","object":"model","owned_by":"vllm","max_model_len":40960}]}'
@@ -154,3 +156,10 @@ async def endless_body(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
         writer.write(chunk(b"y" * 1000))
         await writer.drain()
         await asyncio.sleep(0)
+
+
+async def asked_behind(client: httpx.AsyncClient, url: str, post: bytes) -> httpx.Response:
+    """What the engine at this URL answers to a request that a raw engine got."""
+    head, _, body = post.partition(b"\r\n\r\n")
+    path = head.split()[1].decode()
+    return await client.post(url + path, content=body, headers={"content-type": "application/json"})

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from engines.simulated.server import serve_engine
-from tests.faults.raw_engine import STREAM_HEAD, chunk, raw_engine, whole
+from tests.faults.raw_engine import STREAM_HEAD, asked_behind, chunk, raw_engine, whole
 from tests.faults.token_jobs import ENDURING, body_of, contents_of_replies, engine_of, undisturbed_contents
 from tests.support.gateway import running_gateway
 
@@ -21,9 +21,7 @@ async def test_a_stream_that_is_done_without_an_end_is_continued(client: httpx.A
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             """Answers as the engine behind does, but leaves out the last tokens of the first generation."""
             nonlocal num_cut
-            head, _, body = engine.posts[-1].partition(b"\r\n\r\n")
-            path = head.split()[1].decode()
-            response = await client.post(behind + path, content=body, headers={"content-type": "application/json"})
+            response = await asked_behind(client, behind, engine.posts[-1])
             if "event-stream" not in response.headers["content-type"]:
                 writer.write(whole(response.content, b"%d Status" % response.status_code))
                 return

@@ -8,7 +8,7 @@ import pytest
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from tests.faults.asking import ask, body_of
-from tests.faults.raw_engine import STREAM_HEAD, chunk, raw_engine, whole
+from tests.faults.raw_engine import STREAM_HEAD, asked_behind, chunk, raw_engine, whole
 from tests.support.gateway import running_gateway
 
 
@@ -22,13 +22,11 @@ async def test_an_event_that_is_too_large_fails_its_turn_and_not_the_engine(
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             """Answers as the engine behind does, but a stream's first event is 17 MiB long."""
-            head, _, body = engine.posts[-1].partition(b"\r\n\r\n")
-            path = head.split()[1].decode()
-            response = await client.post(behind + path, content=body, headers={"content-type": "application/json"})
+            response = await asked_behind(client, behind, engine.posts[-1])
             if "event-stream" not in response.headers["content-type"]:
                 writer.write(whole(response.content, b"%d Status" % response.status_code))
                 return
-            paths.append(path)
+            paths.append(response.url.path)
             writer.write(STREAM_HEAD + chunk(b": " + b"x" * 17 * 2**20) + chunk(response.content) + b"0\r\n\r\n")
             await writer.drain()
 
