@@ -6,13 +6,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from gateway.api.application import Health, build_api
 from gateway.api.fleet import Engines
-from gateway.api.openapi import declare_hot_routes
+from gateway.api.parts import with_parts
 from gateway.api.tokens import Tokens
 from gateway.api.trajectories import Trajectories
-from gateway.api.weights import add_weights
 from gateway.clock import started_clock
 from gateway.config import ConfigError, Settings
-from gateway.demand import Demand, add_demand
+from gateway.demand import Demand
 from gateway.demand_stream import publish_demand
 from gateway.descriptors import DescriptorStore
 from gateway.fleet.fleet import Fleet
@@ -137,16 +136,13 @@ async def _serving(
     turns = Turns(settings, clock, reader, repeats, kept_tokens, running, hot, endings, metrics)
     passthrough = Passthrough(settings, fleet)
     metrics.watch(scheduler, fleet, ledger, store, worker_pool, texts.counts if texts is not None else None)
-    api = build_api(
-        Health(settings, driver, fleet, store, metrics, book),
-        Trajectories(clock, driver, ledger, memory.predictor),
-        Engines(fleet, driver, event_log, kv, access, settings.heartbeat_s, by_tokens),
-        Tokens(ledger, book),
-    )
-    add_weights(api, weights, access)
     demand = Demand(clock, driver, ledger)
-    add_demand(api, demand, access)
-    declare_hot_routes(api, turns, passthrough)
+    health = Health(settings, driver, fleet, store, metrics, book)
+    trajectories = Trajectories(clock, driver, ledger, memory.predictor)
+    engines = Engines(fleet, driver, event_log, kv, settings.heartbeat_s, by_tokens)
+    tokens = Tokens(ledger, book)
+    parts = (access, health, trajectories, engines, tokens, weights, demand, turns, passthrough)
+    api = with_parts(build_api(), parts)
     store.on_loss(memory.rewrite)
     await fleet.start()
     tasks = [asyncio.create_task(memory.keep_predictor()), asyncio.create_task(memory.log_store_health())]

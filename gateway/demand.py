@@ -11,10 +11,7 @@ import math
 from collections import OrderedDict, defaultdict, deque
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
-
 from gateway.clock import Clock
-from gateway.http.access import Access
 from gateway.state.driver import Driver
 from gateway.state.ledger import Entry, Ledger
 from scheduling.reshaping import still_needed
@@ -125,17 +122,3 @@ def _log_pearson(pairs: "deque[tuple[float, float]]") -> float | None:
     if spread < 1e-9:
         return None
     return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
-
-
-def add_demand(app: FastAPI, demand: Demand, access: Access) -> None:
-    """Add the route."""
-
-    async def need_admin(request: Request) -> None:
-        access.admin(request.scope["headers"])
-
-    @app.get("/v1/demand", tags=["fleet"], dependencies=[Depends(need_admin)])
-    async def look(since: float = 0.0) -> dict[str, Any]:
-        """What the trajectories at hand still need, and what the last rollout came to if it ended after `since`
-        (seconds since the epoch), for the fleet's controller. Needs the admin key.
-        """
-        return await demand.look(since)

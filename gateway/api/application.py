@@ -1,6 +1,7 @@
 """The API beside the hot routes, all in FastAPI: health, metrics and models here, the rest in the modules beside it."""
 
-from typing import Any
+from functools import cache
+from typing import Annotated, Any
 
 import orjson
 from fastapi import Depends, FastAPI, Request, Response
@@ -12,9 +13,12 @@ from starlette.routing import Match
 
 from engines.validation_errors import in_words, meant, names_at
 from gateway import metrics as metrics_page
-from gateway.api.fleet import Engines, add_engines
-from gateway.api.tokens import Tokens, add_tokens
-from gateway.api.trajectories import Trajectories, add_trajectories
+from gateway.api.fleet import add_fleet
+from gateway.api.openapi import declare_hot_routes
+from gateway.api.parts import part
+from gateway.api.tokens import add_tokens
+from gateway.api.trajectories import add_trajectories
+from gateway.api.weights import add_weights
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine
 from gateway.fleet.member import EngineState
@@ -86,8 +90,12 @@ class Health:
         }
 
 
-def build_api(health: Health, trajectories: Trajectories, engines: Engines, tokens: Tokens) -> FastAPI:
-    """The FastAPI application."""
+_Here = Annotated[Health, part(Health)]
+
+
+@cache
+def build_api() -> FastAPI:
+    """The FastAPI application, one for all gateways of the process; see `with_parts`."""
     app = FastAPI(
         title="Heddle",
         version="0.1.0",
@@ -103,53 +111,55 @@ def build_api(health: Health, trajectories: Trajectories, engines: Engines, toke
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(Exception, _defect)
     app.add_exception_handler(UnknownEngine, _unknown_engine)
-    _add_health(app, health)
-    _add_models(app, health.fleet)
-    add_tokens(app, tokens)  # before the trajectories, whose paths would swallow its own
-    add_trajectories(app, trajectories)
-    add_engines(app, engines)
+    _add_health(app)
+    _add_models(app)
+    add_tokens(app)  # before the trajectories, whose paths would swallow its own
+    add_trajectories(app)
+    add_fleet(app)
+    add_weights(app)
+    declare_hot_routes(app)
     return app
 
 
-def _add_health(app: FastAPI, health: Health) -> None:
+def _add_health(app: FastAPI) -> None:
     @app.get("/healthz", tags=["health"])
-    async def healthz() -> dict[str, Any]:
+    async def healthz(health: _Here) -> dict[str, Any]:
         """Whether the process lives, and how its store and engines are."""
         return health.view()
 
     @app.get("/readyz", tags=["health"], responses={503: {"description": "No engine is ready"}})
-    async def readyz() -> Response:
+    async def readyz(health: _Here) -> Response:
         """200 while at least one engine can take turns."""
         ready = bool(health.fleet.serving(None))
         return _Json({"ready": ready}, status_code=200 if ready else 503)
 
     @app.get("/health", tags=["health"], responses={503: {"description": "No engine is ready"}})
-    async def engine_health() -> Response:
+    async def engine_health(health: _Here) -> Response:
         """Like `/readyz`: the route that clients of engines poll before they begin."""
-        return await readyz()
+        return await readyz(health)
 
     @app.get("/metrics", tags=["health"], response_class=Response)
-    async def metrics() -> Response:
+    async def metrics(health: _Here) -> Response:
         """The metrics page for Prometheus."""
         return Response(health.metrics.page(), media_type=metrics_page.CONTENT_TYPE)
 
 
-def _add_models(app: FastAPI, fleet: Fleet) -> None:
-    def card(model_id: str) -> dict[str, Any]:
+def _add_models(app: FastAPI) -> None:
+    def card(fleet: Fleet, model_id: str) -> dict[str, Any]:
         limit = fleet.models()[model_id].max_context_tokens
         return {"id": model_id, "object": "model", "created": 0, "owned_by": "heddle", "max_model_len": limit}
 
     @app.get("/v1/models", tags=["openai"])
-    async def models() -> dict[str, Any]:
+    async def models(health: _Here) -> dict[str, Any]:
         """The models that the fleet serves."""
-        return {"object": "list", "data": [card(model_id) for model_id in sorted(fleet.models())]}
+        return {"object": "list", "data": [card(health.fleet, model_id) for model_id in sorted(health.fleet.models())]}
 
     @app.get("/v1/models/{model_id:path}", tags=["openai"])
-    async def model(model_id: str) -> dict[str, Any]:
+    async def model(health: _Here, model_id: str) -> dict[str, Any]:
         """One model."""
-        if model_id not in fleet.models():
-            raise unknown_model(model_id, fleet.models())
-        return card(model_id)
+        if model_id not in health.fleet.models():
+            raise unknown_model(model_id, health.fleet.models())
+        return card(health.fleet, model_id)
 
 
 class _Json(JSONResponse):

@@ -1,17 +1,18 @@
-"""The API of the fleet: its engines, and the scheduler's events."""
+"""The API of the fleet: its engines, the scheduler's events, and the work at hand."""
 
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import FastAPI, Query
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from engines.validation_errors import in_words, numbers
+from gateway.api.parts import NEED_ADMIN, part
 from gateway.config import EngineSettings
+from gateway.demand import Demand
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.member import Member
-from gateway.http.access import Access
 from gateway.http.refusals import bad_request
 from gateway.kv.moves import KvMoves
 from gateway.state.driver import Driver
@@ -41,7 +42,6 @@ class Engines:
     """What the routes of the fleet read and do.
 
     Args:
-        access: checks the admin key for routes that change the fleet.
         heartbeat_s: of an event stream that is silent.
         takes_tokens: turns are served at token level if an engine can.
     """
@@ -52,13 +52,11 @@ class Engines:
         driver: Driver,
         event_log: EventLog,
         kv: KvMoves,
-        access: Access,
         heartbeat_s: float,
         takes_tokens: bool,
     ) -> None:
         self.fleet = fleet
         self.event_log = event_log
-        self.access = access
         self.heartbeat_s = heartbeat_s
         self.clock = driver.clock
         self._driver = driver
@@ -125,35 +123,34 @@ class Engines:
         self._driver.post(EngineLeaving(self._driver.clock(), engine_id))
 
 
-def add_engines(app: FastAPI, engines: Engines) -> None:
+_Here = Annotated[Engines, part(Engines)]
+
+
+def add_fleet(app: FastAPI) -> None:
     """Add the routes."""
-
-    async def need_admin(request: Request) -> None:
-        engines.access.admin(request.scope["headers"])
-
-    admin = [Depends(need_admin)]
-    _add_views(app, engines)
-    _add_members(app, engines, admin)
-    _add_cordons(app, engines, admin)
-    _add_departures(app, engines, admin)
-    _add_events(app, engines)
+    _add_views(app)
+    _add_members(app)
+    _add_cordons(app)
+    _add_departures(app)
+    _add_events(app)
+    _add_demand(app)
 
 
-def _add_views(app: FastAPI, engines: Engines) -> None:
+def _add_views(app: FastAPI) -> None:
     @app.get("/v1/engines", tags=["fleet"])
-    async def all_engines() -> dict[str, Any]:
+    async def all_engines(engines: _Here) -> dict[str, Any]:
         """The fleet: state, load and KV of each engine."""
         return {"object": "list", "data": [engines.view(member) for member in engines.fleet.members()]}
 
     @app.get("/v1/engines/{engine_id}", tags=["fleet"])
-    async def one_engine(engine_id: str) -> dict[str, Any]:
+    async def one_engine(engines: _Here, engine_id: str) -> dict[str, Any]:
         """One engine."""
         return engines.view(engines.fleet.get(engine_id))
 
 
-def _add_members(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
-    @app.post("/v1/engines", tags=["fleet"], status_code=201, dependencies=admin)
-    async def add(engine: NewEngine) -> dict[str, Any]:
+def _add_members(app: FastAPI) -> None:
+    @app.post("/v1/engines", tags=["fleet"], status_code=201, dependencies=NEED_ADMIN)
+    async def add(engines: _Here, engine: NewEngine) -> dict[str, Any]:
         """Add an engine to the fleet. Needs the admin key."""
         try:
             parsed = EngineSettings.parse(engine.url)
@@ -167,28 +164,30 @@ def _add_members(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
             raise bad_request(str(error), "url") from None
         return engines.view(member)
 
-    @app.delete("/v1/engines/{engine_id}", tags=["fleet"], dependencies=admin)
-    async def remove(engine_id: str) -> dict[str, Any]:
+    @app.delete("/v1/engines/{engine_id}", tags=["fleet"], dependencies=NEED_ADMIN)
+    async def remove(engines: _Here, engine_id: str) -> dict[str, Any]:
         """Remove an engine from the fleet; turns that run there continue elsewhere. Needs the admin key."""
         await engines.fleet.remove(engine_id)
         return {"id": engine_id, "removed": True}
 
 
-def _add_cordons(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
-    @app.post("/v1/engines/{engine_id}/cordon", tags=["fleet"], dependencies=admin)
-    async def cordon(engine_id: str) -> dict[str, Any]:
+def _add_cordons(app: FastAPI) -> None:
+    @app.post("/v1/engines/{engine_id}/cordon", tags=["fleet"], dependencies=NEED_ADMIN)
+    async def cordon(engines: _Here, engine_id: str) -> dict[str, Any]:
         """Stop giving an engine turns. Needs the admin key."""
         return engines.view(engines.fleet.cordon(engine_id, True))
 
-    @app.post("/v1/engines/{engine_id}/uncordon", tags=["fleet"], dependencies=admin)
-    async def uncordon(engine_id: str) -> dict[str, Any]:
+    @app.post("/v1/engines/{engine_id}/uncordon", tags=["fleet"], dependencies=NEED_ADMIN)
+    async def uncordon(engines: _Here, engine_id: str) -> dict[str, Any]:
         """Give an engine turns again. Needs the admin key."""
         return engines.view(engines.fleet.cordon(engine_id, False))
 
 
-def _add_departures(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
-    @app.post("/v1/engines/{engine_id}/drain", tags=["fleet"], dependencies=admin)
-    async def drain(engine_id: str, timeout_s: Annotated[float, Query(ge=0, le=86_400)] = 600.0) -> dict[str, Any]:
+def _add_departures(app: FastAPI) -> None:
+    @app.post("/v1/engines/{engine_id}/drain", tags=["fleet"], dependencies=NEED_ADMIN)
+    async def drain(
+        engines: _Here, engine_id: str, timeout_s: Annotated[float, Query(ge=0, le=86_400)] = 600.0
+    ) -> dict[str, Any]:
         """Cordon an engine and wait until none of its turns runs. Turns that can continue elsewhere do so at once, and
         the KV of its residents is brought along. Needs the admin key.
         """
@@ -199,8 +198,10 @@ def _add_departures(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
         view = engines.view(engines.fleet.get(engine_id))
         return {**view, "is_drained": drained, "is_evacuated": num_left == 0}
 
-    @app.post("/v1/engines/{engine_id}/evacuate", tags=["fleet"], dependencies=admin)
-    async def evacuate(engine_id: str, timeout_s: Annotated[float, Query(ge=0, le=86_400)] = 60.0) -> dict[str, Any]:
+    @app.post("/v1/engines/{engine_id}/evacuate", tags=["fleet"], dependencies=NEED_ADMIN)
+    async def evacuate(
+        engines: _Here, engine_id: str, timeout_s: Annotated[float, Query(ge=0, le=86_400)] = 60.0
+    ) -> dict[str, Any]:
         """Cordon an engine and bring the KV of trajectories in a tool call to the engines where they continue.
         Trajectories whose turns run are left alone: drain the engine first. Needs the admin key.
         """
@@ -208,9 +209,9 @@ def _add_departures(app: FastAPI, engines: Engines, admin: list[Any]) -> None:
         return {**engines.view(engines.fleet.get(engine_id)), "is_evacuated": not num_left}
 
 
-def _add_events(app: FastAPI, engines: Engines) -> None:
+def _add_events(app: FastAPI) -> None:
     @app.get("/v1/events", tags=["fleet"], response_class=StreamingResponse)
-    async def events() -> StreamingResponse:
+    async def events(engines: _Here) -> StreamingResponse:
         """Everything the scheduler is told and decides, as it happens (SSE)."""
 
         async def stream() -> AsyncIterator[bytes]:
@@ -221,3 +222,12 @@ def _add_events(app: FastAPI, engines: Engines) -> None:
 
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+
+
+def _add_demand(app: FastAPI) -> None:
+    @app.get("/v1/demand", tags=["fleet"], dependencies=NEED_ADMIN)
+    async def demand(demand: Annotated[Demand, part(Demand)], since: float = 0.0) -> dict[str, Any]:
+        """What the trajectories at hand still need, and what the last rollout came to if it ended after `since`
+        (seconds since the epoch), for the fleet's controller. Needs the admin key.
+        """
+        return await demand.look(since)

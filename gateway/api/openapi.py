@@ -1,11 +1,12 @@
 """Declares the hot routes in FastAPI: for its documentation, and so that they answer alike below and through it."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from engines.upstream import SGLANG_GENERATE, VLLM_GENERATE
+from gateway.api.parts import part
 from gateway.http.client import AsgiClient
 from gateway.http.outlet import Outlet
 from gateway.passthrough import PASSTHROUGH_ROUTES, Passthrough
@@ -72,14 +73,14 @@ _ANTHROPIC_ERROR = {
 _STATUSES = (400, 401, 404, 408, 409, 413, 429, 431, 500, 502, 503, 504)
 
 
-def declare_hot_routes(app: FastAPI, turns: Turns, passthrough: Passthrough) -> None:
-    """Add the routes of `turns` and `passthrough` to FastAPI."""
+def declare_hot_routes(app: FastAPI) -> None:
+    """Add the routes of turns, and those that are passed through, to FastAPI."""
 
-    async def turn_response(request: Request) -> Response:
+    async def turn_response(turns: Annotated[Turns, part(Turns)], request: Request) -> Response:
         path = request.scope["path"]
         return _Served(lambda client: turns.serve(client, path, ""))
 
-    async def passed_response(request: Request) -> Response:
+    async def passed_response(passthrough: Annotated[Passthrough, part(Passthrough)], request: Request) -> Response:
         path = request.scope["path"]
 
         async def serve(client: AsgiClient) -> None:

@@ -8,6 +8,7 @@ from fastapi import FastAPI, Header, Query, Response
 from fastapi.responses import StreamingResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from gateway.api.parts import part
 from gateway.api.trajectories import storable
 from gateway.http.refusals import not_acceptable, store_away, unknown_rollout, unknown_trajectory
 from gateway.state import ledger as ledgers
@@ -79,16 +80,19 @@ class Tokens:
         return entry
 
 
-def add_tokens(app: FastAPI, tokens: Tokens) -> None:
+_Here = Annotated[Tokens, part(Tokens)]
+
+
+def add_tokens(app: FastAPI) -> None:
     """Add the routes; must precede those of trajectories, whose paths would swallow these."""
 
     @app.get("/v1/trajectories/{trajectory_id:path}/tokens", tags=["training"])
-    async def trajectory_tokens(trajectory_id: str) -> Response:
+    async def trajectory_tokens(tokens: _Here, trajectory_id: str) -> Response:
         """All turns of a trajectory at token level: ids, log-probabilities, loss mask, weight versions, branches."""
         return Response(await tokens.tree(trajectory_id), media_type="application/json")
 
     @app.post("/v1/trajectories/{trajectory_id:path}/reward", tags=["training"])
-    async def reward(trajectory_id: str, reward: Reward) -> dict[str, Any]:
+    async def reward(tokens: _Here, trajectory_id: str, reward: Reward) -> dict[str, Any]:
         """Report what a trajectory was worth; the last reward counts."""
         return ledgers.as_json(tokens.reward(trajectory_id, reward))
 
@@ -102,6 +106,7 @@ def add_tokens(app: FastAPI, tokens: Tokens) -> None:
         },
     )
     async def export(
+        tokens: _Here,
         rollout_id: str,
         accept: Annotated[str, Header()] = "",
         form: Annotated[Literal["jsonl", "parquet"] | None, Query(alias="format")] = None,
@@ -119,5 +124,5 @@ def add_tokens(app: FastAPI, tokens: Tokens) -> None:
 
 async def _with(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield first
-    async for part in parts:
-        yield part
+    async for following in parts:
+        yield following

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Query, Request, Response
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from engines.validation_errors import numbers
+from gateway.api.parts import part
 from gateway.clock import Clock
 from gateway.http.refusals import bad_request, conflict, unknown_rollout, unknown_trajectory
 from gateway.state import ledger as ledgers
@@ -171,11 +172,16 @@ class Trajectories:
         return len(active)
 
 
-def add_trajectories(app: FastAPI, trajectories: Trajectories) -> None:
+_Here = Annotated[Trajectories, part(Trajectories)]
+
+
+def add_trajectories(app: FastAPI) -> None:
     """Add the routes."""
 
     @app.post("/v1/trajectories", tags=["trajectories"], status_code=201)
-    async def declare(declaration: Declaration, request: Request, response: Response) -> dict[str, Any]:
+    async def declare(
+        trajectories: _Here, declaration: Declaration, request: Request, response: Response
+    ) -> dict[str, Any]:
         """Declare a trajectory before its first turn: its group, its rollout, and its expected output.
 
         With `Prefer: tokens=none` none of its tokens are kept.
@@ -187,6 +193,7 @@ def add_trajectories(app: FastAPI, trajectories: Trajectories) -> None:
 
     @app.get("/v1/trajectories", tags=["trajectories"])
     async def page(
+        trajectories: _Here,
         rollout: str | None = None,
         state: TrajectoryState | None = None,
         after: str | None = None,
@@ -196,7 +203,7 @@ def add_trajectories(app: FastAPI, trajectories: Trajectories) -> None:
         return trajectories.page(rollout, state, after, limit)
 
     @app.get("/v1/trajectories/{trajectory_id:path}", tags=["trajectories"])
-    async def trajectory(trajectory_id: str) -> dict[str, Any]:
+    async def trajectory(trajectories: _Here, trajectory_id: str) -> dict[str, Any]:
         """One trajectory with its turns: times, tokens, engine, priority, and why."""
         entry = trajectories.entry(trajectory_id)
         return {
@@ -206,22 +213,22 @@ def add_trajectories(app: FastAPI, trajectories: Trajectories) -> None:
         }
 
     @app.post("/v1/trajectories/{trajectory_id:path}/finish", tags=["trajectories"])
-    async def finish(trajectory_id: str) -> dict[str, Any]:
+    async def finish(trajectories: _Here, trajectory_id: str) -> dict[str, Any]:
         """Finish a trajectory that ended well; it gives up its KV claim."""
         return ledgers.as_json(trajectories.close(trajectory_id, abort=False))
 
     @app.delete("/v1/trajectories/{trajectory_id:path}", tags=["trajectories"])
-    async def abort(trajectory_id: str) -> dict[str, Any]:
+    async def abort(trajectories: _Here, trajectory_id: str) -> dict[str, Any]:
         """Abort a trajectory: running turns are stopped, later ones refused."""
         return ledgers.as_json(trajectories.close(trajectory_id, abort=True))
 
     @app.post("/finish_session", tags=["trajectories"])
-    async def finish_session(session_id: str) -> dict[str, Any]:
+    async def finish_session(trajectories: _Here, session_id: str) -> dict[str, Any]:
         """Like `finish`, in the form that vllm-router's clients use."""
         return ledgers.as_json(trajectories.close(session_id, abort=False))
 
     @app.post("/programs/release", tags=["trajectories"])
-    async def release_program(body: dict[str, Any]) -> dict[str, Any]:
+    async def release_program(trajectories: _Here, body: dict[str, Any]) -> dict[str, Any]:
         """Like `finish`, in the form that ThunderAgent's clients use: `{"program_id": ...}`."""
         program_id = body.get("program_id")
         if not isinstance(program_id, str):
@@ -229,11 +236,11 @@ def add_trajectories(app: FastAPI, trajectories: Trajectories) -> None:
         return ledgers.as_json(trajectories.close(program_id, abort=False))
 
     @app.get("/v1/rollouts/{rollout_id:path}", tags=["trajectories"])
-    async def rollout(rollout_id: str) -> dict[str, Any]:
+    async def rollout(trajectories: _Here, rollout_id: str) -> dict[str, Any]:
         """A rollout: its trajectories by state, its tokens, its time."""
         return trajectories.rollout(rollout_id)
 
     @app.delete("/v1/rollouts/{rollout_id:path}", tags=["trajectories"])
-    async def abort_rollout(rollout_id: str) -> dict[str, Any]:
+    async def abort_rollout(trajectories: _Here, rollout_id: str) -> dict[str, Any]:
         """Abort every active trajectory of a rollout."""
         return {"id": rollout_id, "num_aborted": trajectories.abort_rollout(rollout_id)}

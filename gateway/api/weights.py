@@ -3,12 +3,12 @@
 import re
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from engines.weights import NewWeights, UpdateMode
-from gateway.http.access import Access
+from gateway.api.parts import NEED_ADMIN, part
 from gateway.http.errors import api_error
 from gateway.weights.updates import Update, WeightUpdates
 
@@ -47,19 +47,19 @@ class Order(BaseModel):
         return self
 
 
-def add_weights(app: FastAPI, weights: WeightUpdates, access: Access) -> None:
-    """Add the routes."""
+_Here = Annotated[WeightUpdates, part(WeightUpdates)]
 
-    async def need_admin(request: Request) -> None:
-        access.admin(request.scope["headers"])
+
+def add_weights(app: FastAPI) -> None:
+    """Add the routes."""
 
     @app.post(
         "/v1/weights",
         tags=["fleet"],
-        dependencies=[Depends(need_admin)],
+        dependencies=NEED_ADMIN,
         responses={202: {"description": "It runs"}, 502: {"description": "No engine took the weights"}},
     )
-    async def update(order: Order) -> JSONResponse:
+    async def update(weights: _Here, order: Order) -> JSONResponse:
         """Give the fleet new weights while turns run; safe to repeat. Needs the admin key.
 
         200: done, or some engines failed and are held. 202: it runs. 409: another update runs. 502: no engine took
@@ -72,7 +72,7 @@ def add_weights(app: FastAPI, weights: WeightUpdates, access: Access) -> None:
         return _answered(begun)
 
     @app.get("/v1/weights", tags=["fleet"])
-    async def current() -> dict[str, Any]:
+    async def current(weights: _Here) -> dict[str, Any]:
         """The current version, each engine's version, and how the last update went or goes."""
         return weights.view()
 
