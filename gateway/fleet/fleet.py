@@ -6,6 +6,7 @@ Each one is looked at every second (`watch.py`); its circuit decides whether it 
 import asyncio
 import contextlib
 from collections.abc import Callable
+from math import inf
 
 from engines.http import CONNECTION_FAULTS, HttpClient, HttpLimits
 from engines.probe import Model
@@ -144,7 +145,9 @@ class Fleet:
         ]
 
     def models(self) -> dict[str, Model]:
-        """Every model that an engine of the fleet serves, or served when it was last seen."""
+        """Every model that an engine of the fleet serves, or served when it was last seen; with the longest context
+        that any of them takes.
+        """
         return self._models
 
     # --- weights --------------------------------------------------------------------------------------------
@@ -189,7 +192,9 @@ class Fleet:
             member.worked_at = self._clock()
 
     def _gather_models(self) -> None:
-        self._models = {model.model_id: model for member in self._members for model in member.models}
+        models = [model for member in self._members for model in member.models]
+        models.sort(key=lambda model: model.max_context_tokens or inf)
+        self._models = {model.model_id: model for model in models}  # the last of each id: the one with the most room
 
     async def _close(self, member: Member) -> None:
         if member.task is not None:

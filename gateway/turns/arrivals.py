@@ -95,8 +95,8 @@ class Arrivals:
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
             return len(prompt)
         estimate = int(len(ask.body) / self._bytes_per_token)
-        if estimate < known:
-            estimate = known
         model = self._fleet.models().get(ask.model)
         limit = model.max_context_tokens if model is not None else None
-        return limit if limit and limit < estimate else estimate
+        if limit and limit < estimate:
+            estimate = limit
+        return known if known > estimate else estimate
