@@ -173,7 +173,10 @@ class Exchange(RequestResponseCycle):
             self.transport.write(unsent)
 
     def cut(self) -> None:
-        """Close the connection, because it is unknown what its client has received; the client has left."""
+        """Close the connection, because it is unknown what its client has received. The client has not left, so nothing
+        is called.
+        """
+        self.unwatch()
         self.transport.abort()
         self.left()
 

@@ -121,5 +121,5 @@ class Lent:
     def is_lost(self) -> None:
         self._metrics.lent_streams.counts["lost",] += 1
         self._on_back()
-        self._turn.outlet.cut()  # ends the turn as if the client had left, if no other one waits for it
-        self._response.break_off(LegFailed(Fault.REQUEST, _LOST))  # for the others; it is not the engine's fault
+        self._turn.outlet.cut()
+        self._response.break_off(LegFailed(Fault.REQUEST, _LOST))  # it is not the engine's fault

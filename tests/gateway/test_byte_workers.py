@@ -281,7 +281,8 @@ async def test_a_long_stream_is_lent_repeatedly() -> None:
 
 
 async def test_a_dead_worker_cuts_its_streams_and_is_replaced() -> None:
-    """Nobody knows what their clients have received, so their connections end without a last chunk."""
+    """Nobody knows what their clients have received, so their connections end without a last chunk. The history says
+    that the stream broke, not that its client left."""
     async with asyncio.timeout(110), site() as here:
         reader, writer = await here.open()
         await here.until_lent()
@@ -289,7 +290,8 @@ async def test_a_dead_worker_cuts_its_streams_and_is_replaced() -> None:
         assert not (await reader.read()).endswith(LAST)
         writer.close()
         await eventually(lambda: here.engine.num_open == 0, 60)
-        assert await here.outcomes() == ["left"]
+        (turn,) = (await here.watch.get("/v1/trajectories/t-1")).json()["turns"]
+        assert (turn["outcome"], turn["error"]["code"]) == ("failed", "stream_broken")
         assert list((await here.metrics("heddle_engine_up")).values()) == [1], "the engine is not at fault"
         here.script.rest = (TWO, chunk(END + DONE) + LAST)
         here.script.may_go_on.set()
