@@ -137,7 +137,8 @@ class RunningTurns:
                 outcome = await self._run_leg(turn, dispatch, first)
             self._endings.finished(turn, dispatch, outcome)
         except Refused as refused:
-            self._endings.close(turn, "refused" if turn.leg == 0 else "failed", dispatch, refused, self._clock())
+            is_refused = turn.leg == 0 or refused.error.is_clients_fault
+            self._endings.close(turn, "refused" if is_refused else "failed", dispatch, refused, self._clock())
             raise
         except (Stopped, asyncio.CancelledError) as stop:
             fault = (stop.fault if isinstance(stop, Stopped) else None) or Fault.CLIENT_LEFT

@@ -8,7 +8,7 @@ import pytest
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from tests.faults.asking import APIS, PATHS, body_of, check_error, raw
+from tests.faults.asking import APIS, PATHS, ask, body_of, check_error, raw
 from tests.faults.raw_engine import raw_engine, whole, writes
 from tests.support.gateway import running_gateway
 
@@ -304,6 +304,26 @@ async def test_a_body_that_is_not_json_gets_the_same_code_everywhere(client: htt
         response = await client.post(gateway.url + path, content=b"{", headers={"content-type": "application/json"})
         check_error("messages" if path == PATHS["messages"] else "other", response, 400, "invalid_json")
         assert "is not valid JSON: " in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("token_legs", ["off", "auto"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_an_engine_refuses_is_not_a_failure(
+    client: httpx.AsyncClient, stream: bool, token_legs: str
+) -> None:
+    """Agents run until their context is full: that is no sign of engines that fail, and fires no alert."""
+    async with (
+        serve_engine(SimulatedEngineSettings(max_model_len=200)) as engine,
+        running_gateway(engine, token_legs=token_legs) as gateway,
+    ):
+        reply = await ask(client, gateway.url, "chat", body_of("chat", stream, text="word " * 400))
+        assert (reply.status, reply.error("chat")["code"]) == (400, "context_length_exceeded")
+        shown = (await client.get(f"{gateway.url}/v1/trajectories/{reply.headers['x-trajectory-id']}")).json()
+        turns = [(turn["outcome"], turn["error"]["code"], turn["legs"]) for turn in shown["turns"]]
+        assert turns == [("refused", "context_length_exceeded", 1)]
+        counts = (await client.get(gateway.url + "/metrics")).text
+        assert 'heddle_turns_total{api="chat",outcome="refused"} 1' in counts
+        assert 'heddle_turns_total{api="chat",outcome="failed"}' not in counts
 
 
 async def test_a_request_too_deep_to_rewrite_gets_400(client: httpx.AsyncClient) -> None:
