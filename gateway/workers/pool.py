@@ -27,8 +27,8 @@ class LoanLimits:
 
     Args:
         max_bytes: how much of a stream a worker passes on, and keeps, before it gives the stream back.
-        answer_timeout_s: a worker that is asked and silent for this long is killed; also the pause between two attempts
-            to start one.
+        answer_timeout_s: a worker that is asked and silent for this long is killed, also while it starts; and the pause
+            between two attempts to start one.
     """
 
     max_bytes: int
@@ -146,6 +146,7 @@ class _WorkerLink(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self.loans: dict[int, Loan] = {}
         self.is_ready = self.was_ready = False
+        self._look()
 
     def lend(self, client: int, engine: int, api: Api, of: Borrower) -> Loan | None:
         """Have it pass on what comes from one socket to the other; None if it takes no more now."""
@@ -222,8 +223,6 @@ class _WorkerLink(asyncio.Protocol):
         for report in read_reports(self._unread):
             if report.kind is Kind.READY:
                 self.is_ready = self.was_ready = True
-                if self._timer is None:
-                    self._look()
             elif report.kind is Kind.COUNT:
                 self.loans[report.loan].of.counted(report.num_events)
             else:

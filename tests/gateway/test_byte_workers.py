@@ -345,6 +345,32 @@ async def test_a_worker_that_hangs_is_killed() -> None:
         writer.close()
 
 
+async def test_a_worker_that_hangs_while_it_starts_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It counts as one that did not start, and does not stand in the way of another one."""
+    hangs = tmp_path / "python"
+    hangs.write_text("#!/bin/sh\nkill -STOP $$\n")
+    hangs.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(hangs))
+    async with asyncio.timeout(110), site(num_workers=None, byte_workers=1, byte_worker_timeout_s=2) as here:
+        here.script.rest = (TWO, chunk(END + DONE) + LAST)
+        here.script.may_go_on.set()
+
+        async def stream() -> None:
+            reader, writer = await here.open()
+            assert (await reader.read()).endswith(LAST)
+            writer.close()
+
+        while not workers():
+            await stream()
+        pid = the_worker()
+        monkeypatch.undo()
+        await eventually(lambda: not is_alive(pid), 60)
+        while not await here.metrics("heddle_byte_worker_streams"):
+            await stream()
+
+
 async def test_a_shutdown_waits_for_lent_streams() -> None:
     """They may end, as other streams may."""
     async with asyncio.timeout(110):
@@ -402,9 +428,14 @@ async def test_two_workers_share_the_streams() -> None:
 
 def the_worker() -> int:
     """The process id of this process's byte worker."""
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    (pid,) = (int(child) for child in children if b"gateway.workers" in Path(f"/proc/{child}/cmdline").read_bytes())
+    (pid,) = workers()
     return pid
+
+
+def workers() -> set[int]:
+    """The process ids of this process's byte workers."""
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    return {int(child) for child in children if b"gateway.workers" in Path(f"/proc/{child}/cmdline").read_bytes()}
 
 
 def is_alive(pid: int) -> bool:
