@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from controller.admin_key import ADMIN_KEY_VARIABLE
+from controller.admin_key import ADMIN_KEY_VARIABLE, check_key
 from controller.restarts import RetryRule
 from controller.spares import SpareRule
 from engines.http import can_be_asked
@@ -54,9 +54,8 @@ def _redis_url(url: SecretStr | None) -> SecretStr | None:
 
 
 def _as_sent(key: SecretStr | None) -> SecretStr | None:
-    text = key.get_secret_value() if key else ""
-    if not (text.isascii() and text.isprintable()) or text != text.strip():
-        raise ValueError("must be printable ASCII, without spaces or line ends around it")
+    if key:
+        check_key(key.get_secret_value())
     return key
 
 

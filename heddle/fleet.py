@@ -11,7 +11,7 @@ import urllib.request
 from typing import Any
 from urllib.parse import urlencode
 
-from controller.admin_key import ADMIN_KEY_VARIABLE
+from controller.admin_key import ADMIN_KEY_VARIABLE, check_key
 from scheduling.fleets import in_words, largest_first
 
 _TIMEOUT_S = 30.0
@@ -99,6 +99,10 @@ def _ask(url: str, method: str, target: str, body: dict[str, Any] | None = None)
         request.data = json.dumps(body).encode()
         request.add_header("content-type", "application/json")
     if key := os.environ.get(ADMIN_KEY_VARIABLE):
+        try:
+            check_key(key)
+        except ValueError as error:
+            raise ValueError(f"{ADMIN_KEY_VARIABLE}: {error}") from None
         request.add_header("authorization", f"Bearer {key}")
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:

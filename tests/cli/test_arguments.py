@@ -128,6 +128,17 @@ def test_a_server_that_is_not_a_controller_is_reported_with_one_line(capsys: pyt
     assert error.startswith("heddle fleet: ") and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("key", ["s3cret-admin\n", " s3cret-admin", "clé-s3cret", "s3cr€t"])
+def test_a_key_that_cannot_be_sent_is_named_and_not_shown(
+    key: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file or a secret often ends in a line end. It is not the controller that is missing."""
+    monkeypatch.setenv("HEDDLE_ADMIN_KEY", key)
+    status, error = status_and_error(capsys, "fleet", "show")
+    said = "must be printable ASCII, without spaces or line ends around it"
+    assert (status, error) == (2, f"heddle fleet: HEDDLE_ADMIN_KEY: {said}\n")
+
+
 def test_version_prints_a_version(capsys: pytest.CaptureFixture[str]) -> None:
     """For a bug report."""
     with pytest.raises(SystemExit) as ended:
