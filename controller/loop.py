@@ -264,7 +264,7 @@ class Controller:
             spares=state.spares,
             min_engines=limits.min_engines,
             max_starting=limits.max_starting,
-            held_back=held_back(state, time.time()),
+            held_back=held_back(state, time.time(), self.fleet.retry_rule),
         )
         for step in steps:
             if step.server_id not in self._tasks:

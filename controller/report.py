@@ -1,6 +1,6 @@
 """The state of the fleet, as JSON and in words: for the controller's HTTP API and the commands `heddle fleet`."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -25,7 +25,7 @@ def status(controller: Controller, now: float) -> Json:
         "is_automatic": controller.fleet.planning.is_automatic,
         "why": state.why,
         "alarms": alarms(controller, now),
-        "servers": _servers(state, seen, controller.servers, now),
+        "servers": _servers(state, seen, controller.servers, held_back(state, now, controller.fleet.retry_rule)),
         "resting_devices": sorted(state.resting),
         "phase_seconds": [
             {"phase": phase, "tp": tp, "median": median(times), "last": list(times)}
@@ -45,7 +45,7 @@ def alarms(controller: Controller, now: float) -> dict[str, str]:
     if state.blocked_tps:
         sizes = ", ".join(f"TP {tp}" for tp in sorted(state.blocked_tps))
         found["size_given_up"] = f"{sizes}: {state.failures[-1].cause if state.failures else ''}"
-    if waiting := held_back(state, now):
+    if waiting := held_back(state, now, controller.fleet.retry_rule):
         found["start_failed"] = f"{', '.join(sorted(waiting))} is started again after a pause; see failures"
     lost = [one.server_id for one in controller.seen if _is_lost(one, state)]
     if lost:
@@ -102,7 +102,9 @@ def _line(step: Step, tp: int, state: State, is_woken: bool) -> str:
     return f"{name} {step.server_id}{size}: {why}{cost}"
 
 
-def _servers(state: State, seen: Sequence[ObservedServer], servers: Sequence[Server], now: float) -> list[Json]:
+def _servers(
+    state: State, seen: Sequence[ObservedServer], servers: Sequence[Server], backing_off: Set[str]
+) -> list[Json]:
     by_id = {server.spec.server_id: server for server in servers}
     wanted = {one.server_id: one for one in state.wanted}
     shown = [one for one in seen if one.is_alive or one.is_member or one.server_id in wanted]
@@ -122,13 +124,12 @@ def _servers(state: State, seen: Sequence[ObservedServer], servers: Sequence[Ser
     absent = wanted.keys() - {one.server_id for one in seen}
     for server_id in sorted(absent):
         one_wanted = wanted[server_id]
-        held = server_id in held_back(state, now)
         listed.append(
             {
                 "id": server_id,
                 "tp": one_wanted.tp,
                 "devices": list(one_wanted.devices),
-                "state": "backing off" if held else "waiting for its devices",
+                "state": "backing off" if server_id in backing_off else "waiting for its devices",
                 "is_wanted": True,
                 "num_turns": 0,
                 "url": None,

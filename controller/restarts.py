@@ -119,9 +119,11 @@ def tend(
     return records
 
 
-def held_back(state: State, now: float) -> set[str]:
-    """Servers whose pause is not over."""
-    return {server_id for server_id, at in state.not_before.items() if at > now}
+def held_back(state: State, now: float, rule: RetryRule) -> set[str]:
+    """Servers whose pause is not over. One that would last longer than any pause was noted by a clock that has been set
+    back since, and is over.
+    """
+    return {server_id for server_id, at in state.not_before.items() if now < at <= now + rule.max_back_off_s}
 
 
 def _only(of: Mapping[str, Of], server_ids: Set[str]) -> dict[str, Of]:

@@ -162,10 +162,13 @@ def test_only_one_holds_a_lease(tmp_path: Path) -> None:
     assert second.try_take() and not first.try_take()
 
 
+RULE = RetryRule(3, 5.0)
+
+
 def tended(state: State, ended: list[Ended], now: float = 100.0, *alive: DesiredServer) -> State:
     new_id, serial = new_ids("fleet", state)
     journal_state = state
-    for record in tend(state, ended, {one.server_id: one for one in alive}, now, RetryRule(3, 5.0), new_id, serial):
+    for record in tend(state, ended, {one.server_id: one for one in alive}, now, RULE, new_id, serial):
         journal_state = fold(journal_state, record)
     return journal_state
 
@@ -177,14 +180,21 @@ def test_a_server_that_does_not_start_is_retried_and_then_given_up() -> None:
     state = tended(state, [Ended("c", died, ("no memory",))])
     (second,) = state.wanted
     assert (second.tp, second.devices) == (2, ("0", "1")) and second.server_id not in ("a", "b", "c")
-    assert held_back(state, 104.9) == {second.server_id} and held_back(state, 105.0) == set()
+    assert held_back(state, 104.9, RULE) == {second.server_id} and held_back(state, 105.0, RULE) == set()
     state = tended(state, [Ended(second.server_id, died)])
     (third,) = state.wanted
-    assert held_back(state, 109.9) == {third.server_id} and held_back(state, 110.0) == set()
+    assert held_back(state, 109.9, RULE) == {third.server_id} and held_back(state, 110.0, RULE) == set()
     state = tended(state, [Ended(third.server_id, died)], 100.0, ONES[0])
     assert [one.devices for one in state.wanted] == [("0",), ("1",)]
     assert state.wanted[0].server_id == "a" and state.wanted[1].server_id != "b"  # a lives, b does not
     assert state.blocked_tps == {2} and len(state.failures) == 3 and state.failures[0].last_lines == ("no memory",)
+
+
+def test_a_pause_ends_when_the_clock_is_set_back() -> None:
+    """By an hour: the dead server would stay down for that hour."""
+    state = tended(State(wanted=ONES, proven=ONES), [Ended("b", "exit status 1")], 5_000.0)
+    assert held_back(state, 5_004.9, RULE) == {state.wanted[1].server_id}
+    assert held_back(state, 1_400.0, RULE) == set()
 
 
 def test_a_fleet_continues_without_a_server_that_was_given_up() -> None:
@@ -215,7 +225,11 @@ def test_tries_start_again_for_a_server_that_served() -> None:
     state = tended(state, [Ended("b", "killed by SIGKILL")])
     assert len(state.wanted) == 2 and state.blocked_tps == frozenset()
     again = state.wanted[1].server_id
-    assert state.num_tries == {again: 1} and held_back(state, 104.9) == {again} and held_back(state, 105.0) == set()
+    assert (
+        state.num_tries == {again: 1}
+        and held_back(state, 104.9, RULE) == {again}
+        and held_back(state, 105.0, RULE) == set()
+    )
     assert (state.serial, state.changed_at) == (8, 100.0), "no other server gets its number"
     assert [(one.server_id, one.tp, one.at, one.cause) for one in state.failures] == [
         ("b", 1, 100.0, "killed by SIGKILL")

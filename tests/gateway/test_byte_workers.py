@@ -345,9 +345,7 @@ async def test_a_worker_that_hangs_is_killed() -> None:
         writer.close()
 
 
-async def test_a_worker_that_hangs_while_it_starts_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_a_worker_that_hangs_while_it_starts_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It counts as one that did not start, and does not stand in the way of another one."""
     hangs = tmp_path / "python"
     hangs.write_text("#!/bin/sh\nkill -STOP $$\n")
