@@ -124,13 +124,14 @@ def _work(told: Any, since: float) -> Work:
     remaining = (
         Remaining(one["output_tokens"], one["context_tokens"], one["new_tokens"]) for one in told["trajectories"]
     )
-    last = told["last_rollout"]
+    last, at = told["last_rollout"], told["at"]
     return Work(
         tuple(remaining),
         told["num_waiting_turns"],
         told["correlation"],
         LastRollout(tuple(map(_whole, last["trajectories"])), last["ended_at"])
-        if last and last["ended_at"] > since
+        # The second case: `since` is still to come, because the gateway's clock was set back after it.
+        if last and (last["ended_at"] > since or last["ended_at"] <= at < since)
         else None,
     )
 

@@ -30,6 +30,7 @@ class Demand:
 
     def __init__(self, clock: Clock, driver: Driver, ledger: Ledger) -> None:
         self._clock = clock
+        self._began_at = clock()
         self._driver = driver
         self._ledger = ledger
         self._watched: OrderedDict[str, float] = OrderedDict()
@@ -39,10 +40,14 @@ class Demand:
         """The work at hand, as the API shows it.
 
         `trajectories`: for each active one, predicted output tokens still to come, its context now, tokens that tools
-        will still add to it, and its home. `last_rollout`: the rollout that ended last, if that was after `since`.
+        will still add to it, and its home. `last_rollout`: the rollout that ended last, if that was after `since`. A
+        `since` that is still to come is of an earlier process, and the machine's clock was set back: what this process
+        saw end came after it.
 
         Cost: 6,400 trajectories take about 35 ms, in slices between which turns are served.
         """
+        if since > self._clock():
+            since = self._began_at
         active: list[TrajectoryRecord] = []
         finished: list[Entry] = []
         remaining: list[dict[str, Any]] = []

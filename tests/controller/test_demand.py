@@ -1,6 +1,7 @@
 """How the controller learns of work: a gateway that is asked and a stream that is read report the same."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -144,6 +145,27 @@ async def test_an_ended_rollout_is_reported_until_it_is_known(source: Source) ->
             found = await reported(demand, lambda work: work.last_rollout is not None, since=first.ended_at)
             assert found.last_rollout is not None
             assert [one.output_tokens for one in found.last_rollout.trajectories] == [7, 7]
+
+
+async def test_a_rollout_after_the_clock_was_set_back_is_reported(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before it ended an hour later, by a clock that was fast until the gateway was restarted."""
+    right = time.time
+    async with recorded_engine(ENGINE) as engine:
+        with monkeypatch.context() as fast:
+            fast.setattr(time, "time", lambda: right() + 3_600)
+            async with source.gateway(engine.url) as gateway, source.demand(gateway.url) as demand:
+                await play(gateway, "first", max_tokens=5)
+                first = (await reported(demand, lambda work: work.last_rollout is not None)).last_rollout
+                assert first is not None
+        async with source.gateway(engine.url) as gateway, source.demand(gateway.url) as demand:
+            assert (await reported(demand, lambda work: True, first.ended_at)).last_rollout is None
+            await play(gateway, "second", max_tokens=7)
+            second = (await reported(demand, lambda work: work.last_rollout is not None, first.ended_at)).last_rollout
+            assert second is not None and second.ended_at < first.ended_at
+            assert [one.output_tokens for one in second.trajectories] == [7, 7]
+            assert (await demand.work(second.ended_at)).last_rollout is None
 
 
 async def test_a_gateway_that_is_gone_reports_no_demand(source: Source) -> None:
