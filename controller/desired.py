@@ -27,7 +27,7 @@ class Refused(Exception):
 
 
 class NoDevices(Refused):
-    """No engine would fit onto the devices that there are now; nodes may join."""
+    """What is wanted does not fit onto the devices that there are now; nodes may join."""
 
 
 class DesiredFleet:
@@ -44,12 +44,16 @@ class DesiredFleet:
         self._state = state
 
     def first(self) -> list[Json]:
-        """The first fleet. Raises NoDevices, and FleetFileError if it does not fit onto those that there are."""
+        """The first fleet. Raises NoDevices while it does not fit onto those that there are, and FleetFileError if it
+        never will.
+        """
         tps = self.first_tps()
         try:
             return self._wanted(tps, [], frozenset(), "the first fleet")
         except Refused as refused:
-            raise FleetFileError(f"the first fleet is not possible: {refused}") from None
+            if self._fleet.launcher == "local":  # no device will join
+                raise FleetFileError(f"the first fleet is not possible: {refused}") from None
+            raise NoDevices(f"the first fleet is not possible yet: {refused}") from None
 
     def first_tps(self) -> tuple[int, ...]:
         """Sizes of the first fleet: those of the file, else the least TP size on every device. Raises NoDevices."""

@@ -168,7 +168,7 @@ class Controller:
 
     async def _begin(self) -> None:
         """A fleet without a journal: running servers are adopted; if there are none, the first fleet is wanted, once
-        there are devices."""
+        there are devices for it."""
         alive = [one for one in self.seen if one.is_alive]
         urls = {server.spec.server_id: server.url for server in self.servers}
         asleep = {one.server_id for one in alive if await self._drivers.sleeps(urls.get(one.server_id))}
