@@ -323,7 +323,8 @@ def engine_kind(kind: str) -> str:
 
 
 def load_fleet_file(path: str | Path) -> FleetFile:
-    """The fleet of a file; relative paths in it are relative to the file. The admin key comes from the environment.
+    """The fleet of a file; relative paths in it are relative to the file, and `~` is the user's folder. The admin key
+    comes from the environment.
 
     Raises:
         FleetFileError: it cannot be read, or something in it is wrong.
@@ -346,6 +347,12 @@ def load_fleet_file(path: str | Path) -> FleetFile:
     if fleet.launcher == "kubernetes":
         for name in _KUBERNETES_FILES & options.keys():
             if isinstance(options[name], str):  # else the launcher refuses it
-                options[name] = str((path.parent / options[name]).absolute())
-    state_dir = (path.parent / fleet.state_dir).absolute()
+                options[name] = _found(path.parent, options[name], is_list=name == "kubeconfig")
+    state_dir = Path(_found(path.parent, str(fleet.state_dir)))
     return fleet.model_copy(update={"state_dir": state_dir, "launcher_options": options})
+
+
+def _found(folder: Path, said: str, is_list: bool = False) -> str:
+    """Where a path of the file leads; of a list, as kubeconfig may be one, each."""
+    parts = filter(None, said.split(os.pathsep)) if is_list else (said,)
+    return os.pathsep.join(str((folder / os.path.expanduser(part)).absolute()) for part in parts)

@@ -61,6 +61,19 @@ def test_files_of_the_kubernetes_launcher_are_relative_to_the_fleet_file(tmp_pat
     }
 
 
+def test_a_path_may_begin_with_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As everybody writes ~/.kube/config. As in the variable KUBECONFIG, there may be several."""
+    monkeypatch.setenv("HOME", "/home/me")
+    options = 'template = "~/engine.yaml"\nkubeconfig = "~/.kube/config:more/config:/etc/config"'
+    text = f'fleet = "a"\nmodel = "m"\nlauncher = "kubernetes"\nstate_dir = "~/fleet"\n[launcher_options]\n{options}\n'
+    fleet = load_fleet_file(written(tmp_path, text))
+    assert fleet.state_dir == Path("/home/me/fleet")
+    assert fleet.launcher_options == {
+        "template": "/home/me/engine.yaml",
+        "kubeconfig": f"/home/me/.kube/config:{tmp_path}/more/config:/etc/config",
+    }
+
+
 def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     """Some editors begin a file with one."""
     text = 'fleet = "a"\nmodel = "m"\ngpus = 1\n'
