@@ -132,11 +132,13 @@ class EventLog:
     def _give_up(self, error: OSError) -> None:
         assert self._file is not None and self._path is not None
         LOGGER.error("event log given up", extra={"fields": {"path": self._path, "error": str(error)}})
+        with contextlib.suppress(OSError):
+            # Half a line, which nobody could read. The file may be elsewhere by now, or shorter: logrotate, a person.
+            if not self._file.closed and os.fstat(self._file.fileno()).st_size > self._size:
+                self._file.truncate(self._size)
         self._file.close()
         self._file = None
         self.is_on = bool(self._watchers)
-        with contextlib.suppress(OSError):  # half a line, which nobody could read
-            os.truncate(self._path, self._size)
 
 
 def _without_half_a_line(path: str, size: int) -> int:

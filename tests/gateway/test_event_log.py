@@ -115,6 +115,26 @@ def test_a_full_file_that_was_moved_away_is_continued_too(tmp_path: Path) -> Non
     assert [orjson.loads(line).get("at") for line in path.read_bytes().splitlines()] == [None, 3.0]
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_disk_that_is_full_after_a_rotation_changes_only_the_logs_own_file(tmp_path: Path, copies: bool) -> None:
+    """Someone else's rotation made an empty file at its path, or emptied its own. That was filled with NULs."""
+    path, moved = tmp_path / "events.jsonl", tmp_path / "moved"
+    log = EventLog(str(path), 2**30)
+    for at in range(20):
+        log.add(Tick(float(at)), [])
+    if copies:
+        moved.write_bytes(path.read_bytes())
+        path.write_bytes(b"")
+    else:
+        path.rename(moved)
+        path.touch()
+    written = moved.read_bytes()
+    with full_at(10 if copies else len(written) + 10):
+        log.add(Tick(20.0), [])
+    assert not log.is_on
+    assert moved.read_bytes() == written and b"\0" not in path.read_bytes()
+
+
 def test_a_file_of_something_else_keeps_its_end(tmp_path: Path) -> None:
     """A wrong path in the configuration must not delete what is there."""
     path = tmp_path / "notes.txt"
