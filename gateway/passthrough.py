@@ -23,6 +23,8 @@ PASSTHROUGH_ROUTES: dict[str, Api] = {
     "/v1/detokenize": "other",
 }
 
+_NO_ROUTE = (404, 405)
+
 
 class Passthrough:
     """Passes whole requests on; to another engine if the first one fails."""
@@ -56,27 +58,41 @@ class Passthrough:
         outlet.whole(200, answer)
 
     async def _ask(self, path: str, body: bytes, model: str | None) -> tuple[int, bytes]:
-        """The first answer that is not its engine's failure, else the last: its status and body. Raises Refused."""
+        """The first answer that is not its engine's failure, else the last: its status and body. Raises Refused.
+
+        An engine that lacks the route has not been tried: kinds of engines differ in the routes that they have.
+        """
         members = sorted(self._fleet.serving(model), key=lambda member: (member.is_updating, member.num_legs))
         if not members:
             raise no_engine(len(self._fleet.members()))
         answered: tuple[int, bytes] | None = None
-        fault: Exception | None = None
-        for member in members[: self._settings.max_attempts]:
+        lacking: tuple[int, bytes] | None = None
+        failure: Exception | None = None
+        num_tries = 0
+        for member in members:
+            if num_tries == self._settings.max_attempts:
+                break
             self._fleet.leg_began(member)
-            fault, has_answered = None, False
+            fault: Exception | None = None
+            has_answered = False
             try:
                 response = await member.http.request("POST", path, body, timeout_s=self._settings.silence_timeout_s)
                 answer = await response.body(self._settings.max_answer_bytes, self._settings.silence_timeout_s)
                 has_answered = True
+                if response.status in _NO_ROUTE:
+                    lacking = response.status, answer
+                    continue
                 answered = response.status, answer
                 if response.status < 500 and response.status != 429:
                     break
             except FAULTS as error:
-                fault = error
+                fault = failure = error
             finally:
                 self._fleet.leg_ended(member, fault, has_answered)
-        if answered is None:
-            failed = api_error(502, f"The engine failed: {fault}.", "engine_failed")
+            num_tries += 1
+        if answered is None and failure is not None:
+            failed = api_error(502, f"The engine failed: {failure}.", "engine_failed")
             raise Refused(failed, retry_after_s=1.0, should_retry=True)
+        answered = answered or lacking
+        assert answered is not None, "every engine answered, failed or lacks the route"
         return answered

@@ -10,21 +10,26 @@ import httpx
 import pytest
 
 from engines.simulated.server import serve_engine
-from engines.simulated.settings import SimulatedEngineSettings
+from engines.simulated.settings import Fault, FaultKind, SimulatedEngineSettings
 from tests.support.gateway import REUSED_FOR, running_gateway
 
 CONTEXTS = {"large": 32_768, "middle": 8_192, "small": 4_096}
 
 
+KINDS: list[tuple[str, ...]] = [("vllm", "sglang"), ("sglang", "vllm"), ("vllm", "vllm", "sglang")]
+
+
 @asynccontextmanager
-async def unlike_engines(*engines: dict[str, Any]) -> AsyncIterator[tuple[httpx.AsyncClient, list[str]]]:
+async def unlike_engines(
+    *engines: dict[str, Any], **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, list[str]]]:
     """A client of a gateway with one engine for each of these settings, in their order, and the engines' ids."""
     async with AsyncExitStack() as stack:
         urls = [
             await stack.enter_async_context(serve_engine(SimulatedEngineSettings(speed_up=200, **engine)))
             for engine in engines
         ]
-        gateway = await stack.enter_async_context(running_gateway(*urls))
+        gateway = await stack.enter_async_context(running_gateway(*urls, **settings))
         client = httpx.AsyncClient(base_url=gateway.url, timeout=60, limits=REUSED_FOR)
         yield await stack.enter_async_context(client), [url.removeprefix("http://") for url in urls]
 
@@ -42,3 +47,29 @@ async def test_a_long_prompt_goes_to_an_engine_that_takes_it(order: tuple[str, .
 
         assert set(await asyncio.gather(*map(ask, range(8)))) == {(200, ids[order.index("large")])}
         assert (await client.get("/v1/models/simulated")).json()["max_model_len"] == CONTEXTS["large"]
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
+@pytest.mark.parametrize("path", ["/v1/tokenize", "/v1/detokenize"])
+async def test_a_route_that_one_kind_lacks_is_served_by_the_other(kinds: tuple[str, ...], path: str) -> None:
+    """Whichever is asked first, and however many lack it: these routes are SGLang's."""
+    async with unlike_engines(*({"dialect": kind} for kind in kinds), max_attempts=1) as (client, _):
+        body = {"model": "simulated", "prompt": "Hello", "tokens": [1, 2]}
+        assert (await client.post(path, json=body)).status_code == 200
+
+
+async def test_a_route_that_no_engine_has_gets_404() -> None:
+    """Each engine was asked."""
+    async with unlike_engines({}, {}) as (client, _):
+        answer = await client.post("/v1/tokenize", json={"model": "simulated", "prompt": "Hello"})
+        assert answer.status_code == 404
+
+
+@pytest.mark.parametrize("kind", ["error", "refuse", "reset"])
+async def test_an_engine_that_fails_is_reported_before_one_that_lacks_the_route(kind: FaultKind) -> None:
+    """A 404 would tell the client that trying again is useless."""
+    fault = Fault(kind, path="/v1/tokenize")
+    for engines in permutations([{}, {"dialect": "sglang", "faults": (fault,)}]):
+        async with unlike_engines(*engines) as (client, _):
+            answer = await client.post("/v1/tokenize", json={"model": "simulated", "prompt": "Hello"})
+            assert answer.status_code >= 500
