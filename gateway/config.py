@@ -4,8 +4,10 @@ order. Each field has its unit in its name and the reason for its default beside
 
 import os
 import re
+import tomllib
 from collections.abc import Iterable
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -21,10 +23,10 @@ from pydantic import (
 )
 from pydantic_settings import (
     BaseSettings,
+    InitSettingsSource,
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    TomlConfigSettingsSource,
 )
 
 from engines.http import can_be_asked
@@ -145,7 +147,7 @@ class Settings(BaseSettings):
     """Every setting of the gateway process."""
 
     model_config = SettingsConfigDict(env_prefix="HEDDLE_", extra="forbid", frozen=True, allow_inf_nan=False)
-    toml_file: ClassVar[str | None] = None
+    toml: ClassVar[dict[str, Any]] = {}
 
     host: str = Field(
         "127.0.0.1",
@@ -456,7 +458,7 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Command line over environment over file."""
-        return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls, cls.toml_file))
+        return (init_settings, env_settings, InitSettingsSource(settings_cls, cls.toml))
 
     @property
     def predictor_name(self) -> str:
@@ -502,7 +504,7 @@ def load_settings(config_file: str | None = None, **overrides: Any) -> Settings:
         raise ConfigError(f"unknown setting in the environment: {unknown[0]}{meant(unknown[0], known)}")
     sourced: Any = Settings
     if config_file is not None:
-        sourced = type("Settings", (Settings,), {"toml_file": config_file, "__doc__": Settings.__doc__})
+        sourced = type("Settings", (Settings,), {"toml": _read(config_file), "__doc__": Settings.__doc__})
     try:
         settings = sourced(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as error:
@@ -510,9 +512,15 @@ def load_settings(config_file: str | None = None, **overrides: Any) -> Settings:
         if said.startswith("unknown"):
             said += f"{'' if said.endswith('?') else ';'} `heddle serve --settings` lists all"
         raise ConfigError(f"setting {name}: {said}") from None
+    assert isinstance(settings, Settings)
+    return settings
+
+
+def _read(config_file: str) -> dict[str, Any]:
+    """The content of a TOML file; some editors begin one with a byte-order mark."""
+    try:
+        return tomllib.loads(Path(config_file).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {config_file}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"configuration file {config_file} is not TOML: {error}") from None
-    assert isinstance(settings, Settings)
-    return settings

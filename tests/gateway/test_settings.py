@@ -166,6 +166,13 @@ def test_an_unknown_variable_is_refused_with_a_suggestion(monkeypatch: pytest.Mo
         load_settings()
 
 
+def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
+    """Some editors begin a file with one."""
+    file = tmp_path / "heddle.toml"
+    file.write_text("\ufeffport = 8090\n", encoding="utf-8")
+    assert load_settings(str(file)).port == 8090
+
+
 @pytest.mark.parametrize(
     ("path", "why"),
     [("absent.toml", "there is no such file"), (".", "it is a folder"), ("/proc/self/mem", "Input/output error")],
