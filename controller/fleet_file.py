@@ -38,7 +38,10 @@ class FleetFileError(Exception):
 def _base_url(url: str) -> str:
     if not can_be_asked(url):
         raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:8080")
-    return url.rstrip("/")
+    url = url.rstrip("/")
+    if url.endswith("/v1"):
+        raise ValueError(f"must be without /v1, which is added to it, not {url!r}")
+    return url
 
 
 def _redis_url(url: SecretStr | None) -> SecretStr | None:

@@ -47,11 +47,16 @@ async def run(parsed: argparse.Namespace) -> int:
         fleet = load_fleet_file(parsed.fleet)
         if fleet.admin_key is None:
             raise FleetFileError(f"gateway and controller need a shared secret: set {ADMIN_KEY_VARIABLE}")
+        at = urlsplit(fleet.gateway)
+        if at.scheme != "http" or at.path:
+            raise FleetFileError(
+                f"{parsed.fleet}: gateway: it is started here and speaks plain HTTP, so its URL must be such as "
+                f"http://127.0.0.1:8080, not {fleet.gateway!r}"
+            )
     except FleetFileError as error:
         print(f"heddle up: {error}", file=sys.stderr)
         return 2
     print(_told(fleet), file=sys.stderr)
-    at = urlsplit(fleet.gateway)
     address = ("--host", at.hostname or "127.0.0.1", "--port", str(at.port or 80), "--log-level", parsed.log_level)
     config = ("--config", parsed.config) if parsed.config else ()
     children = {

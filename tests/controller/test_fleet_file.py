@@ -145,6 +145,7 @@ def test_a_step_may_take_a_day_at_most(tmp_path: Path, name: str) -> None:
         (('fleet = "rollout"', 'fleet = "rollout"\ngateway = "http://日本:1"'), "gateway: .* is not a URL such as"),
         (('fleet = "rollout"', f'fleet = "rollout"\ngateway = "http://{"a" * 64}:1"'), "gateway: .* is not a URL"),
         (('fleet = "rollout"', 'fleet = "rollout"\ngateway = "http://a/?b=1"'), "gateway: .* is not a URL such as"),
+        (('fleet = "rollout"', 'fleet = "rollout"\ngateway = "http://a:1/v1/"'), "gateway: must be without /v1"),
         (("[engine]", '[demand]\nredis = "redis://a:99999"\n[engine]'), "demand.redis: .* such as redis://"),
         (("[engine]", '[demand]\nredis = "redis://a/0?b=1"\n[engine]'), "demand.redis: .* such as redis://"),
         (("[engine]", '[demand]\nredis = "redis://a/first"\n[engine]'), "demand.redis: .* such as redis://"),

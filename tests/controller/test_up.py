@@ -90,3 +90,15 @@ async def test_a_refused_configuration_ends_both_processes(tmp_path: Path) -> No
     assert (status, output) == (2, "heddle up: gateway and controller need a shared secret: set HEDDLE_ADMIN_KEY\n")
     status, output = await heddle("up", "--fleet", str(tmp_path / "absent.toml"))
     assert status == 2 and output.startswith("heddle up: cannot read ") and output.count("\n") == 1
+
+
+@pytest.mark.parametrize("url", ["https://127.0.0.1", "https://127.0.0.1:8443", "http://127.0.0.1:8080/heddle"])
+async def test_a_gateway_url_at_which_it_cannot_listen_is_refused(url: str, tmp_path: Path) -> None:
+    """It speaks plain HTTP, at no other path: clients and controller would ask in vain. Neither process starts, and so
+    the wrong setting is not reported."""
+    path = write_fleet(tmp_path, url, free_port())
+    config = tmp_path / "heddle.toml"
+    config.write_text("no_such_setting = 1")
+    status, output = await heddle("up", "--fleet", str(path), "--config", str(config))
+    assert status == 2 and output.count("\n") == 1, output
+    assert output.startswith(f"heddle up: {path}: gateway: ") and f"http://127.0.0.1:8080, not '{url}'" in output
