@@ -40,6 +40,7 @@ from scheduling.types import (
     Event,
     Fault,
     Forget,
+    ModelGone,
     Refusal,
     Reject,
     Save,
@@ -123,6 +124,8 @@ class Scheduler:
                 self._engine_leaving(event.engine_id, actions)
             case EngineLost():
                 self._engine_lost(event.engine_id, actions)
+            case ModelGone():
+                self._model_gone(event.model, actions)
             case TrajectoryDeclared():
                 self._trajectory_declared(event, actions)
             case TrajectoryClosed():
@@ -335,6 +338,12 @@ class Scheduler:
                 actions.append(Save(trajectory.record()))
         actions.extend(Abort(turn.turn_id, turn.leg, Fault.ENGINE) for turn in engine.running.values())
         self._dispatcher.route_anew(engine, actions)
+
+    def _model_gone(self, model: str, actions: list[Action]) -> None:
+        for turn in list(self._turns.values()):
+            if turn.state is WAITING and turn.model == model:
+                self._end(turn)
+                actions.append(Reject(turn.turn_id, Refusal.MODEL_GONE, None))
 
     def _settle_residents(self, engine: Engine) -> None:
         """Restore an engine's residents: the active trajectories of an earlier process whose home it is."""

@@ -228,6 +228,14 @@ class EngineLost:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelGone:
+    """No engine serves this model any more, nor will: one that did came back without it."""
+
+    at: float
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: `next_wakeup()` asked for it."""
 
@@ -245,6 +253,7 @@ Event = (
     | EngineReported
     | EngineLeaving
     | EngineLost
+    | ModelGone
     | Tick
 )
 
@@ -300,6 +309,7 @@ class Refusal(StrEnum):
     QUEUE_TIMEOUT = "queue_timeout"
     TRAJECTORY_ABORTED = "trajectory_aborted"
     ENGINE_FAILED = "engine_failed"
+    MODEL_GONE = "model_not_found"
     DUPLICATE_TURN = "duplicate_turn"
 
 

@@ -19,7 +19,7 @@ from gateway.fleet.member import EngineState, Member
 from gateway.fleet.watch import Watch
 from gateway.turnlog import LOGGER
 from gateway.weights.record import WeightRecord
-from scheduling.types import Event
+from scheduling.types import Event, ModelGone
 
 
 class UnknownEngine(Exception):
@@ -45,12 +45,13 @@ class Fleet:
     ) -> None:
         self._settings = settings
         self._clock = clock
+        self._post = post
         self._weights = weights
         self._members: list[Member] = []
         self._models: dict[str, Model] = {}
         self._known = known
         self._circuits = Circuits(settings, clock, post)
-        self._watch = Watch(settings, clock, self._circuits, self._known, weights, self._gather_models)
+        self._watch = Watch(settings, clock, self._circuits, self._known, weights, self._models_seen)
 
     async def start(self) -> None:
         """Begin to look at the configured engines, and wait briefly until each has been seen."""
@@ -190,6 +191,13 @@ class Fleet:
         elif has_answered:
             member.num_faults = 0
             member.worked_at = self._clock()
+
+    def _models_seen(self) -> None:
+        before = set(self._models)
+        self._gather_models()
+        # A removed engine does not count: a controller removes the old engines before it adds those that replace them.
+        for model_id in sorted(before - self._models.keys()):
+            self._post(ModelGone(self._clock(), model_id))
 
     def _gather_models(self) -> None:
         models = [model for member in self._members for model in member.models]

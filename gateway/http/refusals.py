@@ -45,6 +45,7 @@ _REFUSALS = {
     Refusal.QUEUE_TIMEOUT: (503, "The turn waited too long for an engine (queue_timeout_s)."),
     Refusal.TRAJECTORY_ABORTED: (409, "The trajectory was aborted, so its turns are refused."),
     Refusal.ENGINE_FAILED: (502, "Engines failed the turn too often (max_attempts)."),
+    Refusal.MODEL_GONE: (404, "No engine serves the model any more."),
     Refusal.DUPLICATE_TURN: (409, "A turn with this id exists already."),
 }
 

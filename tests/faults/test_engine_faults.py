@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from engines.children import free_port
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault, SimulatedEngineSettings
 from tests.faults.asking import APIS, PATHS, are_waiting, ask, body_of
@@ -184,6 +185,31 @@ async def test_a_refused_connection_opens_the_circuit_until_the_relaunch(
             assert reply.is_finished("chat")
             assert await engine_states(client, gateway.url) == {f"{address}~2": "ready"}, "another process"
     assert server.posts == []
+
+
+async def test_a_turn_that_waits_for_a_model_is_told_when_the_model_is_gone(client: httpx.AsyncClient) -> None:
+    """It waits while the model's engines are away, for they may come back. Once one has come back with another model,
+    it gets what a new turn gets."""
+    port = free_port()
+    settings = {"observe_interval_s": 0.05, "retry_pause_s": 0, "queue_timeout_s": 60}
+    async with running_gateway(f"http://127.0.0.1:{port}", **settings) as gateway:
+        async with serve_engine(SimulatedEngineSettings(), port=port):
+            await eventually(lambda: knows(client, gateway.url, "simulated"))
+        turn = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat")))
+        await eventually(lambda: are_waiting(client, gateway.url, 1))
+        assert await knows(client, gateway.url, "simulated") and not turn.done()
+        async with serve_engine(SimulatedEngineSettings(model="another"), port=port):
+            reply = await turn
+            assert (reply.status, reply.error("chat")["code"]) == (404, "model_not_found")
+            assert reply.headers["x-should-retry"] == "false"
+            assert not await knows(client, gateway.url, "simulated")
+            again = await ask(client, gateway.url, "chat", body_of("chat"))
+            assert (again.status, again.error("chat")["code"]) == (404, "model_not_found")
+
+
+async def knows(client: httpx.AsyncClient, url: str, model: str) -> bool:
+    """Whether a gateway lists this model."""
+    return model in {card["id"] for card in (await client.get(url + "/v1/models")).json()["data"]}
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from scheduling.types import (
     Event,
     Fault,
     Forget,
+    ModelGone,
     Move,
     Prediction,
     Preempt,
@@ -239,6 +240,14 @@ class AnyOrder(RuleBasedStateMachine):
         actions = self.handle(EngineLost(self.at, engine_id))
         aborts = {(a.turn_id, a.leg) for a in actions if isinstance(a, Abort)}
         assert aborts <= legs and (known is None or {turn for turn, _ in legs} >= {turn for turn, _ in aborts})
+
+    @rule(model=st.sampled_from(MODELS))
+    def lose_model(self, model: str) -> None:
+        known = {turn_id: turn for one in self.scheduler.trajectories.values() for turn_id, turn in one.turns.items()}
+        of_model = {turn_id for turn_id in self.waiting if known[turn_id].model == model}
+        actions = self.handle(ModelGone(self.at, model))
+        assert {one.turn_id for one in actions if isinstance(one, Reject)} == of_model
+        assert not self.waiting.keys() & of_model
 
     @rule(later_s=st.sampled_from([0.0, 0.5, 1.0, 3.0, 12.0, 40.0]))
     def wait(self, later_s: float) -> None:

@@ -6,7 +6,7 @@ from scheduling.limits import Limits
 from scheduling.policy import HEDDLE, HEDDLE_PAPER, ROUND_ROBIN, Policy
 from scheduling.scheduler import Scheduler
 from scheduling.state import TurnState
-from scheduling.types import Abort, Dispatch, Fault, Refusal, Reject, Save, TrajectoryState, TurnFailed
+from scheduling.types import Abort, Dispatch, Fault, ModelGone, Refusal, Reject, Save, TrajectoryState, TurnFailed
 from tests.scheduling.fleet import Fleet
 
 
@@ -327,3 +327,14 @@ def test_an_unknown_event_fails_an_assertion() -> None:
 
     with pytest.raises(AssertionError):
         Scheduler(HEDDLE, Limits()).handle(Nonsense())  # type: ignore[arg-type]
+
+
+def test_turns_of_a_model_that_is_gone_are_refused() -> None:
+    """Those that wait, at once; one that runs may end, and turns of other models wait on."""
+    fleet = Fleet()
+    fleet.engine("A", models=("gone", "there"))
+    fleet.arrive("runs", model="gone")
+    fleet.arrive("waits", model="gone")
+    fleet.arrive("other", model="there")
+    assert fleet.handle(ModelGone(fleet.at, "gone")) == [Reject("waits", Refusal.MODEL_GONE, None)]
+    assert fleet.sent(fleet.finish("runs")) == [("other", "A")]
