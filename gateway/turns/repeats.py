@@ -2,9 +2,9 @@
 
 A client repeats exactly the same bytes. While a turn runs, a request that also names its trajectory is a repeat;
 siblings that share only a `user` ask the same question and want answers of their own. Once a turn has ended, the
-request must say that it is a retry: an agent may ask the same question twice, for another answer. It says so by a count
-of retries, or by the Idempotency-Key of the turn that it repeats; a key by itself says nothing, because clients give
-each request one.
+request must say that it is a retry: an agent may ask the same question twice, for another answer. It says so by the
+Idempotency-Key of the turn that it repeats, or, unless both have a key, by a count of retries. A key that no turn has
+says nothing, because clients give each request one.
 """
 
 from collections import OrderedDict
@@ -134,8 +134,8 @@ def _packed(turn: Turn, pieces: list[bytes]) -> bytes:
 
 
 def _retries(ask: Ask, key: str) -> bool:
-    """Whether the client says that this retries an equal request with this key."""
-    return ask.is_retry or (ask.retry_key != "" and ask.retry_key == key)
+    """Whether the client says that this retries an equal request with this key; "" if that had none."""
+    return ask.retry_key == key if ask.retry_key and key else ask.is_retry
 
 
 def _is_same(one: Ask, other: Ask) -> bool:

@@ -195,16 +195,20 @@ async def test_a_repeated_request_joins_the_running_turn(
         await play_rounds("the turn still ran when its request was repeated", play)
 
 
-@pytest.mark.parametrize("has_keys", [False, True], ids=["without keys", "each with a key"])
-async def test_siblings_that_share_a_user_are_not_joined(client: httpx.AsyncClient, has_keys: bool) -> None:
+@pytest.mark.parametrize(
+    "sent",
+    [(), ("idempotency-key",), ("idempotency-key", "x-stainless-retry-count")],
+    ids=["without keys", "each with a key", "each retried with a key"],
+)
+async def test_siblings_that_share_a_user_are_not_joined(client: httpx.AsyncClient, sent: tuple[str, ...]) -> None:
     """GRPO siblings ask the same question under one user, and each needs its own answer; so do those whose client gives
-    each request an idempotency key."""
+    each request an idempotency key, also if its SDK retries them."""
     async with serve_engine(SimulatedEngineSettings(speed_up=5)) as engine, running_gateway(engine) as gateway:
 
         async def play(number: int) -> bool:
             body = body_of("chat", tokens=60, text=f"hello {number}", user="trainer")
-            keys = [{"idempotency-key": f"key-{n}"} if has_keys else {} for n in range(4)]
-            pending = [asyncio.create_task(ask(client, gateway.url, "chat", body, key)) for key in keys]
+            headers = [dict.fromkeys(sent, str(n)) for n in range(1, 5)]
+            pending = [asyncio.create_task(ask(client, gateway.url, "chat", body, one)) for one in headers]
             ran_at_once = await came_about(lambda: is_running(client, engine, 4), lambda: num_ended(pending) > 0)
             replies = await asyncio.gather(*pending)
             assert all(one.is_finished("chat") for one in replies)

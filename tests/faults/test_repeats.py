@@ -84,6 +84,16 @@ async def test_only_the_same_key_gets_the_same_answer(client: httpx.AsyncClient,
         assert await request_id("two") == third
 
 
+async def test_a_retry_with_another_key_is_a_new_turn(client: httpx.AsyncClient) -> None:
+    """Its first attempt never arrived. The count of retries decides only if one of the two has no key."""
+    async with serve_engine(SimulatedEngineSettings(speed_up=50)) as engine, running_gateway(engine) as gateway:
+        first = await request_id(client, gateway.url, MINE | {"idempotency-key": "one"})
+        assert await request_id(client, gateway.url, RETRY) == first
+        second = await request_id(client, gateway.url, RETRY | {"idempotency-key": "two"})
+        assert second != first
+        assert await request_id(client, gateway.url, RETRY | {"idempotency-key": "two"}) == second
+
+
 async def test_a_conversation_continues_after_a_retry(client: httpx.AsyncClient) -> None:
     """The client sends no id. The retry starts no turn, so the trajectory has none running."""
     async with serve_engine(SimulatedEngineSettings(speed_up=50)) as engine, running_gateway(engine) as gateway:
