@@ -115,7 +115,7 @@ async def restored(settings: Settings, store: Store, clock: Clock) -> Memory:
     await _waited_for(book.restore, timeout_s)
     repeats = Repeats(settings.max_kept_answer_bytes, settings.max_stored_answer_bytes)
     for item in stored:
-        if item.answer is not None:
+        if item.answer:
             repeats.restore(item.trajectory_id, item.answer)
     processes, weights = KnownProcesses(store), WeightRecord(store)
     await _waited_for(processes.restore, timeout_s)

@@ -105,7 +105,7 @@ class Store(Protocol):
         """
 
     def put_trajectory(self, trajectory_id: str, record: Json, answer: bytes | None = None) -> None:
-        """Keep this record for the trajectory, and this answer if there is one; the last of each wins."""
+        """Keep this record for the trajectory, and this answer unless it is None; the last of each wins."""
 
     def append_turn(self, trajectory_id: str, turn: Json) -> None:
         """Add a turn to the trajectory's history, of which the newest `max_turns_kept` stay."""

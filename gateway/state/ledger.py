@@ -88,6 +88,13 @@ class Ledger:
         """Write this answer down with the trajectory's next record. It is not kept here, because it may be long."""
         self._answers[trajectory_id] = answer
 
+    def outdated(self, trajectory_id: str) -> None:
+        """Write down that a trajectory's last answer is no answer any more."""
+        entry = self._entries.get(trajectory_id)
+        if entry is not None:
+            self._answers[trajectory_id] = b""
+            self._put(entry)
+
     def forget(self, trajectory_id: str) -> None:
         """Drop a trajectory, here and in the store."""
         self._answers.pop(trajectory_id, None)

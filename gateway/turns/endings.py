@@ -64,6 +64,11 @@ class Endings:
         self._log = log
         self._texts = texts
 
+    def began(self, turn: Turn) -> None:
+        """A turn begins that repeats none: what the same question was answered before is not for its retries."""
+        if self._repeats.outdated_by(turn):
+            self._ledger.outdated(turn.ask.trajectory_id)
+
     def finished(self, turn: Turn, dispatch: Dispatch | None, outcome: Outcome) -> None:
         """Record everywhere that a turn finished. Its client may learn it once the store has it."""
         usage = turn.usage

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import orjson
 from xxhash import xxh3_128
 
+from gateway.http.errors import Api
 from gateway.http.outlet import Outlet, sent_outlet
 from gateway.turns.ask import Ask
 from gateway.turns.turn import Turn
@@ -90,6 +91,19 @@ class Repeats:
         """Take up what `to_store` gave an earlier process."""
         self._keep(trajectory_id, stored, "", 0)
 
+    def outdated_by(self, turn: Turn) -> bool:
+        """Drop its trajectory's last answer if this turn asks the same question for another one: a retry from now on
+        means this turn, unless keys tell the two apart. Returns: whether there was such an answer.
+        """
+        trajectory_id = turn.ask.trajectory_id
+        if trajectory_id not in self._answered:
+            return False
+        digest, _, _, _, key = _whose(self._answered[trajectory_id][0])
+        if digest != digest_of(turn) or (key and turn.ask.retry_key):
+            return False
+        self.forget(trajectory_id)
+        return True
+
     def forget(self, trajectory_id: str) -> None:
         """Drop a trajectory's last answer."""
         kept = self._answered.pop(trajectory_id, None)
@@ -109,10 +123,10 @@ class Repeats:
         if not (ask.is_retry or ask.retry_key) or ask.trajectory_id not in self._answered:
             return None
         packed, engine_id, queued_ms = self._answered[ask.trajectory_id]
-        whose, _, body = packed.partition(b"\n")
-        digest, api, request_id, is_stream, *key = orjson.loads(whose)
-        if digest != _digest(ask) or not _retries(ask, key[0] if key else ""):
+        digest, api, request_id, is_stream, key = _whose(packed)
+        if digest != _digest(ask) or not _retries(ask, key):
             return None
+        body = packed[packed.find(b"\n") + 1 :]
         return sent_outlet(api, request_id, ask.trajectory_id, engine_id, queued_ms, body, is_stream)
 
     def _keep(self, trajectory_id: str, packed: bytes, engine_id: str, queued_ms: int) -> None:
@@ -131,6 +145,12 @@ def _packed(turn: Turn, pieces: list[bytes]) -> bytes:
     if ask.retry_key:
         whose.append(ask.retry_key)
     return b"".join([orjson.dumps(whose), b"\n", *pieces])
+
+
+def _whose(packed: bytes) -> tuple[str, Api, str, bool, str]:
+    """What identifies an answer: its request's digest, API, id, whether it wants a stream, and its key."""
+    digest, api, request_id, is_stream, *key = orjson.loads(packed[: packed.find(b"\n")])
+    return digest, api, request_id, is_stream, key[0] if key else ""
 
 
 def _retries(ask: Ask, key: str) -> bool:

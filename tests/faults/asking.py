@@ -1,6 +1,8 @@
 """How these tests send requests to a gateway, in the four APIs, and read the replies."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +81,27 @@ class Reply:
         error: dict[str, Any] = body["error"]
         assert error["message"]
         return error
+
+
+@asynccontextmanager
+async def client_connection(
+    url: str, api: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> AsyncIterator[asyncio.StreamReader]:
+    """A client on a connection of its own, which it drops on exit; its answer can be read."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request_bytes(api, body, headers or {}))
+    try:
+        yield reader
+    finally:
+        writer.transport.abort()
+
+
+def request_bytes(api: str, body: dict[str, Any], headers: dict[str, str]) -> bytes:
+    """The HTTP request."""
+    data = orjson.dumps(body)
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"POST {PATHS[api]} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n{lines}\r\n".encode() + data
 
 
 async def ask(

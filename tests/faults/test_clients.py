@@ -3,8 +3,6 @@
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from tests.faults.asking import APIS, PATHS, Reply, are_waiting, ask, body_of
+from tests.faults.asking import APIS, Reply, are_waiting, ask, body_of, client_connection, request_bytes
 from tests.faults.raw_engine import CHAT_EVENT, STREAM_HEAD, chunk, hangs, raw_engine, whole
 from tests.support.gateway import eventually, running_gateway
 from tests.support.redis_server import RedisServer
@@ -27,26 +25,6 @@ LONG = 4000
 """Tokens of a turn that runs longer than any test."""
 WHOLE = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]}'
 GAUGES = {"vllm": "vllm:num_requests_running", "sglang": "sglang:num_running_reqs"}
-
-
-@asynccontextmanager
-async def client_connection(
-    url: str, api: str, body: dict[str, Any], headers: dict[str, str] | None = None
-) -> AsyncIterator[asyncio.StreamReader]:
-    """A client on a connection of its own, which it drops on exit; its answer can be read."""
-    host, _, port = url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(request_bytes(api, body, headers or {}))
-    try:
-        yield reader
-    finally:
-        writer.transport.abort()
-
-
-def request_bytes(api: str, body: dict[str, Any], headers: dict[str, str]) -> bytes:
-    data = orjson.dumps(body)
-    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return f"POST {PATHS[api]} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n{lines}\r\n".encode() + data
 
 
 async def test_a_request_without_a_trajectory_ends_when_its_client_leaves() -> None:

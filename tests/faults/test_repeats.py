@@ -12,14 +12,15 @@ from redis import Redis
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from tests.faults.asking import APIS, ask, body_of, nothing_is_pending
+from tests.faults.asking import APIS, ask, body_of, client_connection, nothing_is_pending
 from tests.faults.gateway_process import gateway_process
-from tests.faults.raw_engine import raw_engine, resets, whole, writes
+from tests.faults.raw_engine import hangs, raw_engine, resets, whole, writes
 from tests.support.gateway import eventually, running_gateway
 from tests.support.redis_server import RedisServer
 
 MINE = {"x-trajectory-id": "mine"}
 ANSWER = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]}'
+OTHER = {"x-trajectory-id": "other"}
 RETRY = MINE | {"x-stainless-retry-count": "1"}
 
 
@@ -92,6 +93,50 @@ async def test_a_retry_with_another_key_is_a_new_turn(client: httpx.AsyncClient)
         second = await request_id(client, gateway.url, RETRY | {"idempotency-key": "two"})
         assert second != first
         assert await request_id(client, gateway.url, RETRY | {"idempotency-key": "two"}) == second
+
+
+@pytest.mark.parametrize("fault", ["the engine fails", "too many turns"])
+async def test_a_retry_of_a_question_asked_again_gets_another_answer(client: httpx.AsyncClient, fault: str) -> None:
+    """The agent wants a second sample, and the turn for it ends without one. The first sample is no answer to that."""
+    async with (
+        raw_engine(writes(whole(ANSWER))) as engine,
+        running_gateway(engine.url, max_attempts=1, max_turns_per_key=1, retry_pause_s=0.01) as gateway,
+    ):
+        first = await request_id(client, gateway.url, MINE)
+        if fault == "the engine fails":
+            engine.answer = writes(whole(b'{"error":{"message":"no"}}', status=b"500 Internal Server Error"))
+            assert (await ask(client, gateway.url, "chat", body_of("chat"), MINE)).status == 502
+        else:
+            engine.answer = hangs
+            async with client_connection(gateway.url, "chat", body_of("chat"), OTHER):
+                await eventually(lambda: len(engine.posts) == 2)
+                assert (await ask(client, gateway.url, "chat", body_of("chat"), MINE)).status == 429
+            await eventually(lambda: num_turns(client, gateway.url, "other"))
+        engine.answer = writes(whole(ANSWER))
+        second = await request_id(client, gateway.url, RETRY)
+        assert second != first
+        assert await request_id(client, gateway.url, RETRY) == second
+
+
+async def test_a_retry_of_a_question_asked_again_gets_another_answer_after_a_restart(
+    client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    """The gateway is killed while the turn for the second sample runs; the store still had the first one."""
+    options = ("--store", f"sqlite:{tmp_path}/s.sqlite3")
+    async with (
+        raw_engine(writes(whole(ANSWER))) as engine,
+        gateway_process(*options, "--engine", engine.url) as gateway,
+    ):
+        first = await request_id(client, gateway.url, MINE)
+        engine.answer = hangs
+        async with client_connection(gateway.url, "chat", body_of("chat"), MINE):
+            await eventually(lambda: len(engine.posts) == 2)
+            engine.answer = writes(whole(ANSWER))
+            # A turn ends only when the store has all earlier writes.
+            await request_id(client, gateway.url, OTHER)
+            await gateway.kill()
+        await gateway.start()
+        assert await request_id(client, gateway.url, RETRY) != first
 
 
 async def test_a_conversation_continues_after_a_retry(client: httpx.AsyncClient) -> None:
