@@ -1,7 +1,8 @@
 """Messages and output items as pieces of text that do not depend on how a client spells them.
 
 A string and a list of text parts are the same text, None is "", and tool arguments are compared as JSON. Left out is
-what clients drop or change between turns: cache marks, item ids, and whitespace at the ends. Thoughts are kept apart.
+what clients drop or change between turns: cache marks, item ids, and whitespace at the ends. Thoughts are kept apart,
+without whitespace and the mark that opens them; those that are encrypted say nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,9 @@ _UNSAID = ("thinking", "redacted_thinking", "reasoning")
 _CALLS = ("function_call", "tool_use", "custom_tool_call")
 
 Normalised = tuple[bool, Sequence[str], str]
-"""Whether it is an answer, its normalised pieces, its thoughts. Without pieces it is not part of the conversation."""
+"""Whether it is an answer, its normalised pieces, its thoughts. Without pieces it is not part of the conversation; its
+thoughts are part of the answer that follows.
+"""
 
 
 def conversation_of(body: Mapping[str, Any]) -> object:
@@ -45,7 +48,7 @@ def normalised_message(message: object) -> Normalised:
         return False, _said(role, content.strip()), ""  # the form of most messages; equivalent to the code below
     kind = message.get("type")
     if kind in _UNSAID:
-        return False, (), ""
+        return False, (), _bare(_texts(message.get("content")) or _texts(message.get("summary")))
     if kind in _CALLS:
         call_id, name = message.get("call_id") or message.get("id"), message.get("name")
         return True, (_call(call_id, name, _arguments_of(message)),), ""
@@ -70,16 +73,27 @@ def normalised_message(message: object) -> Normalised:
                 text += _call(call.get("id"), function.get("name"), function.get("arguments"))
             else:
                 text += sized(as_json(call))
-    return answered, (*said, text), thoughts
+    return answered, (*said, text), _bare(thoughts) if thoughts else ""
 
 
 def _thoughts(answer: dict[str, Any]) -> str:
     """What stands beside an answer's text: in a field of its own, or in Anthropic's blocks."""
     thoughts = answer.get("reasoning") or answer.get("reasoning_content")
     if not thoughts and isinstance(content := answer.get("content"), list):
-        blocks = [part for part in content if isinstance(part, dict) and part.get("type") == "thinking"]
-        thoughts = "".join([str(block.get("thinking")) for block in blocks])
+        thoughts = _texts([part for part in content if isinstance(part, dict) and part.get("type") == "thinking"])
     return thoughts if isinstance(thoughts, str) else ""
+
+
+def _texts(parts: object) -> str:
+    """The text of thoughts in parts: Anthropic's blocks, or the content or summary of a response's item."""
+    if not isinstance(parts, list):
+        return ""
+    found = [part.get("thinking") or part.get("text") for part in parts if isinstance(part, dict)]
+    return "".join([text for text in found if isinstance(text, str)])
+
+
+def _bare(thoughts: str) -> str:
+    return thoughts.strip().removeprefix("<think>").strip()
 
 
 def _said(role: str, text: str) -> tuple[str, str]:

@@ -320,6 +320,7 @@ def _choices(events: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
 
 def _chat_message(events: list[dict[str, Any]]) -> dict[str, Any] | None:
     content: list[str] = []
+    thoughts: list[str] = []
     calls: dict[int, dict[str, Any]] = {}
     seen = False
     for choice in _choices(events):
@@ -328,6 +329,7 @@ def _chat_message(events: list[dict[str, Any]]) -> dict[str, Any] | None:
             continue
         seen = True
         content.append(delta.get("content") or "")
+        thoughts.append(delta.get("reasoning") or delta.get("reasoning_content") or "")
         for part in dicts(delta.get("tool_calls")):
             call = calls.setdefault(part.get("index") or 0, {"id": None, "name": "", "arguments": ""})
             function = part.get("function") or {}
@@ -337,6 +339,8 @@ def _chat_message(events: list[dict[str, Any]]) -> dict[str, Any] | None:
     if not seen:
         return None
     message: dict[str, Any] = {"role": "assistant", "content": "".join(content)}
+    if reasoning := "".join(thoughts):
+        message["reasoning"] = reasoning
     if calls:
         message["tool_calls"] = [
             {"id": call.pop("id"), "type": "function", "function": call} for _, call in sorted(calls.items())
@@ -355,6 +359,9 @@ def _anthropic_message(events: list[dict[str, Any]]) -> dict[str, Any] | None:
             case "content_block_delta", "text_delta":
                 block = blocks.setdefault(index, {"type": "text"})
                 block["text"] = block.get("text", "") + delta.get("text", "")
+            case "content_block_delta", "thinking_delta":
+                block = blocks.setdefault(index, {"type": "thinking"})
+                block["thinking"] = block.get("thinking", "") + delta.get("thinking", "")
             case "content_block_delta", "input_json_delta":
                 arguments[index] = arguments.get(index, "") + delta.get("partial_json", "")
     for index, text in arguments.items():

@@ -57,6 +57,7 @@ class History:
         self.with_thoughts: dict[str, str] = {}
         self._hasher: Hasher = hasher or sha256()
         self._was_answered = True
+        self._thoughts = ""  # of the answer so far, if the conversation ends with one: it may consist of several items
         self._read(normalised(body))
 
     def continued(self, messages: Sequence[object]) -> "History":
@@ -65,13 +66,14 @@ class History:
         longer.digests, longer.asked = self.digests.copy(), self.asked.copy()
         longer.num_calls = self.num_calls + _num_calls(messages)
         longer.with_thoughts = self.with_thoughts.copy()
-        longer._was_answered = self._was_answered
+        longer._was_answered, longer._thoughts = self._was_answered, self._thoughts
         longer._read(map(normalised_message, messages))
         return longer
 
     def _read(self, messages: Iterable[Normalised]) -> None:
         said: list[str] = []
         for answered, pieces, thoughts in messages:
+            self._thoughts += thoughts
             if not pieces:
                 continue
             if answered and not self._was_answered and self.digests:
@@ -83,8 +85,10 @@ class History:
                 _feed(self._hasher, said)
                 said = []
                 self.digests.append(self._hasher.hexdigest()[:DIGEST_LENGTH])
-                if thoughts:
-                    self.with_thoughts[self.digests[-1]] = _with_thoughts(self._hasher, thoughts)
+                if self._thoughts:
+                    self.with_thoughts[self.digests[-1]] = _with_thoughts(self._hasher, self._thoughts)
+            else:
+                self._thoughts = ""
             self._was_answered = answered
         _feed(self._hasher, said)
 
@@ -94,9 +98,10 @@ class History:
 
     def digests_of(self, answer: object) -> tuple[str, ...]:
         """The chain's digest after an answer, and the one with the answer's thoughts if it has them."""
-        hasher, thoughts = self._hasher.copy(), ""
+        hasher, thoughts = self._hasher.copy(), self._thoughts
         for message in answer if isinstance(answer, list | tuple) else [answer]:
-            _, pieces, thoughts = normalised_message(message)
+            _, pieces, its_thoughts = normalised_message(message)
+            thoughts += its_thoughts
             _feed(hasher, pieces)
         digest = hasher.hexdigest()[:DIGEST_LENGTH]
         return (digest, _with_thoughts(hasher, thoughts)) if thoughts else (digest,)

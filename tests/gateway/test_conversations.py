@@ -92,24 +92,33 @@ def test_text_matches_with_or_without_parts_and_reasoning(conversations: Convers
     assert continued(conversations, chat(parts, QUESTION)) == "a"
 
 
+@pytest.mark.parametrize("api", ["chat", "responses"])
 @pytest.mark.parametrize("is_restored", [False, True])
 def test_siblings_that_think_differently_and_act_alike_are_not_swapped(
-    conversations: Conversations, is_restored: bool
+    conversations: Conversations, is_restored: bool, api: str
 ) -> None:
     """A client that sends its thoughts back continues its own trajectory, also after a restart. One that leaves them
     out takes the next, as siblings with equal answers do."""
-    thoughts = {name: {"role": "assistant", "content": f"<think>{name}</think>Go north."} for name in "abc"}
-    for name, answer in thoughts.items():
-        remember(conversations, name, chat(), answer)
+    said = {"role": "assistant", "content": "Go north."}
+    thoughts = {name: [{"role": "assistant", "content": f"<think>{name}</think>Go north."}] for name in "abc"}
+    if api == "responses":
+        content = {name: [{"type": "reasoning_text", "text": name}] for name in "abc"}
+        thoughts = {name: [{"type": "reasoning", "content": content[name]}, said] for name in "abc"}
+
+    def asked(*items: dict) -> dict:
+        return chat(*items) if api == "chat" else {"input": [QUESTION, *items]}
+
+    for name, items in thoughts.items():
+        remember(conversations, name, asked(), items[0] if api == "chat" else {"id": name, "output": items})
     if is_restored:
         dumped = {name: conversations.dump(name) for name in thoughts}
         conversations = Conversations(limit=100)
         for name, digests in dumped.items():
             conversations.restore(name, [digests])
-    assert continued(conversations, chat(thoughts["c"], QUESTION)) == "c"
-    assert continued(conversations, chat({"role": "assistant", "content": "Go north."}, QUESTION)) == "a"
-    assert continued(conversations, chat(thoughts["b"], QUESTION)) == "b"
-    assert continued(conversations, chat(thoughts["c"], QUESTION)) == "c", "a retry"
+    assert continued(conversations, asked(*thoughts["c"], QUESTION)) == "c"
+    assert continued(conversations, asked(said, QUESTION)) == "a"
+    assert continued(conversations, asked(*thoughts["b"], QUESTION)) == "b"
+    assert continued(conversations, asked(*thoughts["c"], QUESTION)) == "c", "a retry"
 
 
 def test_what_was_stored_before_thoughts_were_told_apart_is_still_found(conversations: Conversations) -> None:

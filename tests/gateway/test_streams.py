@@ -265,6 +265,24 @@ def test_the_content_of_a_chat_stream_is_its_message() -> None:
     }
 
 
+def test_the_content_of_a_stream_has_the_thoughts() -> None:
+    """By either name that engines have for them in chats, and in Anthropic's blocks."""
+    for name in ("reasoning", "reasoning_content"):
+        parts = [event({"choices": [{"index": 0, "delta": {name: text}}]}) for text in ("be", "cause")]
+        assert content_of_stream("chat", [*parts, *CHAT]) == {
+            "role": "assistant",
+            "content": "ab",
+            "reasoning": "because",
+        }
+    block = {"type": "content_block_start", "index": 0, "content_block": {"type": "thinking", "thinking": ""}}
+    deltas = [{"type": "thinking_delta", "thinking": text} for text in ("be", "cause")]
+    parts = [event({"type": "content_block_delta", "index": 0, "delta": delta}) for delta in deltas]
+    assert content_of_stream("messages", [event(block), *parts]) == {
+        "role": "assistant",
+        "content": [{"type": "thinking", "thinking": "because"}],
+    }
+
+
 def test_streams_of_other_apis_have_their_content() -> None:
     """Anthropic's blocks with their input, a response's output with its id, a completion's text."""
     assert content_of_stream("messages", ANTHROPIC) == {

@@ -122,6 +122,62 @@ def test_answers_that_differ_in_their_thoughts_have_a_second_digest(one: Any, ot
         assert repeated.digest() == digest, "what follows does not depend on the thoughts"
 
 
+SAME_THOUGHTS = [
+    answered("<think>because</think>a"),
+    answered("because\n</think>\n\na"),
+    answered("a") | {"reasoning": "because"},
+    answered("a") | {"reasoning_content": "\nbecause\n"},
+    assistant({"type": "thinking", "thinking": "because", "signature": "s"}, {"type": "text", "text": "a"}),
+]
+NO_THOUGHTS = [
+    answered("a"),
+    answered("<think>\n\n</think>\n\na"),
+    answered("a") | {"reasoning": None, "reasoning_content": ""},
+    assistant({"type": "thinking", "thinking": "", "signature": "s"}, {"type": "text", "text": "a"}),
+    assistant({"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "a"}),
+]
+
+
+def test_thoughts_are_the_same_however_they_are_spelled() -> None:
+    """Blanks around them do not count, nor does the mark that opens them, which may be in the prompt. A signature, or
+    thoughts that are encrypted, say nothing."""
+    asked = History({"messages": [USER]})
+    assert len({asked.digests_of(answer) for answer in SAME_THOUGHTS}) == 1
+    assert {asked.digests_of(answer) for answer in NO_THOUGHTS} == {asked.digests_of(SAME_THOUGHTS[0])[:1]}
+
+
+def reasoning(thought: str) -> dict[str, Any]:
+    return {"type": "reasoning", "id": f"rs_{thought}", "content": [{"type": "reasoning_text", "text": thought}]}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [[answered("a")], [CALL, CALL | {"call_id": "c2"}], [CALL, answered("a")]],
+    ids=["text", "calls", "call and text"],
+)
+def test_the_items_of_a_response_are_thought_as_one(answer: list[Any]) -> None:
+    """The second digest of the last item covers the thoughts in items before it, as that of the whole response does,
+    and no thoughts of an earlier response. A summary counts only without the thoughts themselves; encrypted ones say
+    nothing."""
+    asked = History({"input": [USER, reasoning("x"), CALL, OUTPUT]})
+    keys = {thought: asked.digests_of([reasoning(thought), *answer]) for thought in "yz"}
+    keys["encrypted"] = asked.digests_of([{"type": "reasoning", "summary": [], "encrypted_content": "x"}, *answer])
+    assert len({key[0] for key in keys.values()}) == 1 and len({key[1:] for key in keys.values()}) == 3
+    assert keys["encrypted"][1:] == ()
+    summary = [{"type": "summary_text", "text": "y"}]
+    assert asked.digests_of([reasoning("z") | {"summary": summary}, *answer]) == keys["z"]
+    assert asked.digests_of([{"type": "reasoning", "summary": summary}, *answer]) == keys["y"]
+    for thought in "yz":
+        items = [USER, reasoning("x"), CALL, OUTPUT, reasoning(thought), *answer]
+        digest, second = keys[thought]
+        for repeated in (
+            History({"input": items}),
+            asked.continued(items[4:]),
+            asked.continued(items[4:5]).continued(answer),
+        ):
+            assert repeated.with_thoughts[digest] == second
+
+
 ROLES = st.lists(st.sampled_from(["user", "assistant", "tool"]), max_size=8)
 
 
