@@ -9,8 +9,9 @@
 """
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from engines.token_ids import TokenIds, put_together
 from gateway.clock import Clock
@@ -121,16 +122,26 @@ class TokenBook:
             self._use(trajectory_id, shelf, _memory_bytes(shelf.turns.values()) - shelf.memory_bytes)
             self._bound()
 
-    def continued(self, trajectory_id: str, digest: str) -> Iterator[TurnTokens]:
-        """The kept turns of this trajectory with this digest in their histories, the latest first."""
+    def continued(
+        self, trajectory_id: str, digest: str, with_thoughts: Mapping[str, str] = MappingProxyType({})
+    ) -> Iterator[TurnTokens]:
+        """The kept turns of this trajectory with this digest in their histories, the latest first.
+
+        Args:
+            with_thoughts: the second digest of each answer whose thoughts the client sent, by the first. A turn is left
+                out if it, or one before it, had other thoughts.
+        """
         shelf = self._shelves.get(trajectory_id)
         if shelf is None:
             return
         for turn in reversed(shelf.turns.values()):
             if digest not in turn.history.split():
                 continue
+            turns = chain(shelf.turns, turn)
+            if any(_thought_otherwise(each, with_thoughts) for each in turns):
+                continue
             self._use(trajectory_id, shelf, 0)
-            *before, _ = chain(shelf.turns, turn)
+            *before, _ = turns
             yield TurnTokens(
                 trajectory_id=trajectory_id,
                 turn_id=turn.turn_id,
@@ -234,6 +245,11 @@ def wants_tokens(headers: Iterable[tuple[bytes, bytes]]) -> bool:
             if any(preference in (b"tokens=none", b'tokens="none"') for preference in preferences):
                 return False
     return True
+
+
+def _thought_otherwise(turn: KeptTurn, with_thoughts: Mapping[str, str]) -> bool:
+    answer, *more = turn.history.split() or ("",)
+    return answer in with_thoughts and with_thoughts[answer] not in more
 
 
 def choice_id(turn_id: str, index: int) -> str:

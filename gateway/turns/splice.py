@@ -18,24 +18,22 @@ def spliced(
 ) -> tuple[TokenIds, str | None]:
     """The prompt, and the turn that it continues; for a branch, the render unchanged and None.
 
-    Of several turns with equal answers it continues the one that thought as the client has it, then one whose tokens
-    the template renders too, then the latest.
+    Of several turns with equal answers it continues one whose tokens the template renders too, else the latest. A turn
+    that thought otherwise than the client has it is not continued: the client changed its history.
 
     Args:
         history: of the request; None if it has none.
     """
-    answer = history.digests[-1] if history is not None and history.digests else ""
-    with_thoughts = history.with_thoughts.get(answer, "") if history is not None else ""
+    if history is None or not history.digests:
+        return rendered, None
     found: list[tuple[TokenIds, str | None]] = []
-    for digest in filter(None, (with_thoughts, answer)):
-        for before in book.continued(trajectory_id, digest):
-            prompt = joined(before, rendered)
-            if prompt is rendered:
-                return prompt, before.turn_id
-            found.append((rendered, None) if prompt is None else (prompt, before.turn_id))
-        if found:
-            break
-    return next((each for each in found if each[1] is not None), (rendered, None))
+    for before in book.continued(trajectory_id, history.digests[-1], history.with_thoughts):
+        prompt = joined(before, rendered)
+        if prompt is rendered:
+            return prompt, before.turn_id
+        if prompt is not None:
+            found.append((prompt, before.turn_id))
+    return found[0] if found else (rendered, None)
 
 
 def joined(before: TurnTokens, rendered: TokenIds) -> TokenIds | None:

@@ -174,6 +174,34 @@ async def test_an_answer_that_was_continued_is_continued_as_one() -> None:
         assert [turn["parent"] for turn in turns] == [None, turns[0]["turn_id"], turns[1]["turn_id"]]
 
 
+# What was generated, what the client sends back, and whether that is still the same answer.
+EDITS = {
+    "rewritten": ("<think>north is open</think>go", "<think>a note of the client's</think>go", False),
+    "added": ("go", "<think>a note of the client's</think>go", False),
+    "with other blanks": ("<think>north is open</think>go", "<think>\nnorth is open\n</think>\n\ngo", True),
+    "left out": ("<think>north is open</think>go", "go", True),
+}
+
+
+@pytest.mark.parametrize("is_last", [True, False], ids=["of the last answer", "of an earlier answer"])
+@pytest.mark.parametrize(("text", "sent", "is_same"), EDITS.values(), ids=EDITS.keys())
+async def test_a_client_that_edits_thoughts_begins_a_branch(text: str, sent: str, is_same: bool, is_last: bool) -> None:
+    """The engine reads what the client says that it thought. It read the original tokens."""
+    async with running_site(token_legs="auto") as site:
+        headers, said = {"x-trajectory-id": "a"}, [*HELLO]
+        for answer in (text,) if is_last else (text, "went"):
+            site.engine.scripts[GENERATE] = made(answer, [*Tokenizer().encode(answer), END])
+            assert (await site.chat(messages=said, headers=headers)).status_code == 200
+            said += [{"role": "assistant", "content": answer}, {"role": "user", "content": "and now?"}]
+        site.engine.scripts.clear()
+        said[len(HELLO)] = {"role": "assistant", "content": sent}
+        assert (await site.chat(messages=said, headers=headers)).status_code == 200
+        *_, before, last = await tokens_of(site, "a")
+        assert last["parent"] == (before["turn_id"] if is_same else None)
+        read = Tokenizer().decode(generated(site)[-1]["token_ids"])
+        assert (text if is_same else sent) in read
+
+
 @pytest.mark.parametrize("has_room", [True, False], ids=["with room", "without room"])
 async def test_a_chat_without_a_limit_has_the_room_that_its_prompt_leaves(has_room: bool) -> None:
     """A client leaves out the thoughts, which the generated tokens have. SGLang refused the longer prompt with the room
