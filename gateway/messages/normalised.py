@@ -1,8 +1,8 @@
 """Messages and output items as pieces of text that do not depend on how a client spells them.
 
-A string and a list of text parts are the same text, None is "", and tool arguments are compared as JSON. Left out is
-what clients drop or change between turns: cache marks, item ids, and whitespace at the ends. Thoughts are kept apart,
-without whitespace and the mark that opens them; those that are encrypted say nothing.
+A string and a list of text parts are the same text, None is "", and tool arguments are compared as JSON, in which 1.0
+is 1. Left out is what clients drop or change between turns: cache marks, item ids, and whitespace at the ends. Thoughts
+are kept apart, without whitespace and the mark that opens them; those that are encrypted say nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +13,7 @@ import orjson
 # Tuples, not sets: a body's `type` may be a list, which cannot be looked up in a set.
 _UNSAID = ("thinking", "redacted_thinking", "reasoning")
 _CALLS = ("function_call", "tool_use", "custom_tool_call")
+_EXACT = 2**53  # floats below it have every integer
 
 Normalised = tuple[bool, Sequence[str], str]
 """Whether it is an answer, its normalised pieces, its thoughts. Without pieces it is not part of the conversation; its
@@ -142,7 +143,20 @@ def _call(call_id: object, name: object, arguments: object) -> str:
             arguments = orjson.loads(arguments or "{}")
         except orjson.JSONDecodeError:
             return sized(f"{call_id} {name}") + sized(str(arguments))
-    return sized(f"{call_id} {name}") + sized(as_json(arguments or {}))
+    said = as_json(arguments or {})
+    if ".0" in said:
+        said = as_json(_with_whole_numbers(arguments))
+    return sized(f"{call_id} {name}") + sized(said)
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """A value with integers in place of equal floats: clients in JavaScript send 1.0 back as 1."""
+    if isinstance(value, dict):
+        return {name: _with_whole_numbers(member) for name, member in value.items()}
+    if isinstance(value, list):
+        return [_with_whole_numbers(member) for member in value]
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < _EXACT
+    return int(value) if is_whole else value
 
 
 def sized(text: str) -> str:

@@ -46,6 +46,11 @@ SAME = {
     "id and status of a call": (CALL, CALL | {"id": "fc_1", "status": "completed"}),
     "id and status of an output": (OUTPUT, OUTPUT | {"id": "fo_1", "status": "completed"}),
     "cache mark of an output": (OUTPUT, OUTPUT | {"cache_control": {"type": "ephemeral"}}),
+    "numbers of JavaScript": (
+        called('{"s": 1.0, "of": [{"t": -0.0}], "e": 1e3}'),
+        called('{"s":1,"of":[{"t":0}],"e":1000}'),
+    ),
+    "numbers of JavaScript in an input": (assistant(USE | {"input": {"a": 1.0, "b": 2}}), assistant(USE)),
     "no arguments": (called("{}"), called("")),
     "null arguments": (called("{}"), called(None)),
     "thinking beside a call": (assistant(USE), assistant({"type": "thinking", "thinking": "hm"}, USE)),
@@ -55,6 +60,8 @@ SAME = {
     "cache mark of an image": (user(image("u")), user(image("u", cache_control={"type": "ephemeral"}))),
 }
 DIFFERENT = {
+    "a number": (called('{"s": 1.5}'), called('{"s": 1}')),
+    "a number in a text": (called('{"s": "1.0"}'), called('{"s": "1"}')),
     "thinking quoted by a user": ({"role": "user", "content": "a</think>q"}, USER),
     "the call that is answered": (
         {"role": "tool", "content": "x", "tool_call_id": "c1"},
