@@ -9,9 +9,10 @@ import orjson
 from gateway.clock import Clock
 from gateway.http.client import Client, ClientLeft
 from gateway.http.outlet import Outlet
-from gateway.http.refusals import Refused, internal_error
+from gateway.http.refusals import Refused, internal_error, invalid_json
 from gateway.kv.moves import KvMoves
 from gateway.messages.conversations import Conversations
+from gateway.messages.lazy_object import BrokenValue
 from gateway.metrics import Metrics
 from gateway.state.driver import Driver
 from gateway.state.ledger import Ledger
@@ -90,11 +91,11 @@ class Endings:
         if self._texts is not None and (entry := self._ledger.get(turn.ask.trajectory_id)) is not None:
             self._texts.turn_ended(turn, outcome, entry, prompt_tokens + output_tokens)
 
-    def broken(self, turn: Turn, dispatch: Dispatch | None) -> None:
-        """A defect ended a turn, and its exception is being handled: free its slot all the same."""
+    def broken(self, turn: Turn, dispatch: Dispatch | None, error: BaseException) -> None:
+        """An unexpected error ended a turn, and is being handled: free its slot all the same."""
         now = self._clock()
         self._driver.post(TurnFailed(now, turn.turn_id, turn.leg, Fault.REQUEST, can_retry=False))
-        self.close(turn, "failed", dispatch, internal_error(), now)
+        self.close(turn, "failed", dispatch, _refused(error), now)
 
     def given_up(self, ask: Ask) -> None:
         """The request gets no answer, or no new one: its conversation can continue from where it was."""
@@ -135,11 +136,11 @@ class Endings:
 
     def tell(self, error: Exception, outlet: Outlet, request_id: str) -> None:
         """Answer with an error; called while that error is being handled."""
-        if not isinstance(error, Refused):
+        if not isinstance(error, Refused | BrokenValue):
             self._log.defect(request_id)
-            error = internal_error()
-        self._metrics.refused.labels(str(error.error.status)).inc()
-        outlet.refuse(error)
+        refused = _refused(error)
+        self._metrics.refused.labels(str(refused.error.status)).inc()
+        outlet.refuse(refused)
 
     async def serving(self, rest: Coroutine[Any, Any, None], client: Client, outlet: Outlet, request_id: str) -> None:
         """Await the rest of serving a request, and tell its client if that fails."""
@@ -152,3 +153,10 @@ class Endings:
         except Exception as error:
             self.tell(error, outlet, request_id)
         await client.drain()
+
+
+def _refused(error: BaseException) -> Refused:
+    """What a client is told: its mistake, also if it shows only when a value is read at last, else a defect."""
+    if isinstance(error, BrokenValue):
+        return invalid_json(str(error))
+    return error if isinstance(error, Refused) else internal_error()

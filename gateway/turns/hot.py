@@ -227,7 +227,7 @@ class _HotTurn:
             endings.finished(turn, self._begun.dispatch, outcome)
             is_soon = self._hot.store.when_settled(self._end)
         except Exception as error:
-            endings.broken(turn, self._begun.dispatch)
+            endings.broken(turn, self._begun.dispatch, error)
             running.over(turn, self._client)
             endings.tell(error, turn.outlet, turn.turn_id)
             return

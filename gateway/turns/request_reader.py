@@ -47,8 +47,8 @@ class RequestReader:
     Args:
         conversations: recognise clients that send no id.
         groups: know which prompts begin alike.
-        reads_all: every turn's conversation will be read. Otherwise that of a trajectory's first turn is parsed, and
-            what is new in a request without an id.
+        reads_all: every turn's conversation will be read. Otherwise it is parsed until a turn of its trajectory made
+            something, and later what is new in a request without an id.
     """
 
     def __init__(
@@ -110,7 +110,8 @@ class RequestReader:
             is_inferred, history = True, self._histories.read(request)
             trajectory_id = self._conversations.continued(request, history) or f"t-{new_id()[:24]}"
         entry = self._ledger.get(trajectory_id)
-        if isinstance(request, LazyObject) and (self._reads_all or entry is None or not entry.turns):
+        has_begun = entry is not None and entry.turns and entry.record.output_tokens
+        if isinstance(request, LazyObject) and (self._reads_all or not has_begun):
             request.parse()  # its conversation will be read
         known_group = entry.record.group_id if entry is not None else None
         group_id = identity.group_id or known_group or self._groups.of(request)

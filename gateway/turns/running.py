@@ -91,8 +91,8 @@ class RunningTurns:
         client.when_left(turn.left)
         try:
             self._driver.post(self._arrivals.arrival(turn))
-        except BaseException:
-            self._endings.broken(turn, None)
+        except BaseException as error:
+            self._endings.broken(turn, None, error)
             self.over(turn, client)
             raise
 
@@ -153,8 +153,8 @@ class RunningTurns:
             if fault is Fault.CLIENT_LEFT:
                 raise ClientLeft from None
             raise refused_turn(Refusal.TRAJECTORY_ABORTED, None) from None
-        except Exception:
-            self._endings.broken(turn, dispatch)
+        except Exception as error:
+            self._endings.broken(turn, dispatch, error)
             raise
         await self._settle(turn, outcome)
 

@@ -91,6 +91,34 @@ async def test_what_is_read_and_broken_gets_400(
         assert engine.posts == []
 
 
+@pytest.mark.parametrize("broken", BROKEN)
+async def test_a_trajectory_whose_turns_made_nothing_is_read_as_at_its_first(
+    client: httpx.AsyncClient, broken: bytes
+) -> None:
+    """Its engine refused the first turn. The next one, with a value that cannot be parsed, was a defect."""
+    async with begun_trajectory(client) as (gateway, engine):
+        engine.answer = writes(whole(b'{"error":{"message":"no"}}', status=b"400 Bad Request"))
+        check_error("chat", await ask(client, gateway, long_body(), "refused"), 400)
+        engine.posts.clear()
+        check_error("chat", await ask(client, gateway, long_body(content=broken), "refused"), 400, "invalid_json")
+        assert engine.posts == []
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+async def test_what_is_read_late_and_broken_gets_400(client: httpx.AsyncClient, broken: bytes) -> None:
+    """The prompt of a trajectory that has begun is read to estimate its length. It is the client's mistake, and its
+    history says so."""
+    body = b'{"model":"simulated","prompt":[%s],"text":"%s"}' % (broken, TEXT)
+    async with begun_trajectory(client) as (gateway, engine):
+        answer = await client.post(gateway.url + "/t/one/v1/completions", content=body)
+        check_error("completions", answer, 400, "invalid_json")
+        record = (await client.get(gateway.url + "/v1/trajectories/one")).json()
+        assert [turn["outcome"] for turn in record["turns"]] == ["finished", "failed"]
+        assert record["turns"][-1]["error"] == answer.json()["error"]
+        assert (await ask(client, gateway, long_body())).status_code == 200
+        assert len(engine.posts) == 1
+
+
 @pytest.mark.parametrize("body", [long_body()[:-1], long_body() + b"x", b"[" + long_body() + b"]"])
 async def test_a_long_body_that_is_no_object_gets_400(client: httpx.AsyncClient, body: bytes) -> None:
     """On a trajectory that has begun, too."""
