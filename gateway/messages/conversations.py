@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from gateway.messages.transcripts import DIGEST_LENGTH, History, prompt_of, spelled, whole_answer
+from gateway.messages.transcripts import DIGEST_LENGTH, History, prompt_of, spelled, whole_answer, whole_text
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -83,7 +83,7 @@ class Conversations:
         if not answer:
             return
         if isinstance(answer, str) or (isinstance(answer, dict) and "token_ids" in answer):
-            whole = _whole_text(prompt_of(body), answer)
+            whole = _whole_prompt(body, answer)
             if whole is None:
                 return
             keys: tuple[str, ...] = (_key_of_text(whole),)
@@ -208,13 +208,14 @@ class Conversations:
             self._remainders.popitem(last=False)
 
 
-def _whole_text(prompt: object, answer: dict[str, Any] | str) -> bytes | None:
+def _whole_prompt(body: Mapping[str, Any], answer: dict[str, Any] | str) -> bytes | None:
     """A completion's prompt with what was made of it; None if the prompt is tokens and those made are unknown."""
-    said = prompt if isinstance(prompt, list) else None
-    made = answer if isinstance(answer, str) else answer.get("text" if said is None else "token_ids")
-    if said is not None:
-        return spelled([*said, *made]) if isinstance(made, list) else None
-    return (prompt + made).encode("utf-8", "replace") if isinstance(prompt, str) and isinstance(made, str) else None
+    prompt = prompt_of(body)
+    if isinstance(prompt, list):
+        ids = answer.get("token_ids") if isinstance(answer, dict) else None
+        return spelled([*prompt, *ids]) if isinstance(ids, list) else None
+    made = answer.get("text") if isinstance(answer, dict) else answer
+    return spelled(whole_text(body, prompt, made)) if isinstance(prompt, str) and isinstance(made, str) else None
 
 
 def _keys_of(history: History, answer: object) -> tuple[str, ...]:

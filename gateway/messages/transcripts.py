@@ -124,8 +124,15 @@ def whole_answer(
     if not isinstance(begun, dict) or begun.get("role") != "assistant" or not isinstance(answer, dict):
         return history, answer
     preamble = {name: body.get(name) for name in ("system", "instructions")}
-    content = text_of(begun.get("content")) + text_of(answer.get("content"))
+    content = whole_text(body, text_of(begun.get("content")), text_of(answer.get("content")))
     return History({**preamble, "messages": before}, new_hasher()), {**begun, **answer, "content": content}
+
+
+def whole_text(body: Mapping[str, Any], begun: str, made: str) -> str:
+    """A text that a request began, with what was made of it, which may repeat the beginning (vLLM's and SGLang's
+    `echo`; not every form of answer heeds it).
+    """
+    return made if body.get("echo") and made.startswith(begun) else begun + made
 
 
 def beginnings_of(body: Mapping[str, Any]) -> list[tuple[str, int]]:
@@ -153,10 +160,16 @@ def beginnings_of(body: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def prompt_of(body: Mapping[str, Any]) -> object:
-    """The prompt of a request without messages: text or tokens, in any API's field; else None."""
+    """The prompt of a request without messages: text or tokens, in any API's field; else None.
+
+    A list of one prompt is that prompt.
+    """
     if "messages" in body or "input" in body:
         return None
-    return next((body[name] for name in _PROMPTS if body.get(name) is not None), None)
+    prompt = next((body[name] for name in _PROMPTS if body.get(name) is not None), None)
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        return prompt[0]
+    return prompt
 
 
 def spelled(said: object) -> bytes | None:

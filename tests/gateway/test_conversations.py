@@ -131,18 +131,19 @@ def test_what_was_stored_before_thoughts_were_told_apart_is_still_found(conversa
     assert continued(restored, chat(answer, QUESTION)) == "a"
 
 
+@pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("parts", [False, True])
-def test_a_continued_answer_is_recognised_as_one_message(conversations: Conversations, parts: bool) -> None:
-    """An answer that its limit cut is continued with `continue_final_message`, here twice. Its client goes on with the
-    whole, with its thoughts or without."""
+def test_a_continued_answer_is_recognised_as_one_message(conversations: Conversations, parts: bool, echo: bool) -> None:
+    """An answer that its limit cut is continued with `continue_final_message`, here twice, and comes with what it
+    continues if the client asks for an echo. Its client goes on with the whole, with its thoughts or without."""
     begun = ""
     for text in ("<think>Hm", "m.</think>Go ", "north."):
         start = (
             [{"role": "assistant", "content": [{"type": "text", "text": begun}] if parts else begun}] if begun else []
         )
-        body = {**chat(*start), "continue_final_message": bool(begun)}
+        body = {**chat(*start), "continue_final_message": bool(begun), "echo": echo}
         assert continued(conversations, body) == ("a" if begun else None)
-        remember(conversations, "a", body, {"role": "assistant", "content": text})
+        remember(conversations, "a", body, {"role": "assistant", "content": begun + text if echo else text})
         begun += text
     for answer in (begun, "Go north."):
         assert continued(conversations, chat({"role": "assistant", "content": answer}, QUESTION)) == "a"
@@ -376,6 +377,24 @@ def test_a_completion_that_repeats_earlier_text_continues_it(prompt: str, answer
     conversations.release("a")
     other = "\x00" + prompt + answer + more
     assert continued(conversations, {"prompt": other}) == ("a" if other.startswith(prompt + answer) else None)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("in_list", [False, True])
+def test_a_completion_is_recognised_in_each_form(conversations: Conversations, in_list: bool, echo: bool) -> None:
+    """Its prompt alone or as a list of one, text or tokens. An echoed answer is the whole text, unless it comes with
+    its tokens (vLLM 0.32)."""
+    texts, ids = ("once ", "upon ", "a time"), ([300, 301], [302], [303])
+
+    def asked(prompt: object) -> dict:
+        return {"prompt": [prompt] if in_list else prompt, "echo": echo}
+
+    remember(conversations, "text", asked(texts[0]), texts[0] + texts[1] if echo else texts[1])
+    assert continued(conversations, asked("".join(texts))) == "text"
+    remember(conversations, "tokens", asked(ids[0]), {"text": texts[1], "token_ids": ids[1]})
+    assert continued(conversations, asked([300, 301, 302, 303])) == "tokens"
+    remember(conversations, "both", asked("so "), {"text": texts[1], "token_ids": ids[1]})
+    assert continued(conversations, asked("so " + texts[1] + texts[2])) == "both"
 
 
 def test_stored_responses_are_recognised_by_their_id(conversations: Conversations) -> None:

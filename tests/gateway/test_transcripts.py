@@ -236,4 +236,6 @@ def test_values_other_than_text_or_tokens_are_not_spelled(value: object) -> None
 def test_the_prompt_is_found_under_each_routes_field(name: str) -> None:
     """In completions and on the token routes; a request with messages has none."""
     assert prompt_of({name: [1, 2]}) == [1, 2]
+    assert prompt_of({name: [[1, 2]]}) == [1, 2] and prompt_of({name: ["q"]}) == "q", "a list of one"
+    assert prompt_of({name: [[1], [2]]}) == [[1], [2]] and prompt_of({name: [1]}) == [1]
     assert prompt_of({name: [1, 2], "messages": []}) is None and prompt_of({name: [1, 2], "input": "q"}) is None
