@@ -63,6 +63,11 @@ class TokenIds(Sequence[int]):
         """Whether `others` is a prefix of these; equal counts too."""
         return _begins_with(self.text, others.text)
 
+    def has_at(self, start: int, others: "TokenIds") -> bool:
+        """Whether `others` come at this byte of the text, where an id begins, and end where an id ends."""
+        end = start + len(others.text)
+        return self.text.startswith(others.text, start) and self.text[end : end + 1] in (b"", b",")
+
     def tail(self, number: int) -> "TokenIds":
         """At least this many of the last ids, or all."""
         cut = len(self.text) - _LETTERS * number

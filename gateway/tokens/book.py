@@ -155,6 +155,24 @@ class TokenBook:
                 ended_at=turn.ended_at,
             )
 
+    def begun_by(self, trajectory_id: str, prompt: TokenIds) -> str | None:
+        """The kept turn of this trajectory with most tokens, the latest of equals, whose prompt and output this prompt
+        begins with; None if there is none. Cost: 1 ms if 100,000 tokens are kept of the trajectory.
+        """
+        shelf = self._shelves.get(trajectory_id)
+        found, longest = None, 0
+        ends: dict[str | None, int] = {None: 0}  # of the turns found so far: where in the prompt's text the rest begins
+        for turn in shelf.turns.values() if shelf is not None else ():  # each comes after its parent
+            start = ends.get(turn.parent)
+            if start is None or not turn.output_ids:
+                continue
+            ids = put_together((turn.new_ids, turn.output_ids))
+            if prompt.has_at(start, ids):
+                ends[turn.turn_id] = end = start + len(ids.text) + 1
+                if end >= longest:
+                    found, longest = turn.turn_id, end
+        return found
+
     def add(self, tokens: TurnTokens) -> None:
         """Keep an ended turn's tokens.
 

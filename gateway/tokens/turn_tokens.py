@@ -32,7 +32,8 @@ class TurnTokens:
             turn, and if the client changed its history, which begins a branch.
         history: words, separated by blanks: the digest of the conversation up to and including this turn's answer, by
             which the next turn is recognised as its continuation, then the digest with the answer's thoughts if it has
-            any, and `ONLY_WHOLE` if that applies. "" if no turn can continue it.
+            any, and `ONLY_WHOLE` if that applies. "" for a completion, which is continued only by a prompt that begins
+            with all its tokens.
         ended_at: seconds since the epoch.
     """
 

@@ -19,21 +19,21 @@ def spliced(
     """The prompt, and the turn that it continues; for a branch, the render unchanged and None.
 
     Of several turns with equal answers it continues one whose tokens the template renders too, else the latest. A turn
-    that thought otherwise than the client has it is not continued: the client changed its history.
+    that thought otherwise than the client has it is not continued, because the client changed its history. Whatever the
+    history, a render that begins with all tokens of a turn continues it.
 
     Args:
-        history: of the request; None if it has none.
+        history: of the request; None for a completion.
     """
-    if history is None or not history.digests:
-        return rendered, None
     found: list[tuple[TokenIds, str | None]] = []
-    for before in book.continued(trajectory_id, history.digests[-1], history.with_thoughts):
+    answer = history.digests[-1] if history is not None and history.digests else ""
+    for before in book.continued(trajectory_id, answer, history.with_thoughts if history is not None else {}):
         prompt = joined(before, rendered)
         if prompt is rendered:
             return prompt, before.turn_id
         if prompt is not None:
             found.append((prompt, before.turn_id))
-    return found[0] if found else (rendered, None)
+    return found[0] if found else (rendered, book.begun_by(trajectory_id, rendered))
 
 
 def joined(before: TurnTokens, rendered: TokenIds) -> TokenIds | None:

@@ -174,6 +174,28 @@ async def test_an_answer_that_was_continued_is_continued_as_one() -> None:
         assert [turn["parent"] for turn in turns] == [None, turns[0]["turn_id"], turns[1]["turn_id"]]
 
 
+@on_both
+async def test_a_completion_continues_the_turn_with_whose_tokens_its_prompt_begins(dialect: str) -> None:
+    """Token by token, which is all that a completion has. Every turn was a branch of its own."""
+    async with running_site(toy(dialect), token_legs="auto") as site:
+        asked = {"model": MODEL, "max_tokens": 4, "ignore_eos": True}
+
+        async def ask(prompt: list[int]) -> dict[str, Any]:
+            answer = await site.client.post("/t/a/v1/completions", json=asked | {"prompt": prompt})
+            assert answer.status_code == 200, answer.text
+            return (await tokens_of(site, "a"))[-1]
+
+        first = await ask([300, 301])
+        begun = [*first["prompt_ids"], *first["output_ids"]]
+        second = await ask([*begun, 302])
+        third = await ask([*begun, *second["prompt_ids"], *second["output_ids"]])
+        again = await ask([*begun, 303])
+        other = await ask([*begun[:-1], begun[-1] + 1, 302])
+        parents = [turn["parent"] for turn in (first, second, third, again, other)]
+        assert parents == [None, first["turn_id"], second["turn_id"], first["turn_id"], None]
+        assert [turn["prompt_ids"] for turn in (second, third, again)] == [[302], [], [303]]
+
+
 # What was generated, what the client sends back, and whether that is still the same answer.
 EDITS = {
     "rewritten": ("<think>north is open</think>go", "<think>a note of the client's</think>go", False),

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engines.token_ids import TokenIds
 from gateway.clock import started_clock
 from gateway.state.ledger import Ledger
 from gateway.tokens.book import PREFIX, TURN_BYTES, TokenBook, TokenLimits, wants_tokens
@@ -173,6 +174,25 @@ async def test_a_turn_without_history_is_never_continued(new_store: Callable[...
     site.save("a")
     site.add(replace(tokens_of("u", [1], [2]), history=""))
     assert not list(site.book.continued("a", ""))
+    await site.store.close()
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@given(plan=st.lists(steps(), max_size=6), data=st.data())
+async def test_the_turn_with_which_a_prompt_begins_is_found(plan: list[Step], data: st.DataObject) -> None:
+    """Token by token: the longest, and the latest of equals."""
+    site = await Site(lambda _: open_store("memory:", StoreSettings())).start("")
+    site.save("a")
+    turns = conversation(plan, "a")
+    site.add(*turns)
+    starts = [[*turn.prompt_ids, *turn.output_ids] for turn in turns] + [[]]
+    prompt = [*data.draw(st.sampled_from(starts)), *data.draw(st.lists(st.integers(0, 12), max_size=2))]
+    lengths = {
+        turn.turn_id: len(start) for turn, start in zip(turns, starts, strict=False) if prompt[: len(start)] == start
+    }
+    expected = max(reversed(lengths), key=lengths.__getitem__, default=None)
+    assert site.book.begun_by("a", TokenIds.of(prompt)) == expected
+    assert site.book.begun_by("another", TokenIds.of(prompt)) is None
     await site.store.close()
 
 
