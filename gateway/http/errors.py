@@ -28,6 +28,10 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
+# The reverse; the first status of a type is its own.
+_STATUSES_OF_TYPES = {"invalid_request_error": 400} | {
+    kind: status for status, kind in reversed(_ANTHROPIC_TYPES.items())
+}
 _SECRETS = re.compile(
     r"(?i)(?:proxy-)?authorization['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic)\s+)?[^\s,;'\"}]+"
     r"|bearer\s+[\w.~+/=-]+|\bsk-[\w-]{6,}"
@@ -69,12 +73,12 @@ def engine_error(status: int, body: bytes | dict[str, Any]) -> ApiError:
     """What an engine's error answer means to the client.
 
     Reads vLLM's nested form, SGLang's flat one, `{"error": "text"}`, FastAPI's `detail`, plain text, HTML, and an empty
-    body. Args: status 200 for an error event within a stream: its own code counts then.
+    body. Args: status 200 for an error event within a stream: its own code counts then, or else Anthropic's type.
     """
     error = _fields(body)
     code = error.get("code")
     if not 400 <= status <= 599:
-        number = code if isinstance(code, int) else 0
+        number = code if isinstance(code, int) else _STATUSES_OF_TYPES.get(str(error.get("type")), 0)
         status = number if 400 <= number <= 599 else 502
     message = _clean(error.get("message")) or f"The engine failed with status {status} and no explanation."
     if status in (401, 403):

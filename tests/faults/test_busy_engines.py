@@ -1,6 +1,7 @@
 """Engines that refuse work for now are left alone, and others are asked."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
@@ -9,6 +10,7 @@ from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault, SimulatedEngineSettings
 from tests.faults.asking import ask, body_of, check_error
 from tests.faults.raw_engine import raw_engine, resets, whole, writes
+from tests.support.engine import Asked, Script, recorded_engine
 from tests.support.gateway import running_gateway
 
 ANSWER = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]}'
@@ -70,3 +72,25 @@ async def test_a_refused_request_without_a_trajectory_goes_to_another_engine(
         response = await client.post(gateway.url + "/v1/embeddings", json={"model": "simulated", "input": "x"})
         assert response.status_code == 400
         assert (len(bad.posts), len(good.posts)) == (4, 3)
+
+
+async def test_an_engine_that_refuses_within_a_stream_of_messages_costs_no_attempt(client: httpx.AsyncClient) -> None:
+    """vLLM answers 200 before its engine accepts a stream. While that is paused, the first event is the error."""
+    error = b'{"type":"error","error":{"type":"overloaded_error","message":"The engine is paused."}}'
+    num_refused = 0
+
+    async def refuse(_: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:
+        nonlocal num_refused
+        num_refused += 1
+        if num_refused == 2:
+            del engine.scripts["/v1/messages"]
+        await write(b"event: error\ndata: %s\n\n" % error)
+
+    settings = {"max_attempts": 1, "retry_pause_s": 0}
+    async with (
+        recorded_engine(SimulatedEngineSettings(speed_up=200)) as engine,
+        running_gateway(engine.url, **settings) as gateway,
+    ):
+        engine.scripts["/v1/messages"] = Script(refuse)
+        reply = await ask(client, gateway.url, "messages", body_of("messages", stream=True))
+    assert reply.is_finished("messages") and num_refused == 2

@@ -69,6 +69,26 @@ def test_the_code_of_an_error_event_is_its_status() -> None:
     assert engine_error(200, {"error": {"message": "?"}}).status == 502
 
 
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("invalid_request_error", 400),
+        ("not_found_error", 404),
+        ("request_too_large", 413),
+        ("rate_limit_error", 429),
+        ("overloaded_error", 503),
+        ("authentication_error", 502),
+        ("permission_error", 502),
+        ("api_error", 502),
+        (["odd"], 502),
+    ],
+)
+def test_anthropics_type_is_the_status_of_an_error_event_without_a_code(kind: object, status: int) -> None:
+    """vLLM and SGLang report errors in a stream of messages that way; the gateway's own key is the fleet's matter."""
+    assert engine_error(200, {"type": "error", "error": {"type": kind, "message": "?"}}).status == status
+    assert engine_error(200, {"error": {"type": kind, "message": "?", "code": 500}}).status == 500
+
+
 def test_the_code_is_a_string_or_null() -> None:
     """OpenAI's `code` is a word or null, but vLLM and SGLang give a number; agents check for two of the words."""
     message = "This model's maximum context length is 4096 tokens."
