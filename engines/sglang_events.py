@@ -4,10 +4,10 @@ Each event has the text, the ids and the log-probabilities of all tokens so far;
 `--incremental-streaming-output`, of the new tokens only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from engines.tokens import Piece, Rendered, parsed
+from engines.tokens import ErrorEvent, Piece, Rendered, parsed
 
 
 class EventReader:
@@ -26,7 +26,9 @@ class EventReader:
         reason = meta["finish_reason"]
         kind, matched = (reason["type"], reason.get("matched")) if reason else (None, None)
         if kind == "abort":  # in an incremental stream an abort repeats the last token, and the text from the start
-            return Piece([], finish_reason=_abort(reason))
+            if reason.get("status_code") is not None:  # such as 400: the request itself is wrong
+                raise ErrorEvent({"error": {"message": reason.get("message"), "code": reason["status_code"]}})
+            return Piece([], finish_reason="abort")
         ids, text = event["output_ids"], event["text"]
         rated, rivals = meta.get("output_token_logprobs"), meta.get("output_top_logprobs")
         if not self._is_incremental:
@@ -49,11 +51,6 @@ class EventReader:
 
     def _entries(self, rated: Sequence[Sequence[Any]], rivals: Sequence[Any] | None) -> list[Any]:
         return [token[0] for token in rated] if self._only_numbers else _entries(rated, rivals)
-
-
-def _abort(reason: Mapping[str, Any]) -> str:
-    """An abort that the request itself causes would be the same on any engine."""
-    return "error" if reason.get("status_code") == 400 else "abort"
 
 
 def _entries(rated: Sequence[Sequence[Any]], rivals: Sequence[Any] | None) -> list[dict[str, Any]]:

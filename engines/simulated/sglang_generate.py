@@ -142,7 +142,7 @@ def _answer(service: EngineService, names_tokens: bool, running: Running, index:
 
 def _finish_reason(generation: Generation) -> Body:
     if generation.is_aborted:
-        return {"type": "abort", "message": "Aborted"}
+        return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
     if generation.answer.finish_reason == "length":
         return {"type": "length", "length": generation.num_done}
     matched = generation.answer.stop_reason

@@ -77,6 +77,14 @@ def reason_of_meta(meta: dict[str, Any]) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
+def fault_of_meta(meta: dict[str, Any]) -> ApiError | None:
+    """The error with which an output ended, if it did; SGLang gives an abort the status that a whole answer has."""
+    reason = meta.get("finish_reason")
+    if isinstance(reason, dict) and isinstance(status := reason.get("status_code"), int):
+        return engine_error(status, reason)
+    return fault_of(reason_of_meta(meta))
+
+
 def fault_of(reason: object) -> ApiError | None:
     """The error that a finish reason or status stands for; None if it is a way to finish."""
     if reason == "abort" or reason == "cancelled":
@@ -198,11 +206,10 @@ def _read_parsed(api: Api, body: bytes, parsed: dict[str, Any]) -> Answer:
 
 
 def _read_metas(body: bytes, metas: list[dict[str, Any]]) -> Answer:
-    reasons = [reason_of_meta(meta) for meta in metas]
-    faults = [fault for reason in reasons if (fault := fault_of(reason))]
+    faults = [fault for meta in metas if (fault := fault_of_meta(meta))]
     if faults:
         return Answer(body, error=faults[0])
-    return Answer(body, reasons[0], usage_of_metas(metas))
+    return Answer(body, reason_of_meta(metas[0]), usage_of_metas(metas))
 
 
 def _usage_of_meta(meta: dict[str, Any]) -> Usage | None:

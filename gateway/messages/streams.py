@@ -22,6 +22,7 @@ from gateway.messages.answers import (
     content_of_parsed,
     dicts,
     fault_of,
+    fault_of_meta,
     made_by,
     metas_of,
     openai_reason,
@@ -176,9 +177,9 @@ class StreamReader:
 
     def _read_metas(self, metas: list[dict[str, Any]]) -> None:
         self.usage = usage_of_metas(metas) or self.usage
-        for reason in map(reason_of_meta, metas):
-            self.error = self.error or fault_of(reason)
-            self.finish_reason = self.finish_reason or reason
+        for meta in metas:
+            self.error = self.error or fault_of_meta(meta)
+            self.finish_reason = self.finish_reason or reason_of_meta(meta)
 
     def _read_choices(self, event: bytes, parsed: dict[str, Any]) -> bytes:
         choices = dicts(parsed.get("choices"))

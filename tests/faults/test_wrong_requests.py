@@ -4,12 +4,14 @@ import gzip
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from tests.faults.asking import APIS, PATHS, ask, body_of, check_error, raw
 from tests.faults.raw_engine import raw_engine, whole, writes
+from tests.support.engine import fixed, recorded_engine
 from tests.support.gateway import running_gateway
 
 ANSWER = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]}'
@@ -334,3 +336,24 @@ async def test_a_request_too_deep_to_rewrite_gets_400(client: httpx.AsyncClient)
         response = await client.post(gateway.url + PATHS["chat"], content=body)
         check_error("chat", response, 400)
         assert "nested" in response.text and engine.posts == []
+
+
+@pytest.mark.parametrize(("path", "token_legs"), [("/generate", "off"), ("/v1/chat/completions", "auto")])
+async def test_a_request_that_sglang_aborts_as_wrong_gets_400(
+    client: httpx.AsyncClient, path: str, token_legs: str
+) -> None:
+    """A regex that does not compile is found once the stream has begun. Nothing is asked again."""
+    wrong = {"message": "Failed to compile the regex (", "status_code": 400, "err_type": "BadRequestError"}
+    meta = {"id": "r", "finish_reason": {"type": "abort"} | wrong, "prompt_tokens": 3, "completion_tokens": 0}
+    event = {"text": "", "output_ids": [], "meta_info": meta, "index": 0}
+    body = body_of("chat", stream=True, regex="(") if token_legs == "auto" else {"text": "hello", "stream": True}
+    async with (
+        recorded_engine(SimulatedEngineSettings(dialect="sglang", speed_up=200)) as engine,
+        running_gateway(engine.url, token_legs=token_legs) as gateway,
+    ):
+        events = b"data: %s\n\ndata: [DONE]\n\n" % orjson.dumps(event)
+        engine.scripts["/generate"] = fixed(200, events, b"text/event-stream")
+        response = await client.post(f"{gateway.url}/t/a{path}", json=body)
+        check_error("chat", response, 400)
+        assert response.json()["error"]["message"] == wrong["message"]
+        assert [asked.path for asked in engine.turns if asked.path in ("/generate", path)] == ["/generate"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.http.sse import EventSplitter
-from gateway.messages.answers import Usage
+from gateway.messages.answers import Usage, read_answer
 from gateway.messages.streams import StreamReader, content_of_stream
 
 DONE = b"data: [DONE]\n\n"
@@ -144,6 +144,19 @@ def test_an_aborted_stream_is_not_finished(reason: str) -> None:
     assert reader.error is not None
     assert not reader.error.is_clients_fault
     assert not reader.done
+
+
+@pytest.mark.parametrize("status", [400, 500, 503, None])
+def test_the_status_of_an_abort_tells_whose_fault_it_is(status: int | None) -> None:
+    """SGLang ends a stream so if the request is wrong (400), if it failed (500), or if it is full (503); without a
+    status, somebody aborted the request."""
+    reason = {"type": "abort", "message": "why", "status_code": status, "err_type": None}
+    data = {"text": "", "output_ids": [], "meta_info": {"finish_reason": reason, "prompt_tokens": 3}}
+    reader = StreamReader("generate")
+    assert reader.read(event(data) + DONE) == b""
+    whole = read_answer("generate", orjson.dumps(data)).error
+    assert reader.error == whole and whole is not None
+    assert (whole.status, whole.message == "why") == (status or 503, status is not None)
 
 
 def test_only_the_finish_reason_unknown_to_openai_is_rewritten() -> None:
