@@ -6,6 +6,7 @@ body is changed only where it breaks the contract, and is otherwise the engine's
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import orjson
@@ -116,8 +117,17 @@ def usage_of(usage: object) -> Usage | None:
 
 
 def usage_of_metas(metas: list[dict[str, Any]]) -> Usage | None:
+    """The usage of all outputs together."""
+    return total_of([usage for meta in metas if (usage := usage_of_meta(meta))])
+
+
+def usage_of_meta(meta: dict[str, Any]) -> Usage | None:
+    """The usage of one output."""
+    return usage_of({**meta, "prompt_tokens_details": {"cached_tokens": meta.get("cached_tokens")}})
+
+
+def total_of(usages: Sequence[Usage]) -> Usage | None:
     """The first output's prompt, which the others share, and the total of tokens made."""
-    usages = [usage for meta in metas if (usage := _usage_of_meta(meta))]
     if not usages:
         return None
     made = sum(usage.completion_tokens for usage in usages)
@@ -210,10 +220,6 @@ def _read_metas(body: bytes, metas: list[dict[str, Any]]) -> Answer:
     if faults:
         return Answer(body, error=faults[0])
     return Answer(body, reason_of_meta(metas[0]), usage_of_metas(metas))
-
-
-def _usage_of_meta(meta: dict[str, Any]) -> Usage | None:
-    return usage_of({**meta, "prompt_tokens_details": {"cached_tokens": meta.get("cached_tokens")}})
 
 
 def _usage_at_end(body: bytes) -> Usage | None:

@@ -27,8 +27,9 @@ from gateway.messages.answers import (
     metas_of,
     openai_reason,
     reason_of_meta,
+    total_of,
     usage_of,
-    usage_of_metas,
+    usage_of_meta,
 )
 from gateway.messages.text_only import TextOnlyEvents
 
@@ -75,6 +76,7 @@ class StreamReader:
         self._count_plain = plain_events(api)
         self._text_only = TextOnlyEvents()
         self._anthropic_usage: dict[str, Any] = {}
+        self._usages: dict[int, Usage] = {}  # of each output of SGLang's own route, by its index
         # Events that finish a choice, held until the usage event that the client does not get has come.
         self._held: list[tuple[bytes, dict[str, Any]]] = []
 
@@ -170,16 +172,18 @@ class StreamReader:
         elif self._api == "responses":
             self._read_response(parsed)
         elif self._api == "generate" and (metas := metas_of(parsed)):
-            self._read_metas(metas)
+            self._read_meta(metas[0], _index_of(parsed))
         else:
             return self._read_choices(event, parsed)
         return b"" if self.error else event
 
-    def _read_metas(self, metas: list[dict[str, Any]]) -> None:
-        self.usage = usage_of_metas(metas) or self.usage
-        for meta in metas:
-            self.error = self.error or fault_of_meta(meta)
-            self.finish_reason = self.finish_reason or reason_of_meta(meta)
+    def _read_meta(self, meta: dict[str, Any], index: int) -> None:
+        """Each output's events have its own usage."""
+        if usage := usage_of_meta(meta):
+            self._usages[index] = usage
+            self.usage = total_of(list(self._usages.values()))
+        self.error = fault_of_meta(meta)
+        self.finish_reason = self.finish_reason or reason_of_meta(meta)
 
     def _read_choices(self, event: bytes, parsed: dict[str, Any]) -> bytes:
         choices = dicts(parsed.get("choices"))
@@ -243,6 +247,11 @@ class StreamReader:
             self.error = engine_error(200, response) if response.get("error") else fault_of(status)
             self.finish_reason = status
             self.done = self.error is None
+
+
+def _index_of(choice: dict[str, Any]) -> int:
+    index = choice.get("index")
+    return index if isinstance(index, int) else 0
 
 
 @cache

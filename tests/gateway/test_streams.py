@@ -146,6 +146,17 @@ def test_an_aborted_stream_is_not_finished(reason: str) -> None:
     assert not reader.done
 
 
+def test_the_tokens_of_all_outputs_of_a_stream_are_counted() -> None:
+    """On SGLang's own route each event belongs to one output, and counts that output's tokens so far."""
+    reader = StreamReader("generate")
+    for num_made, index in ((1, 0), (1, 1), (6, 1), (1, 2), (5, 0), (7, 2)):
+        reason = {"type": "length", "length": num_made} if num_made > 1 else None
+        meta = {"finish_reason": reason, "prompt_tokens": 3, "completion_tokens": num_made, "cached_tokens": 2}
+        reader.read(event({"text": "a", "output_ids": [5], "meta_info": meta, "index": index}))
+    reader.read(DONE)
+    assert (reader.usage, reader.finish_reason, reader.end()) == (Usage(3, 18, 2), "length", None)
+
+
 @pytest.mark.parametrize("status", [400, 500, 503, None])
 def test_the_status_of_an_abort_tells_whose_fault_it_is(status: int | None) -> None:
     """SGLang ends a stream so if the request is wrong (400), if it failed (500), or if it is full (503); without a
