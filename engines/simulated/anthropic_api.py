@@ -110,11 +110,11 @@ def _tool_choice(body: Body) -> Any:
             return None
 
 
-def _stop_reason(generation: Generation) -> str:
+def _stop_reason(generation: Generation) -> str | None:
+    """None for an aborted answer: Anthropic has no word for it."""
     if generation.answer.stop_reason is not None and not generation.is_aborted:
         return "stop_sequence"
-    reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-    return reasons.get(finish_reason(generation), finish_reason(generation))
+    return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}.get(finish_reason(generation))
 
 
 def _usage(service: EngineService, generation: Generation) -> Body:
@@ -160,7 +160,7 @@ def _whole(service: EngineService, running: Running) -> Body:
     message = _envelope(service, running, [_block(running)], stop_reason, _usage(service, generation))
     if stop_reason == "stop_sequence":
         message["stop_sequence"] = generation.answer.stop_reason
-    return message
+    return {name: value for name, value in message.items() if value is not None}
 
 
 class _MessageStream:
@@ -180,6 +180,7 @@ class _MessageStream:
             usage = {"input_tokens": generation.prompt_tokens, "output_tokens": 0}
             message = _envelope(self._service, self._running, [], None, usage) | {"stop_sequence": None}
             events.append(_event({"type": "message_start", "message": message}))
+        if begin == 0 and end > 0:
             block = _block(self._running, is_empty=True)
             events.append(_event({"type": "content_block_start", "index": 0, "content_block": block}))
         self._seen = end
@@ -196,7 +197,7 @@ class _MessageStream:
         stop_sequence = generation.answer.stop_reason if stop_reason == "stop_sequence" else None
         delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
         return [
-            _event({"type": "content_block_stop", "index": 0}),
+            *([_event({"type": "content_block_stop", "index": 0})] if generation.num_done else []),
             _event({"type": "message_delta", "delta": delta, "usage": _usage(self._service, generation)}),
             _event({"type": "message_stop"}),
         ]

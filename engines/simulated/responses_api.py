@@ -167,7 +167,8 @@ def _response(service: EngineService, body: Body, running: Running, status: str,
 
 
 def _status(generation: Generation) -> str:
-    return {"length": "incomplete", "abort": "cancelled"}.get(finish_reason(generation), "completed")
+    """An aborted response is `completed` too, as vLLM has it."""
+    return "incomplete" if finish_reason(generation) == "length" else "completed"
 
 
 def _whole(service: EngineService, body: Body, running: Running) -> Body:

@@ -16,12 +16,15 @@ from scheduling.values import value_class
 
 Content = dict[str, Any] | str | None
 _REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "function_call"})
-_FAULTS = frozenset({"abort", "error", "cancelled", "failed"})
+_FAULTS = frozenset({"error", "failed"})
 _REASON_NAME = b'"finish_reason"'
 _REASON = re.compile(rb': ?"([^"]*)"')
 _USAGE_NAME = b'"usage"'
 _MAX_COUNT = 2**40  # more than any context, and small enough that sums cannot overflow
 _USAGE = re.compile(rb": ?(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
+
+
+ABORTED = api_error(503, "The engine aborted the request before it was finished.", "engine_aborted")
 
 
 @value_class(frozen=True, slots=True)
@@ -89,7 +92,7 @@ def fault_of_meta(meta: dict[str, Any]) -> ApiError | None:
 def fault_of(reason: object) -> ApiError | None:
     """The error that a finish reason or status stands for; None if it is a way to finish."""
     if reason == "abort" or reason == "cancelled":
-        return api_error(503, "The engine aborted the request before it was finished.", "engine_aborted")
+        return ABORTED
     if isinstance(reason, str) and reason in _FAULTS:
         return api_error(500, "The engine failed while it generated.", "engine_error")
     return None
@@ -199,7 +202,8 @@ def _read_parsed(api: Api, body: bytes, parsed: dict[str, Any]) -> Answer:
     usage = usage_of(parsed.get("usage"))
     if api == "messages":
         reason = parsed.get("stop_reason")
-        return Answer(body, reason, usage, fault_of(reason))
+        # vLLM's messages have no word for an abort (0.33, entrypoints/anthropic/serving.py).
+        return Answer(body, reason, usage, ABORTED if reason is None else fault_of(reason))
     if api == "responses":
         status = parsed.get("status")
         return Answer(body, status, usage, fault_of(status))

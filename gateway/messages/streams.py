@@ -17,6 +17,7 @@ import orjson
 from gateway.http.errors import Api, ApiError, api_error, engine_error
 from gateway.http.sse import data_of, split_events
 from gateway.messages.answers import (
+    ABORTED,
     Content,
     Usage,
     content_of_parsed,
@@ -76,6 +77,8 @@ class StreamReader:
         self._count_plain = plain_events(api)
         self._text_only = TextOnlyEvents()
         self._anthropic_usage: dict[str, Any] = {}
+        # Of each choice, as far as its events were read: text-only ones are not, except for the first.
+        self._has_finished: dict[int, bool] = {}
         self._usages: dict[int, Usage] = {}  # of each output of SGLang's own route, by its index
         # Events that finish a choice, held until the usage event that the client does not get has come.
         self._held: list[tuple[bytes, dict[str, Any]]] = []
@@ -151,9 +154,7 @@ class StreamReader:
         if not data:
             return event
         if data.startswith(b"[DONE]"):
-            # Anthropic and responses streams have ends of their own; engines may add this one.
-            self.done = self.done or self._api in ("chat", "completions", "generate", "other")
-            return self._release({}) + event
+            return self._read_done(event)
         self.num_chunks += 1
         if self.num_chunks > 1 and data.endswith(b"}") and self._search(data) is None:
             return event
@@ -177,13 +178,32 @@ class StreamReader:
             return self._read_choices(event, parsed)
         return b"" if self.error else event
 
+    def _read_done(self, event: bytes) -> bytes:
+        """[DONE] ends an answer only if its choices have finished.
+
+        vLLM 0.32 ends a request that it aborted before its first token so, without a finish reason
+        (openai/chat_completion/serving.py).
+        """
+        if self._api in ("messages", "responses"):
+            return event  # they have ends of their own; engines may add this one
+        if self._api != "other" and not (self._has_finished and all(self._has_finished.values())):
+            self.error = ABORTED
+            return b""
+        self.done = True
+        return self._release({}) + event
+
     def _read_meta(self, meta: dict[str, Any], index: int) -> None:
         """Each output's events have its own usage."""
         if usage := usage_of_meta(meta):
             self._usages[index] = usage
             self.usage = total_of(list(self._usages.values()))
+        reason = reason_of_meta(meta)
         self.error = fault_of_meta(meta)
-        self.finish_reason = self.finish_reason or reason_of_meta(meta)
+        self.finish_reason = self.finish_reason or reason
+        self._note_choice(index, reason is not None)
+
+    def _note_choice(self, index: int, has_finished: bool) -> None:
+        self._has_finished[index] = has_finished or self._has_finished.get(index, False)
 
     def _read_choices(self, event: bytes, parsed: dict[str, Any]) -> bytes:
         choices = dicts(parsed.get("choices"))
@@ -201,6 +221,7 @@ class StreamReader:
                 choice["finish_reason"] = openai_reason(reason)
                 changed = changed or choice["finish_reason"] != reason
                 self.finish_reason = self.finish_reason or choice["finish_reason"]
+            self._note_choice(_index_of(choice), isinstance(reason, str))
         if changed:
             event = b"data: " + orjson.dumps(parsed) + b"\n\n"
         if self._wants_usage or not any(choice.get("finish_reason") for choice in choices):
@@ -226,7 +247,8 @@ class StreamReader:
         """Input tokens come with the first event, output tokens with the last but one; both are totals."""
         kind = parsed.get("type")
         if kind == "message_stop":
-            self.done = True
+            self.done = self.finish_reason is not None
+            self.error = None if self.done else ABORTED
         elif kind in ("message_start", "message_delta"):
             holder = parsed.get("message") if kind == "message_start" else parsed
             usage = holder.get("usage") if isinstance(holder, dict) else None

@@ -126,6 +126,30 @@ async def test_a_stream_that_breaks_after_its_first_event_ends_with_an_error_eve
         assert [(turn["outcome"], turn["legs"]) for turn in turns] == [("failed", 1)]
 
 
+@pytest.mark.parametrize("api", ["chat", "completions", "messages"])
+async def test_an_answer_that_its_engine_aborts_is_made_again(client: httpx.AsyncClient, api: str) -> None:
+    """vLLM ends it with 200: as `abort`, or on its messages route with no stop reason. On responses it cannot be told
+    from an answer."""
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=1)) as engine,
+        running_gateway(engine, retry_pause_s=0) as gateway,
+    ):
+        asking = asyncio.create_task(ask(client, gateway.url, api, body_of(api, tokens=100)))
+
+        async def generates() -> bool:
+            samples = (await client.get(engine + "/metrics")).text.splitlines()
+            return any(float(one.split()[-1]) > 0 for one in samples if one.startswith("vllm:generation_tokens_total"))
+
+        await eventually(generates, 60)
+        await client.post(engine + "/abort_requests")
+        reply = await asking
+        assert reply.is_finished(api)
+        usage = reply.json["usage"]
+        assert usage["output_tokens" if api == "messages" else "completion_tokens"] == 100
+        turns = await turns_of(client, gateway.url, reply)
+        assert [(turn["outcome"], turn["legs"]) for turn in turns] == [("finished", 2)]
+
+
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", ["refuse", "error", "html", "reset"])

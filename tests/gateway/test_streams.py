@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.http.sse import EventSplitter
-from gateway.messages.answers import Usage, read_answer
+from gateway.messages.answers import ABORTED, Usage, read_answer
 from gateway.messages.streams import StreamReader, content_of_stream
 
 DONE = b"data: [DONE]\n\n"
@@ -170,6 +170,27 @@ def test_the_status_of_an_abort_tells_whose_fault_it_is(status: int | None) -> N
     assert (whole.status, whole.message == "why") == (status or 503, status is not None)
 
 
+@pytest.mark.parametrize(
+    "choices",
+    [[], [chunk("")], [chunk("a")], [chunk("", index=1), chunk("a", "stop")]],
+    ids=["no choice", "none that has content", "one", "one of two"],
+)
+def test_a_stream_whose_choices_have_not_finished_was_aborted(choices: list[bytes]) -> None:
+    """vLLM 0.32 ends a request that it aborts before its first token without a finish reason."""
+    reader = StreamReader("chat")
+    assert reader.read(b"".join(choices) + USAGE_EVENT + DONE) == b"".join(choices) + USAGE_EVENT
+    assert reader.end() is reader.error is ABORTED and not reader.done
+
+
+def test_a_message_without_a_stop_reason_was_aborted() -> None:
+    """vLLM has no word for it there: null in a stream, and nothing in a whole message."""
+    null = event({"type": "message_delta", "delta": {"stop_reason": None}, "usage": {"output_tokens": 3}})
+    reader = StreamReader("messages")
+    reader.read(b"".join(ANTHROPIC[:3]) + null + ANTHROPIC[-1])
+    assert reader.end() is reader.error is ABORTED and not reader.done
+    assert read_answer("messages", b'{"type":"message","content":[],"usage":{}}').error is ABORTED
+
+
 def test_only_the_finish_reason_unknown_to_openai_is_rewritten() -> None:
     """vLLM's `repetition` becomes `stop` in place."""
     reader = StreamReader("chat")
@@ -224,7 +245,7 @@ def test_spacing_and_line_ends_make_no_difference() -> None:
     assert reader.read(spaced) == b""
     assert reader.error is not None
     ended = StreamReader("chat")
-    ended.read(b"data:[DONE]\r\n\r\n: bye\r\n\r\n")
+    ended.read(chunk("a", "stop") + b"data:[DONE]\r\n\r\n: bye\r\n\r\n")
     assert ended.done
 
 
