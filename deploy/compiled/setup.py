@@ -20,8 +20,8 @@ COMPILED = {
     "gateway": "front metrics turnlog",
     "gateway/http": "access exchange heartbeat outlet protocol sse",
     "gateway/kv": "contexts",
-    "gateway/messages": "answers beginnings conversations histories identity lazy_object normalised prompt_groups "
-    "streams text_only transcripts",
+    "gateway/messages": "answers beginnings conversations histories identity lazy_object normalised openings "
+    "prompt_groups streams text_only transcripts",
     "gateway/state": "driver ledger",
     "gateway/turns": "arrivals endings hot legs lending outcome progress relay repeats request_reader running turn "
     "turns",

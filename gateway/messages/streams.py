@@ -32,6 +32,7 @@ from gateway.messages.answers import (
     usage_of,
     usage_of_meta,
 )
+from gateway.messages.openings import is_opening
 from gateway.messages.text_only import TextOnlyEvents
 
 _OPENAI_MARKS = re.compile(rb'"(?:error"|usage": ?\{|finish_reason": ?")')
@@ -48,6 +49,11 @@ _ENDS_OF_RESPONSES = ("response.completed", "response.incomplete")
 _LAST_OF_RESPONSES = (*_ENDS_OF_RESPONSES, "response.failed")
 
 
+# More than the roles of as many choices as a request may want (gateway/turns/token_legs.py); an engine that sends empty
+# events for longer is at work.
+_MAX_OPENING_EVENTS = 256
+
+
 class StreamReader:
     """One answer's stream. Feed it blocks of whole events; give the client what it returns.
 
@@ -60,6 +66,7 @@ class StreamReader:
         done: whether the stream's own end was seen.
         finish_reason: of the first choice that finished (Anthropic: stop reason; responses: status).
         num_chunks: events with data so far, not counting comments and [DONE].
+        has_begun: whether any of them has some of the answer; before that, another engine can start over.
     """
 
     def __init__(self, api: Api, wants_usage: bool = True, keep: bool = False) -> None:
@@ -68,6 +75,7 @@ class StreamReader:
         self.finish_reason: str | None = None
         self.usage: Usage | None = None
         self.num_chunks = 0
+        self.has_begun = False
         self.kept: list[bytes] = []
         self._api = api
         self._wants_usage = wants_usage
@@ -90,7 +98,7 @@ class StreamReader:
         """
         if not self._text_only.matches(piece):
             if (
-                not self.num_chunks
+                not self.has_begun
                 or self.done
                 or self.error is not None
                 or not piece.startswith(b"data:")
@@ -112,9 +120,9 @@ class StreamReader:
         """The part of these events that goes to the client: usually the block itself. Cost: 1 us a chunk."""
         if self.error or self.done:
             return b""
-        # The first event is parsed, because a stream that is not an answer at all can still go elsewhere. Of later ones
-        # only the ends are checked, which distinguishes [DONE] and most garbage from JSON.
-        if self.num_chunks and (num_events := self._count_plain(block)):
+        # Events are parsed until the answer begins, because a stream that is not one at all can still go elsewhere. Of
+        # later ones only the ends are checked, which distinguishes [DONE] and most garbage from JSON.
+        if self.has_begun and (num_events := self._count_plain(block)):
             self.num_chunks += num_events
         else:
             block = self._read_events(block)
@@ -131,7 +139,7 @@ class StreamReader:
     @property
     def is_plain_so_far(self) -> bool:
         """Whether only text has come, and was all passed on: then a byte worker may pass on plain events."""
-        return bool(self.num_chunks) and not (self.done or self.error or self.finish_reason or self._held)
+        return self.has_begun and not (self.done or self.error or self.finish_reason or self._held)
 
     def end(self) -> ApiError | None:
         """The fault of a stream whose connection has closed: its own, or that it ended without its end mark."""
@@ -156,7 +164,7 @@ class StreamReader:
         if data.startswith(b"[DONE]"):
             return self._read_done(event)
         self.num_chunks += 1
-        if self.num_chunks > 1 and data.endswith(b"}") and self._search(data) is None:
+        if self.has_begun and data.endswith(b"}") and self._search(data) is None:
             return event
         try:
             parsed = orjson.loads(data)
@@ -164,6 +172,7 @@ class StreamReader:
             self.error = api_error(502, "The engine sent an event that is not JSON.", "engine_error")
             return b""
         if not isinstance(parsed, dict):
+            self.has_begun = True
             return event
         if parsed.get("error") or parsed.get("object") == "error" or parsed.get("type") == "error":
             self.error = engine_error(200, parsed)
@@ -175,8 +184,12 @@ class StreamReader:
         elif self._api == "generate" and (metas := metas_of(parsed)):
             self._read_meta(metas[0], _index_of(parsed))
         else:
-            return self._read_choices(event, parsed)
-        return b"" if self.error else event
+            event = self._read_choices(event, parsed)
+        if self.error is not None:
+            return b""
+        if not self.has_begun:
+            self.has_begun = self.num_chunks > _MAX_OPENING_EVENTS or not is_opening(self._api, parsed)
+        return event
 
     def _read_done(self, event: bytes) -> bytes:
         """[DONE] ends an answer only if its choices have finished.

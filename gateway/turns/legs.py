@@ -258,7 +258,7 @@ class Legs:
             if not relay.is_over:
                 await self.lending.until_back(turn, response, relay, settings.silence_timeout_s)
         if reader.error is not None:
-            if relay.last and reader.num_chunks > 1:  # more than the error itself and comments before it
+            if relay.last and reader.has_begun:
                 outlet.stream(relay.last)
             raise refused_leg(reader.error)
         return self.streamed(turn, response, relay)

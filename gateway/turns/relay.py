@@ -33,13 +33,14 @@ class Relay:
         self._report_at = PROGRESS_TOKENS
         self._offer_at = 0
         self._splitter = EventSplitter()
+        self._opening = b""  # the events before the first that has some of the answer
         self._is_at_start = True
 
     def take(self, piece: bytes) -> bool:
         """Pass on the events that end in this piece.
 
-        Returns: whether more may come at once. It may not after the first event, because silence is timed from then on;
-        when the client must be waited for; at the end; or when a byte worker might pass on the rest.
+        Returns: whether more may come at once. It may not once the answer has begun, because silence is timed from then
+        on; when the client must be waited for; at the end; or when a byte worker might pass on the rest.
         Raises: EventTooLarge.
         """
         reader, turn = self.reader, self._turn
@@ -51,12 +52,15 @@ class Relay:
             self._is_at_start = self._splitter.is_at_start
             if not block:
                 return True
-            block = reader.read(block)
+            block = self._opening + reader.read(block)
             if reader.done or reader.error is not None:
                 self.is_over, self.last = True, block
                 return False
-            if not reader.num_chunks:
-                return True  # comments that keep a waiting stream open are not part of an answer, so it can start over
+            if not reader.has_begun:
+                # The turn can still start over; comments that keep a waiting stream open are not part of an answer.
+                self._opening = block if reader.num_chunks else b""
+                return True
+            self._opening = b""
             if turn.first_byte_at is None:
                 self._note_first_byte(turn)
             is_full = outlet.stream(block) if block else outlet.is_full

@@ -2,7 +2,7 @@
 error."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,14 @@ from tests.faults.raw_engine import (
     whole,
     writes,
 )
+from tests.support.engine import Asked, Script, recorded_engine
 from tests.support.gateway import eventually, running_gateway
 
 HALF = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n{"choices": [{"in'
 FINISHED = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]'
+
+ROLE_EVENT = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+ABORT_EVENT = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"abort"}]}\n\n'
 
 # What an engine may do before the client has received any of the answer.
 BEFORE_FIRST_BYTE: dict[str, Answer] = {
@@ -52,20 +56,23 @@ BEFORE_FIRST_BYTE: dict[str, Answer] = {
     "empty": writes(whole(b"")),
     "null": writes(whole(b"null")),
 }
-# What a stream may do in addition, after its status line and before its first event.
-BEFORE_FIRST_EVENT: dict[str, Answer] = {
+# What a stream may do in addition, after its status line and before its first content.
+BEFORE_CONTENT: dict[str, Answer] = {
     "only a head": writes(STREAM_HEAD),
     "ends at once": writes(STREAM_HEAD + b"0\r\n\r\n"),
     "error event": writes(STREAM_HEAD + chunk(b'data: {"error":{"message":"no","code":503}}\n\n') + b"0\r\n\r\n"),
     "half an event": writes(STREAM_HEAD + chunk(CHAT_EVENT[:30])),
     "nonsense event": writes(STREAM_HEAD + chunk(b'data: {"id": "c, "choices": <html>\n\n') + b"0\r\n\r\n"),
     "not chunked": writes(STREAM_HEAD + b"zzz" + CHAT_EVENT),
-    "aborted": writes(
-        STREAM_HEAD + chunk(b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"abort"}]}\n\n') + b"0\r\n\r\n"
-    ),
+    "a role, then nothing": writes(STREAM_HEAD + chunk(ROLE_EVENT)),
+    "a role, then an abort": writes(STREAM_HEAD + chunk(ROLE_EVENT) + chunk(ABORT_EVENT) + b"0\r\n\r\n"),
+    "a role, then an end": writes(STREAM_HEAD + chunk(ROLE_EVENT) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"),
+    "aborted": writes(STREAM_HEAD + chunk(ABORT_EVENT) + b"0\r\n\r\n"),
 }
+BUSY = [BEFORE_FIRST_BYTE["503"], BEFORE_CONTENT["error event"], BEFORE_CONTENT["aborted"]]
+BUSY += [BEFORE_CONTENT[f"a role, then an {end}"] for end in ("abort", "end")]
 FAULTS = [(name, answer, stream) for name, answer in BEFORE_FIRST_BYTE.items() for stream in (False, True)]
-FAULTS += [(name, answer, True) for name, answer in BEFORE_FIRST_EVENT.items()]
+FAULTS += [(name, answer, True) for name, answer in BEFORE_CONTENT.items()]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +98,7 @@ async def test_a_turn_that_fails_before_its_first_byte_goes_to_another_engine(
             is_hopeless = answer is endless_body and not stream
             assert bad.posts
             legs = [turn["legs"] for turn in await turns_of(client, gateway.url, alone)]
-            if answer in (BEFORE_FIRST_BYTE["503"], BEFORE_FIRST_EVENT["error event"], BEFORE_FIRST_EVENT["aborted"]):
+            if answer in BUSY:
                 assert 1 < legs[0] < 5, "once a second, until queue_timeout_s"
             else:
                 assert legs == [1 if is_hopeless else 3], "max_attempts"
@@ -124,6 +131,71 @@ async def test_a_stream_that_breaks_after_its_first_event_ends_with_an_error_eve
         assert reply.error(api)
         turns = await turns_of(client, gateway.url, reply)
         assert [(turn["outcome"], turn["legs"]) for turn in turns] == [("failed", 1)]
+
+
+OPENINGS = {
+    "responses": (
+        b'event: response.created\ndata: {"type":"response.created","response":{"id":"opening"}}\n\n'
+        b'event: response.in_progress\ndata: {"type":"response.in_progress","response":{"id":"opening"}}\n\n'
+    ),
+    "messages": (
+        b'event: message_start\ndata: {"type":"message_start","message":{"id":"opening","role":"assistant"}}\n\n'
+    ),
+}
+ANSWERS = {
+    "responses": (
+        b"event: response.completed\n"
+        b'data: {"type":"response.completed","response":{"id":"opening","status":"completed","output":[]}}\n\n'
+    ),
+    "messages": (
+        b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"end_turn"}}\n\n'
+        b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+    ),
+}
+FULL = b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error","message":"The queue is full."}}\n\n'
+
+
+@pytest.mark.parametrize("api", OPENINGS)
+@pytest.mark.parametrize("end", [b"", chunk(FULL)], ids=["breaks off", "error"])
+async def test_a_stream_that_fails_after_its_opening_goes_to_another_engine(
+    client: httpx.AsyncClient, api: str, end: bytes
+) -> None:
+    """Engines open these streams before they accept the request. The client gets one opening."""
+    async with (
+        raw_engine(writes(STREAM_HEAD + chunk(OPENINGS[api]) + end)) as bad,
+        serve_engine(SimulatedEngineSettings(speed_up=50)) as good,
+        running_gateway(bad.url, good, retry_pause_s=30) as gateway,
+    ):
+        pending = [ask(client, gateway.url, api, body_of(api, True, text=f"hello {n}")) for n in range(4)]
+        replies = await asyncio.gather(*pending)
+        assert all(one.is_finished(api) and "opening" not in one.text for one in replies), replies
+        assert bad.posts, "one of four turns went to the bad engine first"
+
+
+@pytest.mark.parametrize("api", OPENINGS)
+async def test_an_opened_stream_waits_as_one_that_is_not(client: httpx.AsyncClient, api: str) -> None:
+    """Until its first token it gets comments, and `turn_timeout_s` applies."""
+    is_told = asyncio.Event()
+
+    async def open_and_wait(_: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:
+        await write(OPENINGS[api])
+        await is_told.wait()
+        await write(ANSWERS[api])
+
+    settings = {"heartbeat_s": 1, "silence_timeout_s": 0.5, "turn_timeout_s": 60}
+    async with (
+        recorded_engine(SimulatedEngineSettings(speed_up=50)) as engine,
+        running_gateway(engine.url, **settings) as gateway,
+    ):
+        engine.scripts[PATHS[api]] = Script(open_and_wait)
+        async with client.stream("POST", gateway.url + PATHS[api], json=body_of(api, stream=True)) as answer:
+            text = ""
+            async for piece in answer.aiter_text():
+                text += piece
+                if text.count(": waiting") == 2:
+                    is_told.set()
+    assert text.startswith(": waiting\n\n: waiting\n\n")
+    assert text.endswith((OPENINGS[api] + ANSWERS[api]).decode())
 
 
 @pytest.mark.parametrize("api", ["chat", "completions", "messages"])

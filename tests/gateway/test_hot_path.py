@@ -34,9 +34,11 @@ CHAT = orjson.dumps({"id": "c", "object": "chat.completion", "choices": [CHOICE]
 DEEP = CHAT.replace(b'"stop"', b'"repetition"').replace(b'"hi"', b"[" * 400 + b"]" * 400)
 END = b'data: {"id":"c","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n'
 USAGE_EVENT = b'data: {"id":"c","choices":[],"usage":%s}\n\n' % orjson.dumps(USAGE)
-STREAM = chunk(CHAT_EVENT) * 3 + chunk(END) + chunk(USAGE_EVENT) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+LAST = chunk(END) + chunk(USAGE_EVENT) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+STREAM = chunk(CHAT_EVENT) * 3 + LAST
 ERROR = b'{"error":{"message":"too long","type":"BadRequestError","code":400}}'
 ERROR_EVENT = b'data: {"error":{"message":"no","type":"InternalServerError","code":500}}\n\n'
+ROLE = b'data: {"id":"c","choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
 CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -80,6 +82,10 @@ CASES = (
     Case("stream, byte by byte", (STREAM_HEAD, *(STREAM[n : n + 1] for n in range(len(STREAM)))), is_stream=True),
     Case("stream without usage", (STREAM_HEAD, STREAM.replace(chunk(USAGE_EVENT), b"")), is_stream=True),
     Case("stream that begins with an end", (STREAM_HEAD, chunk(END), STREAM), is_stream=True),
+    Case("stream that opens with its role", (STREAM_HEAD, chunk(ROLE), STREAM), is_stream=True),
+    Case("stream of its role and an end", (STREAM_HEAD, chunk(ROLE), LAST), is_stream=True),
+    Case("stream cut after its role", (STREAM_HEAD, chunk(ROLE)), True, is_stream=True, is_hot=False),
+    Case("stream with an error after its role", (STREAM_HEAD, chunk(ROLE + ERROR_EVENT)), is_stream=True, is_hot=False),
     Case("stream answered without one", (whole(CHAT),), is_stream=True, is_hot=False),
     Case("stream refused", (whole(ERROR, b"400 Bad Request"),), is_stream=True, is_hot=False),
     Case("stream without its end", (STREAM_HEAD, chunk(CHAT_EVENT) + b"0\r\n\r\n"), is_stream=True, is_hot=False),

@@ -191,6 +191,21 @@ def test_a_message_without_a_stop_reason_was_aborted() -> None:
     assert read_answer("messages", b'{"type":"message","content":[],"usage":{}}').error is ABORTED
 
 
+def test_an_answer_begins_with_its_first_content() -> None:
+    """Or after many events without any, because an engine that sends these is at work."""
+    reader = StreamReader("chat")
+    for block in (b": keep-alive\n\n", chunk(""), chunk("", index=1), USAGE_EVENT):
+        assert reader.read(block) == block
+        assert not reader.has_begun and not reader.is_plain_so_far and not reader.passes(chunk("a"))
+    reader.read(chunk("", index=1) * 200)
+    assert not reader.has_begun
+    reader.read(chunk("", index=1) * 200)
+    assert reader.has_begun
+    for api, events in STREAMS.items():
+        reader = StreamReader(api)
+        assert [reader.read(block) and reader.has_begun for block in events[:3]] == [False, *[True] * 2]
+
+
 def test_only_the_finish_reason_unknown_to_openai_is_rewritten() -> None:
     """vLLM's `repetition` becomes `stop` in place."""
     reader = StreamReader("chat")
