@@ -295,7 +295,8 @@ class Settings(BaseSettings):
     max_token_memory_bytes: int = Field(
         512 * 2**20,
         ge=0,
-        description="Memory for tokens: 2,200 trajectories of 32K at 7.3 bytes. The rest is read from the store.",
+        description="Memory for tokens: 2,200 trajectories of 32K at 7.3 bytes. The rest is read from the store. "
+        "Trajectories whose turns run on engines stay in memory, also above it.",
     )
     max_stored_token_bytes: int = Field(
         4 * 2**30,

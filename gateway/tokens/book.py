@@ -1,7 +1,7 @@
 """The token book: the tokens of all trajectories, in memory while they are used, in the store for longer.
 
-1. Every added turn is put into the store at once. Memory holds the most recently used ones up to a limit; the rest is
-   read from the store when needed.
+1. Every added turn is put into the store at once. Memory holds those of trajectories whose turns run, and the most
+   recently used others up to a limit; the rest is read from the store when needed.
 2. What the store holds is limited in bytes and age. The trajectory that was added to longest ago goes first, as a
    whole: a turn is kept as what it adds to its parent.
 3. Nothing is missing silently: a trajectory's history records which turns' tokens were kept, so whatever is no longer
@@ -32,7 +32,7 @@ class TokenLimits:
 
     Args:
         keep: False to keep nothing.
-        memory_bytes: in memory.
+        memory_bytes: in memory; what is held there may exceed it.
         stored_bytes: in the store.
         age_s: since the last turn of a trajectory.
     """
@@ -70,7 +70,8 @@ class TokenBook:
         self._clock = clock
         self._limits = limits
         self._shelves: dict[str, _Shelf] = {}  # the one that was added to longest ago is first
-        self._in_memory: dict[str, None] = {}  # the least recently used is first
+        self._in_memory: dict[str, None] = {}  # those not held; the least recently used is first
+        self._held: dict[str, set[object]] = {}  # by whom
         self._stored_bytes = self._memory_bytes = 0
         self.num_dropped = 0
 
@@ -105,7 +106,7 @@ class TokenBook:
         return entry is None or entry.declared.get("tokens") != "none"
 
     async def ready(self, trajectory_id: str) -> None:
-        """Load everything that is kept of a trajectory into memory; await it before `continued` and before `add`.
+        """Load everything that is kept of a trajectory into memory.
 
         Raises nothing: if the store is away, nothing is loaded.
         """
@@ -113,14 +114,31 @@ class TokenBook:
         if shelf is None or shelf.is_whole:
             return
         try:
-            found = await self._read(trajectory_id)
+            found = await self._read(trajectory_id, shelf)
         except StoreError:
             return
         if self._shelves.get(trajectory_id) is shelf:
-            shelf.turns = found | shelf.turns
-            shelf.is_whole = True
+            shelf.turns, shelf.is_whole = found, True
             self._use(trajectory_id, shelf, _memory_bytes(shelf.turns.values()) - shelf.memory_bytes)
             self._bound()
+
+    async def hold(self, trajectory_id: str, turn_id: str) -> None:
+        """As `ready`, and it stays in memory for this turn until `release`; await it before `continued` and `add`."""
+        self._hold(trajectory_id, turn_id)
+        await self.ready(trajectory_id)
+
+    def release(self, trajectory_id: str, turn_id: object) -> None:
+        """This turn needs the trajectory in memory no longer, if it ever did."""
+        holders = self._held.get(trajectory_id)
+        if holders is None:
+            return
+        holders.discard(turn_id)
+        if not holders:
+            del self._held[trajectory_id]
+            shelf = self._shelves.get(trajectory_id)
+            if shelf is not None and shelf.turns:
+                self._use(trajectory_id, shelf, 0)
+                self._bound()
 
     def continued(
         self, trajectory_id: str, digest: str, with_thoughts: Mapping[str, str] = MappingProxyType({})
@@ -219,21 +237,32 @@ class TokenBook:
         shelf = self._shelves.get(trajectory_id)
         if shelf is None:
             return {}
-        return dict(shelf.turns) if shelf.is_whole else await self._read(trajectory_id) | shelf.turns
+        return dict(shelf.turns) if shelf.is_whole else await self._read(trajectory_id, shelf)
 
     def rewrite(self) -> None:
         """Put what is in memory into the store again, after the store lost something."""
-        for trajectory_id in self._in_memory:
-            for turn in self._shelves[trajectory_id].turns.values():
+        for trajectory_id, shelf in self._shelves.items():
+            for turn in shelf.turns.values():
                 self._store.put_piece(trajectory_id, PREFIX + turn.turn_id, piece(turn, None))
 
-    async def _read(self, trajectory_id: str) -> dict[str, KeptTurn]:
-        pieces = await self._store.get_pieces(trajectory_id, PREFIX)
-        return rooted(decoded(pieces.values()))
+    async def _read(self, trajectory_id: str, shelf: _Shelf) -> dict[str, KeptTurn]:
+        """What the store and memory have. Turns that are added meanwhile stay in memory until they are in it too."""
+        reader = object()
+        self._hold(trajectory_id, reader)
+        try:
+            pieces = await self._store.get_pieces(trajectory_id, PREFIX)
+            return rooted(decoded(pieces.values())) | shelf.turns
+        finally:
+            self.release(trajectory_id, reader)
+
+    def _hold(self, trajectory_id: str, holder: object) -> None:
+        self._held.setdefault(trajectory_id, set()).add(holder)
+        self._in_memory.pop(trajectory_id, None)
 
     def _use(self, trajectory_id: str, shelf: _Shelf, more_bytes: int) -> None:
-        self._in_memory.pop(trajectory_id, None)
-        self._in_memory[trajectory_id] = None
+        if trajectory_id not in self._held:
+            self._in_memory.pop(trajectory_id, None)
+            self._in_memory[trajectory_id] = None
         shelf.memory_bytes += more_bytes
         self._memory_bytes += more_bytes
 

@@ -68,6 +68,11 @@ class KeptTokens:
             turn.num_parts = len(parts)
             turn.made_before = _made(parts)
 
+    async def begin(self, turn: Turn) -> None:
+        """Have in memory what a turn may continue, until it is over; meanwhile it may have waited long."""
+        if turn.ask.keeps_tokens:
+            await self._book.hold(turn.ask.trajectory_id, turn.turn_id)
+
     def placed(self, turn: Turn, dispatch: Dispatch) -> Dispatch:
         """Where a turn's leg is to run: a leg of an earlier process continues where it still runs."""
         return dispatch if self.legs is None else self.legs.placed(turn, dispatch)
@@ -102,6 +107,7 @@ class KeptTokens:
 
     def over(self, turn: Turn) -> None:
         """A turn is over, finished or not."""
+        self._book.release(turn.ask.trajectory_id, turn.turn_id)
         if self.legs is not None:
             self.legs.over(turn)
 

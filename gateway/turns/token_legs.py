@@ -167,6 +167,7 @@ class TokenLegs:
         rendered = await self._rendered(ask, routes, member, history)
         if rendered is None:
             return
+        await self._kept_tokens.begin(turn)
         prompt_ids, parent = spliced(self._book, ask.trajectory_id, history, rendered.prompt_ids)
         if rendered.fills_context and parent is not None:
             room = rendered.max_tokens + len(rendered.prompt_ids) - len(prompt_ids)

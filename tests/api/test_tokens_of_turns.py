@@ -1,6 +1,6 @@
 """Turns served at token level, from the client's request to the trainer's record, on a simulated engine."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -8,7 +8,9 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from tests.api.conftest import HELLO, MODEL, Site, running_site, toy
+from engines.simulated.server import serve_engine
+from tests.api.conftest import GENERATE, HELLO, MODEL, Site, running_site, toy
+from tests.support.engine import Asked, Script
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 MORE = {"role": "user", "content": "And more?"}
@@ -80,6 +82,38 @@ async def test_log_probabilities_are_recorded_and_sent_on_request(site: Site, st
             for entry in (choice.get("logprobs") or {}).get("content", ())
         ]
         assert sent == (pytest.approx(turn["logprobs"], abs=1e-6) if asks else [])
+
+
+@pytest.mark.parametrize("held_up", ["render", "generate"])
+async def test_a_turn_continues_tokens_that_others_push_out_of_memory(held_up: str) -> None:
+    """Others end before it is rendered, or while it is generated, and there is memory for one. It was not spliced, and
+    was kept as a root with its whole prompt."""
+    async with (
+        serve_engine(toy("vllm")) as backend,
+        httpx.AsyncClient(base_url=backend) as to_backend,
+        running_site(toy("vllm"), token_legs="auto", max_token_memory_bytes=0) as site,
+    ):
+        is_second = False
+
+        async def play(asked: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:
+            nonlocal is_second
+            if is_second and held_up in asked.path:
+                is_second = False
+                for name in ("b", "c"):
+                    assert (await site.chat(headers={"x-trajectory-id": name})).status_code == 200
+            headers = {"content-type": "application/json"}
+            await write((await to_backend.post(asked.path, content=asked.body, headers=headers)).content)
+
+        site.engine.scripts = {
+            GENERATE: Script(play),
+            "/v1/chat/completions/render": Script(play, headers=((b"content-type", b"application/json"),)),
+        }
+        first = await ask(site, HELLO)
+        is_second = True
+        await ask(site, [*HELLO, first, MORE])
+        turns = (await tree(site))["turns"]
+        assert not is_second
+        assert [turn["parent"] for turn in turns] == [None, turns[0]["turn_id"]]
 
 
 async def test_a_changed_history_begins_a_branch(site: Site) -> None:

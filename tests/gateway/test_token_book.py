@@ -168,6 +168,58 @@ async def test_a_trajectory_forgotten_while_it_is_read_stays_forgotten(
     await site.store.close()
 
 
+async def test_a_trajectory_that_is_held_stays_in_memory(new_store: Callable[..., Store]) -> None:
+    """Until all turns that hold it are over, even beyond the limit: a turn that begins finds what it continues, and is
+    kept as what it adds to it."""
+    site = await Site(new_store, replace(LIMITS, memory_bytes=0)).start("")
+    site.save(*IDS)
+    held, later = conversation([Step(None, [1, 2], [3], None, 0), Step(0, [4], [5], None, 0)], "a")
+    one, other = (conversation([Step(None, [1], [2], None, 0)], name)[0] for name in IDS[1:])
+
+    def is_in_memory() -> bool:
+        return next(site.book.continued("a", held.history), None) is not None
+
+    site.add(held, one, other)
+    assert not is_in_memory()
+    for turn_id in ("begun", "begun", "another"):
+        await site.book.hold("a", turn_id)
+    site.add(replace(one, turn_id="b-1"), replace(other, turn_id="c-1"))
+    assert is_in_memory()
+    site.add(later)
+    site.book.release("a", "begun")
+    site.add(replace(one, turn_id="b-2"), replace(other, turn_id="c-2"))
+    assert is_in_memory()
+    site.book.release("a", "another")
+    site.add(replace(one, turn_id="b-3"))
+    assert not is_in_memory()
+    assert {name: turn.parent for name, turn in (await site.book.turns("a")).items()} == {"a-0": None, "a-1": "a-0"}
+    site.book.release("a", "one that never began")
+    for name in IDS:
+        site.book.forget(name)
+    assert site.book.view()["memory_bytes"] == 0
+    await site.store.close()
+
+
+@pytest.mark.parametrize("new_store", ["sqlite", "redis"], indirect=True)
+async def test_a_turn_that_ends_while_its_trajectory_is_read_is_found(new_store: Callable[..., Store]) -> None:
+    """By the reader and from then on, though others push the trajectory out of memory before the store has answered:
+    an export called it dropped."""
+    site = await Site(new_store, replace(LIMITS, memory_bytes=0)).start("")
+    site.save(*IDS)
+    first, second = conversation([Step(None, [1], [2], None, 0), Step(None, [3], [4], None, 0)], "a")
+    one, other = (conversation([Step(None, [1], [2], None, 0)], name)[0] for name in IDS[1:])
+    site.add(first, one)
+    assert await site.store.settle(60)
+    reading = asyncio.create_task(site.book.turns("a"))
+    loading = asyncio.create_task(site.book.ready("a"))
+    await asyncio.sleep(0)
+    site.add(second, other)
+    assert list(await reading) == ["a-0", "a-1"]
+    await loading
+    assert list(await site.book.turns("a")) == ["a-0", "a-1"]
+    await site.store.close()
+
+
 async def test_a_turn_without_history_is_never_continued(new_store: Callable[..., Store]) -> None:
     """Its history is empty, and so is that of other turns."""
     site = await Site(new_store).start("")
@@ -200,8 +252,8 @@ async def test_the_turn_with_which_a_prompt_begins_is_found(plan: list[Step], da
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(plan=st.lists(steps(), max_size=10))
 async def test_a_tree_stores_each_token_once(new_store: Callable[..., Store], ready: bool, plan: list[Step]) -> None:
-    """Also while others push its trajectory out of memory between its turns. A turn of a trajectory that was not made
-    ready again stands alone, with its whole prompt."""
+    """Also while others push its trajectory out of memory between its turns. A turn of a trajectory that is not in
+    memory stands alone, with its whole prompt."""
     site = await Site(new_store, replace(LIMITS, memory_bytes=0)).start("")
     site.save("t", "u")
     turns = conversation(plan)
