@@ -1,7 +1,8 @@
 """Writes the tokens of turns into the record: of a running turn at intervals, of an ended turn as a whole.
 
 When a gateway is killed, its clients ask again for turns whose tokens were partly made. Such a turn is recognised by
-its trajectory and its exact request, and continues from what was written down.
+its trajectory and its exact request, and continues from what was written down: of several turns, from the newest that
+no other turn continues.
 """
 
 from collections.abc import Set
@@ -48,6 +49,7 @@ class KeptTokens:
         self._clock = clock
         self._save_s = save_s
         self._before = set(before)
+        self._written: dict[tuple[str, str], set[str]] = {}  # the turns now written down, by trajectory and request
 
     async def prepare(self, turn: Turn, may_repeat: bool) -> None:
         """Load what a turn at token level may begin with.
@@ -62,11 +64,13 @@ class KeptTokens:
             await self._book.ready(trajectory_id)
         if may_repeat and trajectory_id in self._before:
             try:
-                parts = await self._partials.get(trajectory_id, digest_of(turn))
+                found = await self._partials.get(trajectory_id, digest_of(turn))
             except StoreError:
                 return
-            turn.num_parts = len(parts)
-            turn.made_before = _made(parts)
+            free = found.keys() - self._written.get(_request(turn), ())
+            if free:
+                self._writes_as(turn, max(free))
+                turn.num_parts, turn.made_before = len(found[turn.written_as]), _made(found[turn.written_as])
 
     async def begin(self, turn: Turn) -> None:
         """Have in memory what a turn may continue, until it is over; meanwhile it may have waited long."""
@@ -91,11 +95,10 @@ class KeptTokens:
         is_time = at_once or now - turn.saved_at >= self._save_s
         if not is_time or turn.is_made:  # a turn that is made is kept as a whole in a moment
             return
-        trajectory_id, digest = turn.ask.trajectory_id, digest_of(turn)
-        if not turn.num_parts:  # an earlier turn of the same request, whose client left, may have written some
-            self._partials.drop(trajectory_id, digest)
+        if not turn.written_as:
+            self._writes_as(turn, f"{turn.arrived_at:017.6f}-{turn.turn_id}")
         part = orjson.dumps([_unsaved(choice) for choice in turn.choices])
-        self._partials.put(trajectory_id, digest, turn.num_parts, part)
+        self._partials.put(*_request(turn), turn.written_as, turn.num_parts, part)
         turn.saved_at, turn.num_parts = now, turn.num_parts + 1
 
     def ended(self, turn: Turn) -> None:
@@ -108,6 +111,11 @@ class KeptTokens:
     def over(self, turn: Turn) -> None:
         """A turn is over, finished or not."""
         self._book.release(turn.ask.trajectory_id, turn.turn_id)
+        if turn.written_as:
+            written = self._written[_request(turn)]
+            written.remove(turn.written_as)
+            if not written:
+                del self._written[_request(turn)]
         if self.legs is not None:
             self.legs.over(turn)
 
@@ -133,9 +141,18 @@ class KeptTokens:
             )
         )
 
+    def _writes_as(self, turn: Turn, name: str) -> None:
+        self._written.setdefault(_request(turn), set()).add(name)
+        turn.written_as = name
+
     def _drop(self, turn: Turn) -> None:
-        if turn.num_parts:
-            self._partials.drop(turn.ask.trajectory_id, digest_of(turn))
+        if turn.written_as:  # with those of earlier turns, whose clients left, but not of siblings that still run
+            is_only = len(self._written[_request(turn)]) == 1
+            self._partials.drop(*_request(turn), None if is_only else turn.written_as)
+
+
+def _request(turn: Turn) -> tuple[str, str]:
+    return turn.ask.trajectory_id, digest_of(turn)
 
 
 def _has_own_stop(turn: Turn, chain: Chain) -> bool:
@@ -158,6 +175,8 @@ def _made(parts: list[bytes]) -> list[Made]:
             if index == len(made):
                 made.append(([], [], []))
             known_ids, known_logprobs, versions = made[index]
+            if start > len(known_ids):  # what comes between is lost
+                return made
             known_ids[start:], known_logprobs[start:] = ids, logprobs
             versions[:] = [VersionSpan(*span) for span in spans]
     return made

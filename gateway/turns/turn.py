@@ -31,6 +31,8 @@ class Turn:
         engine_id: where its leg runs; "" while none does.
         choices: its choices, if it is served at token level; one, unless the client wants more.
         made_before: what an earlier process made of them.
+        written_as: the name under which its tokens are written down while it runs; it begins with the time of the turn
+            that first had it, so the newest is the greatest. "" until the first are.
         kv_by: how its KV reached that engine; "" if it was there already.
         versions: of the weights that the engine of its last leg had during it.
         stale_version: the version among these, or among its trajectory's, that is so old that the turn was stopped;
@@ -77,6 +79,7 @@ class Turn:
         "turn_id",
         "usage",
         "versions",
+        "written_as",
     )
 
     def __init__(self, turn_id: str, ask: Ask, outlet: Outlet, arrived_at: float, key: str) -> None:
@@ -104,7 +107,7 @@ class Turn:
         self.engine_id = ""
         self.choices: list[Choice] = []
         self.made_before: list[Made] = []
-        self.saved_at, self.num_parts = arrived_at, 0  # of its tokens, while it runs
+        self.saved_at, self.num_parts, self.written_as = arrived_at, 0, ""  # of its tokens, while it runs
         self._can_pause = False
         self._reject: Reject | None = None
         self._decision: asyncio.Future[None] | None = None

@@ -400,24 +400,31 @@ async def test_a_redis_that_comes_back_empty_gets_what_is_in_memory(redis_server
 
 
 async def test_parts_of_an_unfinished_turn_are_kept_until_dropped(new_store: Callable[..., Store]) -> None:
-    """In order, up to the first missing part; each turn's separately; all are gone with their trajectory."""
+    """In order, up to the first missing part; each turn's of each request separately; all are gone with their
+    trajectory. Parts that an earlier version wrote do not name their turn, and are ignored."""
     store = new_store("same")
     await store.open()
     partials = Partials(store)
     store.put_trajectory("t", {})
     for number in (0, 1, 2, 11, 10, 9, 8, 7, 6, 5, 4):
-        partials.put("t", "turn", number, b"%d" % number)
-        partials.put("t", "turn-2", number, b"other")
-    assert await partials.get("t", "turn") == [b"0", b"1", b"2"]
-    partials.put("t", "turn", 3, b"3")
+        partials.put("t", "request", "turn", number, b"%d" % number)
+        partials.put("t", "request", "turn-2", number + 1, b"without a first part")
+        partials.put("t", "request", "turn-3", number, b"sibling")
+        partials.put("t", "request-2", "turn", number, b"other")
+        store.put_piece("t", f"partial/request/{number}", b"of an earlier version")
+    sibling = {"turn-3": [b"sibling"] * 3}
+    assert await partials.get("t", "request") == {"turn": [b"0", b"1", b"2"]} | sibling
+    partials.put("t", "request", "turn", 3, b"3")
     if not store.health().detail.startswith("in memory"):
         await store.close()
         store = new_store("same")
         await store.open()
         partials = Partials(store)
-    assert await partials.get("t", "turn") == [b"%d" % number for number in range(12)]
-    partials.drop("t", "turn")
-    assert (await partials.get("t", "turn"), len(await partials.get("t", "turn-2"))) == ([], 3)
+    assert await partials.get("t", "request") == {"turn": [b"%d" % number for number in range(12)]} | sibling
+    partials.drop("t", "request", "turn")
+    assert await partials.get("t", "request") == sibling
+    partials.drop("t", "request", None)
+    assert (await partials.get("t", "request"), len(await partials.get("t", "request-2"))) == ({}, 1)
     store.forget_trajectory("t")
     assert await store.piece_sizes() == {}
     await store.close()
