@@ -117,11 +117,17 @@ class KeptLegs:
         if self._waiting and (legs := self._waiting.pop((turn.ask.trajectory_id, digest_of(turn)), None)):
             self._claimed[turn.turn_id] = legs
             self._engines[turn.turn_id] = next(iter(legs.values())).engine_id
+            for leg in legs.values():
+                turn.versions_before += [*(span.version for span in leg.made[2]), leg.version]
 
     def placed(self, turn: Turn, dispatch: Dispatch) -> Dispatch:
         """Send a turn's first leg to the engine where its kept leg runs, even if the scheduler chose another: that
-        engine already holds it. The engine need not be known to be ready yet.
+        engine already holds it. The engine need not be known to be ready yet. A turn that begins again does without.
         """
+        if not turn.versions_before:
+            for leg in self._claimed.pop(turn.turn_id, {}).values():
+                self._end(leg)
+            self._engines.pop(turn.turn_id, None)
         engine_id = self._engines.pop(turn.turn_id, None)
         if engine_id is None:
             return dispatch

@@ -71,6 +71,7 @@ class KeptTokens:
             if free:
                 self._writes_as(turn, max(free))
                 turn.num_parts, turn.made_before = len(found[turn.written_as]), _made(found[turn.written_as])
+                turn.versions_before += [span.version for _, _, spans in turn.made_before for span in spans]
 
     async def begin(self, turn: Turn) -> None:
         """Have in memory what a turn may continue, until it is over; meanwhile it may have waited long."""

@@ -31,6 +31,7 @@ class Turn:
         engine_id: where its leg runs; "" while none does.
         choices: its choices, if it is served at token level; one, unless the client wants more.
         made_before: what an earlier process made of them.
+        versions_before: of the weights that made this, or what a leg of that process has been making since.
         written_as: the name under which its tokens are written down while it runs; it begins with the time of the turn
             that first had it, so the newest is the greatest. "" until the first are.
         kv_by: how its KV reached that engine; "" if it was there already.
@@ -79,6 +80,7 @@ class Turn:
         "turn_id",
         "usage",
         "versions",
+        "versions_before",
         "written_as",
     )
 
@@ -107,6 +109,7 @@ class Turn:
         self.engine_id = ""
         self.choices: list[Choice] = []
         self.made_before: list[Made] = []
+        self.versions_before: list[str] = []
         self.saved_at, self.num_parts, self.written_as = arrived_at, 0, ""  # of its tokens, while it runs
         self._can_pause = False
         self._reject: Reject | None = None
@@ -193,7 +196,7 @@ class Turn:
         """Drop what was made of its answer; False if some of it is out."""
         if self.outlet.has_begun:
             return False
-        self.choices, self.made_before, self.num_chunks = [], [], 0
+        self.choices, self.made_before, self.versions_before, self.num_chunks = [], [], [], 0
         return True
 
     def leg_failed(self, error: ApiError) -> None:
@@ -241,7 +244,11 @@ class Turn:
 
     @property
     def versions_made(self) -> list[str]:
-        """The weights that made its tokens; [] unless it is served at token level."""
+        """The weights that made its tokens, or, while it has none, those that it will begin with; [] unless it is
+        served at token level.
+        """
+        if not self.choices:
+            return self.versions_before
         return list(dict.fromkeys([span.version for choice in self.choices for span in choice.chain.versions]))
 
     def row(

@@ -1,10 +1,12 @@
 """Trajectories whose oldest token is too many versions old: refused or restarted, as configured."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +14,9 @@ import pytest
 
 from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
-from tests.support.gateway import eventually, running_gateway
+from tests.faults.gateway_process import gateway_process
+from tests.faults.kept_gateway import kept_gateway
+from tests.support.gateway import ADMIN, eventually, running_gateway
 from tests.weights.gateway_client import TOKENIZER, body_of, complete, engine, is_generated_by, last_turn, update
 
 KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -168,3 +172,46 @@ async def test_a_stale_stream_that_has_begun_is_not_restarted(kind: str) -> None
                     done = done or asyncio.create_task(update(client, "v1"))
         assert done is not None and (await done).json()["status"] == "done"
         assert '"too_stale"' in text and "[DONE]" not in text
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["tokens were stored", "its leg was kept"])
+@pytest.mark.parametrize(("stale", "status"), [("refuse", 409), ("restart", 200)])
+async def test_tokens_of_an_earlier_process_are_not_taken_up_if_they_are_too_stale(
+    tmp_path: Path, is_kept: bool, stale: str, status: int
+) -> None:
+    """The gateway is killed in mid-turn, the weights change, and the agent asks again. Its turn went on from the old
+    weights' tokens."""
+    environment = {
+        "HEDDLE_TOKEN_LEGS": "auto",
+        "HEDDLE_SAVE_TOKENS_S": "3600" if is_kept else "0.000001",
+        "HEDDLE_SETTLE_TIMEOUT_S": "60",
+        "HEDDLE_MAX_STALENESS": "0",
+        "HEDDLE_STALE": stale,
+        "HEDDLE_ADMIN_KEY": ADMIN["authorization"].removeprefix("Bearer "),
+    }
+    body = body_of(PROMPT, 600, stream=True)
+    store = ("--store", f"sqlite:{tmp_path}/heddle.sqlite3")
+    async with serve_engine(engine("vllm", speed_up=2.0)) as url:
+        process = (kept_gateway if is_kept else gateway_process)("--engine", url, *store, **environment)
+        async with process as gateway, httpx.AsyncClient(base_url=gateway.url, timeout=90) as client:
+
+            async def is_ready() -> bool:
+                with contextlib.suppress(httpx.TransportError):
+                    return (await client.get("/readyz")).status_code == 200
+                return False
+
+            await eventually(is_ready, 60)
+            async with client.stream("POST", "/t/one/v1/completions", json=body) as first:
+                await anext(first.aiter_raw())
+                await complete(client, "other", PROMPT, 5)  # it ends only when the store has all earlier writes
+                await gateway.kill()
+            if not is_kept:
+                await gateway.start()
+            await eventually(is_ready, 60)
+            assert (await update(client, "v1")).json()["status"] == "done"
+            again = await client.post("/t/one/v1/completions", json=body)
+            assert again.status_code == status, again.text
+            row = await last_turn(client, "one")
+            assert row["weight_versions"] == (["v1"] if status == 200 else [])
+            await eventually(lambda: has_legs(client, 0), 60)
+            assert (await ask(client, "new")).status_code == 200
