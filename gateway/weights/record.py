@@ -18,7 +18,8 @@ class WeightRecord:
     """The current weights, and a number for each version that was set: 1 for the first, 2 for the next.
 
     Rules: the current version changes when an update begins, so that an engine that joins meanwhile takes the new
-    weights. An update that no engine took is taken back.
+    weights. An update that no engine took is taken back. Other versions age only when an engine has taken the new one,
+    because until then it may still be taken back.
 
     Attributes:
         current: None until a version is set. Its transfer is not kept, because engines that join later cannot get it.
@@ -32,7 +33,7 @@ class WeightRecord:
         self.run_id = os.urandom(6).hex()
         self._store = store
         self._numbers: dict[str, int] = {}
-        self._latest = 0
+        self._latest = self._latest_taken = 0
         self._paths: dict[str, None] = {}
         self._before: tuple[NewWeights | None, dict[str, int], int] = (None, {}, 0)
 
@@ -43,6 +44,7 @@ class WeightRecord:
             return
         known = orjson.loads(stored)
         self._numbers, self._latest = known["numbers"], known["latest"]
+        self._latest_taken = known.get("latest_taken", self._latest)  # older records have none
         self._paths = dict.fromkeys(known["paths"])
         self.is_unfinished = known["is_unfinished"]
         self.run_id = known.get("run_id", self.run_id)  # older records have none
@@ -63,9 +65,15 @@ class WeightRecord:
         self.current, self.is_unfinished = weights, True
         self.remember()
 
+    def took(self, version: str) -> None:
+        """An engine has this version."""
+        if (number := self.number(version)) > self._latest_taken:
+            self._latest_taken = number
+            self.remember()
+
     def end(self) -> None:
         """The update is over, successful or not."""
-        self.is_unfinished = False
+        self.is_unfinished, self._latest_taken = False, self._latest
         self.remember()
 
     def take_back(self) -> None:
@@ -78,8 +86,8 @@ class WeightRecord:
         return self._numbers.get(version, 0)
 
     def age(self, version: str) -> int:
-        """How many versions were set since this one."""
-        return self._latest - self.number(version)
+        """How many versions were set since this one, without one that no engine has taken yet."""
+        return max(self._latest_taken - self.number(version), 0)
 
     def is_path(self, model_id: str) -> bool:
         """Whether this is not a model's name but a weights path: SGLang uses the path as its name once it has loaded
@@ -93,6 +101,7 @@ class WeightRecord:
         known = {
             "numbers": self._numbers,
             "latest": self._latest,
+            "latest_taken": self._latest_taken,
             "paths": list(self._paths),
             "is_unfinished": self.is_unfinished,
             "run_id": self.run_id,

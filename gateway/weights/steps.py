@@ -71,6 +71,8 @@ async def join(member: Member, record: WeightRecord, known: KnownProcesses, sett
         member.took(told, record.number(told))
     while (wanted := record.current) is not None:
         member.held = await _brought_to(member, wanted, record, known, settings)
+        if not member.held:
+            record.took(wanted.version)
         if record.current is wanted:  # it may have changed in all that time
             return
 

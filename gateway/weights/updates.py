@@ -216,6 +216,7 @@ class WeightUpdates:
         try:
             await give_weights(member, weights, update.number, self._settings, progress)
             held, is_in_doubt = "", False
+            self._record.took(weights.version)
             self._staleness.stop_stale(self._live_turns(), member)
         except WeightsError as error:
             held = f"it could not take weights {weights.version!r}: {error}"

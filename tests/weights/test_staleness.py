@@ -88,6 +88,33 @@ async def test_tokens_of_a_version_that_is_set_again_are_young_again() -> None:
 
 
 @KINDS
+async def test_an_update_that_no_engine_takes_ages_nothing(kind: str) -> None:
+    """While it tries, turns are served by the other engine. They were refused for good, though an update that fails
+    leaves the version unchanged."""
+    load = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}[kind]
+    async with (
+        serve_engine(engine(kind)) as one,
+        serve_engine(engine(kind)) as two,
+        running_gateway(one, two, max_staleness=0, retry_pause_s=0.1) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=90) as client,
+    ):
+        await complete(client, "old", PROMPT, 5)
+        for url in (one, two):
+            fault = {"kind": "hang", "path": load}
+            assert (await client.post(url + "/simulate/faults", json={"faults": [fault]})).status_code == 200
+        updating = asyncio.create_task(update(client, "v1"))
+        await eventually(lambda: is_loading(client), 60)
+        assert (await ask(client, "old")).status_code == 200
+        assert not updating.done()
+        updating.cancel()
+
+
+async def is_loading(client: httpx.AsyncClient) -> bool:
+    shown = (await client.get("/v1/weights")).json()["update"]
+    return shown is not None and "loading" in [engine["state"] for engine in shown["engines"].values()]
+
+
+@KINDS
 async def test_without_a_limit_nothing_is_too_stale(kind: str) -> None:
     """The default."""
     async with gateway_before(kind) as client:

@@ -16,6 +16,7 @@ steps = st.lists(
         st.tuples(st.just("set"), st.sampled_from(VERSIONS), st.sampled_from([None, "/weights/a", "/weights/b"])),
         st.tuples(st.just("refused"), st.sampled_from(VERSIONS), st.sampled_from([None, "/weights/a"])),
         st.tuples(st.just("broken off"), st.sampled_from(VERSIONS), st.none()),
+        st.tuples(st.just("taken and broken off"), st.sampled_from(VERSIONS), st.none()),
         st.tuples(st.just("restart"), st.just(""), st.none()),
     ),
     max_size=15,
@@ -24,12 +25,13 @@ steps = st.lists(
 
 @given(steps)
 def test_the_age_of_a_version_counts_those_set_since(steps: list[tuple[str, str, str | None]]) -> None:
-    """A version that is set again is new again, one that no engine took was never set, and a restart changes
-    nothing."""
+    """A version that is set again is new again, one that no engine took was never set, one that none has taken yet ages
+    no other, and a restart changes nothing."""
     store = open_store("memory:", StoreSettings())
     record = WeightRecord(store)
     run_id, is_written = record.run_id, False
     set_so_far: list[str] = []
+    num_taken = 0
     current: tuple[str, str | None] | None = None
     paths: set[str] = set()
     for step, version, path in steps:
@@ -47,18 +49,23 @@ def test_the_age_of_a_version_counts_those_set_since(steps: list[tuple[str, str,
             paths |= {path} if path else set()
             if step == "refused":
                 record.take_back()
+                num_taken = len(set_so_far)
             else:
                 if not current or current[0] != version:
                     set_so_far.append(version)
                 current = version, path
             if step == "set":
                 record.end()
-            assert record.is_unfinished == (step == "broken off")
+            elif step == "taken and broken off":
+                record.took(version)
+            if step in ("set", "taken and broken off"):
+                num_taken = len(set_so_far)
+            assert record.is_unfinished == step.endswith("broken off")
         assert (record.current and (record.current.version, record.current.path)) == current
         for one in VERSIONS:
             is_known = one in set_so_far
             last = len(set_so_far) - set_so_far[::-1].index(one) if is_known else 0
-            assert (record.number(one), record.age(one)) == (last, len(set_so_far) - last)
+            assert (record.number(one), record.age(one)) == (last, max(num_taken - last, 0))
         assert all(record.is_path(one) == (one in paths) for one in ("/weights/a", "/weights/b", "a-model"))
 
 
