@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from scheduling.values import value_class
 
 ONLY_WHOLE = "only-whole"
-"""In a turn's history: only a prompt that begins with all its tokens continues it. Its client's own stop ended it, so
-its last token need not be the one that ends a message.
+"""In a turn's history: only a prompt that begins with all its tokens continues it. Its limit or its client's own stop
+ended it, so its last token need not be the one that ends a message.
 """
 
 
@@ -28,6 +28,7 @@ class TurnTokens:
         output_ids: what was made, including the end-of-turn token if one was made.
         logprobs: of the chosen tokens, as many as output_ids; None if they were not asked for.
         versions: cover output_ids without gaps, in order.
+        finish_reason: as the client was told, in a chat's words.
         parent: the turn whose prompt and output this prompt begins with, token by token; None for a trajectory's first
             turn, and if the client changed its history, which begins a branch.
         history: words, separated by blanks: the digest of the conversation up to and including this turn's answer, by

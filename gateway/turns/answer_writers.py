@@ -80,9 +80,13 @@ class TextWriter:
             "index": self._index,
             **({"message": message} if self._is_chat else {"text": chain.text}),
             "logprobs": self._logprobs(chain.told_logprobs) if chain.told_logprobs else None,
-            "finish_reason": openai_reason(chain.finish_reason or ""),
+            "finish_reason": self.finish_reason(chain),
             self.frame.stop_field: chain.stop_reason,
         }
+
+    def finish_reason(self, chain: Chain) -> str:
+        """Why the answer ended, in a chat's words."""
+        return openai_reason(chain.finish_reason or "")
 
     def content(self, chain: Chain) -> Any:
         """The answer as the client will send it back with its next turn."""
@@ -119,6 +123,7 @@ class ParsedWriter:
         self._state: Any = None
         self._kind = ""  # of the engine that gave this state
         self._message: dict[str, Any] = {"role": "assistant", "content": None}
+        self._finish_reason = ""
         self._read = self._message  # what that kind has read: what was told, until another kind reads it all again
 
     def add(self, ids: Sequence[int]) -> None:
@@ -167,7 +172,8 @@ class ParsedWriter:
             events.append({"delta": delta})
         if reason is not None:
             told_reason = choice["finish_reason"] if reason == "stop" else reason
-            events[-1] |= {"finish_reason": openai_reason(told_reason), self.frame.stop_field: chain.stop_reason}
+            self._finish_reason = openai_reason(told_reason)
+            events[-1] |= {"finish_reason": self._finish_reason, self.frame.stop_field: chain.stop_reason}
         nulls = {"index": self._index, "logprobs": None, "finish_reason": None}
         return b"".join([self.frame.event(nulls | event) for event in events])
 
@@ -189,11 +195,15 @@ class ParsedWriter:
         """The one choice of a whole answer."""
         whole = Whole(chain.output_ids, chain.told_logprobs or None, chain.finish_reason or "", chain.stop_reason)
         choice, _ = await self._ask(routes, http, chain, whole, timeout_s)
-        choice["finish_reason"] = openai_reason(choice["finish_reason"])
+        choice["finish_reason"] = self._finish_reason = openai_reason(choice["finish_reason"])
         if choice.get("logprobs"):
             choice["logprobs"] = _chat_logprobs(self._request, choice["logprobs"]["content"])
         self._message = choice["message"]
         return choice | {"index": self._index}
+
+    def finish_reason(self, _: Chain) -> str:
+        """Why the answer ended, in a chat's words: an engine's tokens do not tell that they are a call."""
+        return self._finish_reason
 
     def content(self, _: Chain) -> Any:
         """The answer as the client will send it back with its next turn."""

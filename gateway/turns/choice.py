@@ -31,6 +31,11 @@ class Choice:
         self.last = b""
         self.whole: Mapping[str, Any] | None = None
 
+    @property
+    def finish_reason(self) -> str:
+        """Why it ended, as its client is told, in a chat's words."""
+        return self.writer.finish_reason(self.chain)
+
     def content(self) -> Any:
         """The answer as the client will send it back with its next turn."""
         return self.writer.content(self.chain)

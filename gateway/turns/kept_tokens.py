@@ -125,7 +125,7 @@ class KeptTokens:
         if choice.history is not None:
             known, answer = whole_answer(ask.request, choice.history, choice.content(), xxh3_128)
             history = " ".join(known.digests_of(answer))
-            if _has_own_stop(turn, chain):
+            if _was_cut(turn, chain):
                 history += f" {ONLY_WHOLE}"
         self._book.add(
             TurnTokens(
@@ -135,7 +135,7 @@ class KeptTokens:
                 chain.output_ids,
                 chain.chosen_logprobs,
                 tuple(chain.versions),
-                chain.finish_reason or "",
+                choice.finish_reason,
                 chain.parent,
                 history,
                 self._clock(),
@@ -156,10 +156,16 @@ def _request(turn: Turn) -> tuple[str, str]:
     return turn.ask.trajectory_id, digest_of(turn)
 
 
-def _has_own_stop(turn: Turn, chain: Chain) -> bool:
-    """Whether a stop string or token of its client's ended it: any token, or the one that ends a message."""
+def _was_cut(turn: Turn, chain: Chain) -> bool:
+    """Whether its limit ended it, or a stop string or token of its client's: any token, or the one that ends a
+    message.
+    """
     stop = chain.stop_reason
-    return isinstance(stop, str) or (stop is not None and stop in (turn.ask.request.get("stop_token_ids") or ()))
+    return (
+        chain.finish_reason == "length"
+        or isinstance(stop, str)
+        or (stop is not None and stop in (turn.ask.request.get("stop_token_ids") or ()))
+    )
 
 
 def _unsaved(choice: Choice) -> tuple[Any, ...]:

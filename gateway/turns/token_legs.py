@@ -246,7 +246,7 @@ class TokenLegs:
             end = frame.whole([choice.whole or {} for choice in choices], usage)
         if turn.first_byte_at is None:
             self._note_first_byte(turn)
-        turn.usage, turn.num_chunks, turn.finish_reason = usage, num_made, first.finish_reason
+        turn.usage, turn.num_chunks, turn.finish_reason = usage, num_made, choices[0].finish_reason
         send_end = partial(outlet.stream, end, more=False) if turn.ask.wants_stream else partial(outlet.whole, 200, end)
         return Outcome(end, send_end, choices[0].content)
 

@@ -116,6 +116,25 @@ async def test_a_turn_continues_tokens_that_others_push_out_of_memory(held_up: s
         assert [turn["parent"] for turn in turns] == [None, turns[0]["turn_id"]]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_the_record_has_the_finish_reason_that_the_client_is_told(kind: str, stream: bool) -> None:
+    """For a call, an answer and one that the limit cuts off. To the engine a call is an answer like any other."""
+    told: list[str] = []
+    async with running_site(toy(kind), token_legs="auto") as site:
+        for number in range(20):
+            messages = [{"role": "user", "content": f"What about {number}?"}]
+            headers = {"x-trajectory-id": "a", "x-rollout-id": "r"}
+            limit = 2 if number == 0 else 400
+            answer = await site.chat(messages=messages, headers=headers, tools=[TOOL], stream=stream, max_tokens=limit)
+            told += [choice["finish_reason"] for choice in choices_of(answer) if choice["finish_reason"]]
+            if set(told) == {"length", "stop", "tool_calls"}:
+                break
+        assert set(told) == {"length", "stop", "tool_calls"}
+        assert [row["finish_reason"] for row in (await site.trajectory("a"))["turns"]] == told
+        assert [turn["finish_reason"] for turn in (await tree(site))["turns"]] == told
+
+
 async def test_a_changed_history_begins_a_branch(site: Site) -> None:
     """A rewritten answer is a prompt that nothing was sampled for; two turns that follow the same answer share it."""
     first = await ask(site, HELLO)
