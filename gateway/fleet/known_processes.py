@@ -44,8 +44,9 @@ class KnownProcesses:
         """It left the fleet. Another process may come to this address, and must not get its id.
 
         If the same process comes back, its weights are still in doubt if they were, and its models have their names.
+        One that does not tell when it started counts as the same.
         """
-        is_in_doubt = member.is_in_doubt and member.started_at is not None
+        is_in_doubt = member.is_in_doubt
         before = self._known.pop(member.settings.url, {})
         self._known[member.settings.url] = {
             "generation": member.generation + 1,

@@ -89,7 +89,8 @@ class Watch:
         was_seen = member.observation is not None or member.started_at is not None
         if was_seen and is_new_process:
             self._circuits.open(member, ObservationError("another process answers"))
-            member.become_another(keeps_weights=is_same)
+            # An engine that does not tell when it started may have been out of sight only for a moment.
+            member.become_another(keeps_weights=is_same or started_at is None)
         member.started_at, member.has_slept = started_at, False
         if member.state is not EngineState.READY:
             await join(member, self._weights, self._known, self._settings)

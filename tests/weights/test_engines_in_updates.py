@@ -286,6 +286,40 @@ async def test_weights_in_doubt_stay_so_if_the_engine_is_removed_and_added() -> 
         assert is_generated_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
 
 
+@pytest.mark.parametrize("is_removed", [False, True], ids=["out-of-sight", "removed-and-added"])
+@pytest.mark.parametrize("by_transfer", [False, True], ids=["from-a-path", "by-transfer"])
+async def test_an_engine_that_does_not_tell_when_it_started_stays_in_doubt(is_removed: bool, by_transfer: bool) -> None:
+    """It may be the same process, whose weights were overwritten: it loads v1 again before its next turn, or waits for
+    it if it came by transfer. It got turns as v1 after it could not be reached for a moment."""
+    async with recorded_engine(engine("sglang")) as one, gateway_of(one.url) as client:
+        transfer = {"transfer": {"distributed": {"names": []}}} if by_transfer else {}
+        assert (await update(client, "v1", **transfer)).json()["status"] == "done"
+        await set_faults(client, one.url, LOADS["sglang"])
+        assert (await update(client, "v2")).status_code == 502
+        one.seen.clear()
+        if is_removed:
+            await client.delete(f"/v1/engines/{id_of(one.url)}", headers=ADMIN)
+            await client.delete(one.url + "/simulate/faults")
+            await client.post("/v1/engines", json={"url": one.url}, headers=ADMIN)
+        else:
+            await set_faults(client, one.url, "/v1/loads")
+            await wait_for_state(client, one.url, "lost")
+            await client.delete(one.url + "/simulate/faults")
+        again = await wait_for_state(client, one.url, "ready")
+        loaded = [asked.json["model_path"] for asked in one.seen if asked.path == LOADS["sglang"]]
+        if by_transfer:
+            assert "came by transfer: send them again" in again["cordon_reason"] and not loaded
+            assert (await update(client, "v1", **transfer)).json()["status"] == "done"
+        else:
+            assert (again["cordon_reason"], loaded) == (None, ["/weights/v1"])
+        await complete(client, "one", PROMPT, 5)
+
+
+async def set_faults(client: httpx.AsyncClient, url: str, path: str) -> None:
+    """The engine answers this path with errors, and others well."""
+    await client.post(url + "/simulate/faults", json={"faults": [{"kind": "error", "path": path}]})
+
+
 async def test_a_new_process_at_a_removed_engines_address_is_not_in_doubt() -> None:
     """No version was ever set, so its weights are not suspect."""
     async with (
