@@ -158,7 +158,12 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     if not sources:
         raise ValueError("give --trace or --law")
     for name, splits in sources:
-        splits = [((), asked) for _, asked in splits] if parsed.cold else splits
+        if parsed.cold:
+            splits = [((), asked) for _, asked in splits]
+        elif not all(before for before, _ in splits):
+            raise ValueError(
+                f"{name}: all trajectories are of one group, so there is no other to learn from; give --cold"
+            )
         rows = _with_progress(splits, parsed.arrival, parsed.predictor or tuple(PREDICTORS))
         if not rows:
             raise ValueError(f"{name}: fewer than {MIN_TRAJECTORIES} trajectories, too few to compare predictors")

@@ -34,16 +34,21 @@ class Row:
 
 
 def folds(trajectories: Sequence[Trajectory], num: int) -> list[Split]:
-    """Splits in which each group is predicted exactly once, by a predictor that has not learned from that group: `num`,
-    less those in which none would be predicted.
+    """Splits in which each group is predicted exactly once, by a predictor that has learned from other groups only:
+    `num`, or one for each group if there are fewer. The predictor of a single group has nothing to learn from.
     """
 
-    def fold(trajectory: Trajectory) -> int:
-        return zlib.crc32(trajectory.group_id.encode()) % num
+    def shuffled(group_id: str) -> tuple[int, str]:
+        return zlib.crc32(group_id.encode()), group_id
 
+    group_ids = sorted({t.group_id for t in trajectories}, key=shuffled)
+    fold_of = {group_id: index % num for index, group_id in enumerate(group_ids)}
     return [
-        ([t for t in trajectories if fold(t) != index], [t for t in trajectories if fold(t) == index])
-        for index in sorted(set(map(fold, trajectories)))
+        (
+            [t for t in trajectories if fold_of[t.group_id] != index],
+            [t for t in trajectories if fold_of[t.group_id] == index],
+        )
+        for index in range(min(num, len(group_ids)))
     ]
 
 

@@ -106,6 +106,28 @@ def test_folds_never_learn_from_a_group_that_they_predict() -> None:
     assert sorted(asked) == sorted(t.trajectory_id for t in trajectories)
 
 
+@pytest.mark.parametrize("num_groups", [2, 3, 4, 7])
+def test_every_fold_learns_from_other_groups(num_groups: int) -> None:
+    """However few there are, and whatever their names."""
+    for start in range(0, 700, num_groups):
+        names = range(start, start + num_groups)
+        splits = folds([Trajectory(f"t{n}", f"task-{n}", 10, (Turn(0, 5, 0.0),)) for n in names], 5)
+        assert len(splits) == min(num_groups, 5) and all(before and after for before, after in splits)
+
+
+def test_one_group_is_evaluated_only_cold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table would say that other groups were learned before."""
+    trace = tmp_path / "trace.jsonl"
+    turn = {"new_tokens": 0, "output_tokens": 50, "tool_s": 0.0}
+    rows = [{"trajectory_id": f"t{n}", "group_id": "g", "context_tokens": 100, "turns": [turn]} for n in range(30)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    asked = ["predictor", "evaluate", "--trace", str(trace), "--predictor", "tabular"]
+    assert main(asked) == 2
+    assert "trace.jsonl: all trajectories are of one group" in capsys.readouterr().err
+    assert main([*asked, "--cold"]) == 0
+    assert "nothing learned before" in capsys.readouterr().out
+
+
 def test_the_tabular_predictor_beats_every_single_feature() -> None:
     """On another draw of the law, in correlation, order and the longest fifth, after one turn and after four."""
     splits = [(draw(CODING, 640, 101).trajectories, draw(CODING, 640, 2).trajectories)]
