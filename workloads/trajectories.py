@@ -158,15 +158,16 @@ class Workload:
         whole may change.
 
         Raises:
-            ValueError: If a trajectory has so many turns that no factor helps: cut turns first.
+            ValueError: If a trajectory has so many turns that no factor helps. The message gives the least context.
         """
-        for trajectory in self.trajectories:
-            # One token per answer and per tool output is the least possible.
-            if _room(trajectory, max_context_tokens) < 2 * len(trajectory.turns) + 1:
-                raise ValueError(
-                    f"{trajectory.trajectory_id}: {len(trajectory.turns)} turns do not fit into a context of "
-                    f"{max_context_tokens} tokens; set max_turns"
-                )
+        longest = max(self.trajectories, key=lambda trajectory: len(trajectory.turns))
+        # One token per answer and per tool output is the least possible.
+        least_tokens = (TEMPLATE_TOKENS_PER_TURN + 2) * len(longest.turns) + 1
+        if max_context_tokens < least_tokens:
+            raise ValueError(
+                f"{longest.trajectory_id}: {len(longest.turns)} turns do not fit into a context of "
+                f"{max_context_tokens:,} tokens; allow at least {least_tokens:,}, or set max_turns"
+            )
         outputs = min(
             _factor([turn.output_tokens for turn in t.turns], _room(t, max_context_tokens) // 2, least=1)
             for t in self.trajectories

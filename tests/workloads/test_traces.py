@@ -134,9 +134,14 @@ def test_turns_tools_and_lengths_are_cut_and_scaled(tmp_path: Path) -> None:
 
 
 def test_too_many_turns_for_a_context_is_an_error(tmp_path: Path) -> None:
-    """If the template alone fills the context, scaling does not help. The message says what does."""
-    with pytest.raises(ValueError, match=r"a-0: 50 turns do not fit .* set max_turns"):
-        load_trace(write(tmp_path / "t.jsonl", record(num_turns=50)), max_context_tokens=1_000)
+    """If the template alone fills the context, scaling does not help. The message says what does: also a context that
+    is just long enough for all trajectories, because not every command can cut turns."""
+    path = write(tmp_path / "t.jsonl", record("b-0", num_turns=49), record(num_turns=50))
+    with pytest.raises(ValueError, match=r"a-0: 50 turns do not fit .* allow at least 1,101, or set max_turns"):
+        load_trace(path, max_context_tokens=1_000)
+    with pytest.raises(ValueError, match="do not fit"):
+        load_trace(path, max_context_tokens=1_100)
+    assert load_trace(path, max_context_tokens=1_101).num_turns == 99
 
 
 turns = st.builds(Turn, st.integers(0, 50_000), st.integers(1, 5_000), st.floats(0, 100))
