@@ -12,6 +12,9 @@ from workloads.trajectories import Trajectory
 MEMORY_OF_NOISE = 0.7
 """Correlation of the error from one turn to the next."""
 
+LEAST_CORRELATION = 0.01
+"""With less, the noise that makes it exceeds all numbers; this little predicts nothing already."""
+
 _P90 = 1.2815515655446004
 
 
@@ -50,7 +53,7 @@ class Noisy(Oracle):
     shrunk towards the mean of all. A trajectory's noise carries over from turn to turn (autoregressive, 0.7).
 
     Args:
-        correlation: log-Pearson of observed and true remaining work, in (0, 1].
+        correlation: log-Pearson of observed and true remaining work, from `LEAST_CORRELATION` to 1.
         max_tokens: no trajectory makes more.
     """
 

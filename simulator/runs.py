@@ -14,7 +14,7 @@ from scheduling.policy import POLICIES, Policy
 from simulator.bound import best_fleet_bound_s, fleet_bound_s
 from simulator.fault_draws import FaultDraws
 from simulator.outcome import Bounds, Labels, Outcome
-from simulator.predictors import Noisy, Oracle
+from simulator.predictors import LEAST_CORRELATION, Noisy, Oracle
 from simulator.rollout import Log, Rollout
 from simulator.scenario import Fleet, Scenario
 from workloads.trajectories import Trajectory, Workload
@@ -141,7 +141,7 @@ def predictor_named(name: str, trajectories: Sequence[Trajectory], seed: int) ->
     """A new predictor of that name: one of `PREDICTORS`, `oracle`, or `noisy:CORRELATION`.
 
     Raises:
-        ValueError: there is no predictor of that name, or the correlation is not in (0, 1].
+        ValueError: there is no predictor of that name, or the correlation is not in [`LEAST_CORRELATION`, 1].
     """
     kind, separator, parameter = name.partition(":")
     if name == "oracle":
@@ -151,8 +151,10 @@ def predictor_named(name: str, trajectories: Sequence[Trajectory], seed: int) ->
             correlation = float(parameter)
         except ValueError:
             correlation = 0.0
-        if not 0 < correlation <= 1:
-            raise ValueError(f"predictor {name!r}: the correlation must be above 0 and at most 1, as in noisy:0.7")
+        if not LEAST_CORRELATION <= correlation <= 1:
+            raise ValueError(
+                f"predictor {name!r}: the correlation must be between {LEAST_CORRELATION} and 1, as in noisy:0.7"
+            )
         return Noisy(trajectories, correlation, seed)
     if name not in PREDICTORS:
         raise ValueError(f"no predictor {name!r}; there are: {', '.join(PREDICTORS)}, oracle, noisy:CORRELATION")

@@ -12,7 +12,7 @@ from predictor.progress import Progress
 from scheduling.limits import Limits
 from scheduling.policy import POLICIES
 from scheduling.types import Prediction
-from simulator.predictors import Noisy, Oracle
+from simulator.predictors import LEAST_CORRELATION, Noisy, Oracle
 from simulator.rollout import Rollout
 from simulator.runs import predictor_named
 from workloads.laws import draw, law_named
@@ -48,6 +48,14 @@ def test_noise_has_the_configured_strength_and_is_calibrated(log_pearson: float)
     assert below == pytest.approx(0.9, abs=0.04)
 
 
+def test_the_weakest_noisy_predictor_predicts_the_mean() -> None:
+    """With numbers, not with an overflow."""
+    noisy = predictor_named(f"noisy:{LEAST_CORRELATION}", TRAJECTORIES, 1)
+    predictions = [noisy.predict(at_start(t.trajectory_id)).total_tokens for t in TRAJECTORIES]
+    assert fmean(predictions) == pytest.approx(fmean(t.output_tokens for t in TRAJECTORIES), rel=0.2)
+    assert max(predictions) < 1.5 * min(predictions)
+
+
 def test_noise_is_correlated_across_turns_and_follows_the_seed() -> None:
     """Errors of one trajectory at consecutive turns correlate; another seed gives other errors."""
     noisy, again, other = (Noisy(TRAJECTORIES, 0.7, seed) for seed in (1, 1, 2))
@@ -58,7 +66,7 @@ def test_noise_is_correlated_across_turns_and_follows_the_seed() -> None:
     assert first != [other.predict(at_start(t.trajectory_id)).total_tokens / t.output_tokens for t in TRAJECTORIES]
 
 
-@pytest.mark.parametrize("name", ["", "noisy", "noisy:", "noisy:0", "noisy:1.1", "noisy:x", "nobody"])
+@pytest.mark.parametrize("name", ["", "noisy", "noisy:", "noisy:0", "noisy:1e-200", "noisy:1.1", "noisy:x", "nobody"])
 def test_an_unknown_predictor_is_refused(name: str) -> None:
     """The message names those that exist or the form of the argument."""
     with pytest.raises(ValueError, match="noisy"):
