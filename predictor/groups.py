@@ -10,6 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+from predictor.lattice import dumped_bin
 from predictor.lengths import Lengths
 
 # A larger group is known well enough by its newest members, and its level may drift this way.
@@ -170,12 +171,13 @@ class Groups:
         return {"averages": averages, "groups": groups, "untold": untold, "prompts": self._prompts}
 
     def restore(self, dumped: dict[str, Any]) -> None:
-        """Restore a dump. Raises KeyError, TypeError or ValueError."""
+        """Restore a dump. Raises ArithmeticError, AttributeError, LookupError, TypeError or ValueError."""
         groups: OrderedDict[str, Group] = OrderedDict()
         for name, row in dumped["groups"].items():
             # An older dump has all numbers in one list.
             (num, mean), finished = row if isinstance(row[0], list) else (row[:2], row[2:])
-            groups[name] = Group((float(num), float(mean)), [int(in_bin) for in_bin in finished], sum(finished))
+            bins = [dumped_bin(in_bin) for in_bin in finished]
+            groups[name] = Group((float(num), float(mean)), bins, sum(bins))
         for name, (num_untold, squares, num_squares) in dumped.get("untold", {}).items():  # an older dump has none
             group = groups[name]
             group.num_untold, group.squares, group.num_squares = int(num_untold), float(squares), int(num_squares)

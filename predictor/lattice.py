@@ -6,6 +6,7 @@ Distributions of lengths are kept as one number per bin. A bin is narrow compare
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,14 @@ def bin_of(tokens: float) -> int:
         return 0
     found = int((math.log2(tokens) - _FIRST_OCTAVE) * _PER_OCTAVE)
     return found if found < NUM_BINS else NUM_BINS - 1
+
+
+def dumped_bin(number: Any) -> int:
+    """The bin of that number in a dump. Raises TypeError, ValueError or OverflowError if there is none."""
+    found = int(number)
+    if not 0 <= found < NUM_BINS:
+        raise ValueError("another lattice")
+    return found
 
 
 EDGES: list[float] = [2.0 ** (_FIRST_OCTAVE + n / _PER_OCTAVE) for n in range(NUM_BINS + 1)]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from predictor.lattice import EDGES, NUM_BINS, PerBin
+from predictor.lattice import EDGES, NUM_BINS, PerBin, dumped_bin
 
 _REFRESH_AFTER = 64
 # Half of a bin's trajectories end there: a Pareto tail of index 4. A log-normal's own hazard grows without limit.
@@ -75,7 +75,7 @@ class Lengths:
         return {"passed": self._passed, "ended": self._ended, "held": held, "due": due}
 
     def restore(self, dumped: dict[str, Any], goes_on: bool = False) -> None:
-        """Restore a dump. Raises KeyError, TypeError or ValueError.
+        """Restore a dump. Raises ArithmeticError, LookupError, TypeError or ValueError.
 
         Args:
             goes_on: trajectories that ran then will report again, so ends stay held back until they do.
@@ -83,7 +83,7 @@ class Lengths:
         passed, ended = [float(x) for x in dumped["passed"]], [float(x) for x in dumped["ended"]]
         if len(passed) != NUM_BINS or len(ended) != NUM_BINS:
             raise ValueError("another lattice")
-        held = [int(in_bin) for in_bin in dumped["held"]]
+        held = [dumped_bin(in_bin) for in_bin in dumped["held"]]
         due = [int(reports) for reports in dumped.get("due", ())]  # an older dump has none
         self._passed, self._ended = passed, ended
         self._num_reports = 0

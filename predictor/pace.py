@@ -121,9 +121,9 @@ class FeatureLaw:
         return [*parts, self._num_products]
 
     def restore(self, dumped: list[Any]) -> None:
-        """Restore a dump. Raises TypeError or ValueError."""
+        """Restore a dump. Raises ArithmeticError, LookupError, TypeError or ValueError."""
         ended, reached, sums, bins, features, by_bin, products, num_products = dumped
-        if len(ended) != NUM_BINS or len(features) != self._size:
+        if {len(ended), len(reached), len(sums)} != {NUM_BINS} or len(features) != self._size:
             raise ValueError("another lattice")
         self._ended, self._reached, self._sums = list(ended), list(reached), [list(row) for row in sums]
         self._bins, self._feature_sums, self._by_bin = list(bins), list(features), list(by_bin)

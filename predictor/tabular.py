@@ -18,7 +18,7 @@ import orjson
 
 from predictor.forecast import Forecast
 from predictor.groups import Group, Groups
-from predictor.lattice import BINS_FROM, EDGES, PerBin, bin_of
+from predictor.lattice import BINS_FROM, EDGES, PerBin, bin_of, dumped_bin
 from predictor.lengths import Lengths
 from predictor.pace import NUM_FEATURES, NUM_STAGES, FeatureLaw, features_of, stage_of
 from predictor.progress import Progress
@@ -150,20 +150,20 @@ class TabularPredictor:
         )
 
     def restore(self, dumped: bytes, running: Container[str] = ()) -> None:
-        """Restore a dump. Raises ValueError, with nothing changed, if it is of another kind."""
+        """Restore a dump. Raises ValueError, with nothing changed, if it is of another kind or damaged."""
         state = orjson.loads(dumped)
         if not isinstance(state, dict) or state.get("kind") != _KIND:
             raise ValueError(f"not what a {_KIND} predictor learned")
         fresh = TabularPredictor(self._settings)
         try:
             before = state.get("heard", {})  # an older one has none
-            bins = {name: int(in_bin) for name, in_bin in before.items() if name in running}
+            bins = {name: dumped_bin(in_bin) for name, in_bin in before.items() if name in running}
             fresh._lengths.restore(state["lengths"], goes_on=bool(bins))
             fresh._groups.restore(state["groups"])
             for law, dumped_law in zip(fresh._pace, state["looks"], strict=True):
                 law.restore(dumped_law)
             fresh._prompts.restore(state["prompts"])
-        except (KeyError, TypeError, AttributeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(f"not what a {_KIND} predictor learned: {error!r}") from None
         self._lengths, self._groups = fresh._lengths, fresh._groups
         self._pace, self._prompts = fresh._pace, fresh._prompts

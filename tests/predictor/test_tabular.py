@@ -386,6 +386,36 @@ def test_a_dump_of_another_kind_changes_nothing(dumped: bytes) -> None:
     assert predicted_total(predictor, Progress("u", "g")) == before
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("lengths", "passed", 3), 0),
+        (("lengths", "ended", 3), 1e300),
+        (("lengths", "held", 0), 1e300),
+        (("lengths", "held", 0), NUM_BINS),
+        (("groups", "groups", "1-0"), []),
+        (("groups", "groups", "1-0", 1, 0), 1e300),
+        (("groups", "groups", "1-0", 1, 0), -1),
+        (("heard", "runs"), 1e300),
+        (("looks", 0, 2), []),
+    ],
+)
+def test_a_damaged_dump_changes_nothing(path: tuple[str | int, ...], value: object) -> None:
+    """It is refused with the error that callers expect, and not later, when a trajectory reports."""
+    predictor = TabularPredictor()
+    teach_groups(predictor, num_groups=4)
+    predictor.predict(Progress("runs", "1-0", "", 100, 200, 100, 100, 1))
+    teach(predictor, "ended", "1-0", 100)
+    dumped = predictor.dump()
+    state = part = orjson.loads(dumped)
+    for name in path[:-1]:
+        part = part[name]
+    part[path[-1]] = value
+    with pytest.raises(ValueError):
+        predictor.restore(orjson.dumps(state), {"runs"})
+    assert predictor.dump() == dumped
+
+
 @pytest.mark.parametrize("part", ["passed", "ended"])
 def test_a_dump_of_another_lattice_changes_nothing(part: str) -> None:
     """Its bins stand for other lengths."""
