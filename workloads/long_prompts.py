@@ -19,14 +19,14 @@ from typing import Any
 SIGMA = 0.8
 SIBLING_CORRELATION = 0.65
 PROMPT_SIGMA = 0.1
-NEW_TOKENS = 200
 MIN_OUTPUT_TOKENS = 50
 MAX_TURNS = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A trace: tokens of a prompt and of a trajectory's output, its turns, and seconds of a tool call, on average."""
+    """A trace: tokens of a prompt and of a trajectory's output, its turns, seconds of a tool call and tokens from it, on
+    average. With one turn on average, each trajectory has one."""
 
     num_groups: int
     group_size: int
@@ -34,6 +34,7 @@ class Shape:
     output_tokens: int
     num_turns: int
     tool_s: int
+    new_tokens: int = 200
 
 
 SHAPES = {
@@ -41,6 +42,8 @@ SHAPES = {
     "40 of 8": Shape(40, 8, 28_000, 1_600, 6, 2),
     "12 of 16": Shape(12, 16, 20_000, 6_000, 10, 1),
     "60 of 5": Shape(60, 5, 20_000, 2_500, 10, 10),
+    "8 of 16": Shape(8, 16, 12_000, 200, 1, 0),
+    "2 of 8": Shape(2, 8, 12_000, 450, 15, 1, new_tokens=2_000),
 }
 
 
@@ -53,10 +56,12 @@ def lines(shape: Shape, seed: int) -> Iterator[dict[str, Any]]:
         for member in range(shape.group_size):
             own = dice.gauss(0, SIGMA * math.sqrt(1 - SIBLING_CORRELATION))
             total = max(MIN_OUTPUT_TOKENS, int(shape.output_tokens * math.exp(common + own - SIGMA * SIGMA / 2)))
-            num_turns = min(MAX_TURNS, int(dice.expovariate(1 / shape.num_turns)) + 1)
+            num_turns = 1
+            if shape.num_turns > 1:
+                num_turns = min(MAX_TURNS, int(dice.expovariate(1 / shape.num_turns)) + 1)
             turns = [
                 {
-                    "new_tokens": NEW_TOKENS if turn else 0,
+                    "new_tokens": shape.new_tokens if turn else 0,
                     "output_tokens": max(1, total // num_turns),
                     "tool_s": dice.expovariate(1 / shape.tool_s) if turn < num_turns - 1 else 0.0,
                 }
