@@ -25,8 +25,9 @@ MAX_TURNS = 30
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A trace: tokens of a prompt and of a trajectory's output, its turns, seconds of a tool call and tokens from it, on
-    average. With one turn on average, each trajectory has one."""
+    """A trace: tokens of a prompt and of a trajectory's output, its turns, seconds of a tool call and tokens from it;
+    all on average. With one turn on average, each trajectory has one.
+    """
 
     num_groups: int
     group_size: int
