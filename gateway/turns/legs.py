@@ -23,7 +23,7 @@ from gateway.http.sse import EventTooLarge
 from gateway.kv.moves import KvMoves
 from gateway.messages.answers import content_of, read_answer
 from gateway.messages.lazy_object import BrokenValue
-from gateway.messages.streams import content_of_stream
+from gateway.messages.stream_contents import content_of_stream
 from gateway.metrics import Metrics
 from gateway.state.driver import Driver
 from gateway.tokens.book import TokenBook

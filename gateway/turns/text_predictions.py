@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.config import ConfigError
-from gateway.messages.streams import content_of_stream
+from gateway.messages.stream_contents import content_of_stream
 from gateway.messages.transcripts import prompt_of
 from gateway.state.ledger import Entry
 from gateway.turns.outcome import Outcome

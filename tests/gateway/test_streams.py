@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from gateway.http.sse import EventSplitter
 from gateway.messages.answers import ABORTED, Usage, read_answer
-from gateway.messages.streams import StreamReader, content_of_stream
+from gateway.messages.stream_contents import content_of_stream
+from gateway.messages.streams import StreamReader
 
 DONE = b"data: [DONE]\n\n"
 USAGE = {"prompt_tokens": 7, "total_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 5}}
