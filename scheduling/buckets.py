@@ -5,7 +5,7 @@ It moves up at a tool return when the mean and the P90 of its remaining output f
 prediction gives both; Libra's comes from a tree of tool outcomes (predictor/prefix_tree.py).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from scheduling.order import TurnFacts
 from scheduling.placement import EngineFacts, least_estimated_finish, lower_the_latest
@@ -45,11 +45,22 @@ def least_finish_above_floor(turn: TurnFacts, engines: Sequence[EngineFacts]) ->
 
 
 def lower_the_latest_above_floor(
-    turn: TurnFacts, home: EngineFacts, candidates: Iterable[EngineFacts], fleet: Sequence[EngineFacts]
+    turn: TurnFacts, home: EngineFacts, candidates: Container[EngineFacts], fleet: Sequence[EngineFacts]
 ) -> EngineFacts | None:
     """A move that pays, but never to a bucket below the one that mean and P90 agree on."""
     floor = _agreed_size(turn, _sizes(fleet)) or 0
-    return lower_the_latest(turn, home, (engine for engine in candidates if engine.tp >= floor), fleet)
+    return lower_the_latest(turn, home, _AtLeast(candidates, floor), fleet)
+
+
+class _AtLeast:
+    """Candidates of a TP size or a larger one."""
+
+    def __init__(self, candidates: Container[EngineFacts], tp: int) -> None:
+        self._candidates = candidates
+        self._tp = tp
+
+    def __contains__(self, engine: object, /) -> bool:
+        return engine in self._candidates and isinstance(engine, EngineFacts) and engine.tp >= self._tp
 
 
 def _sizes(engines: Iterable[EngineFacts]) -> list[int]:

@@ -106,7 +106,7 @@ class Chooser:
 
 
 class _Elsewhere:
-    """The engines that a turn may move to, each checked only when the policy reaches it."""
+    """The engines that a turn may move to, each checked, and its view refreshed, only when the policy reaches it."""
 
     def __init__(self, engines: Mapping[str, Engine], turn: Turn, home: Engine, may_go: MayGo, at: float) -> None:
         self._engines = engines
@@ -122,4 +122,7 @@ class _Elsewhere:
 
     def __contains__(self, other: object, /) -> bool:
         engine = self._engines[other.engine_id] if isinstance(other, EngineFacts) else self._home
-        return engine is not self._home and self._may_go(engine, self._turn)
+        if engine is self._home or not self._may_go(engine, self._turn):
+            return False
+        engine.facts(self._at)
+        return True

@@ -10,7 +10,7 @@ from math import inf
 from operator import itemgetter
 
 from scheduling.cost import EngineProfile
-from scheduling.estimate import Work, estimate_finish_s, vague_tokens
+from scheduling.estimate import Work, vague_tokens
 from scheduling.placement import UNMEASURED, EngineFacts
 from scheduling.prompts import Prompts
 from scheduling.slowness import LEARNS_EVERY_S, Slowness
@@ -67,7 +67,6 @@ class Engine:
     work: Work = field(default_factory=Work)
     tool_calls: ToolCalls = field(default_factory=ToolCalls)
     reserved_for: Turn | None = None
-    longest_is_stale: bool = False
     longest_at: float = 0.0
     slowness: Slowness = field(default_factory=Slowness)
     room: float = field(init=False)
@@ -185,10 +184,10 @@ class Engine:
 
     def facts(self, at: float) -> EngineFacts:
         """The placement's view of this engine."""
-        if self.longest_is_stale and at - self.longest_at >= LONGEST_MAX_AGE_S:
+        if self._facts.is_stale and at - self.longest_at >= LONGEST_MAX_AGE_S:
             mean, _, longest = max(self.shares.values(), key=_P90, default=(0.0, 0.0, 0.0))
             self.work.longest_tokens, self.work.vague_tokens = longest, vague_tokens(mean, longest)
-            self.longest_is_stale, self.longest_at = False, at
+            self._facts.is_stale, self.longest_at = False, at
             self._facts.estimate_finish()
         return self._facts
 
@@ -236,7 +235,7 @@ class Engine:
             self.uncached_tokens -= self.prefills.pop(trajectory_id)
         remaining, context, p90 = self.shares.pop(trajectory_id)
         if p90 >= self.work.longest_tokens:
-            self.longest_is_stale = True
+            self._facts.is_stale = True
         if self.claims:
             self.work.remove(remaining, context)
         else:
@@ -248,4 +247,4 @@ class Engine:
         facts.kv_claimed, facts.num_trajectories = self.kv_claimed, len(self.claims)
         facts.uncached_tokens = self.uncached_tokens
         self.work.room_share = self.kv_held / self.kv_claimed if self.kv_claimed else 1.0
-        facts.finish_s = estimate_finish_s(facts.profile, self.work)
+        facts.estimate_finish()

@@ -3,7 +3,7 @@
 Engines are compared by the additive cost of estimate.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, hypot
 from typing import Protocol
@@ -53,6 +53,9 @@ MOST_DELAYED = 10
 # And an engine may be later by at most this share of the earliest finish. At 0.2, mean trajectories end 1 % later.
 LARGEST_LATENESS = 0.5
 
+# Bounds leave this share for rounding, so that they rule out no engine that would be chosen.
+ROUNDING = 1e-9
+
 _NOBODY = 0.0, 0.0, 0.0  # share() of no trajectory
 
 
@@ -65,6 +68,8 @@ class EngineFacts:
         num_turns: turns that run there or wait for it.
         without: gives its work if the trajectory in question left; set only for a home that it may move from.
         finish_s: estimated seconds until its present work is finished.
+        added_s: the part of these seconds that its tokens and their KV reads add to the steps.
+        is_stale: its longest trajectory has left or changed since, so it may finish sooner than that.
         num_trajectories: its residents, those in a tool call included.
         kv_claimed: their KV tokens.
         uncached_tokens: the tokens of their contexts that it must prefill first.
@@ -84,14 +89,21 @@ class EngineFacts:
     prompts: Mapping[str, int] = field(default_factory=dict)
     ranks: tuple[float, float] = (0.0, 0.0)
     without: Callable[[], Work] | None = None
+    is_stale: bool = False
     finish_s: float = field(init=False)
+    added_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.estimate_finish()
 
     def estimate_finish(self) -> None:
-        """Update `finish_s` after its work has changed."""
-        self.finish_s = estimate_finish_s(self.profile, self.work)
+        """Update `finish_s` and `added_s` after its work has changed."""
+        profile, work = self.profile, self.work
+        self.finish_s = estimate_finish_s(profile, work)
+        self.added_s = (
+            profile.decode_per_sequence_ms * work.total_tokens
+            + profile.decode_per_kv_ktoken_ms * work.token_context_products / 1000
+        ) / 1000
 
     @property
     def kv_share(self) -> float:
@@ -104,7 +116,7 @@ Placement = Callable[[TurnFacts, Sequence[EngineFacts]], EngineFacts]
 
 
 class Candidates(Protocol):
-    """Engines that could run a turn now, each checked only when it is asked for."""
+    """Engines that could run a turn now, each checked, and its view refreshed, only when it is asked for."""
 
     def __iter__(self) -> Iterator[EngineFacts]: ...
 
@@ -161,7 +173,7 @@ def prompt_worth_s(turn: TurnFacts, engine: EngineFacts, num_delayed: int) -> fl
 
 
 def lower_the_latest(
-    turn: TurnFacts, home: EngineFacts, candidates: Iterable[EngineFacts], fleet: Sequence[EngineFacts]
+    turn: TurnFacts, home: EngineFacts, candidates: Container[EngineFacts], fleet: Sequence[EngineFacts]
 ) -> EngineFacts | None:
     """Where a trajectory should move so that the last engine of the fleet ends sooner; None to stay.
 
@@ -205,7 +217,9 @@ def lower_the_latest(
     if least_gain > LEAST_GAIN:
         least_gain = LEAST_GAIN
     best, least_burden = None, relief - least_gain
-    for engine in candidates:
+    for engine in _not_ruled_out(fleet, turn, home_s, least_burden, latest_s, temperature, guessed_s):
+        if engine not in candidates:
+            continue
         with_it_s = finish_s(engine.profile, engine.work, *share) + engine.profile.prefill_s(turn.prompt_tokens)
         if with_it_s >= home_s:
             continue
@@ -214,3 +228,40 @@ def lower_the_latest(
         if burden < least_burden:
             best, least_burden = engine, burden
     return best
+
+
+def _not_ruled_out(
+    fleet: Sequence[EngineFacts],
+    turn: TurnFacts,
+    home_s: float,
+    least_burden: float,
+    latest_s: float,
+    temperature: float,
+    guessed_s: float,
+) -> Iterator[EngineFacts]:
+    """The engines that may finish before `home_s` and be burdened with less than `least_burden`, by lower bounds.
+
+    To check an engine and to estimate its finishes takes many times as long. Steps are no fewer than guessed, and no
+    fewer with the trajectory than without it, which adds its tokens, their KV reads and its prefill. A burden is no
+    less than the time that is added times the slope of the weight.
+    """
+    tokens, context, _ = turn.share()
+    ktokens, kproducts, kprompt = tokens / 1000, tokens * context / 1e6, turn.prompt_tokens / 1e6
+    most_s, most_burden = home_s * (1 + ROUNDING), (least_burden + ROUNDING) * temperature
+    for engine in fleet:
+        if engine.is_stale:
+            yield engine
+            continue
+        before_s = guessed_s + engine.added_s
+        if engine.finish_s > before_s:
+            before_s = engine.finish_s
+        if before_s > most_s:
+            continue
+        profile = engine.profile
+        added_s = (
+            profile.decode_per_sequence_ms * ktokens
+            + profile.decode_per_kv_ktoken_ms * kproducts
+            + profile.prefill_per_ktoken_ms * kprompt
+        )
+        if exp((before_s - latest_s) / temperature) * added_s <= most_burden:
+            yield engine

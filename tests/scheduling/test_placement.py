@@ -1,5 +1,6 @@
 """Placement and moves: the additive cost, and what follows from it."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import exp, hypot, isclose
 
@@ -211,6 +212,36 @@ def test_a_trajectory_moves_where_the_soft_maximum_of_the_fleet_is_least(
     target = lower_the_latest(turn, home_with_turn, [fleet[index] for index in sorted(candidates)], fleet)
     event("moves" if best and lag < 3 else "far from the latest" if lag > 3 else "stays")
     assert target is (best if lag < 3 else None)
+
+
+def test_an_engine_that_cannot_win_is_not_checked() -> None:
+    """Where nothing is known of lengths, each tool return would otherwise check and estimate every engine. One whose
+    longest trajectory has left may be earlier than it looks, so it is checked."""
+    turn = replace(turn_of(2_000.0, prompt=8_000), prediction=Prediction(2_000.0, 5_000.0))
+    crowd = work_of([])
+    for _ in range(100):
+        crowd = plus(crowd, *turn.share())
+    home = with_resident(facts("home", crowd, slots=200, kv=10**7), turn)
+    fleet = [home, *(facts(f"{number}", crowd, slots=200, kv=10**7) for number in range(20))]
+    idle = facts("idle", slots=200, kv=10**7)
+    asked: list[str] = []
+
+    class Free(list[EngineFacts]):
+        def __iter__(self) -> Iterator[EngineFacts]:
+            for engine in super().__iter__():
+                asked.append(engine.engine_id)
+                yield engine
+
+        def __contains__(self, engine: object) -> bool:
+            assert isinstance(engine, EngineFacts)
+            asked.append(engine.engine_id)
+            return True
+
+    assert lower_the_latest(turn, home, Free(fleet[1:]), fleet) is None
+    assert not asked
+    fleet[7].is_stale = True
+    assert lower_the_latest(turn, home, Free([*fleet[1:], idle]), [*fleet, idle]) is idle
+    assert asked == ["6", "idle"]
 
 
 def test_a_clear_gain_moves_a_trajectory() -> None:
