@@ -26,7 +26,7 @@ demo: install
 
 ## make test    all tests, with a real Redis server
 test: install lint redis
-	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -n 6 -m "not alone and $(HERE)"
+	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -n 6 --dist worksteal -m "not alone and $(HERE)"
 	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -m "alone and $(HERE)" tests/engines tests/faults
 
 ## make real    the same on real vLLM without a GPU (installs 3.8 GB)

@@ -158,6 +158,8 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     if not sources:
         raise ValueError("give --trace or --law")
     for name, splits in sources:
+        if sum(len(asked) for _, asked in splits) < MIN_TRAJECTORIES:
+            raise ValueError(f"{name}: fewer than {MIN_TRAJECTORIES} trajectories, too few to compare predictors")
         if parsed.cold:
             splits = [((), asked) for _, asked in splits]
         elif not all(before for before, _ in splits):
@@ -165,8 +167,6 @@ def _evaluate(parsed: argparse.Namespace) -> int:
                 f"{name}: all trajectories are of one group, so there is no other to learn from; give --cold"
             )
         rows = _with_progress(splits, parsed.arrival, parsed.predictor or tuple(PREDICTORS))
-        if not rows:
-            raise ValueError(f"{name}: fewer than {MIN_TRAJECTORIES} trajectories, too few to compare predictors")
         learned = "nothing learned before" if parsed.cold else "other groups learned before"
         print(f"### {name}: {parsed.arrival}, {learned}\n\n{markdown(rows)}")
         if not parsed.markdown:
