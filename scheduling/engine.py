@@ -10,8 +10,8 @@ from math import inf
 from operator import itemgetter
 
 from scheduling.cost import EngineProfile
-from scheduling.estimate import Work, vague_tokens
-from scheduling.placement import UNMEASURED, EngineFacts
+from scheduling.estimate import Work, estimate_finish_s, vague_tokens
+from scheduling.placement import UNKNOWN_S, UNMEASURED, EngineFacts
 from scheduling.prompts import Prompts
 from scheduling.slowness import LEARNS_EVERY_S, Slowness
 from scheduling.state import Queue, Trajectory, Turn
@@ -247,4 +247,4 @@ class Engine:
         facts.kv_claimed, facts.num_trajectories = self.kv_claimed, len(self.claims)
         facts.uncached_tokens = self.uncached_tokens
         self.work.room_share = self.kv_held / self.kv_claimed if self.kv_claimed else 1.0
-        facts.estimate_finish()
+        facts.finish_s, facts.added_s = estimate_finish_s(facts.profile, self.work), UNKNOWN_S

@@ -56,6 +56,8 @@ LARGEST_LATENESS = 0.5
 # Bounds leave this share for rounding, so that they rule out no engine that would be chosen.
 ROUNDING = 1e-9
 
+UNKNOWN_S = -1.0
+
 _NOBODY = 0.0, 0.0, 0.0  # share() of no trajectory
 
 
@@ -68,7 +70,8 @@ class EngineFacts:
         num_turns: turns that run there or wait for it.
         without: gives its work if the trajectory in question left; set only for a home that it may move from.
         finish_s: estimated seconds until its present work is finished.
-        added_s: the part of these seconds that its tokens and their KV reads add to the steps.
+        added_s: the part of these seconds that its tokens and their KV reads add to the steps; UNKNOWN_S until it is
+            asked for.
         is_stale: its longest trajectory has left or changed since, so it may finish sooner than that.
         num_trajectories: its residents, those in a tool call included.
         kv_claimed: their KV tokens.
@@ -97,13 +100,17 @@ class EngineFacts:
         self.estimate_finish()
 
     def estimate_finish(self) -> None:
-        """Update `finish_s` and `added_s` after its work has changed."""
+        """Update `finish_s` after its work has changed."""
+        self.finish_s, self.added_s = estimate_finish_s(self.profile, self.work), UNKNOWN_S
+
+    def note_added(self) -> float:
+        """Compute `added_s`, which few decisions need."""
         profile, work = self.profile, self.work
-        self.finish_s = estimate_finish_s(profile, work)
         self.added_s = (
             profile.decode_per_sequence_ms * work.total_tokens
             + profile.decode_per_kv_ktoken_ms * work.token_context_products / 1000
         ) / 1000
+        return self.added_s
 
     @property
     def kv_share(self) -> float:
@@ -252,7 +259,7 @@ def _not_ruled_out(
         if engine.is_stale:
             yield engine
             continue
-        before_s = guessed_s + engine.added_s
+        before_s = guessed_s + (engine.note_added() if engine.added_s == UNKNOWN_S else engine.added_s)
         if engine.finish_s > before_s:
             before_s = engine.finish_s
         if before_s > most_s:
