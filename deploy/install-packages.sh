@@ -8,8 +8,8 @@ set -eu
 python=$1/bin/python
 shift
 pip="$python -m pip install -q --disable-pip-version-check"
-[ -x "${python%python}uv" ] || $pip uv==0.13.9
-"${python%python}uv" pip install -q --python "$python" "$@" || {
+uv=${python%python}uv
+{ [ -x "$uv" ] || $pip uv==0.13.9; } && "$uv" pip install -q --python "$python" "$@" || {
     echo "install-packages: uv failed; pip tries it" >&2
     $pip "$@"
 }
