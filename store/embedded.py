@@ -2,8 +2,9 @@
 piece_file.py.)
 
 What it promises: a settled put is in the kernel's page cache. A put settles at the end of the event loop's iteration,
-so it survives SIGKILL of the process. A power cut or a kernel crash may lose the last moments, but never the file's
-consistency (`synchronous=NORMAL`: the WAL is synced before it is copied into the database).
+or once the pieces that were put before for its trajectory are written, so the record tells of no turn whose tokens a
+kill has taken. It survives SIGKILL of the process. A power cut or a kernel crash may lose the last moments, but never
+the file's consistency (`synchronous=NORMAL`: the WAL is synced before it is copied into the database).
 
 Why puts are cheap on the event loop: the puts of one iteration are one transaction, written at its end with one call
 per statement, which appends a few pages to the WAL. Rows are in order of arrival, so most puts touch only the last
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -74,6 +76,14 @@ class _Rows:
     turns: deque[int] = field(default_factory=deque)
 
 
+@dataclass(slots=True)
+class _Behind:
+    """Puts of a trajectory that wait until its pieces, of which there are so many, are written."""
+
+    num_pieces: int = 0
+    puts: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+
+
 class EmbeddedStore:
     """A Store in one SQLite file."""
 
@@ -90,6 +100,7 @@ class EmbeddedStore:
         self._fault = ""
         self._num_dropped = self._num_losses = 0
         self._waiting: dict[str, list[tuple[Any, ...]]] = {statement: [] for statement in IN_THIS_ORDER}
+        self._behind: dict[str, _Behind] = {}  # what waits for pieces, by trajectory
         self._has_waiting = False
         self._unsettled: list[asyncio.Future[None]] = []
         self._when_committed: list[Callable[[], None]] = []
@@ -138,18 +149,18 @@ class EmbeddedStore:
         rows = self._rows.get(trajectory_id) or self._new_rows(trajectory_id)
         if answer:
             self._pages_since_checkpoint += len(answer) // PAGE_BYTES
-        self._write(PUT_RECORD, (rows.record, trajectory_id, value, answer and _blob(answer)))
+        self._write_behind(trajectory_id, PUT_RECORD, (rows.record, trajectory_id, value, answer and _blob(answer)))
 
     def append_turn(self, trajectory_id: str, turn: Json) -> None:
         value = _blob(encoded(turn))
         rows = self._rows.get(trajectory_id)
         if rows is None:
             rows = self._new_rows(trajectory_id)
-            self._write(PUT_RECORD, (rows.record, trajectory_id, b"{}", None))
+            self._write_behind(trajectory_id, PUT_RECORD, (rows.record, trajectory_id, b"{}", None))
         while len(rows.turns) >= self._max_turns:
-            self._write(FORGET_TURN, (rows.turns.popleft(),))
+            self._write_behind(trajectory_id, FORGET_TURN, (rows.turns.popleft(),))
         self._last_turn += 1
-        self._write(PUT_TURN, (self._last_turn, rows.record, value))
+        self._write_behind(trajectory_id, PUT_TURN, (self._last_turn, rows.record, value))
         rows.turns.append(self._last_turn)
 
     def forget_trajectory(self, trajectory_id: str) -> None:
@@ -157,12 +168,14 @@ class EmbeddedStore:
         rows = self._rows.pop(trajectory_id, None)
         if rows is None:
             return
-        self._write(FORGET_RECORD, (rows.record,))
+        self._write_behind(trajectory_id, FORGET_RECORD, (rows.record,))
         for number in rows.turns:
-            self._write(FORGET_TURN, (number,))
+            self._write_behind(trajectory_id, FORGET_TURN, (number,))
 
     def put_piece(self, trajectory_id: str, name: str, data: bytes) -> None:
         self._pieces.put(trajectory_id, name, data)
+        self._behind.setdefault(trajectory_id, _Behind()).num_pieces += 1
+        self._pieces.when_written(partial(self._piece_written, trajectory_id))
 
     def drop_pieces(self, trajectory_id: str, prefix: str = "") -> None:
         self._pieces.drop(trajectory_id, prefix)
@@ -186,7 +199,7 @@ class EmbeddedStore:
         return bytes(row[0]) if row else None
 
     def when_settled(self, call: Callable[[], None]) -> bool:
-        if len(self._pieces):
+        if self._behind or len(self._pieces):
             return False
         if self._has_waiting:
             self._when_committed.append(call)
@@ -195,11 +208,12 @@ class EmbeddedStore:
         return True
 
     async def settle(self, timeout_s: float) -> bool:
+        are_written = await self._pieces.settle(timeout_s)
         if self._has_waiting:
             committed = self._loop.create_future()
             self._unsettled.append(committed)
             await committed
-        return await self._pieces.settle(timeout_s) and not self._fault
+        return are_written and not self._fault
 
     def health(self) -> StoreHealth:
         return StoreHealth(
@@ -213,8 +227,8 @@ class EmbeddedStore:
     async def close(self) -> None:
         if self._heal_timer:
             self._heal_timer.cancel()
-        self._commit()
         await self._pieces.close()
+        self._commit()
         self._checkpointer.shutdown(wait=True)
         self._database.close()
         self._lock_file.close()
@@ -237,6 +251,24 @@ class EmbeddedStore:
         self._last_record += 1
         rows = self._rows[trajectory_id] = _Rows(self._last_record)
         return rows
+
+    def _write_behind(self, trajectory_id: str, statement: str, values: tuple[Any, ...]) -> None:
+        """Write after the pieces that were put before."""
+        behind = self._behind.get(trajectory_id) if self._behind else None
+        if behind is None:
+            self._write(statement, values)
+        else:
+            behind.puts.append((statement, values))
+
+    def _piece_written(self, trajectory_id: str) -> None:
+        behind = self._behind.get(trajectory_id)
+        if behind is None:  # everything was put anew meanwhile
+            return
+        behind.num_pieces -= 1
+        if not behind.num_pieces:
+            del self._behind[trajectory_id]
+            for statement, values in behind.puts:
+                self._write(statement, values)
 
     def _write(self, statement: str, values: tuple[Any, ...]) -> None:
         self._waiting[statement].append(values)
@@ -304,7 +336,7 @@ class EmbeddedStore:
             if self._rewrite:
                 self._database.execute("DELETE FROM record")
                 self._database.execute("DELETE FROM turn")
-                self._rows = {}
+                self._rows, self._behind = {}, {}
                 self._rewrite()
             self._write_waiting()
             self._database.execute("COMMIT")

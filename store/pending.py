@@ -1,8 +1,9 @@
 """Puts that wait to be sent to Redis: for each trajectory its latest record and answer, its newest turns, its pieces,
 and whether it is forgotten.
 
-Rules: puts of one trajectory coalesce. The order between trajectories does not matter. Count and bytes are bounded; the
-trajectory that has waited longest is dropped first, and counted.
+Rules: puts of one trajectory coalesce. Its pieces come before its record, so a kill leaves no record of a turn whose
+tokens are lost. The order between trajectories does not matter. Count and bytes are bounded; the trajectory that has
+waited longest is dropped first, and counted.
 """
 
 import time
@@ -165,15 +166,15 @@ def _operations(entries: dict[str, _Entry], states: dict[str, bytes]) -> Iterato
     for trajectory_id, entry in entries.items():
         if entry.forget:
             yield Operation("forget", trajectory_id, b"")
+        for prefix in entry.drops:
+            yield Operation("drop", trajectory_id, b"", prefix)
+        for name, data in entry.pieces.items():
+            yield Operation("piece", trajectory_id, data, name)
         if entry.record is not None:
             yield Operation("record", trajectory_id, entry.record)
         if entry.answer is not None:
             yield Operation("answer", trajectory_id, entry.answer)
         for turn in entry.turns:
             yield Operation("turn", trajectory_id, turn)
-        for prefix in entry.drops:
-            yield Operation("drop", trajectory_id, b"", prefix)
-        for name, data in entry.pieces.items():
-            yield Operation("piece", trajectory_id, data, name)
     for name, value in states.items():
         yield Operation("state", name, value)

@@ -59,6 +59,7 @@ class PieceFile:
         self._num_steps = self._num_written = 0
         self._wanted: asyncio.Event
         self._waiting: deque[tuple[int, asyncio.Future[bool]]] = deque()
+        self._when_written: deque[tuple[int, Callable[[], None]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-pieces")
         self._database: sqlite3.Connection
         self._writer: asyncio.Task[None]
@@ -124,6 +125,13 @@ class PieceFile:
                     timer.cancel()
         return not self.fault
 
+    def when_written(self, call: Callable[[], None]) -> None:
+        """Call `call` once everything put so far is written, or at the latest when nothing can be written."""
+        if self._num_written < self._num_steps and not self.fault:
+            self._when_written.append((self._num_steps, call))
+        else:
+            call()
+
     async def close(self) -> None:
         if not await self.settle() and self._steps:
             with suppress(sqlite3.Error):  # the last attempt: whatever the disk does not take now is lost
@@ -133,6 +141,7 @@ class PieceFile:
             await self._writer
         await self._in_thread(self._database.close)
         self._thread.shutdown()
+        self._tell(all_of_them=True)
 
     def _queue(self, step: _Step) -> None:
         self._steps.append(step)
@@ -188,6 +197,9 @@ class PieceFile:
             raise
 
     def _tell(self, all_of_them: bool = False) -> None:
+        while self._when_written and (all_of_them or self._when_written[0][0] <= self._num_written):
+            _, call = self._when_written.popleft()
+            call()
         while self._waiting and (all_of_them or self._waiting[0][0] <= self._num_written):
             _, written = self._waiting.popleft()
             if not written.done():  # its caller still waits

@@ -251,9 +251,28 @@ class TokenBook:
         self._hold(trajectory_id, reader)
         try:
             pieces = await self._store.get_pieces(trajectory_id, PREFIX)
-            return rooted(decoded(pieces.values())) | shelf.turns
+            return rooted(self._recorded(trajectory_id, shelf, pieces)) | shelf.turns
         finally:
             self.release(trajectory_id, reader)
+
+    def _recorded(self, trajectory_id: str, shelf: _Shelf, pieces: dict[str, bytes]) -> list[KeptTurn]:
+        """The turns in these pieces. Those later than the history are dropped: a kill came between their tokens and the
+        record of their ends, so their clients never had the answers."""
+        turns, entry = decoded(pieces.values()), self._ledger.get(trajectory_id)
+        if entry is None:
+            return turns
+        recorded = {row["turn_id"] for row in entry.turns}
+        last_at = entry.turns[-1].get("ended_at", 0.0) if entry.turns else 0.0
+        found = []
+        for turn in turns:
+            if turn.ended_at <= last_at or recorded & {turn.turn_id, turn.turn_id.rpartition("/")[0]}:
+                found.append(turn)
+            else:
+                name = PREFIX + turn.turn_id
+                self._store.drop_pieces(trajectory_id, name)
+                shelf.stored_bytes -= len(pieces[name])
+                self._stored_bytes -= len(pieces[name])
+        return found
 
     def _hold(self, trajectory_id: str, holder: object) -> None:
         self._held.setdefault(trajectory_id, set()).add(holder)

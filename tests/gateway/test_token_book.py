@@ -90,8 +90,11 @@ class Site:
             self.ledger.save(TrajectoryRecord(trajectory_id, "g", "r", state, None, 0, 0, 0, 0.0, now, now))
 
     def add(self, *turns: TurnTokens) -> None:
+        """Add turns to the book and to their trajectories' histories, as at their ends."""
         for turn in turns:
             self.book.add(turn)
+            row = {"turn_id": turn.turn_id.partition("/")[0], "outcome": "finished", "ended_at": turn.ended_at}
+            self.ledger.add_turn(turn.trajectory_id, row)
 
     async def kept(self, trajectory_id: str, turns: list[TurnTokens]) -> list[TurnTokens | None]:
         """The book's turns with the histories of these turns."""
@@ -304,6 +307,32 @@ async def test_turns_survive_a_restart_and_are_continued(new_store: Callable[...
     site.ledger.forget("t")
     site.book.forget("t")
     assert await site.store.piece_sizes() == {}
+    await site.store.close()
+
+
+async def test_tokens_later_than_the_history_are_dropped(new_store: Callable[..., Store]) -> None:
+    """A gateway killed between a turn's tokens and the record of its end: the client asks again, for another turn.
+    Those of turns that the history is too short for stay."""
+    if new_store("").health().detail.startswith("in memory"):
+        pytest.skip("it does not outlive the process")
+    turns = conversation([Step(None, [1], [2], None, 0), Step(0, [3], [4], None, 0), Step(0, [3], [5], None, 0)])
+    turns = [replace(turn, ended_at=float(number)) for number, turn in enumerate(turns, 1)]
+    choice = replace(turns[2], turn_id="t-2/1", output_ids=[6])
+    site = await Site(new_store).start("same")
+    site.save("t")
+    site.book.add(turns[0])
+    site.add(turns[1])
+    before = await site.store.piece_sizes()
+    site.book.add(turns[2])
+    site.book.add(choice)
+    await site.store.close()
+
+    site = await Site(new_store).start("same")
+    assert list(await site.book.turns("t")) == ["t-0", "t-1"]
+    assert await site.store.piece_sizes() == before
+    assert site.book.view()["stored_bytes"] == before["t"]
+    site.add(replace(turns[2], turn_id="t-3", ended_at=4.0))
+    assert list(await site.book.turns("t")) == ["t-0", "t-1", "t-3"]
     await site.store.close()
 
 

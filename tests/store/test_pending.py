@@ -176,6 +176,19 @@ def test_a_batch_ends_with_the_operation_that_fills_it(steps: list[Put], batch_b
     assert all(sum(sizes[:-1]) < batch_bytes for sizes in filled)
 
 
+@given(steps=st.lists(puts, max_size=25))
+def test_no_record_comes_before_pieces_of_its_trajectory(steps: list[Put]) -> None:
+    """A gateway may be killed between two batches."""
+    pending = Pending(UNBOUNDED)
+    for number, step in enumerate(steps):
+        put(pending, step, number)
+    recorded: set[str] = set()
+    for operation in (each for batch in pending.take() for each in batch):
+        if operation.name in ("record", "answer", "turn"):
+            recorded.add(operation.id)
+        assert operation.name != "piece" or operation.id not in recorded
+
+
 @given(before=st.lists(puts, max_size=15), waits=st.lists(puts, max_size=10), after=st.lists(puts, max_size=15))
 def test_a_rewrite_leaves_only_its_own_puts_named_blobs_and_pieces_in_use(
     before: list[Put], waits: list[Put], after: list[Put]

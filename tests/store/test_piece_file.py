@@ -42,6 +42,45 @@ async def test_every_settled_piece_survives_sigkill(tmp_path: Path) -> None:
     assert all(data == name.partition("/")[0].encode() * 2_000 for name, data in found.items())
 
 
+async def test_no_record_survives_a_kill_without_the_pieces_before_it(tmp_path: Path) -> None:
+    """Turns of many trajectories end, and nobody waits until they have settled. The record may lack the last ones, but
+    it names none whose pieces are lost."""
+    path = tmp_path / "store.sqlite3"
+    process = child(
+        """
+        import asyncio, itertools, sys
+        from store import open_store
+        async def main():
+            store = open_store(f"sqlite:{sys.argv[1]}")
+            await store.open()
+            for number in itertools.count():
+                name = f"t{number % 7}"
+                store.put_piece(name, f"{number}/0", b"x" * 20_000)
+                store.put_piece(name, f"{number}/1", b"x" * 20_000)
+                store.put_trajectory(name, {"number": number})
+                store.append_turn(name, {"number": number})
+                await asyncio.sleep(0.001)
+                print(number, flush=True)
+        asyncio.run(main())
+        """,
+        path,
+    )
+    assert process.stdout
+    [process.stdout.readline() for _ in range(300)]
+    process.kill()
+    process.wait()
+
+    store = open_store(f"sqlite:{path}")
+    await store.open()
+    found = await store.load()
+    for each in found:
+        names = await store.get_pieces(each.trajectory_id)
+        assert {f"{turn['number']}/{part}" for turn in each.turns for part in range(2)} <= names.keys()
+        assert each.record["number"] == each.turns[-1]["number"]
+    await store.close()
+    assert max(each.record["number"] for each in found) > 200, "what was put long before is there"
+
+
 async def test_pieces_wait_while_the_disk_is_full(tmp_path: Path) -> None:
     """Puts return and health reports the fault. When the file can grow again, everything that waited is written."""
     path = tmp_path / "store.sqlite3"
