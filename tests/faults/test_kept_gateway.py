@@ -182,10 +182,15 @@ async def kill_repeatedly(
                 await gateway.kill()
             replies = await pending
             await eventually(lambda: gateway.num_tapes == 0, 120)
+            kept = [await client.get(f"{gateway.url}/v1/trajectories/kept-{n}/tokens") for n in range(NUM_TURNS)]
         made = await generated_by(client, *engines)
     got = [content_of_reply(one, body) for one, (_, body) in zip(replies, requests, strict=True)]
     assert not (found := differences(expected, got, requests)), "\n".join(one[:2000] for one in found[:3])
-    return made, sum(tokens_of(one, body["stream"]) for one, (_, body) in zip(replies, requests, strict=True))
+    in_answers = [tokens_of(one, body["stream"]) for one, (_, body) in zip(replies, requests, strict=True)]
+    for trajectory, num_tokens in zip([one.json() for one in kept], in_answers, strict=True):
+        assert trajectory["missing"] == []
+        assert sum(len(turn["output_ids"]) for turn in trajectory["turns"]) == num_tokens, trajectory["id"]
+    return made, sum(in_answers)
 
 
 SLOW = engine_of("vllm", speed_up=0.3)
