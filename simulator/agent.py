@@ -62,7 +62,7 @@ class Agent:
         is_on_engine: the turn was submitted to an engine.
         is_admitted: the engine runs it.
         arrives_at: when its request, and any KV in transfer, reaches the engine.
-        brings_kv: KV is in transfer to the engine.
+        brings: the pieces whose KV is in transfer to the engine, as far as its old engine holds them.
         since: when its current wait, or its current run on an engine, began.
         rested_at: when its last turn ended, or this one was paused: the time by which all its KV existed.
         num_retries: how often it asked for this turn again.
@@ -82,7 +82,7 @@ class Agent:
     is_on_engine: bool = False
     is_admitted: bool = False
     arrives_at: float | None = None
-    brings_kv: bool = False
+    brings: Sequence[Piece] = ()
     since: float = 0.0
     rested_at: float = 0.0
     num_retries: int = 0

@@ -10,6 +10,7 @@ failed and may be retried. A rejected turn is asked for again, a few times. A cl
 
 from collections.abc import Callable, Sequence
 
+from engines.simulated.prefix_cache import front
 from engines.simulated.sequence import SimulatedSequence
 from predictor.progress import Predictor
 from scheduling.cost import EngineProfile
@@ -218,11 +219,12 @@ class Rollout:
         old = self._engines.hosts.get(agent.engine_id or "")
         new = self._engines.hosts[action.engine_id]
         agent.begin_leg(action)
-        kv_arrives_at = None
+        kv_arrives_at, agent.brings = None, ()
         if old is not None and old is not new and old.ended_at is None:
             pieces = agent.pieces(agent.context_tokens + agent.kept_tokens)
             kv_arrives_at = self._transfers.arrival(self._agenda.now, agent.rested_at, old, new, pieces)
-        agent.brings_kv = kv_arrives_at is not None
+            if kv_arrives_at is not None:
+                agent.brings = front(pieces, old.engine.num_cached(self._agenda.now, pieces))
         agent.arrives_at = max(kv_arrives_at or 0.0, self._agenda.now + new.profile.request_ms / 1000)
         if agent.arrives_at > self._agenda.now:
             self._agenda.note(agent.arrives_at, self._arrives, agent.trajectory.trajectory_id)
@@ -234,8 +236,8 @@ class Rollout:
         if agent.arrives_at != self._agenda.now or agent.is_pausing or agent.engine_id is None:
             return  # its engine died, its client left, or it is preempted
         host = self._engines.hosts[agent.engine_id]
-        if agent.brings_kv:
-            host.engine.adopt(self._agenda.now, agent.pieces(agent.context_tokens + agent.kept_tokens))
+        if agent.brings:
+            host.engine.adopt(self._agenda.now, agent.brings)
         self._submit(agent, host)
 
     def _submit(self, agent: Agent, host: Host) -> None:

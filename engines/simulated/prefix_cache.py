@@ -15,6 +15,17 @@ Piece = tuple[Hashable, int]
 """A key that names the prefix ending here, and the number of tokens that this piece adds to it."""
 
 
+def front(pieces: Sequence[Piece], num_tokens: int) -> list[Piece]:
+    """The pieces of the first `num_tokens` tokens of these; the last one may be a part."""
+    found: list[Piece] = []
+    for key, size in pieces:
+        if num_tokens <= 0:
+            break
+        found.append((key, min(size, num_tokens)))
+        num_tokens -= size
+    return found
+
+
 class PrefixCache:
     """Counts tokens by piece. The owner keeps `num_tokens` within its capacity by calling `evict`.
 

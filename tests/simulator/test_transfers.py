@@ -111,3 +111,18 @@ def test_a_rollout_waits_for_the_part_of_a_transfer_no_tool_hides(hidden_share: 
     waits_s = max(1.0 - hidden_share, 0.0) * sent_s
     assert taken_s(2, Transfer(start_s=0.0, bytes_per_s=rate)) == pytest.approx(at_home_s + waits_s, abs=1e-3)
     assert taken_s(2, None) > at_home_s + 0.9 * tp1.prefill_s(8_000)
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "slime", "power-of-two"])
+def test_what_no_engine_computed_is_not_sent(policy: str) -> None:
+    """Links are so fast that every move brings the KV that there is. So all engines together compute each token of a
+    prompt and of a tool's output at least once."""
+    tp1 = replace(load_profile("qwen3-14b-h100-tp1"), kv_capacity_tokens=30_000)
+    turns = tuple(Turn(2_000 if turn else 0, 20, 0.5) for turn in range(8))
+    workload = Workload("some", tuple(Trajectory(f"t{n}", f"g{n}", 1_000, turns) for n in range(6)))
+    limits, oracle = Limits(queue_timeout_s=1e6), Oracle(workload.trajectories)
+    conditions = Conditions(transfer=Transfer(start_s=0.0, bytes_per_s=1e15))
+    rollout = Rollout(workload, [tp1] * 3, POLICIES[policy], limits, oracle, conditions=conditions).run()
+    assert rollout.num_moves
+    computed = sum(engine.num_prompt_tokens - engine.num_cached_tokens for engine in rollout.engines)
+    assert computed >= 6 * (1_000 + 7 * 2_000)
