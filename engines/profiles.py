@@ -3,6 +3,7 @@
 import difflib
 import math
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ _LEAST = {
     "prefill_per_ktoken2_ms": -math.inf,
     "request_ms": 0,
 }
+# Placement divides by the base. A fit to noisy times may leave nothing for it; no engine steps in less than this.
+_LEAST_BASE_MS = 0.001
 
 
 def load_profile(name: str) -> EngineProfile:
@@ -96,7 +99,8 @@ def _profile(content: dict[str, Any], short_name: str, model: dict[str, Any], en
 
 
 def _checked(profile: EngineProfile) -> EngineProfile:
-    """The profile, if an engine can have it. Raises ValueError: a number is out of range, or work takes no time."""
+    """The profile, if an engine can have it, with a base above 0. Raises ValueError: a number is out of range, or work
+    takes no time."""
     for name, least in _LEAST.items():
         value = getattr(profile, name)
         if not least <= value < math.inf:
@@ -106,4 +110,4 @@ def _checked(profile: EngineProfile) -> EngineProfile:
         raise ValueError(f"{profile.name}: a decode step must take time, but its base and its time per sequence are 0")
     if not profile.prefill_per_ktoken_ms + max(profile.prefill_per_ktoken2_ms, 0.0):
         raise ValueError(f"{profile.name}: prefill must take time, but prefill_ms is 0")
-    return profile
+    return replace(profile, decode_base_ms=max(profile.decode_base_ms, _LEAST_BASE_MS))

@@ -20,7 +20,7 @@ class EngineProfile:
         slots: turns that the engine runs at once (its `max_num_seqs`).
         kv_capacity_tokens: KV tokens that fit beside the weights.
         kv_bytes_per_token: bytes of KV per token over all GPUs of the engine.
-        decode_base_ms: one decode step with an empty batch, engine overhead included.
+        decode_base_ms: one decode step with an empty batch, engine overhead included; above 0.
         decode_per_sequence_ms: what one more running sequence adds to a step.
         decode_per_kv_ktoken_ms: what 1,000 more resident KV tokens add to a step.
         prefill_per_ktoken_ms: linear prefill cost per 1,000 new tokens.

@@ -60,6 +60,15 @@ def test_a_users_profile_is_loaded_by_path_and_name(tmp_path: Path) -> None:
     assert (profile.slots, profile.decode_base_ms, profile.kv_capacity_tokens) == (20, 6.0, 5000)
 
 
+def test_a_base_that_a_fit_left_at_0_is_read_as_more(tmp_path: Path) -> None:
+    """If sequences cost most of a step, noise may leave nothing for the base. Placement divides by it."""
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN.replace("base = 1.0", "base = 0.0").replace("[5.0, 0.1", "[0.0, 8.0"))
+    profile = load_profile(f"{path}:mine-l4-tp2")
+    assert profile.decode_base_ms > 0
+    assert profile.decode_step_s(1, 0) == pytest.approx(0.008, rel=0.001)
+
+
 def test_a_malformed_profile_file_is_reported_in_one_line(tmp_path: Path) -> None:
     """Without a traceback from the parser."""
     path = tmp_path / "mine.toml"

@@ -2,10 +2,13 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from engines.profiles import load_profile
+from engines.profiling import to_toml
 from heddle.cli import main
 
 SCENARIO = """
@@ -96,6 +99,20 @@ def test_a_trace_is_played_on_a_fleet(scenario: str, tmp_path: Path, capsys: pyt
     assert written["trace"] == str(trace)
     assert [run["num_trajectories"] for run in written["runs"]] == [5, 5]
     assert "5 trajectories" in capsys.readouterr().out
+
+
+def test_a_fleet_of_a_measured_profile_whose_base_is_0_can_be_played(tmp_path: Path) -> None:
+    """`heddle profile` may write such a one. A tool return beside a second engine ended in a division by zero."""
+    measured = replace(load_profile("toy-cpu-tp1"), name="mine-gpu-tp1", gpu="gpu", decode_base_ms=0.0)
+    (tmp_path / "mine.toml").write_text(to_toml("mine", measured))
+    fleet, out = tmp_path / "fleet.toml", tmp_path / "runs.json"
+    fleet.write_text(
+        f'policies = ["heddle"]\n[workload]\nlaw = "coding"\ntrajectories = 16\nscale = 0.1\n'
+        f'[fleet]\nprofile = "{tmp_path}/mine.toml:mine-gpu"\ngpus = 2\ntp = [1]\n'
+    )
+    assert main(["simulate", str(fleet), "--json", str(out)]) == 0
+    [run] = json.loads(out.read_bytes())["runs"]
+    assert run["num_finished"] == 16 and run["regret"] >= 1
 
 
 @pytest.mark.parametrize(
