@@ -121,9 +121,16 @@ def _train(parsed: argparse.Namespace) -> int:
     predictor = predictor_named(parsed.predictor)
     num = sum(learn_trajectories(predictor, load_trace(path).trajectories) for path in parsed.trace)
     num += sum(learn_trajectories(predictor, _drawn(parsed, law, parsed.seed)) for law in parsed.law)
-    num += sum(learn_events(predictor, path) for path in parsed.events)
+    for path in parsed.events:
+        num_ended, num_partial = learn_events(predictor, path)
+        num += num_ended
+        if num_partial:
+            print(
+                f"{path}: skipped {num_partial:,} trajectories whose first turns are not in it; "
+                "if the log was rotated, the older file's lines must come before it"
+            )
     if not num:
-        raise ValueError("nothing to learn from: no trajectory that ended in --trace, --law or --events")
+        raise ValueError("nothing to learn from: no trajectory that began and ended in --trace, --law or --events")
     parsed.out.write_bytes(predictor.dump())
     print(f"{parsed.out}: a {parsed.predictor} predictor trained on {num:,} trajectories")
     return 0

@@ -23,8 +23,12 @@ def learn_trajectories(predictor: Predictor, trajectories: Sequence[Trajectory])
     return len(trajectories)
 
 
-def learn_events(predictor: Predictor, path: Path) -> int:
-    """Play a gateway's event log, gzipped or not, to the predictor. Returns how many trajectories ended in it.
+def learn_events(predictor: Predictor, path: Path) -> tuple[int, int]:
+    """Play a gateway's event log, gzipped or not, to the predictor.
+
+    Returns:
+        How many trajectories it learned from; and how many it skipped because not all their turns are in the log, which
+        a rotation may have begun in the midst of them.
 
     Raises:
         ValueError: a line does not belong to an event log, or the file is damaged; the message names file and line.
@@ -36,7 +40,7 @@ def learn_events(predictor: Predictor, path: Path) -> int:
             log.take(said)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(f"{path}, line {number}: not a line of an event log ({error!r})") from None
-    return log.num_ended
+    return log.num_ended, log.num_partial
 
 
 class _Log:
@@ -46,7 +50,7 @@ class _Log:
         self._predictor = predictor
         self._progress: dict[str, Progress] = {}
         self._turns: dict[str, str] = {}
-        self.num_ended = 0
+        self.num_ended = self.num_partial = 0
 
     def take(self, line: dict[str, Any]) -> None:
         if line.get("kind") in ("start", "continued"):  # how the scheduler was made; that an older file comes before
@@ -89,8 +93,11 @@ class _Log:
         known = self._progress.pop(str(record["trajectory_id"]), None)
         if known is None:
             return
-        if record["state"] == "finished":
+        is_whole = (known.num_turns, known.output_tokens) == (record["num_turns"], record["output_tokens"])
+        if record["state"] == "finished" and is_whole:
             self._predictor.ended(known)
             self.num_ended += 1
-        else:
-            self._predictor.dropped(known.trajectory_id)
+            return
+        self._predictor.dropped(known.trajectory_id)
+        if record["state"] == "finished":
+            self.num_partial += 1

@@ -176,14 +176,14 @@ def test_learning_from_an_event_log_equals_learning_while_serving(is_gzipped: bo
     served.dropped("aborted")
     log = b"\n".join(lines)
     (tmp_path / "events").write_bytes(gzip.compress(log) if is_gzipped else log)
-    assert learn_events(read, tmp_path / "events") == 3
+    assert learn_events(read, tmp_path / "events") == (3, 0)
     assert read.dump() == served.dump()
 
 
 def logged(trajectory_id: str, total: int, state: str) -> list[bytes]:
     """The lines of an event log about a trajectory of one turn."""
     turn = {"at": 1.0, "kind": "event", "turn_id": f"{trajectory_id}/0"}
-    record = {"trajectory_id": trajectory_id, "state": state}
+    record = {"trajectory_id": trajectory_id, "state": state, "num_turns": 1, "output_tokens": total}
     arrived = {**turn, "type": "TurnArrived", "trajectory_id": trajectory_id, "group_id": "g", "prompt_tokens": 100}
     finished = {**turn, "type": "TurnFinished", "leg": 1, "prompt_tokens": 100, "output_tokens": total}
     saved = {"at": 2.0, "kind": "action", "type": "Save", "record": record}
@@ -244,6 +244,42 @@ def test_the_event_log_of_a_simulated_rollout_can_be_learned_from(
     assert main(["simulate", str(scenario), "--log", str(events)]) == 0
     assert main(["predictor", "train", "--events", str(events), "--out", str(model)]) == 0
     assert "trained on 24 trajectories" in capsys.readouterr().out
+
+
+def test_a_trajectory_that_began_before_its_log_is_not_learned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A gateway that rotates its log begins the new file in the midst of trajectories. Those were learned as short
+    ones. The command says how many it skipped, and that the older file's lines help."""
+    scenario, older, newer = tmp_path / "small.toml", tmp_path / "events.jsonl.1", tmp_path / "events.jsonl"
+    scenario.write_text(
+        'policies = ["heddle"]\n[workload]\nlaw = "coding"\ntrajectories = 24\n'
+        '[fleet]\nprofile = "qwen3-14b-h100"\ngpus = 4\ntp = [4]\n'
+    )
+    assert main(["simulate", str(scenario), "--log", str(older)]) == 0
+    lines = older.read_bytes().splitlines(keepends=True)
+    # A turn takes four lines to begin: those of a dozen trajectories are in the older file.
+    newer.write_bytes(b"".join([b'{"kind":"continued"}\n', *lines[1 + 4 * 12 :]]))
+    truth = {
+        said["record"]["trajectory_id"]: (said["record"]["num_turns"], said["record"]["output_tokens"])
+        for said in map(json.loads, lines)
+        if said.get("type") == "Save" and said["record"]["state"] == "finished"
+    }
+    learned: list[Progress] = []
+
+    class Noting(TabularPredictor):
+        def ended(self, progress: Progress) -> None:
+            learned.append(progress)
+            super().ended(progress)
+
+    num_ended, num_partial = learn_events(Noting(), newer)
+    assert (num_ended, num_partial) == (len(learned), 12) == (12, 12)
+    assert all(truth[one.trajectory_id] == (one.num_turns, one.output_tokens) for one in learned)
+    capsys.readouterr()
+    assert main(["predictor", "train", "--events", str(newer), "--out", str(tmp_path / "model")]) == 0
+    printed = capsys.readouterr().out
+    assert f"trained on {num_ended} trajectories" in printed
+    assert f"events.jsonl: skipped {num_partial} trajectories whose first turns are not in it" in printed
 
 
 def test_the_commands_report_missing_data_and_unknown_laws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
