@@ -1,6 +1,6 @@
 """One agent of a simulated rollout: its position in its trajectory, and the time its turns have taken so far."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ Part = tuple[str, int]
 _MAX_PROMPT_PARTS = 32
 
 
-def shared_prompts(trajectories: Iterable[Trajectory]) -> dict[str, tuple[Part, ...]]:
+def shared_prompts(trajectories: Collection[Trajectory]) -> dict[str, tuple[Part, ...]]:
     """For each group, the prompt that its siblings share, as far as the shorter one goes.
 
     First comes the preamble, which other groups have as well; the part of it that not all siblings of a group have
@@ -30,12 +30,19 @@ def shared_prompts(trajectories: Iterable[Trajectory]) -> dict[str, tuple[Part, 
     many, so that a short one's prompt consists of whole parts of a longer one's.
     """
     lengths: dict[str, set[int]] = {}
-    preambles: dict[str, int] = {}
     for trajectory in trajectories:
         lengths.setdefault(trajectory.group_id, set()).add(trajectory.context_tokens)
+    preambles = shared_preambles(trajectories)
+    return {group_id: _parts(group_id, preambles[group_id], sorted(ends)) for group_id, ends in lengths.items()}
+
+
+def shared_preambles(trajectories: Collection[Trajectory]) -> dict[str, int]:
+    """For each group, the tokens of the preamble that all its siblings have."""
+    preambles: dict[str, int] = {}
+    for trajectory in trajectories:
         preamble = preambles.get(trajectory.group_id, trajectory.preamble_tokens)
         preambles[trajectory.group_id] = min(preamble, trajectory.preamble_tokens)
-    return {group_id: _parts(group_id, preambles[group_id], sorted(ends)) for group_id, ends in lengths.items()}
+    return preambles
 
 
 def _parts(group_id: str, preamble_tokens: int, ends: Sequence[int]) -> tuple[Part, ...]:

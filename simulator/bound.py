@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from engines.simulated.features import Speculation
 from scheduling.cost import EngineProfile
+from simulator.agent import shared_preambles
 from workloads.trajectories import Trajectory
 
 Floats = NDArray[np.float64]
@@ -76,20 +77,21 @@ def best_fleet_bound_s(
 
 def _columns(trajectories: Sequence[Trajectory]) -> _Turns:
     rows: list[tuple[float, ...]] = []
+    preamble_of = shared_preambles(trajectories)
     prefilled: set[str] = set()
     preambles: set[int] = set()
     for owner, trajectory in enumerate(trajectories):
-        context = 0
+        context, preamble = 0, preamble_of[trajectory.group_id]
         for index, turn in enumerate(trajectory.turns):
             prompt = turn.new_tokens if context else trajectory.context_tokens
             before, context = context, context + prompt
-            if not before and trajectory.preamble_tokens in preambles:
-                before = trajectory.preamble_tokens
+            if not before and preamble in preambles:
+                before = preamble
             new = context - before
             if not index:
                 new = 0 if trajectory.group_id in prefilled else new
                 prefilled.add(trajectory.group_id)
-                preambles.add(trajectory.preamble_tokens)
+                preambles.add(preamble)
             decoded = turn.output_tokens - 1  # the first token comes with the prefill
             products = decoded * context + decoded * (decoded + 1) / 2
             own_products = products - decoded * trajectory.context_tokens

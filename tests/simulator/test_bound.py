@@ -130,6 +130,18 @@ def test_the_bound_counts_a_shared_prompt_once() -> None:
     assert 0.8 * taken_s < fleet_bound_s(siblings, [engine]) <= taken_s
 
 
+def test_siblings_share_with_other_groups_only_the_preamble_that_all_of_them_have() -> None:
+    """The bound took that of a group's first member for the group's: 9.3 s, for prompts that are prefilled in 1.1 s."""
+    groups = [
+        replace(crowd(1, 1, 20_000, Turn(0, 1, 0.0), preamble=20_000)[0], trajectory_id="first", group_id="first")
+    ]
+    for number, one in enumerate(crowd(16, 2, 20_100, Turn(0, 1, 0.0), preamble=20_000)):
+        own_tokens = 0 if number % 2 else 1 + number // 2  # each group's first member has a preamble of its own length
+        groups.append(replace(one, preamble_tokens=20_000 + own_tokens))
+    taken_s = makespan_s(Workload("unlike preambles", tuple(groups)), [TP1], "verl", Conditions())
+    assert 0.8 * taken_s < fleet_bound_s(groups, [TP1]) <= taken_s
+
+
 def test_the_best_fleets_bound_is_the_fleets_if_there_is_one_size() -> None:
     """With two sizes, it is no slower than either alone."""
     for trajectories in (draw(law_named("coding"), 4, 1).trajectories, draw(law_named("coding"), 640, 1).trajectories):
