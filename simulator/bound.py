@@ -11,7 +11,7 @@ There are two bounds, and the larger one counts:
 
 On a fleet of unlike engines the work is shared out fractionally. Any weights on the engines whose shares of the total
 sum to 1 give a bound; the best weights are searched. For the best fleet of a given number of GPUs, each turn costs
-GPU-seconds at the TP degree that is cheapest for it, so the bound also holds for fleets that change. A turn is assumed
+GPU-seconds on the engines that are cheapest for it, so the bound also holds for fleets that change. A turn is assumed
 to run on one engine.
 """
 
@@ -65,7 +65,7 @@ def best_fleet_bound_s(
     gpus: int,
     speculation: Speculation | None = None,
 ) -> float:
-    """The same for any fleet of `gpus` GPUs whose engines have these profiles, one for each TP degree."""
+    """The same for any fleet of `gpus` GPUs whose engines have these profiles."""
     turns = _columns(trajectories)
     path_s = _critical_path_s(turns, profiles, speculation)
     works = [

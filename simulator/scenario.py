@@ -280,6 +280,8 @@ def _check_that_it_can_be_cut_anew(profiles: Sequence[EngineProfile], gpus_per_n
     stems = dict.fromkeys(profile.name.rpartition("-tp")[0] for profile in profiles)
     if len(stems) > 1:
         raise ValueError(f"reshape: all engines must be of one model and GPU, not of {' and '.join(stems)}")
+    if len({profile.tp for profile in profiles}) < len(set(profiles)):
+        raise ValueError("reshape: all engines of one TP degree must have one profile")
 
 
 def _check_that_bytes_are_known(profiles: Sequence[EngineProfile]) -> None:
@@ -289,10 +291,12 @@ def _check_that_bytes_are_known(profiles: Sequence[EngineProfile]) -> None:
 
 
 def _family(profiles: list[EngineProfile], slots_per_gpu: int | None) -> tuple[EngineProfile, ...]:
-    """The built-in profiles of the same model and GPU, and the fleet's own."""
-    stems = {profile.name.rpartition("-tp")[0] for profile in profiles}
-    names = [name for name in profile_names() if name.rpartition("-tp")[0] in stems]
-    family = {name: load_profile(name) for name in names}
+    """The fleet's own profiles, and built-in ones of the same model and GPU under other names; small engines first."""
+    taken = {profile.name for profile in profiles}
+    stems = {name.rpartition("-tp")[0] for name in taken}
+    names = [name for name in profile_names() if name.rpartition("-tp")[0] in stems and name not in taken]
+    others = [load_profile(name) for name in names]
     if slots_per_gpu is not None:
-        family = {name: replace(profile, slots=slots_per_gpu * profile.tp) for name, profile in family.items()}
-    return tuple({**family, **{profile.name: profile for profile in profiles}}.values())
+        others = [replace(profile, slots=slots_per_gpu * profile.tp) for profile in others]
+    # Two files may describe different engines under one name.
+    return tuple(sorted(dict.fromkeys([*others, *profiles]), key=lambda profile: profile.tp))

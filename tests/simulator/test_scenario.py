@@ -140,6 +140,34 @@ def test_kv_of_unknown_size_cannot_be_transferred(table: str, tmp_path: Path) ->
         read(tmp_path, fleet + table).fleets()
 
 
+def unlike_engines_of_one_name(tmp_path: Path) -> str:
+    """A fleet of two profiles from two files under the name that `heddle profile` gives by default."""
+    one = replace(load_profile("toy-cpu-tp1"), name="model-gpu-tp1", gpu="gpu")
+    for name, profile in (("slow", one.slower(10.0)), ("fast", one)):
+        (tmp_path / f"{name}.toml").write_text(to_toml("model", profile))
+    return "".join(
+        f'[[fleet.engines]]\nprofile = "{tmp_path}/{name}.toml:model-gpu-tp1"\n' for name in ("fast", "slow")
+    )
+
+
+def test_the_best_fleet_may_consist_of_any_engine_of_the_fleet(tmp_path: Path) -> None:
+    """Of profiles under one name, only the last one listed counted, and runs beat the bound of every fleet."""
+    scenario = read(tmp_path, '[workload]\nlaw = "coding"\ntrajectories = 4\n' + unlike_engines_of_one_name(tmp_path))
+    [fleet], [workload] = scenario.fleets(), scenario.workloads(1)
+    assert set(fleet.family) == set(fleet.profiles) and len(fleet.family) == 2
+    bounds = bounds_of(scenario, fleet, workload, 1)
+    run = play(scenario, "heddle", fleet, "tabular", 1, [workload], bounds)
+    assert bounds.best_fleet_s is not None and bounds.best_fleet_s <= bounds.fleet_s <= run.outcome.makespan_s
+
+
+def test_a_fleet_with_two_profiles_of_one_size_cannot_be_reshaped(tmp_path: Path) -> None:
+    """Which of them a relaunched engine has would be chance."""
+    fleet = unlike_engines_of_one_name(tmp_path)
+    assert len(read(tmp_path, fleet).fleets()) == 1
+    with pytest.raises(ValueError, match="reshape: all engines of one TP degree must have one profile"):
+        read(tmp_path, fleet + "[reshape]").fleets()
+
+
 def test_the_bound_allows_for_tools_that_time_out_early(tmp_path: Path) -> None:
     """A timeout may be shorter than the tool call that hangs would have been."""
     asked = '[workload]\nlaw = "coding"\ntool_scale = 1000.0\ntrajectories = 4\n'
