@@ -21,6 +21,8 @@ from simulator.scenario import Fleet, Scenario, WorkloadSettings, load_scenario
 from workloads.trajectories import Workload
 
 REPLAY = "replay"
+# The log tells everything else. A replay has no agents of its own, no engines and no figures.
+_NOT_WITH_REPLAY = ("seed", "predictor", "trace", "trajectories", "max_context_tokens", "fleet", "tp", "log", "json")
 _EPILOG = f"""examples:
   heddle simulate scenarios/coding-14b.toml
   heddle simulate scenarios/coding-14b.toml --policy heddle --policy verl --seed 1 --seed 2 --predictor oracle
@@ -175,6 +177,11 @@ def _replay(parsed: argparse.Namespace, console: Console) -> int:
     try:
         if parsed.events is None:
             raise ValueError("replay needs an event log: heddle simulate replay EVENTS.jsonl")
+        given = [f"--{name.replace('_', '-')}" for name in _NOT_WITH_REPLAY if getattr(parsed, name) is not None]
+        if given:
+            raise ValueError(f"a replay takes all from its log: leave out {', '.join(given)}")
+        if parsed.policy and len(parsed.policy) > 1:
+            raise ValueError("a replay has one policy: give --policy once, and only if the log names none")
         replayed = replay(parsed.events, parsed.policy[0] if parsed.policy else None)
     except (ValueError, OSError) as error:
         print(f"heddle simulate: {why(error)}", file=sys.stderr)

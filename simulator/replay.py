@@ -88,10 +88,11 @@ def replay(path: Path, policy_name: str | None = None) -> Replayed:
     """Plays a log again until it ends or something differs.
 
     Args:
-        policy_name: the policy of the log, if the log does not name it; None: the default policy.
+        policy_name: the policy of the log, needed if the log does not name it. None: the default policy.
 
     Raises:
-        ValueError: a line is malformed, the file is damaged, there is no event, or no such policy.
+        ValueError: a line is malformed, the file is damaged, there is no event, or no such policy, or the log names
+            another.
         OSError: the file cannot be read.
     """
     replayed = _replay(json_lines(path), path, policy_name)
@@ -112,7 +113,7 @@ def _replay(lines: Iterator[tuple[int, bytes, dict[str, Any]]], path: Path, poli
                 is_without_beginning = scheduler is None
             case "start":
                 is_without_beginning = False
-                scheduler = _started(said, f"{path}, line {number}: ")
+                scheduler = _started(said, f"{path}, line {number}: ", policy_name)
             case "event" | "action" if is_without_beginning:
                 pass
             case "event":
@@ -140,7 +141,7 @@ def _replay(lines: Iterator[tuple[int, bytes, dict[str, Any]]], path: Path, poli
     return Replayed(num_events, num_actions, difference)
 
 
-def _started(said: dict[str, Any], where: str) -> Scheduler:
+def _started(said: dict[str, Any], where: str, policy_name: str | None) -> Scheduler:
     missing = [name for name in ("at", "policy", "can_preempt") if name not in said]
     if missing:
         raise ValueError(f"{where}the line of kind start lacks {missing[0]!r}")
@@ -149,6 +150,8 @@ def _started(said: dict[str, Any], where: str) -> Scheduler:
         policy = policy_named(start.policy)
     except ValueError as error:
         raise ValueError(f"{where}{error}") from error
+    if policy_name not in (None, start.policy):
+        raise ValueError(f"{where}the log's policy is {start.policy}, and a replay can have no other")
     return Scheduler(policy, start.limits, start.records, start.at, can_preempt=start.can_preempt)
 
 

@@ -85,6 +85,36 @@ def test_a_replay_that_differs_shows_where_and_fails(
     assert printed.count('"kind":"event"') == 1 and printed.count('"kind":"action"') == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--policy", "slime"], "line 1: the log's policy is verl, and a replay can have no other"),
+        (["--policy", "magic"], "line 1: the log's policy is verl, and a replay can have no other"),
+        (["--policy", "verl", "--policy", "slime"], "a replay has one policy"),
+        (["--trace", "none.jsonl", "--max-context-tokens", "9"], "leave out --trace, --max-context-tokens"),
+        (["--fleet", "none.toml", "--tp", "2"], "leave out --fleet, --tp"),
+        (["--seed", "9", "--predictor", "oracle", "--trajectories", "5"], "leave out --seed, --predictor, --traj"),
+        (["--json", "runs.json", "--log", "again.jsonl"], "leave out --log, --json"),
+    ],
+)
+def test_a_replay_refuses_options_that_it_would_ignore(
+    options: list[str],
+    message: str,
+    scenario: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`replay LOG --policy slime` of another policy's log said that all decisions were the same."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate", scenario, "--policy", "verl", "--tp", "2", "--log", "events.jsonl"]) == 0
+    assert main(["simulate", "replay", "events.jsonl", "--policy", "verl"]) == 0
+    capsys.readouterr()
+    assert main(["simulate", "replay", "events.jsonl", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("heddle simulate: ") and message in error and error.count("\n") == 1
+
+
 def test_a_trace_is_played_on_a_fleet(scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Agents from one file, engines from another."""
     trace = tmp_path / "agents.jsonl"
