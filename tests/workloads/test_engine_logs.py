@@ -1,5 +1,6 @@
 """Logs of vLLM and SGLang become trajectories: token ids, sessions and times link their calls."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,18 @@ def test_vllm_log_gives_lengths_times_and_the_order_of_calls(tmp_path: Path, for
     noise = "INFO 11-21 04:59:00 [api_server.py:10] Starting vLLM server on http://0.0.0.0:8000"
     path = lines(tmp_path / "server.log", noise, *(form(at_s, message) for at_s, message in VLLM_MESSAGES))
     assert detect_format(path) == "vllm-log"
+    assert shapes(import_trace(path)) == [(64, (Turn(0, 3, 3.0), Turn(2, 3, 0.0)))]
+
+
+@pytest.mark.parametrize("order", [range(10), [0, 4, *range(1, 4), *range(5, 10)]], ids=["in order", "mixed"])
+def test_a_vllm_log_may_pass_new_year(tmp_path: Path, order: Sequence[int]) -> None:
+    """Its lines have no year. Those after midnight were sorted before the others, which tore conversations apart. If
+    two processes write one log, a line of the old year may come after one of the new."""
+    written = [
+        f"DEBUG {f'12-31 23:59:{57 + at_s}' if at_s < 3 else f'01-01 00:00:0{at_s - 3}'} [logger.py:55] {message}"
+        for at_s, message in VLLM_MESSAGES
+    ]
+    path = lines(tmp_path / "server.log", *(written[number] for number in order))
     assert shapes(import_trace(path)) == [(64, (Turn(0, 3, 3.0), Turn(2, 3, 0.0)))]
 
 

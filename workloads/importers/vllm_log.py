@@ -5,7 +5,8 @@
 
 Lengths need token ids, which are logged with `--enable-log-requests --enable-log-outputs --log-level DEBUG`, without
 `--max-log-len`, and for streams with `--enable-log-deltas`. Older versions print them in `Received request`. Text lines
-have no year and only whole seconds, so tool times are as coarse. Requests without an answer in the log are left out.
+have no year and only whole seconds: tool times are as coarse, and a log must not be silent for half a year. Requests
+without an answer in the log are left out.
 
 Source: vLLM 0.32, entrypoints/serve/utils/request_logger.py.
 """
@@ -33,6 +34,7 @@ _PROMPT_IDS = re.compile(r"prompt_token_ids: \[([\d, ]*)\]")
 _OUTPUT_IDS = re.compile(r"output_token_ids: [\[(]([\d, ]*)[\])]")
 _STREAM_LENGTH = re.compile(r"<streaming_complete: (\d+) tokens>")
 _ANY_LEAP_YEAR = 2024
+_LEAP_YEAR_S = 366 * 86_400.0
 _BLOCK_TOKENS = 16
 
 
@@ -45,9 +47,25 @@ class _Request:
     answered_in: str = ""
 
 
+@dataclass(slots=True)
+class _Calendar:
+    """Puts times without a year, line by line, into the year in which they are nearest to the latest one so far.
+
+    Several processes write one log, so lines of the old year may come after some of the new one.
+    """
+
+    latest_s: float = 0.0
+
+    def at_s(self, in_year_s: float) -> float:
+        years = round((self.latest_s - in_year_s) / _LEAP_YEAR_S) if self.latest_s else 0
+        at_s = in_year_s + years * _LEAP_YEAR_S
+        self.latest_s = max(self.latest_s, at_s)
+        return at_s
+
+
 def is_vllm_line(line: str) -> bool:
     """Whether a line of a log is about a request."""
-    return _message(line) is not None
+    return _message(line, _Calendar()) is not None
 
 
 def read_vllm_log(path: Path) -> Workload:
@@ -58,17 +76,18 @@ def read_vllm_log(path: Path) -> Workload:
         OSError: If the file cannot be read.
     """
     requests: dict[str, _Request] = {}
+    calendar = _Calendar()
     for where, line in read_lines(path):
         with read_at(where):
-            _take(line, where, requests)
+            _take(line, where, requests, calendar)
     answered = [(name, request) for name, request in requests.items() if request.ended_at_s is not None]
     calls = sorted((_call(name, request) for name, request in answered), key=lambda call: call.started_at_s or 0.0)
     return workload_by_prefix(path.name.split(".")[0], calls)
 
 
-def _take(line: str, where: str, requests: dict[str, _Request]) -> None:
+def _take(line: str, where: str, requests: dict[str, _Request], calendar: _Calendar) -> None:
     """Record what a line contains about a request, if it is about one."""
-    message = _message(line)
+    message = _message(line, calendar)
     if message is None:
         return
     at_s, kind, request_id, part, text = message
@@ -79,12 +98,12 @@ def _take(line: str, where: str, requests: dict[str, _Request]) -> None:
         request.prompt = _ids(_PROMPT_IDS, text) or request.prompt
 
 
-def _message(line: str) -> tuple[float, str, str, str | None, str] | None:
+def _message(line: str, calendar: _Calendar) -> tuple[float, str, str, str | None, str] | None:
     """Time, kind, request, part of a stream, and the rest; None if the line is about something else."""
     if line.startswith("{"):
         try:
             record = json.loads(line)
-            at = datetime.strptime(record["asctime"], "%Y-%m-%d %H:%M:%S,%f")
+            at_s = datetime.strptime(record["asctime"], "%Y-%m-%d %H:%M:%S,%f").timestamp()
             text = str(record["message"])
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
@@ -92,10 +111,10 @@ def _message(line: str) -> tuple[float, str, str, str | None, str] | None:
         parts = _TEXT_LINE.search(_COLOUR.sub("", line))
         if parts is None:
             return None
-        at = datetime.strptime(f"{_ANY_LEAP_YEAR}-{parts[1]}", "%Y-%m-%d %H:%M:%S")
+        at_s = calendar.at_s(datetime.strptime(f"{_ANY_LEAP_YEAR}-{parts[1]}", "%Y-%m-%d %H:%M:%S").timestamp())
         text = parts[2].rstrip("\n")
     message = _MESSAGE.match(text)
-    return None if message is None else (at.timestamp(), message[1], message[2], message[3], message[4])
+    return None if message is None else (at_s, message[1], message[2], message[3], message[4])
 
 
 def _note_answer(request: _Request, at_s: float, part: str | None, text: str, where: str) -> None:
