@@ -1,4 +1,5 @@
-"""`heddle import`: converts traces of other programs and logs of engines to traces that every `--trace` here reads."""
+"""`heddle import`: converts other programs' traces, engines' logs and event logs to traces that every `--trace` here
+reads."""
 
 import argparse
 import sys
@@ -13,6 +14,7 @@ _EPILOG = """examples:
   heddle import conversation_trace.jsonl --out conversations.jsonl.gz
   heddle import traces/ --format kv-cache-tester --out agents.jsonl.gz
   heddle import server.log --out yesterday.jsonl.gz
+  heddle import events.jsonl --out sessions.jsonl.gz        # a gateway's event_log
 """
 
 

@@ -184,7 +184,11 @@ def parse_line(line: str) -> Trajectory:
     record = parse_json(line)
     _expect(isinstance(record, dict), "not a JSON object")
     turns = record.get("turns")
-    hint = "" if "trajectory_id" in record else "; `heddle import` reads other programs' traces"
+    hint = (
+        ""
+        if "trajectory_id" in record
+        else "; `heddle import` reads event logs, engines' logs and other programs' traces"
+    )
     _expect(isinstance(turns, list) and len(turns) > 0, f"turns: must be a list of at least one turn{hint}")
     first, *others = (_turn(turn, f"turns[{index}].") for index, turn in enumerate(turns))
     context_tokens = max(1, _count(record, "context_tokens") + first.new_tokens)

@@ -99,3 +99,9 @@ def sglang_text(rid: str, second: int, latency_s: float, prompt: int, output: in
 
 def without(record: dict[str, Any], field: str) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name != field}
+
+
+def arrived(at_s: float) -> dict[str, Any]:
+    """An event of Heddle's own log."""
+    turn = {"turn_id": "a", "trajectory_id": "t", "group_id": "g", "prompt_tokens": 100}
+    return {"at": at_s, "kind": "event", "type": "TurnArrived"} | turn

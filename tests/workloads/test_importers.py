@@ -14,6 +14,7 @@ from tests.workloads.forms import (
     ANSWER,
     PROMPT,
     VLLM_MESSAGES,
+    arrived,
     conversation,
     dynamo,
     lines,
@@ -95,6 +96,10 @@ def test_ids_may_be_numbers_and_lengths_may_be_floats(tmp_path: Path) -> None:
         ("sglang-log", "Finish: obj=GenerateReqInput(rid='r'), out={}", "line 2, out, meta_info, prompt_tokens: .*"),
         ("sglang-log", sglang_text("r", 1, 1.0, 2, 3).replace("11-21", "13-41"), "line 2: time data '2026-13-41"),
         ("sglang-log", sglang_text("r", 1, 1.0, 2, 3).replace("1.0", "1.0.0"), "line 2: could not convert .*'1.0.0'"),
+        ("event-log", arrived(3) | {"at": None}, "line 2, at: must be a number from 0, not None"),
+        ("event-log", arrived(3) | {"group_id": 7}, "line 2, group_id: must be a string, not 7"),
+        ("event-log", {"type": "TurnFinished"}, "line 2, turn_id: must be a string, not None"),
+        ("event-log", {"type": "Save"}, "line 2, record: must be a JSON object"),
         ("vllm-log", vllm_text(0, VLLM_MESSAGES[1][1]).replace("11-21", "13-41"), "line 2: time data '2024-13-41"),
         (
             "vllm-log",
@@ -113,6 +118,7 @@ def test_a_malformed_record_is_refused_with_its_line_and_field(
         "kv-cache-tester": conversation(id="ok"),
         "sglang-log": sglang_json("ok", 1, 1.0, 10, 5),
         "vllm-log": vllm_text(0, VLLM_MESSAGES[0][1]),
+        "event-log": arrived(0),
     }
     path = lines(tmp_path / "t.jsonl", good[format_name], bad)
     with pytest.raises(TraceError, match=message):
@@ -147,6 +153,9 @@ def test_values_that_no_trace_may_hold_are_refused_at_import(tmp_path: Path, rec
         (vllm_json(0, VLLM_MESSAGES[1][1]), "vllm-log"),
         (sglang_json("r", 1, 1.0, 2, 3) | {"event": "request.received"}, "sglang-log"),
         ("[2026-11-21 05:00:01] Receive: obj=GenerateReqInput(rid='r')", "sglang-log"),
+        ({"at": 0.0, "kind": "start", "policy": "heddle", "can_preempt": True}, "event-log"),
+        ({"kind": "continued"}, "event-log"),
+        (arrived(0), "event-log"),
     ],
 )
 def test_formats_are_detected_by_their_first_telling_line(tmp_path: Path, first: Any, format_name: str) -> None:
@@ -181,7 +190,8 @@ def test_a_file_that_is_no_trace_is_refused_with_the_known_formats(tmp_path: Pat
     """Text without a request, our own format, bytes, and a trace without trajectories."""
     with pytest.raises(
         TraceError,
-        match=r"unknown format; if it is one of mooncake, kv-cache-tester, dynamo, vllm-log, sglang-log, name",
+        match=r"unknown format; "
+        r"if it is one of mooncake, kv-cache-tester, dynamo, vllm-log, sglang-log, event-log, name",
     ):
         detect_format(lines(tmp_path / "f", "hello", [1], {"a": 1}))
     write_trace(draw(CODING, 1, seed=1), tmp_path / "own.jsonl")

@@ -223,6 +223,7 @@ def test_a_trace_of_another_program_is_refused_with_the_importer(tmp_path: Path,
     (tmp_path / "t.jsonl").write_text(line + "\n")
     with pytest.raises(
         TraceError,
-        match=r"line 1: turns: must be a list of at least one turn; `heddle import` reads other programs' traces",
+        match=r"line 1: turns: must be a list of at least one turn; "
+        r"`heddle import` reads event logs, engines' logs and other programs' traces",
     ):
         load_trace(tmp_path / "t.jsonl")

@@ -1,4 +1,5 @@
-"""Public trace forms and engines' logs: recognised, and read as workloads. Our own form is in `workloads.traces`."""
+"""Public trace forms, engines' logs and event logs: recognised, and read as workloads. Our own form is in
+`workloads.traces`."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from workloads.importers.dynamo import read_dynamo
+from workloads.importers.event_log import is_event, read_event_log
 from workloads.importers.kv_cache_tester import read_kv_cache_tester
 from workloads.importers.mooncake import read_mooncake
 from workloads.importers.native import check_writable
@@ -22,6 +24,7 @@ READERS: dict[str, Callable[[Path], Workload]] = {
     "dynamo": read_dynamo,
     "vllm-log": read_vllm_log,
     "sglang-log": read_sglang_log,
+    "event-log": read_event_log,
 }
 # A server writes some hundred lines before its first request; a trace shows its form at once.
 _LINES_LOOKED_AT = 5_000
@@ -89,4 +92,4 @@ def _form_of_object(line: str) -> str | None:
         return "dynamo"
     if "input_length" in record or "input_tokens" in record:
         return "mooncake"
-    return None
+    return "event-log" if is_event(record) else None

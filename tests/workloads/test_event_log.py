@@ -1,0 +1,76 @@
+"""Heddle's own event log becomes a trace: what agents did once can be played on another fleet."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from heddle.cli import main
+from workloads.importers import detect_format, import_trace
+from workloads.importers.native import write_trace
+from workloads.laws import CODING, draw
+from workloads.traces import load_trace
+from workloads.trajectories import Workload
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Of a rollout on a fleet where turns wait for each other."""
+    trace, fleet, events = tmp_path / "agents.jsonl", tmp_path / "fleet.toml", tmp_path / "events.jsonl"
+    write_trace(draw(CODING, 24, seed=1), trace)
+    fleet.write_text(
+        'policies = ["heddle"]\n[fleet]\nprofile = "qwen3-14b-h100"\ngpus = 4\ntp = [2]\nslots_per_gpu = 3\n'
+    )
+    assert main(["simulate", "--trace", str(trace), "--fleet", str(fleet), "--log", str(events)]) == 0
+    return events
+
+
+def lengths(workload: Workload) -> dict[str, object]:
+    """Group, prompt, new and output tokens of each trajectory, by its own name."""
+    return {
+        one.trajectory_id: (one.group_id, one.context_tokens, [(t.new_tokens, t.output_tokens) for t in one.turns])
+        for one in workload.trajectories
+    }
+
+
+def test_an_event_log_gives_the_trace_that_was_played(log: Path, tmp_path: Path) -> None:
+    """Lengths, groups and tool times. The time that turns waited and ran is no tool's."""
+    played, imported = load_trace(tmp_path / "agents.jsonl"), import_trace(log)
+    assert detect_format(log) == "event-log"
+    assert lengths(imported) == {f"{name}-0": lengths_of for name, lengths_of in lengths(played).items()}
+    tools_s = {one.trajectory_id: [turn.tool_s for turn in one.turns[:-1]] for one in imported.trajectories}
+    for one in played.trajectories:
+        assert tools_s[f"{one.trajectory_id}-0"] == pytest.approx([turn.tool_s for turn in one.turns[:-1]])
+
+
+def test_trajectories_that_began_before_the_log_are_left_out(log: Path, tmp_path: Path) -> None:
+    """As after a rotation. What is left of them would be trajectories that begin with a long prompt."""
+    whole, events = lengths(import_trace(log)), log.read_bytes().splitlines(keepends=True)
+    arrivals = [number for number, line in enumerate(events) if json.loads(line).get("type") == "TurnArrived"]
+    log.write_bytes(b"".join([b'{"kind":"continued"}\n', *events[arrivals[12] :]]))
+    assert detect_format(log) == "event-log"
+    left = lengths(import_trace(log))
+    assert len(left) == 12 and left.items() <= whole.items()
+
+
+def test_trajectories_that_run_at_the_end_of_the_log_are_cut_there(log: Path) -> None:
+    """A log can be imported while its gateway runs."""
+    whole, events = import_trace(log), log.read_bytes().splitlines(keepends=True)
+    arrivals = [number for number, line in enumerate(events) if json.loads(line).get("type") == "TurnArrived"]
+    log.write_bytes(b"".join(events[: arrivals[len(arrivals) // 2]]))
+    turns_of = {one.trajectory_id: [turn.output_tokens for turn in one.turns] for one in whole.trajectories}
+    cut_of = {one.trajectory_id: [turn.output_tokens for turn in one.turns] for one in import_trace(log).trajectories}
+    assert all(turns == turns_of[name][: len(turns)] for name, turns in cut_of.items())
+    assert 0 < sum(map(len, cut_of.values())) < sum(map(len, turns_of.values()))
+
+
+def test_an_event_log_given_as_a_trace_is_refused_with_the_importer(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The importer that the message names reads it."""
+    out = tmp_path / "again.jsonl"
+    assert main(["simulate", "--trace", str(log), "--fleet", str(tmp_path / "fleet.toml")]) == 2
+    assert "`heddle import` reads event logs" in capsys.readouterr().err
+    assert main(["import", str(log), "--out", str(out)]) == 0
+    assert "24 trajectories in 2 groups" in capsys.readouterr().out
+    assert main(["simulate", "--trace", str(out), "--fleet", str(tmp_path / "fleet.toml")]) == 0

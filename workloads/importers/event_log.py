@@ -1,0 +1,62 @@
+"""Heddle's own event log, which a gateway (`event_log`) and `heddle simulate --log` write.
+
+    {"at": 3.5, "kind": "event", "type": "TurnArrived", "turn_id": "a", "trajectory_id": "t", "group_id": "g", ...}
+    {"at": 9.0, "kind": "event", "type": "TurnFinished", "turn_id": "a", "prompt_tokens": 900, "output_tokens": 9, ...}
+    {"at": 9.0, "kind": "action", "type": "Save", "record": {"trajectory_id": "t", "num_turns": 1, ...}}
+
+A trajectory is a session. One that began in an older file is left out: its record counts more turns than the log has.
+One that still runs at the log's end is cut there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from workloads.importers.calls import Call, workload_of_sessions
+from workloads.importers.records import Record, read_records
+from workloads.trajectories import Workload
+
+
+def is_event(fields: dict[str, Any]) -> bool:
+    """Whether an object is a line of an event log."""
+    kind = fields.get("kind")
+    return kind in ("start", "continued") or (kind in ("event", "action") and "type" in fields)
+
+
+def read_event_log(path: Path) -> Workload:
+    """The workload of a log.
+
+    Raises:
+        TraceError: If a line is malformed; the message names the line and the field.
+        OSError: If the file cannot be read.
+    """
+    arrivals: dict[str, tuple[str, float]] = {}
+    sessions: dict[str, list[Call]] = {}
+    groups: dict[str, str] = {}
+    num_turns: dict[str, int] = {}
+    for record in read_records(path):
+        match record.fields.get("type"):
+            case "TurnArrived":
+                trajectory_id = record.text("trajectory_id")
+                arrivals[record.text("turn_id")] = trajectory_id, record.number("at")
+                if record.fields.get("group_id"):
+                    groups[trajectory_id] = record.text("group_id")
+            case "TurnFinished":
+                arrival = arrivals.pop(record.text("turn_id"), None)
+                if arrival is not None:
+                    sessions.setdefault(arrival[0], []).append(_call(record, arrival[1]))
+            case "Save":
+                saved = Record(record.fields.get("record"), f"{record.where}, record")
+                num_turns[saved.text("trajectory_id")] = saved.count("num_turns")
+    whole = [(name, calls) for name, calls in sessions.items() if len(calls) == num_turns.get(name)]
+    return workload_of_sessions(path.name.split(".")[0], whole, groups)
+
+
+def _call(finished: Record, started_at_s: float) -> Call:
+    return Call(
+        prompt_tokens=finished.count("prompt_tokens"),
+        output_tokens=finished.count("output_tokens"),
+        started_at_s=started_at_s,
+        ended_at_s=finished.number("at"),
+    )
