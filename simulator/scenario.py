@@ -253,6 +253,7 @@ class Scenario:
             _check_that_it_can_be_cut_anew(profiles, self.reshape.gpus_per_node)
         if self.transfer is not None or self.features.host_tier is not None:
             _check_that_bytes_are_known(profiles)
+        _check_that_they_serve_one_model(profiles)
         return Fleet(name, tuple(profiles), _family(profiles, slots))
 
 
@@ -288,6 +289,14 @@ def _check_that_bytes_are_known(profiles: Sequence[EngineProfile]) -> None:
     unknown = next((profile.name for profile in profiles if not profile.kv_bytes_per_token), None)
     if unknown is not None:
         raise ValueError(f"{unknown} does not say its kv_bytes_per_token, without which KV would be sent in no time")
+
+
+def _check_that_they_serve_one_model(profiles: Sequence[EngineProfile]) -> None:
+    models = dict.fromkeys(profile.model for profile in profiles)
+    if len(models) > 1:
+        raise ValueError(
+            f"fleet: all agents ask for one model, but the engines' profiles are of {' and '.join(models)}"
+        )
 
 
 def _family(profiles: list[EngineProfile], slots_per_gpu: int | None) -> tuple[EngineProfile, ...]:

@@ -56,8 +56,16 @@ def test_a_fleet_may_be_a_list_of_engines(tmp_path: Path) -> None:
     [fleet] = read(tmp_path, text).fleets()
     assert [profile.tp for profile in fleet.profiles] == [2, 1, 1, 1]
     assert fleet.gpus == 5 and fleet.name == "1 x TP2 + 3 x TP1"
-    [fleet] = read(tmp_path, text.replace("toy-cpu-tp1", "qwen3-8b-h100-tp1")).fleets()
-    assert fleet.name == "1 x toy-cpu-tp2 + 3 x qwen3-8b-h100-tp1"
+    unlike = text.replace("toy-cpu-tp2", "qwen3-8b-a100-tp2").replace("toy-cpu-tp1", "qwen3-8b-h100-tp1")
+    [fleet] = read(tmp_path, unlike).fleets()
+    assert fleet.name == "1 x qwen3-8b-a100-tp2 + 3 x qwen3-8b-h100-tp1"
+
+
+def test_a_fleet_of_two_models_is_refused(tmp_path: Path) -> None:
+    """It was played as if either model could take any turn, and trajectories moved between them."""
+    engines = "".join(f'[[fleet.engines]]\nprofile = "qwen3-{size}-h100-tp1"\n' for size in ("14b", "8b"))
+    with pytest.raises(ValueError, match=r"all agents ask for one model, .* Qwen/Qwen3-14B and Qwen/Qwen3-8B"):
+        read(tmp_path, engines).fleets()
 
 
 def test_turns_have_no_queue_timeout_unless_the_file_sets_one(tmp_path: Path) -> None:
