@@ -19,7 +19,7 @@ import sqlite3
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -61,11 +61,12 @@ MAX_PAGES_BEHIND = 4_000
 second get there."""
 
 MAX_WAL_PAGES = 8_000
-"""Checkpoints beside running puts never empty the WAL; at 32 MB it is emptied, for which a put may wait once."""
+"""Checkpoints beside running puts never empty the WAL; at 32 MB it is emptied, for which a put may wait once. Another
+program that reads the file keeps it from being emptied, but no put waits for that program."""
 
 BUSY_TIMEOUT_S = 2.0
-"""How long a put may wait while the WAL is emptied; the copy takes some 10 ms, a slow disk's sync several
-times that."""
+"""How long a put may wait while the rest of the WAL is copied, and that copy for a put; it takes some 10 ms, a slow
+disk's sync several times that."""
 
 
 @dataclass(slots=True)
@@ -401,13 +402,21 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _checkpoint(path: Path) -> None:
-    """Copy the WAL into the database beside running puts; wait for none of them unless the WAL is large."""
-    with suppress(sqlite3.Error):  # a busy or full disk: the puts report it, and the next checkpoint comes
-        database = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+    """Copy the WAL into the database beside running puts; wait for none of them unless the WAL is large.
+
+    A put that finds all of the WAL copied, and nobody who reads from it, begins the WAL anew. SQLite's own way to empty
+    it (`RESTART`) would keep puts waiting for those who read.
+    """
+    with suppress(sqlite3.Error), closing(_beside(path)) as database:  # a full disk: the puts report it
         [_, num_pages, _] = database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
         if num_pages > MAX_WAL_PAGES:
-            database.execute("PRAGMA wal_checkpoint(RESTART)")
-        database.close()
+            with closing(_beside(path)) as keeps_puts_out:
+                keeps_puts_out.execute("BEGIN IMMEDIATE")
+                database.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+
+def _beside(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
 
 
 def _explained(path: Path, fault: Exception) -> StoreError:

@@ -3,6 +3,8 @@
 import asyncio
 import sqlite3
 import subprocess
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -276,4 +278,38 @@ async def test_the_write_ahead_log_stays_small_when_values_are_large(tmp_path: P
         store.put_trajectory("t", {"number": number}, bytes(2**18))
         await asyncio.sleep(0)
     assert _wal_bytes(path) < 100 * 2**20
+    await store.close()
+
+
+async def test_a_program_that_reads_the_file_stalls_no_puts_and_keeps_no_log(tmp_path: Path) -> None:
+    """A shell with an open result keeps the log from being emptied. Each checkpoint waited two seconds for it, and so
+    did the put beside it, with the whole event loop. Once the reader is gone, the log grows no more.
+    """
+    path = tmp_path / "store.sqlite3"
+    store = open_store(f"sqlite:{path}", StoreSettings())
+    await store.open()
+
+    async def waits_of_puts(num_puts: int) -> list[float]:
+        waits = []
+        for _ in range(num_puts):
+            began_at = time.monotonic()
+            store.put_state("predictor", bytes(2**20))
+            await asyncio.sleep(0)
+            waits.append(time.monotonic() - began_at)
+        return waits
+
+    store.put_trajectory("t", {})
+    assert await store.settle(1.0)
+    with closing(sqlite3.connect(path)) as database:
+        reader = database.execute("SELECT 1 UNION ALL SELECT number FROM record")
+        reader.fetchone()
+        waits = await waits_of_puts(100)
+        assert _wal_bytes(path) > 90 * 2**20
+        reader.close()
+    # A disk that is busy for a moment may hold up one put; it was nine of these.
+    assert len([wait_s for wait_s in waits if wait_s > 1.0]) < 3, waits
+    wal_bytes = _wal_bytes(path)
+    await waits_of_puts(200)
+    assert _wal_bytes(path) < wal_bytes + 100 * 2**20
+    assert store.health().ok and not store.health().num_losses
     await store.close()
