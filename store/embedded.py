@@ -228,8 +228,11 @@ class EmbeddedStore:
     async def close(self) -> None:
         if self._heal_timer:
             self._heal_timer.cancel()
+            self._heal()  # the disk may have room again
         await self._pieces.close()
         self._commit()
+        if self._heal_timer:
+            self._heal_timer.cancel()
         self._checkpointer.shutdown(wait=True)
         self._database.close()
         self._lock_file.close()

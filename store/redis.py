@@ -232,14 +232,7 @@ class RedisStore:
         return False  # the network always takes longer
 
     async def settle(self, timeout_s: float) -> bool:
-        wanted = self._pending.num_puts
-        ends_at = time.monotonic() + timeout_s
-        while self._num_puts_confirmed < wanted:
-            left_s = ends_at - time.monotonic()
-            if self._fault or left_s <= 0:
-                return False
-            await asyncio.wait({self._progress}, timeout=left_s)
-        return True
+        return await self._confirmed(timeout_s, lambda: bool(self._fault))
 
     def health(self) -> StoreHealth:
         since = self._outbox_since if self._outbox else self._pending.since
@@ -253,10 +246,22 @@ class RedisStore:
         )
 
     async def close(self) -> None:
-        await self.settle(self._settings.close_timeout_s)
+        # A server that is away may come back in time: a restart takes it a second.
+        await self._confirmed(self._settings.close_timeout_s, self._flusher.done)
         self._flusher.cancel()
         await asyncio.wait((self._flusher,))
         await self._redis.aclose()
+
+    async def _confirmed(self, timeout_s: float, is_hopeless: Callable[[], bool]) -> bool:
+        """Wait until everything put so far is in the record; False after `timeout_s`, or once this is hopeless."""
+        wanted = self._pending.num_puts
+        ends_at = time.monotonic() + timeout_s
+        while self._num_puts_confirmed < wanted:
+            left_s = ends_at - time.monotonic()
+            if is_hopeless() or left_s <= 0:
+                return False
+            await asyncio.wait({self._progress}, timeout=left_s)
+        return True
 
     async def _reply(self, command: Callable[..., Any], *names: str) -> Any:
         """The reply to a command that is sent once all puts are there."""

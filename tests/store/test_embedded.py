@@ -200,6 +200,36 @@ async def test_a_failed_heal_leaves_each_trajectory_once_with_all_that_settled(t
     assert (found.record, found.turns) == ({"number": 3}, [{"number": 1}, {"number": 3}])
 
 
+async def test_a_store_that_closes_once_the_disk_has_room_again_is_healed_first(tmp_path: Path) -> None:
+    """A gateway that is shut down between a full disk and its next look at it lost what it had served meanwhile."""
+    path = tmp_path / "store.sqlite3"
+    process = child(
+        """
+        async def main():
+            store = open_store(f"sqlite:{sys.argv[1]}", StoreSettings(backoff_max_s=60.0))
+            await store.open()
+            def rewrite():
+                store.put_piece("t", "tokens/2", b"2")
+                for number in (1, 2):
+                    store.append_turn("t", {"number": number})
+            store.on_loss(rewrite)
+            store.append_turn("t", {"number": 1})
+            assert await store.settle(1.0)
+            limit(os.path.getsize(sys.argv[1] + "-wal"))
+            store.append_turn("t", {"number": 2})
+            assert not await store.settle(1.0)
+            limit(resource.RLIM_INFINITY)
+            await store.close()
+            print("closed", flush=True)
+            sys.stdin.read()
+        asyncio.run(main())
+        """,
+        path,
+    )
+    found = await _trajectory_left_by(process, "closed", path)
+    assert found.turns == [{"number": 1}, {"number": 2}]
+
+
 async def test_a_turn_without_its_trajectory_does_not_stop_the_start(tmp_path: Path) -> None:
     """A process killed before it could rewrite everything leaves a turn whose trajectory is missing. It is dropped."""
     path = tmp_path / "store.sqlite3"

@@ -91,6 +91,21 @@ async def test_puts_continue_while_redis_is_away_and_are_sent_afterwards(server:
     assert await _reopened(store, server.url()) == {"t": ({"number": 99}, [{"number": n} for n in range(100)])}
 
 
+async def test_a_store_that_closes_while_redis_is_away_waits_for_it(server: RedisServer) -> None:
+    """A gateway is shut down while its Redis restarts: what it told clients last is in the record."""
+    store = _new(server.url(), close_timeout_s=60.0)
+    await store.open()
+    store.append_turn("t", {"number": 0})
+    assert await store.settle(5.0)
+    server.kill()
+    store.append_turn("t", {"number": 1})
+    assert not await store.settle(60.0) and not store.health().ok
+    reopened = asyncio.create_task(_reopened(store, server.url()))
+    await asyncio.sleep(0)  # it closes, and Redis is away
+    server.restart()
+    assert (await reopened)["t"][1] == [{"number": 0}, {"number": 1}]
+
+
 async def test_a_store_opens_while_redis_is_away_and_connects_later(server: RedisServer) -> None:
     """Opening does not fail, loading raises StoreAway, and what was put meanwhile arrives."""
     server.kill()
