@@ -19,7 +19,7 @@ from gateway.front import Front
 from gateway.http.access import Access
 from gateway.kv.contexts import Contexts
 from gateway.kv.moves import KvMoves
-from gateway.memory import restored
+from gateway.memory import load_predictor, restored
 from gateway.messages.prompt_groups import PromptGroups
 from gateway.metrics import Metrics
 from gateway.passthrough import Passthrough
@@ -36,11 +36,12 @@ from gateway.turns.legs import Legs
 from gateway.turns.lending import Lending
 from gateway.turns.request_reader import RequestReader
 from gateway.turns.running import RunningTurns
-from gateway.turns.text_predictions import load_text_predictions
+from gateway.turns.text_predictions import TextPredictions, load_text_predictions
 from gateway.turns.turns import Turns
 from gateway.weights.staleness import Staleness
 from gateway.weights.updates import WeightUpdates
 from gateway.workers.pool import LoanLimits, WorkerPool
+from predictor.progress import Predictor
 from scheduling.policy import POLICIES
 from scheduling.scheduler import Scheduler
 from scheduling.types import Move, TrajectoryRecord
@@ -63,12 +64,19 @@ async def gateway(settings: Settings, descriptors: DescriptorStore | None = None
     async with AsyncExitStack() as opened:
         event_log = _event_log(settings)
         opened.callback(event_log.close)
+        # A store is claimed when it is opened, and a Redis taken from the gateway that had it: a start that fails by
+        # its settings must have failed by then.
+        predictor = load_predictor(settings)
+        texts = load_text_predictions(settings.text_predictor, predictor) if settings.text_predictor else None
+        if texts is not None:
+            opened.callback(texts.close)
         store_settings = StoreSettings(max_turns_kept=settings.max_turns_kept, namespace=settings.store_namespace)
         store = open_store(settings.store, store_settings)
         await store.open()
         opened.push_async_callback(store.close)
         stream = open_stream(settings.store, DEMAND, store_settings)
-        yield await opened.enter_async_context(_serving(settings, descriptors, event_log, store, stream))
+        serving = _serving(settings, descriptors, event_log, store, stream, predictor, texts)
+        yield await opened.enter_async_context(serving)
 
 
 @asynccontextmanager
@@ -78,12 +86,15 @@ async def _serving(
     event_log: EventLog,
     store: Store,
     stream: Stream | None,
+    predictor: Predictor,
+    texts: TextPredictions | None,
 ) -> AsyncIterator[Front]:
-    """All parts of the gateway, given an open log and store; demand is published on `stream`, if there is one."""
+    """All parts of the gateway, given an open log and store, and predictors; demand is published on `stream`, if there
+    is one.
+    """
     clock = started_clock()
-    memory = await restored(settings, store, clock)
+    memory = await restored(settings, store, clock, predictor)
     ledger, book, repeats, conversations = memory.ledger, memory.book, memory.repeats, memory.conversations
-    texts = load_text_predictions(settings.text_predictor, memory.predictor) if settings.text_predictor else None
     metrics = Metrics()
     log = TurnLog()
     access = Access(settings.api_keys, settings.admin_key)
@@ -157,8 +168,6 @@ async def _serving(
         memory.save_predictor()
         driver.close()
         await worker_pool.close()
-        if texts is not None:
-            texts.close()
         await weights.close()
         await kv.close()
         if kept_legs is not None:

@@ -99,15 +99,24 @@ class Memory:
             await asyncio.sleep(_STORE_LOOK_S)
 
 
-async def restored(settings: Settings, store: Store, clock: Clock) -> Memory:
+def load_predictor(settings: Settings) -> Predictor:
+    """The predictor, before it knows what the store remembers. Raises ConfigError."""
+    path = settings.predictor_model
+    try:
+        return predictor_named(settings.predictor_name, Path(path).read_bytes() if path else None)
+    except OSError as error:
+        raise ConfigError(f"cannot read the predictor's model {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a model of the predictor {settings.predictor_name!r}: {error}") from None
+
+
+async def restored(settings: Settings, store: Store, clock: Clock, predictor: Predictor) -> Memory:
     """What an open store remembers; waits for a store that is away.
 
     Raises:
-        ConfigError: the predictor's model cannot be read.
         StoreAway: the store is away for too long.
     """
     timeout_s = settings.store_start_timeout_s
-    predictor = _predictor(settings)
     ledger = Ledger(store, settings.max_turns_kept)
     stored = await _waited_for(store.load, timeout_s)
     records = ledger.restore(stored, clock())
@@ -127,16 +136,6 @@ async def restored(settings: Settings, store: Store, clock: Clock) -> Memory:
     for entry in ledger:
         conversations.restore(entry.record.trajectory_id, entry.conversation)
     return Memory(store, ledger, predictor, conversations, repeats, book, processes, weights, records)
-
-
-def _predictor(settings: Settings) -> Predictor:
-    path = settings.predictor_model
-    try:
-        return predictor_named(settings.predictor_name, Path(path).read_bytes() if path else None)
-    except OSError as error:
-        raise ConfigError(f"cannot read the predictor's model {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not a model of the predictor {settings.predictor_name!r}: {error}") from None
 
 
 async def _waited_for(read: Callable[[], Awaitable[_Found]], timeout_s: float) -> _Found:

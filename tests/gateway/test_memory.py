@@ -12,7 +12,7 @@ from store import StoreSettings, open_store
 async def test_unchanged_predictor_state_is_written_once() -> None:
     """It can be megabytes, and a gateway may be idle for days."""
     store = open_store("memory:", StoreSettings())
-    memory = await restored(load_settings(), store, lambda: 0.0)
+    memory = await restored(load_settings(), store, lambda: 0.0, predictor_named("tabular"))
     learned = memory.save_predictor()
     assert await store.get_state("predictor") == learned
     store.put_state("predictor", b"")
@@ -27,11 +27,11 @@ async def test_trajectories_of_an_earlier_process_are_not_waited_for() -> None:
     they do without them."""
     store = open_store("memory:", StoreSettings())
     for rollout in range(3):
-        memory = await restored(load_settings(), store, lambda: 0.0)
+        memory = await restored(load_settings(), store, lambda: 0.0, predictor_named("tabular"))
         for number in range(100):
             memory.predictor.predict(Progress(f"{rollout}-{number}", f"g{rollout}", "", 100, 100))
         memory.save_predictor()
-    after = (await restored(load_settings(), store, lambda: 0.0)).predictor
+    after = (await restored(load_settings(), store, lambda: 0.0, predictor_named("tabular"))).predictor
     assert predicted_for_new(after) == pytest.approx(predicted_for_new(predictor_named("tabular")), rel=0.02)
 
 

@@ -11,9 +11,12 @@ from gateway.config import ConfigError, load_settings
 from heddle.cli import main
 from predictor.named import predictor_named
 from predictor.progress import Progress
-from store.factory import open_store
+from store import StoreSettings, open_store
 from tests.faults.gateway_process import refused_start
 from tests.support.gateway import running_gateway
+from tests.support.redis_server import PATIENT, RedisServer, redis_server
+
+__all__ = ["redis_server"]
 
 
 async def test_the_gateway_starts_from_a_trained_model(tmp_path: Path) -> None:
@@ -42,6 +45,21 @@ async def test_an_unusable_model_stops_the_start(content: bytes | None, message:
             pass
     async with running_gateway(store=store):  # the failed start released it, although its exception is still referenced
         assert refused.tb is not None
+
+
+@pytest.mark.parametrize("setting", ["predictor_model", "text_predictor"])
+async def test_a_start_that_fails_by_its_settings_takes_the_store_from_nobody(
+    setting: str, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """A Redis belongs to whoever opened it last: the gateway that runs wrote no more after such a start."""
+    running = open_store(redis_server.url(12), StoreSettings(**PATIENT))
+    await running.open()
+    with pytest.raises(ConfigError):
+        async with running_gateway(store=redis_server.url(12), **{setting: str(tmp_path / "missing")}):
+            pass
+    running.put_trajectory("t", {})
+    assert await running.settle(60.0), running.health()
+    await running.close()
 
 
 def test_an_unknown_predictor_stops_the_start() -> None:
