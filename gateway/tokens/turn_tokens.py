@@ -26,7 +26,7 @@ class TurnTokens:
     Args:
         prompt_ids: the whole prompt, as the engine saw it.
         output_ids: what was made, including the end-of-turn token if one was made.
-        logprobs: of the chosen tokens, as many as output_ids; None if they were not asked for.
+        logprobs: of the chosen tokens, as many as output_ids, all of them numbers; None if the engine did not give all.
         versions: cover output_ids without gaps, in order.
         finish_reason: as the client was told, in a chat's words.
         parent: the turn whose prompt and output this prompt begins with, token by token; None for a trajectory's first

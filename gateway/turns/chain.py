@@ -96,13 +96,16 @@ class Chain:
 
     @property
     def chosen_logprobs(self) -> "array[float] | None":
-        """The tokens' log-probabilities; None if the engine gave none, or an earlier process did not ask for them."""
+        """The tokens' log-probabilities; None if the engine did not give all, or an earlier process did not ask for
+        them. In JSON, a NaN is null.
+        """
         if not self.logprobs or len(self.logprobs) != len(self.output_ids):
             return None
         try:
             return array("f", self.logprobs)
         except TypeError:
-            return array("f", [entry["logprob"] if isinstance(entry, dict) else entry for entry in self.logprobs])
+            numbers = [entry["logprob"] if isinstance(entry, dict) else entry for entry in self.logprobs]
+            return None if None in numbers else array("f", numbers)
 
     @property
     def told_logprobs(self) -> list[dict[str, Any]]:

@@ -226,6 +226,16 @@ def test_log_probabilities_of_only_some_tokens_are_none() -> None:
     assert chain.output_ids == [5, 6, 7] and chain.chosen_logprobs is None
 
 
+@pytest.mark.parametrize("of_a_nan", [None, {"token": "b", "logprob": None}])
+def test_log_probabilities_with_a_nan_among_them_are_none(of_a_nan: Any) -> None:
+    """Engines write NaN as null. The answer is whole; a trainer could not tell what the token's weight is."""
+    chain = chain_of()
+    chain.add(Piece([5], "a", [-0.5]), "v1")
+    chain.add(Piece([6], "b", [of_a_nan]), "v1")
+    chain.add(Piece([7], "c", [-0.5], finish_reason="stop"), "v1")
+    assert chain.output_ids == [5, 6, 7] and chain.chosen_logprobs is None
+
+
 def turn(prompt: list[int], output: list[int], history: str = "h") -> TurnTokens:
     return TurnTokens("t", "u", prompt, output, None, (), "stop", None, history, 0.0)
 
