@@ -1,7 +1,7 @@
 """Requests to one engine: written, sent on a pooled connection, and sent once more if that had been closed.
 
-The engine may have closed a reused connection meanwhile. If it ends before a byte of the answer came, nothing was
-served, and the request is sent once more on a new one.
+The engine may have closed a reused connection meanwhile. If it ends at once, before a byte of the answer came, nothing
+was served, and the request is sent once more, on a new one.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from engines.http.faults import ConnectionBroken
+from engines.http.faults import StaleConnection
 from engines.http.kept import Keep
 from engines.http.pool import HttpLimits, Pool
 from engines.http.response import Response
@@ -60,7 +60,13 @@ class HttpClient:
         self._is_closed = False
 
     async def request(
-        self, method: str, target: str, body: Body = b"", headers: bytes = b"", timeout_s: float | None = None
+        self,
+        method: str,
+        target: str,
+        body: Body = b"",
+        headers: bytes = b"",
+        timeout_s: float | None = None,
+        reuses: bool = True,
     ) -> Response:
         """Send a request and return its response as soon as its head has arrived.
 
@@ -68,19 +74,19 @@ class HttpClient:
             target: path and query.
             headers: further header lines, each ending in CRLF.
             timeout_s: longest wait for the head; None waits as long as the engine lives.
+            reuses: whether an idle connection may be used; others may be closed, too, if one was.
 
         Raises:
             EngineUnreachable, NoMoreConnections: nothing was sent.
             ConnectionBroken, BadResponse, ResponseTimeout: no usable answer.
         """
         data = self._request(method, target, body, headers)
-        connection = self._pool.take()
+        connection = self._pool.take() if reuses else None
         if connection is not None:
-            response = connection.send(data)
             try:
-                return await _begun(response, timeout_s)
-            except ConnectionBroken:
-                if not response.was_stale or self._is_closed:
+                return await _begun(connection.send(data), timeout_s)
+            except StaleConnection:
+                if self._is_closed:
                     raise
         connection = await self._pool.connect()
         return await _begun(connection.send(data), timeout_s)

@@ -10,7 +10,7 @@ from typing import cast
 
 import httptools
 
-from engines.http.faults import BadResponse, ConnectionBroken
+from engines.http.faults import BadResponse, ConnectionBroken, StaleConnection
 from engines.http.response import Response
 
 HEAD_LIMIT_BYTES = 64 * 1024
@@ -41,6 +41,7 @@ class Connection(asyncio.Protocol):
         self._ends_at_eof = False
         self._last_read = b""
         self.idle_since = 0.0
+        self.may_be_stale_until = 0.0
         self.closed = False
         self.on_body: Callable[[bytes], None] = _for_nobody
 
@@ -120,7 +121,10 @@ class Connection(asyncio.Protocol):
             self._response.finish(None)
             self._response = None
         else:
-            self._fail(ConnectionBroken("the engine closed the connection before its answer was complete"))
+            response = self._response
+            is_stale = response is not None and not response.has_answered and self.loop.time() < self.may_be_stale_until
+            broken = StaleConnection if is_stale else ConnectionBroken
+            self._fail(broken("the engine closed the connection before its answer was complete"))
 
     def _fail(self, error: Exception) -> None:
         response = self._response

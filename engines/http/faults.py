@@ -13,6 +13,12 @@ class ConnectionBroken(Exception):
     """The connection ended inside a response."""
 
 
+class StaleConnection(ConnectionBroken):
+    """A reused connection ended before a byte of the answer, at once: it had been closed before the request arrived.
+    Nothing was served; safe to repeat on a new connection.
+    """
+
+
 class BadResponse(Exception):
     """The answer is not HTTP, or not what was asked for."""
 

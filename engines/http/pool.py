@@ -23,12 +23,15 @@ class HttpLimits:
     Args:
         connect_timeout_s: an engine on the same network accepts in milliseconds; one that takes 5 s is dead.
         max_idle_s: below the 5 s after which vLLM's and SGLang's uvicorn close an idle connection.
+        may_be_stale_s: a reused connection that ends without a byte within this time had been closed before; the news
+            takes a round trip, and as long as our event loop may be busy. Later, an engine has begun to serve.
         max_connections: per engine; twice the largest `max_num_seqs` in use, and few enough for 64 engines under the
             usual limit of a million file descriptors.
     """
 
     connect_timeout_s: float = 5.0
     max_idle_s: float = 3.0
+    may_be_stale_s: float = 1.0
     max_connections: int = 4096
 
 
@@ -53,8 +56,9 @@ class Pool:
         """An idle connection; None if there is none."""
         while self._idle:
             connection = self._idle.pop()
-            idle_s = connection.loop.time() - connection.idle_since
-            if not connection.closed and idle_s < self._limits.max_idle_s:
+            now = connection.loop.time()
+            if not connection.closed and now - connection.idle_since < self._limits.max_idle_s:
+                connection.may_be_stale_until = now + self._limits.may_be_stale_s
                 return connection
             connection.abort()
         return None

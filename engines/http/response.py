@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from engines.http.faults import AnswerTooLarge, ConnectionBroken, ResponseTimeout
+from engines.http.faults import AnswerTooLarge, ResponseTimeout, StaleConnection
 
 HIGH_WATER_BYTES = 256 * 1024
 # Engines send the empty chunk within a millisecond of the last event.
@@ -107,7 +107,7 @@ class Response:
     @property
     def was_stale(self) -> bool:
         """Whether the request was sent on a connection that had been closed meanwhile: safe to repeat."""
-        return isinstance(self._error, ConnectionBroken) and not self.has_answered
+        return isinstance(self._error, StaleConnection)
 
     def so_far(self) -> bytes:
         """The untaken bytes of the body; they stay here."""

@@ -141,7 +141,7 @@ class Legs:
                 if outcome is None:
                     turn.begin_again()  # tokens of an earlier leg belong to another answer
                     turn.leg_runs_at(dispatch.engine_id, False)
-                    response = await self._ask(turn, dispatch, member)
+                    response = await self._ask(turn, dispatch, member, reuses=response is None)
                     outcome = await self._answer(turn, member, response, None)
                 has_answered = True
                 return outcome
@@ -188,11 +188,11 @@ class Legs:
         self._tell_about(turn, dispatch)
         return await self._token_legs.run(turn, member, _request_id(turn), dispatch.priority)
 
-    async def _ask(self, turn: Turn, dispatch: Dispatch, member: Member) -> Response:
+    async def _ask(self, turn: Turn, dispatch: Dispatch, member: Member, reuses: bool) -> Response:
         upstream = self._upstream(turn, dispatch, member)
         self._tell_about(turn, dispatch)
         timeout_s = self._settings.turn_timeout_s
-        return await member.http.request("POST", upstream.path, upstream.body, upstream.headers, timeout_s)
+        return await member.http.request("POST", upstream.path, upstream.body, upstream.headers, timeout_s, reuses)
 
     def _upstream(self, turn: Turn, dispatch: Dispatch, member: Member) -> Upstream:
         assert member.dialect is not None

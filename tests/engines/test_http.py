@@ -183,10 +183,27 @@ async def test_a_request_on_a_stale_connection_is_sent_again() -> None:
             return
         await peer.until_client_leaves()
 
-    async with server_and_client(handler) as (server, http):
+    async with server_and_client(handler, may_be_stale_s=TIMEOUT_S) as (server, http):
         await assert_gets(http)
         await assert_gets(http)
         assert requests == [0] and len(server.peers) == 2
+
+
+async def test_a_request_that_its_server_worked_on_is_not_sent_again() -> None:
+    """A reused connection that ends without a byte, but later than a stale one does: the server died over the request,
+    or is slow to answer it and its proxy gave up. The caller decides.
+    """
+
+    async def handler(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(HELLO)
+        await peer.request()
+
+    async with server_and_client(handler, may_be_stale_s=0.0) as (server, http):
+        await assert_gets(http)
+        with pytest.raises(ConnectionBroken):
+            await http.get("/", TIMEOUT_S)
+        assert len(server.peers) == 1
 
 
 @pytest.mark.parametrize("start_of_answer", [b"", b"H"])

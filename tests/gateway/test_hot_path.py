@@ -171,6 +171,30 @@ async def test_a_turn_ended_by_a_defect_frees_its_slot(tmp_path: Path, is_togeth
     assert trace.counts['heddle_refused_requests_total{status="500"}'] == 1
 
 
+async def test_a_turn_is_sent_at_most_once_more_if_all_idle_connections_are_closed() -> None:
+    """A dying engine got a turn on each of its idle connections in turn, all in one leg."""
+    both_are_there, is_dying = asyncio.Barrier(2), asyncio.Event()
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if is_dying.is_set():
+            writer.close()
+        else:
+            await both_are_there.wait()
+            writer.write(whole(CHAT))
+
+    async with (
+        raw_engine(answer, keeps_open=True) as engine,
+        running_gateway(engine.url, max_attempts=1, **PATIENT) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=60) as watch,
+    ):
+        await eventually(lambda: knows_the_engine(watch), 60)
+        await asyncio.gather(*(watch.post(PATH, json=body_of("chat", text=text)) for text in ("one", "two")))
+        is_dying.set()
+        answer = await answer_to(gateway, watch, orjson.dumps(body_of("chat")), is_together=True)
+        assert answer.startswith(b"HTTP/1.1 502")
+        assert len(engine.posts) - 2 <= 2
+
+
 OF_TURNS = {"TurnArrived", "TurnFinished", "TurnFailed", "TurnProgressed", "Dispatch", "Save", "Reject", "Abort"}
 COUNT = r"^(heddle_\S+_(?:total|count)\S*) (\S+)$"
 OF_TIME = ("at", "turn_id", "queued_s", "engine", "priority", "last_", "created_")
