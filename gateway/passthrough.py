@@ -4,13 +4,14 @@ them.
 
 import asyncio
 
-from engines.http import FAULTS
+from engines.http import FAULTS, AnswerTooLarge
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.http.client import Client, ClientLeft
 from gateway.http.errors import Api, api_error, engine_error
 from gateway.http.outlet import Outlet
 from gateway.http.refusals import Refused, bad_model, no_engine, unknown_model
+from gateway.turns.outcome import failed_leg
 from gateway.turns.request_reader import parse_object
 
 # An allow-list: no other route of an engine, above all its control routes, can be reached.
@@ -85,6 +86,9 @@ class Passthrough:
                 answered = response.status, answer
                 if response.status < 500 and response.status != 429:
                     break
+            except AnswerTooLarge as error:  # every engine would answer the same
+                refusal = failed_leg(error)
+                raise Refused(refusal.error, should_retry=refusal.should_retry) from None
             except FAULTS as error:
                 fault = failure = error
             finally:

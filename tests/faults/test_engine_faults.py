@@ -12,7 +12,7 @@ import pytest
 from engines.children import free_port
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault, SimulatedEngineSettings
-from tests.faults.asking import APIS, PATHS, are_waiting, ask, body_of
+from tests.faults.asking import APIS, PATHS, are_waiting, ask, body_of, check_error
 from tests.faults.raw_engine import (
     CHAT_EVENT,
     STREAM_HEAD,
@@ -446,6 +446,25 @@ async def test_an_answer_that_is_too_large_fails_its_turn_and_not_the_engine(cli
             assert reply.headers["x-should-retry"] == "false", "an SDK would have it generated again, twice"
             assert [turn["legs"] for turn in await turns_of(client, gateway.url, reply)] == [1]
         assert await engine_states(client, gateway.url) == {engine.removeprefix("http://"): "ready"}
+
+
+async def test_embeddings_that_are_too_large_are_made_once(client: httpx.AsyncClient) -> None:
+    """As for a turn: another engine would answer the same, so neither it nor the client's SDK tries again."""
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole(b'{"data":"%b"}' % (b"x" * 2000)))
+        await writer.drain()
+
+    async with (
+        raw_engine(answer) as one,
+        raw_engine(answer) as other,
+        running_gateway(one.url, other.url, max_answer_bytes=1024) as gateway,
+    ):
+        await eventually(lambda: is_ready(client, gateway.url, 2))
+        response = await client.post(gateway.url + "/v1/embeddings", json={"model": "simulated", "input": ["x"]})
+        check_error("other", response, 502, "answer_too_large")
+        assert response.headers["x-should-retry"] == "false"
+        assert len(one.posts) + len(other.posts) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
