@@ -87,17 +87,22 @@ class Pool:
     ) -> None:
         if len(self._all) >= self._limits.max_connections:
             raise NoMoreConnections(f"all {self._limits.max_connections} connections to the engine are in use")
+        self._all.add(connection)  # now: others are asked for while it is being opened
+        is_open = False
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
                 if of is not None:
                     await connection.loop.create_connection(protocol, sock=of)
                 else:
                     await connection.loop.create_connection(protocol, self._host, self._port, ssl=self._tls)
+            is_open = True
         except (OSError, TimeoutError) as error:
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise NoMoreConnections(f"no more file descriptors: {error.strerror}") from None
             raise EngineUnreachable(f"no connection: {error or 'timed out'}") from None
-        self._all.add(connection)
+        finally:
+            if not is_open:
+                self._all.discard(connection)
 
     def close(self) -> None:
         """Close every connection; responses under way break."""

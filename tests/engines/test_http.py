@@ -524,6 +524,20 @@ async def test_connections_are_limited() -> None:
         assert len(server.peers) == 2
 
 
+async def test_connections_that_are_being_opened_count() -> None:
+    """Of a burst, only as many are opened as may be open. Those that could not be opened leave their places."""
+    async with server_and_client(always_sends(HELLO[:-1]), max_connections=3) as (server, http):
+        burst = await asyncio.gather(*(http.request("GET", "/") for _ in range(10)), return_exceptions=True)
+        assert [isinstance(each, NoMoreConnections) for each in burst] == [False] * 3 + [True] * 7
+        assert len(server.peers) == 3
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        http = HttpClient(f"http://127.0.0.1:{listener.getsockname()[1]}", HttpLimits(max_connections=1))
+        for _ in range(3):
+            with pytest.raises(EngineUnreachable):
+                await http.get("/", TIMEOUT_S)
+
+
 async def test_a_refused_connection_raises_engine_unreachable() -> None:
     """Nothing was sent, so a repeat is safe."""
     with socket.socket() as listener:
