@@ -35,9 +35,10 @@ _LISTENER = "listener"  # its name in the descriptor store
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """A gateway that serves at `url`."""
+    """A gateway that serves at `url`. Once it shuts down, `hurry` ends its patience with what still runs."""
 
     url: str
+    hurry: Callable[[], None]
 
 
 class _Server(uvicorn.Server):
@@ -46,6 +47,15 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def hurry(self) -> None:
+        """End its shutdown now, as at the end of its timeout."""
+        self.force_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        for task in self.server_state.tasks:  # which uvicorn leaves alone if it is forced
+            task.cancel()
 
 
 @asynccontextmanager
@@ -88,7 +98,7 @@ async def serving(settings: Settings, descriptors: DescriptorStore | None = None
         server = _Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            yield Listening(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            yield Listening(f"http://{f'[{host}]' if ':' in host else host}:{port}", server.hurry)
         finally:
             front.end_watches()
             server.should_exit = True
@@ -124,8 +134,8 @@ def found_listener(host: str, port: int, descriptors: DescriptorStore) -> socket
 
 
 def run(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT. Running turns may end within `shutdown_timeout_s`; an unfinished start ends at
-    once.
+    """Serve until SIGTERM or SIGINT. Running turns may end within `shutdown_timeout_s`, or until another SIGINT; an
+    unfinished start ends at once.
     """
 
     async def until_stopped() -> None:
@@ -146,6 +156,7 @@ def run(settings: Settings) -> None:
                 collector.start()
                 LOGGER.info("serving", extra={"fields": {"url": listening.url, "policy": settings.policy}})
                 await stop.wait()
+                loop.add_signal_handler(signal.SIGINT, listening.hurry)
                 collector.stop()
         except asyncio.CancelledError:
             if not stop.is_set():

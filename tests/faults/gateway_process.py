@@ -73,8 +73,17 @@ class GatewayProcess:
 
     async def terminate(self) -> int:
         """Send SIGTERM; returns the exit status."""
+        self.tell(signal.SIGTERM)
+        return await self.ended()
+
+    def tell(self, number: signal.Signals) -> None:
+        """Send a signal."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGTERM)
+        self._process.send_signal(number)
+
+    async def ended(self) -> int:
+        """Its exit status, once it has ended."""
+        assert self._process is not None
         return await self._process.wait()
 
     async def output(self) -> str:

@@ -1,6 +1,7 @@
 """How the process starts and stops: one clear line if it cannot start, and no client is cut off when it stops."""
 
 import asyncio
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -176,6 +177,26 @@ async def test_a_turn_that_outlasts_the_shutdown_gets_shutting_down(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_a_second_ctrl_c_ends_the_wait_for_running_turns(client: httpx.AsyncClient, stream: bool) -> None:
+    """As the end of `shutdown_timeout_s` does. The log promised that it would, and nothing happened."""
+    async with serve_engine(SimulatedEngineSettings(speed_up=1)) as engine:
+        options = ("--store", "memory:", "--engine", engine, "--log-level", "info")
+        async with gateway_process(*options, HEDDLE_SHUTDOWN_TIMEOUT_S="3600") as gateway:
+            running = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", stream, 4000)))
+            await eventually(lambda: num_legs(client, gateway.url, 1))
+            gateway.tell(signal.SIGINT)
+            await eventually(lambda: listens_no_more(gateway.port))
+            gateway.tell(signal.SIGINT)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                assert await gateway.ended() == 0
+            reply = await running
+            assert reply.status == (200 if stream else 503)
+            assert reply.error("chat")["code"] == "shutting_down"
+            output = await gateway.output()
+            assert "Traceback" not in output, output
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_joined_a_turn_gets_shutting_down_too(client: httpx.AsyncClient, stream: bool) -> None:
     """If the turn outlasts the shutdown, it gets what the first client gets; it used to get nothing at all."""
     async with serve_engine(SimulatedEngineSettings(speed_up=1)) as engine:
@@ -327,6 +348,10 @@ async def listens(port: int) -> bool:
         return False
     writer.close()
     return True
+
+
+async def listens_no_more(port: int) -> bool:
+    return not await listens(port)
 
 
 async def has_joined(client: httpx.AsyncClient, url: str) -> bool:
