@@ -26,31 +26,36 @@ class Access:
         """The name of the client's key; "" if the gateway is open. Raises Refused (401)."""
         if not self._api_keys:
             return ""
-        given = _given(headers)
-        if given is None:
-            raise unauthorised("No API key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
-        for number, key in enumerate(self._api_keys):
-            if hmac.compare_digest(given, key):
-                return f"key-{number}"
-        if self._admin_key is not None and hmac.compare_digest(given, self._admin_key):
-            return "admin"
-        raise unauthorised("The API key is not valid.")
+        has_key = False
+        for name, value in headers:
+            given = _key_in(name, value)
+            if not given:
+                continue
+            has_key = True
+            for number, key in enumerate(self._api_keys):
+                if hmac.compare_digest(given, key):
+                    return f"key-{number}"
+            if self._admin_key is not None and hmac.compare_digest(given, self._admin_key):
+                return "admin"
+        if has_key:
+            raise unauthorised("The API key is not valid.")
+        raise unauthorised("No API key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
 
     def admin(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Raises Refused (401, 403) unless the admin key was sent."""
         if self._admin_key is None:
             raise forbidden("This needs the admin key, and the gateway was started without one (HEDDLE_ADMIN_KEY).")
-        given = _given(headers)
-        if given is None:
+        keys = [key for name, value in headers if (key := _key_in(name, value))]
+        if not keys:
             raise unauthorised("No admin key: send 'Authorization: Bearer ADMIN_KEY'.")
-        if not hmac.compare_digest(given, self._admin_key):
+        if not any(hmac.compare_digest(key, self._admin_key) for key in keys):
             raise forbidden("This needs the admin key.")
 
 
-def _given(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    for name, value in headers:
-        if name == b"authorization" and value[:7].lower() == _BEARER:
-            return value[7:].strip()
-        if name == b"x-api-key":
-            return value.strip()
-    return None
+def _key_in(name: bytes, value: bytes) -> bytes:
+    """The key that a header bears; b"" if none. Clients may send both headers, with a key of another service in one."""
+    if name == b"authorization" and value[:7].lower() == _BEARER:
+        return value[7:].strip()
+    if name == b"x-api-key":
+        return value.strip()
+    return b""

@@ -37,6 +37,18 @@ async def test_client_keys_are_required_and_checked(client: httpx.AsyncClient, a
             assert (await client.get(gateway.url + path)).status_code == 200
 
 
+@pytest.mark.parametrize("other", ["", "sk-of-another-service"])
+async def test_one_right_key_suffices_among_several(client: httpx.AsyncClient, other: str) -> None:
+    """A client may send both headers, with nothing or another service's key in one; only the first header counted."""
+    async with running_gateway(api_keys=(CLIENT_KEY,)) as gateway:
+        for key, path in ((CLIENT_KEY, "/v1/trajectories"), (ADMIN_KEY, "/v1/engines/none/cordon")):
+            right = [("authorization", f"Bearer {key}"), ("x-api-key", key)]
+            wrong = [("x-api-key", other), ("authorization", f"Bearer {other}".strip())]
+            for headers in (pair[::step] for pair in zip(right, wrong, strict=True) for step in (1, -1)):
+                reply = await client.request("POST" if "none" in path else "GET", gateway.url + path, headers=headers)
+                assert reply.status_code == (404 if "none" in path else 200), headers
+
+
 async def test_turns_refused_for_their_keys_are_counted(client: httpx.AsyncClient) -> None:
     """A key that was changed on one side only shows up in a metric."""
     async with running_gateway(api_keys=["right"]) as gateway:
