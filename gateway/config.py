@@ -207,7 +207,17 @@ class Settings(BaseSettings):
         ge=1024,
         description="Largest request header. The same as nginx's large_client_header_buffers, 4 x 16 KB.",
     )
-    max_answer_bytes: int = Field(64 * 2**20, ge=1024, description="Largest non-streamed answer; bounds memory.")
+    max_answer_bytes: int = Field(
+        64 * 2**20,
+        ge=1024,
+        description="Largest answer that is not streamed; bounds memory. A longer stream passes, but is not kept.",
+    )
+    max_running_answer_bytes: int = Field(
+        2**30,
+        ge=0,
+        description="Memory for the answers of running turns, which repeated requests join: 4M tokens of streams. "
+        "Beyond it, the longest are passed on and not kept.",
+    )
     max_kept_answer_bytes: int = Field(
         64 * 2**20, ge=0, description="Memory for the last answers of trajectories, which are sent again to retries."
     )

@@ -122,7 +122,9 @@ async def restored(settings: Settings, store: Store, clock: Clock, predictor: Pr
     records = ledger.restore(stored, clock())
     book = TokenBook(store, ledger, clock, settings.token_limits())
     await _waited_for(book.restore, timeout_s)
-    repeats = Repeats(settings.max_kept_answer_bytes, settings.max_stored_answer_bytes)
+    repeats = Repeats(
+        settings.max_kept_answer_bytes, settings.max_stored_answer_bytes, settings.max_running_answer_bytes
+    )
     for item in stored:
         if item.answer:
             repeats.restore(item.trajectory_id, item.answer)

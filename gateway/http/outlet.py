@@ -137,6 +137,13 @@ class Outlet:
             body = error_body(self._api, refused.error, self._request_id)
             self.whole(refused.error.status, body, refused.headers())
 
+    def keep_no_longer(self) -> bool:
+        """Free what is kept, so that nobody can follow any more; False, with nothing done, while somebody does."""
+        if self._num_following:
+            return False
+        self.kept = None
+        return True
+
     async def drain(self) -> None:
         """Wait until the client takes more."""
         if self._client is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from redis import Redis
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from tests.faults.asking import APIS, ask, body_of, client_connection, nothing_is_pending
+from gateway.turns import repeats
+from tests.faults.asking import APIS, PATHS, ask, body_of, client_connection, nothing_is_pending
 from tests.faults.gateway_process import gateway_process
-from tests.faults.raw_engine import hangs, raw_engine, resets, whole, writes
+from tests.faults.raw_engine import CHAT_EVENT, STREAM_HEAD, chunk, hangs, raw_engine, resets, whole, writes
 from tests.support.gateway import eventually, running_gateway
 from tests.support.redis_server import RedisServer
 
@@ -173,6 +175,42 @@ async def test_answers_beyond_the_byte_limit_are_not_kept(client: httpx.AsyncCli
         again = await ask(client, gateway.url, "chat", body_of("chat"), RETRY)
         assert first.is_finished("chat") and again.is_finished("chat")
         assert first.headers["x-request-id"] != again.headers["x-request-id"]
+
+
+async def test_the_longest_running_streams_are_not_kept_beyond_their_bound(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise memory grows with all that is under way. A repeat of the long one is a new turn; the short one can
+    still be joined."""
+    monkeypatch.setattr(repeats, "_LOOK_S", 0.001)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        num_events = 100 if b"long" in engine.posts[-1] else 1
+        writer.write(STREAM_HEAD + chunk(CHAT_EVENT) * num_events)
+        await reader.read()
+
+    async with (
+        raw_engine(answer) as engine,
+        running_gateway(engine.url, max_running_answer_bytes=30 * len(CHAT_EVENT)) as gateway,
+        AsyncExitStack() as open_streams,
+    ):
+
+        async def asked_for(text: str, streams: AsyncExitStack) -> str:
+            url, body, headers = (
+                gateway.url + PATHS["chat"],
+                body_of("chat", True, text=text),
+                {"x-trajectory-id": text},
+            )
+            reply = await streams.enter_async_context(client.stream("POST", url, json=body, headers=headers))
+            return str(reply.headers["x-request-id"])
+
+        async def is_a_new_turn(text: str) -> bool:
+            async with AsyncExitStack() as streams:
+                return await asked_for(text, streams) != request_ids[text]
+
+        request_ids = {text: await asked_for(text, open_streams) for text in ("short", "long")}
+        await eventually(lambda: is_a_new_turn("long"))
+        assert not await is_a_new_turn("short")
 
 
 async def test_a_retry_gets_the_same_answer_after_the_gateway_was_killed(
