@@ -54,6 +54,7 @@ class State:
         levels: the level at which each server last fell asleep, whatever the file says now.
         resting: devices that an operator took out of use.
         urls: where servers were registered at the gateway, by server id.
+        served_at: when each server first served, since it was launched or woke.
         num_tries: failed starts of a server, including those of the servers it replaced, by server id.
         begun: steps begun and not known to be done, for people.
         phase_s: the last times of each phase and TP size, such as ("start", 2), for engines of `kind`.
@@ -76,6 +77,7 @@ class State:
     moved: frozenset[str] = frozenset()
     stopped: frozenset[str] = frozenset()
     urls: dict[str, str] = field(default_factory=dict)
+    served_at: dict[str, float] = field(default_factory=dict)
     num_tries: dict[str, int] = field(default_factory=dict)
     not_before: dict[str, float] = field(default_factory=dict)
     begun: dict[str, str] = field(default_factory=dict)
@@ -96,6 +98,8 @@ def fold(state: State, record: Json) -> State:
             return _wanted(state, record)
         case "proven":
             return replace(state, proven=state.wanted)
+        case "served":
+            return replace(state, served_at=state.served_at | {record["server_id"]: record["at"]})
         case "begun":
             return replace(_begun(state, record), begun=state.begun | {record["server_id"]: record["step"]})
         case "done":
@@ -154,7 +158,8 @@ def _begun(state: State, record: Json) -> State:
             return replace(state, urls=state.urls | {server_id: record["url"]})
         case "Sleep":
             levels = state.levels | {server_id: record["level"]}
-            return replace(state, rest=state.rest | {server_id: SleepState.BETWEEN.value}, levels=levels)
+            rest, served_at = state.rest | {server_id: SleepState.BETWEEN.value}, _without(state.served_at, {server_id})
+            return replace(state, rest=rest, levels=levels, served_at=served_at)
         case "Wake":
             return replace(state, rest=state.rest | {server_id: SleepState.BETWEEN.value})
     return state
@@ -189,6 +194,7 @@ def _gone(state: State, server_ids: set[str]) -> State:
         rest=_without(state.rest, server_ids),
         levels=_without(state.levels, server_ids),
         urls=_without(state.urls, server_ids),
+        served_at=_without(state.served_at, server_ids),
         begun=_without(state.begun, server_ids),
     )
 

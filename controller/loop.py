@@ -157,8 +157,12 @@ class Controller:
         if is_reached(state.wanted, self.seen) and state.wanted != state.proven:
             self.journal.write(kind="proven", at=time.time())
         wanted_ids = {one.server_id for one in state.wanted}
+        for one in self.seen:
+            if one.is_serving and not one.has_served and one.server_id in wanted_ids:
+                self.journal.write(kind="served", server_id=one.server_id, at=time.time())
         known = {one.server_id for one in self.seen} | {one.server_id for one in (*state.wanted, *state.spares)}
-        noted = {*state.drained, *state.moved, *state.stopped, *state.rest, *state.urls, *state.begun}
+        noted = {*state.drained, *state.moved, *state.stopped, *state.rest}
+        noted |= {*state.urls, *state.served_at, *state.begun}
         if gone := sorted(noted - known - self._tasks.keys()):
             self.journal.write(kind="gone", server_ids=gone)
         for one in self.seen:  # a controller killed after its request may not have recorded it

@@ -68,6 +68,7 @@ def _seen(
         is_starting=is_alive and member is not None and member.is_starting,
         is_cordoned=member is not None and member.is_cordoned,
         is_serving=is_alive and member is not None and member.is_ready and not member.is_cordoned,
+        has_served=server_id in state.served_at,
         num_turns=member.num_turns if member else 0,
         was_drained=server_id in state.drained,
         was_moved=server_id in state.moved,

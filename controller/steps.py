@@ -11,7 +11,7 @@ and is safe to repeat. A controller that was killed at any point continues from 
 - A spare is kept asleep beside the wanted servers. A spare that is not there yet is launched, and put to sleep, before
   others get its devices; but no wanted server that is there gives way for it.
 - Servers that share devices leave together, and only while `min_engines` others serve. If that is 0, turns may wait in
-  the gateway meanwhile.
+  the gateway meanwhile. Those that make no room for coming servers leave only once all wanted ones have served.
 - A gateway that does not know a registered server was restarted: it is told of the server again, even of one that is to
   leave, which serves until it is drained.
 - The gateway forgets a stopped engine only when another one serves: until then it knows the model, so turns wait
@@ -57,6 +57,7 @@ class ObservedServer:
         is_starting: the gateway has not observed it yet.
         is_cordoned: the gateway gives it no turns, for whatever reason.
         is_serving: the gateway may give it turns now.
+        has_served: it served at some time since it was launched or woke.
         num_turns: turns that run on it, by the gateway's count.
         was_drained: this controller's journal records that it cordoned the server; an operator's cordon is not undone.
         was_moved: the KV of trajectories that live there was offered to others.
@@ -74,6 +75,7 @@ class ObservedServer:
     is_starting: bool = False
     is_cordoned: bool = False
     is_serving: bool = False
+    has_served: bool = False
     num_turns: int = 0
     was_drained: bool = False
     was_moved: bool = False
@@ -256,11 +258,15 @@ def _may_drain(wanted: Sequence[DesiredServer], seen: Sequence[ObservedServer], 
     holder_ids = {one.server_id for one in seen if one.held}
     leaving = [one for one in seen if one.held and one.server_id not in wanted_ids]
     coming = [one for one in wanted if one.server_id not in holder_ids]
+    # One that served and hangs now, or that an operator cordoned, is not waited for: it may never serve again.
+    have_come = {one.server_id for one in seen if one.is_serving or one.has_served}
+    are_all_there = all(one.server_id in have_come for one in wanted)
     may: set[str] = set()
     for devices in _groups([*(one.devices for one in leaving), *(one.devices for one in coming)]):
         group = [one for one in leaving if devices & set(one.devices)]
         num_leaving = sum(one.is_serving or one.is_starting for one in group)
-        if max(num_serving - num_leaving, 0) >= min_engines or not num_leaving:
+        is_due = are_all_there or any(devices & set(one.devices) for one in coming)
+        if (is_due and max(num_serving - num_leaving, 0) >= min_engines) or not num_leaving:
             num_serving -= num_leaving
             may |= {one.server_id for one in group}
     return may

@@ -143,13 +143,16 @@ def test_the_journal_tracks_sleeping_servers_and_spares(tmp_path: Path) -> None:
     assert after(**step_record("begun", Drain("a"), 18.0)).moved == frozenset(), "others came since"
     after(**step_record("done", MoveKv("a"), 19.0))
     after(**step_record("begun", Register("a"), 20.0, url="http://a"))
+    assert after(kind="served", server_id="a", at=20.5).served_at == {"a": 20.5}
     after(**step_record("done", Stop("a"), 21.0))
     assert after(**spares_record((), sleepless="too little memory")).spares == ()
     assert after(**wanted_record(TWO, 3, 22.0, "again", is_manual=True)).sleepless == "too little memory"
-    after(**step_record("begun", Sleep("a"), 23.0, level=1))
+    assert after(**step_record("begun", Sleep("a"), 23.0, level=1)).served_at == {}, "it has not served since it woke"
+    after(kind="served", server_id="a", at=23.5)
     forgotten = after(kind="gone", server_ids=["a", "b"])
     for ids in (forgotten.drained, forgotten.moved, forgotten.stopped, forgotten.urls, forgotten.rest, forgotten.begun):
         assert "a" not in ids
+    assert forgotten.served_at == {}
     assert forgotten.levels == {"c": 2} and forgotten.is_manual
     assert not after(**wanted_record(TWO, 3, 24.0, "plans decide", is_manual=False)).is_manual
 

@@ -165,29 +165,47 @@ async def test_no_working_engine_is_stopped_while_the_gateway_is_away(tmp_path: 
 
 
 async def test_a_gateway_restarted_during_a_change_gets_its_engines_back(tmp_path: Path) -> None:
-    """One of two engines has left and the new server is not there yet: the other keeps serving, though it is to leave,
-    too."""
+    """Two of four engines have left and the new server is not there yet: the others keep serving, though they are to
+    leave, too."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
         port = int(gateway.url.rpartition(":")[2])
     engine = ENGINE | {"flags_by_tp": {2: ("--start-s", "1000000")}}
     limits = {"observe_interval_s": 0.05, "stop_grace_s": 5.0, "min_engines": 1}
-    fleet = fleet_file(tmp_path, gateway.url, cpu_slots=4, first=(1, 1), engine=engine, limits=limits)
+    fleet = fleet_file(tmp_path, gateway.url, cpu_slots=4, first=(1, 1, 1, 1), engine=engine, limits=limits)
     launcher = launcher_for(fleet)
     async with stopped_at_the_end(fleet), controller(fleet, launcher) as made:
         async with running_gateway(observe_interval_s=0.1, port=port):
-            while [one.is_serving for one in made.seen] != [True, True]:
+            while [one.is_serving for one in made.seen] != [True] * 4:
                 await made.tick()
-            made.ask(made.desired.scaled([2], made.observed()))
-            while [one.is_alive for one in made.seen].count(True) != 2 or len(made.seen) < 3:
+            made.ask(made.desired.scaled([2, 2], made.observed()))
+            while [one.is_alive for one in made.seen].count(True) != 3 or len(made.seen) < 5:
                 await made.tick()
-            (last,) = [one.server_id for one in made.seen if one.is_serving]
+            last = [one.server_id for one in made.seen if one.is_serving]
+            assert len(last) == 2
         assert not await made.observe()
         async with running_gateway(observe_interval_s=0.1, port=port):
-            while [one.server_id for one in made.seen if one.is_serving] != [last] or made.alarms:
+            while [one.server_id for one in made.seen if one.is_serving] != last or made.alarms:
                 await made.tick()
             for _ in range(20):
                 await made.tick()
-            assert [one.server_id for one in made.seen if one.is_serving] == [last]
+            assert [one.server_id for one in made.seen if one.is_serving] == last
+
+
+async def test_old_engines_serve_while_a_new_one_starts_on_free_devices(tmp_path: Path) -> None:
+    """No minimum is set, and nothing has to make room: the turns of this time are not held up."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        engine = ENGINE | {"flags_by_tp": {2: ("--start-s", "1000000")}}
+        fleet = fleet_file(tmp_path, gateway.url, cpu_slots=4, first=(1, 1), engine=engine)
+        async with stopped_at_the_end(fleet), controller(fleet, launcher_for(fleet)) as made:
+            while [one.is_serving for one in made.seen] != [True, True]:
+                await made.tick()
+            made.ask(made.desired.scaled([2], made.observed()))
+            while len(made.seen) < 3:
+                await made.tick()
+            for _ in range(20):
+                await made.tick()
+            assert sorted((one.tp, one.is_serving) for one in made.seen) == [(1, True), (1, True), (2, False)]
+            assert made.journal.state.served_at.keys() == {one.server_id for one in made.seen if one.is_serving}
 
 
 async def test_running_engines_are_adopted_when_the_journal_is_lost(tmp_path: Path) -> None:

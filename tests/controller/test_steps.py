@@ -30,7 +30,7 @@ FLOOR = Floor(DEVICES, 8)
 
 
 def serving(*wanted: DesiredServer) -> list[ObservedServer]:
-    flags = {"is_ready": True, "is_registered": True, "is_member": True, "is_serving": True}
+    flags = {"is_ready": True, "is_registered": True, "is_member": True, "is_serving": True, "has_served": True}
     return [ObservedServer(one.server_id, one.tp, one.devices, **flags) for one in wanted]
 
 
@@ -86,6 +86,29 @@ def test_engines_leave_in_sets_while_enough_others_serve() -> None:
     assert is_reachable(fours, serving(*ones), min_engines=1)
     assert not is_reachable(fours, serving(*ones), min_engines=2)
     assert next_steps(fours, serving(*ones), min_engines=5) == []
+
+
+def test_engines_that_make_no_room_leave_only_when_the_new_ones_have_served() -> None:
+    """The new engine has free devices of its own: if the old ones left at once, nothing would serve while it starts.
+    One that does not serve leaves at once, and so do all if nothing is wanted."""
+    ones = [DesiredServer("a", 1, ("0",)), DesiredServer("b", 1, ("1",))]
+    two = [DesiredServer("c", 2, ("2", "3"))]
+    assert itinerary(two, serving(*ones)) == [
+        [Launch(two[0])],
+        [MakeReady("c")],
+        [Register("c")],
+        [Drain("a"), Drain("b")],
+        [MoveKv("a"), MoveKv("b")],
+        [Stop("a"), Stop("b")],
+        [Remove("a"), Remove("b")],
+    ]
+    (new,) = serving(*two)
+    waits = replace(new, is_serving=False, has_served=False)  # for weights, as an example
+    assert next_steps(two, [*serving(*ones), waits]) == []
+    assert next_steps(two, [*serving(*ones), replace(waits, has_served=True)]) == [Drain("a"), Drain("b")]
+    hangs = replace(serving(ones[0])[0], is_serving=False)
+    assert next_steps(two, [hangs, *serving(ones[1]), waits]) == [Drain("a")]
+    assert next_steps([], serving(*ones)) == [Drain("a"), Drain("b")]
 
 
 @given(sizes(), sizes(), st.integers(0, 8))

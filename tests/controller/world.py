@@ -78,7 +78,7 @@ class World:
                 assert not one.is_serving, "a server falls asleep that the gateway may give turns"
                 assert one.is_alive
                 self.asleep.add(one.server_id)
-                one = replace(one, sleep_state=SleepState.ASLEEP, is_ready=False)
+                one = replace(one, sleep_state=SleepState.ASLEEP, is_ready=False, has_served=False)
             case Wake():
                 assert one.is_alive
                 self.asleep.discard(one.server_id)
@@ -92,6 +92,7 @@ class World:
                 assert one.is_ready, "the gateway is told of a server that does not answer"
                 assert one.server_id not in self.asleep, "the gateway is told of a server that sleeps"
                 one = replace(one, is_registered=True, is_member=True, is_serving=not one.is_cordoned)
+                one = replace(one, has_served=one.has_served or one.is_serving)
             case Remove():
                 assert not one.held, "the gateway is told to forget a server that works"
                 one = replace(one, is_registered=False, is_member=False, is_cordoned=False)
@@ -149,7 +150,8 @@ class World:
         """An operator's act; the gateway gives turns to servers that answer and are not cordoned."""
         one = self.servers[server_id]
         is_serving = one.is_ready and not is_cordoned
-        self.servers[server_id] = replace(one, is_cordoned=is_cordoned, is_serving=is_serving)
+        has_served = one.has_served or is_serving
+        self.servers[server_id] = replace(one, is_cordoned=is_cordoned, is_serving=is_serving, has_served=has_served)
 
     def replaced(self, wanted: Sequence[DesiredServer], gone: str | None) -> list[DesiredServer]:
         """The same servers, with a new one in place of one that is gone."""
