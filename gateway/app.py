@@ -156,7 +156,12 @@ async def _serving(
     api = with_parts(build_api(), parts)
     store.on_loss(memory.rewrite)
     await fleet.start()
-    watches = (memory.keep_predictor(), memory.log_store_health(), repeats.keep_in_bounds())
+    watches = (
+        memory.keep_predictor(),
+        memory.log_store_health(),
+        repeats.keep_in_bounds(),
+        engines.keep_draining(),
+    )
     tasks = [asyncio.create_task(watch) for watch in watches]
     if stream is not None:
         tasks.append(asyncio.create_task(publish_demand(demand, stream, store.health, settings.demand_interval_s)))

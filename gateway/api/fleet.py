@@ -99,16 +99,21 @@ class Engines:
         }
 
     def begin_drain(self, engine_id: str) -> None:
-        """Cordon an engine, and have its turns continue from their tokens elsewhere, if other engines serve its models.
-
-        One that is loading weights counts: turns wait for the end of the load, not the drain for the end of a turn.
+        """Cordon an engine, and have its turns continue from their tokens elsewhere, once other engines serve its
+        models.
         """
         member = self.fleet.cordon(engine_id, True)
-        if all(self.fleet.serving(model.model_id) for model in member.models):
-            for turn in self._driver.live_turns():
-                if turn.engine_id == engine_id:
-                    turn.pause()
+        member.is_draining = True
+        self._send_on(member)
         self._begin_moves(engine_id)
+
+    async def keep_draining(self) -> None:
+        """Send the turns of engines that drain on when other engines come; until cancelled."""
+        while True:
+            await self.fleet.next_to_come()
+            for member in self.fleet.members():
+                if member.is_draining and member.num_legs:
+                    self._send_on(member)
 
     async def evacuate(self, engine_id: str, timeout_s: float) -> int:
         """Cordon an engine, and bring the KV of its trajectories in a tool call to where they continue.
@@ -118,6 +123,16 @@ class Engines:
         self.fleet.cordon(engine_id, True)
         self._begin_moves(engine_id)
         return await self._kv.settled(engine_id, timeout_s)
+
+    def _send_on(self, member: Member) -> None:
+        """Pause an engine's turns if other engines serve its models, so that they continue there.
+
+        One that is loading weights counts: turns wait for the end of the load, not the drain for the end of a turn.
+        """
+        if all(self.fleet.serving(model.model_id) for model in member.models):
+            for turn in self._driver.live_turns():
+                if turn.engine_id == member.engine_id:
+                    turn.pause()
 
     def _begin_moves(self, engine_id: str) -> None:
         self._driver.post(EngineLeaving(self._driver.clock(), engine_id))
@@ -188,8 +203,8 @@ def _add_departures(app: FastAPI) -> None:
     async def drain(
         engines: _Here, engine_id: str, timeout_s: Annotated[float, Query(ge=0, le=86_400)] = 600.0
     ) -> dict[str, Any]:
-        """Cordon an engine and wait until none of its turns runs. Turns that can continue elsewhere do so at once, and
-        the KV of its residents is brought along. Needs the admin key.
+        """Cordon an engine and wait until none of its turns runs. Turns that can continue elsewhere do so once another
+        engine serves them, also after the timeout, and the KV of its residents is brought along. Needs the admin key.
         """
         until = engines.clock() + timeout_s
         engines.begin_drain(engine_id)

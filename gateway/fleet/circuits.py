@@ -32,6 +32,7 @@ class Circuits:
         self._clock = clock
         self._post = post
         self._changed = asyncio.Event()
+        self._has_come = asyncio.Event()
 
     def close(self, member: Member) -> bool:
         """A look was good: the engine may be used. Returns whether it could not be used before."""
@@ -89,3 +90,12 @@ class Circuits:
     async def next_change(self) -> None:
         """Wait until an engine is lost, becomes ready, or has no more turns."""
         await self._changed.wait()
+
+    def came(self) -> None:
+        """An engine may have begun to take turns: wake everything that waits for one."""
+        self._has_come.set()
+        self._has_come = asyncio.Event()
+
+    async def next_to_come(self) -> None:
+        """Wait until an engine may have begun to take turns."""
+        await self._has_come.wait()

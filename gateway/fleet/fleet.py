@@ -102,10 +102,16 @@ class Fleet:
         """Stop giving an engine turns, or give it turns again."""
         member = self.get(engine_id)
         member.is_cordoned = is_cordoned
+        member.is_draining = member.is_draining and is_cordoned
         member.recheck.set()  # a lost one is looked at only every few seconds
         self._known.note(member)
         self._circuits.report(member)
+        self._circuits.came()
         return member
+
+    async def next_to_come(self) -> None:
+        """Wait until an engine may have begun to take turns."""
+        await self._circuits.next_to_come()
 
     async def drained(self, engine_id: str, timeout_s: float) -> bool:
         """Cordon an engine and wait until none of its turns runs; False at the timeout."""
@@ -172,6 +178,7 @@ class Fleet:
         if is_in_doubt:
             self._circuits.send_away(member)
         self._circuits.report(member)
+        self._circuits.came()
         member.recheck.set()
 
     # --- legs -----------------------------------------------------------------------------------------------

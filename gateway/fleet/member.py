@@ -31,6 +31,7 @@ class Member:
         generation: counts the processes seen at this address.
         engine_id: its address, and which process there.
         is_cordoned: an operator or the controller wants it to get no more turns.
+        is_draining: cordoned, and its turns continue elsewhere as soon as they can.
         held: why the gateway itself gives it none: its weights are not the fleet's; "" if they are.
         is_in_doubt: an update began and did not end well, so its weights may not be what it reports. It ends only with
             weights that were loaded whole.
@@ -58,6 +59,7 @@ class Member:
     started_at: float | None = None
     state: EngineState = EngineState.STARTING
     is_cordoned: bool = False
+    is_draining: bool = False
     held: str = ""
     is_in_doubt: bool = False
     has_slept: bool = False

@@ -99,6 +99,7 @@ class Watch:
             LOGGER.info("engine is ready", extra={"fields": {"engine": member.engine_id}})
             self._known.note(member)
             self._circuits.changed()
+            self._circuits.came()
         self._circuits.report(member)
 
     async def _discover(self, member: Member) -> None:

@@ -67,6 +67,33 @@ async def test_a_turn_drained_in_mid_generation_moves_with_its_kv() -> None:
         assert await fleet.moves() == {"fetched": 1}
 
 
+@pytest.mark.parametrize("how", ["uncordoned", "added"])
+async def test_a_turn_on_a_drained_engine_moves_when_another_one_comes(how: str) -> None:
+    """At the drain none could take it: it would run for minutes on the slow engine."""
+    messages = [{"role": "user", "content": "Weave on."}]
+    async with running_fleet(engine(), token_legs="auto") as undisturbed:
+        expected = await undisturbed.turn("t", list(messages), tokens=400)
+    async with running_fleet(engine(speed_up=0.001), engine(), token_legs="auto") as fleet:
+        slow, fast = (url.removeprefix("http://") for url in fleet.urls)
+        await fleet.act(fast, "cordon")
+        running = asyncio.create_task(fleet.turn("t", list(messages), tokens=400))
+
+        async def has_begun() -> bool:
+            return bool((await fleet.engines())[slow]["num_legs"])
+
+        await eventually(has_begun, 60)
+        if how == "added":
+            (await fleet.client.delete(f"/v1/engines/{fast}", headers=ADMIN)).raise_for_status()
+        assert not (await fleet.act(slow, "drain", timeout_s=0))["is_drained"] and not running.done()
+        if how == "added":
+            (await fleet.client.post("/v1/engines", json={"url": fleet.urls[1]}, headers=ADMIN)).raise_for_status()
+        else:
+            await fleet.act(fast, "uncordon")
+        assert await running == expected
+        row = await fleet.last("t")
+        assert row["engine"].startswith(fast) and row["legs"] == 2
+
+
 @pytest.mark.parametrize("fault", ["refuse", "reset", "hang"])
 async def test_kv_that_cannot_be_fetched_is_prefilled_in_the_tool_call(fault: Any) -> None:
     """The transfer fails at once or times out: it is counted, and the next turn still finds its context."""
