@@ -54,12 +54,17 @@ def is_reachable(
     min_engines: int = 0,
     max_starting: int = 8,
 ) -> bool:
-    """Whether the change is possible with at least `min_engines` serving all the time."""
-    now = list(seen)
-    for steps in itinerary(wanted, seen, spares=spares, min_engines=min_engines, max_starting=max_starting):
+    """Whether the change is possible with at least `min_engines` serving all the time.
+
+    A server that hangs, or that an operator cordoned, stays as it is, and one that ended is replaced: no reason to
+    refuse what else is wanted.
+    """
+    idle = {one.server_id for one in seen if not one.is_serving and (one.is_member or not one.is_alive)}
+    now = [replace(one, has_served=one.has_served or one.server_id in idle) for one in seen]
+    for steps in itinerary(wanted, now, spares=spares, min_engines=min_engines, max_starting=max_starting):
         for step in steps:
             now = after(step, now)
-    return is_reached(wanted, now)
+    return is_reached(wanted, [replace(one, is_serving=True) if one.server_id in idle else one for one in now])
 
 
 def _drained(seen: Sequence[ObservedServer]) -> list[ObservedServer]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.itinerary import itinerary
+from controller.itinerary import is_reachable, itinerary
 from controller.layout import Floor, lay_out
 from controller.spares import SpareRule, spares_beside
 from controller.steps import (
@@ -116,6 +116,7 @@ def test_any_fleet_becomes_any_other_with_sleepers_beside_it(
             wanted = lay_out(plan, holding, FLOOR, world.new_id, sleeping)
             spares = spares_beside(wanted, there, FLOOR, replace(rule, is_ahead=False), world.new_id)
         for _ in range(data.draw(st.integers(0, 12))):
+            assert is_reachable(wanted, world.seen(), spares=spares), "no minimum forbids it"
             num_before = len(world.serving())
             steps = next_steps(wanted, world.seen(), spares=spares, min_engines=min_engines)
             for step in data.draw(st.permutations(steps)):

@@ -111,6 +111,17 @@ def test_engines_that_make_no_room_leave_only_when_the_new_ones_have_served() ->
     assert next_steps([], serving(*ones)) == [Drain("a"), Drain("b")]
 
 
+def test_engines_that_do_not_serve_forbid_no_change_of_others() -> None:
+    """They were said to violate the minimum, also a minimum of 0. They do not count as serving, either."""
+    ones = [DesiredServer(device, 1, (device,)) for device in DEVICES[:4]]
+    seen = serving(*ones)
+    ended = replace(seen[0], is_alive=False, is_ready=False, is_serving=False)
+    for idle in (replace(seen[0], is_serving=False), replace(seen[0], is_serving=False, is_cordoned=True), ended):
+        for stays in (ones[:3], ones[1:], [ones[0], *ones[2:]]):
+            assert is_reachable(stays, [idle, *seen[1:]], min_engines=2)
+        assert not is_reachable(ones[:3], [idle, *seen[1:]], min_engines=3)
+
+
 @given(sizes(), sizes(), st.integers(0, 8))
 def test_a_new_plan_is_reachable_while_turns_still_run(first: list[int], second: list[int], num_rounds: int) -> None:
     """From any point of a change to another fleet, or to the same: drains take as long as their turns."""
@@ -197,6 +208,7 @@ def test_any_fleet_becomes_any_other(
     for tps in plans:
         wanted = lay_out(tps, wanted, FLOOR, world.new_id)
         for _ in range(data.draw(st.integers(0, 12))):
+            assert is_reachable(wanted, world.seen(), max_starting=max_starting), "no minimum forbids it"
             num_before, num_able = len(world.serving()), len(world.able_to_serve())
             steps = next_steps(wanted, world.seen(), min_engines=min_engines, max_starting=max_starting)
             starting = sum(one.is_alive and not one.is_ready for one in world.seen())
