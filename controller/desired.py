@@ -63,14 +63,15 @@ class DesiredFleet:
         return self._fleet.first if self._fleet.first is not None else (least,) * (num_devices // least)
 
     def adopted(self, alive: Sequence[ObservedServer], asleep: Set[str]) -> list[Json]:
-        """What runs already although no journal records it. Of two on the same devices, the gateway's goes first.
+        """What runs already although no journal records it. Of several on the same devices, those that serve go first,
+        then the gateway's.
 
         Args:
             asleep: ids of servers that report that they sleep.
         """
         wanted: list[DesiredServer] = []
         spares: list[DesiredServer] = []
-        for one in sorted(alive, key=lambda one: not one.is_member):
+        for one in sorted(alive, key=lambda one: (not one.is_serving, not one.is_member)):
             server = DesiredServer(one.server_id, one.tp, one.devices)
             if one.server_id in asleep:
                 spares.append(server)

@@ -25,7 +25,7 @@ from controller.fleet_file import FleetFile
 from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused, Member
 from controller.journal import Journal, JournalAway, Json
 from controller.launcher import Launcher, LaunchFailed, Server
-from controller.observed import observed_servers, unlisted_servers
+from controller.observed import observed_servers, registered_urls, unlisted_servers
 from controller.planning import Proposal, present_tps
 from controller.records import new_ids, spares_record, step_record
 from controller.restarts import find_ended, held_back, tend
@@ -34,6 +34,7 @@ from controller.steps import (
     Launch,
     MakeReady,
     ObservedServer,
+    Register,
     Remove,
     Sleep,
     Step,
@@ -172,8 +173,15 @@ class Controller:
 
     async def _begin(self) -> None:
         """A fleet without a journal: running servers are adopted; if there are none, the first fleet is wanted, once
-        there are devices for it."""
+        there are devices for it. Those at addresses that the gateway has were registered: it may give them turns.
+        """
         alive = [one for one in self.seen if one.is_alive]
+        if at_gateway := registered_urls(self.servers, self.members, self.journal.state):
+            for server_id, url in at_gateway.items():
+                for kind in ("begun", "done"):
+                    self.journal.write(**step_record(kind, Register(server_id), time.time(), url=url))
+            self._changed()
+            return  # to look again, with them as members
         urls = {server.spec.server_id: server.url for server in self.servers}
         asleep = {one.server_id for one in alive if await self._drivers.sleeps(urls.get(one.server_id))}
         for server_id in asleep:

@@ -47,6 +47,13 @@ def unlisted_servers(servers: Sequence[Server], members: Sequence[Member], state
     return {server_id: url in reached for server_id, url in state.urls.items() if server_id not in listed}
 
 
+def registered_urls(servers: Sequence[Server], members: Sequence[Member], state: State) -> dict[str, str]:
+    """Addresses by id of running servers that the gateway has, although no journal records it."""
+    known = {member.url for member in members}
+    running = [one for one in servers if one.state is not ServerState.EXITED and one.spec.server_id not in state.urls]
+    return {one.spec.server_id: one.url for one in running if one.url is not None and one.url in known}
+
+
 def _seen(
     server: Server, by_url: dict[str, Member], state: State, ready: Collection[str], launched: Collection[str]
 ) -> ObservedServer:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from controller.fleet_file import FleetFileError
-from controller.gateway_client import GatewayAway
+from controller.gateway_client import GatewayAway, Member
 from controller.journal import Journal, State
 from controller.launcher import ServerState
 from controller.loop import Controller
@@ -120,6 +120,37 @@ async def test_the_first_fleet_waits_until_it_fits(memory_folder: Path) -> None:
     cluster.devices = ("cpu0", "cpu1")
     await made.tick()
     assert [one.tp for one in journal.state.wanted] == [1, 1] and not made.alarms
+    await made.close()
+    journal.close()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_engines_that_serve_are_adopted_before_a_sleeper_on_their_devices(
+    is_known: bool, memory_folder: Path
+) -> None:
+    """The journal is lost, the sleeper is older, and SGLang does not tell who sleeps: the engines were stopped under
+    their turns, and the sleeper kept. It makes no difference whether the gateway still knows the sleeper."""
+    asleep: set[str] = set()
+    async with answering_engines(asleep) as port:
+        run = run_in(memory_folder / "lost", port, asleep)
+        run.changes = [Change((1, 1))]
+        made = await run.run_controller(Fuse())
+        serving = {one.server_id for one in made.journal.state.wanted}
+    cluster, points = run.cluster, Fuse()
+    (sleeper,) = [one for one in cluster.alive() if one not in cluster.awake()]
+    if is_known and sleeper.url:
+        cluster.members[sleeper.url] = Member(f"at {sleeper.url}", sleeper.url, False, False, 0)
+    path = run.fleet.state_dir / "journal.jsonl"
+    path.unlink()
+    engine = run.fleet.engine.model_copy(update={"kind": "sglang"})
+    fleet, journal = run.fleet.model_copy(update={"engine": engine}), Journal(path)
+    ports = MemoryLauncher(cluster, points), MemoryGateway(cluster, points), MemoryDemand(cluster)
+    made = Controller(fleet, *ports, journal)  # type: ignore[arg-type]
+    for _ in range(20):
+        await made.tick()
+    assert {one.server_id for one in journal.state.wanted} == serving and not made.alarms
+    assert {one.spec.server_id for one in cluster.alive()} == serving
+    assert is_reached(journal.state.wanted, made.seen)
     await made.close()
     journal.close()
 
