@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from controller.demand import demand_of
 from controller.fleet_file import FleetFile, FleetFileError
 from controller.gateway_client import GatewayClient
-from controller.journal import Journal
+from controller.journal import Journal, JournalAway, check_owner, read_state
 from controller.launcher import Launcher
 from controller.lease import Lease
 from controller.local_launcher import LocalLauncher
@@ -42,21 +42,27 @@ async def controller(fleet: FleetFile, launcher: Launcher) -> AsyncIterator[Cont
 
     Raises:
         FleetFileError: its folder cannot be used.
-        ValueError: the journal is damaged.
+        ValueError: the journal is damaged, or another fleet's.
     """
-    lease = Lease(fleet.state_dir / "lease")
+    lease, path = Lease(fleet.state_dir / "lease"), fleet.state_dir / "journal.jsonl"
     try:
         is_taken = lease.try_take()
     except OSError as error:
         raise FleetFileError(f"state_dir {fleet.state_dir} cannot be used: {error.strerror}") from None
     if not is_taken:
-        LOGGER.info("another controller acts; waiting", extra={"fields": {"process": lease.holder()}})
+        check_owner(read_state(path), fleet.fleet, fleet.state_dir)
+        LOGGER.warning("another controller acts; waiting", extra={"fields": {"process": lease.holder()}})
         await lease.take()
     try:
+        check_owner(read_state(path), fleet.fleet, fleet.state_dir)
         try:
-            journal = Journal(fleet.state_dir / "journal.jsonl")
+            journal = Journal(path)
+            if not journal.state.fleet:
+                journal.write(kind="fleet", fleet=fleet.fleet)
         except OSError as error:  # a full disk
             raise FleetFileError(f"state_dir {fleet.state_dir} cannot be used: {error.strerror}") from None
+        except JournalAway as fault:
+            raise FleetFileError(str(fault)) from None
         key = fleet.admin_key.get_secret_value() if fleet.admin_key else None
         gateway = GatewayClient(fleet.gateway, key)
         demand = demand_of(fleet.demand, gateway)

@@ -7,7 +7,7 @@ from controller.desired import DesiredFleet, Refused
 from controller.fleet_file import FleetFile
 from controller.gateway_client import GatewayClient
 from controller.itinerary import itinerary
-from controller.journal import read_state
+from controller.journal import check_owner, read_state
 from controller.launcher import Launcher
 from controller.observed import observed_servers
 from controller.planning import Proposal
@@ -26,9 +26,10 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
 
     Raises:
         LauncherAway, GatewayAway, GatewayRefused, DemandAway: see there.
-        ValueError: the journal is damaged.
+        ValueError: the journal is damaged, or another fleet's.
     """
     state = read_state(fleet.state_dir / "journal.jsonl")
+    check_owner(state, fleet.fleet, fleet.state_dir)
     key = fleet.admin_key.get_secret_value() if fleet.admin_key else None
     gateway = GatewayClient(fleet.gateway, key)
     demand = demand_of(fleet.demand, gateway)

@@ -45,6 +45,7 @@ class State:
     """The fold of the records.
 
     Args:
+        fleet: its id; "": the journal is older than this record.
         wanted: the fleet that should be there.
         proven: the last fleet that was reached; it is restored if another one does not start. Empty: there was none.
         is_manual: an operator chose the fleet; plans are made, but not acted on.
@@ -63,6 +64,7 @@ class State:
         history: of rollouts.
     """
 
+    fleet: str = ""
     wanted: tuple[DesiredServer, ...] = ()
     proven: tuple[DesiredServer, ...] = ()
     spares: tuple[DesiredServer, ...] = ()
@@ -94,6 +96,8 @@ def fold(state: State, record: Json) -> State:
     match record["kind"]:
         case "state":
             return _loaded(record["state"])
+        case "fleet":
+            return replace(state, fleet=record["fleet"])
         case "wanted":
             return _wanted(state, record)
         case "proven":
@@ -301,6 +305,12 @@ def read_state(path: Path) -> State:
         except (AttributeError, KeyError, TypeError, ValueError):
             raise ValueError(f"{path}, line {number}, is damaged; move the file away to start empty") from None
     return state
+
+
+def check_owner(state: State, fleet_id: str, state_dir: Path) -> None:
+    """Raises ValueError if the journal in this folder is another fleet's, whose engines nobody would look after."""
+    if state.fleet not in ("", fleet_id):
+        raise ValueError(f"state_dir {state_dir} is that of fleet {state.fleet}; give fleet {fleet_id} one of its own")
 
 
 def dumped(state: State) -> Json:

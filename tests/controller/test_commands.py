@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from controller.admin_key import ADMIN_KEY_VARIABLE
+from controller.assembly import controller, launcher_of
 from controller.fleet_file import load_fleet_file
 from engines.children import free_port
 from engines.simulated.server import serve_engine
@@ -106,6 +107,30 @@ async def test_a_full_disk_stops_the_start(tmp_path: Path) -> None:
         assert (status, len(output.splitlines())) == (2, 1), output
         assert "/state cannot be used: File too large" in output
     assert json.loads((tmp_path / "state" / "journal.jsonl").read_text()) == record
+
+
+async def test_a_state_folder_belongs_to_one_fleet(tmp_path: Path) -> None:
+    """A fleet that was renamed would leave its engines to nobody, and a second fleet would wait for the first one's
+    lease. Each is refused with one line, also while the first one acts. An older journal names no fleet."""
+    path = write_fleet(tmp_path, "http://127.0.0.1:9", free_port())
+    first = load_fleet_file(path)
+    record = {"kind": "wanted", "at": 1.0, "why": "a fleet", "serial": 1, "wanted": []}
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "journal.jsonl").write_text(json.dumps(record) + "\n")
+
+    async def check_refused() -> None:
+        for options in ((), ("--dry-run",)):
+            status, output = await heddle("controller", "--fleet", str(path), *options)
+            assert (status, len(output.splitlines())) == (2, 1), output
+            assert "/state is that of fleet toy; give fleet renamed one of its own" in output
+
+    async with controller(first, launcher_of(first)) as made:
+        assert made.journal.state.why == "a fleet"
+        path.write_text(path.read_text().replace('"toy"', '"renamed"'))
+        await check_refused()
+    await check_refused()
+    async with controller(first, launcher_of(first)) as made:
+        assert made.journal.state.why == "a fleet"
 
 
 async def test_a_controller_whose_disk_is_full_goes_on_once_there_is_room(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ TWO = (DesiredServer("c", 2, ("0", "1")),)
 
 
 def write_all(journal: Journal) -> None:
+    journal.write(kind="fleet", fleet="toy")
     journal.write(**wanted_record(ONES, 2, 10.0, "first"))
     journal.write(kind="proven")
     for kind in ("begun", "done"):
@@ -43,7 +44,13 @@ def test_a_reader_finds_the_writers_state(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.jsonl")
     write_all(journal)
     state = journal.state
-    assert state.wanted == TWO and state.proven == ONES and state.is_manual and state.resting == {"7"}
+    assert (
+        state.fleet == "toy"
+        and state.wanted == TWO
+        and state.proven == ONES
+        and state.is_manual
+        and state.resting == {"7"}
+    )
     assert state.drained == {"a"} and state.stopped == {"b"} and state.begun == {"a": "Drain"}
     assert state.urls == {"a": "http://a"} and state.phase_s == {("start", 1): (33.0,)}
     assert state.failures[0].last_lines == ("no memory",)
