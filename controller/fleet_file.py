@@ -69,9 +69,10 @@ def _fleet_id(text: str) -> str:
 
 
 def _device(name: str) -> str:
+    """The name without blanks around it, which CUDA ignores: " 0" is the same GPU as "0"."""
     if not name.strip() or "," in name:
         raise ValueError(f"{name!r} is not one device, such as '0' or 'GPU-5a1b'")
-    return name
+    return name.strip()
 
 
 def _power_of_two(tp: int) -> int:

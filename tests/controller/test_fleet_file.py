@@ -150,6 +150,7 @@ def test_a_step_may_take_a_day_at_most(tmp_path: Path, name: str) -> None:
         (("[engine]", '[demand]\nredis = "redis://a/0?b=1"\n[engine]'), "demand.redis: .* such as redis://"),
         (("[engine]", '[demand]\nredis = "redis://a/first"\n[engine]'), "demand.redis: .* such as redis://"),
         (("gpus = 8", 'devices = ["0", "1", "0"]'), "devices: one is listed twice"),
+        (("gpus = 8", 'devices = ["0", " 0"]'), "devices: one is listed twice"),
         (("gpus = 8", 'devices = ["0,1"]'), "devices.0: '0,1' is not one device"),
         (("gpus = 8", 'devices = [""]'), "devices.0: '' is not one device"),
         (("gpus = 8\ntp_sizes = [1, 2, 4]", "gpus = 1\ntp_sizes = [2, 4]"), "no engine fits: .* is 2, .* are 1$"),
