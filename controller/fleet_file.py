@@ -164,6 +164,11 @@ class Limits(BaseModel):
     max_tries: int = Field(3, ge=1, description="Starts of one server; one that fails three times fails for a reason.")
     back_off_s: float = Field(5.0, ge=0, description="Pause before the second start; it doubles each time.")
     max_back_off_s: float = Field(300.0, ge=0, description="Longest pause between starts.")
+    min_serving_s: float = Field(
+        600.0,
+        gt=0,
+        description="Time of serving after which earlier tries no longer count; too little memory shows sooner.",
+    )
     stop_grace_s: float = Field(
         20.0, ge=0, le=_DAY_S, description="Time between SIGTERM and SIGKILL; vLLM ends within 10 s."
     )
@@ -314,7 +319,8 @@ class FleetFile(BaseModel):
 
     @property
     def retry_rule(self) -> RetryRule:
-        return RetryRule(self.limits.max_tries, self.limits.back_off_s, self.limits.max_back_off_s)
+        limits = self.limits
+        return RetryRule(limits.max_tries, limits.back_off_s, limits.max_back_off_s, limits.min_serving_s)
 
     def profiles(self) -> dict[int, EngineProfile]:
         """The profile of each TP size that has one, with the slots that engines are launched with."""

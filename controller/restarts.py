@@ -1,9 +1,9 @@
 """What happens to wanted servers that have ended: they are tried again after growing pauses, then given up. Pure.
 
-Each failed start of a server that never served counts as a try; for one that served and died the count starts again.
-After the last try its TP size is blocked, and the last fleet that served is wanted again. If that is the same fleet, or
-none ever served, the fleet goes on without this server. Only an operator's `scale` lifts the block. A spare that ended
-is dropped: the next change does without it.
+Each failed start counts as a try, and so does a server that served for less than `min_serving_s`; for one that served
+for longer, the count starts again. After the last try its TP size is blocked, and the last fleet that served is wanted
+again. If that is the same fleet, or none ever served, the fleet goes on without this server. Only an operator's `scale`
+lifts the block. A spare that ended is dropped: the next change does without it.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -28,15 +28,17 @@ class RetryRule:
         max_tries: starts of a server in total.
         back_off_s: pause before the second start; doubles with each further one.
         max_back_off_s: limit of the pause.
+        min_serving_s: once a server has served for this long, its earlier tries no longer count.
     """
 
     max_tries: int = 3
     back_off_s: float = 5.0
     max_back_off_s: float = 300.0
+    min_serving_s: float = 600.0
 
     def pause_s(self, num_tries: int) -> float:
         """The pause after `num_tries` failed starts."""
-        return min(self.max_back_off_s, self.back_off_s * 2.0 ** min(num_tries - 1, _MAX_DOUBLINGS))
+        return min(self.max_back_off_s, self.back_off_s * 2.0 ** min(max(num_tries - 1, 0), _MAX_DOUBLINGS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,9 @@ def tend(
         records.append({"kind": "failed", "failure": asdict(failure)})
         if place is None:
             continue
-        num_tries = 1 if one.server_id in state.urls else tries.pop(one.server_id, 0) + 1
+        has_worked = now - state.served_at.get(one.server_id, now) >= rule.min_serving_s
+        num_tries = 0 if has_worked else tries.get(one.server_id, 0) + 1
+        tries.pop(one.server_id, None)
         not_before.pop(one.server_id, None)
         if num_tries >= rule.max_tries:
             given_up.append(wanted.pop(place))

@@ -175,10 +175,12 @@ def test_only_one_holds_a_lease(tmp_path: Path) -> None:
 RULE = RetryRule(3, 5.0)
 
 
-def tended(state: State, ended: list[Ended], now: float = 100.0, *alive: DesiredServer) -> State:
+def tended(
+    state: State, ended: list[Ended], now: float = 100.0, *alive: DesiredServer, rule: RetryRule = RULE
+) -> State:
     new_id, serial = new_ids("fleet", state)
     journal_state = state
-    for record in tend(state, ended, {one.server_id: one for one in alive}, now, RULE, new_id, serial):
+    for record in tend(state, ended, {one.server_id: one for one in alive}, now, rule, new_id, serial):
         journal_state = fold(journal_state, record)
     return journal_state
 
@@ -230,20 +232,38 @@ def test_a_fleet_that_comes_back_leaves_resting_devices_unused() -> None:
 
 
 def test_tries_start_again_for_a_server_that_served() -> None:
-    """Its tries do not add up over weeks."""
-    state = State(wanted=ONES, proven=ONES, num_tries={"b": 2}, urls={"b": "http://b"}, serial=7)
-    state = tended(state, [Ended("b", "killed by SIGKILL")])
+    """Its tries do not add up over weeks, and its death is not one of them."""
+    state = State(
+        wanted=ONES, proven=ONES, num_tries={"b": 2}, urls={"b": "http://b"}, served_at={"b": 100.0}, serial=7
+    )
+    once = tended(state, [Ended("b", "killed by SIGKILL")], 700.0, rule=RetryRule(max_tries=1))
+    assert len(once.wanted) == 2 and once.blocked_tps == frozenset(), "a single try is one start, not none"
+    state = tended(state, [Ended("b", "killed by SIGKILL")], 700.0)
     assert len(state.wanted) == 2 and state.blocked_tps == frozenset()
     again = state.wanted[1].server_id
     assert (
-        state.num_tries == {again: 1}
-        and held_back(state, 104.9, RULE) == {again}
-        and held_back(state, 105.0, RULE) == set()
+        state.num_tries == {again: 0}
+        and held_back(state, 704.9, RULE) == {again}
+        and held_back(state, 705.0, RULE) == set()
     )
-    assert (state.serial, state.changed_at) == (8, 100.0), "no other server gets its number"
+    assert (state.serial, state.changed_at) == (8, 700.0), "no other server gets its number"
     assert [(one.server_id, one.tp, one.at, one.cause) for one in state.failures] == [
-        ("b", 1, 100.0, "killed by SIGKILL")
+        ("b", 1, 700.0, "killed by SIGKILL")
     ]
+
+
+def test_a_server_that_dies_soon_after_it_began_to_serve_is_given_up() -> None:
+    """Its memory does not suffice for real turns, as an example. It was started again every five seconds, for ever."""
+    state, now = State(wanted=ONES, proven=ONES), 100.0
+    pauses_s = []
+    for _ in range(3):
+        server_id = state.wanted[1].server_id
+        state = fold(state, step_record("begun", Register(server_id), now, url="http://b"))
+        state = fold(state, {"kind": "served", "server_id": server_id, "at": now})
+        now += 599.0
+        state = tended(state, [Ended(server_id, "killed by SIGKILL")], now)
+        pauses_s += [at - now for at in state.not_before.values()]
+    assert pauses_s == [5.0, 10.0] and state.wanted == ONES[:1] and state.blocked_tps == {1}
 
 
 def test_a_spare_that_ended_is_not_replaced() -> None:
@@ -271,7 +291,7 @@ def test_pauses_stay_bounded_after_thousands_of_tries() -> None:
 
 def test_tries_of_servers_no_longer_wanted_are_forgotten() -> None:
     """Servers end now and then for weeks, and all tries are written each time."""
-    state = State(wanted=ONES, proven=ONES, num_tries={"b": 2, "z": 1}, not_before={"z": 1.0}, urls={"b": "http://b"})
+    state = State(wanted=ONES, proven=ONES, num_tries={"b": 1, "z": 1}, not_before={"z": 1.0})
     state = tended(state, [Ended("b", "killed by SIGKILL")])
     assert state.num_tries.keys() == state.not_before.keys() == {state.wanted[1].server_id}
 
