@@ -295,7 +295,8 @@ def _check_that_they_serve_one_model(profiles: Sequence[EngineProfile]) -> None:
     models = dict.fromkeys(profile.model for profile in profiles)
     if len(models) > 1:
         raise ValueError(
-            f"fleet: all agents ask for one model, but the engines' profiles are of {' and '.join(models)}"
+            f"fleet: all agents ask for one model, but the engines' profiles are of {' and '.join(models)}; "
+            "if these are one, the profiles must name it alike"
         )
 
 
