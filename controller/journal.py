@@ -47,7 +47,8 @@ class State:
     Args:
         fleet: its id; "": the journal is older than this record.
         wanted: the fleet that should be there.
-        proven: the last fleet that was reached; it is restored if another one does not start. Empty: there was none.
+        proven: the last fleet that was reached, without servers given up since; it is restored if another one does not
+            start. Empty: there was none.
         is_manual: an operator chose the fleet; plans are made, but not acted on.
         spares: servers that should be there, asleep; none of them is in `wanted`.
         sleepless: why no server may sleep, as an engine reported it; "": they may.
@@ -119,7 +120,9 @@ def fold(state: State, record: Json) -> State:
         case "rollouts":
             return replace(state, history=rollouts.loaded(record["history"]))
         case "blocked":
-            return replace(state, blocked_tps=state.blocked_tps | {record["tp"]})
+            devices = tuple(record.get("devices", ()))  # an earlier version did not write them
+            proven = tuple(one for one in state.proven if one.devices != devices)
+            return replace(state, blocked_tps=state.blocked_tps | {record["tp"]}, proven=proven)
         case "gone":
             return _gone(state, set(record["server_ids"]))
     return state

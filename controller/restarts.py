@@ -2,8 +2,9 @@
 
 Each failed start counts as a try, and so does a server that served for less than `min_serving_s`; for one that served
 for longer, the count starts again. After the last try its TP size is blocked, and the last fleet that served is wanted
-again. If that is the same fleet, or none ever served, the fleet goes on without this server. Only an operator's `scale`
-lifts the block. A spare that ended is dropped: the next change does without it.
+again, without the servers that were given up in it since. If that is the same fleet, or none ever served, the fleet
+goes on without this server. Only an operator's `scale` lifts the block. A spare that ended is dropped: the next change
+does without it.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -111,10 +112,11 @@ def tend(
         return records
     why = f"{', '.join(one.server_id for one in ended)} ended"
     for lost in given_up:
-        records.append({"kind": "blocked", "tp": lost.tp})
+        records.append({"kind": "blocked", "tp": lost.tp, "devices": lost.devices})
         why = f"{lost.server_id} (TP {lost.tp}) was given up after {rule.max_tries} tries"
-    before = [one for one in state.proven if not state.resting & set(one.devices)]
-    if given_up and before and _devices(before) != _devices(state.wanted):
+    broken = {lost.devices for lost in given_up}
+    before = [one for one in state.proven if one.devices not in broken and not state.resting & set(one.devices)]
+    if given_up and before and _devices(before) != _devices(wanted):
         wanted = [one if one.server_id in alive else replace(one, server_id=new_id()) for one in before]
         why += "; back to the fleet before"
     wanted_ids = {one.server_id for one in wanted}

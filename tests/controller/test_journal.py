@@ -216,6 +216,26 @@ def test_a_fleet_continues_without_a_server_that_was_given_up() -> None:
     assert state.wanted == ONES[:1] and state.blocked_tps == {1}
 
 
+def test_servers_that_are_given_up_one_after_the_other_stay_away() -> None:
+    """Devices 0 and 1 break for good. The end of each one's tries used to bring the other back, with all tries anew."""
+    fleet = tuple(DesiredServer(name, 1, (device,)) for name, device in zip("abcd", "0123", strict=True))
+    state = State(wanted=fleet, proven=fleet, urls={one.server_id: f"http://{one.server_id}" for one in fleet})
+    num_ends = 0
+    while (broken := [one for one in state.wanted if one.devices in (("0",), ("1",))]) and num_ends < 100:
+        turn = broken[num_ends % len(broken)]
+        state = tended(state, [Ended(turn.server_id, "exit status 1")], 100.0, *fleet[2:])
+        num_ends += 1
+    assert num_ends == 2 * RULE.max_tries
+    assert state.wanted == state.proven == fleet[2:] and state.blocked_tps == {1}
+
+
+def test_a_fleet_that_comes_back_is_without_servers_that_were_given_up_in_it() -> None:
+    """Their size is not planned any more, but its other servers served."""
+    state = tended(State(wanted=ONES, proven=ONES, num_tries={"b": 2}), [Ended("b", "exit status 1")])
+    state = fold(state, wanted_record(TWO, 3, 20.0, "a plan", num_tries={"c": 2}))
+    assert [one.devices for one in tended(state, [Ended("c", "exit status 1")]).wanted] == [("0",)]
+
+
 def test_a_first_fleet_continues_without_a_server_that_never_starts() -> None:
     """No fleet served before it, so there is none to go back to: one bad device used to end all engines beside it."""
     state = State(wanted=ONES, num_tries={"b": 2})
