@@ -3,6 +3,7 @@
 import os
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -324,7 +325,8 @@ class FleetFile(BaseModel):
 
     def profiles(self) -> dict[int, EngineProfile]:
         """The profile of each TP size that has one, with the slots that engines are launched with."""
-        return {tp: load_profile(self.engine.profiles[tp]) for tp in self.tp_sizes if tp in self.engine.profiles}
+        named = {tp: load_profile(self.engine.profiles[tp]) for tp in self.tp_sizes if tp in self.engine.profiles}
+        return {tp: replace(profile, slots=self.engine.slots or profile.slots) for tp, profile in named.items()}
 
 
 def engine_kind(kind: str) -> str:

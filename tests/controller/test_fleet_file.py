@@ -197,6 +197,18 @@ def test_vllm_is_launched_for_a_fast_start(tmp_path: Path) -> None:
     assert four.environment["VLLM_CACHE_ROOT"] != two.environment["VLLM_CACHE_ROOT"]
 
 
+def test_plans_count_the_slots_that_engines_are_launched_with(tmp_path: Path) -> None:
+    """An engine of any TP size has as many. Plans counted the profile's, which grow with the TP size."""
+    fleet = load_fleet_file(written(tmp_path, WHOLE))
+    launched = {tp: server_spec(fleet, DesiredServer("a", tp, tuple("0123"[:tp]))) for tp in fleet.tp_sizes}
+    assert {tp: value_of(spec.command, "--max-num-seqs") for tp, spec in launched.items()} == dict.fromkeys(
+        fleet.tp_sizes, "128"
+    )
+    assert {tp: profile.slots for tp, profile in fleet.profiles().items()} == dict.fromkeys(fleet.tp_sizes, 128)
+    unset = load_fleet_file(written(tmp_path, WHOLE.replace("slots = 128\n", "")))
+    assert [profile.slots for profile in unset.profiles().values()] == [100, 200, 400]
+
+
 def test_vllm_is_launched_with_kv_transfer_if_configured(tmp_path: Path) -> None:
     """KV that it cannot fetch is recomputed. Others reach it at an address and a port from its launcher."""
     fleet = load_fleet_file(written(tmp_path, WHOLE.replace("[engine]", '[engine]\nkv_transfer = "nixl"')))
