@@ -36,7 +36,7 @@ REQUEST_TIMEOUT_S = 30.0
 # Of one log. The API server gets it from the node's kubelet, and waits for one without power until the client leaves.
 LOG_TIMEOUT_S = 3.0
 _MAX_LOGS_AT_ONCE = 32  # so that the engines of a few dead nodes cost one timeout together, not one each
-_POLL_S = 0.2
+_POLL_S = 0.5  # of each Pod that is to end: a whole fleet must not crowd out others at the API server
 _SELECTOR = ",".join(f"{name}={value}" for name, value in MANAGED.items())
 
 
@@ -129,8 +129,17 @@ class KubernetesLauncher:
             TimeoutError: the node has not confirmed it; safe to repeat.
             ConnectionError: the API server cannot be reached; safe to repeat.
         """
+        # A grace of 0 would be a forced deletion: the Pod is forgotten while it still runs.
+        grace = max(1, math.ceil(grace_s))
+        deadline = time.monotonic() + grace + self._confirm_timeout_s
         try:
-            await asyncio.to_thread(self._stop, server_id, grace_s)
+            pod = await asyncio.to_thread(self._delete, server_id, grace)
+            # A thread that waited for a lost node would be missing where others look at the fleet.
+            while pod is not None and await asyncio.to_thread(self._is_there, pod):
+                if time.monotonic() > deadline:
+                    name, node = pod["metadata"]["name"], pod["spec"].get("nodeName")
+                    raise TimeoutError(f"node {node} does not say that Pod {name} has ended; is the node lost?")
+                await asyncio.sleep(_POLL_S)
         except (HTTPError, ApiException) as error:
             raise ConnectionError(f"Kubernetes: {_words(error)}") from error
 
@@ -173,26 +182,25 @@ class KubernetesLauncher:
             for pod, last_lines in zip(pods, lines, strict=True)
         ]
 
-    def _stop(self, server_id: str, grace_s: float) -> None:
+    def _delete(self, server_id: str, grace_s: int) -> Json | None:
+        """Ask for the end of a server's Pod, and return it; None if there is none."""
         name = pod_name(server_id)
-        # A grace of 0 would be a forced deletion: the Pod is forgotten while it still runs.
-        grace = max(1, math.ceil(grace_s))
-        deadline = time.monotonic() + grace + self._confirm_timeout_s
         pod = self._read_pod(name)
         if pod is None or not is_of(pod, server_id):
-            return
+            return None
         # All in the body: if there is one, the API server ignores the query.
-        how = {"gracePeriodSeconds": grace, "preconditions": {"uid": pod["metadata"]["uid"]}}
+        how = {"gracePeriodSeconds": grace_s, "preconditions": {"uid": pod["metadata"]["uid"]}}
         try:
             self._core.delete_namespaced_pod(name, self._namespace, body=how, _request_timeout=REQUEST_TIMEOUT_S)
         except ApiException as error:
             if error.status not in (404, 409):  # It is already gone.
                 raise
-        while (there := self._read_pod(name)) is not None and there["metadata"]["uid"] == pod["metadata"]["uid"]:
-            if time.monotonic() > deadline:
-                node = pod["spec"].get("nodeName")
-                raise TimeoutError(f"node {node} does not say that Pod {name} has ended; is the node lost?")
-            time.sleep(_POLL_S)
+        return pod
+
+    def _is_there(self, pod: Json) -> bool:
+        """Whether this Pod, and not a later one of its name, exists."""
+        there = self._read_pod(pod["metadata"]["name"])
+        return there is not None and there["metadata"]["uid"] == pod["metadata"]["uid"]
 
     def _last_lines(self, pod: Json) -> tuple[str, ...]:
         """The end of a Pod's output; nothing if it cannot be had now."""

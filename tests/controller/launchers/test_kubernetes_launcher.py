@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -189,6 +190,26 @@ async def test_a_silent_node_is_not_taken_for_lost(site: Site, cluster: Cluster)
     assert cluster.core.read_namespaced_pod(spec.server_id, NAMESPACE).metadata.deletion_grace_period_seconds == 1
     await asyncio.to_thread(cluster.kubelet.lose_node, "node-d")
     cluster.core.delete_namespaced_pod(spec.server_id, NAMESPACE, grace_period_seconds=0)
+
+
+async def test_the_fleet_can_be_observed_while_a_stop_waits_for_a_lost_node(site: Site, cluster: Cluster) -> None:
+    """Each stop took a thread for minutes, of as few as six: a lost node with six engines blinded the controller."""
+    cluster.kubelet.add_node("node-f", 1)
+    spec = site.spec(SERVE, "node-f/0")
+    await site.launcher.launch(spec)
+    await site.answer(spec.server_id)
+    await asyncio.to_thread(cluster.kubelet.freeze_node, "node-f")
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    stopping = asyncio.create_task(cluster.launcher(confirm_timeout_s=30.0).stop(spec.server_id, 1.0))
+    try:
+        ended = await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
+        assert ended.exit_cause == "its node node-f is lost; Kubernetes has given it up"
+        assert not stopping.done(), "the look waited for the stop"
+    finally:
+        stopping.cancel()
+        await asyncio.gather(stopping, return_exceptions=True)
+        await asyncio.to_thread(cluster.kubelet.lose_node, "node-f")
+        cluster.core.delete_namespaced_pod(spec.server_id, NAMESPACE, grace_period_seconds=0)
 
 
 async def test_a_node_without_power_hides_no_other_server(site: Site, cluster: Cluster) -> None:
