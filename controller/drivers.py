@@ -49,6 +49,10 @@ class StartFailed(Exception):
     """A server did not become ready; the message is the cause."""
 
 
+class StopFailed(Exception):
+    """A server is not known to have ended; the message is the launcher's. It may be stopped again."""
+
+
 class Drivers:
     """Carries out steps."""
 
@@ -68,6 +72,7 @@ class Drivers:
         Raises:
             StartFailed: a server did not become ready, or did not wake.
             LaunchFailed: it could not even be launched.
+            StopFailed: its node or its cluster does not answer.
             SleepFault, CannotSleep: it did not fall asleep.
             GatewayAway, GatewayRefused: see there.
         """
@@ -142,7 +147,10 @@ class Drivers:
             case Stop():
                 self._begins("stop", server_id)
                 tp = await self._tp(server_id)
-                await self._launcher.stop(server_id, self._fleet.limits.stop_grace_s)
+                try:
+                    await self._launcher.stop(server_id, self._fleet.limits.stop_grace_s)
+                except (TimeoutError, ConnectionError) as fault:
+                    raise StopFailed(str(fault)) from fault
                 self._ended("stop", server_id, tp)
             case Remove():
                 await self._at_gateway(server_id, self._gateway.remove)

@@ -82,4 +82,8 @@ class Launcher(Protocol):
         """All servers of a fleet that exist, including those of an earlier controller and those that have ended."""
 
     async def stop(self, server_id: str, grace_s: float) -> None:
-        """End a server and all its processes, by force after the grace; on return its devices are free. Idempotent."""
+        """End a server and all its processes, by force after the grace; on return its devices are free. Idempotent.
+
+        Raises TimeoutError if its node does not confirm it, ConnectionError if a cluster cannot be reached; both are
+        safe to repeat.
+        """

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from controller import rollouts
 from controller.demand import Demand, DemandAway, LastRollout
 from controller.desired import DesiredFleet, NoDevices, Refused
-from controller.drivers import Drivers, StartFailed
+from controller.drivers import Drivers, StartFailed, StopFailed
 from controller.fleet_file import FleetFile
 from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused, Member
 from controller.journal import Journal, JournalAway, Json
@@ -69,6 +69,7 @@ class Controller:
         self._tasks: dict[str, tuple[Step, asyncio.Task[None]]] = {}
         self._failed: dict[str, str] = {}
         self._draining_since: dict[str, float] = {}
+        self._not_stopped: dict[str, str] = {}
         self._num_changes = 0
         self._planned_at = 0.0
         self._wake = asyncio.Event()
@@ -170,6 +171,7 @@ class Controller:
             if one.server_id in state.urls and one.server_id not in wanted_ids and not (one.held or one.is_member):
                 self.journal.write(**step_record("done", Remove(one.server_id), time.time()))
         self._watch_drains()
+        self._watch_stops()
 
     async def _begin(self) -> None:
         """A fleet without a journal: running servers are adopted; if there are none, the first fleet is wanted, once
@@ -294,6 +296,9 @@ class Controller:
             self.journal.write(**spares_record((), sleepless=str(lack)))
         except (StartFailed, LaunchFailed, SleepFault) as failure:
             self._failed[server_id] = str(failure)
+        except StopFailed as fault:
+            is_hindered = True
+            self._not_stopped[server_id] = str(fault)
         except GatewayAway as fault:
             is_hindered = True
             self._alarm("gateway_away", str(fault))
@@ -326,6 +331,15 @@ class Controller:
             self._alarm("drain_overdue", f"turns still run on {', '.join(sorted(overdue))}")
         else:
             self._clear("drain_overdue")
+
+    def _watch_stops(self) -> None:
+        """A stop that failed is an alarm until that server has been stopped, also while it is tried again."""
+        left = {one.server_id for one in self.seen if not one.was_stopped}
+        self._not_stopped = {one: why for one, why in self._not_stopped.items() if one in left}
+        if self._not_stopped:
+            self._alarm("stop_failed", "; ".join(dict.fromkeys(self._not_stopped.values())))
+        else:
+            self._clear("stop_failed")
 
     def _alarm(self, name: str, why: str) -> None:
         if name not in self.alarms:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -153,6 +153,46 @@ async def test_engines_that_serve_are_adopted_before_a_sleeper_on_their_devices(
     assert is_reached(journal.state.wanted, made.seen)
     await made.close()
     journal.close()
+
+
+@dataclass
+class Line:
+    """To the launcher: every request fails with this fault, if there is one."""
+
+    fault: Exception | None = None
+
+    def pass_point(self) -> None:
+        if self.fault is not None:
+            raise self.fault
+
+    def look(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("fault", [TimeoutError("is node-a lost?"), ConnectionError("Kubernetes: 503")])
+async def test_a_stop_that_a_lost_node_does_not_confirm_is_no_defect(fault: Exception, memory_folder: Path) -> None:
+    """It has an alarm of its own, as long as the server is not known to have ended; then the change goes on. It was
+    called a defect to report."""
+    async with answering_engines() as port:
+        run = run_in(memory_folder / "lost", port)
+        line, points = Line(), Fuse()
+        journal = Journal(run.fleet.state_dir / "journal.jsonl")
+        ports = MemoryLauncher(run.cluster, line), MemoryGateway(run.cluster, points), MemoryDemand(run.cluster)
+        made = Controller(run.fleet, *ports, journal)  # type: ignore[arg-type]
+        running = asyncio.create_task(made.run())
+        await until_reached(made, 1, 1)
+        line.fault = fault
+        made.ask(made.desired.scaled([2], made.observed()))
+        await until(lambda: bool(made.alarms), lambda: made.seen)
+        for _ in range(20):
+            await asyncio.sleep(0)
+            assert made.alarms == {"stop_failed": str(fault)}
+        line.fault = None
+        await until_reached(made, 2)
+        assert not made.alarms
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        journal.close()
 
 
 @pytest.mark.parametrize("is_member", [True, False])
