@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
+from controller import rollouts
 from controller.demand import Work
 from controller.fleet_file import FleetFile, FleetFileError
 from controller.itinerary import is_reachable, itinerary
@@ -17,6 +18,7 @@ from controller.journal import Json, State
 from controller.layout import DoesNotFit, Floor, lay_out
 from controller.planning import Proposal, propose, propose_next
 from controller.records import new_ids, spares_record, wanted_record
+from controller.rollouts import History
 from controller.spares import SpareRule, spares_beside
 from controller.steps import DesiredServer, ObservedServer, Step
 from scheduling.reshaping import ReshapeRule
@@ -85,6 +87,14 @@ class DesiredFleet:
         rule = ReshapeRule(planning.min_gain_share, min_correlation=planning.min_correlation)
         floor = self._floor(state.resting)
         return propose(work, state, self._fleet.profiles(), floor, rule, planning.min_trajectories)
+
+    def after_rollout(self, work: Work) -> History | None:
+        """The history with the rollout that this work reports as ended, after which the next one is planned for; None:
+        there is none, or a smaller one than is planned for."""
+        last = work.last_rollout
+        if last is None or len(last.trajectories) < self._fleet.planning.min_trajectories:
+            return None
+        return rollouts.after(self._state().history, last.trajectories, last.ended_at)
 
     def proposed_next(self) -> Proposal | str:
         """The fleet for the next rollout, or the reason why there is none; at least one must have ended."""

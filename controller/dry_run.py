@@ -1,6 +1,7 @@
 """What the controller would do now, without doing anything: for `heddle controller --dry-run`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from controller.demand import demand_of
 from controller.desired import DesiredFleet, Refused
@@ -39,7 +40,7 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
         except ConnectionError as fault:
             raise LauncherAway(str(fault)) from fault
         seen = observed_servers(servers, await gateway.engines(), state)
-        work = await demand.work()
+        work = await demand.work(state.history.ended_at)
     finally:
         await demand.aclose()
         gateway.close()
@@ -64,7 +65,11 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
             max_starting=limits.max_starting,
         )
     else:
-        more, rounds = _planned(fleet, desired, desired.proposed(work), state.is_manual, seen)
+        proposal = desired.proposed(work)
+        if (history := desired.after_rollout(work)) is not None:
+            state = replace(state, history=history)  # as the controller would record it; `desired` reads it
+            proposal = desired.proposed_next()
+        more, rounds = _planned(fleet, desired, proposal, state.is_manual, seen)
         lines += more
     lines += in_words(rounds, state, seen) or ["Nothing to do."]
     return [*lines, "Nothing was changed."]

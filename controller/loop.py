@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 
 from controller import rollouts
-from controller.demand import Demand, DemandAway, LastRollout
+from controller.demand import Demand, DemandAway
 from controller.desired import DesiredFleet, NoDevices, Refused
 from controller.drivers import Drivers, StartFailed, StopFailed
 from controller.fleet_file import FleetFile
@@ -29,6 +29,7 @@ from controller.observed import observed_servers, registered_urls, unlisted_serv
 from controller.planning import Proposal, present_tps
 from controller.records import new_ids, spares_record, step_record
 from controller.restarts import find_ended, held_back, tend
+from controller.rollouts import History
 from controller.steps import (
     DesiredServer,
     Launch,
@@ -231,15 +232,14 @@ class Controller:
             self.proposal = "none, because nothing reports the work"
             return
         self._clear("demand_away")
-        last = work.last_rollout
-        if last is not None and len(last.trajectories) >= planning.min_trajectories:
-            self._plan_next(last)
+        history = self.desired.after_rollout(work)
+        if history is not None:
+            self._plan_next(history)
         elif work.remaining or not self.journal.state.history.alike:
             self._consider(self.desired.proposed(work))
 
-    def _plan_next(self, last: LastRollout) -> None:
+    def _plan_next(self, history: History) -> None:
         """Plan for the next rollout, from the lengths of the last ones."""
-        history = rollouts.after(self.journal.state.history, last.trajectories, last.ended_at)
         self.journal.write(kind="rollouts", history=rollouts.dumped(history))
         proposal = self.desired.proposed_next()
         is_changed = self._consider(proposal)

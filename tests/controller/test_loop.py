@@ -9,6 +9,8 @@ import pytest
 
 from controller.assembly import controller
 from controller.desired import Refused
+from controller.dry_run import told
+from controller.fleet_file import FleetFile
 from controller.launcher import ServerState
 from controller.records import step_record
 from controller.steps import Register
@@ -31,6 +33,24 @@ from tests.support.gateway import running_gateway
 
 # Dozens of processes start here, and a busy machine takes seconds for each.
 pytestmark = pytest.mark.timeout(300)
+
+
+def next_rollout_fleet(state_dir: Path, gateway_url: str, interval_s: float) -> FleetFile:
+    """Four small engines, which three long trajectories would leave for a larger one."""
+    sizes = (1, 2, 4)
+    return fleet_file(
+        state_dir,
+        gateway_url,
+        cpu_slots=4,
+        tp_sizes=sizes,
+        engine={
+            "kind": "sim",
+            "profiles": {tp: f"qwen3-14b-h100-tp{tp}" for tp in sizes},
+            "flags": ("--speed-up", "500"),
+        },
+        planning={"interval_s": interval_s, "is_automatic": True},
+        first=(1, 1, 1, 1),
+    )
 
 
 async def test_a_fleet_changes_shape_under_a_rollout(tmp_path: Path) -> None:
@@ -260,25 +280,34 @@ async def test_a_plan_that_pays_is_carried_out(tmp_path: Path) -> None:
             await until(lambda: "best one" in getattr(made.proposal, "why", ""), lambda: made.proposal)
 
 
+async def test_a_dry_run_after_a_rollout_shows_the_plan_for_the_next(tmp_path: Path) -> None:
+    """The controller that recorded nothing of the rollout is gone. A dry run said that there is nothing to do, and the
+    next controller relaunched the fleet."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        fleet = next_rollout_fleet(tmp_path, gateway.url, 1e6)
+        async with stopped_at_the_end(fleet):
+            async with acting(fleet) as made:
+                await until_reached(made, 1, 1, 1, 1)
+                rollout = Rollout(gateway.url, "simulated", 3, max_tokens=16_000, num_turns=2)
+                rollout.begin("first")
+                await rollout.end(stop=False)
+            before = (tmp_path / "journal.jsonl").read_bytes()
+            lines = await told(fleet, launcher_for(fleet))
+            assert (tmp_path / "journal.jsonl").read_bytes() == before
+            (plan,) = [line for line in lines if line.startswith("Plan: ")]
+            assert "the next rollout: 3 trajectories" in plan and any(line.startswith("1. drain ") for line in lines)
+            async with acting(next_rollout_fleet(tmp_path, gateway.url, 0.1)) as made:
+                await until(lambda: len(made.journal.state.wanted) < 4, lambda: made.proposal)
+                assert made.journal.state.why in plan
+                await until_reached(made, *(one.tp for one in made.journal.state.wanted))
+
+
 async def test_the_fleet_is_reshaped_for_the_next_rollout_and_stays(tmp_path: Path) -> None:
     """Three trajectories run on four small engines. Nothing changes while they run, because the predictor has shown
     nothing. When they have ended, the fleet is reshaped for the next three, with the start times measured here; it then
     stays."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
-        sizes = (1, 2, 4)
-        fleet = fleet_file(
-            tmp_path,
-            gateway.url,
-            cpu_slots=4,
-            tp_sizes=sizes,
-            engine={
-                "kind": "sim",
-                "profiles": {tp: f"qwen3-14b-h100-tp{tp}" for tp in sizes},
-                "flags": ("--speed-up", "500"),
-            },
-            planning={"interval_s": 0.1, "is_automatic": True},
-            first=(1, 1, 1, 1),
-        )
+        fleet = next_rollout_fleet(tmp_path, gateway.url, 0.1)
         async with stopped_at_the_end(fleet), acting(fleet) as made:
             await until_reached(made, 1, 1, 1, 1)
             first = Rollout(gateway.url, "simulated", 3, max_tokens=16_000, num_turns=2)
