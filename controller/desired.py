@@ -184,7 +184,7 @@ class DesiredFleet:
 
     def _floor(self, resting: frozenset[str]) -> Floor:
         devices = tuple(self._devices())
-        return Floor(devices, min(self._fleet.gpus_per_node, len(devices) or 1), resting)
+        return Floor(devices, min(self._fleet.gpus_per_node, len(devices) or 1), resting, self._fleet.spans_nodes)
 
 
 def _leaving(state: State, seen: Sequence[ObservedServer]) -> list[DesiredServer]:

@@ -246,7 +246,7 @@ class FleetFile(BaseModel):
         (), description="Instead of `gpus`: which GPUs."
     )
     cpu_slots: int = Field(0, ge=0, le=4096, description="Instead of `gpus`: slots for engines without a GPU.")
-    gpus_per_node: int = Field(8, ge=1, le=1024, description="GPUs of a node; no engine is split over nodes.")
+    gpus_per_node: int = Field(8, ge=1, le=1024, description="GPUs of a node, and the largest TP size.")
     tp_sizes: tuple[Tp, ...] = Field((1,), min_length=1, description="TP sizes that engines may have.")
     first: tuple[Tp, ...] | None = Field(None, description="The first fleet. Unset: the smallest size on all devices.")
     engine: EngineTable = EngineTable()
@@ -273,7 +273,7 @@ class FleetFile(BaseModel):
             raise ValueError(
                 f"no engine fits: the smallest of tp_sizes is {min(self.tp_sizes)}, and devices are {len(devices)}"
             )
-        if too_large := [tp for tp in self.tp_sizes if tp > self.gpus_per_node]:
+        if (too_large := [tp for tp in self.tp_sizes if tp > self.gpus_per_node]) and not self.spans_nodes:
             raise ValueError(
                 f"tp_sizes: TP {too_large[0]} is more than the {self.gpus_per_node} GPUs of a node (gpus_per_node)"
             )
@@ -313,6 +313,11 @@ class FleetFile(BaseModel):
         if self.cpu_slots:
             return tuple(f"cpu{number}" for number in range(self.cpu_slots))
         return self.devices or tuple(str(number) for number in range(self.gpus))
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether an engine may be split over nodes."""
+        return self.launcher == "ray" and self.launcher_options.get("across_nodes") is True
 
     @property
     def spare_rule(self) -> SpareRule:

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import groupby
+from itertools import chain, groupby
 
 from controller.steps import DesiredServer
 from scheduling.fleets import largest_first
@@ -30,11 +30,13 @@ class Floor:
         devices: the whole inventory, in its order. If names start with a node's name and a slash, these are the nodes.
         devices_per_node: size of each node, if names do not name nodes.
         resting: devices that must not be used now.
+        spans_nodes: an engine that is larger than every node may have several whole ones.
     """
 
     devices: tuple[str, ...]
     devices_per_node: int
     resting: frozenset[str] = frozenset()
+    spans_nodes: bool = False
 
     def nodes(self) -> list[Block]:
         """Devices of each node, in the inventory's order; nodes may be of unequal size."""
@@ -44,9 +46,18 @@ class Floor:
         return [self.devices[start : start + size] for start in range(0, len(self.devices), size)]
 
     def blocks(self, tp: int) -> list[Block]:
-        """Aligned blocks of `tp` devices, each within one node and without resting devices."""
-        blocks = [node[start : start + tp] for node in self.nodes() for start in range(0, len(node) - tp + 1, tp)]
+        """Aligned blocks of `tp` devices without resting ones, each within one node or, see `spans_nodes`, of whole
+        nodes of equal size."""
+        nodes = self.nodes()
+        if self.spans_nodes and tp > max(map(len, nodes), default=0):
+            nodes = _joined(nodes, tp)
+        blocks = [node[start : start + tp] for node in nodes for start in range(0, len(node) - tp + 1, tp)]
         return [block for block in blocks if not self.resting & set(block)]
+
+
+def _joined(nodes: Iterable[Block], tp: int) -> list[Block]:
+    """Nodes of equal size that follow each other as one, where `tp` devices are whole nodes."""
+    return [tuple(chain(*alike)) for size, alike in groupby(nodes, key=len) if tp % size == 0]
 
 
 def lay_out(

@@ -8,7 +8,9 @@ import pytest
 from controller.admin_key import ADMIN_KEY_VARIABLE
 from controller.assembly import launcher_of
 from controller.commands import server_spec
+from controller.desired import DesiredFleet
 from controller.fleet_file import FleetFile, FleetFileError, load_fleet_file
+from controller.journal import State
 from controller.steps import DesiredServer
 
 WHOLE = """
@@ -175,6 +177,17 @@ def test_a_mistake_is_reported_in_one_clear_line(tmp_path: Path, changed: tuple[
     with pytest.raises(FleetFileError, match=message) as raised:
         load_fleet_file(written(tmp_path, text))
     assert "\n" not in str(raised.value) and "fleet.toml" in str(raised.value)
+
+
+def test_an_engine_may_be_larger_than_a_node_only_if_it_may_span_nodes(tmp_path: Path) -> None:
+    """Ray can do that, if its option is on. A larger size was refused with the option, too."""
+    text = 'fleet = "a"\nmodel = "m"\nlauncher = "ray"\ntp_sizes = [8, 16]\nfirst = [16]\n[launcher_options]\n'
+    fleet = load_fleet_file(written(tmp_path, text + "across_nodes = true\n"))
+    devices = tuple(f"10.0.0.{node}-5a1bd029/{number}" for node in (1, 2) for number in range(8))
+    (record,) = DesiredFleet(fleet, lambda: devices, State).first()
+    assert [tuple(one["devices"]) for one in record["wanted"]] == [devices]
+    with pytest.raises(FleetFileError, match="TP 16 is more than the 8 GPUs of a node"):
+        load_fleet_file(written(tmp_path, text + "across_nodes = false\n"))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

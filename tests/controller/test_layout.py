@@ -133,6 +133,20 @@ def test_the_largest_engine_leaves_room_for_the_next_one(there: list[tuple[int, 
     assert {first for (_, first), one in zip(there, servers, strict=True) if one in found} == stay
 
 
+def test_an_engine_that_is_larger_than_a_node_gets_whole_nodes_if_it_may_span_them() -> None:
+    """They are of equal size, and smaller engines stay within a node. No floor had such a block, whatever the file
+    said."""
+    devices = tuple(f"node{node}/{number}" for node, size in enumerate((2, 4, 4, 4)) for number in range(size))
+    wide = Floor(devices, 4, spans_nodes=True)
+    (engine,) = laid_out([8], [], wide)
+    assert engine.devices == devices[2:10], "nodes 1 and 2"
+    assert [one.devices for one in laid_out([8, 4, 2], [engine], wide)] == [devices[2:10], devices[10:], devices[:2]]
+    assert [one.devices for one in laid_out([4, 4, 4], [], wide)] == [devices[2:6], devices[6:10], devices[10:]]
+    assert wide.blocks(8) == [devices[2:10]] and wide.blocks(16) == []
+    with pytest.raises(DoesNotFit):
+        laid_out([8], [], Floor(devices, 4))
+
+
 def test_a_sleeper_is_woken_if_no_staying_engine_has_to_go() -> None:
     """A start takes longer than a wake-up, but two starts in place of the engines on its devices take longest."""
     floor = Floor(("0", "1", "2", "3"), 4)
