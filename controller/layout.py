@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain, groupby
 
 from controller.steps import DesiredServer
-from scheduling.fleets import largest_first
+from scheduling.fleets import TPs, largest_first
 
 Block = tuple[str, ...]
 
@@ -88,6 +88,17 @@ def lay_out(
         # Engines that began under another inventory may lie across two blocks.
         aligned = {block for tp in wanted for block in floor.blocks(tp)}
         return _laid_out(wanted, [one for one in there if one.devices in aligned], asleep, floor, new_id)
+
+
+def fitting(tps: Iterable[int], floor: Floor) -> TPs:
+    """As many of these engines as fit onto the floor, whatever is there now; larger ones before smaller ones."""
+    fleet: list[int] = []
+    taken = set(floor.resting)
+    for tp, count in sorted(Counter(tps).items(), reverse=True):
+        blocks = [block for block in floor.blocks(tp) if not taken & set(block)][:count]
+        taken.update(*blocks)
+        fleet += [tp] * len(blocks)
+    return tuple(fleet)
 
 
 def _laid_out(

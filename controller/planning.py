@@ -14,11 +14,11 @@ from statistics import median
 
 from controller.demand import Work
 from controller.journal import State
-from controller.layout import Floor
+from controller.layout import Floor, fitting
 from controller.steps import SleepState
 from scheduling.cost import EngineProfile
 from scheduling.estimate import Remaining
-from scheduling.fleets import GpuBudget, in_words, largest_first
+from scheduling.fleets import GpuBudget, TPs, in_words, largest_first
 from scheduling.partition import Presorted
 from scheduling.reshaping import BETWEEN_ROLLOUTS, COLD_RELAUNCH_S, ReshapeRule, worth_reshaping
 from scheduling.running_sums import LoadedEngine
@@ -130,30 +130,25 @@ def _weighed(
     """The best fleet for these trajectories, and whether the change pays; whether the predictor can be trusted is left
     out."""
     usable = {tp: profile for tp, profile in profiles.items() if tp not in state.blocked_tps}
-    num_gpus = len(set(floor.devices) - floor.resting)
-    budget = GpuBudget(num_gpus, min(floor.devices_per_node, num_gpus))
     current = present_tps(state)
     if unknown := [tp for tp in current if tp not in profiles]:
         return f"engines of TP {unknown[0]} run, and engine.profiles has no profile of TP {unknown[0]}"
     try:
-        wanted = plan(trajectories, usable, budget)
-        kinds = {
-            **{tp: LoadedEngine(profiles[tp]) for tp in current},
-            **usable_kinds(trajectories, usable, budget, None),
-        }
+        wanted, kinds = _plan_on(floor, trajectories, usable)
     except ValueError as error:
         return str(error)
     asleep = [one.tp for one in state.spares if state.rest.get(one.server_id) == SleepState.ASLEEP]
-    planned_s, relaunch = wanted.makespan_s, relaunch_s(state.phase_s, current, wanted.tps, asleep)
-    if wanted.tps == current:
+    presorted = Presorted(trajectories)
+    planned_s, relaunch = makespan_s(presorted, kinds, wanted), relaunch_s(state.phase_s, current, wanted, asleep)
+    if wanted == current:
         return Proposal(current, planned_s, planned_s, 0.0, False, f"{about}: the fleet is the best one")
     if not current:
-        return Proposal(wanted.tps, float("inf"), planned_s, relaunch, True, "there is no fleet")
-    current_s = makespan_s(Presorted(trajectories), kinds, current)
+        return Proposal(wanted, float("inf"), planned_s, relaunch, True, "there is no fleet")
+    current_s = makespan_s(presorted, {**{tp: LoadedEngine(profiles[tp]) for tp in current}, **kinds}, current)
     is_worth_it = worth_reshaping(current_s, planned_s, relaunch, rule)
     gain_share = (current_s - planned_s - relaunch / rule.num_rollouts) / current_s
     why = (
-        f"{about} end in {current_s:.0f} s on {in_words(current)}, in {planned_s:.0f} s on {in_words(wanted.tps)}; "
+        f"{about} end in {current_s:.0f} s on {in_words(current)}, in {planned_s:.0f} s on {in_words(wanted)}; "
         f"the relaunch takes {relaunch:.0f} s"
     )
     if rule.num_rollouts > 1:
@@ -161,7 +156,33 @@ def _weighed(
     why += f": {abs(gain_share):.0%} {'gained' if gain_share > 0 else 'lost'}"
     if not is_worth_it:
         why += f"; {rule.min_gain_share:.0%} is the least that pays"
-    return Proposal(wanted.tps, current_s, planned_s, relaunch, is_worth_it, why)
+    return Proposal(wanted, current_s, planned_s, relaunch, is_worth_it, why)
+
+
+def _plan_on(
+    floor: Floor, trajectories: Sequence[Remaining], profiles: Mapping[int, EngineProfile]
+) -> tuple[TPs, dict[int, LoadedEngine]]:
+    """The best fleet that fits onto the floor, and the engines that it was chosen from.
+
+    The search counts GPUs in nodes of equal size. Unequal nodes and resting devices have fewer blocks for large engines
+    than it counts. If it plans too many of a size, those that fit are compared with the best fleet without that size.
+
+    Raises:
+        ValueError: no engine fits.
+    """
+    num_gpus = len(set(floor.devices) - floor.resting)
+    placeable = {tp: profile for tp, profile in profiles.items() if floor.blocks(tp)}
+    budget = GpuBudget(num_gpus, min(max([*map(len, floor.nodes()), *placeable], default=0), num_gpus))
+    kinds = usable_kinds(trajectories, placeable, budget, None)
+    left, fleets = {tp: placeable[tp] for tp in kinds}, []
+    while left:
+        planned = plan(trajectories, left, budget).tps
+        fleets.append(fitting(planned, floor))
+        if not (lacking := Counter(planned) - Counter(fleets[-1])):
+            break
+        del left[max(lacking)]
+    presorted = Presorted(trajectories)
+    return min(fleets, key=lambda fleet: makespan_s(presorted, kinds, fleet)), kinds
 
 
 def _register_s(phase_s: PhaseTimes, tp: int) -> float:

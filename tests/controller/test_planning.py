@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from controller.demand import Work
 from controller.journal import State
-from controller.layout import Floor
+from controller.layout import Floor, lay_out
 from controller.planning import WAKE_S, Proposal, propose, relaunch_s
 from controller.steps import DesiredServer, SleepState
 from engines.profiles import load_profile
@@ -51,6 +53,37 @@ def test_no_engine_is_planned_larger_than_a_node() -> None:
         devices = tuple(map(str, range(16)))
         found = proposed(state=State(), floor=Floor(devices, devices_per_node))
         assert sum(found.tps) == 16 and max(found.tps) <= devices_per_node
+
+
+@pytest.mark.parametrize(
+    ("nodes", "resting", "tps"),
+    [
+        ((4, 4), (), (4, 4)),  # as on Kubernetes, whatever gpus_per_node is in the file
+        ((4, 8), (), (8,)),
+        ((8,), ("node0/0", "node0/4"), (2, 2)),
+        ((1, 1, 1), (), (1, 1, 1)),
+    ],
+)
+def test_every_plan_fits_onto_the_devices(
+    nodes: tuple[int, ...], resting: tuple[str, ...], tps: tuple[int, ...]
+) -> None:
+    """Engines were planned that had no block: each plan was refused, and made again for ever."""
+    devices = tuple(f"node{node}/{number}" for node, size in enumerate(nodes) for number in range(size))
+    assert proposed(state=State(), floor=Floor(devices, 8, frozenset(resting))).tps == tps
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
+@settings(max_examples=50, deadline=None)
+def test_whatever_is_planned_can_be_laid_out(nodes: list[int], data: st.DataObject) -> None:
+    """On nodes of any size, with any devices at rest. If no engine fits, there is no plan."""
+    devices = tuple(f"node{node}/{number}" for node, size in enumerate(nodes) for number in range(size))
+    resting = frozenset(data.draw(st.sets(st.sampled_from(devices))))
+    floor = Floor(devices, 8, resting, spans_nodes=data.draw(st.booleans()))
+    profiles = {tp: PROFILES[tp] for tp in data.draw(st.sets(st.sampled_from(sorted(PROFILES)), min_size=1))}
+    found = propose(TAIL, State(), profiles, floor, RULE)
+    assert isinstance(found, Proposal) == any(floor.blocks(tp) for tp in profiles)
+    if isinstance(found, Proposal):
+        assert found.tps and lay_out(found.tps, [], floor, str)
 
 
 def test_too_few_trajectories_are_not_planned_for() -> None:
