@@ -5,12 +5,17 @@ import time
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, Query, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from controller.desired import Refused
 from controller.loop import Controller
-from controller.report import alarms, in_words, proposal_json, status
+from controller.report import alarms, proposal_json, status
+from controller.report import in_words as steps_in_words
+from engines.validation_errors import in_words
+
+Tp = Annotated[int, Field(ge=1, le=1024)]
 
 
 class Scale(BaseModel):
@@ -18,7 +23,7 @@ class Scale(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    tps: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(None, max_length=4096)
+    tps: list[Tp] | None = Field(None, max_length=4096)
     plans: bool = False
     empty: bool = False
 
@@ -38,6 +43,13 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
     @app.exception_handler(_No)
     async def refused(_: Any, no: _No) -> Response:
         return JSONResponse({"error": {"message": no.message}}, no.status)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_: Any, error: RequestValidationError) -> Response:
+        first: Any = error.errors()[0]
+        where = ".".join(map(str, first["loc"][1:]))
+        said = in_words(first, table="a JSON object")
+        return JSONResponse({"error": {"message": f"{where}: {said}" if where else said}}, 400)
 
     def need_admin(authorization: Annotated[str, Header()] = "") -> None:
         if admin_key is None:
@@ -65,15 +77,17 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
         return status(controller, time.time())
 
     @app.get("/v1/plan")
-    async def plan(tps: Annotated[list[int] | None, Query()] = None) -> dict[str, Any]:
-        """The last plan, and each step to it; with `tps`, each step to a fleet of these sizes."""
+    async def plan(tps: Annotated[list[Tp] | None, Query()] = None, empty: bool = False) -> dict[str, Any]:
+        """The last plan, and each step to it; with `tps`, or `empty`, each step that `scale` to it would take."""
         proposal = controller.proposal
-        sizes = tps or (None if isinstance(proposal, str) else list(proposal.tps))
+        planned = None if isinstance(proposal, str) else list(proposal.tps)
+        sizes = [] if empty else tps if tps is not None else planned
+        is_scaled = empty or tps is not None
         try:
-            rounds = controller.desired.steps_to(sizes, controller.observed()) if sizes else []
+            rounds = [] if sizes is None else controller.desired.steps_to(sizes, controller.observed(), is_scaled)
         except Refused as no:
             raise _No(409, str(no)) from None
-        lines = in_words(rounds, controller.journal.state, controller.seen)
+        lines = steps_in_words(rounds, controller.journal.state, controller.seen)
         return {"proposal": proposal_json(proposal), "tps": sizes, "steps": lines}
 
     @app.post("/v1/scale", dependencies=admin)

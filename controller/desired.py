@@ -133,10 +133,15 @@ class DesiredFleet:
         more = {"spares": spares, "resting": resting, "is_manual": True}
         return [wanted_record(wanted, state.serial, time.time(), why, **more)]
 
-    def steps_to(self, tps: Sequence[int], seen: Sequence[ObservedServer]) -> list[list[Step]]:
-        """All rounds of steps to a fleet of these sizes. Raises Refused."""
+    def steps_to(self, tps: Sequence[int], seen: Sequence[ObservedServer], is_scaled: bool = False) -> list[list[Step]]:
+        """All rounds of steps to a fleet of these sizes. Raises Refused.
+
+        Args:
+            is_scaled: it would be an operator's fleet, see `scaled`; else a plan's.
+        """
         limits, state = self._fleet.limits, self._state()
-        wanted, spares, _ = self._laid_out(tps, seen, state.resting, state.sleepless)
+        resting, sleepless = (frozenset[str](), "") if is_scaled else (state.resting, state.sleepless)
+        wanted, spares, _ = self._laid_out(tps, seen, resting, sleepless)
         self._check(wanted, spares, seen)
         return itinerary(wanted, seen, spares=spares, min_engines=limits.min_engines, max_starting=limits.max_starting)
 

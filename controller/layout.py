@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain, groupby
 
 from controller.steps import DesiredServer
-from scheduling.fleets import TPs, largest_first
+from scheduling.fleets import TPs, in_words, largest_first
 
 Block = tuple[str, ...]
 
@@ -121,8 +121,8 @@ def _laid_out(
                 num_new -= 1
         free = [block for block in floor.blocks(tp) if not taken & set(block)]
         if len(free) < num_new:
-            sizes, num_usable = list(largest_first(wanted.elements())), len(set(floor.devices) - floor.resting)
-            raise DoesNotFit(f"engines of TP {sizes} do not fit onto {num_usable} devices")
+            sizes, num_usable = in_words(largest_first(wanted.elements())), len(set(floor.devices) - floor.resting)
+            raise DoesNotFit(f"{sizes} do not fit onto {num_usable} devices")
         left = [one for one in there if one.tp != tp and not taken & set(one.devices)]
         for block in _cheapest(free, num_new, wanted, left, sleeper_on):
             laid.append(sleeper_on.get(block) or DesiredServer(new_id(), tp, block))

@@ -45,7 +45,7 @@ def run(parsed: argparse.Namespace) -> int:
     """1 if the controller refused or cannot be reached, 2 if the command makes no sense."""
     try:
         answer = _asked(parsed)
-        told = _plan(answer, _sizes(parsed.of)) if parsed.what == "plan" else _fleet(answer)
+        told = _plan(answer, _sizes(parsed.of) if parsed.of else None) if parsed.what == "plan" else _fleet(answer)
     except _Failed as failed:
         print(f"heddle fleet: {failed}", file=sys.stderr)
         return 1
@@ -68,8 +68,8 @@ def _asked(parsed: argparse.Namespace) -> Any:
         case "show":
             return _ask(parsed.controller, "GET", "/v1/fleet")
         case "plan":
-            sizes = urlencode([("tps", tp) for tp in _sizes(parsed.of)])
-            return _ask(parsed.controller, "GET", f"/v1/plan{'?' if sizes else ''}{sizes}")
+            sizes = [("tps", str(tp)) for tp in _sizes(parsed.of)] or [("empty", "true")] * bool(parsed.of)
+            return _ask(parsed.controller, "GET", f"/v1/plan?{urlencode(sizes)}")
         case "scale":
             if parsed.plans == bool(parsed.of):
                 raise ValueError("scale needs the number of engines of each size, such as 2xTP4, or --plans")
@@ -145,7 +145,7 @@ def _fleet(told: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _plan(told: dict[str, Any], sizes: list[int]) -> str:
-    if not sizes:
+def _plan(told: dict[str, Any], sizes: list[int] | None) -> str:
+    if sizes is None:
         return "\n".join([told["proposal"]["why"], *told["steps"]])
-    return "\n".join([f"to {in_words(largest_first(sizes))}:", *(told["steps"] or ["nothing to do"])])
+    return "\n".join([f"to {in_words(largest_first(sizes)) or 'no engine'}:", *(told["steps"] or ["nothing to do"])])

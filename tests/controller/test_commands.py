@@ -178,7 +178,7 @@ async def test_a_fleet_is_shown_planned_scaled_and_drained(tmp_path: Path) -> No
         larger = path.with_name("larger.toml")
         larger.write_text(path.read_text().replace("tp_sizes", "first = [2, 2]\ntp_sizes"))
         status, output = await heddle("controller", "--fleet", str(larger), "--dry-run")
-        assert status == 0 and "It is not possible: engines of TP [2, 2] do not fit onto 2 devices" in output
+        assert status == 0 and "It is not possible: 2 x TP 2 do not fit onto 2 devices" in output
         async with stopped_at_the_end(fleet):
             async with controller_process(path) as process, httpx.AsyncClient() as client:
 
@@ -198,7 +198,18 @@ async def test_a_fleet_is_shown_planned_scaled_and_drained(tmp_path: Path) -> No
                     in output
                 )
                 status, output = await heddle("fleet", "plan", "2xTP2", "--controller", url)
-                assert status == 1 and "do not fit" in output
+                assert status == 1 and output == "heddle fleet: 2 x TP 2 do not fit onto 2 devices\n"
+                for order, said in (
+                    (("plan", "9999xTP1"), "9999 x TP 1 do not fit onto 2 devices"),
+                    (("plan", "1xTP2048"), "tps.0: must be at most 1024, not '2048'"),
+                    (("scale", "9999xTP1"), "tps: must have at most 4096 items, not [1, 1, "),
+                    (("scale", "1xTP2048"), "tps.0: must be at most 1024, not 2048"),
+                ):
+                    status, output = await heddle("fleet", *order, "--controller", url)
+                    assert (status, len(output.splitlines())) == (1, 1) and len(output) < 200
+                    assert output.startswith(f"heddle fleet: {said}")
+                status, output = await heddle("fleet", "plan", "0xTP1", "--controller", url)
+                assert status == 0 and output.startswith("to no engine:\n1. drain ")
                 status, output = await heddle("fleet", "plan", "1xTP2", "--controller", url)
                 assert output.startswith("to 1 x TP 2:\n")
                 steps = [line.split()[1] for line in output.splitlines() if re.match(r"\d+\. ", line)]
@@ -221,6 +232,8 @@ async def test_a_fleet_is_shown_planned_scaled_and_drained(tmp_path: Path) -> No
                 await eventually(lambda: is_reached(0), TIMEOUT_S)
                 shown = (await heddle("fleet", "show", "--controller", url))[1]
                 assert "resting: cpu0, cpu1" in shown and "drained by hand" in shown
+                status, output = await heddle("fleet", "plan", "2xTP1", "--controller", url)
+                assert status == 0 and re.findall(r"launch .* on (cpu\d)", output) == ["cpu0", "cpu1"]
                 assert "`heddle fleet scale --plans` lets them decide" in shown
                 assert (await heddle("fleet", "scale", "2x1", "--controller", url))[0] == 0
                 await eventually(lambda: is_reached(2), TIMEOUT_S)

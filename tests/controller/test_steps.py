@@ -282,5 +282,5 @@ def test_no_engine_is_split_over_named_nodes() -> None:
 
 def test_a_fleet_that_does_not_fit_is_refused() -> None:
     """The message states the sizes and the number of devices."""
-    with pytest.raises(DoesNotFit, match=r"TP \[8, 1\].*8 devices"):
+    with pytest.raises(DoesNotFit, match=r"^1 x TP 8 \+ 1 x TP 1 do not fit onto 8 devices$"):
         lay_out([8, 1], [], FLOOR, World().new_id)
