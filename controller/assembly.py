@@ -17,7 +17,7 @@ LOGGER = logging.getLogger("heddle.controller")
 
 
 def launcher_of(fleet: FleetFile) -> Launcher:
-    """The launcher that the file names. Raises FleetFileError if its options are wrong."""
+    """The launcher that the file names. Raises FleetFileError if it cannot be used."""
     try:
         match fleet.launcher:
             case "local":

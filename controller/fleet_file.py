@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from controller.admin_key import ADMIN_KEY_VARIABLE, check_key
+from controller.launcher_options import check_options
 from controller.restarts import RetryRule
 from controller.spares import SpareRule
 from engines.http import can_be_asked
@@ -76,6 +77,12 @@ def _device(name: str) -> str:
     return name.strip()
 
 
+def _variable(name: str) -> str:
+    if not name or "=" in name or "\0" in name:
+        raise ValueError(f"{name!r} is not the name of an environment variable")
+    return name
+
+
 def _power_of_two(tp: int) -> int:
     if tp & (tp - 1):
         raise ValueError(f"TP {tp} is not a power of two")
@@ -96,7 +103,9 @@ class EngineTable(BaseModel):
     program: tuple[str, ...] = Field((), description="What runs the server; the kind's own by default.")
     flags: tuple[str, ...] = Field((), description="Further flags of all engines, after Heddle's; the last wins.")
     flags_by_tp: dict[Tp, tuple[str, ...]] = Field({}, description="Further flags of one TP size.")
-    environment: dict[str, str] = Field({}, description="Environment variables of every engine.")
+    environment: dict[Annotated[str, AfterValidator(_variable)], str] = Field(
+        {}, description="Environment variables of every engine."
+    )
     slots: int | None = Field(None, ge=1, le=65_536, description="Concurrent turns. Unset: the engine's default.")
     kv_bytes_by_tp: dict[Tp, Annotated[int, Field(gt=0)]] = Field(
         {},
@@ -261,6 +270,7 @@ class FleetFile(BaseModel):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> "FleetFile":
+        check_options(self.launcher, self.launcher_options)
         said = [name for name in ("gpus", "devices", "cpu_slots") if getattr(self, name)]
         if self.launcher == "local" and len(said) != 1:
             raise ValueError(f"a local fleet needs one of gpus, devices and cpu_slots, not {said or 'none'}")
@@ -279,6 +289,9 @@ class FleetFile(BaseModel):
             )
         if unknown := set(self.first or ()) - set(self.tp_sizes):
             raise ValueError(f"first: TP {min(unknown)} is not among tp_sizes")
+        for name in ("flags_by_tp", "kv_bytes_by_tp"):
+            if unknown := set(getattr(self.engine, name)) - set(self.tp_sizes):
+                raise ValueError(f"engine.{name}: TP {min(unknown)} is not among tp_sizes")
         if self.planning.is_automatic and (missing := set(self.tp_sizes) - set(self.engine.profiles)):
             raise ValueError(f"planning.is_automatic needs a profile of TP {min(missing)} in engine.profiles")
         if self.sleep.tp_sizes and self.launcher != "local":
@@ -317,7 +330,7 @@ class FleetFile(BaseModel):
     @property
     def spans_nodes(self) -> bool:
         """Whether an engine may be split over nodes."""
-        return self.launcher == "ray" and self.launcher_options.get("across_nodes") is True
+        return self.launcher == "ray" and bool(self.launcher_options.get("across_nodes"))
 
     @property
     def spare_rule(self) -> SpareRule:
@@ -363,8 +376,7 @@ def load_fleet_file(path: str | Path) -> FleetFile:
     options = dict(fleet.launcher_options)
     if fleet.launcher == "kubernetes":
         for name in _KUBERNETES_FILES & options.keys():
-            if isinstance(options[name], str):  # else the launcher refuses it
-                options[name] = _found(path.parent, options[name], is_list=name == "kubeconfig")
+            options[name] = _found(path.parent, options[name], is_list=name == "kubeconfig")
     state_dir = Path(_found(path.parent, str(fleet.state_dir)))
     return fleet.model_copy(update={"state_dir": state_dir, "launcher_options": options})
 

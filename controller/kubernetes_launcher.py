@@ -248,19 +248,16 @@ def kubernetes_launcher(fleet: object, options: Mapping[str, Any]) -> Launcher:
     `template` there is the path of a YAML file.
 
     Raises:
-        ValueError: an option is unknown, or the template or the kubeconfig cannot be used.
+        ValueError: the template or the kubeconfig cannot be used.
     """
-    try:
-        path = Path(options["template"])
-    except KeyError:
-        raise ValueError("template is missing: the path of a Pod manifest") from None
-    except TypeError as error:
-        raise ValueError(f"template: {error}") from None
+    if "template" not in options:
+        raise ValueError("template is missing: the path of a Pod manifest")
+    path = Path(options["template"])
     try:
         template = yaml.safe_load(path.read_text())
         check_template(template, path)
         return KubernetesLauncher(**{**options, "template": template})
-    except (TypeError, OSError, yaml.YAMLError, kubernetes.config.ConfigException) as error:
+    except (OSError, yaml.YAMLError, kubernetes.config.ConfigException) as error:
         raise ValueError(str(error)) from None
 
 

@@ -179,11 +179,11 @@ def ray_launcher(fleet: object, options: Mapping[str, Any]) -> Launcher:
     """The launcher of a fleet file with launcher = "ray"; the options are RayLauncher's arguments.
 
     Raises:
-        ValueError: an option is unknown, or there is no Ray cluster at the address.
+        ValueError: there is no Ray cluster at the address.
     """
     try:
         return RayLauncher(**options)
-    except (TypeError, ConnectionError) as error:
+    except ConnectionError as error:
         raise ValueError(str(error)) from None
 
 
