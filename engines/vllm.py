@@ -1,7 +1,9 @@
 """vLLM's dialect, as of 0.32 and 0.33: lower priority is earlier, and closing the connection aborts a request."""
 
 import re
+from collections.abc import Iterator
 from math import isfinite, nan
+from statistics import fmean
 
 import orjson
 
@@ -53,13 +55,14 @@ class Vllm:
             raise ObservationError("/metrics has no vllm:num_requests_running")
         if 'sleep_state="awake"} 0' in text:
             raise Asleep("it sleeps")
+        shares = list(_metric_values(text, "vllm:kv_cache_usage_perc"))
         tokens = (_metric_sum(text, "vllm:generation_tokens_total") or 0) + (
             _metric_sum(text, "vllm:prompt_tokens_total") or 0
         )
         return Observation(
             num_running=int(running),
             num_waiting=int(_metric_sum(text, "vllm:num_requests_waiting") or 0),
-            kv_used_share=_metric_sum(text, "vllm:kv_cache_usage_perc") or 0.0,
+            kv_used_share=fmean(shares) if shares else 0.0,
             kv_capacity_tokens=_kv_capacity(text),
             slots=None,
             work_counter=tokens,
@@ -82,33 +85,40 @@ class Vllm:
 
 
 def _kv_capacity(text: str) -> int | None:
-    line = re.search(r"^vllm:cache_config_info\{(.*)\}", text, re.MULTILINE)
-    if line is None:
-        return None
-    labels = dict(_LABEL.findall(line[1]))
-    try:
-        if labels.get("kv_cache_size_tokens", "None") != "None":
-            return int(labels["kv_cache_size_tokens"])
-        return int(labels["num_gpu_blocks"]) * int(labels["block_size"])
-    except (KeyError, ValueError):
-        return None
+    """The tokens of all data-parallel engines. Each has a series, with the tokens of one engine, but with the blocks of
+    all (vllm/v1/engine/core_client.py)."""
+    tokens = 0
+    for line in re.finditer(r"^vllm:cache_config_info\{(.*)\}", text, re.MULTILINE):
+        labels = dict(_LABEL.findall(line[1]))
+        try:
+            if labels.get("kv_cache_size_tokens", "None") == "None":
+                return int(labels["num_gpu_blocks"]) * int(labels["block_size"])
+            tokens += int(labels["kv_cache_size_tokens"])
+        except (KeyError, ValueError):
+            return None
+    return tokens or None
 
 
 def _metric_sum(page: str, name: str) -> float | None:
-    """The sum of all series of one Prometheus metric; None if it is absent. Cost: a search, because pages have 80 KB.
+    """The sum of all series of one Prometheus metric; None if it is absent. Raises: see `_metric_values`."""
+    values = list(_metric_values(page, name))
+    return sum(values) if values else None
+
+
+def _metric_values(page: str, name: str) -> Iterator[float]:
+    """The value of each series of one Prometheus metric: with data parallelism, each engine has one. Cost: a search,
+    because pages have 80 KB.
 
     Raises:
         ObservationError: a series has no finite value.
     """
-    total: float | None = None
     start = 0
     while (start := page.find(name, start)) >= 0:
         end = start + len(name)
         if (start == 0 or page[start - 1] == "\n") and page[end : end + 1] in ("{", " "):
             line_end = page.find("\n", start)
-            total = (total or 0.0) + _value(page[start : line_end if line_end >= 0 else len(page)])
+            yield _value(page[start : line_end if line_end >= 0 else len(page)])
         start = end
-    return total
 
 
 def _value(series: str) -> float:
