@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -41,6 +42,9 @@ MAX_ENDED_KEPT = 50
 KEEPER_TIMEOUT_S = 120.0
 LOOK_TIMEOUT_S = 10.0  # A node that is cut off must not keep the others from being observed.
 _POLL_S = 0.02
+# Launches and stops at once, each in a thread that waits for Ray or for a server's end. They are not asyncio's threads,
+# of which there may be six: looks at the fleet need those.
+_MAX_ACTS = 64
 
 
 class RayLauncher:
@@ -63,6 +67,7 @@ class RayLauncher:
         self._across_nodes = across_nodes
         self._log_dir = log_dir
         self._reserve_timeout_s = reserve_timeout_s
+        self._acts = ThreadPoolExecutor(_MAX_ACTS)
         if not ray.is_initialized():
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
         ray.cloudpickle.register_pickle_by_value(ray_server)
@@ -86,7 +91,7 @@ class RayLauncher:
             LaunchFailed: a device is unknown, held, or on another node than the first; or Ray does not give it.
         """
         try:
-            return await asyncio.to_thread(self._launch, spec)
+            return await asyncio.get_running_loop().run_in_executor(self._acts, self._launch, spec)
         except ConnectionError as error:
             raise LaunchFailed(str(error)) from error
         except RayError as error:
@@ -110,7 +115,7 @@ class RayLauncher:
             ConnectionError: Ray cannot be reached; safe to repeat.
         """
         try:
-            await asyncio.to_thread(_stop, server_id, grace_s)
+            await asyncio.get_running_loop().run_in_executor(self._acts, _stop, server_id, grace_s)
         except RayError as error:
             raise ConnectionError(f"Ray: {error}") from error
 

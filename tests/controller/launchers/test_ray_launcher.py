@@ -6,13 +6,14 @@ import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from controller.launcher import LaunchFailed, ServerState
-from tests.controller.launcher_contract import FAIL, PROMISES, SERVE, Promise, Site
+from tests.controller.launcher_contract import FAIL, PROMISES, SERVE, STUBBORN, Promise, Site
 from tests.controller.launchers.waiting import serves_models, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
@@ -147,6 +148,19 @@ async def test_a_server_whose_actor_was_killed_has_ended(site: Site) -> None:
     successor = site.spec()
     await site.launcher.launch(successor)
     await site.answer(successor.server_id)
+
+
+async def test_the_fleet_can_be_observed_while_a_server_ends(site: Site) -> None:
+    """Its stop kept one of few threads until then, and the look waited for that."""
+    spec = site.spec(STUBBORN)
+    await site.launcher.launch(spec)
+    await site.answer(spec.server_id)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    stopping = asyncio.create_task(site.launcher.stop(spec.server_id, 10.0))
+    await asyncio.sleep(0)
+    found = await site.server(spec.server_id)
+    assert found is not None and not stopping.done(), "the look waited for the stop"
+    await stopping
 
 
 async def test_a_failed_servers_last_lines_outlive_its_log(site: Site, tmp_path: Path) -> None:
