@@ -50,6 +50,7 @@ class _Log:
         self._predictor = predictor
         self._progress: dict[str, Progress] = {}
         self._turns: dict[str, str] = {}
+        self._over: set[str] = set()  # until another turn opens them again
         self.num_ended = self.num_partial = 0
 
     def take(self, line: dict[str, Any]) -> None:
@@ -64,6 +65,7 @@ class _Log:
                 self._saved(line["record"])
             case "Forget":
                 self._progress.pop(line["trajectory_id"], None)
+                self._over.discard(line["trajectory_id"])
                 self._predictor.dropped(line["trajectory_id"])
 
     def _arrived(self, line: dict[str, Any]) -> None:
@@ -88,16 +90,18 @@ class _Log:
         )
 
     def _saved(self, record: dict[str, Any]) -> None:
-        if record["state"] == "active":
+        name, state = str(record["trajectory_id"]), record["state"]
+        known = self._progress.get(name)
+        if state == "active":
+            self._over.discard(name)
+        if state == "active" or known is None or name in self._over:
             return
-        known = self._progress.pop(str(record["trajectory_id"]), None)
-        if known is None:
-            return
+        self._over.add(name)
         is_whole = (known.num_turns, known.output_tokens) == (record["num_turns"], record["output_tokens"])
-        if record["state"] == "finished" and is_whole:
+        if state == "finished" and is_whole:
             self._predictor.ended(known)
             self.num_ended += 1
             return
-        self._predictor.dropped(known.trajectory_id)
-        if record["state"] == "finished":
+        self._predictor.dropped(name)
+        if state == "finished":
             self.num_partial += 1

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,30 @@ def test_learning_from_an_event_log_equals_learning_while_serving(is_gzipped: bo
     log = b"\n".join(lines)
     (tmp_path / "events").write_bytes(gzip.compress(log) if is_gzipped else log)
     assert learn_events(read, tmp_path / "events") == (3, 0)
+    assert read.dump() == served.dump()
+
+
+def test_a_trajectory_that_goes_on_after_its_end_is_learned_as_it_is_served(tmp_path: Path) -> None:
+    """It was finished after a long silence, and a later turn opened it again: its record counts all turns. A turn that
+    ends after its trajectory does not end it once more."""
+    read, served = TabularPredictor(), TabularPredictor()
+    first, again, late = logged("t", 900, "finished"), logged("t", 40, "active"), logged("t", 40, "finished")
+    records = [
+        {"trajectory_id": "t", "state": state, "num_turns": turns, "output_tokens": total}
+        for state, turns, total in (("active", 1, 900), ("active", 2, 940), ("finished", 2, 940), ("finished", 3, 980))
+    ]
+    opened, active, ended, later = (
+        json.dumps({"kind": "action", "type": "Save", "record": record}).encode() for record in records
+    )
+    lines = [*first, again[0], opened, again[2], active, late[0], ended, late[2], later]
+    (tmp_path / "events").write_bytes(b"\n".join(lines))
+    begun = Progress("t", "g", "", 100, 100)
+    served.predict(begun)
+    served.ended(replace(begun, context_tokens=1_000, output_tokens=900, last_output_tokens=900, num_turns=1))
+    served.predict(replace(begun, output_tokens=900, last_output_tokens=900, num_turns=1))
+    served.predict(replace(begun, output_tokens=940, last_output_tokens=40, num_turns=2))
+    served.ended(replace(begun, context_tokens=100, output_tokens=940, last_output_tokens=40, num_turns=2))
+    assert learn_events(read, tmp_path / "events") == (2, 0)
     assert read.dump() == served.dump()
 
 
