@@ -27,10 +27,11 @@ def cluster() -> Iterator[Any]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     from ray.cluster_utils import Cluster
 
-    # Ray keeps its sockets and logs there for ever. Sockets have short paths.
+    # Ray keeps its sockets and logs there for ever. Sockets have short paths. Unlike the option of a node, the variable
+    # holds for all that Ray writes: the cluster's address goes into a folder that might not exist.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        head = {**NODE, "include_dashboard": False, "temp_dir": folder}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
+        os.environ["RAY_TMPDIR"] = folder
+        cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
         cluster.add_node(**NODE)
         yield cluster
         ray.shutdown()
