@@ -150,18 +150,18 @@ class EmbeddedStore:
         rows = self._rows.get(trajectory_id) or self._new_rows(trajectory_id)
         if answer:
             self._pages_since_checkpoint += len(answer) // PAGE_BYTES
-        self._write_behind(trajectory_id, PUT_RECORD, (rows.record, trajectory_id, value, answer and _blob(answer)))
+        self._write(PUT_RECORD, (rows.record, trajectory_id, value, answer and _blob(answer)), trajectory_id)
 
     def append_turn(self, trajectory_id: str, turn: Json) -> None:
         value = _blob(encoded(turn))
         rows = self._rows.get(trajectory_id)
         if rows is None:
             rows = self._new_rows(trajectory_id)
-            self._write_behind(trajectory_id, PUT_RECORD, (rows.record, trajectory_id, b"{}", None))
+            self._write(PUT_RECORD, (rows.record, trajectory_id, b"{}", None), trajectory_id)
         while len(rows.turns) >= self._max_turns:
-            self._write_behind(trajectory_id, FORGET_TURN, (rows.turns.popleft(),))
+            self._write(FORGET_TURN, (rows.turns.popleft(),), trajectory_id)
         self._last_turn += 1
-        self._write_behind(trajectory_id, PUT_TURN, (self._last_turn, rows.record, value))
+        self._write(PUT_TURN, (self._last_turn, rows.record, value), trajectory_id)
         rows.turns.append(self._last_turn)
 
     def forget_trajectory(self, trajectory_id: str) -> None:
@@ -169,9 +169,9 @@ class EmbeddedStore:
         rows = self._rows.pop(trajectory_id, None)
         if rows is None:
             return
-        self._write_behind(trajectory_id, FORGET_RECORD, (rows.record,))
+        self._write(FORGET_RECORD, (rows.record,), trajectory_id)
         for number in rows.turns:
-            self._write_behind(trajectory_id, FORGET_TURN, (number,))
+            self._write(FORGET_TURN, (number,), trajectory_id)
 
     def put_piece(self, trajectory_id: str, name: str, data: bytes) -> None:
         self._pieces.put(trajectory_id, name, data)
@@ -256,14 +256,6 @@ class EmbeddedStore:
         rows = self._rows[trajectory_id] = _Rows(self._last_record)
         return rows
 
-    def _write_behind(self, trajectory_id: str, statement: str, values: tuple[Any, ...]) -> None:
-        """Write after the pieces that were put before."""
-        behind = self._behind.get(trajectory_id) if self._behind else None
-        if behind is None:
-            self._write(statement, values)
-        else:
-            behind.puts.append((statement, values))
-
     def _piece_written(self, trajectory_id: str) -> None:
         behind = self._behind.get(trajectory_id)
         if behind is None:  # everything was put anew meanwhile
@@ -274,7 +266,11 @@ class EmbeddedStore:
             for statement, values in behind.puts:
                 self._write(statement, values)
 
-    def _write(self, statement: str, values: tuple[Any, ...]) -> None:
+    def _write(self, statement: str, values: tuple[Any, ...], trajectory_id: str = "") -> None:
+        """Write at the end of this iteration, or once the pieces that were put for this trajectory are written."""
+        if self._behind and (behind := self._behind.get(trajectory_id)) is not None:
+            behind.puts.append((statement, values))
+            return
         self._waiting[statement].append(values)
         if not self._has_waiting:
             self._has_waiting = True
