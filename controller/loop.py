@@ -128,6 +128,8 @@ class Controller:
         self.has_observed = True
         for one in self.seen:
             drivers.note(one)
+        if is_reached(state.wanted, self.seen) and state.wanted != state.proven:
+            self.journal.write(kind="proven", at=time.time())  # now: whoever sees it may ask for another fleet
         return True
 
     def observed(self) -> list[ObservedServer]:
@@ -157,8 +159,6 @@ class Controller:
     def _decide(self) -> None:
         self.ask(self._tended())
         state = self.journal.state
-        if is_reached(state.wanted, self.seen) and state.wanted != state.proven:
-            self.journal.write(kind="proven", at=time.time())
         wanted_ids = {one.server_id for one in state.wanted}
         for one in self.seen:
             if one.is_serving and not one.has_served and one.server_id in wanted_ids:

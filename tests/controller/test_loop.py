@@ -1,5 +1,6 @@
 """The whole loop: a real gateway, real processes of simulated engines, and the controller between them."""
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -13,7 +14,7 @@ from controller.dry_run import told
 from controller.fleet_file import FleetFile
 from controller.launcher import ServerState
 from controller.records import step_record
-from controller.steps import Register
+from controller.steps import Register, is_reached
 from tests.controller.fleet_site import (
     ENGINE,
     Rollout,
@@ -123,6 +124,20 @@ async def test_an_engine_that_dies_at_startup_is_retried_and_given_up(tmp_path: 
             for failure in state.failures:
                 assert failure.tp == 2 and "exit status 2" in failure.cause
                 assert "unknown argument '--no-such-flag'" in failure.last_lines[-1]
+
+
+async def test_a_fleet_that_was_seen_to_serve_can_come_back(tmp_path: Path) -> None:
+    """Another one may be asked for as soon as it is seen, before the controller has decided anything more."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        fleet = fleet_file(tmp_path, gateway.url)
+        async with stopped_at_the_end(fleet), controller(fleet, launcher_for(fleet)) as made:
+            async with asyncio.timeout(60):
+                while len(made.journal.state.urls) < 2:
+                    await made.tick()
+                while not is_reached(made.journal.state.wanted, made.seen):
+                    await made.observe()
+            assert len(made.journal.state.wanted) == 2
+            assert made.journal.state.proven == made.journal.state.wanted
 
 
 async def test_a_refused_step_is_not_tried_again_before_the_next_look(tmp_path: Path) -> None:
