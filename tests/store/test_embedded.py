@@ -10,34 +10,21 @@ from pathlib import Path
 import pytest
 
 from store import StoreCorrupt, StoredTrajectory, StoreError, StoreInUse, StoreSettings, open_store
-from tests.store.child import child
+from tests.store.child import child, last_number_before_kill
 
 
 async def test_every_settled_put_survives_sigkill(tmp_path: Path) -> None:
     """A process killed while it puts leaves everything that had settled, no put by half, and a sound file."""
     path = tmp_path / "store.sqlite3"
-    process = child(
+    last = last_number_before_kill(
         """
-        import asyncio, itertools, sys
-        from store import open_store
-        async def main():
-            store = open_store(f"sqlite:{sys.argv[1]}")
-            await store.open()
-            for number in itertools.count():
-                store.put_trajectory("t", {"number": number})
-                store.append_turn(f"t{number % 50}", {"number": number})
-                assert await store.settle(1.0)
-                print(number, flush=True)
-        asyncio.run(main())
+        store.put_trajectory("t", {"number": number})
+        store.append_turn(f"t{number % 50}", {"number": number})
+        assert await store.settle(1.0)
         """,
         path,
+        2_500,  # past several checkpoints
     )
-    assert process.stdout
-    lines = [process.stdout.readline() for _ in range(2_500)]  # past several checkpoints
-    process.kill()
-    lines += [line for line in process.stdout if line.endswith("\n")]
-    last = int(lines[-1])
-    process.wait()
 
     store = open_store(f"sqlite:{path}")
     await store.open()

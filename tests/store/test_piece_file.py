@@ -5,34 +5,21 @@ from pathlib import Path
 import pytest
 
 from store import StoreCorrupt, StoreSettings, open_store
-from tests.store.child import child
+from tests.store.child import child, last_number_before_kill
 
 
 async def test_every_settled_piece_survives_sigkill(tmp_path: Path) -> None:
     """A process killed while it puts leaves everything that had settled, and each piece whole or not at all."""
     path = tmp_path / "store.sqlite3"
-    process = child(
+    last = last_number_before_kill(
         """
-        import asyncio, itertools, sys
-        from store import open_store
-        async def main():
-            store = open_store(f"sqlite:{sys.argv[1]}")
-            await store.open()
-            for number in itertools.count():
-                for part in range(3):
-                    store.put_piece(f"t{number % 7}", f"{number}/{part}", b"%d" % number * 2_000)
-                assert await store.settle(60.0)
-                print(number, flush=True)
-        asyncio.run(main())
+        for part in range(3):
+            store.put_piece(f"t{number % 7}", f"{number}/{part}", b"%d" % number * 2_000)
+        assert await store.settle(60.0)
         """,
         path,
+        300,
     )
-    assert process.stdout
-    lines = [process.stdout.readline() for _ in range(300)]
-    process.kill()
-    lines += [line for line in process.stdout if line.endswith("\n")]
-    last = int(lines[-1])
-    process.wait()
 
     store = open_store(f"sqlite:{path}")
     await store.open()
@@ -46,29 +33,18 @@ async def test_no_record_survives_a_kill_without_the_pieces_before_it(tmp_path: 
     """Turns of many trajectories end, and nobody waits until they have settled. The record may lack the last ones, but
     it names none whose pieces are lost."""
     path = tmp_path / "store.sqlite3"
-    process = child(
+    last_number_before_kill(
         """
-        import asyncio, itertools, sys
-        from store import open_store
-        async def main():
-            store = open_store(f"sqlite:{sys.argv[1]}")
-            await store.open()
-            for number in itertools.count():
-                name = f"t{number % 7}"
-                store.put_piece(name, f"{number}/0", b"x" * 20_000)
-                store.put_piece(name, f"{number}/1", b"x" * 20_000)
-                store.put_trajectory(name, {"number": number})
-                store.append_turn(name, {"number": number})
-                await asyncio.sleep(0.001)
-                print(number, flush=True)
-        asyncio.run(main())
+        name = f"t{number % 7}"
+        store.put_piece(name, f"{number}/0", b"x" * 20_000)
+        store.put_piece(name, f"{number}/1", b"x" * 20_000)
+        store.put_trajectory(name, {"number": number})
+        store.append_turn(name, {"number": number})
+        await asyncio.sleep(0.001)
         """,
         path,
+        300,
     )
-    assert process.stdout
-    [process.stdout.readline() for _ in range(300)]
-    process.kill()
-    process.wait()
 
     store = open_store(f"sqlite:{path}")
     await store.open()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from controller.kubernetes_pod import engine_pod
-from controller.launcher import LaunchFailed, ServerState
+from controller.launcher import LaunchFailed, ServerSpec, ServerState
 
 pytest.importorskip("kubernetes")
 from tests.controller.launcher_contract import FAIL, PROMISES, SERVE, STUBBORN, Promise, Site
@@ -159,12 +159,18 @@ async def test_an_api_server_that_is_away_is_reported(site: Site, cluster: Clust
         await away.launch(site.spec())
 
 
-async def test_a_lost_node_is_an_exit_cause(site: Site, cluster: Cluster) -> None:
-    """Its servers are found as ended, and its devices are no longer in the inventory."""
-    cluster.kubelet.add_node("node-c", 1)
-    spec = site.spec(SERVE, "node-c/0")
+async def serving_on(site: Site, cluster: Cluster, node: str) -> ServerSpec:
+    """A server that serves on a new node of one GPU."""
+    cluster.kubelet.add_node(node, 1)
+    spec = site.spec(SERVE, f"{node}/0")
     await site.launcher.launch(spec)
     await site.answer(spec.server_id)
+    return spec
+
+
+async def test_a_lost_node_is_an_exit_cause(site: Site, cluster: Cluster) -> None:
+    """Its servers are found as ended, and its devices are no longer in the inventory."""
+    spec = await serving_on(site, cluster, "node-c")
     await asyncio.to_thread(cluster.kubelet.lose_node, "node-c")
     ended = await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
     assert ended.exit_cause == "its node node-c is gone"
@@ -175,10 +181,7 @@ async def test_a_lost_node_is_an_exit_cause(site: Site, cluster: Cluster) -> Non
 
 async def test_a_silent_node_is_not_taken_for_lost(site: Site, cluster: Cluster) -> None:
     """Its server still counts as running. Stopping it fails and forces nothing; afterwards it counts as ended."""
-    cluster.kubelet.add_node("node-d", 1)
-    spec = site.spec(SERVE, "node-d/0")
-    await site.launcher.launch(spec)
-    await site.answer(spec.server_id)
+    spec = await serving_on(site, cluster, "node-d")
     await asyncio.to_thread(cluster.kubelet.freeze_node, "node-d")
     assert "node-d/0" not in site.launcher.inventory()
     silent = await site.until(spec.server_id, lambda _: True)
@@ -194,10 +197,7 @@ async def test_a_silent_node_is_not_taken_for_lost(site: Site, cluster: Cluster)
 
 async def test_the_fleet_can_be_observed_while_a_stop_waits_for_a_lost_node(site: Site, cluster: Cluster) -> None:
     """Each stop took a thread for minutes, of as few as six: a lost node with six engines blinded the controller."""
-    cluster.kubelet.add_node("node-f", 1)
-    spec = site.spec(SERVE, "node-f/0")
-    await site.launcher.launch(spec)
-    await site.answer(spec.server_id)
+    spec = await serving_on(site, cluster, "node-f")
     await asyncio.to_thread(cluster.kubelet.freeze_node, "node-f")
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     stopping = asyncio.create_task(cluster.launcher(confirm_timeout_s=30.0).stop(spec.server_id, 1.0))
