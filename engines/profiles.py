@@ -22,6 +22,7 @@ _LEAST = {
     "prefill_per_ktoken_ms": 0,
     "prefill_per_ktoken2_ms": -math.inf,
     "request_ms": 0,
+    "prefill_step_ms": 0,
 }
 # Placement divides by the base. A fit to noisy times may leave nothing for it; no engine steps in less than this.
 _LEAST_BASE_MS = 0.001
@@ -95,6 +96,7 @@ def _profile(content: dict[str, Any], short_name: str, model: dict[str, Any], en
         prefill_per_ktoken2_ms=prefill_per_ktoken2_ms,
         source=content["source"],
         request_ms=float(engine.get("request_ms", 0.0)),
+        prefill_step_ms=float(engine.get("prefill_step_ms", 0.0)),
     )
 
 

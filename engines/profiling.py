@@ -21,7 +21,10 @@ from engines.simulated.sequence import SimulatedSequence
 from scheduling.cost import EngineProfile
 
 BLOCK_TOKENS = 16  # of the prefix cache
-NUM_COEFFICIENTS = 5  # of decode: base, per sequence, per KV; of prefill: linear, quadratic
+NUM_COEFFICIENTS = 6  # of decode: base, per sequence, per KV; of prefill: linear, quadratic, per step
+_PER_STEP = 5
+VISIT_TOKENS = 32
+_NUM_VISITS = 12
 _NUM_REWEIGHTINGS = 20
 _SMALL_RESIDUAL = 1e-3  # Relative errors below one per mille all get the same weight.
 Matrix = NDArray[np.float64]
@@ -33,12 +36,16 @@ class Batch:
 
     Args:
         is_cached: their prompts were sent just before, so that hardly anything is prefilled; otherwise they are new.
+        num_visits: so many requests of `VISIT_TOKENS` new tokens and one token of answer came and went, one after the
+            other, while it ran. They show how long a prefill holds up the decoding of others, which is not how long it
+            takes: that has the time of a request beside the steps.
     """
 
     num_sequences: int
     prompt_tokens: int
     output_tokens: int
     is_cached: bool = False
+    num_visits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,7 @@ def plan(slots: int, kv_capacity_tokens: int, max_context_tokens: int, *, is_qui
 
     First single prefills of several lengths; then, at several batch sizes and contexts, a prefill and answers to the
     same prompts. If those prompts were new, a large batch would be nearly all prefill, and show little of the cost of
-    its KV.
+    its KV. Last, answers that others visit: alone, and in a batch of half of the slots.
 
     Raises:
         ValueError: the engine holds too little to vary anything.
@@ -89,6 +96,11 @@ def plan(slots: int, kv_capacity_tokens: int, max_context_tokens: int, *, is_qui
             if 64 <= prompt_tokens <= share - num_tokens:
                 batches.append(Batch(num_sequences, prompt_tokens, 1))
                 batches.append(Batch(num_sequences, prompt_tokens, num_tokens, is_cached=True))
+    if slots > 1:  # else visits would wait for the slot
+        for num_sequences in sorted({1, slots // 2}):
+            if 64 + 4 * output_tokens <= min(room, (kv_capacity_tokens * 9 // 10 - VISIT_TOKENS) // num_sequences):
+                batches.append(Batch(num_sequences, 64, 1))
+                batches.append(Batch(num_sequences, 64, 4 * output_tokens, is_cached=True, num_visits=_NUM_VISITS))
     return batches
 
 
@@ -103,10 +115,14 @@ def fit(measurements: Sequence[Measurement], engine: EngineProfile) -> Fit:
     Raises:
         ValueError: there are too few different batches to distinguish the coefficients.
     """
-    if len({measurement.batch for measurement in measurements}) <= NUM_COEFFICIENTS:
-        raise ValueError(f"a fit needs {NUM_COEFFICIENTS + 1} different batches, not {len(measurements)}")
+    # Where nothing was visited, a prefill's step and the rest of its request cannot be told apart: all is the latter's.
+    are_visited = any(measurement.batch.num_visits for measurement in measurements)
+    num_unknown = NUM_COEFFICIENTS + are_visited
+    if len({measurement.batch for measurement in measurements}) < num_unknown:
+        raise ValueError(f"a fit needs {num_unknown} different batches, not {len(measurements)}")
     walls = np.array([measurement.wall_s for measurement in measurements])
     columns = np.array([[*response(engine, measurement.batch), 1e-3] for measurement in measurements])
+    columns[:, _PER_STEP] *= are_visited
     # Dividing by the wall time gives a second of a long batch the same weight as a millisecond of a short one.
     solution = _least_absolute(columns / walls[:, None], np.ones(len(walls)))
     predicted = columns @ solution
@@ -123,10 +139,13 @@ def response(engine: EngineProfile, batch: Batch) -> list[float]:
 
 
 def simulated_s(profile: EngineProfile, batch: Batch) -> float:
-    """How long a batch takes on a simulated engine of this profile."""
+    """How long a batch takes on a simulated engine of this profile. A visit is prefilled in one of the batch's steps,
+    and makes it longer.
+    """
     engine = SimulatedEngine(profile)
     began_at = _play(engine, 0.0, replace(batch, output_tokens=1)) if batch.is_cached else 0.0
-    return _play(engine, began_at, batch) - began_at
+    visit_s = profile.prefill_s(VISIT_TOKENS) + profile.prefill_step_ms / 1000
+    return _play(engine, began_at, batch) - began_at + batch.num_visits * visit_s
 
 
 def to_toml(short_name: str, profile: EngineProfile) -> str:
@@ -148,7 +167,8 @@ model = {_text(profile.model)}
 kv_bytes_per_token = {profile.kv_bytes_per_token}
 engines = [
     {{ tp = {profile.tp}, kernel_ms = {_numbers(decode)}, prefill_ms = {_numbers(prefill)}, \
-kv_capacity_tokens = {profile.kv_capacity_tokens}, request_ms = {_number(profile.request_ms)} }},
+kv_capacity_tokens = {profile.kv_capacity_tokens}, request_ms = {_number(profile.request_ms)}, \
+prefill_step_ms = {_number(profile.prefill_step_ms)} }},
 ]
 """
 
@@ -173,7 +193,7 @@ def _play(engine: SimulatedEngine, at: float, batch: Batch) -> float:
 
 
 def _with_coefficients(engine: EngineProfile, coefficients: Sequence[float]) -> EngineProfile:
-    base, per_sequence, per_kv, linear, quadratic = coefficients
+    base, per_sequence, per_kv, linear, quadratic, per_step = coefficients
     return replace(
         engine,
         decode_base_ms=base,
@@ -181,6 +201,7 @@ def _with_coefficients(engine: EngineProfile, coefficients: Sequence[float]) -> 
         decode_per_kv_ktoken_ms=per_kv,
         prefill_per_ktoken_ms=linear,
         prefill_per_ktoken2_ms=quadratic,
+        prefill_step_ms=per_step,
     )
 
 
@@ -202,7 +223,7 @@ def _least_absolute(columns: Matrix, wanted: Matrix) -> Matrix:
 
 
 def _non_negative_least_squares(columns: Matrix, wanted: Matrix) -> Matrix:
-    """The best solution without negative numbers: with six columns, all 63 subsets are tried."""
+    """The best solution without negative numbers: with seven columns, all 127 subsets are tried."""
     best, least = np.zeros(columns.shape[1]), float(wanted @ wanted)
     for size in range(1, columns.shape[1] + 1):
         for chosen in combinations(range(columns.shape[1]), size):

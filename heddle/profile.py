@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -23,7 +23,7 @@ from rich.table import Table
 from engines.dialect import ObservationError
 from engines.http import BadResponse, ConnectionBroken, EngineUnreachable, HttpClient, ResponseTimeout
 from engines.probe import discover
-from engines.profiling import Batch, Fit, Measurement, fit, plan, to_toml
+from engines.profiling import VISIT_TOKENS, Batch, Fit, Measurement, fit, plan, to_toml
 from heddle.arguments import count, out_file, whole, why
 from scheduling.cost import EngineProfile
 
@@ -50,9 +50,14 @@ class Engine:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the engine and the file."""
+    """Add the engine and the options."""
     parser.epilog = _EPILOG
     parser.add_argument("engine", help="base URL of a vLLM or SGLang server, without /v1")
+    add_options(parser)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a measurement and its file."""
     parser.add_argument("--out", type=out_file, default=Path("profile.toml"), help="the file to write")
     parser.add_argument("--model", help="the served model (default: the first one)")
     parser.add_argument("--name", default="model-gpu-tp1", help="the profile's name: MODEL-GPU-tpN (%(default)s)")
@@ -67,32 +72,40 @@ def run(parsed: argparse.Namespace) -> int:
     """Measure, print the fit, write the file."""
     console = Console(markup=False)
     try:
-        fitted, measurements = uvloop.run(measure(parsed, console))
-        short_name = fitted.profile.name.rpartition(f"-{fitted.profile.gpu}-tp")[0]
-        parsed.out.write_text(to_toml(short_name, fitted.profile), encoding="utf-8")
+        fitted, measurements = uvloop.run(measure(parsed.engine, parsed, console))
+        write(fitted.profile, parsed.out)
     except (ProfilingError, OSError, ValueError) as error:
         print(f"heddle profile: {why(error)}", file=sys.stderr)
         return 2
-    _print(fitted, measurements, console)
+    show(fitted, measurements, console)
     console.print(f"Wrote {parsed.out}:{fitted.profile.name}", soft_wrap=True)
     return 0
 
 
-async def measure(parsed: argparse.Namespace, console: Console) -> tuple[Fit, list[Measurement]]:
+def write(profile: EngineProfile, path: Path) -> None:
+    """Write a file in which `load_profile` finds it."""
+    short_name = profile.name.rpartition(f"-{profile.gpu}-tp")[0]
+    path.write_text(to_toml(short_name, profile), encoding="utf-8")
+
+
+async def measure(url: str, parsed: argparse.Namespace, console: Console) -> tuple[Fit, list[Measurement]]:
     """The fit to an engine, and the batches on which it is based.
+
+    Args:
+        parsed: the options.
 
     Raises:
         ProfilingError: the engine does not answer as required.
         ValueError: it holds too little to measure.
     """
-    http = HttpClient(parsed.engine)
+    http = HttpClient(url)
     try:
         engine = await _ask(http, parsed)
         profile = engine.profile
         batches = plan(profile.slots, profile.kv_capacity_tokens, engine.max_context_tokens, is_quick=parsed.quick)
         measurements = await _measure_all(engine, batches, 1 if parsed.quick else 3, console)
     except (BadResponse, ConnectionBroken, EngineUnreachable, ResponseTimeout, ObservationError) as error:
-        raise ProfilingError(f"{parsed.engine}: {error}") from None
+        raise ProfilingError(f"{url}: {error}") from None
     finally:
         http.close()
     return fit(measurements, profile), measurements
@@ -142,7 +155,8 @@ async def _measure_all(engine: Engine, batches: list[Batch], repeats: int, conso
     """The median of this many runs of each batch. Runs of one batch are spread out, so a busy minute spoils only one of
     them.
     """
-    walls: dict[Batch, list[float]] = {batch: [] for batch in batches}
+    walls: dict[Batch, list[float]] = {batch: [] for batch in batches if not batch.num_visits}
+    visited: list[Measurement] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("warming up", total=repeats * len(batches))
         await _warm_up(engine, max(batch.prompt_tokens for batch in batches))
@@ -151,9 +165,12 @@ async def _measure_all(engine: Engine, batches: list[Batch], repeats: int, conso
             for batch in batches:
                 progress.update(task, description=_words(batch))
                 prompts = prompts if batch.is_cached else _new_prompts(batch)
-                walls[batch].append(await _wall_s(engine, batch, prompts))
+                if batch.num_visits:
+                    visited.append(await _visited(engine, batch, prompts))
+                else:
+                    walls[batch].append(await _wall_s(engine, batch, prompts))
                 progress.advance(task)
-    return [Measurement(batch, median(times)) for batch, times in walls.items()]
+    return [*(Measurement(batch, median(times)) for batch, times in walls.items()), *visited]
 
 
 async def _warm_up(engine: Engine, prompt_tokens: int) -> None:
@@ -194,6 +211,22 @@ async def _wall_s(engine: Engine, batch: Batch, prompts: list[list[int]]) -> flo
     return wall_s
 
 
+async def _visited(engine: Engine, batch: Batch, prompts: list[list[int]]) -> Measurement:
+    """A batch and its visits: as many as were over before it was, which on a fast engine may be fewer than wanted."""
+    visit, num_visits = Batch(1, VISIT_TOKENS, 1), 0
+    running = asyncio.create_task(_wall_s(engine, batch, prompts))
+    try:
+        while num_visits < batch.num_visits:
+            await _wall_s(engine, visit, _new_prompts(visit))
+            if running.done():
+                break
+            num_visits += 1
+        wall_s = await running
+    finally:
+        running.cancel()
+    return Measurement(replace(batch, num_visits=num_visits), wall_s)
+
+
 def _output_tokens(body: bytes) -> int:
     try:
         return int(orjson.loads(body)["usage"]["completion_tokens"])
@@ -201,7 +234,7 @@ def _output_tokens(body: bytes) -> int:
         raise ProfilingError(f"/v1/completions answered without usage: {error!r}") from None
 
 
-def _print(fitted: Fit, measurements: Iterable[Measurement], console: Console) -> None:
+def show(fitted: Fit, measurements: Iterable[Measurement], console: Console) -> None:
     table = Table("batch", "measured s", "fitted s", "error", title=fitted.profile.name)
     for measurement, predicted_s in zip(measurements, fitted.predicted_s, strict=True):
         error = predicted_s / measurement.wall_s - 1
@@ -212,7 +245,8 @@ def _print(fitted: Fit, measurements: Iterable[Measurement], console: Console) -
         f"A decode step: {profile.decode_base_ms:.3f} ms + {profile.decode_per_sequence_ms:.4f} a sequence"
         f" + {profile.decode_per_kv_ktoken_ms:.4f} per 1,000 KV tokens.\n"
         f"Prefill: {profile.prefill_per_ktoken_ms:.3f} ms per 1,000 tokens + {profile.prefill_per_ktoken2_ms:.4f}"
-        f" per square of them. Beside the engine's steps: {profile.request_ms:.1f} ms a request.\n"
+        f" per square of them; {profile.prefill_step_ms:.3f} ms for each step that prefills."
+        f" Beside the engine's steps: {profile.request_ms:.1f} ms a request.\n"
         f"{profile.slots} slots, {profile.kv_capacity_tokens:,} KV tokens. Mean absolute error {fitted.mape:.1%}.",
         highlight=False,
     )
@@ -220,4 +254,5 @@ def _print(fitted: Fit, measurements: Iterable[Measurement], console: Console) -
 
 def _words(batch: Batch) -> str:
     source = "cached" if batch.is_cached else "new"
-    return f"{batch.num_sequences} x {batch.prompt_tokens:,} {source} tokens in, {batch.output_tokens} out"
+    visits = f", {batch.num_visits} visits" if batch.num_visits else ""
+    return f"{batch.num_sequences} x {batch.prompt_tokens:,} {source} tokens in, {batch.output_tokens} out{visits}"

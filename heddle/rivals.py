@@ -68,7 +68,7 @@ def program_scheduling(engine: EngineProfile) -> str:
             "global_queue": True,  # what its manual recommends
             "token_capacity_per_target": engine.kv_capacity_tokens,
             "prefill_cost_model": {
-                "intercept_seconds": engine.request_ms / 1e3,
+                "intercept_seconds": (engine.request_ms + engine.prefill_step_ms) / 1e3,
                 "linear_seconds_per_1k_tokens": max(0.0, engine.prefill_per_ktoken_ms) / 1e3,
                 "quadratic_seconds_per_1k_tokens_squared": max(0.0, engine.prefill_per_ktoken2_ms) / 1e3,
             },
@@ -197,8 +197,8 @@ async def _play_case(
 
 async def _profiled(url: str, console: Console) -> EngineProfile:
     parser = argparse.ArgumentParser()
-    profile.add_arguments(parser)
-    fitted, _ = await profile.measure(parser.parse_args([url, *PROFILED]), Console(quiet=True))
+    profile.add_options(parser)
+    fitted, _ = await profile.measure(url, parser.parse_args(PROFILED), Console(quiet=True))
     console.print(str(fitted.profile), soft_wrap=True)
     return fitted.profile
 

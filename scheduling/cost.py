@@ -27,6 +27,9 @@ class EngineProfile:
         prefill_per_ktoken2_ms: quadratic prefill cost, per (1,000 tokens) squared.
         source: where the coefficients come from.
         request_ms: time that a request holds its slot beyond the engine's steps: HTTP, rendering, tokenizing.
+        prefill_step_ms: what a step that prefills takes longer than one that only decodes, however many tokens it
+            prefills: engines capture steps of decoding as graphs, and launch a prefill's kernels one by one. All
+            running sequences wait for it.
     """
 
     name: str
@@ -43,6 +46,7 @@ class EngineProfile:
     prefill_per_ktoken2_ms: float
     source: str
     request_ms: float = 0.0
+    prefill_step_ms: float = 0.0
 
     def decode_step_s(self, num_running: int, kv_tokens: float) -> float:
         """Seconds of one decode step that gives one token to each of `num_running` sequences."""
@@ -69,4 +73,5 @@ class EngineProfile:
             prefill_per_ktoken_ms=self.prefill_per_ktoken_ms * ratio,
             prefill_per_ktoken2_ms=self.prefill_per_ktoken2_ms * ratio,
             request_ms=self.request_ms * ratio,
+            prefill_step_ms=self.prefill_step_ms * ratio,
         )

@@ -84,6 +84,11 @@ class Batch:
             self.decoding_kv_tokens -= progress.num_tokens
         del self.running[progress.sequence.id]
 
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether the planned steps prefill."""
+        return bool(self._chunks)
+
     # --- steps ----------------------------------------------------------------------------------------------
 
     def plan(self, num_free_tokens: int) -> tuple[int, float]:

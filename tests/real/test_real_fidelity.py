@@ -13,7 +13,6 @@ target of its own: `make fidelity`.
 import argparse
 import os
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -26,14 +25,11 @@ from engines.local_vllm import LocalEngine, LocalVllm, launch
 from engines.profiling import Fit, Measurement, fit
 from heddle import profile as profile_command
 from heddle.rollouts import local_gateway
+from heddle.trial import PROBE, overhead_of, simulated_makespan_s
 from loadtest.replayer import ReplaySettings, replay
 from loadtest.results import RolloutResult
-from predictor.siblings import SiblingPredictor
-from scheduling.limits import Limits
-from scheduling.policy import HEDDLE
-from simulator.rollout import Rollout
 from workloads.laws import draw, law_named
-from workloads.trajectories import Trajectory, Turn, Workload
+from workloads.trajectories import Workload
 
 pytestmark = [pytest.mark.vllm, pytest.mark.quiet, pytest.mark.timeout(900)]
 
@@ -61,17 +57,16 @@ async def test_a_simulated_rollout_takes_as_long_as_the_real_one(
 ) -> None:
     """Makespans within 10 %."""
     workload = draw(law_named("coding"), 24, SEED).with_max_turns(10).fitted(3_000).with_max_tool_s(1.0)
-    probe = Workload("probe", (Trajectory("probe", "probe", 64, (Turn(0, 1, 0.0), *[Turn(24, 1, 0.0)] * 40)),))
     profiles, probes, plays = [await profiled(engine.url)], [], []
     for _ in range(NUM_ROUNDS):
-        probes.append(await rollout_on(probe, engine.url, tmp_path))
+        probes.append(await rollout_on(PROBE, engine.url, tmp_path))
         plays.append(await rollout_on(workload, engine.url, tmp_path))
         profiles.append(await profiled(engine.url))
     fitted = fit(typical(measurements for _, measurements in profiles), profiles[0][0].profile)
     # The time of a turn outside the engine and its requests: gateway and agent.
-    probe_s = median(play.makespan_s for play in probes)
-    overhead_s = max(0.0, (probe_s - simulated_makespan_s(probe, fitted, 0.0)) / 41)
-    real_s, simulated_s = median(play.makespan_s for play in plays), simulated_makespan_s(workload, fitted, overhead_s)
+    overhead_s = overhead_of(median(play.makespan_s for play in probes), fitted.profile)
+    real_s = median(play.makespan_s for play in plays)
+    simulated_s = simulated_makespan_s(workload, [fitted.profile], "heddle", overhead_s)
     error = simulated_s / real_s - 1
     with capsys.disabled():
         times = ", ".join(f"{play.makespan_s:.1f}" for play in plays)
@@ -89,9 +84,9 @@ def typical(runs: Iterable[Sequence[Measurement]]) -> list[Measurement]:
 async def profiled(url: str) -> tuple[Fit, list[Measurement]]:
     """What `heddle profile --quick` measures on an engine."""
     parser = argparse.ArgumentParser()
-    profile_command.add_arguments(parser)
-    parsed = parser.parse_args([url, "--name", "tiny-cpu-tp1", "--quick"])
-    return await profile_command.measure(parsed, Console(quiet=True))
+    profile_command.add_options(parser)
+    parsed = parser.parse_args(["--name", "tiny-cpu-tp1", "--quick"])
+    return await profile_command.measure(url, parsed, Console(quiet=True))
 
 
 async def rollout_on(workload: Workload, url: str, work_dir: Path) -> RolloutResult:
@@ -102,14 +97,3 @@ async def rollout_on(workload: Workload, url: str, work_dir: Path) -> RolloutRes
         result = await replay(workload, ReplaySettings(base_url=f"{gateway}/v1", stream_share=0.0))
     assert not result.errors
     return result
-
-
-def simulated_makespan_s(workload: Workload, fitted: Fit, overhead_s: float) -> float:
-    """The same in virtual time. The time of a turn outside the engine extends its tool call."""
-
-    def longer(turn: Turn) -> Turn:
-        return replace(turn, tool_s=turn.tool_s + overhead_s)
-
-    trajectories = tuple(replace(t, turns=tuple(map(longer, t.turns))) for t in workload.trajectories)
-    slowed = replace(workload, trajectories=trajectories)
-    return Rollout(slowed, [fitted.profile], HEDDLE, Limits(), SiblingPredictor()).run().makespan_s
