@@ -10,7 +10,7 @@ TRACE ?= $(firstword $(wildcard ../shared/traces/*.jsonl.gz))
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests that need nothing that is large, or no machine of their own.
-HERE := not vllm and not npm and not ray and not quiet
+HERE := not vllm and not sglang and not npm and not ray and not quiet
 
 # Where a test takes minutes, its name is printed when it begins.
 BY_NAME := -vv --no-header
@@ -18,7 +18,7 @@ BY_NAME := -vv --no-header
 # Tests of real servers that start, end or reshape servers of their own.
 FLEET := tests/real/test_local_vllm.py tests/real/test_real_controller.py
 
-.PHONY: help install demo test lint clients fleet nixl tier sleeping text ray real compiled bench rivals soak fidelity results loop redis vllm clean
+.PHONY: help install demo test lint clients fleet nixl tier sleeping text ray real sglang compiled bench rivals soak fidelity results loop redis vllm clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -62,6 +62,10 @@ text: vllm
 ray: install
 	deploy/install-packages.sh $(VENV) -c constraints.txt -e ".[dev,ray]"
 	$(BIN)/python -m pytest -m ray tests/controller
+
+## make sglang  the tests that need two SGLang servers, which you start: docs/gpu.md says how
+sglang: install
+	SGLANG_URLS="$(SGLANG_URLS)" SGLANG_MODEL="$(SGLANG_MODEL)" $(BIN)/python -m pytest $(BY_NAME) -m sglang tests/real
 
 ## make fidelity a rollout on real vLLM against its simulation; needs an idle machine
 fidelity: install

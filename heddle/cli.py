@@ -21,6 +21,7 @@ _VERBS = (
     ("fleet", "Show and change a fleet through its controller.", "heddle.fleet"),
     ("sim-engine", "Serve a simulated vLLM or SGLang engine.", "heddle.sim_engine"),
     ("profile", "Measure a running engine, for simulation and placement.", "heddle.profile"),
+    ("trial", "Compare policies on running engines, and each with its simulation.", "heddle.trial"),
     ("import", "Convert other programs' traces, engines' logs and event logs into a trace.", "heddle.importing"),
     ("predictor", "Train predictors, and compare them.", "heddle.predictor"),
     ("demo", "Run a rollout on simulated engines, with and without Heddle.", "heddle.demo"),

@@ -10,7 +10,7 @@ import uvloop
 from rich.console import Console
 
 from engines.children import LaunchError
-from engines.http import HttpClient
+from engines.http import FAULTS, HttpClient
 from engines.local_vllm import DEFAULT_VENV, LocalVllm, launch_all
 from engines.tiny_model import make_tiny_model
 from heddle.arguments import count, why
@@ -107,18 +107,29 @@ async def warm_up(engine_url: str) -> None:
 
 
 async def clear_prefix_cache(engine_url: str) -> None:
-    """Clear the cache, so that no policy benefits from the one before it. This route of vLLM's development mode refuses
-    while an ended turn still holds blocks, so it is repeated until it succeeds.
+    """Clear the cache, so that no policy benefits from the one before it. Both kinds of engine refuse while an ended
+    turn still holds blocks, so it is repeated until it succeeds. vLLM has its route in its development mode only.
+
+    Raises:
+        LaunchError: it never succeeded, or the engine cannot be reached.
     """
     http, status, body = HttpClient(engine_url), 0, b""
     try:
         async with asyncio.timeout(ENGINE_TIMEOUT_S):
             while True:
                 status, body = await http.post("/reset_prefix_cache", b"", timeout_s=ENGINE_TIMEOUT_S)
-                if status == 200 and b"true" in body:
+                if status == 200 and b"false" not in body:
                     return
+                if status == 404:
+                    status, body = await http.post("/flush_cache", b"", timeout_s=ENGINE_TIMEOUT_S)  # SGLang's
+                    if status in (200, 404):
+                        break
                 await asyncio.sleep(0.1)
     except TimeoutError:
-        raise LaunchError(f"vLLM at {engine_url} keeps its prefix cache: {status} {body[:200]!r}") from None
+        raise LaunchError(f"the engine at {engine_url} keeps its prefix cache: {status} {body[:200]!r}") from None
+    except FAULTS as fault:
+        raise LaunchError(f"{engine_url}: {fault}") from None
     finally:
         http.close()
+    if status == 404:
+        raise LaunchError(f"vLLM at {engine_url} cannot clear its prefix cache; start it with VLLM_SERVER_DEV_MODE=1")

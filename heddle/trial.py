@@ -1,0 +1,236 @@
+"""`heddle trial`: the same rollout on running engines under one policy after the other, and each in virtual time.
+
+The first engine is measured as by `heddle profile`, unless a profile is given. Then each seed's workload is played
+behind a gateway of its own, from empty prefix caches, and simulated with the profile: with the prompts as long as the
+engines counted them, because an answer that comes back as text may be more tokens than it was. What gateway and agent
+take of a turn is measured by one trajectory of tiny turns, and extends the simulated tool calls.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from engines.children import LaunchError
+from engines.http import HttpClient
+from engines.profiles import load_profile
+from heddle import profile as profiling
+from heddle.arguments import count, out_file, positive, why
+from heddle.real import ENGINE_TIMEOUT_S, clear_prefix_cache
+from heddle.rollouts import local_gateway, play
+from loadtest.clients import RequestFailed
+from loadtest.replayer import ReplaySettings
+from loadtest.results import RolloutResult, TurnResult
+from loadtest.rivalry import Counts, counts
+from predictor.tabular import TabularPredictor
+from scheduling.cost import EngineProfile
+from scheduling.limits import Limits
+from simulator.rollout import Rollout
+from simulator.runs import policy_named
+from workloads.laws import LAWS, draw, law_named
+from workloads.trajectories import Trajectory, Turn, Workload
+
+NUM_PROBES = 40
+PROBE = Workload("probe", (Trajectory("probe", "probe", 64, (Turn(0, 1, 0.0), *[Turn(24, 1, 0.0)] * NUM_PROBES)),))
+"""Turns of one token, one after the other: what they take is gateway, agent and a request's cost in the engine."""
+_EPILOG = """examples:
+  heddle trial http://10.0.0.5:8000 --name qwen3-14b-h100-tp1 --slots 64
+  heddle trial http://10.0.0.5:8000 http://10.0.0.6:8000 --profile qwen.toml:qwen3-14b-h100-tp2 \\
+      --policy vllm-router --policy thunderagent --policy heddle --seed 1 --seed 2
+
+vLLM clears its prefix cache only in its development mode (VLLM_SERVER_DEV_MODE=1); SGLang always does.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One rollout, measured and simulated.
+
+    Args:
+        preemptions: running turns whose KV the engines took, as vLLM counts them; None on other engines.
+        computed_tokens: prompt tokens that were in no prefix cache when their turn began, counted likewise.
+        prompt_tokens: of all turns.
+    """
+
+    policy: str
+    seed: int
+    measured_s: float
+    simulated_s: float
+    mean_trajectory_s: float
+    num_failed_turns: int
+    preemptions: int | None
+    computed_tokens: int | None
+    prompt_tokens: int
+
+    @property
+    def error(self) -> float:
+        """Of the simulation, relative; positive where it is slower than the real rollout."""
+        return self.simulated_s / self.measured_s - 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.epilog = _EPILOG
+    parser.add_argument("engines", nargs="+", metavar="ENGINE", help="equal vLLM or SGLang servers' URLs, without /v1")
+    parser.add_argument("--profile", metavar="FILE:NAME", help="the engines' profile; without it, one is measured:")
+    profiling.add_options(parser)
+    parser.add_argument("--policy", action="append", help="repeatable (default: round-robin, then heddle)")
+    parser.add_argument("--seed", type=int, action="append", help="repeatable (default: 1)")
+    parser.add_argument("--law", choices=sorted(LAWS), default="coding", help="what agents are like")
+    parser.add_argument("--trajectories", type=count, default=128, metavar="N", help="of each rollout")
+    parser.add_argument("--scale", type=positive, default=0.2, help="of the law's lengths and tool times")
+    parser.add_argument("--json", type=out_file, metavar="FILE", help="write all figures")
+    parser.add_argument("--work-dir", type=Path, default=Path(".work/trial"), help="for logs and stores")
+
+
+async def run(parsed: argparse.Namespace) -> int:
+    """Play all; 1 if a turn failed."""
+    console = Console(markup=False, highlight=False)
+    try:
+        policies = [policy_named(name).name for name in parsed.policy or ("round-robin", "heddle")]
+        parsed.work_dir.mkdir(parents=True, exist_ok=True)
+        trials = await _run(parsed, policies, console)
+    except (profiling.ProfilingError, LaunchError, RequestFailed, OSError, ValueError) as error:
+        print(f"heddle trial: {why(error)}", file=sys.stderr)
+        return 2
+    console.print(_table(trials))
+    return 1 if any(trial.num_failed_turns for trial in trials) else 0
+
+
+async def _run(parsed: argparse.Namespace, policies: Sequence[str], console: Console) -> list[Trial]:
+    engines: list[str] = parsed.engines
+    trials: list[Trial] = []
+    profile = await _profile_of(parsed, console)
+    probe = await _played(PROBE, "heddle", engines, parsed.work_dir, console)
+    overhead_s = overhead_of(probe.makespan_s, profile)
+    console.print(f"{1e3 * overhead_s:.1f} ms of a turn are outside the engine.")
+    for seed in parsed.seed or [1]:
+        workload = draw(law_named(parsed.law), parsed.trajectories, seed, scale=parsed.scale)
+        for policy in policies:
+            before = [await _counted(engine) for engine in engines]
+            result = await _played(workload, policy, engines, parsed.work_dir, console)
+            after = [await _counted(engine) for engine in engines]
+            counted = [new - old for old, new in zip(before, after, strict=True) if old is not None and new is not None]
+            for error in result.errors[:3]:
+                print(f"{policy}: {error}", file=sys.stderr)
+            trials.append(
+                Trial(
+                    policy=policy,
+                    seed=seed,
+                    measured_s=result.makespan_s,
+                    simulated_s=simulated_makespan_s(
+                        as_played(workload, result), [profile] * len(engines), policy, overhead_s
+                    ),
+                    mean_trajectory_s=result.mean_trajectory_s,
+                    num_failed_turns=result.num_failed_turns,
+                    preemptions=sum(one.preemptions for one in counted) if counted else None,
+                    computed_tokens=sum(one.computed_tokens for one in counted) if counted else None,
+                    prompt_tokens=sum(turn.prompt_tokens for turn in result.turns),
+                )
+            )
+            trial = trials[-1]
+            console.print(f"{policy}, seed {seed}: {trial.measured_s:.1f} s, simulated {trial.simulated_s:.1f} s")
+            if parsed.json is not None:  # after each: what was measured is not lost with what comes
+                figures = {"profile": asdict(profile), "overhead_s": overhead_s, "trials": [asdict(t) for t in trials]}
+                parsed.json.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2))
+    return trials
+
+
+async def _profile_of(parsed: argparse.Namespace, console: Console) -> EngineProfile:
+    if parsed.profile is not None:
+        return load_profile(parsed.profile)
+    fitted, measurements = await profiling.measure(parsed.engines[0], parsed, console)
+    profiling.show(fitted, measurements, console)
+    profiling.write(fitted.profile, parsed.out)
+    console.print(f"Wrote {parsed.out}:{fitted.profile.name}", soft_wrap=True)
+    return fitted.profile
+
+
+async def _played(
+    workload: Workload, policy: str, engines: Sequence[str], work_dir: Path, console: Console
+) -> RolloutResult:
+    """A rollout from empty prefix caches. Answers are not streamed, so gateway and agents take little."""
+    for engine in engines:
+        await clear_prefix_cache(engine)
+    async with local_gateway(engines, policy, work_dir, "--log-level", "warning") as gateway:
+        settings = ReplaySettings(f"{gateway}/v1", stream_share=0.0, client="raw")
+        return await play(workload, policy, settings, console)
+
+
+async def _counted(engine: str) -> Counts | None:
+    """What vLLM counts; None of another engine."""
+    http = HttpClient(engine)
+    try:
+        _, page = await http.get("/metrics", ENGINE_TIMEOUT_S)
+        with suppress(KeyError, ValueError):
+            return counts(page.decode())
+    finally:
+        http.close()
+    return None
+
+
+def overhead_of(probe_s: float, profile: EngineProfile) -> float:
+    """Seconds of a turn outside the engine, from those that the rollout of `PROBE` took."""
+    return max(0.0, (probe_s - simulated_makespan_s(PROBE, [profile], "heddle", 0.0)) / (NUM_PROBES + 1))
+
+
+def as_played(workload: Workload, result: RolloutResult) -> Workload:
+    """The workload with the prompts that the engines counted. Turns that failed keep theirs."""
+    turns_of = {trajectory.trajectory_id: trajectory.turns for trajectory in result.trajectories}
+    return replace(
+        workload,
+        trajectories=tuple(_as_played(one, turns_of[one.trajectory_id]) for one in workload.trajectories),
+    )
+
+
+def _as_played(trajectory: Trajectory, played: Sequence[TurnResult]) -> Trajectory:
+    first, *later = trajectory.turns
+    turns, context_tokens, known = [first], trajectory.context_tokens, {turn.index: turn for turn in played}
+    if (begun := known.get(0)) is not None and begun.error is None:
+        context_tokens = max(1, begun.prompt_tokens - first.new_tokens)
+    for index, turn in enumerate(later, 1):
+        before, now = known.get(index - 1), known.get(index)
+        if before is not None and now is not None and before.error is None and now.error is None:
+            new_tokens = now.prompt_tokens - before.prompt_tokens - before.output_tokens
+            turn = replace(turn, new_tokens=max(0, new_tokens))
+        turns.append(turn)
+    return replace(trajectory, context_tokens=context_tokens, turns=tuple(turns))
+
+
+def simulated_makespan_s(
+    workload: Workload, profiles: Sequence[EngineProfile], policy: str, overhead_s: float
+) -> float:
+    """A rollout in virtual time. The time of a turn outside the engine extends its tool call."""
+
+    def longer(turn: Turn) -> Turn:
+        return replace(turn, tool_s=turn.tool_s + overhead_s)
+
+    trajectories = tuple(replace(t, turns=tuple(map(longer, t.turns))) for t in workload.trajectories)
+    slowed = replace(workload, trajectories=trajectories)
+    return Rollout(slowed, list(profiles), policy_named(policy), Limits(), TabularPredictor()).run().makespan_s
+
+
+def _table(trials: Sequence[Trial]) -> Table:
+    table = Table("policy", title="Makespans. x: times as fast as the first policy")
+    for name in ("seed", "real s", "x", "sim. s", "x", "error", "failed"):
+        table.add_column(name, justify="right")
+    first = {trial.seed: trial for trial in reversed(trials)}
+    for trial in trials:
+        base = first[trial.seed]
+        table.add_row(
+            trial.policy,
+            str(trial.seed),
+            f"{trial.measured_s:.1f}",
+            f"{base.measured_s / trial.measured_s:.2f}",
+            f"{trial.simulated_s:.1f}",
+            f"{base.simulated_s / trial.simulated_s:.2f}",
+            f"{trial.error:+.1%}",
+            str(trial.num_failed_turns),
+        )
+    return table

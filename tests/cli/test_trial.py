@@ -1,0 +1,88 @@
+"""`heddle trial` on simulated engines, whose profile is known."""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.profiles import load_profile
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import SimulatedEngineSettings
+from heddle.trial import add_arguments, as_played, run
+from loadtest.results import RolloutResult, TrajectoryResult, TurnResult
+from workloads.trajectories import Trajectory, Turn, Workload
+
+SMALL = ("--trajectories", "16", "--scale", "0.02", "--profile", "toy-cpu-tp1")
+
+
+def parse(folder: Path, *arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("heddle trial")
+    add_arguments(parser)
+    return parser.parse_args([*arguments, "--work-dir", str(folder), "--json", str(folder / "trial.json")])
+
+
+def engine(**more: Any) -> SimulatedEngineSettings:
+    return SimulatedEngineSettings(profile=load_profile("toy-cpu-tp1"), **more)
+
+
+async def test_policies_are_played_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each policy with each seed; what is simulated depends on profile, policy and seed alone."""
+    async with serve_engine(engine()) as first, serve_engine(engine()) as second:
+        policies = ("--policy", "round-robin", "--policy", "heddle", "--seed", "1", "--seed", "2")
+        assert await run(parse(tmp_path, first, second, *SMALL, *policies)) == 0
+    written = json.loads((tmp_path / "trial.json").read_bytes())
+    assert written["profile"] == dataclasses.asdict(load_profile("toy-cpu-tp1"))
+    trials = written["trials"]
+    assert [(trial["policy"], trial["seed"]) for trial in trials] == [
+        (policy, seed) for seed in (1, 2) for policy in ("round-robin", "heddle")
+    ]
+    assert all(trial["num_failed_turns"] == 0 for trial in trials)
+    assert all(trial["measured_s"] > 0.5 * trial["simulated_s"] > 0 for trial in trials)
+    assert trials[0]["simulated_s"] != trials[2]["simulated_s"]
+    shown = capsys.readouterr().out
+    assert "round-robin" in shown and f"{trials[-1]['measured_s']:.1f}" in shown
+
+
+async def test_a_profile_is_measured_where_none_is_given(tmp_path: Path) -> None:
+    """It is written where `heddle profile` would write it, and used."""
+    async with serve_engine(engine(dialect="sglang")) as url:
+        small = ("--trajectories", "2", "--scale", "0.02", "--policy", "heddle", "--quick", "--name", "toy-cpu-tp1")
+        assert await run(parse(tmp_path, url, *small, "--out", str(tmp_path / "mine.toml"))) == 0
+    used = json.loads((tmp_path / "trial.json").read_bytes())["profile"]
+    kept = load_profile(f"{tmp_path}/mine.toml:toy-cpu-tp1")
+    assert used["slots"] == kept.slots and used["decode_base_ms"] == pytest.approx(kept.decode_base_ms, rel=1e-4)
+
+
+def test_the_simulation_has_the_prompts_that_engines_counted() -> None:
+    """An answer of 10 tokens came back as 25; what failed keeps what it was to have."""
+    turns = (Turn(5, 10, 0.0), Turn(7, 10, 0.0), Turn(7, 10, 0.0), Turn(7, 10, 0.0))
+    workload = Workload("w", (Trajectory("t", "g", 100, turns),))
+
+    def turn(index: int, prompt_tokens: int, error: str | None = None) -> TurnResult:
+        return TurnResult("t", index, 10, 0.0, None, 1.0, prompt_tokens, 0, 10, 0, None, error)
+
+    played = (turn(0, 108), turn(1, 140), turn(2, 0, "lost"), turn(3, 190))
+    result = RolloutResult("heddle", "r", 1.0, (TrajectoryResult("t", "g", 4, 0.0, 1.0, played),))
+    (seen,) = as_played(workload, result).trajectories
+    assert seen.context_tokens == 103
+    assert [one.new_tokens for one in seen.turns] == [5, 22, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("http://127.0.0.1:1", "--profile", "toy-cpu-tp1"), "heddle trial: http://127.0.0.1:1: no connection"),
+        (("http://127.0.0.1:1", "--profile", "toy-cpu"), "heddle trial: unknown engine profile 'toy-cpu'"),
+        (("http://127.0.0.1:1", "--policy", "hedle"), "did you mean heddle"),
+    ],
+)
+async def test_what_cannot_be_played_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], problem: str
+) -> None:
+    """And exit status 2."""
+    assert await run(parse(tmp_path, *arguments)) == 2
+    error = capsys.readouterr().err
+    assert problem in error and error.count("\n") == 1
