@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from engines.children import LaunchError
 from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
+from heddle.real import clear_prefix_cache
 from heddle.trial import add_arguments, as_played, run
 from loadtest.results import RolloutResult, TrajectoryResult, TurnResult
+from tests.support.engine import fixed, recorded_engine
 from workloads.trajectories import Trajectory, Turn, Workload
 
 SMALL = ("--trajectories", "16", "--scale", "0.02", "--profile", "toy-cpu-tp1")
@@ -54,6 +57,23 @@ async def test_a_profile_is_measured_where_none_is_given(tmp_path: Path) -> None
     used = json.loads((tmp_path / "trial.json").read_bytes())["profile"]
     kept = load_profile(f"{tmp_path}/mine.toml:toy-cpu-tp1")
     assert used["slots"] == kept.slots and used["decode_base_ms"] == pytest.approx(kept.decode_base_ms, rel=1e-4)
+
+
+@pytest.mark.parametrize("body", [b"", b'{"success":true}'])
+async def test_a_cleared_prefix_cache_is_recognised(body: bytes) -> None:
+    """vLLM 0.25 says nothing, vLLM 0.32 that it succeeded."""
+    async with recorded_engine(engine()) as recorded:
+        recorded.scripts["/reset_prefix_cache"] = fixed(200, body)
+        await clear_prefix_cache(recorded.url)
+    assert [asked.path for asked in recorded.seen] == ["/reset_prefix_cache"]
+
+
+async def test_a_server_without_a_route_to_clear_its_cache_is_reported() -> None:
+    """With what to do about it: vLLM has the route in its development mode only."""
+    async with recorded_engine(engine()) as recorded:
+        recorded.scripts["/reset_prefix_cache"] = fixed(404, b"")
+        with pytest.raises(LaunchError, match="VLLM_SERVER_DEV_MODE=1"):
+            await clear_prefix_cache(recorded.url)
 
 
 def test_the_simulation_has_the_prompts_that_engines_counted() -> None:
