@@ -9,7 +9,7 @@ are JSON lines. The state is their fold, and nothing else changes it. A torn las
 import errno
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from io import FileIO
 from pathlib import Path
@@ -49,6 +49,8 @@ class State:
         wanted: the fleet that should be there.
         proven: the last fleet that was reached, without servers given up since; it is restored if another one does not
             start. Empty: there was none.
+        earlier: the fleet of another shape that was proven before, likewise; it is restored if nothing is left of
+            `proven`.
         is_manual: an operator chose the fleet; plans are made, but not acted on.
         spares: servers that should be there, asleep; none of them is in `wanted`.
         sleepless: why no server may sleep, as an engine reported it; "": they may.
@@ -68,6 +70,7 @@ class State:
     fleet: str = ""
     wanted: tuple[DesiredServer, ...] = ()
     proven: tuple[DesiredServer, ...] = ()
+    earlier: tuple[DesiredServer, ...] = ()
     spares: tuple[DesiredServer, ...] = ()
     sleepless: str = ""
     rest: dict[str, str] = field(default_factory=dict)
@@ -92,6 +95,11 @@ class State:
     changed_at: float | None = None
 
 
+def shape_of(fleet: Sequence[DesiredServer]) -> list[tuple[str, ...]]:
+    """The devices of each server, whatever the servers are called."""
+    return sorted(one.devices for one in fleet)
+
+
 def fold(state: State, record: Json) -> State:
     """The state after one more record. Unknown kinds come from a later version and are skipped."""
     match record["kind"]:
@@ -102,7 +110,8 @@ def fold(state: State, record: Json) -> State:
         case "wanted":
             return _wanted(state, record)
         case "proven":
-            return replace(state, proven=state.wanted)
+            is_other = shape_of(state.wanted) != shape_of(state.proven)
+            return replace(state, proven=state.wanted, earlier=state.proven if is_other else state.earlier)
         case "served":
             return replace(state, served_at=state.served_at | {record["server_id"]: record["at"]})
         case "begun":
@@ -121,8 +130,10 @@ def fold(state: State, record: Json) -> State:
             return replace(state, history=rollouts.loaded(record["history"]))
         case "blocked":
             devices = tuple(record.get("devices", ()))  # an earlier version did not write them
-            proven = tuple(one for one in state.proven if one.devices != devices)
-            return replace(state, blocked_tps=state.blocked_tps | {record["tp"]}, proven=proven)
+            proven, earlier = (
+                tuple(one for one in fleet if one.devices != devices) for fleet in (state.proven, state.earlier)
+            )
+            return replace(state, blocked_tps=state.blocked_tps | {record["tp"]}, proven=proven, earlier=earlier)
         case "gone":
             return _gone(state, set(record["server_ids"]))
     return state
@@ -330,7 +341,7 @@ def _loaded(fields: Json) -> State:
             **fields,
             **{name: frozenset(fields[name]) for name in sets},
             "history": rollouts.loaded(fields["history"]) if "history" in fields else History(),
-            **{name: _servers(fields.get(name, ())) for name in ("wanted", "proven", "spares")},
+            **{name: _servers(fields.get(name, ())) for name in ("wanted", "proven", "earlier", "spares")},
             "failures": tuple(Failure(**{**one, "last_lines": tuple(one["last_lines"])}) for one in fields["failures"]),
             "phase_s": {(phase, tp): tuple(times) for phase, tp, times in fields["phase_s"]},
         }

@@ -3,15 +3,15 @@
 Each failed start counts as a try, and so does a server that served for less than `min_serving_s`; for one that served
 for longer, the count starts again. After the last try its TP size is blocked, and the last fleet that served is wanted
 again, without the servers that were given up in it since. If that is the same fleet, or none ever served, the fleet
-goes on without this server. Only an operator's `scale` lifts the block. A spare that ended is dropped: the next change
-does without it.
+goes on without this server; once nothing is left of it, the fleet that served before it comes back. Only an operator's
+`scale` lifts the block. A spare that ended is dropped: the next change does without it.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
-from controller.journal import Failure, Json, State
+from controller.journal import Failure, Json, State, shape_of
 from controller.launcher import Server, ServerState
 from controller.records import spares_record, wanted_record
 from controller.steps import DesiredServer
@@ -115,8 +115,14 @@ def tend(
         records.append({"kind": "blocked", "tp": lost.tp, "devices": lost.devices})
         why = f"{lost.server_id} (TP {lost.tp}) was given up after {rule.max_tries} tries"
     broken = {lost.devices for lost in given_up}
-    before = [one for one in state.proven if one.devices not in broken and not state.resting & set(one.devices)]
-    if given_up and before and _devices(before) != _devices(wanted):
+
+    def usable(fleet: Sequence[DesiredServer]) -> list[DesiredServer]:
+        return [one for one in fleet if one.devices not in broken and not state.resting & set(one.devices)]
+
+    before = usable(state.proven)
+    if not before and not wanted:  # it served, but not for long: out of memory under load, say
+        before = usable(state.earlier)
+    if given_up and before and shape_of(before) != shape_of(wanted):
         wanted = [one if one.server_id in alive else replace(one, server_id=new_id()) for one in before]
         why += "; back to the fleet before"
     wanted_ids = {one.server_id for one in wanted}
@@ -134,7 +140,3 @@ def held_back(state: State, now: float, rule: RetryRule) -> set[str]:
 
 def _only(of: Mapping[str, Of], server_ids: Set[str]) -> dict[str, Of]:
     return {server_id: value for server_id, value in of.items() if server_id in server_ids}
-
-
-def _devices(wanted: Sequence[DesiredServer]) -> list[tuple[str, ...]]:
-    return sorted(one.devices for one in wanted)

@@ -236,6 +236,29 @@ def test_a_fleet_that_comes_back_is_without_servers_that_were_given_up_in_it() -
     assert [one.devices for one in tended(state, [Ended("c", "exit status 1")]).wanted] == [("0",)]
 
 
+def test_a_fleet_of_which_nothing_is_left_gives_way_to_the_one_before() -> None:
+    """The new shape serves, and runs out of memory under load until it is given up. Nobody served any more."""
+    state = fold(State(wanted=ONES), {"kind": "proven", "at": 1.0})
+    state = fold(fold(state, wanted_record(TWO, 3, 20.0, "a plan")), {"kind": "proven", "at": 30.0})
+    assert (state.proven, state.earlier) == (TWO, ONES)
+    num_ends = 0
+    while len(state.wanted) == 1:
+        state = tended(state, [Ended(state.wanted[0].server_id, "killed by SIGKILL")])
+        if len(state.wanted) == 1:
+            state = fold(state, {"kind": "proven", "at": 40.0})  # its successor served, too
+        num_ends += 1
+    assert num_ends == RULE.max_tries
+    assert [one.devices for one in state.wanted] == [("0",), ("1",)] and state.why.endswith("back to the fleet before")
+    assert state.blocked_tps == {2}
+
+
+def test_a_fleet_that_still_serves_in_part_does_not_give_way() -> None:
+    """One broken device among several is no reason to end the others' turns."""
+    state = State(wanted=ONES, proven=ONES, earlier=TWO, num_tries={"b": 2})
+    state = tended(state, [Ended("b", "exit status 1")], 100.0, ONES[0])
+    assert state.wanted == ONES[:1]
+
+
 def test_a_first_fleet_continues_without_a_server_that_never_starts() -> None:
     """No fleet served before it, so there is none to go back to: one bad device used to end all engines beside it."""
     state = State(wanted=ONES, num_tries={"b": 2})
