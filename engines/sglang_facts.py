@@ -54,8 +54,9 @@ async def facts_of(http: HttpClient, timeout_s: float) -> ServerFacts:
             context_tokens=int(models["data"][0]["max_model_len"]),
             is_incremental=bool(server.get("incremental_streaming_output")),
             has_own_defaults=server.get("sampling_defaults") != "openai",
-            tool_parser=model.get("tool_call_parser"),
-            reasoning_parser=model.get("reasoning_parser"),
+            # 0.5.17 shows its parsers only among its arguments.
+            tool_parser=model.get("tool_call_parser") or server.get("tool_call_parser"),
+            reasoning_parser=model.get("reasoning_parser") or server.get("reasoning_parser"),
             has_preferred=bool(model.get("preferred_sampling_params")),
             is_storing=bool(server.get("enable_response_store")),
         )

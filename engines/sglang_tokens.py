@@ -1,9 +1,9 @@
 """SGLang's token routes: `/v1/tokenize`, `/generate` with `input_ids`, `/v1/detokenize` (0.5.23, srt/entrypoints).
 
-`/v1/tokenize` takes a chat's body unchanged and returns the prompt that the chat route would make of it; messages and
-responses are converted into chats first (`sglang_anthropic.py`, `sglang_responses.py`). `/generate` does not know
-chats: its sampling parameters are built here as the chat route builds them (openai/protocol.py), and requests for which
-that route would make its own grammar pass through. `sglang_messages.py` parses tool calls and reasoning.
+`/v1/tokenize` takes a chat's body without `stream` and returns the prompt that the chat route would make of it;
+messages and responses are converted into chats first (`sglang_anthropic.py`, `sglang_responses.py`). `/generate` does
+not know chats: its sampling parameters are built here as the chat route builds them (openai/protocol.py), and requests
+for which that route would make its own grammar pass through. `sglang_messages.py` parses tool calls and reasoning.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from engines.sglang_messages import MessageReader
 from engines.sglang_responses import chat_of_response
 from engines.token_ids import TokenIds, cut_ids, with_ids, with_prompt
 from engines.tokens import Asking, Delta, Piece, Rendered, TokenLeg, Whole
-from engines.upstream import SGLANG_GENERATE, Upstream, salted
+from engines.upstream import SGLANG_GENERATE, Upstream, salted, without_field
 
 _CHATS = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
@@ -105,7 +105,8 @@ class SglangTokens:
 
     def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream | None:
         if path == _CHATS:
-            return Upstream(TOKENIZE, b"", body)
+            # The route takes a chat's every field, but answers a stream with 501.
+            return Upstream(TOKENIZE, b"", without_field(body, request, "stream")[0])
         if path == _COMPLETIONS:
             prompt = request.get("prompt")
             return Upstream(TOKENIZE, b"", orjson.dumps({"prompt": prompt})) if isinstance(prompt, str) else None

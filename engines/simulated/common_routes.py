@@ -50,6 +50,7 @@ async def _models(service: EngineService, exchange: Exchange) -> None:
 async def _tokenize(service: EngineService, dialect: Dialect, exchange: Exchange) -> None:
     body = await exchange.json()
     dialect.check_model(body)
+    dialect.check_tokenize(body)
     if "messages" in body:
         ids = chat_prompt(service, body)
     elif isinstance(body.get("prompt"), str):

@@ -14,6 +14,8 @@ class Shape:
     Args:
         fingerprint: `system_fingerprint` of whole answers and, in a stream, of the last chunk that is not [DONE].
         usage_elsewhere: bytes in the chunks without usage, in a stream that reports usage.
+        ends_apart: in a chat's stream, the finish reason has an event of its own, which like the first has no usage.
+            Usage in the other events can be had without that at the end.
         answer_nulls, choice_nulls, message_fields: fields of whole answers that are empty here.
         call_content: the content of a message that is a tool call.
         named_call_reason: the finish reason of a call to the tool that the request named.
@@ -24,6 +26,7 @@ class Shape:
     call_content: str | None
     fingerprint: str | None = None
     usage_elsewhere: bytes = b""
+    ends_apart: bool = False
     answer_nulls: Mapping[str, None] = field(default_factory=dict)
     choice_nulls: Mapping[str, None] = field(default_factory=dict)
     message_fields: Mapping[str, Any] = field(default_factory=dict)
@@ -48,6 +51,9 @@ class Dialect(Protocol):
 
     def check_model(self, body: dict[str, Any]) -> None:
         """Raises ApiError for a model that is not served here, if this engine checks."""
+
+    def check_tokenize(self, body: dict[str, Any]) -> None:
+        """Raises ApiError for a prompt or chat that this engine does not tokenize."""
 
     def check_chat(self, body: dict[str, Any]) -> None:
         """Raises ApiError for combinations of a chat's fields that this engine refuses."""

@@ -40,7 +40,10 @@ class OpenAIStream:
         self._running = running
         self._choice_bytes = choice_bytes
         self._include_usage = flag(options, "include_usage")
-        self._continuous_usage = self._include_usage and flag(options, "continuous_usage_stats")
+        self._continuous_usage = (self._include_usage or dialect.shape.ends_apart) and flag(
+            options, "continuous_usage_stats"
+        )
+        self._ends_apart = dialect.shape.ends_apart and object_name == "chat.completion.chunk"
         self._wants_ids = flag(body, "return_token_ids")
         self._merges = service.settings.chunk_interval_s > 0
         num_choices = len(running.generations)
@@ -68,16 +71,18 @@ class OpenAIStream:
                 events.append(self._role_event(index))
             self._seen[index] = end
             if self._merges and begin < end:
-                events.append(self._token_event(index, generation, begin, end, has_ended))
+                events.append(self._token_event(index, generation, begin, end, has_ended and not self._ends_apart))
             else:
                 for at in range(begin, end):
-                    is_last = has_ended and at + 1 == end
+                    is_last = has_ended and at + 1 == end and not self._ends_apart
                     # A token that only begins a tool call adds nothing yet; vLLM sends no event for it.
-                    if generation.answer.call is None or is_last or self._says_something(generation, at):
+                    if is_last or self._says_something(generation, at):
                         events.append(self._token_event(index, generation, at, at + 1, is_last))
             if has_ended and not self._has_ended[index]:
                 self._has_ended[index] = True
-                if begin == end:  # aborted between two tokens: none of them carries the end
+                if self._ends_apart:
+                    events.append(self._end_event(index, generation))
+                elif begin == end:  # aborted between two tokens: none of them carries the end
                     events.append(self._token_event(index, generation, end, end, True))
         return events
 
@@ -89,6 +94,10 @@ class OpenAIStream:
         return [DONE]
 
     def _says_something(self, generation: Generation, at: int) -> bool:
+        if generation.answer.call is None:
+            # SGLang sends no event for the token that ends an answer, unless it has log-probabilities.
+            is_end = at + 1 == generation.num_done and not generation.answer.texts[at]
+            return not (self._ends_apart and is_end and generation.answer.logprobs is None)
         return self._wants_ids or bool(_call_delta(generation, "", at, at + 1))
 
     def _role_event(self, index: int) -> bytes:
@@ -96,7 +105,14 @@ class OpenAIStream:
         prompt_ids = b""
         if self._wants_ids:
             prompt_ids = b',"prompt_token_ids":' + orjson.dumps(self._running.asked.prompts[index])
-        return self._event(index, 0, choice, prompt_ids)
+        return self._event(index, 0, choice, prompt_ids, has_usage=not self._ends_apart)
+
+    def _end_event(self, index: int, generation: Generation) -> bytes:
+        """The finish reason alone."""
+        ending = {"finish_reason": chat_finish_reason(generation, self._dialect.shape)}
+        ending.update(self._dialect.final_fields(generation.answer.stop_reason))
+        choice = b'{"index":%d,"delta":{},"logprobs":null,%b' % (index, orjson.dumps(ending)[1:])
+        return self._event(index, generation.num_done, choice, has_usage=False)
 
     def _token_event(self, index: int, generation: Generation, begin: int, end: int, is_last: bool) -> bytes:
         call_id = call_id_of(self._running.asked.id, index, self._dialect.shape)
@@ -113,12 +129,12 @@ class OpenAIStream:
         # The fingerprint goes with what ends the answer: the finish reason, or the usage after it.
         return self._event(index, end, choice + b"}", self._fingerprint if is_last and not self._include_usage else b"")
 
-    def _event(self, index: int, end: int, choice: bytes, extra: bytes = b"") -> bytes:
-        if self._continuous_usage:
+    def _event(self, index: int, end: int, choice: bytes, extra: bytes = b"", has_usage: bool = True) -> bytes:
+        if self._continuous_usage and has_usage:
             prompt_tokens = self._running.generations[index].prompt_tokens
             usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + end, "completion_tokens": end}
             extra += b',"usage":' + orjson.dumps(usage)
-        elif self._include_usage:
+        elif self._include_usage and not self._ends_apart:
             extra += self._dialect.shape.usage_elsewhere
         return b"%b%b]%b}\n\n" % (self._head, choice, extra)
 

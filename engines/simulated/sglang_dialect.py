@@ -8,7 +8,7 @@ import orjson
 from engines.simulated.anthropic_api import anthropic_error
 from engines.simulated.dialect import Shape
 from engines.simulated.exchange import ApiError, Exchange
-from engines.simulated.fields import Body, integer
+from engines.simulated.fields import Body, flag, integer
 from engines.simulated.metrics import Exposition
 from engines.simulated.service import EngineService
 
@@ -24,6 +24,7 @@ _SHAPE = Shape(
     named_call_reason="tool_calls",
     call_content=None,
     usage_elsewhere=b',"usage":null',
+    ends_apart=True,
     message_fields={"reasoning_content": None},
 )
 _WORST_PRIORITY = 2**31
@@ -67,6 +68,10 @@ class SglangDialect:
 
     def check_model(self, body: Body) -> None:
         """Accepts any model name."""
+
+    def check_tokenize(self, body: Body) -> None:
+        if flag(body, "stream"):
+            raise ApiError(501, "OpenAIServingTokenize does not support streaming requests", "NotImplementedError")
 
     def check_chat(self, body: Body) -> None:
         """Checks nothing beyond the types."""

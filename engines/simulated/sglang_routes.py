@@ -100,6 +100,8 @@ class _Control:
                 "schedule_low_priority_values_first": settings.low_priority_values_first,
                 "incremental_streaming_output": settings.incremental_streaming_output,
                 "sampling_defaults": settings.sampling_defaults,
+                "tool_call_parser": settings.tool_call_parser,
+                "reasoning_parser": settings.reasoning_parser,
                 "enable_response_store": settings.response_store,
                 "skip_tokenizer_init": False,
                 "max_running_requests": profile.slots,

@@ -69,6 +69,9 @@ class VllmDialect:
                 "model",
             )
 
+    def check_tokenize(self, body: Body) -> None:
+        """Tokenizes any."""
+
     def check_chat(self, body: Body) -> None:
         if not body.get("messages"):
             raise ApiError(400, "Cannot apply chat template to an empty conversation.")

@@ -28,11 +28,14 @@ class Facts:
 
     Args:
         block_tokens: cached tokens come in multiples of this.
+        template_tokens: at most so many tokens of a new conversation are cached, because others begin with them.
+        retold_tokens: so many tokens of an answer may be others when its text is sent back.
         keep_alive_s: the engine closes an idle connection after this long.
         tells_start: it reports when its process started.
         unknown_model_status: for a request that names a model it does not serve.
         bad_type_status: for a field of the wrong type.
         named_call_reason: the finish reason of a call to the tool that the request named.
+        tells_usage_always: if asked for usage in every event, also those that begin and end a chat have it.
         tells_fingerprint: whole answers and the end of a stream have a `system_fingerprint`.
         num_tries: how often a promise about time may be tried. On a busy machine, an engine in a process of its own
             may stall; an engine in this process cannot stall unnoticed.
@@ -45,11 +48,14 @@ class Facts:
     kv_capacity_tokens: int
     slots: int
     block_tokens: int
+    template_tokens: int
+    retold_tokens: int
     keep_alive_s: float
     tells_start: bool
     unknown_model_status: int
     bad_type_status: int
     named_call_reason: str
+    tells_usage_always: bool
     tells_fingerprint: bool
     num_tries: int
     abort: Callable[[str], tuple[str, Json]]

@@ -138,6 +138,14 @@ def test_chats_of_an_unknown_parser_pass_through(facts: dict[str, Any], word: st
     assert (rendered(CHAT, **facts) is None) == ("reasoning_parser" in facts)
 
 
+def test_a_streamed_chat_is_rendered_without_its_stream() -> None:
+    """SGLang answers `/v1/tokenize` with 501 if the body says `stream`: no streamed chat was served at token level."""
+    body = orjson.dumps(CHAT)
+    for given in (CHAT, CHAT | {"stream": True}):
+        upstream = tokens().render(CHATS, given, orjson.dumps(given))
+        assert upstream is not None and upstream.body == body
+
+
 def test_messages_and_responses_are_rendered_as_chats() -> None:
     """A malformed request is not rendered: the engine's own route refuses it."""
     routes = tokens()
@@ -192,6 +200,17 @@ async def test_an_engine_without_token_routes_has_a_reason() -> None:
             dialect = (await discover(http, "sglang", 5)).dialect
             assert await tells_tokens(dialect, http, 5)
             assert dialect.tokens is None and word in dialect.tokens_note
+        http.close()
+
+
+async def test_parsers_are_found_where_an_older_server_tells_them() -> None:
+    """0.5.17 shows them only with its other arguments. Its answers were passed on with calls and thoughts as text."""
+    settings = SimulatedEngineSettings(dialect="sglang", reasoning_parser="qwen3")
+    async with recorded_engine(settings) as engine:
+        http = HttpClient(engine.url)
+        engine.scripts = {"/model_info": fixed(200, b'{"model_path": "m", "weight_version": "default"}')}
+        facts = await facts_of(http, 5)
+        assert (facts.tool_parser, facts.reasoning_parser) == ("hermes", "qwen3")
         http.close()
 
 
