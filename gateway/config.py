@@ -281,6 +281,12 @@ class Settings(BaseSettings):
     max_attempts: int = Field(
         3, ge=1, le=100, description="Legs that a turn may lose to failing engines before its client gets the error."
     )
+    max_killed_engines: int = Field(
+        2,
+        ge=1,
+        le=100,
+        description="Engines that may die under a turn before its first token: some requests kill every engine.",
+    )
     retry_pause_s: float = Field(2.0, ge=0, description="Pause before a turn goes back to an engine that failed it.")
     preempt_after_s: float = Field(
         5.0, ge=0, description="A leg runs at least this long before another turn may take its slot."

@@ -30,6 +30,8 @@ class Limits:
         queue_timeout_s: longest wait in the queue. Half an hour is for a rollout's step, not for a client's patience.
         max_attempts: legs that a turn may lose to engines before its client gets an error. A busy engine costs no
             attempt: the turn waits for it, or for another engine, as long as turns may wait.
+        max_killed_engines: engines that may be lost after they broke off one turn, before they made anything of it. One
+            may die by chance; a second one probably died of the request, which must not kill the rest of the fleet.
         retry_pause_s: how long a turn avoids an engine that failed it, so that the only engine, busy or dying, does not
             use up all attempts within a millisecond.
         preempt_margin_tokens: a waiting turn takes the slot of a running one if it is more urgent by this many
@@ -50,6 +52,7 @@ class Limits:
     max_waiting_turns: int = 20_000
     queue_timeout_s: float = 1_800.0
     max_attempts: int = 3
+    max_killed_engines: int = 2
     retry_pause_s: float = 2.0
     preempt_margin_tokens: float = 4_000.0
     preempt_after_s: float = 5.0

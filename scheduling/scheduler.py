@@ -6,7 +6,7 @@ order. Rules:
 1. A turn is waiting, running or ended (state.TRANSITIONS).
 2. An event about an unknown turn or an earlier leg is late, and is dropped.
 3. A turn that an engine failed goes to another engine. It may return to the same one after `retry_pause_s`, or after
-   the delay that a busy engine asked for.
+   the delay that a busy engine asked for. It goes to no further one once it seems to kill them.
 4. A trajectory is saved when one of its turns finishes.
 5. An aborted trajectory stays aborted.
 
@@ -232,7 +232,12 @@ class Scheduler:
         is_aborted = turn.trajectory.state is ABORTED
         is_busy = event.fault is Fault.BUSY
         turn.num_faults += not is_busy
-        if wants_retry and not is_aborted and turn.num_faults < self.limits.max_attempts:
+        kills = False
+        if event.broke_off and engine is not None:
+            # This one may still be alive, but those before it are known to be lost.
+            kills = len(turn.broken - self.engines.keys()) + 1 >= self.limits.max_killed_engines
+            turn.broken.add(engine.spec.engine_id)
+        if wants_retry and not (is_aborted or kills) and turn.num_faults < self.limits.max_attempts:
             pause_s = max(event.retry_after_s or self.limits.retry_pause_s, TICK_S if is_busy else 0.0)
             turn.avoided[self._queues.engine_of[turn].spec.engine_id] = self._at + pause_s
             # A busy engine did no work for the turn, so its wait counts from the start: the queue timeout still ends
@@ -242,6 +247,8 @@ class Scheduler:
             self._end(turn)
             if wants_retry and is_aborted:
                 actions.append(Reject(turn.turn_id, Refusal.TRAJECTORY_ABORTED, None))
+            elif wants_retry and kills:
+                actions.append(Reject(turn.turn_id, Refusal.ENGINES_KILLED, None))  # whoever repeats it kills more
             elif wants_retry:
                 actions.append(Reject(turn.turn_id, Refusal.ENGINE_FAILED, REFUSED_RETRY_S))
         if engine is not None:

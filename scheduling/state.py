@@ -48,6 +48,7 @@ class Turn:
         kept_tokens: output of its earlier legs, from which its next leg goes on.
         claim_tokens: the KV that it will hold: its prompt, the output it has made, and its expected answer.
         num_faults: legs that engines failed; busy engines do not count.
+        broken: engines that broke off one of its legs before they had made anything of it.
         began_at: when its running leg began.
         is_pausing: whether its running leg was asked to stop.
     """
@@ -65,6 +66,7 @@ class Turn:
     kept_tokens: int = 0
     claim_tokens: int = 0
     num_faults: int = 0
+    broken: set[str] = field(default_factory=set)
     began_at: float = 0.0
     is_pausing: bool = False
 

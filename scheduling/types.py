@@ -154,6 +154,7 @@ class TurnFailed:
         leg: the leg that failed; 0 if the turn was never dispatched.
         can_retry: whether nothing of this leg has reached the client.
         retry_after_s: how long a busy engine asks to be left alone; None if it does not say.
+        broke_off: whether its engine broke off before it had made anything, as one does that this turn kills.
     """
 
     at: float
@@ -162,6 +163,7 @@ class TurnFailed:
     fault: Fault
     can_retry: bool
     retry_after_s: float | None = None
+    broke_off: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +311,7 @@ class Refusal(StrEnum):
     QUEUE_TIMEOUT = "queue_timeout"
     TRAJECTORY_ABORTED = "trajectory_aborted"
     ENGINE_FAILED = "engine_failed"
+    ENGINES_KILLED = "engines_killed"
     MODEL_GONE = "model_not_found"
     DUPLICATE_TURN = "duplicate_turn"
 

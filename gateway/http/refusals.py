@@ -45,15 +45,22 @@ _REFUSALS = {
     Refusal.QUEUE_TIMEOUT: (503, "The turn waited too long for an engine (queue_timeout_s)."),
     Refusal.TRAJECTORY_ABORTED: (409, "The trajectory was aborted, so its turns are refused."),
     Refusal.ENGINE_FAILED: (502, "Engines failed the turn too often (max_attempts)."),
+    Refusal.ENGINES_KILLED: (
+        502,
+        "The turn is sent to no other engine: several died before its first token, so its request may kill them"
+        " (max_killed_engines).",
+    ),
     Refusal.MODEL_GONE: (404, "No engine serves the model any more."),
     Refusal.DUPLICATE_TURN: (409, "A turn with this id exists already."),
 }
+
+_WITH_CAUSE = (Refusal.ENGINE_FAILED, Refusal.ENGINES_KILLED, Refusal.QUEUE_TIMEOUT)
 
 
 def refused_turn(refusal: Refusal, retry_after_s: float | None, last_error: ApiError | None = None) -> Refused:
     """What the scheduler refused, as its client sees it; engines that were only busy do not give a 502."""
     status, message = _REFUSALS[refusal]
-    if last_error is not None and refusal in (Refusal.ENGINE_FAILED, Refusal.QUEUE_TIMEOUT):
+    if last_error is not None and refusal in _WITH_CAUSE:
         message = f"{message} Last cause: {last_error.message}"
         status = 503 if last_error.status in (429, 503) else status
     error = api_error(status, message, refusal.value)

@@ -17,7 +17,7 @@ from engines.upstream import VLLM_GENERATE, Leg, TooDeep, Upstream
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine
-from gateway.fleet.member import Member
+from gateway.fleet.member import EngineState, Member
 from gateway.http.errors import api_error, engine_error
 from gateway.http.sse import EventTooLarge
 from gateway.kv.moves import KvMoves
@@ -158,7 +158,9 @@ class Legs:
             if turn.stale_version is not None and stop.fault is Fault.ENGINE:
                 raise self._staleness.stopped(turn) from None
             if stop.fault is Fault.ENGINE:
-                raise LegFailed(Fault.ENGINE, api_error(502, "The engine was lost.", "engine_lost")) from None
+                lost = LegFailed(Fault.ENGINE, api_error(502, "The engine was lost.", "engine_lost"))
+                lost.broke_off = member.state is EngineState.LOST  # not one that was removed
+                raise lost from None
             raise
         except LegFailed as failure:
             has_answered = True

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from engines.http import AnswerTooLarge, NoMoreConnections, Response, ResponseTimeout
+from engines.http import AnswerTooLarge, ConnectionBroken, NoMoreConnections, Response, ResponseTimeout
 from gateway.http.errors import ApiError, api_error, engine_error
 from scheduling.types import Fault
 
@@ -33,6 +33,7 @@ class LegFailed(Exception):
 
     Attributes:
         retry_after_s: how long a busy engine asks to be left alone; None if it does not.
+        broke_off: whether the engine broke off, as one does that died.
     """
 
     def __init__(self, fault: Fault, error: ApiError, should_retry: bool | None = None) -> None:
@@ -41,6 +42,7 @@ class LegFailed(Exception):
         self.error = error
         self.should_retry = should_retry
         self.retry_after_s: float | None = None
+        self.broke_off = False
 
 
 class Stopped(Exception):
@@ -85,4 +87,6 @@ def failed_leg(error: Exception) -> LegFailed:
         case AnswerTooLarge():
             return LegFailed(Fault.REQUEST, api_error(502, f"{error}.", "answer_too_large"), should_retry=False)
         case _:
-            return LegFailed(Fault.ENGINE, api_error(502, f"The engine failed: {error}.", "engine_failed"))
+            failure = LegFailed(Fault.ENGINE, api_error(502, f"The engine failed: {error}.", "engine_failed"))
+            failure.broke_off = isinstance(error, ConnectionBroken)
+            return failure

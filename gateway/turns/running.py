@@ -160,6 +160,7 @@ class RunningTurns:
 
     async def _run_leg(self, turn: Turn, dispatch: Dispatch, begun: Begun | None) -> Outcome | None:
         """How a leg finished; None if another leg follows, of which the scheduler knows."""
+        num_before = turn.num_chunks
         try:
             if begun is None:
                 self._staleness.check_leg(turn)
@@ -168,7 +169,8 @@ class RunningTurns:
             can_retry = turn.can_go_on
             turn.leg_failed(failure.error)
             now, pause_s = self._clock(), failure.retry_after_s
-            self._driver.post(TurnFailed(now, turn.turn_id, turn.leg, failure.fault, can_retry, pause_s))
+            broke_off = failure.broke_off and turn.num_chunks <= num_before
+            self._driver.post(TurnFailed(now, turn.turn_id, turn.leg, failure.fault, can_retry, pause_s, broke_off))
             if not can_retry or failure.fault is Fault.REQUEST:
                 raise Refused(failure.error, should_retry=failure.should_retry) from None
             self._metrics.retried_legs.labels(failure.fault.value).inc()

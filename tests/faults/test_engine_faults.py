@@ -3,6 +3,7 @@ error."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,70 @@ async def test_every_api_fails_over_to_another_engine(
         assert all(one.is_finished(api) for one in replies), replies
         legs = [turn["legs"] for one in replies for turn in await turns_of(client, gateway.url, one)]
         assert max(legs) > 1, "one of four turns went to the bad engine first"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_kills_engines_kills_two(client: httpx.AsyncClient, stream: bool) -> None:
+    """SGLang's process dies of more `top_logprobs` than its vocabulary has. The third engine is not asked, and no SDK
+    repeats the request; another turn is served there."""
+    asked: list[int] = []
+    ending: list[asyncio.Task[None]] = []
+    async with AsyncExitStack() as stack:
+        lives = [await stack.enter_async_context(AsyncExitStack()) for _ in range(3)]
+
+        def dies(number: int) -> Answer:
+            async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                asked.append(number)
+                await writes(b"HTTP/1.1 200 OK")(reader, writer)  # else a reused connection could have been closed
+                await eventually(lambda: num_lost(len(asked) - 1))
+                ending.append(asyncio.create_task(lives[number].aclose()))
+                await asyncio.sleep(60)  # until the process is gone
+
+            return answer
+
+        async def num_lost(num: int) -> bool:
+            return list((await engine_states(client, gateway.url)).values()).count("lost") == num
+
+        engines = [await life.enter_async_context(raw_engine(dies(number))) for number, life in enumerate(lives)]
+        settings: dict[str, Any] = {"observe_interval_s": 0.05, "max_attempts": 9}
+        gateway = await stack.enter_async_context(running_gateway(*[one.url for one in engines], **settings))
+        reply = await ask(client, gateway.url, "chat", body_of("chat", stream))
+        assert (reply.status, reply.error("chat")["code"]) == (502, "engines_killed")
+        assert "max_killed_engines" in reply.error("chat")["message"]
+        assert reply.headers["x-should-retry"] == "false" and "retry-after" not in reply.headers
+        assert len(asked) == 2
+        (spared,) = (engine for number, engine in enumerate(engines) if number not in asked)
+        spared.answer = writes(whole(FINISHED + b"}"))
+        assert (await ask(client, gateway.url, "chat", body_of("chat", text="again"))).is_finished("chat")
+        await asyncio.gather(*ending)
+
+
+async def test_engines_that_die_after_tokens_are_not_blamed_on_the_turn(client: httpx.AsyncClient) -> None:
+    """Its request did not kill them, so it goes on at a third."""
+    slow = SimulatedEngineSettings(dialect="sglang", speed_up=1)
+    async with AsyncExitStack() as stack:
+        lives = [await stack.enter_async_context(AsyncExitStack()) for _ in range(3)]
+        alive = {await life.enter_async_context(serve_engine(slow)): life for life in lives}
+        settings: dict[str, Any] = {"token_legs": "auto", "observe_interval_s": 0.05}
+        gateway = await stack.enter_async_context(running_gateway(*alive, **settings))
+        asking = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", tokens=300)))
+        serving: list[str] = []
+
+        async def generates() -> bool:
+            for url in alive:
+                samples = (await client.get(url + "/metrics")).text.splitlines()
+                if any(
+                    float(one.split()[-1]) > 5 for one in samples if one.startswith("sglang:generation_tokens_total")
+                ):
+                    serving.append(url)
+            return bool(serving)
+
+        for _ in range(2):
+            await eventually(generates, 60)
+            await alive.pop(serving.pop()).aclose()
+        reply = await asking
+        assert reply.is_finished("chat") and reply.json["usage"]["completion_tokens"] == 300
+        assert [turn["legs"] for turn in await turns_of(client, gateway.url, reply)] == [3]
 
 
 @pytest.mark.parametrize("stream", [False, True])

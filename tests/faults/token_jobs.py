@@ -62,7 +62,8 @@ PAIRS: dict[str, tuple[str, ...]] = {
 }
 URGENT = {"agent_hints": {"priority": 9}}
 ENDURING: dict[str, Any] = {
-    "token_legs": "auto", "max_attempts": 100, "retry_pause_s": 0.0, "faults_to_open": 10_000, "save_tokens_s": 0.01
+    "token_legs": "auto", "max_attempts": 100, "max_killed_engines": 100, "retry_pause_s": 0.0,
+    "faults_to_open": 10_000, "save_tokens_s": 0.01
 }  # fmt: skip
 
 

@@ -124,8 +124,15 @@ class Fleet:
     def progress(self, turn_id: str, leg: int, output: int) -> list[Action]:
         return self.handle(TurnProgressed(self.at, turn_id, leg, output))
 
-    def fail(self, turn_id: str, leg: int = 1, fault: Fault = Fault.ENGINE, can_retry: bool = True) -> list[Action]:
-        return self.handle(TurnFailed(self.at, turn_id, leg, fault, can_retry))
+    def fail(
+        self,
+        turn_id: str,
+        leg: int = 1,
+        fault: Fault = Fault.ENGINE,
+        can_retry: bool = True,
+        broke_off: bool = False,
+    ) -> list[Action]:
+        return self.handle(TurnFailed(self.at, turn_id, leg, fault, can_retry, broke_off=broke_off))
 
     def pause(self, turn_id: str, leg: int = 1, output: int = 10) -> list[Action]:
         return self.handle(TurnPaused(self.at, turn_id, leg, output))

@@ -259,6 +259,29 @@ def test_attempts_are_bounded() -> None:
     assert fleet.tick(10.0) == []
 
 
+def test_a_turn_under_which_two_engines_died_goes_to_no_third() -> None:
+    """The first is known to be lost when the second breaks off. A failure of another kind does not count."""
+    fleet = Fleet(limits=Limits(max_attempts=9))
+    for engine_id in "ABCD":
+        fleet.engine(engine_id)
+    fleet.arrive("a")
+    assert fleet.sent(fleet.fail("a", leg=1, broke_off=True)) == [("a", "B")]
+    fleet.lose("A")
+    assert fleet.sent(fleet.fail("a", leg=2)) == [("a", "C")]
+    assert fleet.fail("a", leg=3, broke_off=True) == [Reject("a", Refusal.ENGINES_KILLED, None)]
+
+
+def test_engines_that_break_off_and_live_are_tried_as_often_as_others() -> None:
+    """Their turn did not kill them."""
+    fleet = Fleet(limits=Limits(max_attempts=4, retry_pause_s=0))
+    for engine_id in "AB":
+        fleet.engine(engine_id)
+    fleet.arrive("a")
+    for leg in range(1, 4):
+        assert fleet.sent(fleet.fail("a", leg=leg, broke_off=True))
+    assert fleet.fail("a", leg=4, broke_off=True) == [Reject("a", Refusal.ENGINE_FAILED, 5.0)]
+
+
 @pytest.mark.parametrize("fault", [Fault.REQUEST, Fault.CLIENT_LEFT, Fault.CLOSED])
 def test_only_an_engines_fault_is_retried(fault: Fault) -> None:
     """Any other fault ends the turn without a rejection: the driver knows what to answer."""
