@@ -73,7 +73,9 @@ async def exchange(client: httpx.AsyncClient, case: Case) -> Exchanged:
     raw = case.body if isinstance(case.body, bytes) else orjson.dumps(case.body)
     answer = await client.post(case.path, content=raw, headers={"content-type": "application/json"})
     if answer.status_code != 200:
-        return Exchanged(answer.status_code, answer.json(), [], message_of(answer.json()))
+        is_json = answer.headers.get("content-type", "").startswith("application/json")
+        body = answer.json() if is_json else answer.text  # a web framework's own 500 is plain text
+        return Exchanged(answer.status_code, body, [], message_of(body))
     if answer.headers["content-type"].startswith("text/event-stream"):
         events = events_of(answer.text)
         return Exchanged(200, normalised(assembled(events)), kinds_of(events))
