@@ -52,8 +52,8 @@ OWN_WORDS = {
     "refused chat, a list",
     "no model",
 }
-# SGLang draws without the seed, has no named call on `/v1/messages` (500), and no text offsets. It reports usage in each
-# event also if its client asks for no usage at the end.
+# SGLang draws without the seed, has no named call on `/v1/messages` (500), and no text offsets. It reports usage in
+# each event also if its client asks for no usage at the end.
 UNLIKE = {"seed", "tool named", "logprobs", "stream continuous usage without usage"}
 # 0.5.17 answers `/v1/responses` in another form: it refuses the output of a call, and calls a cut answer completed.
 RESPONSES_SINCE = (0, 5, 23)
