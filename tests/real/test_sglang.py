@@ -44,9 +44,11 @@ NEW_CONNECTIONS = httpx.Limits(max_keepalive_connections=0)
 NUM_VARIED = 110
 # SGLang's scheduler dies of these, and its server with it (0.5.17; 0.5.23 checks as little).
 DEADLY = {"bad chat, top_logprobs too many", "bad completion, token id"}
-# SGLang's message shows the whole request or the time, or it is a defect's (500); the gateway names the model.
+# The message shows the whole request, the time or a number as it was written, or it is a defect's (500). The gateway
+# names the model.
 OWN_WORDS = {
     "bad chat, no messages",
+    "bad chat, temperature negative",
     "bad chat, bad schema",
     "bad completion, no prompt",
     "refused chat, a list",
