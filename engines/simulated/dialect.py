@@ -15,7 +15,6 @@ class Shape:
         fingerprint: `system_fingerprint` of whole answers and, in a stream, of the last chunk that is not [DONE].
         usage_elsewhere: bytes in the chunks without usage, in a stream that reports usage.
         ends_apart: in a chat's stream, the finish reason has an event of its own, which like the first has no usage.
-            Usage in the other events can be had without that at the end.
         answer_nulls, choice_nulls, message_fields: fields of whole answers that are empty here.
         call_content: the content of a message that is a tool call.
         named_call_reason: the finish reason of a call to the tool that the request named.

@@ -40,9 +40,7 @@ class OpenAIStream:
         self._running = running
         self._choice_bytes = choice_bytes
         self._include_usage = flag(options, "include_usage")
-        self._continuous_usage = (self._include_usage or dialect.shape.ends_apart) and flag(
-            options, "continuous_usage_stats"
-        )
+        self._continuous_usage = self._include_usage and flag(options, "continuous_usage_stats")
         self._ends_apart = dialect.shape.ends_apart and object_name == "chat.completion.chunk"
         self._wants_ids = flag(body, "return_token_ids")
         self._merges = service.settings.chunk_interval_s > 0
