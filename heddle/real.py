@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import orjson
@@ -18,6 +19,7 @@ from heddle.rollouts import local_gateway, play
 from loadtest.display import print_results
 from loadtest.replayer import ReplaySettings
 from loadtest.results import RolloutResult
+from loadtest.rivalry import Counts, counts
 from workloads.laws import draw, law_named
 from workloads.traces import load_trace
 from workloads.trajectories import Workload
@@ -133,3 +135,20 @@ async def clear_prefix_cache(engine_url: str) -> None:
         http.close()
     if status == 404:
         raise LaunchError(f"vLLM at {engine_url} cannot clear its prefix cache; start it with VLLM_SERVER_DEV_MODE=1")
+
+
+async def counted(engine_urls: Sequence[str]) -> Counts:
+    """What vLLM servers have counted in all.
+
+    Raises:
+        KeyError, ValueError: one of them is no vLLM.
+    """
+    total = Counts()
+    for url in engine_urls:
+        http = HttpClient(url)
+        try:
+            _, page = await http.get("/metrics", ENGINE_TIMEOUT_S)
+        finally:
+            http.close()
+        total += counts(page.decode())
+    return total

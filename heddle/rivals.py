@@ -25,18 +25,17 @@ import uvloop
 from rich.console import Console
 
 from engines.children import LaunchError, child, free_port
-from engines.http import HttpClient
 from engines.local_vllm import DEFAULT_VENV, LocalEngine, LocalVllm, launch_all
 from engines.tiny_model import make_tiny_model
 from heddle import profile
 from heddle.arguments import count
 from heddle.processors import cpu_s
-from heddle.real import ENGINE_TIMEOUT_S, clear_prefix_cache, warm_up
+from heddle.real import clear_prefix_cache, counted, warm_up
 from heddle.rollouts import START_TIMEOUT_S, local_gateway
 from loadtest.bench.peers import PROGRAMS, ROUTERS, STICKY, router
 from loadtest.display import RolloutProgress
 from loadtest.replayer import ReplaySettings, replay
-from loadtest.rivalry import Counts, Run, counts, order, run_of, table
+from loadtest.rivalry import Run, order, run_of, table
 from scheduling.cost import EngineProfile
 from workloads.laws import draw, law_named
 from workloads.trajectories import Workload
@@ -217,13 +216,13 @@ async def _play(
     for url in urls:
         await clear_prefix_cache(url)
     async with SERVERS[name](urls, folder, told) as server:
-        before, before_s = await _counts(urls), cpu_s(sessions)
+        before, before_s = await counted(urls), cpu_s(sessions)
         # What it is called counts for hashes; so it is the same for all.
         settings = ReplaySettings(f"{server}/v1", identity="session", client="raw", rollout_id=f"s{seed}")
         played = workload(seed)
         with RolloutProgress(played, name, console) as progress:
             result = await replay(played, settings, name=name, on_turn=progress.on_turn, queued_source=None)
-        after, after_s = await _counts(urls), cpu_s(sessions)
+        after, after_s = await counted(urls), cpu_s(sessions)
     for error in result.errors[:3]:
         print(f"{name}: {error}", file=sys.stderr)
     return Run(
@@ -236,18 +235,6 @@ async def _play(
         after_s - before_s,
         sum(trajectory.num_failed_turns for trajectory in result.trajectories),
     )
-
-
-async def _counts(urls: Sequence[str]) -> Counts:
-    total = Counts()
-    for url in urls:
-        http = HttpClient(url)
-        try:
-            _, page = await http.get("/metrics", ENGINE_TIMEOUT_S)
-        finally:
-            http.close()
-        total += counts(page.decode())
-    return total
 
 
 if __name__ == "__main__":

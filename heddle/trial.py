@@ -9,7 +9,6 @@ take of a turn is measured by one trajectory of tiny turns, and extends the simu
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -18,16 +17,15 @@ from rich.console import Console
 from rich.table import Table
 
 from engines.children import LaunchError
-from engines.http import HttpClient
 from engines.profiles import load_profile
 from heddle import profile as profiling
 from heddle.arguments import count, out_file, positive, why
-from heddle.real import ENGINE_TIMEOUT_S, clear_prefix_cache
+from heddle.real import clear_prefix_cache, counted
 from heddle.rollouts import local_gateway, play
 from loadtest.clients import RequestFailed
 from loadtest.replayer import ReplaySettings
 from loadtest.results import RolloutResult, TurnResult
-from loadtest.rivalry import Counts, counts
+from loadtest.rivalry import Counts
 from predictor.tabular import TabularPredictor
 from scheduling.cost import EngineProfile
 from scheduling.limits import Limits
@@ -113,28 +111,25 @@ async def _run(parsed: argparse.Namespace, policies: Sequence[str], console: Con
     for seed in parsed.seed or [1]:
         workload = draw(law_named(parsed.law), parsed.trajectories, seed, scale=parsed.scale)
         for policy in policies:
-            before = [await _counted(engine) for engine in engines]
+            before = await _counted(engines)
             result = await _played(workload, policy, engines, parsed.work_dir, console)
-            after = [await _counted(engine) for engine in engines]
-            counted = [new - old for old, new in zip(before, after, strict=True) if old is not None and new is not None]
+            after = await _counted(engines)
+            counted = None if before is None or after is None else after - before
+            played = as_played(workload, result)
+            trial = Trial(
+                policy=policy,
+                seed=seed,
+                measured_s=result.makespan_s,
+                simulated_s=simulated_makespan_s(played, [profile] * len(engines), policy, overhead_s),
+                mean_trajectory_s=result.mean_trajectory_s,
+                num_failed_turns=result.num_failed_turns,
+                preemptions=None if counted is None else counted.preemptions,
+                computed_tokens=None if counted is None else counted.computed_tokens,
+                prompt_tokens=sum(turn.prompt_tokens for turn in result.turns),
+            )
+            trials.append(trial)
             for error in result.errors[:3]:
                 print(f"{policy}: {error}", file=sys.stderr)
-            trials.append(
-                Trial(
-                    policy=policy,
-                    seed=seed,
-                    measured_s=result.makespan_s,
-                    simulated_s=simulated_makespan_s(
-                        as_played(workload, result), [profile] * len(engines), policy, overhead_s
-                    ),
-                    mean_trajectory_s=result.mean_trajectory_s,
-                    num_failed_turns=result.num_failed_turns,
-                    preemptions=sum(one.preemptions for one in counted) if counted else None,
-                    computed_tokens=sum(one.computed_tokens for one in counted) if counted else None,
-                    prompt_tokens=sum(turn.prompt_tokens for turn in result.turns),
-                )
-            )
-            trial = trials[-1]
             console.print(f"{policy}, seed {seed}: {trial.measured_s:.1f} s, simulated {trial.simulated_s:.1f} s")
             if parsed.json is not None:  # after each: what was measured is not lost with what comes
                 figures = {"profile": asdict(profile), "overhead_s": overhead_s, "trials": [asdict(t) for t in trials]}
@@ -163,16 +158,12 @@ async def _played(
         return await play(workload, policy, settings, console)
 
 
-async def _counted(engine: str) -> Counts | None:
-    """What vLLM counts; None of another engine."""
-    http = HttpClient(engine)
+async def _counted(engines: Sequence[str]) -> Counts | None:
+    """What vLLM servers count in all; None of others."""
     try:
-        _, page = await http.get("/metrics", ENGINE_TIMEOUT_S)
-        with suppress(KeyError, ValueError):
-            return counts(page.decode())
-    finally:
-        http.close()
-    return None
+        return await counted(engines)
+    except (KeyError, ValueError):
+        return None
 
 
 def overhead_of(probe_s: float, profile: EngineProfile) -> float:
