@@ -18,7 +18,7 @@ BY_NAME := -vv --no-header
 # Tests of real servers that start, end or reshape servers of their own.
 FLEET := tests/real/test_local_vllm.py tests/real/test_real_controller.py
 
-.PHONY: help install demo test lint clients fleet nixl tier sleeping text ray real sglang compiled bench rivals soak fidelity results loop redis vllm clean
+.PHONY: help install demo test lint clients fleet nixl tier sleeping text train ray real sglang compiled bench rivals soak fidelity results loop redis vllm clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -36,7 +36,7 @@ test: install lint redis
 real: vllm
 	$(BIN)/heddle real --venv $(VLLM_VENV) $(if $(TRACE),--trace $(TRACE))
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest $(BY_NAME) tests/real tests/predictor $(FLEET:%=--ignore=%) \
-		-m "vllm and not nixl and not tier and not sleeping and not quiet and not text"
+		-m "vllm and not nixl and not tier and not sleeping and not quiet and not text and not train"
 
 ## make fleet   the controller reshapes a fleet of real vLLM servers during a rollout
 fleet: vllm
@@ -57,6 +57,10 @@ sleeping: vllm
 ## make text    text predictors are trained with torch, and kept only if the text helps (a minute)
 text: vllm
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest $(BY_NAME) -m text tests/predictor
+
+## make train   a GRPO trainer learns from agents on real vLLM servers, whose weights it updates (three minutes)
+train: vllm
+	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest $(BY_NAME) -m train tests/real
 
 ## make ray     the Ray launcher on a real cluster of two nodes on this machine (installs 240 MB)
 ray: install

@@ -23,7 +23,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 LINK = re.compile(r"\[([^]]*)\]\(([^)\s]+)\)")
 METRIC = re.compile(r"heddle_[a-z_]+")
 FOLDERS = (
-    "controller|deploy|engines|gateway|heddle|keeper|loadtest|predictor|scenarios|scheduling|simulator|store|tests"
+    "controller|deploy|engines|examples|gateway|heddle|keeper|loadtest|predictor|scenarios|scheduling|simulator|store|"
+    "tests"
 )
 COMMIT = re.compile(r"\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7}\b")
 

@@ -26,6 +26,10 @@ SERVERS: dict[str, Callable[[LocalVllm, Path, Path], list[LocalVllm]]] = {
     "tier_engines": lambda spec, _, folder: [replace(spec, kv_tier=folder, tp=tp) for tp in (1, 2)],
     "new_engine": lambda spec, new_weights, _: [replace(spec, model_dir=new_weights)],
     "doomed_engine": lambda spec, _, __: [replace(spec, max_num_seqs=16)],
+    # A prompt that is prefilled in parts ends vLLM 0.32 on a CPU if its request has a seed.
+    "training_engines": lambda spec, _, __: (
+        [replace(spec, max_num_seqs=16, extra_args=("--max-num-batched-tokens", "16384"))] * 2
+    ),
 }
 
 
@@ -111,3 +115,9 @@ async def new_engine(servers: Servers) -> LocalEngine:
 async def doomed_engine(servers: Servers) -> LocalEngine:
     """An engine of 16 slots, for the one test that kills it."""
     return (await started(servers, "doomed_engine"))[0]
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def training_engines(servers: Servers) -> list[LocalEngine]:
+    """Two engines of 16 slots, which get the weights of a trainer."""
+    return await started(servers, "training_engines")
