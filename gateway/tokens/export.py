@@ -15,6 +15,10 @@ GROUP_TOKENS = 2**20
 """For one row group in Parquet: some 10 MB in memory, whose columns are compressed together."""
 
 
+_SEPARATORS = tuple((one.encode(), f"\\u{ord(one):04x}".encode()) for one in "\u0085\u2028\u2029")
+"""What ends a line to many readers, though not in JSON lines, and how JSON writes it in a text."""
+
+
 async def rows(entries: Iterable[Entry], book: TokenBook) -> AsyncIterator[dict[str, Any]]:
     """The records of all branches. Raises StoreError."""
     for entry in entries:
@@ -26,7 +30,10 @@ async def rows(entries: Iterable[Entry], book: TokenBook) -> AsyncIterator[dict[
 async def jsonl(entries: Iterable[Entry], book: TokenBook) -> AsyncIterator[bytes]:
     """One line for each branch. Raises StoreError."""
     async for row in rows(entries, book):
-        yield orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+        line = orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+        for separator, written in _SEPARATORS:
+            line = line.replace(separator, written)
+        yield line
 
 
 async def parquet(file: ParquetFile, entries: Iterable[Entry], book: TokenBook) -> AsyncIterator[bytes]:

@@ -277,6 +277,15 @@ async def test_a_trajectory_can_be_declared_without_tokens(site: Site) -> None:
     assert "tokens" not in other.json()["declared"]
 
 
+async def test_a_record_is_one_line_to_every_reader(site: Site) -> None:
+    """Also to those that end a line at Unicode's separators, as httpx's `iter_lines` does."""
+    metadata = {"task": "first\u2028second\u2029third\u0085end"}
+    await site.client.post("/v1/trajectories", json={"id": "a", "rollout_id": "r", "metadata": metadata})
+    async with site.client.stream("POST", "/v1/rollouts/r/export") as answer:
+        read = [line async for line in answer.aiter_lines()]
+    assert [orjson.loads(line)["metadata"] for line in read] == [metadata]
+
+
 async def test_tokens_are_forgotten_with_their_trajectory(store_url: str) -> None:
     """After its retention the trajectory is unknown, and the store holds none of its tokens."""
     await fill(store_url, {"t": TURNS})
