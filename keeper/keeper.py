@@ -152,6 +152,9 @@ def _started(command: Sequence[str], kept: Descriptors) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _TOLD_TO_END)
         return pid
     try:
+        # A terminal's Ctrl+C goes to a whole process group, and is passed on as well. A gateway takes a second one for
+        # the wish not to wait for its turns.
+        os.setpgid(0, 0)
         for number in (*_TOLD_TO_END, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _TOLD_TO_END)

@@ -48,7 +48,7 @@ def kept_command(folder: Path, *starts: str, options: tuple[str, ...] = ()) -> I
     (folder / "script").write_text("---\n".join(starts))
     command = (sys.executable, "-c", COMMAND, str(folder / "given"), str(folder / "script"))
     keep = (sys.executable, "-m", "heddle", "keep", *options, "--", *command)
-    with subprocess.Popen(keep, stderr=subprocess.PIPE) as keeper:
+    with subprocess.Popen(keep, stderr=subprocess.PIPE, start_new_session=True) as keeper:
         try:
             yield keeper
         finally:
@@ -100,6 +100,21 @@ def test_a_signal_is_passed_on_and_the_commands_status_returned(tmp_path: Path, 
         keeper.send_signal(number)
         assert keeper.wait(60) == 5
     assert len(given(tmp_path)) == 1
+
+
+def test_a_signal_to_the_whole_process_group_reaches_the_command_once(tmp_path: Path) -> None:
+    """A terminal's Ctrl+C is such a signal. Passed on as well, it came twice, and a gateway cut its turns at once."""
+    ready = tmp_path / "ready"
+    os.mkfifo(ready)
+    wait = (
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
+        f"open({str(ready)!r}, 'w').close()\n"
+        "sys.exit(5 if signal.sigwaitinfo([signal.SIGINT]).si_pid == os.getppid() else 6)\n"
+    )
+    with kept_command(tmp_path, wait) as keeper:
+        ready.read_text()
+        os.killpg(keeper.pid, signal.SIGINT)
+        assert keeper.wait(60) == 5
 
 
 @pytest.mark.parametrize("pause_s", ["600", "1e12"])
