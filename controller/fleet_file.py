@@ -39,6 +39,8 @@ class FleetFileError(Exception):
 
 def _base_url(url: str) -> str:
     if not can_be_asked(url):
+        if "@" in url:  # not shown: it may hold a password
+            raise ValueError("must be without user and password, such as http://127.0.0.1:8080")
         raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:8080")
     url = url.rstrip("/")
     if url.endswith("/v1"):

@@ -100,6 +100,8 @@ class EngineSettings(BaseModel):
     @classmethod
     def _is_base_url(cls, url: str) -> str:
         if not can_be_asked(url):
+            if "@" in url:  # not shown: it may hold a password
+                raise ValueError("must be a base URL without user and password; an engine's key is its api_key")
             raise ValueError(f"{url!r} is not a base URL such as http://host:8000")
         return url.rstrip("/").removesuffix("/v1")
 

@@ -292,12 +292,20 @@ async def test_an_engine_of_an_unknown_kind_is_refused_with_the_known_ones(site:
     assert answer.json()["error"]["message"] == "kind: must be 'vllm' or 'sglang', not 'tgi'."
 
 
-@pytest.mark.parametrize("url", ["", "nonsense", "ftp://host", "http://user@host", "http://host?q=1", "http://host:x"])
+@pytest.mark.parametrize("url", ["", "nonsense", "ftp://host", "http://host?q=1", "http://host:x"])
 async def test_an_invalid_engine_url_is_refused(site: Site, url: str) -> None:
     """400, and the fleet stays as it was."""
     answer = await site.client.post("/v1/engines", json={"url": url}, headers=ADMIN)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "url")
     assert answer.json()["error"]["message"] == f"{url!r} is not a base URL such as http://host:8000"
+    assert len((await site.client.get("/v1/engines")).json()["data"]) == 1
+
+
+async def test_an_engine_url_with_a_password_is_refused_without_showing_it(site: Site) -> None:
+    """An engine's key is a setting of its own."""
+    answer = await site.client.post("/v1/engines", json={"url": "http://user:secret@host"}, headers=ADMIN)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "url")
+    assert "without user and password" in answer.text and "secret" not in answer.text
     assert len((await site.client.get("/v1/engines")).json()["data"]) == 1
 
 

@@ -144,6 +144,7 @@ def test_a_step_may_take_a_day_at_most(tmp_path: Path, name: str) -> None:
         (("[engine]", "[engine]\nkv_tier = \"kv\""), "must be an absolute path, .*, not 'kv'$"),
         (("[engine]", "[limits]\nobserve_interval_s = inf\n[engine]"), "limits.observe_interval_s: .* finite"),
         (('fleet = "rollout"', 'fleet = "rollout"\ngateway = "http://a:99999"'), "gateway: .* is not a URL such as"),
+        (('fleet = "rollout"', 'fleet = "rollout"\ngateway = "http://u:secret@a:1"'), "gateway: must be without us"),
         (('fleet = "rollout"', 'fleet = "rollout"\ngateway = "http://日本:1"'), "gateway: .* is not a URL such as"),
         (('fleet = "rollout"', f'fleet = "rollout"\ngateway = "http://{"a" * 64}:1"'), "gateway: .* is not a URL"),
         (('fleet = "rollout"', 'fleet = "rollout"\ngateway = "http://a/?b=1"'), "gateway: .* is not a URL such as"),
@@ -180,6 +181,7 @@ def test_a_mistake_is_reported_in_one_clear_line(tmp_path: Path, changed: tuple[
     with pytest.raises(FleetFileError, match=message) as raised:
         load_fleet_file(written(tmp_path, text))
     assert "\n" not in str(raised.value) and "fleet.toml" in str(raised.value)
+    assert "secret" not in str(raised.value)
 
 
 def test_an_engine_may_be_larger_than_a_node_only_if_it_may_span_nodes(tmp_path: Path) -> None:

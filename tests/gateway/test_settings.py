@@ -91,6 +91,7 @@ def test_a_setting_is_the_same_from_file_and_environment(
         ('engines = ["http://日本:1"]', "'http://日本:1' is not a base URL"),
         (f'engines = ["http://{"a" * 64}:1"]', "' is not a base URL"),
         ('engines = ["http://[::1"]', r"'http://\[::1' is not a base URL"),
+        ('engines = ["http://user:secret@a:1"]', "setting engines.url: must be a base URL without user and password; "),
         ('policy = "hedle"', "setting policy: no policy 'hedle', did you mean heddle? Known: heddle, "),
         ('predictor = "tabula"', "setting predictor: no predictor 'tabula', did you mean tabular? Known: tabular, "),
         ("kv_watermark = 7", "setting kv_watermark: must be at most 1, not 7$"),
@@ -117,7 +118,7 @@ def test_an_invalid_setting_is_refused_with_its_name(tmp_path: Path, toml: str, 
     file.write_text(toml)
     with pytest.raises(ConfigError, match=message.replace("?", r"\?")) as refused:
         load_settings(str(file))
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(refused.value) and "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize("value", ["", " ", ",", " , "])
