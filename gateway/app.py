@@ -26,7 +26,7 @@ from gateway.passthrough import Passthrough
 from gateway.state.driver import Driver
 from gateway.state.eventlog import EventLog
 from gateway.tokens.partials import Partials
-from gateway.turnlog import TurnLog
+from gateway.turnlog import LOGGER, TurnLog
 from gateway.turns.arrivals import Arrivals
 from gateway.turns.endings import Endings
 from gateway.turns.hot import HotTurns
@@ -73,7 +73,7 @@ async def gateway(settings: Settings, descriptors: DescriptorStore | None = None
         store_settings = StoreSettings(max_turns_kept=settings.max_turns_kept, namespace=settings.store_namespace)
         store = open_store(settings.store, store_settings)
         await store.open()
-        opened.push_async_callback(store.close)
+        opened.push_async_callback(_close, store)
         stream = open_stream(settings.store, DEMAND, store_settings)
         serving = _serving(settings, descriptors, event_log, store, stream, predictor, texts)
         yield await opened.enter_async_context(serving)
@@ -179,6 +179,15 @@ async def _serving(
         if kept_legs is not None:
             await kept_legs.close()
         await fleet.stop()
+
+
+async def _close(store: Store) -> None:
+    """Close the store, and log if it could not write everything: nobody else can report that any more."""
+    await store.close()
+    health = store.health()
+    if not health.ok and (health.num_pending or health.num_dropped):
+        fields = {"detail": health.detail, "num_pending": health.num_pending, "num_dropped": health.num_dropped}
+        LOGGER.error("records are lost", extra={"fields": fields})
 
 
 def _event_log(settings: Settings) -> EventLog:

@@ -256,6 +256,20 @@ async def test_a_store_outage_is_logged_once(redis_server: RedisServer, caplog: 
     assert "is away: ConnectionError" in vars(logged[0])["fields"]["detail"]
 
 
+async def test_records_lost_at_a_shutdown_are_logged(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The store was away until the end. The gateway ended without a word, as if all had been written."""
+    try:
+        async with running_gateway(store=redis_server.url(13)) as gateway, httpx.AsyncClient() as client:
+            redis_server.kill()
+            assert (await client.post(f"{gateway.url}/v1/trajectories", json={"id": "a"})).status_code == 201
+    finally:
+        redis_server.restart()
+    lost = [vars(record)["fields"] for record in caplog.records if record.message == "records are lost"]
+    assert len(lost) == 1 and lost[0]["num_pending"] > 0 and "is away" in lost[0]["detail"]
+
+
 async def store_is(client: httpx.AsyncClient, url: str, status: str, gauge: float) -> bool:
     health = (await client.get(url + "/healthz")).json()
     page = (await client.get(url + "/metrics")).text
