@@ -21,7 +21,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from engines.dialect import ObservationError
-from engines.http import BadResponse, ConnectionBroken, EngineUnreachable, HttpClient, ResponseTimeout
+from engines.http import BadResponse, ConnectionBroken, EngineUnreachable, HttpClient, ResponseTimeout, can_be_asked
 from engines.probe import discover
 from engines.profiling import VISIT_TOKENS, Batch, Fit, Measurement, fit, plan, to_toml
 from heddle.arguments import count, out_file, whole, why
@@ -52,7 +52,7 @@ class Engine:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the engine and the options."""
     parser.epilog = _EPILOG
-    parser.add_argument("engine", help="base URL of a vLLM or SGLang server, without /v1")
+    parser.add_argument("engine", type=base_url, help="base URL of a vLLM or SGLang server, without /v1")
     add_options(parser)
 
 
@@ -66,6 +66,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--kv-bytes-per-token", type=whole, default=0, help="no engine reports it (default: 0, unknown)"
     )
     parser.add_argument("--quick", action="store_true", help="fewer and shorter batches, each once")
+
+
+def base_url(text: str) -> str:
+    """An argument's type: an engine's URL, as `heddle serve` takes it."""
+    if not can_be_asked(text):
+        raise argparse.ArgumentTypeError("must be a base URL such as http://host:8000")
+    return text.rstrip("/").removesuffix("/v1")
 
 
 def run(parsed: argparse.Namespace) -> int:

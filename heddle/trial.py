@@ -75,7 +75,13 @@ class Trial:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.epilog = _EPILOG
-    parser.add_argument("engines", nargs="+", metavar="ENGINE", help="equal vLLM or SGLang servers' URLs, without /v1")
+    parser.add_argument(
+        "engines",
+        nargs="+",
+        type=profiling.base_url,
+        metavar="ENGINE",
+        help="equal vLLM or SGLang servers' URLs, without /v1",
+    )
     parser.add_argument("--profile", metavar="FILE:NAME", help="the engines' profile; without it, one is measured:")
     profiling.add_options(parser)
     parser.add_argument("--policy", action="append", help="repeatable (default: round-robin, then heddle)")

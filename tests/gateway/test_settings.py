@@ -1,6 +1,7 @@
 """Settings from a file and from the environment are read alike, and refused with the reason."""
 
 import json
+import os
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import get_args
@@ -172,6 +173,17 @@ def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     file = tmp_path / "heddle.toml"
     file.write_text("\ufeffport = 8090\n", encoding="utf-8")
     assert load_settings(str(file)).port == 8090
+
+
+def test_settings_may_come_from_a_pipe() -> None:
+    """As from a shell's `--config <(decrypt heddle.toml)`, which was refused: there was no such file."""
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, b"port = 8090\n")
+        os.close(writer)
+        assert load_settings(f"/dev/fd/{reader}").port == 8090
+    finally:
+        os.close(reader)
 
 
 @pytest.mark.parametrize(
