@@ -16,6 +16,7 @@ import asyncio
 import fcntl
 import os
 import sqlite3
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -66,7 +67,10 @@ program that reads the file keeps it from being emptied, but no put waits for th
 
 BUSY_TIMEOUT_S = 2.0
 """How long a put may wait while the rest of the WAL is copied, and that copy for a put; it takes some 10 ms, a slow
-disk's sync several times that."""
+disk's sync several times that. Another program that keeps the file locked for longer is waited for only once."""
+
+HEAL_SHARE = 0.05
+"""Most of the event loop's time that attempts to heal may take: each writes everything, and may fail at its end."""
 
 
 @dataclass(slots=True)
@@ -228,6 +232,7 @@ class EmbeddedStore:
     async def close(self) -> None:
         if self._heal_timer:
             self._heal_timer.cancel()
+            self._wait_for_locks(BUSY_TIMEOUT_S)
             self._heal()  # the disk may have room again
         await self._pieces.close()
         self._commit()
@@ -317,19 +322,22 @@ class EmbeddedStore:
         self._pages_since_checkpoint = 0
         self._checkpoint = self._checkpointer.submit(_checkpoint, self._path)
 
-    def _note_fault(self, fault: sqlite3.Error) -> None:
+    def _note_fault(self, fault: sqlite3.Error, took_s: float = 0.0) -> None:
         # Serving continues without the record, which is rewritten once it takes writes again.
         self._fault = f"embedded store {self._path} takes no writes: {fault}"
         self._num_dropped += 1
+        self._wait_for_locks(0.0)  # each wait is one of the whole event loop
         if not self._heal_timer:
-            self._heal_timer = self._loop.call_later(self._heal_every_s, self._heal)
+            self._heal_timer = self._loop.call_later(max(self._heal_every_s, took_s / HEAL_SHARE), self._heal)
+
+    def _wait_for_locks(self, timeout_s: float) -> None:
+        self._database.execute(f"PRAGMA busy_timeout = {timeout_s * 1000:.0f}")
 
     def _heal(self) -> None:
         """Replace all trajectories by what the owner puts now, in one transaction; if it fails, try again later."""
-        self._heal_timer = None
         self._commit()
-        self._fault = ""
-        rows = self._rows
+        self._heal_timer, self._fault = None, ""
+        rows, began_at = self._rows, time.monotonic()
         try:
             self._database.execute("BEGIN")
             self._database.execute(f"PRAGMA user_version = {FORMAT}")  # a write, even with nothing to rewrite
@@ -344,10 +352,11 @@ class EmbeddedStore:
             with suppress(sqlite3.Error):
                 self._database.execute("ROLLBACK")
             self._rows = rows  # they are still in the file
-            self._note_fault(fault)
+            self._note_fault(fault, time.monotonic() - began_at)
         self._checkpoint_if_due()
         if not self._fault:
             self._num_losses += 1
+            self._wait_for_locks(BUSY_TIMEOUT_S)
 
 
 # sqlite3 takes these as they are. For each value that is bytes it looks for an adapter, finds none, and that costs
