@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from engines.http.faults import StaleConnection
+from engines.http.faults import NoMoreConnections, StaleConnection
 from engines.http.kept import Keep
 from engines.http.pool import HttpLimits, Pool
 from engines.http.response import Response
@@ -101,7 +101,8 @@ class HttpClient:
     ) -> Response:
         """As `request`, on a separate connection, whose response outlives this process if `keep` takes it.
 
-        A TLS connection cannot be kept: the socket alone does not suffice to read it.
+        A TLS connection cannot be kept: the socket alone does not suffice to read it. If no more connections can be
+        opened, one that is idle is used, and the response is not kept.
 
         Args:
             keep: is also given the number of bytes to be sent.
@@ -110,7 +111,11 @@ class HttpClient:
         if not self._pool.is_plain:
             return await self.request("POST", target, body, headers, timeout_s)
         data = self._request("POST", target, body, headers)
-        kept = await self._pool.connect_kept()
+        try:
+            kept = await self._pool.connect_kept()
+        except NoMoreConnections:
+            return await self.request("POST", target, body, headers, timeout_s)
+        assert kept.socket is not None
         try:
             kept.tape = await keep(kept.socket, sum(map(len, data)))
         except BaseException:

@@ -6,6 +6,7 @@ nothing, and an engine would continue for nobody: it is shut down instead.
 
 import array
 import asyncio
+import contextlib
 import fcntl
 import os
 import socket
@@ -38,6 +39,7 @@ class KeptConnection(asyncio.BufferedProtocol):
         is_found: what the tape has belongs to a request that another process sent.
 
     Attributes:
+        socket: a descriptor of its own of the connection; None if this process may have no more.
         response: of that request.
         on_full: called once when the tape is full: the response can no longer be read back.
     """
@@ -45,13 +47,15 @@ class KeptConnection(asyncio.BufferedProtocol):
     def __init__(self, connection: Connection, tape: Tape | None = None, is_found: bool = False) -> None:
         self.connection = connection
         self.tape = tape
+        self.socket: socket.socket | None = None
         self.response: Response | None = None
         self.on_full: Callable[[], None] | None = None
         self._is_found = is_found
         self._scratch = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.socket = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        with contextlib.suppress(OSError):  # its opener looks: an error raised here would reach nobody
+            self.socket = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
         self.connection.connection_made(transport)
         if self._is_found and self.tape is not None:
             self.response = self.connection.expect()
@@ -75,7 +79,8 @@ class KeptConnection(asyncio.BufferedProtocol):
             self.connection.data_received(bytes(self._scratch[:nbytes]))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        shut_down(self.socket)
+        if self.socket is not None:
+            shut_down(self.socket)
         self.connection.connection_lost(exc)
 
 

@@ -80,6 +80,9 @@ class Pool:
         connection = Connection(asyncio.get_running_loop(), Connection.abort, self._all.discard)
         kept = KeptConnection(connection, found[1] if found else None, is_found=found is not None)
         await self._open(connection, lambda: kept, found[0] if found else None)
+        if kept.socket is None:
+            connection.abort()
+            raise NoMoreConnections("no more file descriptors")
         return kept
 
     async def _open(

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import resource
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
@@ -323,3 +324,30 @@ async def test_connections_between_two_gateways_wait(client: httpx.AsyncClient, 
             _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
             writer.close()
         assert (await client.get(gateway.url + "/healthz", timeout=120)).status_code == 200
+
+
+async def test_turns_go_on_when_their_clients_have_all_descriptors(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    """A leg that is kept takes three descriptors. If there are none, it uses an idle connection, and is not kept.
+
+    All turns waited for `queue_timeout_s`, or failed as by a defect if only the third was missing.
+    """
+    environment = {"HEDDLE_TOKEN_LEGS": "auto", "HEDDLE_QUEUE_TIMEOUT_S": "10"}
+    options = ("--store", f"sqlite:{tmp_path}/h.sqlite3", "--engine")
+    async with (
+        serve_engine(engine_of("vllm", speed_up=20)) as engine,
+        kept_gateway(*options, engine, **environment) as gateway,
+    ):
+        body = {"model": "simulated", "prompt": "hello", "max_tokens": 20, "ignore_eos": True, "stream": False}
+        await reply_after_retries(client, gateway, "first", ("completions", body))
+        pid = gateway.pid
+        assert pid is not None
+        num_open = len(os.listdir(f"/proc/{pid}/fd"))
+        for num_more in (20, 21, 22, 23):
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (num_open + num_more, num_open + 23))
+            names = [f"{num_more}-{number}" for number in range(30)]
+            pending = [reply_after_retries(client, gateway, name, ("completions", body)) for name in names]
+            replies = await asyncio.gather(*pending)
+            assert [tokens_of(one, stream=False) for one in replies] == [20] * 30
+        assert gateway.pid == pid
+        (shown,) = (await client.get(gateway.url + "/v1/engines")).json()["data"]
+        assert shown["state"] == "ready" and shown["last_fault"] is None
