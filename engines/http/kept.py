@@ -36,7 +36,7 @@ class KeptConnection(asyncio.BufferedProtocol):
     Args:
         connection: whose bytes these are.
         tape: None until there is one, and again when it is full.
-        is_found: what the tape has belongs to a request that another process sent.
+        found: the tape, if it belongs to a request that another process sent; what it has is read by `read_found`.
 
     Attributes:
         socket: a descriptor of its own of the connection; None if this process may have no more.
@@ -44,23 +44,36 @@ class KeptConnection(asyncio.BufferedProtocol):
         on_full: called once when the tape is full: the response can no longer be read back.
     """
 
-    def __init__(self, connection: Connection, tape: Tape | None = None, is_found: bool = False) -> None:
+    def __init__(self, connection: Connection, found: Tape | None = None) -> None:
         self.connection = connection
-        self.tape = tape
+        self.tape = found
         self.socket: socket.socket | None = None
         self.response: Response | None = None
         self.on_full: Callable[[], None] | None = None
-        self._is_found = is_found
+        self._unread = found
         self._scratch = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         with contextlib.suppress(OSError):  # its opener looks: an error raised here would reach nobody
             self.socket = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
         self.connection.connection_made(transport)
-        if self._is_found and self.tape is not None:
+
+    def read_found(self) -> None:
+        """Read what a found tape has; once, before anything else that comes.
+
+        Not in `connection_made`: a whole answer ends the connection, and uvloop closes one that ends there without
+        telling the socket's object, which later closed the same number again, and with it whatever had it by then.
+        """
+        tape, self._unread = self._unread, None
+        if tape is not None:
             self.response = self.connection.expect()
-            if so_far := self.tape.so_far():
+            if so_far := tape.so_far():
                 self.connection.data_received(so_far)
+
+    def give_up(self) -> None:
+        """End the connection, whoever else has its descriptor."""
+        if self.socket is not None:
+            shut_down(self.socket)
 
     def get_buffer(self, sizehint: int) -> Any:
         if self.tape is not None:
@@ -73,14 +86,15 @@ class KeptConnection(asyncio.BufferedProtocol):
         return self._scratch
 
     def buffer_updated(self, nbytes: int) -> None:
+        self.read_found()
         if self.tape is not None:
             self.connection.data_received(self.tape.taken(nbytes))
         else:
             self.connection.data_received(bytes(self._scratch[:nbytes]))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.socket is not None:
-            shut_down(self.socket)
+        self.read_found()
+        self.give_up()
         self.connection.connection_lost(exc)
 
 

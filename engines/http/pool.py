@@ -78,11 +78,16 @@ class Pool:
             found: from an earlier process, which sent its request; the connection has its response.
         """
         connection = Connection(asyncio.get_running_loop(), Connection.abort, self._all.discard)
-        kept = KeptConnection(connection, found[1] if found else None, is_found=found is not None)
-        await self._open(connection, lambda: kept, found[0] if found else None)
+        kept = KeptConnection(connection, found[1] if found else None)
+        try:
+            await self._open(connection, lambda: kept, found[0] if found else None)
+        except BaseException:  # above all a cancellation, of which uvloop does not tell its protocol
+            kept.give_up()
+            raise
         if kept.socket is None:
             connection.abort()
             raise NoMoreConnections("no more file descriptors")
+        kept.read_found()
         return kept
 
     async def _open(

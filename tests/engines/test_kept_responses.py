@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -136,6 +137,48 @@ async def test_the_next_process_reads_the_whole_answer(tmp_path: Path, num_bytes
         http.close()
         await asyncio.wait_for(server.peers[0].ended.wait(), TIMEOUT_S)
     os.close(descriptors[1])
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+@pytest.mark.parametrize("num_bytes", [0, 8000, len(ANSWER)])
+def test_a_found_connection_is_closed_once(num_bytes: int, is_left: bool) -> None:
+    """With the gateway's own event loop: also if the tape has the whole answer, and if nobody waits any more.
+
+    The socket's object closed its number again when it was collected: a client's connection, or the store's file.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        request = socket.create_connection(server.getsockname())
+        response, _ = server.accept()
+    tape, descriptor = new_tape(b"", 2**20)
+    os.close(descriptor)
+    taken = 0
+    while taken < num_bytes:
+        room = tape.room()
+        part = ANSWER[taken : min(taken + len(room), num_bytes)]
+        room[: len(part)] = part
+        taken += len(tape.taken(len(part)))
+
+    async def main() -> None:
+        http = HttpClient("http://127.0.0.1:1")
+        request.setblocking(False)
+        response.settimeout(TIMEOUT_S)
+        response.sendall(ANSWER[num_bytes:])
+        asking = asyncio.create_task(http.take_up(request, tape, TIMEOUT_S, lambda: None))
+        if is_left:
+            await asyncio.sleep(0)  # it is opening the connection
+            asking.cancel()
+            await asyncio.wait((asking,))
+            assert asking.cancelled()
+        else:
+            assert await (await asking).body(2**20, TIMEOUT_S) == BODY
+        http.close()
+        assert not await asyncio.get_running_loop().run_in_executor(None, response.recv, 1)  # it is closed
+
+    with response, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+    is_known_closed = request.fileno() == -1
+    request.detach()
+    assert is_known_closed
 
 
 async def test_the_answer_of_a_dead_server_ends_with_an_error(tmp_path: Path) -> None:
