@@ -38,7 +38,6 @@ class Connection(asyncio.Protocol):
         self._response: Response | None = None
         self._head_bytes = 0
         self._keeps_alive = False
-        self._ends_at_eof = False
         self._last_read = b""
         self.idle_since = 0.0
         self.may_be_stale_until = 0.0
@@ -117,11 +116,11 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         self._on_lost(self)
-        if self._ends_at_eof and exc is None and self._response is not None and self._response.has_begun:
-            self._response.finish(None)
+        response = self._response
+        if exc is None and response is not None and response.has_begun and response.ends_at_eof:
+            response.finish(None)
             self._response = None
         else:
-            response = self._response
             is_stale = response is not None and not response.has_answered and self.loop.time() < self.may_be_stale_until
             broken = StaleConnection if is_stale else ConnectionBroken
             self._fail(broken("the engine closed the connection before its answer was complete"))
@@ -154,7 +153,7 @@ class Connection(asyncio.Protocol):
             return
         self._keeps_alive = bool(parser.should_keep_alive())
         has_length = b"content-length" in response.headers or b"transfer-encoding" in response.headers
-        self._ends_at_eof = not has_length and response.status not in (204, 304)
+        response.ends_at_eof = not has_length and response.status not in (204, 304)
         response.begin()
 
     def on_message_complete(self) -> None:

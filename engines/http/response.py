@@ -37,6 +37,7 @@ class Response:
         has_answered: some of it came, even if only part of its head.
         has_begun: its head came.
         is_complete: all of it has come.
+        ends_at_eof: its length is not told, and it ends with its connection: a server that dies ends it, too.
     """
 
     __slots__ = (
@@ -54,6 +55,7 @@ class Response:
         "_timer",
         "_transport",
         "_waiter",
+        "ends_at_eof",
         "has_answered",
         "has_begun",
         "headers",
@@ -66,6 +68,7 @@ class Response:
         self.headers: dict[bytes, bytes] = {}
         self.has_begun = False
         self.has_answered = False
+        self.ends_at_eof = False
         self._transport = transport
         self._loop = loop
         self._lender = lender

@@ -188,7 +188,7 @@ class _HotTurn:
             self.hand_over()
             return
         try:
-            outcome = self._hot.legs.whole(turn, response.status, body)
+            outcome = self._hot.legs.whole(turn, response, body)
         except LegFailed:
             self.hand_over()
             return

@@ -220,16 +220,16 @@ class Legs:
             return await self._relay(turn, member, response, relay)
         body = await response.body(self._settings.max_answer_bytes, self._settings.silence_timeout_s)
         try:
-            return self.whole(turn, response.status, body)
+            return self.whole(turn, response, body)
         except LegFailed as failure:
             failure.retry_after_s = pause_asked_for(response.headers)
             raise
 
-    def whole(self, turn: Turn, status: int, body: bytes) -> Outcome:
-        """What a whole answer means. Raises LegFailed, with nothing changed."""
-        if status != 200:
-            raise refused_leg(engine_error(status, body))
-        answer = read_answer(turn.ask.api, body)
+    def whole(self, turn: Turn, response: Response, body: bytes) -> Outcome:
+        """What a whole answer with this body means. Raises LegFailed, with nothing changed."""
+        if response.status != 200:
+            raise refused_leg(engine_error(response.status, body))
+        answer = read_answer(turn.ask.api, body, may_be_cut=response.ends_at_eof)
         if answer.error is not None:
             raise refused_leg(answer.error)
         turn.usage, turn.finish_reason = answer.usage, answer.finish_reason

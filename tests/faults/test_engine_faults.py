@@ -44,6 +44,7 @@ BEFORE_FIRST_BYTE: dict[str, Answer] = {
     "bad JSON": writes(whole(b'{"choices": [{"index": 0, "mess')),
     "bad JSON that looks finished": writes(whole(b"<" + FINISHED)),
     "cut JSON that looks finished": writes(whole(FINISHED)),
+    "cut JSON that ends with its connection": writes(b"HTTP/1.0 200 OK\r\n\r\n" + FINISHED[:-1]),
     "HTML with 200": writes(whole(b"<html>welcome</html>", content_type=b"text/html")),
     "HTML with 502": writes(whole(b"<html>bad gateway</html>", b"502 Bad Gateway", b"text/html")),
     "not HTTP": writes(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"),
