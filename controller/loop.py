@@ -279,6 +279,7 @@ class Controller:
             min_engines=limits.min_engines,
             max_starting=limits.max_starting,
             held_back=held_back(state, time.time(), self.fleet.retry_rule),
+            resting=state.resting,
         )
         for step in steps:
             if step.server_id not in self._tasks:

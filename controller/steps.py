@@ -11,7 +11,8 @@ and is safe to repeat. A controller that was killed at any point continues from 
 - A spare is kept asleep beside the wanted servers. A spare that is not there yet is launched, and put to sleep, before
   others get its devices; but no wanted server that is there gives way for it.
 - Servers that share devices leave together, and only while `min_engines` others serve. If that is 0, turns may wait in
-  the gateway meanwhile. Those that make no room for coming servers leave only once all wanted ones have served.
+  the gateway meanwhile. Those that make no room for coming servers leave only once all wanted ones have served, unless
+  an operator wants their devices.
 - A gateway that does not know a registered server was restarted: it is told of the server again, even of one that is to
   leave, which serves until it is drained.
 - The gateway forgets a stopped engine only when another one serves: until then it knows the model, so turns wait
@@ -153,6 +154,7 @@ def next_steps(
     min_engines: int = 0,
     max_starting: int = 8,
     held_back: Set[str] = frozenset(),
+    resting: Set[str] = frozenset(),
 ) -> list[Step]:
     """All steps that may be taken now, at most one per server; none: the fleet is as wanted, or waits.
 
@@ -161,10 +163,11 @@ def next_steps(
         min_engines: servers that must go on serving while others are replaced.
         max_starting: servers that may start at once; they share disks and cores.
         held_back: ids of servers that must not be launched yet.
+        resting: devices that an operator took out of use.
     """
     wanted_ids = {one.server_id for one in wanted}
     spare_ids = {one.server_id for one in spares}
-    may_drain = _may_drain(wanted, seen, min_engines)
+    may_drain = _may_drain(wanted, seen, min_engines, resting)
     may_remove = not wanted or any(one.is_serving for one in seen)
     held = Counter(device for one in seen for device in one.held)
     ordered = [*spares, *wanted]
@@ -251,7 +254,9 @@ def _launches(
     return launches
 
 
-def _may_drain(wanted: Sequence[DesiredServer], seen: Sequence[ObservedServer], min_engines: int) -> set[str]:
+def _may_drain(
+    wanted: Sequence[DesiredServer], seen: Sequence[ObservedServer], min_engines: int, resting: Set[str]
+) -> set[str]:
     """Ids of servers whose whole group may leave now."""
     num_serving = sum(one.is_serving for one in seen)
     wanted_ids = {one.server_id for one in wanted}
@@ -265,7 +270,7 @@ def _may_drain(wanted: Sequence[DesiredServer], seen: Sequence[ObservedServer], 
     for devices in _groups([*(one.devices for one in leaving), *(one.devices for one in coming)]):
         group = [one for one in leaving if devices & set(one.devices)]
         num_leaving = sum(one.is_serving or one.is_starting for one in group)
-        is_due = are_all_there or any(devices & set(one.devices) for one in coming)
+        is_due = are_all_there or devices <= resting or any(devices & set(one.devices) for one in coming)
         if (is_due and max(num_serving - num_leaving, 0) >= min_engines) or not num_leaving:
             num_serving -= num_leaving
             may |= {one.server_id for one in group}

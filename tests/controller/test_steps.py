@@ -111,6 +111,16 @@ def test_engines_that_make_no_room_leave_only_when_the_new_ones_have_served() ->
     assert next_steps([], serving(*ones)) == [Drain("a"), Drain("b")]
 
 
+def test_an_engine_that_is_drained_by_hand_waits_for_no_other() -> None:
+    """One that failed to start is tried again after a pause, and may take minutes. The minimum still holds."""
+    a, b, failing = (DesiredServer(name, 1, (device,)) for name, device in zip("abc", "012", strict=True))
+    steps = [Drain("a")]
+    assert next_steps([b, failing], serving(a, b), held_back={"c"}, resting={"0"}) == steps
+    assert next_steps([b, failing], serving(a, b), min_engines=1, held_back={"c"}, resting={"0"}) == steps
+    assert next_steps([b, failing], serving(a, b), min_engines=2, held_back={"c"}, resting={"0"}) == []
+    assert next_steps([b, failing], serving(a, b), held_back={"c"}) == [], "a plan's change keeps what serves"
+
+
 def test_engines_that_do_not_serve_forbid_no_change_of_others() -> None:
     """They were said to violate the minimum, also a minimum of 0. They do not count as serving, either."""
     ones = [DesiredServer(device, 1, (device,)) for device in DEVICES[:4]]
