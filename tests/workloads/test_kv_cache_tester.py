@@ -48,3 +48,16 @@ def test_a_folder_and_a_file_of_conversations_read_the_same(tmp_path: Path) -> N
     lines(folder / "more.jsonl", conversation(id="c4"), conversation(id="c5"))
     (folder / "LICENSE").write_text("no conversation")
     assert set(import_trace(folder).groups) == {"c1", "c2", "c3", "c4", "c5"}
+
+
+def test_a_wait_is_no_longer_than_the_time_since_the_call_before_it_began(tmp_path: Path) -> None:
+    """Published traces count `think_time` from the last request with an `api_time`, over requests without one."""
+    requests = [
+        {"t": 0.0, "type": "s", "in": 640, "out": 20, "hash_ids": list(range(10)), "api_time": 5.0, "think_time": 0.0},
+        {"t": 190.0, "type": "s", "in": 700, "out": 20, "hash_ids": list(range(11)), "think_time": 185.0},
+        {"t": 198.0, "type": "s", "in": 760, "out": 20, "hash_ids": list(range(12)), "think_time": 193.0},
+    ]
+    path = tmp_path / "c1.json"
+    path.write_text(json.dumps(conversation(requests=requests)))
+    [trajectory] = import_trace(path).trajectories
+    assert [turn.tool_s for turn in trajectory.turns] == [185.0, 8.0, 0.0]

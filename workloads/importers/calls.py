@@ -28,7 +28,8 @@ class Call:
     Args:
         blocks: One number for each whole block of the prompt, which identifies everything up to the block's end.
         started_at_s, ended_at_s: On any clock that all calls share.
-        waited_s: From the end of the previous call in its strand to its own start.
+        waited_s: From the end of the previous call in its strand to its own start. It may be too long, but not by more
+            than `started_at_s` shows.
     """
 
     prompt_tokens: int
@@ -179,10 +180,13 @@ def _trajectory(trajectory_id: str, group_id: str, strand: Sequence[Call]) -> Tr
 
 def _gap_s(last: Call, call: Call) -> float:
     """The tool's time between two calls."""
-    if call.waited_s is not None:
-        return call.waited_s
     if call.started_at_s is None or last.started_at_s is None:
-        return 0.0
+        return call.waited_s or 0.0
+    if call.waited_s is not None:
+        # kv-cache-tester counts from the last call whose end it knows, which may be an earlier one. Times that do not
+        # rise are no times: load generators write 0 beside each delay.
+        since_last_began_s = call.started_at_s - last.started_at_s
+        return min(call.waited_s, since_last_began_s) if since_last_began_s > 0 else call.waited_s
     ended_at_s = last.ended_at_s
     if ended_at_s is None:
         ended_at_s = last.started_at_s + last.output_tokens / ASSUMED_TOKENS_PER_S

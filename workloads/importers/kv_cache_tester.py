@@ -4,7 +4,8 @@
       {"t": 0.0, "type": "s", "in": 25259, "out": 86, "hash_ids": [1, 2, 3], "api_time": 5.8, "think_time": 0.0},
       {"t": 9.1, "type": "subagent", "agent_id": "agent_001", "requests": [...]}]}
 
-Times are in seconds. `think_time` is the time before the request (its tool's); older traces have only start times.
+Times are in seconds. `think_time` is the time before the request (its tool's), counted from the last request that has
+an `api_time`; older traces have only start times.
 Requests of a helper agent (`subagent`) are nested and become trajectories of the same group. Older traces hold each
 turn twice, streamed and not: the second is the complete one.
 
