@@ -138,3 +138,48 @@ def test_bailian_chats_are_sessions_with_times_in_seconds(tmp_path: Path) -> Non
         (500, (Turn(0, 50, pytest.approx(gaps_s[0])), Turn(50, 25, pytest.approx(gaps_s[1])), Turn(75, 5, 0.0))),
         (900, (Turn(0, 10, 0.0),)),
     ]
+
+
+def test_mooncake_rows_may_have_request_ids(tmp_path: Path) -> None:
+    """Dynamo names them. Their times and contents count, as long as no row waits for another."""
+    rows = [mooncake(0, 500, 100, session_id="s"), mooncake(30_000, 700, 20, session_id="s")]
+    named = [row | {"request_id": f"r{number}"} for number, row in enumerate(rows)]
+    workload = import_trace(lines(tmp_path / "t.jsonl", *named))
+    assert shapes(workload) == [(500, (Turn(0, 100, 30 - 100 / ASSUMED_TOKENS_PER_S), Turn(100, 20, 0.0)))]
+    assert workload.trajectories == import_trace(lines(tmp_path / "t.jsonl", *rows)).trajectories
+    alike = [mooncake(0, 1_100, 100, 1, 2, 3, request_id="a"), mooncake(9_000, 1_300, 50, 1, 2, 4, request_id="b")]
+    assert [len(t.turns) for t in import_trace(lines(tmp_path / "t.jsonl", *alike)).trajectories] == [2]
+
+
+def test_mooncake_rows_need_no_time(tmp_path: Path) -> None:
+    """Then they are in the order of the file, and tools take no time."""
+    rows = [without(mooncake(0, *numbers), "timestamp") for numbers in ((1_100, 100, 1, 2, 3), (1_300, 50, 1, 2, 4))]
+    assert shapes(import_trace(lines(tmp_path / "t.jsonl", *rows))) == [
+        (1_100, (Turn(0, 100, 0.0), Turn(100, 50, 0.0)))
+    ]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_bailian_chats_need_not_be_sorted(tmp_path: Path, order: int) -> None:
+    """A chat may come before its parent. A parent that is nobody's chat, or its own ancestor, ends the search."""
+    rows = [
+        mooncake(0.0, 500, 50, 1, 2, 3, chat_id=7, parent_chat_id=-1),
+        mooncake(30.0, 600, 50, 1, 2, 4, 5, chat_id=8, parent_chat_id=7),
+        mooncake(60.0, 700, 50, 1, 2, 4, 6, chat_id=9, parent_chat_id=8),
+        mooncake(0.0, 90, 5, 8, 9, chat_id=1, parent_chat_id=2),
+        mooncake(5.0, 120, 5, 8, 9, 10, chat_id=2, parent_chat_id=1),
+    ]
+    sizes = sorted(len(t.turns) for t in import_trace(lines(tmp_path / "t.jsonl", *rows[::order])).trajectories)
+    assert sizes == [2, 3]
+
+
+def test_bailian_chats_are_whole_prompts_however_often_they_shrink(tmp_path: Path) -> None:
+    """A service that keeps only the last messages sends prompts that do not begin alike."""
+    path = lines(
+        tmp_path / "t.jsonl",
+        *(
+            mooncake(float(at), prompt, 10, at, 100 + at, chat_id=at, parent_chat_id=at - 1 if at else -1)
+            for at, prompt in enumerate((900, 500, 300, 800))
+        ),
+    )
+    assert sorted(t.context_tokens for t in import_trace(path).trajectories) == [300, 500, 800, 900]

@@ -29,6 +29,9 @@ READERS: dict[str, Callable[[Path], Workload]] = {
 # A server writes some hundred lines before its first request; a trace shows its form at once.
 _LINES_LOOKED_AT = 5_000
 _OWN_FORM = "heddle"
+# Dynamo names the rows of both its forms; the first rows of one need not have the fields that only it has.
+_MOONCAKE_OR_DYNAMO = "mooncake or dynamo"
+_ONLY_DYNAMO = frozenset({"wait_for", "dependencies", "max_output_tokens", "delay_after_dependencies_ms", "play_id"})
 
 
 def import_trace(path: Path, format_name: str | None = None) -> Workload:
@@ -59,6 +62,7 @@ def detect_format(path: Path) -> str:
     if path.is_dir():
         return "kv-cache-tester"
     head = []
+    may_be_mooncake = False
     for number, (where, line) in enumerate(read_lines(path)):
         if number == _LINES_LOOKED_AT:
             break
@@ -68,8 +72,12 @@ def detect_format(path: Path) -> str:
             name = "vllm-log" if is_vllm_line(line) else "sglang-log" if is_sglang_line(line) else _form_of_object(line)
         if name == _OWN_FORM:
             raise TraceError(f"{path}: this is in Heddle's own format already; use it as it is")
-        if name is not None:
+        if name == _MOONCAKE_OR_DYNAMO:
+            may_be_mooncake = True
+        elif name is not None:
             return name
+    if may_be_mooncake:
+        return "mooncake"
     if not head:
         raise TraceError(f"{path}: is empty")
     if '"requests"' in "".join(head):
@@ -88,8 +96,8 @@ def _form_of_object(line: str) -> str | None:
         return _OWN_FORM
     if "requests" in record:
         return "kv-cache-tester"
-    if "request_id" in record:
+    if record.keys() & _ONLY_DYNAMO:
         return "dynamo"
     if "input_length" in record or "input_tokens" in record:
-        return "mooncake"
+        return _MOONCAKE_OR_DYNAMO if "request_id" in record else "mooncake"
     return "event-log" if is_event(record) else None

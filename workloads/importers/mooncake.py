@@ -4,12 +4,13 @@
 
 Times are in milliseconds. There is one hash id per 512 tokens of the prompt; ids are equal if prompts are equal up to
 there. A trace with `session_id` and `delay`, with which load generators extend the form, is read by session; else calls
-are joined by content. A row of a session holds its whole prompt, or only what joined since the previous answer:
-generators write both, and no field distinguishes them. If more than a quarter of the later rows do not continue the row
-before, all rows are read as what joined. `group_id` groups sessions.
+are joined by content. Rows without a time keep their order, and their tools take no time. A row of a session holds its
+whole prompt, or only what joined since the previous answer: generators write both, and no field distinguishes them. If
+more than a quarter of the later rows do not continue the row before, all rows are read as what joined. `group_id`
+groups sessions.
 
-Bailian's traces have the same fields, but times in seconds. A `chat_id` marks them, and `parent_chat_id` links the
-requests of a session; -1 stands for none.
+Bailian's traces have the same fields, but times in seconds, and each row holds its whole prompt. A `chat_id` marks
+them, and `parent_chat_id` links the requests of a session; -1 stands for none.
 
 Source: Mooncake (FAST 2025), its published traces; AIPerf, trace replay; Dynamo, `TraceFileFormat`; Qwen-Bailian usage
 traces.
@@ -17,7 +18,7 @@ traces.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -39,37 +40,48 @@ def read_mooncake(path: Path) -> Workload:
     sessions: dict[str, list[Call]] = {}
     groups: dict[str, str] = {}
     calls: list[Call] = []
-    root_of: dict[str, str] = {}
+    chats: list[tuple[str, Call]] = []
+    parent_of: dict[str, str] = {}
     for record in read_records(path):
-        session_id = _session_id(record, root_of)
-        if session_id is not None:
+        if record.has("session_id"):
+            session_id = record.name("session_id")
             sessions.setdefault(session_id, []).append(_call(record))
             if record.has("group_id"):
                 groups[session_id] = record.name("group_id")
+        elif record.has("chat_id"):
+            chat_id = record.name("chat_id")
+            chats.append((chat_id, _call(record)))
+            parent_of.setdefault(chat_id, record.name("parent_chat_id") if record.has("parent_chat_id") else "")
         else:
             calls.append(_call(record))
+    of_chats: dict[str, list[Call]] = {}
+    roots = _roots(parent_of)
+    for chat_id, call in chats:
+        of_chats.setdefault(roots[chat_id], []).append(call)
     # Not every trace is sorted. Sorting is stable, so calls at the same instant keep their order. Rows that give their
     # wait after the previous row need no time, and keep their order.
-    for one in (calls, *sessions.values()):
+    for one in (calls, *sessions.values(), *of_chats.values()):
         if all(call.started_at_s is not None for call in one):
             one.sort(key=lambda call: call.started_at_s or 0.0)
     name = path.name.split(".")[0]
-    by_prefix = workload_by_prefix(name, calls)
     if _are_additions(sessions.values()):
         sessions = {session_id: _whole_prompts(additions) for session_id, additions in sessions.items()}
-    by_session = workload_of_sessions(name, sessions.items(), groups)
-    return Workload(name, by_session.trajectories + by_prefix.trajectories)
+    by_session = workload_of_sessions(name, [*sessions.items(), *of_chats.items()], groups)
+    return Workload(name, by_session.trajectories + workload_by_prefix(name, calls).trajectories)
 
 
-def _session_id(record: Record, root_of: dict[str, str]) -> str | None:
-    """The record's session, if it has one. `root_of` maps each chat so far to the first one of its session."""
-    if record.has("session_id"):
-        return record.name("session_id")
-    if not record.has("chat_id"):
-        return None
-    chat_id = record.name("chat_id")
-    parent_id = record.name("parent_chat_id") if record.has("parent_chat_id") else chat_id
-    return root_of.setdefault(chat_id, root_of.get(parent_id, chat_id))
+def _roots(parent_of: Mapping[str, str]) -> dict[str, str]:
+    """The first chat of each chat's session: the furthest ancestor in the file, which need not be sorted."""
+    roots: dict[str, str] = {}
+    for chat_id in parent_of:
+        path: dict[str, None] = {}
+        ancestor = chat_id
+        while ancestor in parent_of and ancestor not in path and ancestor not in roots:
+            path[ancestor] = None
+            ancestor = parent_of[ancestor]
+        if path:
+            roots |= dict.fromkeys(path, roots.get(ancestor, next(reversed(path))))
+    return roots
 
 
 def _are_additions(sessions: Iterable[Sequence[Call]]) -> bool:
@@ -102,10 +114,9 @@ def _call(record: Record) -> Call:
     delay = record.first_of("delay", "delay_ms")
     waited_s = record.number(delay) / 1000 if record.has(delay) else None
     timestamp = record.first_of("timestamp", "created_time")
-    if record.has(timestamp) or not record.has("session_id"):
+    started_at_s = None
+    if record.has(timestamp):
         started_at_s = record.number(timestamp) / (1 if record.has("chat_id") else 1000)
-    else:
-        started_at_s = None
     return Call(
         prompt_tokens=record.count(record.first_of("input_length", "input_tokens")),
         output_tokens=record.count(record.first_of("output_length", "output_tokens")),
