@@ -83,6 +83,9 @@ class WorkloadSettings:
         assert self.max_tool_s is None or self.max_tool_s >= 0, "max_tool_s: from 0"
         for least in (self.max_context_tokens, self.max_turns):
             assert least is None or least > 0, "max_context_tokens and max_turns: at least 1"
+        of_traces = (self.max_context_tokens, self.max_turns, self.max_tool_s)
+        are_heeded = self.law is None or not any(setting is not None for setting in of_traces)
+        assert are_heeded, "max_context_tokens, max_turns and max_tool_s are for traces, not for a law"
 
 
 @dataclass(frozen=True, slots=True)

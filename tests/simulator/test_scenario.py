@@ -91,6 +91,10 @@ def test_turns_have_no_queue_timeout_unless_the_file_sets_one(tmp_path: Path) ->
         (FLEET + "[limits]\nnonsense = 1", "limits.nonsense: unknown"),
         (FLEET + '[workload]\nlaw = "coding"', "workload: a law needs a number of trajectories"),
         (FLEET + '[workload]\nlaw = "coding"\ntrace = "x"\n', "workload: a law or a trace, not both"),
+        (
+            FLEET + '[workload]\nlaw = "coding"\ntrajectories = 4\nmax_turns = 2',
+            "workload: max_context_tokens, max_turns and max_tool_s are for traces, not for a law",
+        ),
         ("epochs = 2\n" + FLEET + '[workload]\ntrace = "x"\n', "epochs need a law"),
         (
             FLEET + "[features.speculation]\nspeedup = 2",
