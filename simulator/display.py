@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from simulator.outcome import Ending
 from simulator.runs import Run
 from simulator.scenario import Scenario
 from workloads.trajectories import Workload
@@ -79,16 +80,17 @@ def print_head(scenario: Scenario, workload: Workload, console: Console) -> None
 
 
 def print_runs(runs: Sequence[Run], policies: Sequence[str], console: Console) -> None:
-    """A line for each policy and fleet, means over seeds; the fleet on which a policy is fastest has a star."""
+    """A line for each policy and fleet, means over seeds; the fleet on which a policy is fastest, of those on which it
+    refuses the fewest trajectories, has a star."""
     lines: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         lines.setdefault((run.labels.policy, run.labels.fleet), []).append(run)
     best = {policy: _best_line(lines, policy) for policy in policies}
-    base_s = _makespan_s(lines[best[policies[0]]])
+    base = lines[best[policies[0]]]
     rows: list[tuple[str, str, dict[str, str]]] = []
     for (policy, fleet), line in sorted(lines.items(), key=lambda item: policies.index(item[0][0])):
         star = " *" if best[policy] == (policy, fleet) and len(best) < len(lines) else ""
-        rows.append((policy, fleet + star, _cells(line, base_s)))
+        rows.append((policy, fleet + star, _cells(line, base)))
     names = list(rows[0][2])
     at_once = len(names) if console.width >= WIDE else NUM_NARROW
     for some in (names[begin : begin + at_once] for begin in range(0, len(names), at_once)):
@@ -104,7 +106,7 @@ def print_runs(runs: Sequence[Run], policies: Sequence[str], console: Console) -
     console.print(f"No policy ends all trajectories before {_bounds(runs)}.", soft_wrap=True)
 
 
-def _cells(line: Sequence[Run], base_s: float) -> dict[str, str]:
+def _cells(line: Sequence[Run], base: Sequence[Run]) -> dict[str, str]:
     outcomes = [run.outcome for run in line]
     makespans = [outcome.makespan_s for outcome in outcomes]
     spread = f" ±{(max(makespans) - min(makespans)) / 2:.0f}" if len(makespans) > 1 else ""
@@ -115,7 +117,7 @@ def _cells(line: Sequence[Run], base_s: float) -> dict[str, str]:
 
     return {
         "makespan s": f"{_seconds(fmean(makespans))}{spread}",
-        "ratio": f"{base_s / fmean(makespans):.2f}",
+        "ratio": "-" if _num_failed(line) or _num_failed(base) else f"{_makespan_s(base) / fmean(makespans):.2f}",
         "regret": _regret(line),
         "tokens/s": f"{mean('tokens_per_s'):,.0f}",
         "mean s": _seconds(mean("mean_trajectory_s")),
@@ -129,7 +131,13 @@ def _cells(line: Sequence[Run], base_s: float) -> dict[str, str]:
 
 
 def _best_line(lines: dict[tuple[str, str], list[Run]], policy: str) -> tuple[str, str]:
-    return min((key for key in lines if key[0] == policy), key=lambda key: _makespan_s(lines[key]))
+    own = (key for key in lines if key[0] == policy)
+    return min(own, key=lambda key: (_num_failed(lines[key]), _makespan_s(lines[key])))
+
+
+def _num_failed(line: Sequence[Run]) -> int:
+    """Trajectories with a turn that was refused for good: a rollout without them is another one, not a faster one."""
+    return sum(trajectory.ending is Ending.FAILED for run in line for trajectory in run.outcome.trajectories)
 
 
 def _makespan_s(line: Sequence[Run]) -> float:

@@ -253,6 +253,25 @@ def test_a_run_reports_lost_trajectories_beside_its_makespan(
     assert "No policy ends all trajectories before " in " ".join(printed.split())
 
 
+def test_a_policy_that_refuses_turns_is_not_the_faster_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its makespan is that of the rest. It has no ratio and gives nobody one, and the best fleet is one that loses the
+    fewest."""
+    scenario = tmp_path / "s.toml"
+    scenario.write_text(
+        'policies = ["heddle", "verl"]\n[workload]\nlaw = "coding"\ntrajectories = 60\nscale = 0.2\n'
+        '[fleet]\ngpus = 2\nprofile = "qwen3-14b-h100"\ntp = [1, 2]\nslots_per_gpu = 2\n'
+        "[limits]\nqueue_timeout_s = 10\n[faults]\nturn_retries = 0\n"
+    )
+    assert main(["simulate", str(scenario), "--json", str(tmp_path / "runs.json")]) == 0
+    runs = json.loads((tmp_path / "runs.json").read_bytes())["runs"]
+    failed = {run["fleet"]: run["trajectories"]["state"].count("failed") for run in runs if run["policy"] == "heddle"}
+    assert min(failed.values()) > 0 and len(set(failed.values())) == 2
+    rows = [line.split() for line in capsys.readouterr().out.split("ratio")[1].splitlines() if " x TP" in line][:4]
+    assert [row[-3] for row in rows] == ["-"] * 4
+    [best] = [" ".join(row[1:4]) for row in rows if row[0] == "heddle" and "*" in row]
+    assert best == min(failed, key=lambda fleet: failed[fleet])
+
+
 def test_each_run_is_reported_when_it_ends(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The progress of a scenario is visible, in a terminal or out of one."""
     assert main(["simulate", scenario, "--seed", "7"]) == 0
