@@ -19,8 +19,12 @@ Split = tuple[Sequence[Trajectory], Sequence[Trajectory]]
 MIN_TRAJECTORIES = 20
 """A row over fewer trajectories means nothing."""
 
+_LEAST_FOR_A_HUNDREDTH = 100
+"""Of fewer trajectories, the longest 1 % is a single one."""
+
 _COLUMNS = ("pearson", "remaining_pearson", "kendall", "recall_20", "recall_1", "in_top_10", "under_p50", "under_p90")
 _HEADS = ("log-Pearson", "of remaining", "Kendall", "top 20 %", "top 1 %", "1 % in 10 %", "<= p50", "<= p90")
+_OF_A_HUNDREDTH = ("recall_1", "in_top_10")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,12 @@ def _ask(predictor: Predictor) -> Callable[[Progress], tuple[float, tuple[float,
 def _cells(row: Row) -> list[str]:
     values = asdict(row.score)
     name = f"*{row.predictor}*" if row.is_single else row.predictor
-    return [name, *("" if values[column] is None else f"{values[column]:.2f}" for column in _COLUMNS)]
+    shown = {column for column in _COLUMNS if values[column] is not None and _means_something(column, row)}
+    return [name, *(f"{values[column]:.2f}" if column in shown else "" for column in _COLUMNS)]
+
+
+def _means_something(column: str, row: Row) -> bool:
+    return column not in _OF_A_HUNDREDTH or row.score.num >= _LEAST_FOR_A_HUNDREDTH
 
 
 def _gain(rows: Sequence[Row]) -> str:
@@ -135,6 +144,8 @@ def _gain(rows: Sequence[Row]) -> str:
     first, singles = rows[0], [row for row in rows if row.is_single]
     gains = []
     for column, head in zip(_COLUMNS[:6], _HEADS, strict=False):
+        if not _means_something(column, first):
+            continue
         best = max(singles, key=lambda row: abs(getattr(row.score, column)))
         gain = getattr(first.score, column) - abs(getattr(best.score, column))
         gains.append(f"{head} {gain:+.2f} ({best.predictor})")

@@ -307,6 +307,17 @@ def test_a_trajectory_that_began_before_its_log_is_not_learned(
     assert f"events.jsonl: skipped {num_partial} trajectories whose first turns are not in it" in printed
 
 
+@pytest.mark.parametrize(("number", "is_shown"), [(99, False), (100, True)])
+def test_the_longest_hundredth_needs_a_hundred_trajectories(number: int, is_shown: bool) -> None:
+    """Of fewer, it would be a single one, found or not; its columns stay empty, and the summary leaves them out."""
+    trajectories = [Trajectory(f"t{n}", f"g{n % 9}", 100 + n, (Turn(0, 50 + n, 0.0),)) for n in range(number)]
+    shown = markdown(evaluate(folds(trajectories, 3), "together", ["tabular"]))
+    rows = [line.split("|")[1:-1] for line in shown.splitlines() if line.startswith("| ")]
+    assert all(bool(cell.strip()) is is_shown for _, *cells in rows[1:] for cell in cells[4:6])
+    assert all(cell.strip() for _, *cells in rows for cell in cells[:4])
+    assert ("top 1 %" in shown.partition("against")[2]) is is_shown
+
+
 def test_the_commands_report_missing_data_and_unknown_laws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without data there is nothing to learn from, and a law must exist."""
     assert main(["predictor", "train", "--out", str(tmp_path / "m")]) == 2
