@@ -32,7 +32,7 @@ from scheduling.limits import Limits
 from simulator.rollout import Rollout
 from simulator.runs import policy_named
 from workloads.laws import LAWS, draw, law_named
-from workloads.trajectories import Trajectory, Turn, Workload
+from workloads.trajectories import TEMPLATE_TOKENS_PER_TURN, Trajectory, Turn, Workload
 
 NUM_PROBES = 40
 PROBE = Workload("probe", (Trajectory("probe", "probe", 64, (Turn(0, 1, 0.0), *[Turn(24, 1, 0.0)] * NUM_PROBES)),))
@@ -103,7 +103,7 @@ async def run(parsed: argparse.Namespace) -> int:
     except (profiling.ProfilingError, LaunchError, RequestFailed, OSError, ValueError) as error:
         print(f"heddle trial: {why(error)}", file=sys.stderr)
         return 2
-    console.print(_table(trials))
+    console.print(comparison(trials))
     return 1 if any(trial.num_failed_turns for trial in trials) else 0
 
 
@@ -111,11 +111,11 @@ async def _run(parsed: argparse.Namespace, policies: Sequence[str], console: Con
     engines: list[str] = parsed.engines
     trials: list[Trial] = []
     profile = await _profile_of(parsed, console)
+    workloads = {seed: _drawn(parsed, seed, profile) for seed in parsed.seed or [1]}
     probe = await _played(PROBE, "heddle", engines, parsed.work_dir, console)
     overhead_s = overhead_of(probe.makespan_s, profile)
     console.print(f"{1e3 * overhead_s:.1f} ms of a turn are outside the engine.")
-    for seed in parsed.seed or [1]:
-        workload = draw(law_named(parsed.law), parsed.trajectories, seed, scale=parsed.scale)
+    for seed, workload in workloads.items():
         for policy in policies:
             before = await _counted(engines)
             result = await _played(workload, policy, engines, parsed.work_dir, console)
@@ -141,6 +141,18 @@ async def _run(parsed: argparse.Namespace, policies: Sequence[str], console: Con
                 figures = {"profile": asdict(profile), "overhead_s": overhead_s, "trials": [asdict(t) for t in trials]}
                 parsed.json.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2))
     return trials
+
+
+def _drawn(parsed: argparse.Namespace, seed: int, profile: EngineProfile) -> Workload:
+    """Refused before it is played, not after: a GPU costs money."""
+    workload = draw(law_named(parsed.law), parsed.trajectories, seed, scale=parsed.scale)
+    longest = max(one.total_tokens + TEMPLATE_TOKENS_PER_TURN * len(one.turns) for one in workload.trajectories)
+    if longest > profile.kv_capacity_tokens:
+        raise ValueError(
+            f"with seed {seed} a trajectory comes to {longest:,} tokens, and the KV of {profile.name} holds "
+            f"{profile.kv_capacity_tokens:,}: give a smaller --scale"
+        )
+    return workload
 
 
 async def _profile_of(parsed: argparse.Namespace, console: Console) -> EngineProfile:
@@ -213,21 +225,23 @@ def simulated_makespan_s(
     return Rollout(slowed, list(profiles), policy_named(policy), Limits(), TabularPredictor()).run().makespan_s
 
 
-def _table(trials: Sequence[Trial]) -> Table:
+def comparison(trials: Sequence[Trial]) -> Table:
+    """A row for each rollout. One with failed turns lacks their time: it is compared with nothing."""
     table = Table("policy", title="Makespans. x: times as fast as the first policy")
     for name in ("seed", "real s", "x", "sim. s", "x", "error", "failed"):
         table.add_column(name, justify="right")
     first = {trial.seed: trial for trial in reversed(trials)}
     for trial in trials:
         base = first[trial.seed]
+        are_whole = not (trial.num_failed_turns or base.num_failed_turns)
         table.add_row(
             trial.policy,
             str(trial.seed),
             f"{trial.measured_s:.1f}",
-            f"{base.measured_s / trial.measured_s:.2f}",
+            f"{base.measured_s / trial.measured_s:.2f}" if are_whole else "-",
             f"{trial.simulated_s:.1f}",
             f"{base.simulated_s / trial.simulated_s:.2f}",
-            f"{trial.error:+.1%}",
+            "-" if trial.num_failed_turns else f"{trial.error:+.1%}",
             str(trial.num_failed_turns),
         )
     return table

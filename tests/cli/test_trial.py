@@ -13,7 +13,7 @@ from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from heddle.real import clear_prefix_cache
-from heddle.trial import add_arguments, as_played, run
+from heddle.trial import Trial, add_arguments, as_played, comparison, run
 from loadtest.results import RolloutResult, TrajectoryResult, TurnResult
 from tests.support.engine import fixed, recorded_engine
 from workloads.trajectories import Trajectory, Turn, Workload
@@ -97,6 +97,10 @@ def test_the_simulation_has_the_prompts_that_engines_counted() -> None:
         (("http://127.0.0.1:1", "--profile", "toy-cpu-tp1"), "heddle trial: http://127.0.0.1:1: no connection"),
         (("http://127.0.0.1:1", "--profile", "toy-cpu"), "heddle trial: unknown engine profile 'toy-cpu'"),
         (("http://127.0.0.1:1", "--policy", "hedle"), "did you mean heddle"),
+        (
+            ("http://127.0.0.1:1", "--profile", "toy-cpu-tp1", "--scale", "2"),
+            "tokens, and the KV of toy-cpu-tp1 holds 16,384: give a smaller --scale",
+        ),
     ],
 )
 async def test_what_cannot_be_played_is_one_line(
@@ -106,3 +110,20 @@ async def test_what_cannot_be_played_is_one_line(
     assert await run(parse(tmp_path, *arguments)) == 2
     error = capsys.readouterr().err
     assert problem in error and error.count("\n") == 1
+
+
+def test_a_rollout_with_failed_turns_is_compared_with_nothing() -> None:
+    """Its makespan lacks what failed. Nor is another compared with it; the simulations played all turns."""
+
+    def trial(policy: str, measured_s: float, num_failed: int) -> Trial:
+        return Trial(policy, 1, measured_s, 4.0, 1.0, num_failed, None, None, 9)
+
+    def rows(*trials: Trial) -> list[tuple[Any, ...]]:
+        return list(zip(*(column.cells for column in comparison(trials).columns), strict=True))
+
+    whole, partial, other = trial("a", 8.0, 0), trial("b", 2.0, 3), trial("c", 4.0, 0)
+    assert rows(whole, partial, other)[1:] == [
+        ("b", "1", "2.0", "-", "4.0", "1.00", "-", "3"),
+        ("c", "1", "4.0", "2.00", "4.0", "1.00", "+0.0%", "0"),
+    ]
+    assert rows(partial, other)[1] == ("c", "1", "4.0", "-", "4.0", "1.00", "+0.0%", "0")
