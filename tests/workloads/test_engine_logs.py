@@ -68,6 +68,29 @@ def test_vllm_log_without_token_ids_names_the_flags_to_set(tmp_path: Path) -> No
         import_trace(path)
 
 
+def test_vllm_numbers_the_requests_of_a_response(tmp_path: Path) -> None:
+    """`/v1/responses` logs a request for each call of a built-in tool, and one answer: that of the last request."""
+    second = [*PROMPT, *ANSWER, 1, 2]
+    path = lines(
+        tmp_path / "server.log",
+        vllm_text(0, f"Request resp_a_0 details: prompt: '', prompt_token_ids: {PROMPT}, prompt_embeds shape: None."),
+        vllm_text(1, f"Generated response resp_a details: output_token_ids: {ANSWER}"),
+        vllm_text(5, f"Request resp_b_0 details: prompt: '', prompt_token_ids: {second[:66]}, prompt_embeds shape: x."),
+        vllm_text(6, f"Request resp_b_1 details: prompt: '', prompt_token_ids: {second}, prompt_embeds shape: None."),
+        vllm_text(8, f"Generated response resp_b (streaming complete) details: output_token_ids: {ANSWER}"),
+    )
+    assert shapes(import_trace(path)) == [(64, (Turn(0, 3, 5.0), Turn(2, 3, 0.0)))]
+
+
+def test_answers_to_requests_of_an_older_vllm_log_are_left_out(tmp_path: Path) -> None:
+    """A rotated log begins within some of them. They had their prompts logged, as the others have."""
+    early = vllm_text(0, f"Generated response r0 details: output_token_ids: {ANSWER}")
+    path = lines(tmp_path / "server.log", early, *(vllm_text(at_s, message) for at_s, message in VLLM_MESSAGES))
+    assert shapes(import_trace(path)) == [(64, (Turn(0, 3, 3.0), Turn(2, 3, 0.0)))]
+    with pytest.raises(TraceError, match=r"line 1, prompt_token_ids: none for request r0.*--enable-log-requests"):
+        import_trace(lines(tmp_path / "server.log", early))
+
+
 @pytest.mark.parametrize("form", [sglang_json, sglang_text])
 def test_sglang_log_gives_lengths_times_and_the_order_of_calls(tmp_path: Path, form: Any) -> None:
     """The end and the latency give the start. A prompt that contains the one before it continues it."""

@@ -6,7 +6,7 @@
 Lengths need token ids, which are logged with `--enable-log-requests --enable-log-outputs --log-level DEBUG`, without
 `--max-log-len`, and for streams with `--enable-log-deltas`. Older versions print them in `Received request`. Text lines
 have no year and only whole seconds: tool times are as coarse, and a log must not be silent for half a year. Requests
-without an answer in the log are left out.
+without an answer in the log are left out, as are answers to requests of an older log.
 
 Source: vLLM 0.32, entrypoints/serve/utils/request_logger.py.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -32,6 +32,8 @@ _MESSAGE = re.compile(
 )
 _PROMPT_IDS = re.compile(r"prompt_token_ids: \[([\d, ]*)\]")
 _OUTPUT_IDS = re.compile(r"output_token_ids: [\[(]([\d, ]*)[\])]")
+# `/v1/responses` makes a request of each call of a built-in tool; the answer has the id without the number.
+_NUMBERED = re.compile(r"(.+)_\d+")
 _STREAM_LENGTH = re.compile(r"<streaming_complete: (\d+) tokens>")
 _ANY_LEAP_YEAR = 2024
 _LEAP_YEAR_S = 366 * 86_400.0
@@ -41,6 +43,7 @@ _BLOCK_TOKENS = 16
 @dataclass(slots=True)
 class _Request:
     started_at_s: float
+    has_arrived: bool = False
     ended_at_s: float | None = None
     prompt: list[int] | None = None
     output_tokens: int | None = None
@@ -63,6 +66,15 @@ class _Calendar:
         return at_s
 
 
+@dataclass(slots=True)
+class _Log:
+    """What was read. `last_numbered`: of each id without its number, the id of the request that came last."""
+
+    requests: dict[str, _Request] = field(default_factory=dict)
+    last_numbered: dict[str, str] = field(default_factory=dict)
+    calendar: _Calendar = field(default_factory=_Calendar)
+
+
 def is_vllm_line(line: str) -> bool:
     """Whether a line of a log is about a request."""
     return _message(line, _Calendar()) is not None
@@ -75,27 +87,33 @@ def read_vllm_log(path: Path) -> Workload:
         TraceError: If an answer or its prompt has no token ids; the message names the line and how to log them.
         OSError: If the file cannot be read.
     """
-    requests: dict[str, _Request] = {}
-    calendar = _Calendar()
+    log = _Log()
     for where, line in read_lines(path):
         with read_at(where):
-            _take(line, where, requests, calendar)
-    answered = [(name, request) for name, request in requests.items() if request.ended_at_s is not None]
+            _take(line, where, log)
+    answered = [(name, request) for name, request in log.requests.items() if request.ended_at_s is not None]
+    if any(request.prompt is not None for _, request in answered):
+        answered = [(name, request) for name, request in answered if request.has_arrived]
     calls = sorted((_call(name, request) for name, request in answered), key=lambda call: call.started_at_s or 0.0)
     return workload_by_prefix(path.name.split(".")[0], calls)
 
 
-def _take(line: str, where: str, requests: dict[str, _Request], calendar: _Calendar) -> None:
+def _take(line: str, where: str, log: _Log) -> None:
     """Record what a line contains about a request, if it is about one."""
-    message = _message(line, calendar)
+    message = _message(line, log.calendar)
     if message is None:
         return
     at_s, kind, request_id, part, text = message
-    request = requests.setdefault(request_id, _Request(at_s))
     if kind == "Generated response":
-        _note_answer(request, at_s, part, text, where)
-    else:
-        request.prompt = _ids(_PROMPT_IDS, text) or request.prompt
+        asked_id = request_id if request_id in log.requests else log.last_numbered.get(request_id, request_id)
+        _note_answer(log.requests.setdefault(asked_id, _Request(at_s)), at_s, part, text, where)
+        return
+    request = log.requests.setdefault(request_id, _Request(at_s))
+    request.has_arrived = True
+    request.prompt = _ids(_PROMPT_IDS, text) or request.prompt
+    numbered = _NUMBERED.fullmatch(request_id)
+    if numbered is not None:
+        log.last_numbered[numbered[1]] = request_id
 
 
 def _message(line: str, calendar: _Calendar) -> tuple[float, str, str, str | None, str] | None:
