@@ -54,21 +54,24 @@ class RolloutProgress:
 
 
 def comparison_table(results: Sequence[RolloutResult]) -> Table:
-    """Rollouts side by side. A ratio is how many times better a rollout is than the first: above 1 is better."""
+    """Rollouts side by side. A ratio is how many times better a rollout is than the first: above 1 is better. There is
+    none if turns of either failed: its figures lack what they would have taken."""
     table = Table()
     table.add_column("")
     table.add_column(results[0].name, justify="right")
     for result in results[1:]:
         table.add_column(result.name, justify="right")
         table.add_column("ratio", justify="right")
-    _add_row(table, "makespan", "s", [result.makespan_s for result in results])
-    _add_row(table, "tokens/s", "", [result.tokens_per_s for result in results], more_is_better=True)
-    _add_row(table, "trajectory time, mean", "s", [result.mean_trajectory_s for result in results])
-    _add_row(table, "trajectory time, P99", "s", [result.p99_trajectory_s for result in results])
+    have_ratio = [not (results[0].num_failed_turns or result.num_failed_turns) for result in results]
+    _add_row(table, "makespan", "s", [result.makespan_s for result in results], have_ratio)
+    _add_row(table, "tokens/s", "", [result.tokens_per_s for result in results], have_ratio, more_is_better=True)
+    _add_row(table, "trajectory time, mean", "s", [result.mean_trajectory_s for result in results], have_ratio)
+    _add_row(table, "trajectory time, P99", "s", [result.p99_trajectory_s for result in results], have_ratio)
     # A step-centric gateway queues nothing itself: its turns wait in the engines. The wait for first tokens includes
     # both.
-    _add_row(table, "queueing and prefill, mean", "s", [result.mean_waited_s for result in results])
-    _add_row(table, "queueing and prefill, longest tenth", "s", [result.mean_waited_longest_s for result in results])
+    _add_row(table, "queueing and prefill, mean", "s", [result.mean_waited_s for result in results], have_ratio)
+    waited_s = [result.mean_waited_longest_s for result in results]
+    _add_row(table, "queueing and prefill, longest tenth", "s", waited_s, have_ratio)
     failed = [str(result.num_failed_turns) for result in results]
     table.add_row("failed turns", failed[0], *(cell for number in failed[1:] for cell in (number, "")))
     return table
@@ -86,13 +89,19 @@ def print_results(results: Sequence[RolloutResult], console: Console) -> None:
 
 
 def _add_row(
-    table: Table, label: str, unit: str, values: Sequence[float | None], *, more_is_better: bool = False
+    table: Table,
+    label: str,
+    unit: str,
+    values: Sequence[float | None],
+    have_ratio: Sequence[bool],
+    *,
+    more_is_better: bool = False,
 ) -> None:
     first = values[0]
     cells = [_number(first, unit)]
-    for value in values[1:]:
+    for value, has_ratio in zip(values[1:], have_ratio[1:], strict=True):
         cells.append(_number(value, unit))
-        if first and value:
+        if first and value and has_ratio:
             cells.append(f"x{value / first if more_is_better else first / value:.2f}")
         else:
             cells.append("")

@@ -66,6 +66,15 @@ def test_a_ratio_above_one_is_better_for_times_and_throughput() -> None:
         assert "x2.00" in rows[label], label
 
 
+def test_a_rollout_with_failed_turns_has_no_ratio() -> None:
+    """Nor has any with the first if that one's failed: what they take lacks what failed."""
+    whole, failed = rollout("whole", [8.0], [1.0]), rollout("failed", [2.0], [1.0], error="HTTP 503")
+    for text in (shown(whole, failed), shown(failed, whole)):
+        rows = text[: text.index("failed turns")]
+        assert "2.00 s" in rows and "8.00 s" in rows and " x" not in rows
+    assert shown(whole, failed, rollout("other", [4.0], [1.0])).count("x2.00") > 1
+
+
 def test_waiting_is_unknown_without_streaming() -> None:
     """Unknown is not zero, and has no ratio."""
     whole = TrajectoryResult("t", "g", 1, 0.0, 1.0, (replace(turn("t", 10, 1.0, None), first_token_at=None),))
