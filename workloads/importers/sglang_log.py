@@ -6,6 +6,7 @@
 
 Lengths are in every log. Which calls belong together is known only from prompts, which are complete with
 `--log-requests-level 3`, or from the ids of SGLang's own sessions. Other calls become trajectories of one turn.
+Requests that were aborted before they ran have no lengths, and are left out.
 
 Source: SGLang, srt/utils/request_logger.py.
 """
@@ -32,6 +33,7 @@ _INPUT_IDS = re.compile(r"[(, ]input_ids=\[([\d, ]*)\][,)]")
 _SESSION = re.compile(rf"session_params=\{{[^}}]*'id': {_QUOTED}")
 _RID = re.compile(rf"rid={_QUOTED}")
 _META = re.compile(r"'(prompt_tokens|completion_tokens|e2e_latency|response_sent_to_client_ts)': ([\d.]+)")
+_ABORTED = re.compile(r"'finish_reason': \{'type': 'abort'")
 _BLOCK_TOKENS = 16
 _BLOCK_CHARACTERS = 64
 # At level 2, JSON values longer than twice this keep this much of either end, with dots between.
@@ -80,6 +82,8 @@ def _from_json(record: Record) -> tuple[str | None, Call] | None:
     asked = Record(record.fields.get("obj"), f"{record.where}, obj")
     answer = Record(record.fields.get("out"), f"{record.where}, out")
     meta = Record(answer.fields.get("meta_info"), f"{answer.where}, meta_info")
+    if _never_ran(meta, _is_abort(meta.fields.get("finish_reason"))):
+        return None
     timestamp = record.text("timestamp")
     try:
         ended_at_s = datetime.fromisoformat(timestamp).timestamp()
@@ -110,9 +114,12 @@ def _from_text(line: str, where: str) -> tuple[str | None, Call] | None:
     rid = _RID.search(asked)
     if rid is not None and _is_health_check(rid[1]):
         return None
-    found = dict(_META.findall(answer.rpartition("'meta_info': ")[2]))
+    told = answer.rpartition("'meta_info': ")[2]
+    found = dict(_META.findall(told))
     numbers = {name: float(value) if "." in value else int(value) for name, value in found.items()}
     meta = Record(numbers, f"{where}, out, meta_info")
+    if _never_ran(meta, _ABORTED.search(told) is not None):
+        return None
     at = _AT.search(line.partition(_FINISHED)[0])
     if at is not None:
         ended_at_s: float | None = datetime.strptime(at[1], "%Y-%m-%d %H:%M:%S").timestamp()
@@ -125,6 +132,14 @@ def _from_text(line: str, where: str) -> tuple[str | None, Call] | None:
     elif text is not None:
         content = _unquoted(text[1], where)
     return None if session is None else _unquoted(session[1], where), _call(meta, content, ended_at_s)
+
+
+def _is_abort(finish_reason: object) -> bool:
+    return isinstance(finish_reason, dict) and finish_reason.get("type") == "abort"
+
+
+def _never_ran(meta: Record, is_aborted: bool) -> bool:
+    return is_aborted and not meta.has("prompt_tokens")
 
 
 def _is_health_check(rid: str) -> bool:
