@@ -137,9 +137,11 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
     """The content of a file, gzipped or not, whatever its name.
 
     Raises:
-        TraceError: If it is compressed in another way or, while it is read, damaged.
+        TraceError: If it is a pipe, or compressed in another way, or, while it is read, damaged.
         OSError: If the file cannot be read.
     """
+    if path.is_fifo():
+        raise TraceError(f"{path}: a pipe, which can be read only once: write it to a file first")
     with path.open("rb") as file:
         magic = file.read(4)
     if magic == _ZSTANDARD_MAGIC:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,18 @@ def test_an_empty_trace_is_an_error(tmp_path: Path) -> None:
     """A replay without trajectories would always succeed."""
     with pytest.raises(TraceError, match="no trajectory"):
         load_trace(write(tmp_path / "t.jsonl", ""))
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    """Files are read twice, so `<(zstd -dc t.jsonl.zst)` lost its beginning, and looked empty."""
+    readable, writable = os.pipe()
+    os.write(writable, write(tmp_path / "t.jsonl", record()).read_bytes())
+    os.close(writable)
+    with pytest.raises(
+        TraceError, match=rf"/dev/fd/{readable}: a pipe, which can be read only once: write it to a file"
+    ):
+        load_trace(f"/dev/fd/{readable}")
+    os.close(readable)
 
 
 def test_a_sample_keeps_siblings_together_and_follows_its_seed(tmp_path: Path) -> None:
