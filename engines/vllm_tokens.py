@@ -34,6 +34,9 @@ _LIMIT_OF_STORING = "responses pass through without `store: false`"
 _IN_BACKGROUND = b'{"input":"","background":true,"store":true,"previous_response_id":"resp_0"}'
 # Of the prompt, for a parser that uses the last special token in it, and for the text of the first token.
 _TAIL_TOKENS = 512
+# The render leaves out values that are vLLM's defaults, also if the client asked for them; generate would then take
+# another limit.
+_DEFAULT_MAX_TOKENS = 16
 # Further fields of the render that generate needs.
 _PASSED_ON = ("model", "reasoning_ended", "reasoning_parser_kwargs", "cache_salt")
 
@@ -98,7 +101,7 @@ class VllmTokens:
             self.kind,
             ids,
             {"sampling_params": sampling} | {name: made[name] for name in _PASSED_ON if made.get(name) is not None},
-            sampling["max_tokens"],
+            sampling.get("max_tokens", _DEFAULT_MAX_TOKENS),
             sampling.get("min_tokens") or 0,
             (stop,) if isinstance(stop, str) else tuple(stop),
             bool(sampling.get("include_stop_str_in_output")),
@@ -109,8 +112,8 @@ class VllmTokens:
 
     def generate(self, rendered: Rendered, leg: TokenLeg) -> Upstream:
         sampling: dict[str, Any] = {**rendered.call["sampling_params"], "n": 1}
+        sampling["max_tokens"] = rendered.max_tokens - leg.num_made
         if leg.num_made:
-            sampling["max_tokens"] = rendered.max_tokens - leg.num_made
             sampling["min_tokens"] = max(rendered.min_tokens - leg.num_made, 0)
         if sampling.get("seed") is not None:
             # vLLM also gives each choice its own seed; and with the same seed a later leg would repeat the samples of

@@ -24,6 +24,9 @@ from engines.simulated.service import EngineService
 from engines.simulated.vllm_derender import derender_routes
 from engines.simulated.vllm_dialect import VllmDialect
 
+# The render leaves this value out; generate without it goes on to the end of the context.
+_DEFAULT_MAX_TOKENS = 16
+
 ChatOf = Callable[[EngineService, Body], tuple[list[int], int | None, Body]]
 """A request as a chat: its prompt, the limit of its answer, and its other fields."""
 
@@ -98,6 +101,8 @@ def _rendered(
         "temperature": body.get("temperature", 1.0),
         "logprobs": num_logprobs,
     }
+    if wish.max_tokens == _DEFAULT_MAX_TOKENS:
+        del sampling["max_tokens"]
     if wish.schema is not None:
         sampling["structured_outputs"] = {"json": wish.schema}
     if wish.tools and wish.tool_choice != "none":
@@ -125,7 +130,7 @@ async def _generate(service: EngineService, dialect: VllmDialect, exchange: Exch
     if not all(isinstance(id, int) and not isinstance(id, bool) for id in prompt):
         raise InvalidField("token_ids", "Input should be a list of token ids")
     sampling = mapping(body, "sampling_params")
-    wishes = _wishes(sampling, service.answer_limit(prompt, integer(sampling, "max_tokens", 16, lowest=1)))
+    wishes = _wishes(sampling, service.answer_limit(prompt, integer(sampling, "max_tokens", lowest=1)))
     asked = Asked(
         f"generate-tokens-{body.get('request_id') or os.urandom(16).hex()}",
         [prompt] * len(wishes),

@@ -52,6 +52,7 @@ _CHAT: tuple[tuple[str, Json], ...] = (
     ),
     ("seed", {"temperature": 1.0, "seed": 7}),
     ("max_completion_tokens", {"max_completion_tokens": 3}),
+    ("the default limit of completions", {"max_tokens": 16}),
     ("unknown fields", {"my_field": {"deep": [1, None, "ü"]}, "another": True}),
     ("token ids", {"return_token_ids": True}),
     ("ignore_eos", {"ignore_eos": True, "min_tokens": 5}),
@@ -94,6 +95,7 @@ _COMPLETIONS: tuple[tuple[str, Json], ...] = (
     ("return_token_ids", {"prompt": "abc", "return_token_ids": True}),
     ("stop", {"prompt": "abc", "stop": ["e"], "max_tokens": 40}),
     ("seed", {"prompt": "abc", "temperature": 1.0, "seed": 3}),
+    ("no limit", {"prompt": "abc", "max_tokens": None}),
 )
 _LOOK_AT = {
     "type": "function",

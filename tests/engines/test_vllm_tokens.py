@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.token_ids import TokenIds
-from engines.tokens import Delta, ErrorEvent, Piece, Rendered, Whole
+from engines.tokens import Delta, ErrorEvent, Piece, Rendered, TokenLeg, Whole
 from engines.upstream import Upstream
 from engines.vllm_messages import chat_of_chat, chat_of_messages
 from engines.vllm_tokens import VllmTokens
@@ -218,3 +218,23 @@ def test_a_malformed_message_passes_through(junk: dict[str, Any]) -> None:
     """Even if an engine rendered it."""
     request = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **junk}
     assert VllmTokens().rendered("/v1/messages", request, b"{}") is None
+
+
+def rendered_as(**sampling: Any) -> Rendered:
+    """What a chat becomes if the engine renders it to these sampling parameters."""
+    answer = orjson.dumps({"token_ids": [1, 2], "sampling_params": sampling})
+    rendered = VllmTokens().rendered("/v1/chat/completions", {"messages": []}, answer)
+    assert rendered is not None
+    return rendered
+
+
+def leg_after(*made: int) -> TokenLeg:
+    """A leg after these tokens."""
+    return TokenLeg("leg", "one", 0, TokenIds.of([1, 2, *made]), len(made), "", 1, False)
+
+
+def test_a_limit_that_the_render_leaves_out_is_the_default() -> None:
+    """vLLM leaves out a limit of 16, whoever set it, but generate without a limit fills the context."""
+    rendered, routes = rendered_as(), VllmTokens()
+    for leg, limit in ((leg_after(), 16), (leg_after(7, 8), 14)):
+        assert orjson.loads(b"".join(routes.generate(rendered, leg).body))["sampling_params"]["max_tokens"] == limit
