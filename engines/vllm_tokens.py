@@ -37,6 +37,8 @@ _TAIL_TOKENS = 512
 # The render leaves out values that are vLLM's defaults, also if the client asked for them; generate would then take
 # another limit.
 _DEFAULT_MAX_TOKENS = 16
+# How tokens become text; derender assumes the defaults.
+_DECODING = ("skip_special_tokens", "spaces_between_special_tokens")
 # Further fields of the render that generate needs.
 _PASSED_ON = ("model", "reasoning_ended", "reasoning_parser_kwargs", "cache_salt")
 
@@ -143,7 +145,11 @@ class VllmTokens:
 
     def texts(self, rendered: Rendered, outputs: Sequence[Sequence[int]]) -> Upstream:
         made = [_response(f"part-{i}", {"token_ids": ids, "finish_reason": "length"}) for i, ids in enumerate(outputs)]
-        call = {"generate_responses": made, "prompt_token_ids": [rendered.prompt_ids.tail(16)] * len(made)}
+        call: dict[str, Any] = {"generate_responses": made}
+        call["prompt_token_ids"] = [rendered.prompt_ids.tail(16)] * len(made)
+        sampling = rendered.call["sampling_params"]
+        if decoding := {name: sampling[name] for name in _DECODING if sampling.get(name) is not None}:
+            call["completion_request"] = {"prompt": "-", **decoding}
         return Upstream(_DERENDER, b"", with_ids(call))
 
     def read_texts(self, answer: bytes) -> list[str]:

@@ -238,3 +238,10 @@ def test_a_limit_that_the_render_leaves_out_is_the_default() -> None:
     rendered, routes = rendered_as(), VllmTokens()
     for leg, limit in ((leg_after(), 16), (leg_after(7, 8), 14)):
         assert orjson.loads(b"".join(routes.generate(rendered, leg).body))["sampling_params"]["max_tokens"] == limit
+
+
+def test_texts_of_a_seam_show_the_special_tokens_that_the_answer_shows() -> None:
+    """Otherwise they would not begin with what the client was told."""
+    shown = orjson.loads(VllmTokens().texts(rendered_as(skip_special_tokens=False), [[7]]).body)
+    assert shown["completion_request"]["skip_special_tokens"] is False
+    assert "completion_request" not in orjson.loads(VllmTokens().texts(rendered_as(), [[7]]).body)
