@@ -32,6 +32,8 @@ _DEFAULTS: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
+# What samples by the output so far.
+_COUNTING = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 # The model's generation_config.json may set these for a chat, unless the server is told otherwise.
 _SET_BY_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _ALIKE = (*_DEFAULTS, "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "logit_bias", "regex", "ebnf")
@@ -182,6 +184,7 @@ class SglangTokens:
             has_grammar=bool(grammar),
             chat=request,
             fills_context=fills_context,
+            counts_output=any(sampling[name] != _DEFAULTS[name] for name in _COUNTING),
         )
 
     def generate(self, rendered: Rendered, leg: TokenLeg) -> Upstream:

@@ -30,6 +30,8 @@ class Rendered:
         has_grammar: the answer is held to a grammar, whose state is lost when a leg ends.
         chat: what `derender` must know of the request.
         fills_context: the request has no limit: `max_tokens` is the room that these prompt ids leave.
+        counts_output: what is sampled depends on the output so far (penalties, bad words), of which an engine counts
+            only its own leg's.
     """
 
     kind: str
@@ -43,6 +45,7 @@ class Rendered:
     has_grammar: bool
     chat: Mapping[str, Any]
     fills_context: bool = False
+    counts_output: bool = False
 
 
 @value_class(frozen=True, slots=True)

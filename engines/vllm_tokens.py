@@ -37,6 +37,8 @@ _TAIL_TOKENS = 512
 # The render leaves out values that are vLLM's defaults, also if the client asked for them; generate would then take
 # another limit.
 _DEFAULT_MAX_TOKENS = 16
+# What samples by the output so far. A repetition penalty counts the prompt too, so it counts what earlier legs made.
+_COUNTING = ("presence_penalty", "frequency_penalty", "bad_words", "repetition_detection")
 # How tokens become text; derender assumes the defaults.
 _DECODING = ("skip_special_tokens", "spaces_between_special_tokens")
 # Further fields of the render that generate needs.
@@ -110,6 +112,7 @@ class VllmTokens:
             needs_parser,
             sampling.get("structured_outputs") is not None,
             chat,
+            counts_output=any(sampling.get(name) for name in _COUNTING),
         )
 
     def generate(self, rendered: Rendered, leg: TokenLeg) -> Upstream:

@@ -26,6 +26,8 @@ from engines.simulated.vllm_dialect import VllmDialect
 
 # The render leaves this value out; generate without it goes on to the end of the context.
 _DEFAULT_MAX_TOKENS = 16
+# Sampling parameters that change nothing here.
+_PASSED_ON = ("presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words", "repetition_detection")
 
 ChatOf = Callable[[EngineService, Body], tuple[list[int], int | None, Body]]
 """A request as a chat: its prompt, the limit of its answer, and its other fields."""
@@ -103,6 +105,7 @@ def _rendered(
     }
     if wish.max_tokens == _DEFAULT_MAX_TOKENS:
         del sampling["max_tokens"]
+    sampling |= {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
     if wish.schema is not None:
         sampling["structured_outputs"] = {"json": wish.schema}
     if wish.tools and wish.tool_choice != "none":

@@ -9,7 +9,9 @@ A chain outlives its legs. If a leg ends early, the next one continues from the 
    stream.
 4. If the weights may have changed within an event of several tokens, the tokens from that event on are made again,
    unless they were told: an engine reports only at a leg's end which version made which tokens.
-5. After a seam, a seed does not reproduce the tokens of an uninterrupted run, and penalties count from the seam on.
+5. Output that is sampled by the output before it (penalties, bad words) is made again from its beginning too, unless
+   some of it was told: then it goes on, and the engine counts from the seam.
+6. After a seam, a seed of vLLM's does not reproduce the tokens of an uninterrupted run.
 """
 
 from array import array
@@ -114,12 +116,17 @@ class Chain:
 
     # --- at a seam ------------------------------------------------------------------------------------------
 
+    @property
+    def starts_over(self) -> bool:
+        """Whether the next leg can use nothing of what was made."""
+        return self.rendered.has_grammar or (self.rendered.counts_output and not self._told_ids)
+
     def candidates(self) -> list[list[int]]:
-        """The output without its last 0, 1, ... 4 tokens; `mend` needs the text of each. [] if it needs none. With a
-        grammar, the output starts over.
+        """The output without its last 0, 1, ... 4 tokens; `mend` needs the text of each. [] if it needs none.
+        The output may start over.
         """
         ids = self.output_ids
-        if self.rendered.has_grammar:
+        if self.starts_over:
             self._begin_again()
         elif not self.rendered.needs_parser:
             return [ids[: len(ids) - cut] for cut in range(min(_CHARACTER_TOKENS + 1, len(ids)))]

@@ -172,12 +172,13 @@ class Turn:
     def pause(self) -> bool:
         """Stop the running leg and keep its tokens; the scheduler is told TurnPaused and dispatches it again.
 
-        Returns: False if the leg cannot be paused, because it passes through or there is none: then the turn just goes
-        on.
+        Returns: False if the leg cannot be paused, because it passes through, because its tokens are of no use to the
+        next one, or because there is none: then the turn just goes on.
         """
-        if self._can_pause:
+        can_pause = self._can_pause and not any(choice.chain.starts_over for choice in self.choices)
+        if can_pause:
             self.stop(None)
-        return self._can_pause
+        return can_pause
 
     def stop(self, fault: Fault | None) -> None:
         """Break off what is awaited within `stoppable`, now or as soon as it is entered."""

@@ -245,3 +245,18 @@ def test_texts_of_a_seam_show_the_special_tokens_that_the_answer_shows() -> None
     shown = orjson.loads(VllmTokens().texts(rendered_as(skip_special_tokens=False), [[7]]).body)
     assert shown["completion_request"]["skip_special_tokens"] is False
     assert "completion_request" not in orjson.loads(VllmTokens().texts(rendered_as(), [[7]]).body)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "counts"),
+    [
+        ({"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.2, "bad_words": []}, False),
+        ({"presence_penalty": 0.5}, True),
+        ({"frequency_penalty": -0.5}, True),
+        ({"bad_words": ["a"]}, True),
+        ({"repetition_detection": {"max_pattern_size": 2, "min_count": 2}}, True),
+    ],
+)
+def test_what_depends_on_the_output_so_far_is_known(sampling: dict[str, Any], counts: bool) -> None:
+    """A repetition penalty counts the prompt of a leg too, in which the output so far is."""
+    assert rendered_as(**sampling).counts_output is counts

@@ -16,9 +16,11 @@ from gateway.turns.frames import Frame
 from gateway.turns.splice import joined
 
 
-def chain_of(stop: tuple[str, ...] = (), includes: bool = False, grammar: bool = False, tells: bool = True) -> Chain:
+def chain_of(
+    stop: tuple[str, ...] = (), includes: bool = False, grammar: bool = False, tells: bool = True, counts: bool = False
+) -> Chain:
     ids = TokenIds.of([1, 2])
-    rendered = Rendered("vllm", ids, {}, 100, 0, stop, includes, False, grammar, {})
+    rendered = Rendered("vllm", ids, {}, 100, 0, stop, includes, False, grammar, {}, counts_output=counts)
     return Chain(rendered, ids, None, tells, tells_logprobs=True)
 
 
@@ -166,6 +168,17 @@ def test_output_that_was_not_told_may_differ_when_made_again() -> None:
     chain.candidates()
     add_pieces(chain, ([9], "[]"))
     assert (chain.output_ids, chain.text) == ([9], "[]")
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_output_that_counts_itself_starts_over_unless_it_was_told(tells: bool) -> None:
+    """An engine's penalties count only the output of its own leg. A stream just goes on."""
+    chain = chain_of(tells=tells, counts=True)
+    assert not chain.candidates() and not chain.output_ids, "nothing was made"
+    add_pieces(chain, ([1], "a"), ([2], "b"))
+    assert chain.starts_over is not tells
+    assert chain.candidates() == ([[1, 2], [1]] if tells else [])
+    assert chain.output_ids == ([1, 2] if tells else []) and chain.text == ("ab" if tells else "")
 
 
 def test_versions_cover_the_tokens_of_all_legs_without_gaps() -> None:
