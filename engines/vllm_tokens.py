@@ -6,6 +6,7 @@ or new tokens after a replay of all before them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -13,15 +14,16 @@ import orjson
 from engines.dialect import has_route, told
 from engines.http import HttpClient
 from engines.token_ids import TokenIds, cut_ids, with_ids, with_prompt
-from engines.tokens import Asking, Delta, Event, Piece, Rendered, TokenLeg, Whole, has_tools, parsed
+from engines.tokens import Asking, Delta, Piece, Rendered, TokenLeg, Whole, has_tools
 from engines.upstream import VLLM_GENERATE, Upstream, salted
-from engines.vllm_events import numbers_of
+from engines.vllm_events import completion_piece, piece_of_numbers, whole_piece
 from engines.vllm_messages import chat_of_chat, chat_of_messages
 from engines.vllm_responses import chat_of_response
 
 _RESPONSES = "/v1/responses"
-_RENDER = "/v1/completions/render"
-_DERENDER = "/v1/completions/derender"
+_COMPLETIONS = "/v1/completions"
+_RENDER = f"{_COMPLETIONS}/render"
+_DERENDER = f"{_COMPLETIONS}/derender"
 # These came later than the routes of chats and completions.
 _FURTHER = {"messages": "/v1/messages/render", "responses": "/v1/responses/render"}
 _LIMITS = {
@@ -99,6 +101,8 @@ class VllmTokens:
         if path == _RESPONSES and made.get("reasoning_parser_kwargs") is not None:
             return None  # a response reports how many of its tokens were reasoning
         sampling = made["sampling_params"]
+        if path == _COMPLETIONS and sampling.get("logprobs"):
+            sampling["logprobs"] += 1  # its own route lists a token beside the likeliest, generate among them
         needs_parser = has_tools(chat) or made.get("reasoning_parser_kwargs") is not None
         stop = sampling.get("stop") or ()
         return Rendered(
@@ -144,7 +148,10 @@ class VllmTokens:
         return Upstream(VLLM_GENERATE, headers.encode("latin-1", "replace"), body)
 
     def reader(self, rendered: Rendered, only_numbers: bool) -> Callable[[bytes], Piece]:
-        return _piece_of_numbers if only_numbers else _whole_piece
+        if only_numbers:
+            return piece_of_numbers
+        num_listed = rendered.call["sampling_params"].get("logprobs")
+        return partial(completion_piece, num_listed - 1) if num_listed and not rendered.chat else whole_piece
 
     def texts(self, rendered: Rendered, outputs: Sequence[Sequence[int]]) -> Upstream:
         made = [_response(f"part-{i}", {"token_ids": ids, "finish_reason": "length"}) for i, ids in enumerate(outputs)]
@@ -243,46 +250,3 @@ async def _asked(ask: Asking, call: Any) -> Any:
 
 def _response(request_id: str, choice: dict[str, Any]) -> dict[str, Any]:
     return {"request_id": request_id, "choices": [{"index": 0, **choice}]}
-
-
-def _piece_of_numbers(data: bytes) -> Piece:
-    """A piece with only the numbers of the log-probabilities: creating objects for everything that an event says of
-    them takes as long as the rest of the event, or twice as long.
-    """
-    try:
-        event = numbers_of(data)
-    except ValueError:
-        return _whole_piece(data)  # whatever else it is
-    if event.error or not event.choices:
-        return _whole_piece(data)
-    choice = event.choices[0]
-    entries, versions = choice.logprobs and choice.logprobs.content, choice.weight_versions
-    return Piece(
-        choice.token_ids or [],
-        choice.text or "",
-        [entry.logprob for entry in entries] if entries else None,
-        choice.finish_reason,
-        choice.stop_reason,
-        tuple([(span.version, span.start, span.end) for span in versions]) if versions else (),
-    )
-
-
-def _whole_piece(data: bytes) -> Piece:
-    return _piece(parsed(data))
-
-
-def _piece(event: Event) -> Piece:
-    choices = event["choices"]
-    if not choices:
-        details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
-        return Piece([], cached_tokens=details.get("cached_tokens"))
-    choice = choices[0]
-    logprobs, versions = choice.get("logprobs"), choice.get("weight_versions")
-    return Piece(
-        choice["token_ids"] or [],
-        choice.get("text") or "",
-        logprobs["content"] if logprobs else None,
-        choice["finish_reason"],
-        choice.get("stop_reason"),
-        tuple((span["version"], span["start"], span["end"]) for span in versions) if versions else (),
-    )

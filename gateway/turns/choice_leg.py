@@ -179,6 +179,9 @@ class ChoiceLeg:
                 with place.member.held_up():
                     await turn.outlet.drain()
         if relay.error is not None:
+            # A completion's token leg asks for one alternative more, which may be one too many.
+            if relay.error.param == "logprobs" and not turn.num_chunks:
+                raise RefusedTokens
             raise refused_leg(relay.error)
         if self._chain.finish_reason is None:  # it claimed to be done
             raise _broken_off()

@@ -252,9 +252,9 @@ class TokenLegs:
 
 
 def _wants_logprobs(ask: Ask) -> bool:
-    """A chat asks with a flag, a completion with a number, which may be 0."""
+    """A chat asks with a flag, a completion with a number, which may be 0, also in the form of a false."""
     wanted = ask.request.get("logprobs") if ask.api in _COMPLETION_APIS else None
-    return wanted is not None and wanted is not False
+    return wanted is not None and (wanted is not False or ask.api == "completions")
 
 
 def _can_be_parsed(ask: Ask, rendered: Rendered) -> bool:

@@ -367,6 +367,17 @@ async def test_responses_of_a_model_that_thinks_pass_through() -> None:
         assert not generated(site)
 
 
+async def test_a_completion_with_as_many_logprobs_as_vllm_allows_passes_through() -> None:
+    """Token routes are asked for one more, which they refuse once their stream has begun."""
+    error = {"message": "Requested sample logprobs of 3.", "type": "BadRequestError", "param": "logprobs", "code": 400}
+    async with running_site(token_legs="auto") as site:
+        site.engine.scripts["/inference/v1/generate"] = fixed(200, event({"error": error}) + DONE, b"text/event-stream")
+        answer = await site.client.post("/v1/completions", json=TURNS["/v1/completions"] | {"logprobs": 2})
+        assert answer.status_code == 200, answer.text
+        assert len(answer.json()["choices"][0]["logprobs"]["tokens"]) == 4
+        assert [turn.path for turn in site.engine.turns] == ["/inference/v1/generate", "/v1/completions"]
+
+
 async def test_an_engine_without_token_routes_reports_the_reason() -> None:
     """The setting, or how the engine was started."""
     for setting, why in (("off", "the setting"), ("auto", "--enable-scale-out")):

@@ -15,7 +15,7 @@ from engines.upstream import Upstream
 from engines.vllm_messages import chat_of_chat, chat_of_messages
 from engines.vllm_tokens import VllmTokens
 
-RENDERED = Rendered("vllm", TokenIds.of([1]), {}, 100, 0, (), False, False, False, {})
+RENDERED = Rendered("vllm", TokenIds.of([1]), {"sampling_params": {}}, 100, 0, (), False, False, False, {})
 TOOL = {"name": "run", "description": "Runs.", "input_schema": {"properties": {}}}
 # Texts that look like the fields of an event.
 TEXTS = st.one_of(
@@ -260,3 +260,18 @@ def test_texts_of_a_seam_show_the_special_tokens_that_the_answer_shows() -> None
 def test_what_depends_on_the_output_so_far_is_known(sampling: dict[str, Any], counts: bool) -> None:
     """A repetition penalty counts the prompt of a leg too, in which the output so far is."""
     assert rendered_as(**sampling).counts_output is counts
+
+
+@pytest.mark.parametrize(("own", "listed"), [(-0.1, "xa"), (-0.4, "xa"), (-2.0, "xab")])
+def test_a_completion_lists_the_token_beside_the_likeliest(own: float, listed: str) -> None:
+    """Two were asked for. Its own route lists three if the token is not among them, generate only two in all."""
+    answer = orjson.dumps([{"token_ids": [1], "sampling_params": {"logprobs": 2}}])
+    routes, request = VllmTokens(), {"prompt": "hi", "logprobs": 2}
+    rendered = routes.rendered("/v1/completions", request, answer)
+    assert rendered is not None
+    assert orjson.loads(b"".join(routes.generate(rendered, leg_after()).body))["sampling_params"]["logprobs"] == 3
+    told = [{"token": name, "logprob": value} for name, value in (("x", own), ("a", -0.3), ("b", -1.0))]
+    choice = {"token_ids": [9], "text": "x", "logprobs": {"content": [{**told[0], "top_logprobs": told}]}}
+    data = orjson.dumps({"choices": [choice | {"finish_reason": None}]})
+    [entry] = routes.reader(rendered, only_numbers=False)(data).logprobs or ()
+    assert "".join(one["token"] for one in entry["top_logprobs"]) == listed
