@@ -32,6 +32,7 @@ class Rendered:
         fills_context: the request has no limit: `max_tokens` is the room that these prompt ids leave.
         counts_output: what is sampled depends on the output so far (penalties, bad words), of which an engine counts
             only its own leg's.
+        stops_after: a stop string counts only if it ends after so many tokens.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Rendered:
     chat: Mapping[str, Any]
     fills_context: bool = False
     counts_output: bool = False
+    stops_after: int = 0
 
 
 @value_class(frozen=True, slots=True)

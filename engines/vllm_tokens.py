@@ -117,6 +117,7 @@ class VllmTokens:
             sampling.get("structured_outputs") is not None,
             chat,
             counts_output=any(sampling.get(name) for name in _COUNTING),
+            stops_after=sampling.get("min_tokens") or 0,
         )
 
     def generate(self, rendered: Rendered, leg: TokenLeg) -> Upstream:

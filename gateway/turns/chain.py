@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from engines.token_ids import TokenIds
 from engines.tokens import Piece, Rendered
 from gateway.tokens.turn_tokens import VersionSpan
+from gateway.turns.seam import Seam
 
 _CHARACTER_TOKENS = 4
 """At most this many tokens make one UTF-8 character; all but the last of them have no text."""
@@ -68,7 +69,7 @@ class Chain:
         self._told_ids: list[int] = []
         self._leg_start = 0
         self._doubtful_start: int | None = None
-        self._seam: _Seam | None = None
+        self._seam: Seam | None = None
         self._text_again = ""  # told to the client before, so it must come again
         self._ids_again: list[int] = []
 
@@ -157,7 +158,7 @@ class Chain:
         self._cut(length)
         held = text[len(self.text) :]
         if self.rendered.stop:
-            self._seam = _Seam(text, held, self.rendered.stop, self.rendered.includes_stop)
+            self._seam = Seam(text, held, self.rendered.stop, self.rendered.includes_stop)
             held = self._seam.free_at_once()
         return self._tell(held, num_told)
 
@@ -197,6 +198,7 @@ class Chain:
         if piece.cached_tokens is not None and self.cached_tokens is None and not self._leg_start:
             self.cached_tokens = piece.cached_tokens
         ids, text, start = piece.ids, piece.text, len(self.output_ids)
+        may_stop = start >= self.rendered.stops_after
         if piece.versions:
             self._note_versions(piece)
         elif ids and (not self._versions or self._versions[-1].version != version):
@@ -213,13 +215,13 @@ class Chain:
         if piece.finish_reason is not None:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
         if self._seam is not None:
-            text = self._through_seam(text)
+            text = self._through_seam(text, may_stop)
         return self._tell(text, start)
 
     def finish(self, reason: str) -> NewText:
         """End the output: no more tokens are needed."""
         self.finish_reason = reason
-        return self._tell(self._through_seam("") if self._seam is not None else "", len(self.output_ids))
+        return self._tell(self._through_seam("", True) if self._seam is not None else "", len(self.output_ids))
 
     def _tell(self, text: str, start: int) -> NewText:
         if text:
@@ -263,9 +265,9 @@ class Chain:
         self._text_again = self._text_again[num_again:]
         return text[num_again:]
 
-    def _through_seam(self, text: str) -> str:
+    def _through_seam(self, text: str, may_stop: bool) -> str:
         assert self._seam is not None
-        text, stop = self._seam.feed(text, is_last=self.finish_reason is not None)
+        text, stop = self._seam.feed(text, may_stop, is_last=self.finish_reason is not None)
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
         if self._seam.is_passed:
@@ -275,38 +277,3 @@ class Chain:
 
 def _until(end: int, spans: Sequence[VersionSpan]) -> list[VersionSpan]:
     return [VersionSpan(span.version, span.start, min(span.end, end)) for span in spans if span.start < end]
-
-
-class _Seam:
-    """Finds a stop string that begins before a seam and ends after it.
-
-    Args:
-        text: all text before the seam; it ends with `held`, which was not told yet.
-    """
-
-    def __init__(self, text: str, held: str, stops: Sequence[str], includes_stop: bool) -> None:
-        self._stops = stops
-        self._includes_stop = includes_stop
-        self._reach = max(map(len, stops)) - 1
-        self._size = min(self._reach, len(text))
-        self._buffer = text[len(text) - self._size :]
-        self._held = held
-        self._num_told = max(self._size - len(held), 0)
-        self.is_passed = False
-
-    def free_at_once(self) -> str:
-        """The held text that is too far from the seam to be part of a stop string."""
-        return self._held[: max(len(self._held) - self._size, 0)]
-
-    def feed(self, text: str, is_last: bool) -> tuple[str, str | None]:
-        """The text that may be told now, and the stop string that ended it."""
-        self._buffer += text
-        found = [(at, stop) for stop in self._stops if 0 <= (at := self._buffer.find(stop)) < self._size]
-        if found:
-            at, stop = min(found)
-            self.is_passed = True
-            return self._buffer[self._num_told : at + (len(stop) if self._includes_stop else 0)], stop
-        if not is_last and len(self._buffer) < self._size + self._reach:
-            return "", None
-        self.is_passed = True
-        return self._buffer[self._num_told :], None

@@ -17,10 +17,15 @@ from gateway.turns.splice import joined
 
 
 def chain_of(
-    stop: tuple[str, ...] = (), includes: bool = False, grammar: bool = False, tells: bool = True, counts: bool = False
+    stop: tuple[str, ...] = (),
+    includes: bool = False,
+    grammar: bool = False,
+    tells: bool = True,
+    counts: bool = False,
+    stops_after: int = 0,
 ) -> Chain:
     ids = TokenIds.of([1, 2])
-    rendered = Rendered("vllm", ids, {}, 100, 0, stop, includes, False, grammar, {}, counts_output=counts)
+    rendered = Rendered("vllm", ids, {}, 100, 0, stop, includes, False, grammar, {}, False, counts, stops_after)
     return Chain(rendered, ids, None, tells, tells_logprobs=True)
 
 
@@ -146,6 +151,23 @@ def test_a_stop_string_across_a_seam_ends_the_answer(cut: int, includes: bool) -
     assert heard == ("xx" + "END" * includes if is_across_the_seam else text)
     assert chain.finish_reason == ("stop" if is_across_the_seam else "length")
     assert chain.text == heard and chain.stop_reason == (stop if is_across_the_seam else None)
+
+
+@pytest.mark.parametrize("stops_after", range(9))
+@pytest.mark.parametrize("cut", [3, 4])
+def test_a_stop_string_across_a_seam_counts_only_after_the_least_number_of_tokens(cut: int, stops_after: int) -> None:
+    """As vLLM does: one that ends among the first `min_tokens` tokens is text, also for a later one."""
+    text = "xxENDyENDz"
+    chain = chain_of(("END",), stops_after=stops_after)
+    heard = add_pieces(chain, ([1] * cut, text[: cut - 2]))
+    heard += chain.mend([text[:cut], text[: cut - 1]]).text
+    chain.begin_leg()
+    for i in range(cut, len(text)):
+        if chain.finish_reason is None:
+            heard += chain.add(Piece([1], text[i], finish_reason="length" if i + 1 == len(text) else None), "v1").text
+    is_stopped = stops_after < 5
+    assert heard == chain.text == ("xx" if is_stopped else text)
+    assert (chain.finish_reason, chain.stop_reason) == (("stop", "END") if is_stopped else ("length", None))
 
 
 def test_output_held_to_a_grammar_is_made_again_and_must_match() -> None:
