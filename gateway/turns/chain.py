@@ -115,19 +115,19 @@ class Chain:
         """The log-probabilities that the client may be told."""
         return self.logprobs if self.tells_logprobs else []
 
-    # --- at a seam ------------------------------------------------------------------------------------------
-
     @property
-    def starts_over(self) -> bool:
-        """Whether the next leg can use nothing of what was made."""
-        return self.rendered.has_grammar or (self.rendered.counts_output and not self._told_ids)
+    def needs_its_leg(self) -> bool:
+        """Whether another leg would not go on exactly as this one does."""
+        return bool(self.output_ids) and (self.rendered.has_grammar or self.rendered.counts_output)
+
+    # --- at a seam ------------------------------------------------------------------------------------------
 
     def candidates(self) -> list[list[int]]:
         """The output without its last 0, 1, ... 4 tokens; `mend` needs the text of each. [] if it needs none.
         The output may start over.
         """
         ids = self.output_ids
-        if self.starts_over:
+        if self.rendered.has_grammar or (self.rendered.counts_output and not self._told_ids):
             self._begin_again()
         elif not self.rendered.needs_parser:
             return [ids[: len(ids) - cut] for cut in range(min(_CHARACTER_TOKENS + 1, len(ids)))]

@@ -172,10 +172,10 @@ class Turn:
     def pause(self) -> bool:
         """Stop the running leg and keep its tokens; the scheduler is told TurnPaused and dispatches it again.
 
-        Returns: False if the leg cannot be paused, because it passes through, because its tokens are of no use to the
-        next one, or because there is none: then the turn just goes on.
+        Returns: False if the leg cannot be paused, because it passes through, because another one would not go on
+        exactly from its tokens, or because there is none: then the turn just goes on.
         """
-        can_pause = self._can_pause and not any(choice.chain.starts_over for choice in self.choices)
+        can_pause = self._can_pause and not any(choice.chain.needs_its_leg for choice in self.choices)
         if can_pause:
             self.stop(None)
         return can_pause

@@ -198,7 +198,7 @@ def test_output_that_counts_itself_starts_over_unless_it_was_told(tells: bool) -
     chain = chain_of(tells=tells, counts=True)
     assert not chain.candidates() and not chain.output_ids, "nothing was made"
     add_pieces(chain, ([1], "a"), ([2], "b"))
-    assert chain.starts_over is not tells
+    assert chain.needs_its_leg
     assert chain.candidates() == ([[1, 2], [1]] if tells else [])
     assert chain.output_ids == ([1, 2] if tells else []) and chain.text == ("ab" if tells else "")
 
