@@ -40,6 +40,8 @@ class Passthrough:
         body = await client.read(settings.max_body_bytes, settings.body_timeout_s)
         request = parse_object(body, client.scope["headers"])
         model, known = request.get("model"), self._fleet.models()
+        if model == "":  # to vLLM, no model is named
+            model = None
         if model is not None and not isinstance(model, str):
             raise bad_model(known)
         if model is not None and known and model not in known:

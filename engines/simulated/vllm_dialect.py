@@ -61,7 +61,7 @@ class VllmDialect:
 
     def check_model(self, body: Body) -> None:
         model = body.get("model")
-        if model is not None and model != self._service.settings.model:
+        if model not in (None, "") and model != self._service.settings.model:
             raise ApiError(
                 404,
                 f"The model `{model}` does not exist. Valid aliases: {self._service.settings.model}.",

@@ -141,7 +141,7 @@ class RequestReader:
     def _model(self, request: Mapping[str, Any]) -> str:
         model = request.get("model")
         known = self._fleet.models()
-        if model is None and len(known) == 1:
+        if model in (None, "") and len(known) == 1:
             return next(iter(known))
         if not isinstance(model, str) or not model:
             raise bad_model(known)

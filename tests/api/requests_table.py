@@ -294,6 +294,12 @@ def _small_apis(model: str) -> list[Case]:
         Case("detokenize", "/detokenize", {"model": model, "tokens": [200, 201]}),
         Case("detokenize a word", "/detokenize", {"model": model, "tokens": "abc"}),
         Case("embeddings", "/v1/embeddings", {"model": model, "input": "Hello"}),
+        Case("a model without a name", "/tokenize", {"model": "", "prompt": "hi"}),
+        Case(
+            "a chat's model without a name",
+            "/v1/chat/completions",
+            {"model": "", "messages": _CONVERSATIONS[0], "max_tokens": 4, "temperature": 0.0},
+        ),
         Case("no model", "/v1/chat/completions", {"messages": _CONVERSATIONS[0], "max_tokens": 4, "temperature": 0.0}),
     ]
     return cases

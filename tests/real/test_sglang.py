@@ -53,6 +53,7 @@ OWN_WORDS = {
     "bad completion, no prompt",
     "refused chat, a list",
     "no model",
+    "a chat's model without a name",
 }
 # SGLang draws without the seed, has no named call on `/v1/messages` (500), and no text offsets. It reports usage in
 # each event also if its client asks for no usage at the end.
