@@ -122,16 +122,22 @@ class WeightUpdates:
 
         Raises:
             UnknownEngine: one of these.
-            Refused: 409 while another update runs, 400 for fields that an engine's kind cannot use.
+            Refused: 409 while another update runs, or if all engines have this version from another path; 400 for
+                fields that an engine's kind cannot use.
         """
+        is_elsewhere = engine_ids is None and self._is_elsewhere(weights)
         if self._update is not None and self._update.ended_at is None:
-            if self._update.serves(weights.version, engine_ids):
+            if self._update.serves(weights.version, engine_ids) and not is_elsewhere:
                 return self._update
             raise conflict(f"The update to {self._update.weights.version!r} is under way, for {self._update.told()}.")
         wanted = self._fleet.members() if engine_ids is None else map(self._fleet.get, engine_ids)
         members = {member.engine_id: member for member in wanted}
         for member in members.values():
             _check(weights, member)
+        if is_elsewhere and members and all(_has(member, weights.version) for member in members.values()):
+            raise conflict(
+                f"All engines have {weights.version!r} already, from another path. Other weights need another version."
+            )
         if others := {self._fleet.get(one).engine_id for one in of_engine or {}} - members.keys():
             raise bad_request(f"{min(others)!r} is not among the engines of this update.", "transfer_of")
         self._record.begin(weights)
@@ -168,6 +174,13 @@ class WeightUpdates:
             "update": self._update.view() if self._update else None,
         }
 
+    def _is_elsewhere(self, weights: NewWeights) -> bool:
+        """Whether the current version is named again, with another path."""
+        current = self._record.current
+        if current is None or current.version != weights.version or current.path is None or weights.path is None:
+            return False
+        return current.path != weights.path
+
     # --- running --------------------------------------------------------------------------------------------
 
     async def _run(self, update: Update, members: _Members, of_engine: Mapping[str, Mapping[str, Any]]) -> None:
@@ -183,7 +196,7 @@ class WeightUpdates:
 
     async def _from_disk(self, update: Update, members: _Members) -> None:
         others = dict(members)
-        if members and not any(_has(member, update) for member in members.values()):
+        if members and not any(_has(member, update.weights.version) for member in members.values()):
             first_id = min(members, key=lambda engine_id: members[engine_id].num_legs)
             refused = await self._give(first_id, others.pop(first_id), update, {})
             if refused:
@@ -205,7 +218,7 @@ class WeightUpdates:
     ) -> bool:
         """Give one engine the weights; True if it refused them."""
         progress, weights = update.engines[engine_id], update.weights
-        if _has(member, update):
+        if _has(member, update.weights.version):
             progress.state = "done"
             return False
         if weights.transfer is not None:
@@ -239,7 +252,9 @@ class WeightUpdates:
         update.ended_at = self._clock()
         if is_broken_off:
             return
-        if update.status() == "failed" and not any(_has(member, update) for member in self._fleet.members()):
+        if update.status() == "failed" and not any(
+            _has(member, update.weights.version) for member in self._fleet.members()
+        ):
             self._record.take_back()
         else:
             self._record.end()
@@ -249,8 +264,8 @@ class WeightUpdates:
 _ENDS = frozenset({"done", "failed", "absent", "untouched"})
 
 
-def _has(member: Member, update: Update) -> bool:
-    return member.weight_version == update.weights.version and not member.held
+def _has(member: Member, version: str) -> bool:
+    return member.weight_version == version and not member.held
 
 
 def _check(weights: NewWeights, member: Member) -> None:

@@ -342,6 +342,24 @@ async def test_only_one_update_runs_at_a_time() -> None:
         assert [one["load_s"] for one in again.json()["engines"].values()] == [None, None]
 
 
+async def test_a_version_that_all_engines_have_is_refused_with_another_path() -> None:
+    """A second run that counts its versions from 1 again would train on with the old weights. Engines that lack the
+    version may take it from another path, because nodes need not have the same paths."""
+    slow = engine("vllm", weight_load_s=50.0)
+    async with fleet(slow, slow) as (client, (first_id, second_id)):
+        begun = await update(client, "v1", engines=[first_id])
+        assert begun.json()["status"] == "done"
+        assert (await update(client, "v1", path="/other/v1", wait=False)).status_code == 202
+        for path in ("/another/v1", "/other/v1"):
+            joined = await update(client, "v1", path=path)
+            assert joined.status_code == (200 if path == "/other/v1" else 409), joined.text
+        refused = await update(client, "v1", path="/another/v1")
+        assert refused.status_code == 409 and "'v1'" in refused.json()["error"]["message"]
+        assert (await client.get("/v1/weights")).json()["path"] == "/other/v1"
+        assert (await update(client, "v1", path="/other/v1")).json()["status"] == "done"
+        assert (await update(client, "v1", path="/node/v1", engines=[second_id])).json()["status"] == "done"
+
+
 async def test_an_update_of_some_engines_does_not_answer_for_others() -> None:
     """The same version for another engine is refused until the update ends, instead of being reported as done."""
     slow = engine("vllm", weight_load_s=50.0)
