@@ -22,7 +22,7 @@ ENTRY_BYTES = 500
 class Operation(NamedTuple):
     """One step of a batch; safe to apply only in its place, and once."""
 
-    name: Literal["record", "answer", "turn", "piece", "drop", "state", "forget", "clear", "sweep"]
+    name: Literal["record", "answer", "turn", "piece", "drop", "state", "forget", "rewrite", "replace", "sweep"]
     id: str
     value: bytes
     part: str = ""
@@ -48,7 +48,7 @@ class Pending:
         self._entries: dict[str, _Entry] = {}
         self._states: dict[str, bytes] = {}
         self._num_bytes = 0
-        self._clear = False
+        self._is_rewrite = False
         self._bounded = True
         self.num_puts = 0
         self.num_dropped = 0
@@ -106,14 +106,14 @@ class Pending:
         self._states[name] = value  # a handful of names, so not bounded
 
     def replace_all(self, rewrite: Callable[[], None]) -> None:
-        """Let `rewrite` put everything there is, without a limit, and clear the record just before that is sent.
+        """Let `rewrite` put everything there is, without a limit; the record's other trajectories go once it is sent.
 
         Waiting puts are dropped: they are put again, or belong to a trajectory that was forgotten. Not all pieces are
         put again, so pieces of trajectories without a record are swept away afterwards.
         """
         self._note_put()
         self._entries, self._num_bytes = {}, 0
-        self._clear, self._bounded = True, False
+        self._is_rewrite, self._bounded = True, False
         try:
             rewrite()
         finally:
@@ -121,16 +121,17 @@ class Pending:
 
     def take(self) -> Iterator[list[Operation]]:
         """Empty the queue into batches of about `batch_bytes`; a single larger value ends its batch."""
-        entries, states, clear = self._entries, self._states, self._clear
-        self._entries, self._states, self._clear = {}, {}, False
+        entries, states, is_rewrite = self._entries, self._states, self._is_rewrite
+        self._entries, self._states, self._is_rewrite = {}, {}, False
         self._num_bytes, self.since = 0, 0.0
-        batch = [Operation("clear", "", b"")] if clear else []
+        batch = [Operation("rewrite", "", b"")] if is_rewrite else []
         num_bytes = 0
-        last = [Operation("sweep", "", b"")] if clear else []
-        for operation in chain(_operations(entries, states), last):
+        last = [Operation("sweep", "", b"")] if is_rewrite else []
+        for operation in chain(_operations(entries, states, is_rewrite), last):
             batch.append(operation)
             num_bytes += len(operation.id) + len(operation.value)
-            if num_bytes >= self._settings.batch_bytes:
+            # What replaces a trajectory's old record comes in one batch with the new one.
+            if num_bytes >= self._settings.batch_bytes and operation.name != "replace":
                 yield batch
                 batch, num_bytes = [], 0
         if batch:
@@ -162,7 +163,7 @@ class Pending:
             self.num_dropped += 1
 
 
-def _operations(entries: dict[str, _Entry], states: dict[str, bytes]) -> Iterator[Operation]:
+def _operations(entries: dict[str, _Entry], states: dict[str, bytes], is_rewrite: bool) -> Iterator[Operation]:
     for trajectory_id, entry in entries.items():
         if entry.forget:
             yield Operation("forget", trajectory_id, b"")
@@ -170,6 +171,8 @@ def _operations(entries: dict[str, _Entry], states: dict[str, bytes]) -> Iterato
             yield Operation("drop", trajectory_id, b"", prefix)
         for name, data in entry.pieces.items():
             yield Operation("piece", trajectory_id, data, name)
+        if is_rewrite and (entry.record is not None or entry.turns):
+            yield Operation("replace", trajectory_id, b"")
         if entry.record is not None:
             yield Operation("record", trajectory_id, entry.record)
         if entry.answer is not None:

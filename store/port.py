@@ -100,8 +100,8 @@ class Store(Protocol):
     def on_loss(self, rewrite: Callable[[], None]) -> None:
         """Have `rewrite` called, on the event loop, when the record may lack something that was put.
 
-        It must put, synchronously, everything that must be found after a restart: the trajectories in the record are
-        cleared just before. Named blobs and pieces that were not lost stay, but it should put those again, too.
+        It must put, synchronously, everything that must be found after a restart: all other trajectories are removed
+        from the record. Named blobs and pieces that were not lost stay, but it should put those again, too.
         """
 
     def put_trajectory(self, trajectory_id: str, record: Json, answer: bytes | None = None) -> None:

@@ -8,7 +8,8 @@ What that number tells:
 - the same number: the reply to an earlier attempt was lost, and nothing is left to do;
 - another writer: a later process owns the record, and this one stops writing;
 - a gap, an earlier writer or nothing: the server came back with less than it had confirmed, so the owner is asked to
-  put everything again. The old trajectories are cleared just before that, and pieces of no trajectory just after it.
+  put everything again. Each trajectory is replaced by what is put of it; those that were not put, and pieces of no
+  trajectory, go just after that: a kill before then leaves more than there should be, not less.
   The same happens when puts had to be dropped. The server remembers the loss until then, because the reply that reports
   it may be lost as well. While nothing is put, the last number is sent with an empty batch; then a lower number is a
   gap, too.
@@ -18,8 +19,9 @@ than the one that it finds, because the server may have been replaced by one who
 
 Keys, after the namespace: `records` (hash: trajectory id to JSON; also the index), `turns:ID` (list of JSON), `answers`
 (hash), `pieces:ID` (hash), `sizes` (hash: trajectory id to bytes of its pieces), `states` (hash), `owner` (hash:
-format, writer, claimed_at, batch, lost). Nothing expires: the owner forgets what has ended. The server should not evict
-(`maxmemory-policy noeviction`) and is as durable as its own persistence makes it.
+format, writer, claimed_at, batch, lost), `rewritten` (set, while everything is put again: trajectory ids). Nothing
+expires: the owner forgets what has ended. The server should not evict (`maxmemory-policy noeviction`) and is as durable
+as its own persistence makes it.
 """
 
 import asyncio
@@ -47,6 +49,7 @@ CLAIM = """
 local owner, time = ARGV[1] .. 'owner', redis.call('TIME')
 local last = tonumber(redis.call('HGET', owner, 'claimed_at') or 0)
 local claimed_at = string.format('%.0f', math.max(time[1] * 1000000 + time[2], last + 1))
+redis.call('DEL', ARGV[1] .. 'rewritten')
 redis.call('HSET', owner, 'format', '1', 'writer', ARGV[2], 'claimed_at', claimed_at, 'batch', ARGV[3], 'lost', '0')
 return claimed_at
 """
@@ -54,7 +57,7 @@ return claimed_at
 APPLY = """
 local prefix, writer, claimed_at, number, max_turns = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 local records, answers, states, owner = prefix .. 'records', prefix .. 'answers', prefix .. 'states', prefix .. 'owner'
-local sizes = prefix .. 'sizes'
+local sizes, rewritten = prefix .. 'sizes', prefix .. 'rewritten'
 local known = redis.call('HMGET', owner, 'writer', 'batch', 'lost', 'claimed_at')
 local is_ours = known[1] == writer
 if known[1] and not is_ours and tonumber(known[4] or 0) >= tonumber(claimed_at) then return 'fenced' end
@@ -89,11 +92,23 @@ for i = 6, #ARGV, 4 do
     redis.call('HDEL', answers, id)
     redis.call('HDEL', sizes, id)
     redis.call('DEL', turns, pieces)
-  elseif operation == 'clear' then
-    for _, each in ipairs(redis.call('HKEYS', records)) do redis.call('DEL', prefix .. 'turns:' .. each) end
-    redis.call('DEL', records, answers)
+  elseif operation == 'rewrite' then
+    redis.call('DEL', rewritten)
     was_lost = false
+  elseif operation == 'replace' then
+    redis.call('HDEL', records, id)
+    redis.call('HDEL', answers, id)
+    redis.call('DEL', turns)
+    redis.call('SADD', rewritten, id)
   elseif operation == 'sweep' then
+    for _, each in ipairs(redis.call('HKEYS', records)) do
+      if redis.call('SISMEMBER', rewritten, each) == 0 then
+        redis.call('HDEL', records, each)
+        redis.call('HDEL', answers, each)
+        redis.call('DEL', prefix .. 'turns:' .. each)
+      end
+    end
+    redis.call('DEL', rewritten)
     for _, each in ipairs(redis.call('HKEYS', sizes)) do
       if redis.call('HEXISTS', records, each) == 0 then
         redis.call('DEL', prefix .. 'pieces:' .. each)
