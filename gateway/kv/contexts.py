@@ -32,7 +32,7 @@ class Context:
         path, body: its last request; `body` is None if its tokens are in the book, or if it was dropped.
         cache_salt: the client's own; the engine finds its KV only with it.
         tier: the KV tier in which its last turn's engine also keeps it for others; "" if there is none.
-        version: of the weights that its last turn began with.
+        version: of the weights that its KV there was computed with.
         brought_by: how its KV came to `engine_id` for the next turn: a move's outcome, or "".
         is_awaited: the next turn should find it in the tier.
     """
@@ -75,6 +75,7 @@ class Contexts:
         context = self._contexts.get(turn.ask.trajectory_id)
         if context is not None:
             context.engine_id, context.tier = engine_id, self._tier(engine_id)
+            context.version = _version(turn)
         else:
             self._contexts[turn.ask.trajectory_id] = self._new(turn, engine_id, 0, is_kept=True)
 
@@ -140,7 +141,7 @@ class Contexts:
             body=body,
             cache_salt=salt if isinstance(salt, str) else None,
             tier=self._tier(engine_id),
-            version=turn.versions[0] if turn.versions else "",
+            version=_version(turn),
         )
 
     def _tier(self, engine_id: str) -> str:
@@ -156,6 +157,11 @@ class Contexts:
         context = self._contexts.get(trajectory_id)
         if context is not None:
             context.body = None
+
+
+def _version(turn: Turn) -> str:
+    """Of the weights that its leg began with: the engine finds its KV by them."""
+    return turn.versions[0] if turn.versions else ""
 
 
 def _of_ids(ids: Sequence[int], model: str | None, cache_salt: object) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine
 from gateway.fleet.member import EngineState, Member
 from gateway.kv.contexts import Context, Contexts
-from gateway.kv.transfers import MoveFailed, TransferRequest, Transfers
+from gateway.kv.transfers import MoveFailed, TransferRequest, Transfers, weights_of
 from gateway.metrics import Metrics
 from gateway.turnlog import LOGGER
 from gateway.turns.chain import Chain
@@ -31,9 +31,14 @@ from scheduling.types import Move
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A move in a tool call; until `has_begun` it waits for others to end."""
+    """A move in a tool call; until `has_begun` it waits for others to end.
+
+    Args:
+        source: the engine that has the KV: not the last home, if an earlier move away from there was broken off.
+    """
 
     move: Move
+    source: str
     has_begun: bool = False
     task: "asyncio.Task[None] | None" = None
 
@@ -68,7 +73,11 @@ class KvMoves:
     def begin(self, move: Move) -> None:
         """A trajectory in a tool call has another home. Returns at once."""
         self.cancel(move.trajectory_id)
-        under_way = self._under_way[move.trajectory_id] = _UnderWay(move)
+        context = self.contexts.get(move.trajectory_id)
+        source = context.engine_id if context is not None else move.source
+        if source == move.target:
+            return  # it moves back before its KV has left
+        under_way = self._under_way[move.trajectory_id] = _UnderWay(move, source)
         under_way.task = asyncio.create_task(self._in_tool_call(under_way), name=f"move {move.trajectory_id}")
 
     def cancel(self, trajectory_id: str) -> None:
@@ -79,11 +88,11 @@ class KvMoves:
 
     async def settled(self, source: str, timeout_s: float) -> int:
         """Wait for the moves away from an engine. Returns how many are still under way at the timeout."""
-        tasks = [one.task for one in self._under_way.values() if one.task and one.move.source == source]
-        if tasks:
-            _, left = await asyncio.wait(tasks, timeout=timeout_s)
-            return len(left)
-        return 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while tasks := self._tasks_from(source):  # a move that is broken off may be followed by another one
+                    await asyncio.wait(tasks)
+        return len(self._tasks_from(source))
 
     def may_bring(self, turn: Turn, member: Member) -> bool:
         """Whether `bring` may have something to wait for."""
@@ -96,16 +105,18 @@ class KvMoves:
     async def bring(self, turn: Turn, member: Member) -> None:
         """Bring a turn's KV to the engine where a leg of it is about to run, as far as possible."""
         trajectory_id = turn.ask.trajectory_id
-        if (under_way := self._under_way.get(trajectory_id)) is not None and not await self._has_ended(under_way):
-            return
+        under_way = self._under_way.get(trajectory_id)
+        is_in_time = under_way is None or await self._has_ended(under_way)
         context = self.contexts.get(trajectory_id)
         if context is None or context.engine_id == member.engine_id or not self._is_sticky:
             return
         context.brought_by = ""  # it may have been brought elsewhere before
+        if not is_in_time:
+            return
         num_tokens = max([context.num_tokens, *(_made_tokens(one.chain) for one in turn.choices)])
         if num_tokens < self._settings.kv_move_min_tokens:
             return
-        source = self._source(context.engine_id, member)
+        source = self._source(context.engine_id, member, context) if context.model == turn.ask.model else None
         asked = await self.contexts.request(trajectory_id, turn) if source is not None else None
         is_brought = asked is not None and await self._counted(trajectory_id, *asked, source, member)
         # For a turn that continues, engines do not report how much they found cached.
@@ -128,6 +139,10 @@ class KvMoves:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._transfers.close()
+
+    def _tasks_from(self, source: str) -> "list[asyncio.Task[None]]":
+        tasks = [one.task for one in self._under_way.values() if one.task and one.source == source]
+        return [task for task in tasks if not task.done()]
 
     # --- one move -------------------------------------------------------------------------------------------
 
@@ -152,7 +167,7 @@ class KvMoves:
                 is_long = context is None or context.num_tokens >= self._settings.kv_move_min_tokens
                 asked = await self.contexts.request(move.trajectory_id, None) if is_long else None
                 if asked is not None:
-                    source = self._source(move.source, target)
+                    source = self._source(under_way.source, target, context)
                     await self._counted(move.trajectory_id, *asked, source, target, prefills=True)
         except UnknownEngine:
             return  # an engine left the fleet meanwhile
@@ -170,7 +185,7 @@ class KvMoves:
         prefills: bool = False,
     ) -> bool:
         """Bring it, and count the outcome; returns whether it is there."""
-        began_at = self._clock()
+        began_at, version = self._clock(), target.weight_version
         context = self.contexts.get(trajectory_id)
         asked = TransferRequest(trajectory_id, path, one_token(path, request))
         can_load = context is not None and _can_load(context, target)
@@ -183,6 +198,8 @@ class KvMoves:
         context = self.contexts.get(trajectory_id)
         if context is not None:  # the next turn does not try again in any case: it computes what is missing
             context.engine_id, context.brought_by = target.engine_id, outcome
+            if outcome and outcome != "fetched":  # computed there, or loaded: by these weights, and for this tier
+                context.version, context.tier = version, target.kv_tier
         return bool(outcome)
 
     async def _moved(
@@ -238,14 +255,17 @@ class KvMoves:
 
     # --- source and size ------------------------------------------------------------------------------------
 
-    def _source(self, engine_id: str, target: Member) -> Member | None:
-        """The engine that has the KV, if the target can fetch from it; KV of other weights is useless."""
+    def _source(self, engine_id: str, target: Member, context: Context | None) -> Member | None:
+        """The engine that has the KV, if the target can fetch from it; KV of other weights is useless: it would be
+        computed again to be fetched. None is known of a context that an earlier process saw.
+        """
         with contextlib.suppress(UnknownEngine):
             source = self._fleet.get(engine_id)
             can = source.moves_kv and target.moves_kv and source is not target
             is_there = source.state is EngineState.READY and not source.is_updating
-            is_same = (source.cache_salt, source.weight_version) == (target.cache_salt, target.weight_version)
-            return source if can and is_there and is_same else None
+            is_same = weights_of(source) == weights_of(target)
+            is_present = context is None or context.version == source.weight_version
+            return source if can and is_there and is_same and is_present else None
         return None
 
 

@@ -53,13 +53,17 @@ class Transfers:
         """Have one engine fetch it from another; returns how many tokens are at the new home then. Raises
         MoveFailed.
         """
+        weights = weights_of(source)
         told = await self._ask(source, asked, offering(asked.request), _FIRST)
         if told.offer is None:
-            source.moves_kv = False  # it was configured or believed to; it is not asked again
+            if not source.is_updating and weights_of(source) == weights:  # an update may abort what runs
+                source.moves_kv = False  # it was configured or believed to; it is not asked again
             raise MoveFailed("the old home offers no KV")
         source.kv_offered_tokens += told.prompt_tokens
         offered_by, is_fetched = source.engine_id, False
         try:
+            if not weights == weights_of(source) == weights_of(target):  # what is fetched counts as the target's
+                raise MoveFailed("new weights came meanwhile")
             got = await self._ask(target, asked, fetching(asked.request, told.offer), _FIRST)
             # An engine that could not fetch computes the prompt instead, which is as good but slower.
             is_fetched = got.cached_tokens is None or got.is_there
@@ -123,3 +127,8 @@ class Transfers:
         if response.status != 200:
             raise MoveFailed(f"{member.engine_id} answered {response.status}")
         return held(answer)
+
+
+def weights_of(member: Member) -> tuple[str, str]:
+    """What two engines must have in common to use each other's KV."""
+    return member.cache_salt, member.weight_version

@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import httpx
+import pytest
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault
@@ -57,6 +58,28 @@ async def test_a_turn_waits_for_a_move_for_at_most_its_timeout() -> None:
         assert await fleet.moves() == {"failed": 1}
 
 
+async def test_kv_by_is_none_if_the_last_of_two_moves_timed_out() -> None:
+    """The first one fetched the KV. The second, to a third engine, hangs there until the turn no longer waits."""
+    hanging = Fault("hang", path="/v1/chat", count=2)
+    async with running_fleet(engine(), engine(), engine(hanging), kv_move_timeout_s=1.0) as fleet:
+        home, second, third = map(id_of, fleet.urls)
+        for other in (second, third):
+            await fleet.act(other, "cordon")
+        messages = first_messages()
+        await fleet.turn("t", messages)
+        await fleet.act(second, "uncordon")
+        await fleet.act(home, "evacuate")
+        assert await fleet.moves() == {"fetched": 1}
+        await fleet.act(third, "uncordon")
+        evacuation = asyncio.create_task(fleet.act(second, "evacuate"))
+        await eventually(lambda: offers_kv(fleet, second))
+        await fleet.turn("t", messages)
+        await evacuation
+        last = await fleet.last("t")
+        assert (last["engine"], last["legs"]) == (third, 1)
+        assert (last["kv_by"], last["cached_tokens"]) == (None, 0)
+
+
 async def test_a_relaunched_engine_has_none_of_its_predecessors_offers() -> None:
     """KV that nobody fetched is gone with the process: the new process has all its memory for its own turns."""
     not_fetched = Fault("refuse", path="/simulate/kv", count=1)
@@ -85,3 +108,33 @@ async def test_a_relaunched_engine_has_none_of_its_predecessors_offers() -> None
                 relaunched = (await fleet.engines())[again]
                 assert relaunched["kv_offered_tokens"] == 0
                 assert relaunched["kv_capacity_tokens"] == engine().profile.kv_capacity_tokens
+
+
+@pytest.mark.parametrize("mode", ["keep", "restart"])
+async def test_kv_of_old_weights_is_not_fetched_under_new_ones(mode: str) -> None:
+    """All engines take new weights while the old home makes its offer. Fetched, that KV would count as the new
+    weights'. Later moves are fetched as before."""
+    slow = Fault("slow", delay_s=1.0, path="/v1/chat", count=2)
+    async with running_fleet(engine(slow), engine()) as fleet:
+        home, target = map(id_of, fleet.urls)
+        await fleet.act(target, "cordon")
+        messages = first_messages()
+        await fleet.turn("t", messages)
+        await fleet.act(target, "uncordon")
+        evacuation = asyncio.create_task(fleet.act(home, "evacuate"))
+
+        async def is_asked() -> bool:
+            return bool((await fleet.engines())[home]["num_legs"])
+
+        await eventually(is_asked)
+        weights = {"version": "step-1", "path": "/weights/step-1", "mode": mode}
+        updated = await fleet.client.post("/v1/weights", json=weights, headers=ADMIN)
+        assert updated.json()["status"] == "done", updated.text
+        await evacuation
+        assert await fleet.moves() == {"failed": 1, "prefilled": 1}
+        await fleet.turn("t", messages)
+        last = await fleet.last("t")
+        assert (last["engine"], last["kv_by"]) == (target, "prefilled") and await fleet.cached_share("t") >= 0.85
+        await fleet.act(home, "uncordon")
+        await fleet.act(target, "evacuate")
+        assert await fleet.moves() == {"failed": 1, "prefilled": 1, "fetched": 1}

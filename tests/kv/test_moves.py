@@ -236,6 +236,38 @@ async def test_kv_of_other_weights_is_not_fetched() -> None:
         assert await fleet.moves() == {} and await fleet.cached_share("t") == 0.0
 
 
+async def test_kv_of_old_weights_is_not_computed_again_at_the_old_home() -> None:
+    """All engines got new weights in the tool call, under which none has the context: the new home computes it."""
+    async with running_fleet(engine(), engine()) as fleet:
+        home, target = (url.removeprefix("http://") for url in fleet.urls)
+        await fleet.act(target, "cordon")
+        messages = first_messages()
+        await fleet.turn("t", messages)
+        weights = {"version": "step-1", "path": "/weights/step-1", "mode": "keep"}
+        updated = await fleet.client.post("/v1/weights", json=weights, headers=ADMIN)
+        assert updated.json()["status"] == "done", updated.text
+        made = await fleet.generated_tokens(fleet.urls[0])
+        await fleet.act(target, "uncordon")
+        await fleet.act(home, "evacuate")
+        assert await fleet.moves() == {"prefilled": 1}
+        assert await fleet.generated_tokens(fleet.urls[0]) == made
+        await fleet.act(home, "uncordon")
+        await fleet.act(target, "evacuate")
+        assert await fleet.moves() == {"prefilled": 1, "fetched": 1}, "it has the KV of the new weights"
+        await fleet.turn("t", messages)
+        assert (await fleet.last("t"))["kv_by"] == "fetched" and await fleet.cached_share("t") >= 0.85
+
+
+async def test_kv_of_another_model_is_not_fetched() -> None:
+    """A trajectory's turns use two models, each on an engine of its own: neither has KV for the other."""
+    async with running_fleet(engine(), engine(model="another")) as fleet:
+        messages = first_messages()
+        for model in ("simulated", "another", "simulated"):
+            await fleet.turn("t", messages, model=model)
+            assert (await fleet.last("t"))["kv_by"] is None
+        assert await fleet.moves() == {}
+
+
 async def test_one_drain_moves_many_trajectories() -> None:
     """Six are in tool calls at the drain: all KV is fetched, and their next turns find it."""
     async with running_fleet(engine(), engine(), kv_moves_at_once=2) as undisturbed:
