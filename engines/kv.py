@@ -82,6 +82,9 @@ def is_mostly(cached_tokens: int, context_tokens: int) -> bool:
 def one_token(path: str, request: Mapping[str, Any]) -> dict[str, Any]:
     """A turn's request, changed to ask for one token."""
     asked = {name: value for name, value in request.items() if name not in _ABOUT_THE_ANSWER}
+    thinking = asked.get("thinking")
+    if isinstance(thinking, dict) and "budget_tokens" in thinking:  # Anthropic's; vLLM refuses one above the limit
+        asked["thinking"] = {"type": "adaptive"}  # the same prompt, on SGLang, too
     return asked | {"max_output_tokens" if path.endswith("/responses") else "max_tokens": 1}
 
 
@@ -112,8 +115,11 @@ def held(answer: bytes) -> HeldContext:
         usage = told["usage"]
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
         offer = told.get("kv_transfer_params")
+        apart = 0  # Anthropic's `input_tokens` are those that were neither read from the cache nor written to it
+        if "input_tokens" in usage and "input_tokens_details" not in usage:
+            apart = (usage.get("cache_read_input_tokens") or 0) + (usage.get("cache_creation_input_tokens") or 0)
         return HeldContext(
-            prompt_tokens=int(usage.get("prompt_tokens") or usage.get("input_tokens") or 0),
+            prompt_tokens=int(usage.get("prompt_tokens") or usage.get("input_tokens") or 0) + apart,
             cached_tokens=details.get("cached_tokens", usage.get("cache_read_input_tokens")),
             offer=offer if isinstance(offer, dict) and offer.get("do_remote_prefill") else None,
         )

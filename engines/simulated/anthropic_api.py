@@ -8,7 +8,7 @@ import orjson
 from engines.simulated.chat import render
 from engines.simulated.dialect import Dialect
 from engines.simulated.exchange import ApiError, Exchange, InvalidField
-from engines.simulated.fields import Body, integer, items, wishes_of
+from engines.simulated.fields import Body, integer, items, mapping, wishes_of
 from engines.simulated.live import Generation
 from engines.simulated.openai_api import asked_of, run
 from engines.simulated.outcomes import call_fragment, finish_reason, text_of
@@ -34,9 +34,19 @@ async def _messages(service: EngineService, dialect: Dialect, exchange: Exchange
     body = await exchange.json()
     dialect.check_model(body)
     prompt, max_tokens, form = chat_of(service, body)
+    _check_thinking(body, max_tokens)
     max_tokens = service.answer_limit(prompt, max_tokens)
-    asked = asked_of(dialect, exchange, body, "chatcmpl-", [prompt], wishes_of(form, max_tokens, None))
+    wishes, transfer = wishes_of(form, max_tokens, None), body.get("kv_transfer_params")
+    asked = asked_of(dialect, exchange, body, "chatcmpl-", [prompt], wishes, transfer)
     await run(service, dialect, exchange, asked, partial(_MessageStream, service), partial(_whole, service))
+
+
+def _check_thinking(body: Body, max_tokens: int) -> None:
+    """vLLM 0.33 checks the budget, except in a request that only offers KV."""
+    thinking, transfer = mapping(body, "thinking"), mapping(body, "kv_transfer_params")
+    budget = (integer(thinking, "budget_tokens", lowest=1024) or 0) if thinking.get("type") == "enabled" else 0
+    if budget >= max_tokens and not transfer.get("do_remote_decode"):
+        raise ApiError(400, "thinking.budget_tokens must be less than max_tokens", param="thinking")
 
 
 def chat_of(service: EngineService, body: Body) -> tuple[list[int], int, Body]:
@@ -160,6 +170,7 @@ def _whole(service: EngineService, running: Running) -> Body:
     message = _envelope(service, running, [_block(running)], stop_reason, _usage(service, generation))
     if stop_reason == "stop_sequence":
         message["stop_sequence"] = generation.answer.stop_reason
+    message["kv_transfer_params"] = running.kv_offer
     return {name: value for name, value in message.items() if value is not None}
 
 

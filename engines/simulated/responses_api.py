@@ -32,7 +32,8 @@ async def _responses(service: EngineService, dialect: Dialect, exchange: Exchang
     prompt, max_tokens, form = chat_of(service, body)
     max_tokens = service.answer_limit(prompt, max_tokens)
     body |= {"max_output_tokens": max_tokens}
-    asked = asked_of(dialect, exchange, body, "resp_", [prompt], wishes_of(form, max_tokens, None))
+    wishes, transfer = wishes_of(form, max_tokens, None), body.get("kv_transfer_params")
+    asked = asked_of(dialect, exchange, body, "resp_", [prompt], wishes, transfer)
     await run(
         service, dialect, exchange, asked, partial(_ResponseStream, service, body), partial(_whole, service, body)
     )
@@ -173,7 +174,7 @@ def _status(generation: Generation) -> str:
 
 def _whole(service: EngineService, body: Body, running: Running) -> Body:
     status = _status(running.generations[0])
-    return _response(service, body, running, status, [_item_of(running)])
+    return _response(service, body, running, status, [_item_of(running)]) | {"kv_transfer_params": running.kv_offer}
 
 
 class _ResponseStream:

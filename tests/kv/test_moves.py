@@ -9,7 +9,7 @@ import pytest
 
 from engines.kv import LEASE_S
 from engines.simulated.settings import Fault
-from tests.kv.kv_fleet import Fleet, engine, first_messages, running_fleet, undisturbed_answers
+from tests.kv.kv_fleet import TASK, Fleet, engine, first_messages, running_fleet, undisturbed_answers
 from tests.support.gateway import ADMIN, eventually
 
 TOKEN_LEGS = pytest.mark.parametrize("token_legs", ["off", "auto"])
@@ -182,6 +182,43 @@ async def test_sglang_prefills_in_the_tool_call() -> None:
         await fleet.act((await fleet.last("t"))["engine"], "evacuate")
         await fleet.turn("t", messages)
         assert await fleet.moves() == {"prefilled": 1} and await fleet.cached_share("t") >= 0.85
+
+
+async def _message(fleet: Fleet, trajectory: str) -> str:
+    """A turn by Anthropic's API with a budget for thoughts; returns its engine."""
+    body = {"model": "simulated", "messages": first_messages(), "max_tokens": 4096, "temperature": 0}
+    body |= {"thinking": {"type": "enabled", "budget_tokens": 2048}}
+    response = await fleet.client.post(f"/t/{trajectory}/v1/messages", json=body)
+    assert response.status_code == 200, response.text
+    return str((await fleet.last(trajectory))["engine"])
+
+
+@pytest.mark.parametrize(("kv_transfer", "outcome"), [(True, "fetched"), (False, "prefilled")])
+async def test_contexts_of_anthropics_api_move_whatever_the_budget_for_thoughts(
+    kv_transfer: bool, outcome: str
+) -> None:
+    """The budget would be above the limit of a request for one token, which vLLM refuses."""
+    async with running_fleet(engine(kv_transfer=kv_transfer), engine(kv_transfer=kv_transfer)) as fleet:
+        await fleet.act(await _message(fleet, "t"), "evacuate")
+        assert await fleet.moves() == {outcome: 1}
+
+
+async def test_contexts_of_the_responses_api_are_fetched() -> None:
+    """The offer comes in the response, as in a chat's answer."""
+    async with running_fleet(engine(), engine()) as fleet:
+        body = {"model": "simulated", "input": TASK, "max_output_tokens": 40}
+        assert (await fleet.client.post("/t/t/v1/responses", json=body)).status_code == 200
+        await fleet.act((await fleet.last("t"))["engine"], "evacuate")
+        assert await fleet.moves() == {"fetched": 1}
+
+
+async def test_an_offer_counts_whole_whichever_api_reports_it() -> None:
+    """Anthropic's counts cached tokens apart from the others."""
+    broken = Fault("hang", path="/simulate/kv")
+    async with running_fleet(engine(broken), engine(broken), kv_move_timeout_s=1.0) as fleet:
+        home = await _message(fleet, "t")
+        await fleet.act(home, "evacuate")
+        assert (await fleet.engines())[home]["kv_offered_tokens"] > 500
 
 
 async def test_an_engine_wrongly_declared_to_have_nixl_is_asked_only_at_first() -> None:
