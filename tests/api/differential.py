@@ -53,19 +53,22 @@ async def compare(
     """
     await exchange(straight, case)
     direct, passed = await exchange(straight, case), await exchange(through, case)
-    if isinstance(direct.content, dict) and isinstance(passed.content, dict):
-        _leave_out(untold, direct.content, passed.content)
+    _leave_out(untold, direct.content, passed.content)
     return [f"{case.name}: {difference}" for difference in _differences(direct, passed, case)]
 
 
-def _leave_out(names: frozenset[str], direct: Json, passed: Json) -> None:
+def _leave_out(names: frozenset[str], direct: Any, passed: Any) -> None:
+    if isinstance(direct, list) and isinstance(passed, list):
+        for before, after in zip(direct, passed, strict=False):
+            _leave_out(names, before, after)
+    if not isinstance(direct, dict) or not isinstance(passed, dict):
+        return
     for name in names - passed.keys():
         value = direct.pop(name, None)
         if name == CREATED and value is not None:
             direct["input_tokens"] += value
     for name in direct.keys() & passed.keys():
-        if isinstance(direct[name], dict) and isinstance(passed[name], dict):
-            _leave_out(names, direct[name], passed[name])
+        _leave_out(names, direct[name], passed[name])
 
 
 async def exchange(client: httpx.AsyncClient, case: Case) -> Exchanged:

@@ -55,11 +55,10 @@ OWN_WORDS = {
     "no model",
     "a chat's model without a name",
 }
-# SGLang draws without the seed, has no named call on `/v1/messages` (500), and no text offsets. It reports usage in
-# each event also if its client asks for no usage at the end.
-UNLIKE = {"seed", "tool named", "logprobs", "stream continuous usage without usage"}
 # 0.5.17 answers `/v1/responses` in another form: it refuses the output of a call, and calls a cut answer completed.
 RESPONSES_SINCE = (0, 5, 23)
+# 0.5.17 ends its process if it gets new weights while turns wait, because it cannot flush its cache then.
+WEIGHTS_SINCE = (0, 5, 23)
 FORMS_SINCE = (0, 5, 18)  # 0.5.17 ignores the format of an answer on `/v1/messages`; the gateway does not
 
 
@@ -107,10 +106,20 @@ async def test_messages_and_responses_equal_a_real_sglangs(engines: list[str], m
 
 def is_left_out(case: Case) -> bool:
     """Whether a request kills the server, or its two answers may differ."""
-    kind, _, named = case.name.removesuffix(", whole").removesuffix(", stream").rpartition(", ")
-    if (kind, named) == ("chat", "logprobs"):
-        return False
-    return case.name in DEADLY | OWN_WORDS or named in UNLIKE
+    if case.name in DEADLY | OWN_WORDS:
+        return True
+    match case.body:
+        case {"seed": int(), "temperature": 1.0}:
+            return True  # it draws without the seed
+        case {"prompt": _, "logprobs": int()}:
+            return True  # it has no text offsets
+        case {"prompt": _, "max_tokens": None}:
+            return True  # a null is an error there, and no value at token level
+        case {"tool_choice": {"type": "tool"}}:
+            return True  # on `/v1/messages` a 500
+        case {"stream_options": {"continuous_usage_stats": True, **options}} if not options.get("include_usage"):
+            return True  # it reports usage in each event nevertheless
+    return False
 
 
 def has_form(case: Case) -> bool:
@@ -209,6 +218,8 @@ async def test_a_rollout_loses_no_turn(engines: list[str], token_legs: str) -> N
 
 async def test_new_weights_reach_the_engines_while_turns_run(engines: list[str]) -> None:
     """An update from disk in both modes: running turns finish, and the engines report the new version."""
+    if await version_of(engines[0]) < WEIGHTS_SINCE:
+        pytest.skip("new weights end this SGLang while turns run")
     folder = os.environ["SGLANG_MODEL"]  # the weights that the servers already have: only the version changes
     async with (
         running_gateway(*engines, **PATIENT, token_legs="auto") as gateway,
