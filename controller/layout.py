@@ -90,15 +90,19 @@ def lay_out(
         return _laid_out(wanted, [one for one in there if one.devices in aligned], asleep, floor, new_id)
 
 
-def fitting(tps: Iterable[int], floor: Floor) -> TPs:
-    """As many of these engines as fit onto the floor, whatever is there now; larger ones before smaller ones."""
+def fitting(tps: Iterable[int], floor: Floor, more: Iterable[int] = ()) -> TPs:
+    """As many of these engines as fit onto the floor, whatever is there now; larger ones before smaller ones.
+
+    Args:
+        more: sizes of which as many follow as fit beside them.
+    """
     fleet: list[int] = []
     taken = set(floor.resting)
-    for tp, count in sorted(Counter(tps).items(), reverse=True):
+    for tp, count in (*sorted(Counter(tps).items(), reverse=True), *((tp, None) for tp in largest_first(more))):
         blocks = [block for block in floor.blocks(tp) if not taken & set(block)][:count]
         taken.update(*blocks)
         fleet += [tp] * len(blocks)
-    return tuple(fleet)
+    return largest_first(fleet)
 
 
 def _laid_out(

@@ -22,7 +22,7 @@ from scheduling.fleets import GpuBudget, TPs, in_words, largest_first
 from scheduling.partition import Presorted
 from scheduling.reshaping import BETWEEN_ROLLOUTS, COLD_RELAUNCH_S, ReshapeRule, worth_reshaping
 from scheduling.running_sums import LoadedEngine
-from scheduling.scaling import makespan_s, plan, usable_kinds
+from scheduling.scaling import MIXED_FLEET_GAIN, makespan_s, plan, usable_kinds
 
 # Wake time of an engine before any was measured: weights of 28 GB come from host memory in 1 to 6 s.
 WAKE_S = 6.0
@@ -164,8 +164,10 @@ def _plan_on(
 ) -> tuple[TPs, dict[int, LoadedEngine]]:
     """The best fleet that fits onto the floor, and the engines that it was chosen from.
 
-    The search counts GPUs in nodes of equal size. Unequal nodes and resting devices have fewer blocks for large engines
-    than it counts. If it plans too many of a size, those that fit are compared with the best fleet without that size.
+    The search counts GPUs in nodes of equal size, and does not divide one into several sizes. Unequal nodes and resting
+    devices have fewer blocks for large engines than it counts. If it plans too many of a size, those that fit are
+    compared with the best fleet without that size. What is left of nodes gets smaller engines, if that promises what a
+    mixed fleet must.
 
     Raises:
         ValueError: no engine fits.
@@ -182,7 +184,14 @@ def _plan_on(
             break
         del left[max(lacking)]
     presorted = Presorted(trajectories)
-    return min(fleets, key=lambda fleet: makespan_s(presorted, kinds, fleet)), kinds
+
+    def time_s(fleet: TPs) -> float:
+        return makespan_s(presorted, kinds, fleet)
+
+    best = min(fleets, key=time_s)
+    uniform = ((tp,) * num_gpus for tp in kinds)
+    fullest = min((fitting(fleet, floor, kinds) for fleet in (*fleets, *uniform)), key=time_s)
+    return (fullest if time_s(fullest) < (1 - MIXED_FLEET_GAIN) * time_s(best) else best), kinds
 
 
 def _register_s(phase_s: PhaseTimes, tp: int) -> float:

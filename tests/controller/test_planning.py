@@ -1,19 +1,24 @@
 """Which fleet the work needs, and whether a change pays."""
 
+from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from controller.demand import Work
 from controller.journal import State
-from controller.layout import Floor, lay_out
+from controller.layout import Floor, fitting, lay_out
 from controller.planning import WAKE_S, Proposal, propose, relaunch_s
 from controller.steps import DesiredServer, SleepState
 from engines.profiles import load_profile
 from scheduling.estimate import Remaining
+from scheduling.partition import PRECISION, Presorted
 from scheduling.reshaping import COLD_RELAUNCH_S, ReshapeRule
+from scheduling.running_sums import LoadedEngine
+from scheduling.scaling import MIXED_FLEET_GAIN, makespan_s
 
 PROFILES = {tp: load_profile(f"qwen3-14b-h100-tp{tp}") for tp in (1, 2, 4, 8)}
 DEVICES = tuple(str(number) for number in range(8))
@@ -84,6 +89,38 @@ def test_whatever_is_planned_can_be_laid_out(nodes: list[int], data: st.DataObje
     assert isinstance(found, Proposal) == any(floor.blocks(tp) for tp in profiles)
     if isinstance(found, Proposal):
         assert found.tps and lay_out(found.tps, [], floor, str)
+
+
+def test_what_a_resting_device_leaves_of_a_node_gets_smaller_engines() -> None:
+    """One of eight devices rests: 3 x TP 2 left another one idle, and took a sixth longer."""
+    crowd = Work(tuple(Remaining(500.0 * (1 + number % 40), 4_000.0, 2_000.0) for number in range(300)), 0, 0.95)
+    floor = Floor(DEVICES, 8, frozenset({"0"}))
+    found = proposed(crowd, State(), floor=floor)
+    assert found.tps == (4, 2, 1)
+    assert not proposed(crowd, State(wanted=tuple(lay_out(found.tps, [], floor, str))), floor=floor).is_worth_it
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=2).filter(lambda nodes: sum(nodes) < 10), st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_fleet_that_fits_promises_much_more_than_the_planned_one(nodes: list[int], data: st.DataObject) -> None:
+    """Against every fleet that fits. A plan is exactly repeatable, and changes nothing once it is there."""
+    devices = tuple(f"node{node}/{number}" for node, size in enumerate(nodes) for number in range(size))
+    floor = Floor(devices, 8, frozenset(data.draw(st.sets(st.sampled_from(devices), max_size=2))))
+    profiles = {tp: PROFILES[tp] for tp in data.draw(st.sets(st.sampled_from((1, 2, 4)), min_size=1))}
+    lengths = data.draw(st.lists(st.floats(100.0, 10_000.0), min_size=1, max_size=20)) * data.draw(st.integers(1, 10))
+    trajectories = tuple(Remaining(length, 2_000.0, length / 2) for length in lengths)
+    work = Work(trajectories, 0, 0.95)
+    found = propose(work, State(), profiles, floor, RULE)
+    assume(isinstance(found, Proposal))
+    assert isinstance(found, Proposal) and propose(work, State(), profiles, floor, RULE) == found
+    there = State(wanted=tuple(lay_out(found.tps, [], floor, str)))
+    assert proposed(work, there, floor=floor, profiles=profiles).why.endswith("the fleet is the best one")
+    presorted, kinds = Presorted(trajectories), {tp: LoadedEngine(profile) for tp, profile in profiles.items()}
+    counts = (range(len(floor.blocks(tp)) + 1) for tp in profiles)
+    fleets = {fitting(Counter(dict(zip(profiles, some, strict=True))).elements(), floor) for some in product(*counts)}
+    best_s = min(makespan_s(presorted, kinds, fleet) for fleet in fleets - {()})
+    assert found.planned_s == pytest.approx(makespan_s(presorted, kinds, found.tps))
+    assert found.planned_s * (1 - MIXED_FLEET_GAIN) <= best_s * (1 + 2 * PRECISION)
 
 
 def test_too_few_trajectories_are_not_planned_for() -> None:
