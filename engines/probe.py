@@ -34,20 +34,30 @@ async def discover(http: HttpClient, kind: str | None, timeout_s: float) -> Disc
     Raises:
         ObservationError: it answers, but not as a model server does. Otherwise what HttpClient raises.
     """
+    models, owners = await _models_and_owners(http, timeout_s)
+    if kind is None:
+        kind = next((owner for owner in owners if owner in DIALECTS), None)
+    if kind is None:
+        raise ObservationError(f"neither vLLM nor SGLang (models owned by {owners}); name its kind")
+    return Discovery(DIALECTS[kind](), models)
+
+
+async def models_of(http: HttpClient, timeout_s: float) -> tuple[Model, ...]:
+    """Ask a server for its models. Raises what `discover` raises."""
+    models, _ = await _models_and_owners(http, timeout_s)
+    return models
+
+
+async def _models_and_owners(http: HttpClient, timeout_s: float) -> tuple[tuple[Model, ...], list[str]]:
     status, body = await http.get("/v1/models", timeout_s)
     if status != 200:
         raise ObservationError(f"/v1/models answered {status}")
     try:
         cards = orjson.loads(body)["data"]
         models = tuple(Model(str(card["id"]), _positive(card.get("max_model_len"))) for card in cards)
-        owners = {card.get("owned_by") for card in cards}
+        return models, sorted({str(card.get("owned_by")) for card in cards})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ObservationError(f"/v1/models is not a list of models: {error!r}") from None
-    if kind is None:
-        kind = next((owner for owner in sorted(map(str, owners)) if owner in DIALECTS), None)
-    if kind is None:
-        raise ObservationError(f"neither vLLM nor SGLang (models owned by {sorted(map(str, owners))}); name its kind")
-    return Discovery(DIALECTS[kind](), models)
 
 
 async def tells_tokens(dialect: Dialect, http: HttpClient, timeout_s: float) -> bool:

@@ -410,6 +410,9 @@ class Settings(BaseSettings):
         description="Interval of collecting young garbage: with 10,000 live trajectories, each takes 1 to 3 ms.",
     )
     observe_interval_s: float = Field(1.0, gt=0, description="Interval of reads of an engine's metrics.")
+    models_interval_s: float = Field(
+        5.0, gt=0, description="Interval of reads of a vLLM engine's models: LoRA adapters come and go while it runs."
+    )
     observe_timeout_s: float = Field(
         5.0, gt=0, description="Longest read of an engine's metrics: milliseconds, or 1 s on a busy CPU engine."
     )

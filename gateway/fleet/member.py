@@ -39,6 +39,7 @@ class Member:
         is_updating: it is being given weights. It is not looked at meanwhile, because it may stand still for minutes.
         versions: of its weights since this process was first seen, in order; empty if it does not report them.
         cache_salt: sent with every request, so that none reuses KV of other weights; "" until a version was set.
+        models_at: when it last told its models.
         asks_tokens: whether it has token routes is still unknown, and is asked at each look.
         moves_kv: it offers KV to others and fetches theirs, as far as is known.
         kv_tier: names the KV tier that it shares with all engines of the same value; "" for none.
@@ -68,6 +69,7 @@ class Member:
     cache_salt: str = ""
     dialect: Dialect | None = None
     models: tuple[Model, ...] = ()
+    models_at: float = 0.0
     slots: int | None = None
     observation: Observation | None = None
     asks_tokens: bool = False

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from engines.dialect import Asleep, Observation, ObservationError
 from engines.http import FAULTS, EngineUnreachable, NoMoreConnections
 from engines.kv_connectors import KvWays, kv_ways
-from engines.probe import Model, discover, tells_tokens
+from engines.probe import Model, discover, models_of, tells_tokens
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.circuits import Circuits
@@ -75,6 +75,9 @@ class Watch:
         if member.dialect is None or member.state is EngineState.LOST:
             await self._discover(member)
         assert member.dialect is not None
+        # SGLang's name of its model becomes a path when it is given weights, by whomever.
+        if member.dialect.kind == "vllm" and self._clock() - member.models_at >= self._settings.models_interval_s:
+            self._told(member, await models_of(member.http, timeout_s))
         if member.asks_tokens:
             member.asks_tokens = not await tells_tokens(member.dialect, member.http, timeout_s)
         observation = await member.dialect.observe(member.http, timeout_s)
@@ -106,12 +109,17 @@ class Watch:
         """Ask a new process what it is."""
         timeout_s = self._settings.observe_timeout_s
         found = await discover(member.http, member.settings.kind, timeout_s)
-        member.dialect, member.models = found.dialect, self._named(member, found.models)
-        member.asks_tokens = self._settings.token_legs == "auto"
-        self._on_models()
+        member.dialect, member.asks_tokens = found.dialect, self._settings.token_legs == "auto"
+        self._told(member, found.models)
         ways = await self._kv_ways(member)
         member.moves_kv, member.kv_tier = ways.fetches, ways.tier
         member.slots = member.settings.slots or await found.dialect.slots(member.http, timeout_s)
+
+    def _told(self, member: Member, models: tuple[Model, ...]) -> None:
+        before, member.models = member.models, self._named(member, models)
+        member.models_at = self._clock()
+        if member.models != before:
+            self._on_models()
 
     async def _kv_ways(self, member: Member) -> KvWays:
         """What was configured for an engine, else what it reports."""

@@ -1,0 +1,70 @@
+"""Models that come and go while an engine runs: vLLM loads LoRA adapters on request."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import orjson
+
+from engines.simulated.settings import SimulatedEngineSettings
+from tests.support.engine import RecordedEngine, fixed, recorded_engine
+from tests.support.gateway import eventually, running_gateway
+
+
+@asynccontextmanager
+async def watched(kind: str) -> AsyncIterator[tuple[RecordedEngine, httpx.AsyncClient]]:
+    """An engine that is looked at all the time, and a client of its gateway."""
+    settings = SimulatedEngineSettings(dialect=kind, speed_up=0.2)  # type: ignore[arg-type]
+    fast = {"models_interval_s": 0.01, "observe_interval_s": 0.01}
+    async with (
+        recorded_engine(settings) as engine,
+        running_gateway(engine.url, **fast) as gateway,
+        httpx.AsyncClient(base_url=gateway.url) as client,
+    ):
+        yield engine, client
+
+
+def tell(engine: RecordedEngine, *names: str) -> None:
+    """These are its models from now on."""
+    cards = [{"id": name, "owned_by": "vllm", "max_model_len": None} for name in names]
+    engine.scripts["/v1/models"] = fixed(200, orjson.dumps({"data": cards}))
+
+
+async def known(client: httpx.AsyncClient) -> list[str]:
+    return sorted(model["id"] for model in (await client.get("/v1/models")).json()["data"])
+
+
+def chat(model: str, num_tokens: int = 2) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": num_tokens}
+
+
+async def test_an_adapter_is_known_while_its_engine_has_it() -> None:
+    """Turns that name it go to the engine then, and are a 404 before and after."""
+    async with watched("vllm") as (engine, client):
+        assert (await client.post("/v1/chat/completions", json=chat("adapter"))).status_code == 404
+        for names, num_asked in ((["adapter", "simulated"], 1), (["simulated"], 1)):
+            tell(engine, *names)
+
+            async def are_known(names: list[str] = names) -> bool:
+                return await known(client) == names
+
+            await eventually(are_known)
+            answer = await client.post("/v1/chat/completions", json=chat("adapter"))
+            assert [turn.json["model"] for turn in engine.turns] == ["adapter"] * num_asked
+        assert answer.json()["error"]["code"] == "model_not_found"
+
+
+async def test_the_name_of_sglangs_model_stays_while_it_runs() -> None:
+    """Given weights by its trainer, it calls its model by their path. Clients keep the name that they use."""
+    async with watched("sglang") as (engine, client):
+        tell(engine, "/ckpt/step-1")
+        running = asyncio.create_task(client.post("/v1/chat/completions", json=chat("simulated", 200)))
+
+        async def is_seen_running() -> bool:
+            return bool((await client.get("/v1/engines")).json()["data"][0]["num_running"])
+
+        await eventually(is_seen_running)
+        assert await known(client) == ["simulated"]
+        running.cancel()
