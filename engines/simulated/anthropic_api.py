@@ -34,19 +34,10 @@ async def _messages(service: EngineService, dialect: Dialect, exchange: Exchange
     body = await exchange.json()
     dialect.check_model(body)
     prompt, max_tokens, form = chat_of(service, body)
-    _check_thinking(body, max_tokens)
     max_tokens = service.answer_limit(prompt, max_tokens)
     wishes, transfer = wishes_of(form, max_tokens, None), body.get("kv_transfer_params")
     asked = asked_of(dialect, exchange, body, "chatcmpl-", [prompt], wishes, transfer)
     await run(service, dialect, exchange, asked, partial(_MessageStream, service), partial(_whole, service))
-
-
-def _check_thinking(body: Body, max_tokens: int) -> None:
-    """vLLM 0.33 checks the budget, except in a request that only offers KV."""
-    thinking, transfer = mapping(body, "thinking"), mapping(body, "kv_transfer_params")
-    budget = (integer(thinking, "budget_tokens", lowest=1024) or 0) if thinking.get("type") == "enabled" else 0
-    if budget >= max_tokens and not transfer.get("do_remote_decode"):
-        raise ApiError(400, "thinking.budget_tokens must be less than max_tokens", param="thinking")
 
 
 def chat_of(service: EngineService, body: Body) -> tuple[list[int], int, Body]:
@@ -54,6 +45,7 @@ def chat_of(service: EngineService, body: Body) -> tuple[list[int], int, Body]:
     prompt, max_tokens = _prompt(service, body), integer(body, "max_tokens", lowest=1)
     if max_tokens is None:
         raise InvalidField("max_tokens", "Field required")
+    _check_thinking(body, max_tokens)
     form = {
         "stop": body.get("stop_sequences"),
         "temperature": body.get("temperature"),
@@ -62,6 +54,14 @@ def chat_of(service: EngineService, body: Body) -> tuple[list[int], int, Body]:
         "ignore_eos": body.get("ignore_eos"),
     }
     return prompt, max_tokens, form
+
+
+def _check_thinking(body: Body, max_tokens: int) -> None:
+    """vLLM 0.33 checks the budget, except in a request that only offers KV."""
+    thinking, transfer = mapping(body, "thinking"), mapping(body, "kv_transfer_params")
+    budget = (integer(thinking, "budget_tokens", lowest=1024) or 0) if thinking.get("type") == "enabled" else 0
+    if budget >= max_tokens and not transfer.get("do_remote_decode"):
+        raise ApiError(400, "thinking.budget_tokens must be less than max_tokens", param="thinking")
 
 
 async def _count_tokens(service: EngineService, dialect: Dialect, exchange: Exchange) -> None:
