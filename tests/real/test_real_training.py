@@ -87,7 +87,7 @@ async def test_an_update_in_a_turn_splits_its_tokens_between_two_versions(
     with those of the other span."""
 
     async def play(round_number: int) -> bool:
-        options = ("--steps", "4", "--max-tokens", "64", "--asynchronous")
+        options = ("--steps", "6", "--max-tokens", "256", "--asynchronous")
         out = tmp_path / str(round_number)
         reports, found = await trained(training_engines, tiny_model, vllm_venv, out, *options)
         assert reports[0]["stale_share"] == 0.0
