@@ -35,6 +35,16 @@ class Fleet:
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "the tool says: go on"}]
         return answer
 
+    async def begin_at_first(self) -> list[dict[str, Any]]:
+        """Play the first turn of trajectory `t` on the first engine, and leave the others cordoned; returns its
+        messages.
+        """
+        for url in self.urls[1:]:
+            await self.act(url.removeprefix("http://"), "cordon")
+        messages = first_messages()
+        await self.turn("t", messages)
+        return messages
+
     async def rows(self, trajectory: str) -> list[dict[str, Any]]:
         """The trajectory's turns."""
         turns: list[dict[str, Any]] = (await self.client.get(f"/v1/trajectories/{trajectory}")).json()["turns"]

@@ -3,7 +3,7 @@
 import asyncio
 
 from engines.simulated.settings import Fault
-from tests.kv.kv_fleet import Fleet, engine, first_messages, running_fleet
+from tests.kv.kv_fleet import Fleet, engine, running_fleet
 from tests.support.gateway import eventually
 
 
@@ -21,10 +21,7 @@ async def test_kv_is_fetched_from_where_it_is_if_its_last_move_was_broken_off() 
     hanging = Fault("hang", path="/v1/chat", count=1)
     async with running_fleet(engine(), engine(hanging), engine()) as fleet:
         first, second, third = map(id_of, fleet.urls)
-        for other in (second, third):
-            await fleet.act(other, "cordon")
-        messages = first_messages()
-        await fleet.turn("t", messages)
+        messages = await fleet.begin_at_first()
         await fleet.act(second, "uncordon")
         evacuation = asyncio.create_task(fleet.act(first, "evacuate"))
         await eventually(lambda: _has_legs(fleet, second))
@@ -42,9 +39,7 @@ async def test_a_trajectory_that_moves_back_needs_no_kv() -> None:
     hanging = Fault("hang", path="/v1/chat", count=1)
     async with running_fleet(engine(), engine(hanging)) as fleet:
         first, second = map(id_of, fleet.urls)
-        await fleet.act(second, "cordon")
-        messages = first_messages()
-        await fleet.turn("t", messages)
+        messages = await fleet.begin_at_first()
         made = await fleet.generated_tokens(fleet.urls[0])
         await fleet.act(second, "uncordon")
         evacuation = asyncio.create_task(fleet.act(first, "evacuate"))

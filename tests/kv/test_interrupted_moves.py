@@ -25,10 +25,7 @@ async def test_kv_by_is_none_if_the_engine_that_fetched_the_kv_left() -> None:
     """Fetched in the tool call. Then the new home leaves, and the turn computes its context on a third engine."""
     async with running_fleet(engine(), engine(), engine()) as fleet:
         home, target, third = map(id_of, fleet.urls)
-        for other in (target, third):
-            await fleet.act(other, "cordon")
-        messages = first_messages()
-        await fleet.turn("t", messages)
+        messages = await fleet.begin_at_first()
         await fleet.act(target, "uncordon")
         await fleet.act(home, "evacuate")
         assert await fleet.moves() == {"fetched": 1}
@@ -45,9 +42,7 @@ async def test_a_turn_waits_for_a_move_for_at_most_its_timeout() -> None:
     hanging = Fault("hang", path="/v1/chat", count=2)
     async with running_fleet(engine(), engine(hanging), kv_move_timeout_s=1.0) as fleet:
         home, target = map(id_of, fleet.urls)
-        await fleet.act(target, "cordon")
-        messages = first_messages()
-        await fleet.turn("t", messages)
+        messages = await fleet.begin_at_first()
         await fleet.act(target, "uncordon")
         evacuation = asyncio.create_task(fleet.act(home, "evacuate"))
         await eventually(lambda: offers_kv(fleet, home))
@@ -63,10 +58,7 @@ async def test_kv_by_is_none_if_the_last_of_two_moves_timed_out() -> None:
     hanging = Fault("hang", path="/v1/chat", count=2)
     async with running_fleet(engine(), engine(), engine(hanging), kv_move_timeout_s=1.0) as fleet:
         home, second, third = map(id_of, fleet.urls)
-        for other in (second, third):
-            await fleet.act(other, "cordon")
-        messages = first_messages()
-        await fleet.turn("t", messages)
+        messages = await fleet.begin_at_first()
         await fleet.act(second, "uncordon")
         await fleet.act(home, "evacuate")
         assert await fleet.moves() == {"fetched": 1}
@@ -117,9 +109,7 @@ async def test_kv_of_old_weights_is_not_fetched_under_new_ones(mode: str) -> Non
     slow = Fault("slow", delay_s=1.0, path="/v1/chat", count=2)
     async with running_fleet(engine(slow), engine()) as fleet:
         home, target = map(id_of, fleet.urls)
-        await fleet.act(target, "cordon")
-        messages = first_messages()
-        await fleet.turn("t", messages)
+        messages = await fleet.begin_at_first()
         await fleet.act(target, "uncordon")
         evacuation = asyncio.create_task(fleet.act(home, "evacuate"))
 

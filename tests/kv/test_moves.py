@@ -277,9 +277,7 @@ async def test_kv_of_old_weights_is_not_computed_again_at_the_old_home() -> None
     """All engines got new weights in the tool call, under which none has the context: the new home computes it."""
     async with running_fleet(engine(), engine()) as fleet:
         home, target = (url.removeprefix("http://") for url in fleet.urls)
-        await fleet.act(target, "cordon")
-        messages = first_messages()
-        await fleet.turn("t", messages)
+        messages = await fleet.begin_at_first()
         weights = {"version": "step-1", "path": "/weights/step-1", "mode": "keep"}
         updated = await fleet.client.post("/v1/weights", json=weights, headers=ADMIN)
         assert updated.json()["status"] == "done", updated.text
