@@ -183,34 +183,40 @@ async def test_the_longest_running_streams_are_not_kept_beyond_their_bound(
     """Otherwise memory grows with all that is under way. A repeat of the long one is a new turn; the short one can
     still be joined."""
     monkeypatch.setattr(repeats, "_LOOK_S", 0.001)
+    looked, bound = asyncio.Event(), repeats.Repeats.bound
+
+    def looks(self: repeats.Repeats) -> None:
+        bound(self)
+        looked.set()
+
+    monkeypatch.setattr(repeats.Repeats, "bound", looks)
+    num_events = {"short": 1, "long": 100}
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        num_events = 100 if b"long" in engine.posts[-1] else 1
-        writer.write(STREAM_HEAD + chunk(CHAT_EVENT) * num_events)
+        writer.write(STREAM_HEAD + chunk(CHAT_EVENT) * num_events["long" if b"long" in engine.posts[-1] else "short"])
         await reader.read()
 
     async with (
         raw_engine(answer) as engine,
         running_gateway(engine.url, max_running_answer_bytes=30 * len(CHAT_EVENT)) as gateway,
-        AsyncExitStack() as open_streams,
+        AsyncExitStack() as streams,
     ):
 
-        async def asked_for(text: str, streams: AsyncExitStack) -> str:
-            url, body, headers = (
-                gateway.url + PATHS["chat"],
-                body_of("chat", True, text=text),
-                {"x-trajectory-id": text},
-            )
-            reply = await streams.enter_async_context(client.stream("POST", url, json=body, headers=headers))
-            return str(reply.headers["x-request-id"])
+        async def asked_for(text: str) -> httpx.Response:
+            body, headers = body_of("chat", True, text=text), {"x-trajectory-id": text}
+            url = gateway.url + PATHS["chat"]
+            return await streams.enter_async_context(client.stream("POST", url, json=body, headers=headers))
 
-        async def is_a_new_turn(text: str) -> bool:
-            async with AsyncExitStack() as streams:
-                return await asked_for(text, streams) != request_ids[text]
-
-        request_ids = {text: await asked_for(text, open_streams) for text in ("short", "long")}
-        await eventually(lambda: is_a_new_turn("long"))
-        assert not await is_a_new_turn("short")
+        replies = {text: await asked_for(text) for text in ("short", "long")}
+        request_ids = {text: reply.headers["x-request-id"] for text, reply in replies.items()}
+        pieces, received = replies["long"].aiter_raw(), b""
+        while received.count(b"data:") < num_events["long"]:
+            received += await anext(pieces)
+        looked.clear()
+        await looked.wait()
+        # In this order: a stream that is joined is never freed, so its length would come on the other one.
+        assert (await asked_for("short")).headers["x-request-id"] == request_ids["short"]
+        assert (await asked_for("long")).headers["x-request-id"] != request_ids["long"]
 
 
 async def test_a_retry_gets_the_same_answer_after_the_gateway_was_killed(
