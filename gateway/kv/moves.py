@@ -5,8 +5,8 @@
    tier shared with the old home, and computes the rest while the tool runs.
 2. Before a leg that runs elsewhere than the last one, if the old home still has the KV and can offer it: the same
    fetch. Otherwise the leg itself loads or computes it. A move of its trajectory that is under way is awaited.
-3. Nothing fails because of a move. It takes at most `kv_move_timeout_s` and is counted; then the turn computes what is
-   missing. A tier that lacks what it should have counts as failed, too.
+3. Nothing fails because of a move. A turn waits for one for at most `kv_move_timeout_s`, and then computes what is
+   missing. Each outcome is counted. A tier that lacks what it should have counts as failed, too.
 """
 
 import asyncio

@@ -130,7 +130,7 @@ async def test_legs_too_long_to_keep_continue_from_the_stored_tokens(client: htt
     async def play(number: int) -> bool:
         store = f"sqlite:{tmp_path}/{number}.sqlite3"
         async with (
-            fleet_of(engine_of("sglang", speed_up=2)) as [engine],
+            fleet_of(engine_of("sglang", speed_up=2 ** (1 - number))) as [engine],
             kept_gateway("--store", store, "--engine", engine, **environment) as gateway,
         ):
             pending = [

@@ -277,7 +277,7 @@ async def test_a_restarted_gateway_continues_from_its_stored_tokens(
 
     async def play(round_number: int) -> bool:
         bodies = [body_of(number, "plain", "chat", stream) | {"max_tokens": length} for number in range(num)]
-        async with serve_engine(engine_of(kind, speed_up=2)) as engine:
+        async with serve_engine(engine_of(kind, speed_up=2 ** (1 - round_number))) as engine:
             store = f"sqlite:{tmp_path / f'heddle-{round_number}.sqlite3'}"
             options = ("--engine", engine, "--store", store)
             environment = {"HEDDLE_TOKEN_LEGS": "auto", "HEDDLE_SAVE_TOKENS_S": "0.05"}

@@ -22,6 +22,7 @@ async def play_rounds(premise: str, play: Callable[[int], Awaitable[bool]]) -> N
     Args:
         premise: what a round needs, for the message: "a turn was in flight at the update".
         play: plays the round with this number (0, 1, ...) and its assertions; returns whether the premise came about.
+            If a busy machine may miss the moment, a later round is slower.
     """
     for number in range(NUM_ROUNDS):
         if await play(number):
