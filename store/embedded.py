@@ -1,5 +1,5 @@
-"""The embedded store: one SQLite file in WAL mode, owned by one process. (Pieces have a file of their own:
-piece_file.py.)
+"""The embedded store: one SQLite file in WAL mode, owned by one process (sqlite_file.py). Pieces have a file of their
+own (piece_file.py).
 
 What it promises: a settled put is in the kernel's page cache. A put settles at the end of the event loop's iteration,
 or once the pieces that were put before for its trajectory are written, so the record tells of no turn whose tokens a
@@ -8,19 +8,16 @@ the file's consistency (`synchronous=NORMAL`: the WAL is synced before it is cop
 
 Why puts are cheap on the event loop: the puts of one iteration are one transaction, written at its end with one call
 per statement, which appends a few pages to the WAL. Rows are in order of arrival, so most puts touch only the last
-pages; which rows belong to which trajectory is kept in memory. A thread with its own connection checkpoints the WAL, so
-no put waits for a sync.
+pages; which rows belong to which trajectory is kept in memory.
 """
 
 import asyncio
-import fcntl
 import os
 import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,16 +26,10 @@ from typing import IO, Any
 import orjson
 
 from store.piece_file import PieceFile
-from store.port import Json, StoreCorrupt, StoredTrajectory, StoreError, StoreHealth, StoreInUse, encoded
+from store.port import Json, StoredTrajectory, StoreError, StoreHealth, encoded
 from store.settings import StoreSettings
+from store.sqlite_file import BUSY_TIMEOUT_S, FORMAT, PAGE_BYTES, Checkpoints, connected, explained, locked
 
-FORMAT = 2
-
-SCHEMA = """
-    CREATE TABLE record (number INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, value BLOB NOT NULL, answer BLOB);
-    CREATE TABLE turn (number INTEGER PRIMARY KEY, record INTEGER NOT NULL, value BLOB NOT NULL);
-    CREATE TABLE state (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
-"""
 PUT_RECORD = """
     INSERT INTO record VALUES (?, ?, ?, ?) ON CONFLICT (number)
     DO UPDATE SET value = excluded.value, answer = coalesce(excluded.answer, answer)
@@ -50,24 +41,6 @@ FORGET_STRAYS = "DELETE FROM turn WHERE record NOT IN (SELECT number FROM record
 PUT_STATE = "INSERT OR REPLACE INTO state VALUES (?, ?)"
 IN_THIS_ORDER = (PUT_RECORD, PUT_TURN, PUT_STATE, FORGET_TURN, FORGET_RECORD)
 """The order within one transaction: numbers are not reused, so nothing forgotten is put after it."""
-
-PAGE_BYTES = 4_096
-
-CHECKPOINT_EVERY = 1_000
-"""Pages between checkpoints, which is also SQLite's default: the WAL stays at some 8 MB. Most puts are one page or two
-and count as one; learned state can be megabytes."""
-
-MAX_PAGES_BEHIND = 4_000
-"""If the disk has not finished a checkpoint after this many pages, puts wait for it; only tens of thousands of puts a
-second get there."""
-
-MAX_WAL_PAGES = 8_000
-"""Checkpoints beside running puts never empty the WAL; at 32 MB it is emptied, for which a put may wait once. Another
-program that reads the file keeps it from being emptied, but no put waits for that program."""
-
-BUSY_TIMEOUT_S = 2.0
-"""How long a put may wait while the rest of the WAL is copied, and that copy for a put; it takes some 10 ms, a slow
-disk's sync several times that. Another program that keeps the file locked for longer is waited for only once."""
 
 HEAL_SHARE = 0.05
 """Most of the event loop's time that attempts to heal may take: each writes everything, and may fail at its end."""
@@ -98,7 +71,6 @@ class EmbeddedStore:
         self._pieces = PieceFile(path.with_name(path.name + "-pieces"), settings)
         self._rows: dict[str, _Rows] = {}
         self._last_record = self._last_turn = 0
-        self._pages_since_checkpoint = 0
         self._heal_every_s = settings.backoff_max_s
         self._heal_timer: asyncio.TimerHandle | None = None
         self._rewrite: Callable[[], None] | None = None
@@ -109,8 +81,7 @@ class EmbeddedStore:
         self._has_waiting = False
         self._unsettled: list[asyncio.Future[None]] = []
         self._when_committed: list[Callable[[], None]] = []
-        self._checkpoint: Future[None] | None = None
-        self._checkpointer = ThreadPoolExecutor(1, thread_name_prefix="store-checkpoint")
+        self._checkpoints = Checkpoints(path)
         self._database: sqlite3.Connection
         self._lock_file: IO[str]
         self._loop: asyncio.AbstractEventLoop
@@ -119,11 +90,11 @@ class EmbeddedStore:
         self._loop = asyncio.get_running_loop()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock_file = _lock(self._path)
+            self._lock_file = locked(self._path)
         except OSError as fault:
             raise StoreError(f"store {self._path} cannot be used: {fault}") from fault
         try:
-            self._database = _connect(self._path)
+            self._database = connected(self._path)
             self._read_rows()
             await self._pieces.open()
         except StoreError:
@@ -141,7 +112,7 @@ class EmbeddedStore:
             for record, value in self._database.execute("SELECT record, value FROM turn ORDER BY number"):
                 found[record].turns.append(loads(value))
         except (sqlite3.Error, orjson.JSONDecodeError) as fault:
-            raise _explained(self._path, fault) from fault
+            raise explained(self._path, fault) from fault
         for trajectory in found.values():
             del trajectory.turns[: -self._max_turns]
         return list(found.values())
@@ -153,7 +124,7 @@ class EmbeddedStore:
         value = _blob(encoded(record))
         rows = self._rows.get(trajectory_id) or self._new_rows(trajectory_id)
         if answer:
-            self._pages_since_checkpoint += len(answer) // PAGE_BYTES
+            self._checkpoints.num_pages += len(answer) // PAGE_BYTES
         self._write(PUT_RECORD, (rows.record, trajectory_id, value, answer and _blob(answer)), trajectory_id)
 
     def append_turn(self, trajectory_id: str, turn: Json) -> None:
@@ -192,7 +163,7 @@ class EmbeddedStore:
         return await self._pieces.sizes()
 
     def put_state(self, name: str, value: bytes) -> None:
-        self._pages_since_checkpoint += len(value) // PAGE_BYTES
+        self._checkpoints.num_pages += len(value) // PAGE_BYTES
         self._write(PUT_STATE, (name, value))
 
     async def get_state(self, name: str) -> bytes | None:
@@ -200,7 +171,7 @@ class EmbeddedStore:
         try:
             row = self._database.execute("SELECT value FROM state WHERE name = ?", (name,)).fetchone()
         except sqlite3.Error as fault:
-            raise _explained(self._path, fault) from fault
+            raise explained(self._path, fault) from fault
         return bytes(row[0]) if row else None
 
     def when_settled(self, call: Callable[[], None]) -> bool:
@@ -238,7 +209,7 @@ class EmbeddedStore:
         self._commit()
         if self._heal_timer:
             self._heal_timer.cancel()
-        self._checkpointer.shutdown(wait=True)
+        self._checkpoints.close()
         self._database.close()
         self._lock_file.close()
 
@@ -254,7 +225,7 @@ class EmbeddedStore:
                 by_number[record].turns.append(number)
                 self._last_turn = number
         except sqlite3.Error as fault:
-            raise _explained(self._path, fault) from fault
+            raise explained(self._path, fault) from fault
 
     def _new_rows(self, trajectory_id: str) -> _Rows:
         self._last_record += 1
@@ -300,7 +271,7 @@ class EmbeddedStore:
         calls, self._when_committed = self._when_committed, []
         for call in calls:
             call()
-        self._checkpoint_if_due()
+        self._checkpoints.begin_if_due()
 
     def _write_waiting(self) -> None:
         """Within a transaction. Afterwards nothing waits, whether or not it succeeded."""
@@ -309,18 +280,7 @@ class EmbeddedStore:
         self._waiting = {statement: [] for statement in IN_THIS_ORDER}
         for statement, rows in waiting:
             self._database.executemany(statement, rows)
-            self._pages_since_checkpoint += len(rows)
-
-    def _checkpoint_if_due(self) -> None:
-        """Outside a transaction: a checkpoint that empties the WAL waits for running writes."""
-        if self._pages_since_checkpoint < CHECKPOINT_EVERY:
-            return
-        if self._checkpoint and not self._checkpoint.done():
-            if self._pages_since_checkpoint < MAX_PAGES_BEHIND:
-                return
-            self._checkpoint.result()
-        self._pages_since_checkpoint = 0
-        self._checkpoint = self._checkpointer.submit(_checkpoint, self._path)
+            self._checkpoints.num_pages += len(rows)
 
     def _note_fault(self, fault: sqlite3.Error, took_s: float = 0.0) -> None:
         # Serving continues without the record, which is rewritten once it takes writes again.
@@ -353,7 +313,7 @@ class EmbeddedStore:
                 self._database.execute("ROLLBACK")
             self._rows = rows  # they are still in the file
             self._note_fault(fault, time.monotonic() - began_at)
-        self._checkpoint_if_due()
+        self._checkpoints.begin_if_due()
         if not self._fault:
             self._num_losses += 1
             self._wait_for_locks(BUSY_TIMEOUT_S)
@@ -362,72 +322,3 @@ class EmbeddedStore:
 # sqlite3 takes these as they are. For each value that is bytes it looks for an adapter, finds none, and that costs
 # more.
 _blob = bytearray
-
-
-def _lock(path: Path) -> IO[str]:
-    # The lock is the kernel's, so it ends with the process, however the process dies; the number in the file is for
-    # people.
-    lock_file = open(f"{path}.lock", "a+")  # noqa: SIM115
-    try:
-        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock_file.seek(0)
-        owner = lock_file.read().strip()
-        lock_file.close()
-        raise StoreInUse(f"store {path} is in use by process {owner}; stop it or choose another file") from None
-    lock_file.truncate(0)
-    lock_file.write(str(os.getpid()))
-    lock_file.flush()
-    return lock_file
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    """A connection to a file that is sound and of this format; an empty file gets its tables."""
-    try:
-        database = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
-        [version] = database.execute("PRAGMA user_version").fetchone()
-        [num_tables] = database.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-        is_new = version == 0 and num_tables == 0
-        # Another program's database must stay as it is: WAL mode is kept in the file.
-        if is_new or version == FORMAT:
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = NORMAL")
-            database.execute("PRAGMA wal_autocheckpoint = 0")
-            # The predictor's state is up to 4 MB. With the usual cache, of 2 MB, such a put is written and read again
-            # in the middle of its transaction, and takes twice the processor time.
-            database.execute("PRAGMA cache_size = -16000")
-        if is_new:
-            database.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
-            return database
-        [verdict] = database.execute("PRAGMA quick_check(1)").fetchone()
-    except sqlite3.Error as fault:
-        raise _explained(path, fault) from fault
-    if version != FORMAT:
-        raise StoreCorrupt(f"store {path} has format {version}, this program reads {FORMAT}: choose another file")
-    if verdict != "ok":
-        raise StoreCorrupt(f"store {path} is damaged ({verdict}); move it away to start empty")
-    return database
-
-
-def _checkpoint(path: Path) -> None:
-    """Copy the WAL into the database beside running puts; wait for none of them unless the WAL is large.
-
-    A put that finds all of the WAL copied, and nobody who reads from it, begins the WAL anew. SQLite's own way to empty
-    it (`RESTART`) would keep puts waiting for those who read.
-    """
-    with suppress(sqlite3.Error), closing(_beside(path)) as database:  # a full disk: the puts report it
-        [_, num_pages, _] = database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-        if num_pages > MAX_WAL_PAGES:
-            with closing(_beside(path)) as keeps_puts_out:
-                keeps_puts_out.execute("BEGIN IMMEDIATE")
-                database.execute("PRAGMA wal_checkpoint(PASSIVE)")
-
-
-def _beside(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
-
-
-def _explained(path: Path, fault: Exception) -> StoreError:
-    if isinstance(fault, sqlite3.OperationalError):
-        return StoreError(f"store {path} cannot be used: {fault}")
-    return StoreCorrupt(f"store {path} is damaged ({fault}); move it away to start empty")
