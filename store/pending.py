@@ -119,6 +119,13 @@ class Pending:
         finally:
             self._bounded = True
 
+    def take_forgotten(self) -> list[str]:
+        """The trajectories that are to be forgotten, which is no longer pending; what was put of them since then is."""
+        found = [trajectory_id for trajectory_id, entry in self._entries.items() if entry.forget]
+        for trajectory_id in found:
+            self._entries[trajectory_id].forget = False
+        return found
+
     def take(self) -> Iterator[list[Operation]]:
         """Empty the queue into batches of about `batch_bytes`; a single larger value ends its batch."""
         entries, states, is_rewrite = self._entries, self._states, self._is_rewrite
@@ -161,6 +168,21 @@ class Pending:
             dropped = self._entries.pop(next(iter(self._entries)))
             self._num_bytes -= dropped.num_bytes
             self.num_dropped += 1
+
+
+def forgotten_first(batches: list[list[Operation]], since_forgotten: list[str]) -> list[list[Operation]]:
+    """These batches, of which none was sent, behind one that forgets what they forget or what was forgotten since.
+
+    Returns:
+        One batch more, with the same effect; nothing if nothing is to be forgotten.
+    """
+    forgotten = dict.fromkeys(since_forgotten)
+    wanted = [[each for each in batch if each.name == "state" or each.id not in forgotten] for batch in batches]
+    forgotten |= {each.id: None for batch in wanted for each in batch if each.name == "forget"}
+    if not forgotten:
+        return []
+    first = [Operation("forget", trajectory_id, b"") for trajectory_id in forgotten]
+    return [first, *([each for each in batch if each.name != "forget"] for batch in wanted)]
 
 
 def _operations(entries: dict[str, _Entry], states: dict[str, bytes], is_rewrite: bool) -> Iterator[Operation]:

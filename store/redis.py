@@ -35,9 +35,9 @@ from typing import Any
 
 import orjson
 
-from store.pending import Operation, Pending
+from store.pending import Operation, Pending, forgotten_first
 from store.port import Json, StoreAway, StoreCorrupt, StoredTrajectory, StoreError, StoreHealth, encoded
-from store.redis_client import FAULTS, AuthenticationError, asked, let_go, place_of, redis_client
+from store.redis_client import FAULTS, AuthenticationError, asked, is_full, let_go, place_of, redis_client
 from store.settings import StoreSettings
 
 FORMAT = b"1"
@@ -301,6 +301,8 @@ class RedisStore:
                 backoff_s = self._settings.backoff_min_s
             except FAULTS as fault:
                 self._fault = self._away(fault)
+                if is_full(fault):
+                    self._forget_first()
                 await let_go(self._redis)
             except StoreError as fault:
                 self._fault = str(fault)
@@ -348,6 +350,16 @@ class RedisStore:
         for batch in self._pending.take():
             self._batch_number += 1
             self._outbox.append((self._batch_number, batch))
+
+    def _forget_first(self) -> None:
+        """Send what is to be forgotten before all else: a full server still deletes, and needs the room."""
+        if not self._outbox:
+            return
+        batches = [batch for _, batch in self._outbox]
+        if first := forgotten_first(batches, self._pending.take_forgotten()):
+            # The batch that it refused was not applied, so its number is free.
+            self._outbox = deque(enumerate(first, self._outbox[0][0]))
+            self._batch_number += 1
 
     async def _send(self, number: int, batch: list[Operation]) -> None:
         words = [word for operation in batch for word in operation]

@@ -14,7 +14,7 @@ from redis.exceptions import AuthenticationError, RedisError
 from store.port import StoreError
 from store.settings import StoreSettings
 
-__all__ = ["FAULTS", "AuthenticationError", "asked", "let_go", "place_of", "redis_client"]
+__all__ = ["FAULTS", "AuthenticationError", "asked", "is_full", "let_go", "place_of", "redis_client"]
 
 FAULTS = (RedisError, OSError, TimeoutError)
 
@@ -36,6 +36,11 @@ def redis_client(url: str, settings: StoreSettings) -> Redis:
         return redis
     except (ValueError, RedisError) as fault:
         raise StoreError(f"Redis URL for {place_of(url)}: {fault}") from None
+
+
+def is_full(fault: Exception) -> bool:
+    """Whether the server has no memory for more. Redis 6.2 reports it as a fault of the script, 7 as one of its own."""
+    return "> 'maxmemory'" in str(fault)
 
 
 async def let_go(redis: Redis) -> None:

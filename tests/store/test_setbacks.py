@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from store import StoreSettings, Stream, open_store, open_stream
+from store import Store, StoreSettings, Stream, open_store, open_stream
 from tests.support.redis_proxy import proxy_to
 from tests.support.redis_server import RedisServer
 
@@ -136,6 +136,39 @@ async def test_puts_reach_a_replica_promoted_behind_the_same_address(redis_serve
         replica.kill()
 
 
+async def test_a_full_server_gets_room_when_trajectories_are_forgotten(redis_server: RedisServer) -> None:
+    """What is forgotten does not wait behind the puts for which there is no room; everything else is as it was put."""
+    async with _client(redis_server) as redis:
+        await redis.flushdb()
+        store = open_store(redis_server.url(), StoreSettings(**QUICK | {"batch_bytes": 50_000}))
+        await store.open()
+        pad = "x" * 10_000
+        for number in range(200):
+            store.put_trajectory(f"old-{number}", {"pad": pad})
+        assert await store.settle(5.0)
+        full = int((await redis.info("memory"))["used_memory"])
+        await redis.config_set("maxmemory", full)
+        try:
+            store.put_state("old-0", b"of that name")
+            store.put_trajectory("old-0", {"pad": pad})
+            store.forget_trajectory("old-1")
+            for number in range(20):
+                store.put_trajectory(f"new-{number}", {"pad": pad})
+            store.forget_trajectory("old-2")
+            await _until(lambda: "maxmemory" in store.health().detail)
+            for number in range(200):
+                store.forget_trajectory(f"old-{number}")
+            store.put_trajectory("old-3", {"again": True})
+            assert await _settles(store)
+        finally:
+            await redis.config_set("maxmemory", 0)
+        assert store.health().num_losses == 0
+        expected = {f"new-{number}": {"pad": pad} for number in range(20)} | {"old-3": {"again": True}}
+        assert {each.trajectory_id: each.record for each in await store.load()} == expected
+        assert await store.get_state("old-0") == b"of that name"
+        await store.close()
+
+
 async def test_a_stream_task_ends_when_cancelled_at_any_step(redis_server: RedisServer) -> None:
     """Of 150 stores that closed while connections broke, two never finished; nor did a controller that read a
     stream."""
@@ -198,6 +231,12 @@ async def _has(redis: Redis, model: Model) -> bool:
         for trajectory_id, turns in zip(model, histories, strict=True)
     }
     return found == model and len(records) == len(model)
+
+
+async def _settles(store: Store) -> bool:
+    """Whether everything gets into the record; a store that is away for the moment is asked again."""
+    await _until(lambda: store.health().ok)
+    return await store.settle(5.0)
 
 
 async def _until(condition: Callable[[], Any]) -> None:
