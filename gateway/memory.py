@@ -88,14 +88,19 @@ class Memory:
             learned = self.save_predictor(learned)
 
     async def log_store_health(self) -> None:
-        """Log when puts stop reaching the store, and when they reach it again, until cancelled."""
-        was_ok = True
+        """Log when puts stop reaching the store, when they reach it again, and what it lost, until cancelled."""
+        was_ok, num_losses = True, 0
         while True:
             health = self.store.health()
             if health.ok is not was_ok:
                 was_ok = health.ok
                 message = "store is back" if was_ok else "store is away"
                 LOGGER.warning(message, extra={"fields": {"detail": health.detail}})
+            if health.num_losses > num_losses:
+                num_losses = health.num_losses
+                LOGGER.warning(
+                    "store lacked data", extra={"fields": {"detail": health.detail, "num_losses": num_losses}}
+                )
             await asyncio.sleep(_STORE_LOOK_S)
 
 

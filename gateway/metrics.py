@@ -172,6 +172,7 @@ class _State(Collector):
             _gauge("heddle_store_pending_records", "Records not yet written to the store.", health.num_pending),
             _gauge("heddle_store_lag_seconds", "Age of the oldest pending record.", health.lag_s),
             _gauge("heddle_store_dropped_records", "Records dropped since the start.", health.num_dropped),
+            _gauge("heddle_store_losses", "How often the store lacked what was put.", health.num_losses),
         ]
         engines = GaugeMetricFamily("heddle_engines", "Engines in each state.", labels=["state"])
         for state in EngineState:

@@ -83,6 +83,7 @@ class Health:
                 "num_pending": store.num_pending,
                 "lag_s": store.lag_s,
                 "num_dropped": store.num_dropped,
+                "num_losses": store.num_losses,
             },
             "tokens": self._book.view(),
             "engines": {state.value: sum(member.state is state for member in engines) for state in EngineState},

@@ -256,6 +256,22 @@ async def test_a_store_outage_is_logged_once(redis_server: RedisServer, caplog: 
     assert "is away: ConnectionError" in vars(logged[0])["fields"]["detail"]
 
 
+async def test_a_store_that_lost_its_data_is_reported(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The record is filled again, but tokens that only the store had are gone, and nothing else tells."""
+    async with (
+        running_gateway(store=redis_server.url(12)) as gateway,
+        httpx.AsyncClient(base_url=gateway.url) as client,
+    ):
+        with Redis(port=redis_server.port, db=12) as redis:
+            redis.flushdb()
+        await eventually(lambda: "store lacked data" in caplog.messages)
+        assert (await client.get("/healthz")).json()["store"]["num_losses"] == 1
+        assert "heddle_store_losses 1.0" in (await client.get("/metrics")).text
+    assert caplog.messages.count("store lacked data") == 1
+
+
 async def test_records_lost_at_a_shutdown_are_logged(
     redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
