@@ -4,6 +4,7 @@ library."""
 import asyncio
 from collections.abc import Awaitable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
@@ -23,7 +24,7 @@ def redis_client(url: str, settings: StoreSettings) -> Redis:
     """A client that is not connected yet and repeats nothing: only its caller knows what is safe to send again.
 
     Raises:
-        StoreError: the URL is malformed. The message contains no password.
+        StoreError: the URL is malformed, or names a file that is not there. The message contains no password.
     """
     try:
         redis = Redis.from_url(
@@ -33,9 +34,13 @@ def redis_client(url: str, settings: StoreSettings) -> Redis:
             retry=Retry(NoBackoff(), 0),
         )
         redis.connection_pool.make_connection()  # type: ignore[no-untyped-call] # to find faults in its options
-        return redis
     except (ValueError, RedisError) as fault:
         raise StoreError(f"Redis URL for {place_of(url)}: {fault}") from None
+    for option in ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile"):
+        path = redis.connection_pool.connection_kwargs.get(option)
+        if path and not Path(path).exists():
+            raise StoreError(f"Redis URL for {place_of(url)}: {option}: there is no {path}")
+    return redis
 
 
 def is_full(fault: Exception) -> bool:

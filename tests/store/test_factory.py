@@ -14,7 +14,7 @@ from store import BadStoreUrl, StoreError, StoreSettings, open_store
         ("redis://localhost", "RedisStore"),
         ("redis://user:secret@localhost:6379/3", "RedisStore"),
         ("rediss://localhost:6380/0", "RedisStore"),
-        ("rediss://localhost:6380/0?ssl_ca_certs=ca.pem&ssl_cert_reqs=required", "RedisStore"),
+        (f"rediss://localhost:6380/0?ssl_ca_certs={__file__}&ssl_cert_reqs=required", "RedisStore"),
     ],
 )
 def test_each_form_of_url_opens_its_store(url: str, name: str) -> None:
@@ -42,6 +42,13 @@ def test_a_wrong_tls_option_is_one_clear_error() -> None:
     """Otherwise the error appears only when the client connects, and looks like a Redis that is away."""
     with pytest.raises(StoreError, match="Redis URL for h:6380/0: Invalid SSL"):
         open_store("rediss://u:secret@h:6380/0?ssl_cert_reqs=perhaps")
+
+
+@pytest.mark.parametrize("option", ["ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile"])
+def test_a_tls_file_that_is_not_there_is_one_clear_error(option: str) -> None:
+    """Otherwise the start waits for a Redis that is away, and names neither the option nor the file."""
+    with pytest.raises(StoreError, match=f"Redis URL for h:6380/0: {option}: there is no /nowhere/ca.pem"):
+        open_store(f"rediss://u:secret@h:6380/0?{option}=/nowhere/ca.pem")
 
 
 def test_a_limit_of_zero_is_refused() -> None:
