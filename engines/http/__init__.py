@@ -6,6 +6,7 @@ cost per request. From the bottom up:
 - `faults.py`: what a request may raise, and whose fault that is;
 - `response.py`: an answer, awaited or called back, as its bytes come;
 - `connection.py`: a socket's bytes, parsed into the response that they belong to;
+- `addresses.py`: where the engine's host is;
 - `pool.py`: the connections to one engine, idle for less than its keep-alive;
 - `client.py`: requests, sent once more if a reused connection had been closed;
 - `kept.py`, `tape.py`: a connection whose response outlives the process.
@@ -22,6 +23,7 @@ from engines.http.faults import (
     ConnectionBroken,
     EngineUnreachable,
     NoMoreConnections,
+    NothingListens,
     ResponseTimeout,
 )
 from engines.http.pool import HttpLimits
@@ -38,6 +40,7 @@ __all__ = [
     "HttpClient",
     "HttpLimits",
     "NoMoreConnections",
+    "NothingListens",
     "Response",
     "ResponseTimeout",
     "can_be_asked",

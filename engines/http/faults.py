@@ -5,6 +5,10 @@ class EngineUnreachable(Exception):
     """No connection: refused, unknown host or timed out. Nothing was sent; safe to repeat."""
 
 
+class NothingListens(EngineUnreachable):
+    """The connection was refused, so no server is there."""
+
+
 class NoMoreConnections(Exception):
     """This process may open no more connections. Not the engine's fault, and nothing was sent; safe to repeat later."""
 

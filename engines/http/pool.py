@@ -10,8 +10,9 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engines.http.addresses import Addresses
 from engines.http.connection import Connection
-from engines.http.faults import EngineUnreachable, NoMoreConnections
+from engines.http.faults import EngineUnreachable, NoMoreConnections, NothingListens
 from engines.http.kept import KeptConnection
 from engines.http.tape import Tape
 
@@ -21,7 +22,8 @@ class HttpLimits:
     """Limits of the client.
 
     Args:
-        connect_timeout_s: an engine on the same network accepts in milliseconds; one that takes 5 s is dead.
+        connect_timeout_s: an engine on the same network accepts in milliseconds; one that takes 5 s is dead. Several
+            addresses of its host share this time.
         max_idle_s: below the 5 s after which vLLM's and SGLang's uvicorn close an idle connection.
         may_be_stale_s: a reused connection that ends without a byte within this time had been closed before; the news
             takes a round trip, and as long as our event loop may be busy. Later, an engine has begun to serve.
@@ -45,6 +47,7 @@ class Pool:
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, limits: HttpLimits) -> None:
         self._host = host
         self._port = port
+        self._addresses = Addresses(host, port)
         self._tls = tls
         self.is_plain = tls is None
         self._limits = limits
@@ -64,7 +67,7 @@ class Pool:
         return None
 
     async def connect(self) -> Connection:
-        """A new connection. Raises EngineUnreachable, NoMoreConnections."""
+        """A new connection. Raises EngineUnreachable (NothingListens if refused), NoMoreConnections."""
         loop = asyncio.get_running_loop()
         connection = Connection(loop, self._keep, self._all.discard)
         await self._open(connection, lambda: connection, None)
@@ -102,15 +105,32 @@ class Pool:
                 if of is not None:
                     await connection.loop.create_connection(protocol, sock=of)
                 else:
-                    await connection.loop.create_connection(protocol, self._host, self._port, ssl=self._tls)
+                    await self._connect(connection.loop, protocol)
             is_open = True
-        except (OSError, TimeoutError) as error:
-            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        except OSError as error:  # a TimeoutError, too
+            if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise NoMoreConnections(f"no more file descriptors: {error.strerror}") from None
-            raise EngineUnreachable(f"no connection: {error or 'timed out'}") from None
+            fault = NothingListens if error.errno == errno.ECONNREFUSED else EngineUnreachable
+            raise fault(f"no connection: {str(error) or 'timed out'}") from None
         finally:
             if not is_open:
                 self._all.discard(connection)
+
+    async def _connect(self, loop: asyncio.AbstractEventLoop, protocol: Callable[[], asyncio.BaseProtocol]) -> None:
+        """Try the host's addresses one after the other. Raises OSError: that of the last one."""
+        addresses = await self._addresses.now()
+        share_s = self._limits.connect_timeout_s / len(addresses)
+        server = self._host if self._tls is not None else None
+        for address in addresses:
+            try:
+                async with asyncio.timeout(share_s):
+                    await loop.create_connection(protocol, address, self._port, ssl=self._tls, server_hostname=server)
+            except OSError:
+                if address == addresses[-1]:
+                    raise
+            else:
+                self._addresses.worked(address)
+                return
 
     def close(self) -> None:
         """Close every connection; responses under way break."""

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable
 
 from engines.dialect import Asleep, Observation, ObservationError
-from engines.http import FAULTS, EngineUnreachable, NoMoreConnections
+from engines.http import FAULTS, NoMoreConnections, NothingListens
 from engines.kv_connectors import KvWays, kv_ways
 from engines.probe import Model, discover, models_of, tells_tokens
 from gateway.clock import Clock
@@ -59,7 +59,7 @@ class Watch:
             except Exception as fault:
                 if not isinstance(fault, (ObservationError, *FAULTS)):
                     LOGGER.exception("defect", extra={"fields": {"engine": member.engine_id}})
-                if isinstance(fault, (Asleep, EngineUnreachable)):
+                if isinstance(fault, (Asleep, NothingListens)):
                     self._circuits.open(member, fault)
                     member.has_slept = member.has_slept or isinstance(fault, Asleep)
                 elif not isinstance(fault, NoMoreConnections):  # which is not the engine's fault
