@@ -2,6 +2,8 @@
 
 import socket
 
+from engines.keepalive import probe_when_idle
+
 
 def bound(host: str, port: int, backlog: int | None = None) -> socket.socket:
     """A socket bound to that address; no connection is answered yet. Raises OSError.
@@ -14,6 +16,7 @@ def bound(host: str, port: int, backlog: int | None = None) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe_when_idle(found)  # every connection that it accepts
     try:
         found.bind((host, port))
         if backlog is not None:

@@ -6,12 +6,14 @@ end.
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import cast
 
 import httptools
 
 from engines.http.faults import BadResponse, ConnectionBroken, StaleConnection
 from engines.http.response import Response
+from engines.keepalive import probe_when_idle
 
 HEAD_LIMIT_BYTES = 64 * 1024
 
@@ -92,6 +94,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, but not by inheritance
+        with suppress(OSError):  # it may have ended
+            probe_when_idle(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None:  # unsolicited bytes
