@@ -30,9 +30,12 @@ _VERBS = (
     ("replay", "Play agent trajectories against any OpenAI base URL.", "heddle.replay"),
 )
 
+_THIS_MACHINE = "localhost,127.0.0.1,::1"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb; returns the process's exit status."""
+    _ask_this_machine_directly()
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)
         if sys.stdout is not None:  # the caller closed it: `heddle ... >&-`
@@ -62,6 +65,16 @@ def _run(arguments: Sequence[str]) -> int:
     ran = module.run(parsed)
     status: int = uvloop.run(ran) if inspect.iscoroutine(ran) else ran
     return status
+
+
+def _ask_this_machine_directly() -> None:
+    """A proxy cannot reach this machine's loopback interface, where verbs start gateways and engines; so neither they
+    nor the processes that they start may ask it to.
+    """
+    has_proxy = any(name.lower() in ("http_proxy", "https_proxy", "all_proxy") for name in os.environ)
+    without = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if has_proxy and without.strip() != "*":
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, (without, _THIS_MACHINE)))
 
 
 def _version() -> str:
