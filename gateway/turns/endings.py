@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -152,7 +153,8 @@ class Endings:
             raise
         except Exception as error:
             self.tell(error, outlet, request_id)
-        await client.drain()
+        with suppress(asyncio.CancelledError):  # uvicorn's, when its shutdown timeout ends: all is written
+            await client.drain()
 
 
 def _refused(error: BaseException) -> Refused:

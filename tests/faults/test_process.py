@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -329,6 +330,23 @@ async def test_a_finished_turn_is_answered_if_the_store_outlasts_the_shutdown(
         assert answer.startswith(b"HTTP/1.1 200 OK") and answer.endswith(ANSWER)
         output = await gateway.output()
         assert output.count('"message":"turn"') == 1 and "Traceback" not in output, output
+
+
+async def test_a_client_that_reads_nothing_ends_with_the_shutdown(client: httpx.AsyncClient) -> None:
+    """Its answer was still being sent, and the end of that was logged as a traceback."""
+    answer = writes(whole(ANSWER.replace(b'"x"', b'"%b"' % (b"y" * 2**25))))
+    async with raw_engine(answer) as engine, stopping_gateway(engine.url) as gateway:
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port))) as suspended:
+            body = orjson.dumps(body_of("chat"))
+            suspended.send(b"POST /t/t/v1/chat/completions HTTP/1.1\r\nhost: x\r\n")
+            suspended.send(b"content-length: %d\r\n\r\n%b" % (len(body), body))
+
+            async def has_ended() -> bool:
+                return bool((await client.get(f"{gateway.url}/v1/trajectories/t")).json().get("turns"))
+
+            await eventually(has_ended)
+            assert await gateway.terminate() == 0
 
 
 @asynccontextmanager
