@@ -18,7 +18,8 @@ from heddle.cli import main
 from store import StoreSettings
 
 ROOT = Path(__file__).parents[2]
-IMAGE = "heddle:" + tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+IMAGE = "heddle:" + PYPROJECT["project"]["version"]
 
 
 def rules() -> list[dict[str, Any]]:
@@ -73,12 +74,22 @@ def test_every_alarm_of_the_controller_is_documented() -> None:
 
 def test_pyproject_lists_every_package() -> None:
     """An image has only the packages in pyproject.toml; a checkout would hide a missing one."""
-    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    listed = set(PYPROJECT["tool"]["setuptools"]["packages"])
     tops = {name.partition(".")[0] for name in listed}
     existing = {
         str(path.parent.relative_to(ROOT)).replace("/", ".") for top in tops for path in ROOT.glob(f"{top}/**/*.py")
     }
     assert existing == listed
+
+
+def test_an_image_is_made_of_the_packages_and_nothing_else() -> None:
+    """Settings with keys, a fleet's journal and other files that users leave in a checkout got into a layer of the
+    image."""
+    tops = {name.partition(".")[0] for name in PYPROJECT["tool"]["setuptools"]["packages"]}
+    first, *rest = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert first == "*"
+    taken = {line.removeprefix("!") for line in rest if line.startswith("!")}
+    assert taken == tops | {"README.md", "constraints.txt", "pyproject.toml"}
 
 
 @pytest.mark.parametrize("name", ["gateway", "controller"])
