@@ -1,8 +1,9 @@
 """`heddle keep`: a command that is restarted when it dies, and finds its file descriptors again."""
 
 import argparse
+import sys
 
-from heddle.arguments import count, positive
+from heddle.arguments import count, positive, why
 from keeper.keeper import Keeper, KeeperSettings
 
 _DEFAULTS = KeeperSettings()
@@ -47,11 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Keep the command running until it ends for good; returns its status."""
+    """Keep the command running until it ends for good; returns its status, or 2 if nothing can be kept."""
     settings = KeeperSettings(
         max_descriptors=parsed.max_descriptors,
         first_pause_s=parsed.first_pause_s,
         longest_pause_s=parsed.longest_pause_s,
         max_failures=parsed.max_failures,
     )
-    return Keeper(parsed.command, settings).run()
+    try:
+        return Keeper(parsed.command, settings).run()
+    except OSError as error:  # no folder for temporary files: a container whose root is read-only
+        print(f"heddle keep: {why(error)}", file=sys.stderr)
+        return 2

@@ -79,14 +79,23 @@ def run(parsed: argparse.Namespace) -> int:
     """Measure, print the fit, write the file."""
     console = Console(markup=False)
     try:
+        out = checked_out(parsed)
         fitted, measurements = uvloop.run(measure(parsed.engine, parsed, console))
-        write(fitted.profile, parsed.out)
+        write(fitted.profile, out)
     except (ProfilingError, OSError, ValueError) as error:
         print(f"heddle profile: {why(error)}", file=sys.stderr)
         return 2
     show(fitted, measurements, console)
-    console.print(f"Wrote {parsed.out}:{fitted.profile.name}", soft_wrap=True)
+    console.print(f"Wrote {out}:{fitted.profile.name}", soft_wrap=True)
     return 0
+
+
+def checked_out(parsed: argparse.Namespace) -> Path:
+    """The file to write, also where it is the default, which the parser does not check. Raises ProfilingError."""
+    try:
+        return out_file(str(parsed.out))
+    except argparse.ArgumentTypeError as error:
+        raise ProfilingError(f"--out: {error}") from None
 
 
 def write(profile: EngineProfile, path: Path) -> None:

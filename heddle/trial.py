@@ -158,10 +158,11 @@ def _drawn(parsed: argparse.Namespace, seed: int, profile: EngineProfile) -> Wor
 async def _profile_of(parsed: argparse.Namespace, console: Console) -> EngineProfile:
     if parsed.profile is not None:
         return load_profile(parsed.profile)
+    out = profiling.checked_out(parsed)
     fitted, measurements = await profiling.measure(parsed.engines[0], parsed, console)
     profiling.show(fitted, measurements, console)
-    profiling.write(fitted.profile, parsed.out)
-    console.print(f"Wrote {parsed.out}:{fitted.profile.name}", soft_wrap=True)
+    profiling.write(fitted.profile, out)
+    console.print(f"Wrote {out}:{fitted.profile.name}", soft_wrap=True)
     return fitted.profile
 
 

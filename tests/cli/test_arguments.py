@@ -2,6 +2,7 @@
 
 import json
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,28 @@ def test_wrong_arguments_are_refused_with_one_line(
     status, error = status_and_error(capsys, *arguments)
     assert status == 2
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["profile", "trial"])
+def test_a_default_file_that_cannot_be_written_is_reported_before_the_measurement(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine was measured for minutes, and then the result was lost. Here the engine is not even asked."""
+    monkeypatch.chdir(tmp_path)
+    Path("profile.toml").mkdir()
+    assert main([verb, "http://127.0.0.1:1"]) == 2
+    error = capsys.readouterr().err
+    assert error == f"heddle {verb}: --out: must be a file in an existing folder, not 'profile.toml'\n"
+
+
+def test_a_keeper_without_a_folder_for_temporary_files_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A container whose root is read-only has none; a traceback was shown."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    assert main(["keep", "--", "true"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("heddle keep: cannot open ") and error.count("\n") == 1
 
 
 def test_a_port_in_use_is_reported_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
