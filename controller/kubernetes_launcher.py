@@ -24,7 +24,7 @@ from controller.launcher import Launcher, LaunchFailed, Server, ServerSpec, Serv
 try:
     import kubernetes
 except ModuleNotFoundError:
-    message = "launcher = \"kubernetes\" needs its client: pip install 'heddle[kubernetes]'"
+    message = "launcher = \"kubernetes\" needs its client: pip install 'kubernetes>=36'"
     raise ModuleNotFoundError(message, name="kubernetes") from None
 import yaml
 from kubernetes.client import ApiException

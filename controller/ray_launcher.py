@@ -22,7 +22,7 @@ from controller.launcher import Launcher, LaunchFailed, Server, ServerSpec, Serv
 try:
     import ray
 except ModuleNotFoundError:
-    raise ModuleNotFoundError("launcher = \"ray\" needs Ray: pip install 'heddle[ray]'", name="ray") from None
+    raise ModuleNotFoundError("launcher = \"ray\" needs Ray: pip install 'ray>=2.60'", name="ray") from None
 from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,

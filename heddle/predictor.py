@@ -91,7 +91,7 @@ def run(parsed: argparse.Namespace) -> int:
             return _evaluate(parsed)
         return _train_text(parsed) if parsed.text else _train(parsed)
     except ImportError:
-        print("heddle predictor train: torch is not installed: pip install 'heddle[text]'", file=sys.stderr)
+        print("heddle predictor train: torch is not installed: pip install torch", file=sys.stderr)
         return 2
     except BrokenPipeError:
         raise

@@ -1,4 +1,4 @@
-"""The network of the text predictor. The only file that uses torch, which is optional: `pip install heddle[text]`.
+"""The network of the text predictor. The only file that uses torch, which is optional: the extra `text`.
 
 A convolution over hashed words, pooled separately over a conversation's head and tail, plus a few numbers. The output
 is the mean and the spread of the log of the remaining output. Small enough to train on a CPU in a minute.

@@ -70,7 +70,7 @@ class Tokens:
             return parquet(ParquetFile(), chosen, self._book)
         except ImportError:
             raise not_acceptable(
-                "The gateway needs pyarrow to write Parquet: pip install 'heddle[export]'. JSONL works without it."
+                "The gateway needs pyarrow to write Parquet: pip install pyarrow. JSONL works without it."
             ) from None
 
     def _entry(self, trajectory_id: str) -> Entry:

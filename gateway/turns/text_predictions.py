@@ -78,7 +78,7 @@ def load_text_predictions(path: str, predictor: Predictor) -> TextPredictions:
     try:
         return TextPredictions(TextPredictor.load(Path(path)).predict, predictor)
     except ImportError:
-        raise ConfigError("text_predictor needs torch: pip install 'heddle[text]'") from None
+        raise ConfigError("text_predictor needs torch: pip install torch") from None
     except OSError as error:
         raise ConfigError(f"cannot read the text predictor {path}: {error.strerror}") from None
     except ValueError as error:

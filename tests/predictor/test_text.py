@@ -257,9 +257,9 @@ def test_unusable_conversations_are_refused_in_one_line(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is here")
-def test_without_torch_the_extra_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_torch_the_package_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line names the package to install."""
     path = tmp_path / "conversations.jsonl"
     path.write_text("\n".join(json.dumps(asdict(example)) for example in corpus(60, has_signal=True, seed=3)))
     assert main(["predictor", "train", "--text", str(path), "--out", str(tmp_path / "text.pt")]) == 2
-    assert capsys.readouterr().err == "heddle predictor train: torch is not installed: pip install 'heddle[text]'\n"
+    assert capsys.readouterr().err == "heddle predictor train: torch is not installed: pip install torch\n"

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,13 @@ def test_an_option_that_a_launcher_cannot_have_is_named(
 
 @pytest.mark.parametrize(("launcher", "library"), [("ray", "ray"), ("kubernetes", "kubernetes")])
 def test_a_library_that_is_not_installed_is_named(launcher: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message gives the command that installs it."""
+    """The message gives the command that installs it: what pyproject.toml asks for, by its own name, because `heddle`
+    on PyPI is another project."""
+    extras = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    (wanted,) = extras["optional-dependencies"][launcher]
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(sys.modules, f"controller.{launcher}_launcher", raising=False)
-    with pytest.raises(FleetFileError, match=rf"pip install 'heddle\[{launcher}\]'"):
+    with pytest.raises(FleetFileError, match=f"pip install '{wanted}'"):
         launcher_of(fleet(launcher))
 
 
