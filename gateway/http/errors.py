@@ -115,6 +115,8 @@ def error_event(api: Api, error: ApiError, request_id: str | None = None, sequen
 def _anthropic(error: ApiError, request_id: str | None) -> dict[str, Any]:
     kind = _ANTHROPIC_TYPES.get(error.status) or ("invalid_request_error" if error.status < 500 else "api_error")
     body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": error.message}}
+    if error.code:
+        body["error"]["details"] = {"error_code": error.code}
     if request_id:
         body["request_id"] = request_id
     return body

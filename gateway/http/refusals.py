@@ -77,6 +77,14 @@ def invalid_json(why: str) -> Refused:
     return bad_request(f"The request body is not valid JSON: {why}", code="invalid_json")
 
 
+def no_threads() -> Refused:
+    """400: only new messages come, or will come; the client would have the rest kept here. On this code Anthropic's
+    SDKs go on with whole conversations (anthropic 2.14, lib/threads).
+    """
+    message = "Conversations are not kept here: send the whole conversation, without 'thread'."
+    return bad_request(message, "thread", "thread_unsupported_request")
+
+
 def unsupported_encoding(encoding: str) -> Refused:
     """415: the body is compressed."""
     message = f"A body with content-encoding {encoding[:50]!r} is not supported; send it uncompressed."

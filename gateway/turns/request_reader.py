@@ -19,6 +19,7 @@ from gateway.http.refusals import (
     bad_request,
     invalid_json,
     no_engine,
+    no_threads,
     not_found,
     unknown_model,
     unsupported_encoding,
@@ -98,6 +99,8 @@ class RequestReader:
         stream = request.get("stream")
         if stream is not None and not isinstance(stream, bool):
             raise bad_request("'stream' must be true or false.", "stream")
+        if api == "messages" and request.get("thread") is not None:
+            raise no_threads()  # engines ignore it, and would answer without what came before
         model = self._model(request)
         if api == "generate":
             self._check_kind(path, model)

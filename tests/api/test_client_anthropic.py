@@ -4,7 +4,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from anthropic import AsyncAnthropic
+from anthropic import AsyncAnthropic, beta_async_tool
 
 from tests.api.conftest import HELLO, MODEL, Site, running_site
 
@@ -103,3 +103,35 @@ async def test_an_aborted_trajectory_raises_conflict(site: Site) -> None:
         with pytest.raises(anthropic.ConflictError):
             await client.messages.create(**message())
     assert len(site.engine.turns) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_the_tool_runner_sends_whole_conversations(site: Site, stream: bool) -> None:
+    """It first asks for its conversation to be kept, which engines ignore: they would get a tool's result without the
+    question. Each of its turns that reaches an engine has all messages before it.
+    """
+
+    @beta_async_tool
+    async def look_up(word: str) -> str:
+        """What a word means."""
+        return "It has many meanings."
+
+    async with client_of(site) as client:
+        runner = client.beta.messages.tool_runner(
+            **message(max_tokens=200, tools=[look_up], tool_choice={"type": "any"}, max_iterations=3, stream=stream)
+        )
+        answers = [answer async for answer in runner]
+    shown = await site.trajectory("run-7")
+    assert len(answers) == 3
+    assert [turn["outcome"] for turn in shown["turns"]] == ["finished"] * 3
+    prompts = [turn["prompt_tokens"] for turn in shown["turns"]]
+    assert prompts == sorted(set(prompts))
+
+
+async def test_a_thread_is_refused(site: Site) -> None:
+    """With the code on which Anthropic's SDKs send the whole conversation instead; no engine is asked."""
+    body = message(thread={"type": "continue", "previous_message_id": "msg_1"})
+    answer = await site.client.post("/v1/messages", json=body)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert answer.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+    assert not site.engine.turns
