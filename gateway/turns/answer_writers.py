@@ -171,6 +171,9 @@ class ParsedWriter:
             _add(self._message, delta)
             events.append({"delta": delta})
         if reason is not None:
+            if "tool_calls" in delta:
+                # By itself: OpenAI's SDK does not tell that a call is done if it ends in the event that begins it.
+                events.append({"delta": {}})
             told_reason = choice["finish_reason"] if reason == "stop" else reason
             self._finish_reason = openai_reason(told_reason)
             events[-1] |= {"finish_reason": self._finish_reason, self.frame.stop_field: chain.stop_reason}

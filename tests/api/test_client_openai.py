@@ -82,12 +82,16 @@ async def test_the_synchronous_client_works(site: Site) -> None:
 
 
 async def test_tool_calls_are_equal_whole_and_streamed(site: Site) -> None:
-    """A required tool is called with arguments that are JSON, and its result is accepted in the next turn."""
+    """A required tool is called with arguments that are JSON, and its result is accepted in the next turn. The SDK
+    tells when a streamed call is done.
+    """
     async with client_of(site, "run-7") as client:
         fields = chat(tools=[TOOL], tool_choice="required", max_tokens=80)
         (call,) = (await client.chat.completions.create(**fields)).choices[0].message.tool_calls or []
         async with client.chat.completions.stream(**fields) as stream:
+            told = [event.type async for event in stream]
             streamed = (await stream.get_final_completion()).choices[0]
+        assert told.count("tool_calls.function.arguments.done") == 1
         assert call.type == "function"
         assert json.loads(call.function.arguments) == {"city": "Oslo"}
         (streamed_call,) = streamed.message.tool_calls or []
