@@ -57,6 +57,7 @@ class State:
         rest: servers that are not awake: `asleep`, or `between` if one was told to fall asleep or to wake.
         levels: the level at which each server last fell asleep, whatever the file says now.
         resting: devices that an operator took out of use.
+        drained: servers whose cordon, if they have one, is not an operator's.
         urls: where servers were registered at the gateway, by server id.
         served_at: when each server first served, since it was launched or woke.
         num_tries: failed starts of a server, including those of the servers it replaced, by server id.
@@ -113,7 +114,8 @@ def fold(state: State, record: Json) -> State:
             is_other = shape_of(state.wanted) != shape_of(state.proven)
             return replace(state, proven=state.wanted, earlier=state.proven if is_other else state.earlier)
         case "served":
-            return replace(state, served_at=state.served_at | {record["server_id"]: record["at"]})
+            served_at = state.served_at | {record["server_id"]: record["at"]}
+            return replace(state, served_at=served_at, drained=state.drained - {record["server_id"]})
         case "begun":
             return replace(_begun(state, record), begun=state.begun | {record["server_id"]: record["step"]})
         case "done":
@@ -167,13 +169,18 @@ def _measured(state: State, record: Json) -> State:
 
 
 def _begun(state: State, record: Json) -> State:
-    """A drain counts from its beginning: it may have happened even though its end was never recorded."""
+    """A drain counts from its beginning: it may have happened even though its end was never recorded.
+
+    So does a server that is registered for the first time: if it comes cordoned, that is an earlier drain of its
+    address, which the gateway remembers if it was restarted before it was told to forget the engine.
+    """
     server_id = record["server_id"]
     match record["step"]:
         case "Drain":
             return replace(state, drained=state.drained | {server_id}, moved=state.moved - {server_id})
         case "Register":
-            return replace(state, urls=state.urls | {server_id: record["url"]})
+            drained = state.drained if server_id in state.urls else state.drained | {server_id}
+            return replace(state, urls=state.urls | {server_id: record["url"]}, drained=drained)
         case "Sleep":
             levels = state.levels | {server_id: record["level"]}
             rest, served_at = state.rest | {server_id: SleepState.BETWEEN.value}, _without(state.served_at, {server_id})

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from controller.assembly import controller
 from controller.dry_run import told
 from controller.fleet_file import FleetFile
 from controller.planning import relaunch_s
@@ -115,6 +116,29 @@ async def test_a_woken_server_has_its_weights_even_if_the_level_changed(tmp_path
                 again.begin(f"after-{len(tps)}")
                 await again.end(stop=False)
                 assert again.answers == rollout.answers and not again.failures
+
+
+async def test_a_server_that_was_drained_before_the_gateway_was_restarted_serves_when_it_wakes(tmp_path: Path) -> None:
+    """The gateway remembers the cordon of an address, and was never told to forget the engine. The server came back
+    with that cordon, and no engine served any more, with no alarm."""
+    store = {"store": f"sqlite:{tmp_path / 'store.sqlite3'}", "observe_interval_s": 0.1}
+    async with running_gateway(**store) as gateway:
+        port = int(gateway.url.rpartition(":")[2])
+    fleet = sleeping_fleet(tmp_path, gateway.url)
+    async with stopped_at_the_end(fleet):
+        async with running_gateway(port=port, **store), controller(fleet, launcher_for(fleet)) as made:
+            while not made.journal.state.proven:
+                await made.tick()
+            assert not made.journal.state.drained
+            made.ask(made.desired.scaled([2], made.observed()))
+            while [one.is_cordoned for one in made.seen].count(True) < 2:
+                await made.tick()
+        async with running_gateway(port=port, **store), acting(fleet) as made:
+            for tps in ([2], [1, 1]):
+                await until(lambda: made.has_observed)
+                made.ask(made.desired.scaled(tps, made.observed()))
+                await until_reached(made, *tps)
+            assert not made.journal.state.drained, "a cordon from now on is an operator's"
 
 
 async def test_engines_that_cannot_sleep_are_stopped(tmp_path: Path) -> None:
