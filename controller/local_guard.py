@@ -9,6 +9,7 @@ into its own session, which contains all processes of the server. Rules:
 - The server dies with the guard. When the server ends, the guard kills the rest of the session, itself last.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -76,7 +77,8 @@ def _inherited() -> dict[str, str]:
 def _keep_log_bounded(log: Path, max_bytes: int) -> None:
     """Runs for as long as this process lives."""
     while True:
-        rotate(log, max_bytes)
+        with contextlib.suppress(OSError):  # the disk is full; there may be room at the next look
+            rotate(log, max_bytes)
         time.sleep(_LOG_LOOK_S)
 
 
@@ -93,9 +95,12 @@ def _die_with_parent() -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a file so that it is there as a whole or not at all."""
+    """Write a file so that it is there as a whole or not at all, also after a power cut."""
     draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(value))
+    with draft.open("w") as file:
+        file.write(json.dumps(value))
+        file.flush()
+        os.fsync(file.fileno())  # else it may be there, and empty
     draft.rename(path)
 
 

@@ -188,7 +188,7 @@ def _filled(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _server(folder: Path, look: Look) -> Server:
-    written = json.loads((folder / "server.json").read_text())
+    written = _loaded(folder / "server.json")
     spec = loaded_spec(written["spec"])
     if _lives(folder, look):
         state, cause = ServerState.RUNNING, ""
@@ -213,7 +213,7 @@ def _exit_cause(folder: Path) -> str:
 
 
 def _remove_leavings(folder: Path) -> None:
-    for pattern in json.loads((folder / "server.json").read_text())["spec"].get("leaves", ()):
+    for pattern in _loaded(folder / "server.json")["spec"].get("leaves", ()):
         for path in glob(pattern):
             Path(path).unlink(missing_ok=True)
 
@@ -258,10 +258,16 @@ def _read_process(folder: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(FileNotFoundError):
+        return _loaded(path)
+    return None
+
+
+def _loaded(path: Path) -> dict[str, Any]:
     try:
         value: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
+    except ValueError:
+        raise ValueError(f"{path} is damaged; remove its folder if nothing of that server runs") from None
     return value
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -152,6 +153,21 @@ async def test_a_launch_that_broke_off_is_continued(site: Site, tmp_path: Path) 
     assert (await site.launcher.launch(unwanted)).state is ServerState.EXITED
 
 
+@pytest.mark.parametrize("name", ["server.json", "process.json"])
+async def test_a_damaged_record_is_named(name: str, site: Site, tmp_path: Path) -> None:
+    """A power cut may leave an empty one of an earlier version, and no server can be observed. The alarm has this
+    message; it was `Expecting value: line 1 column 1 (char 0)`."""
+    spec = site.spec(SERVE)
+    await site.launcher.launch(spec)
+    record = tmp_path / site.fleet_id / spec.server_id / name
+    written = record.read_text()
+    record.write_text("")
+    with pytest.raises(ValueError, match=f"{record} is damaged; remove its folder"):
+        await site.launcher.find(site.fleet_id)
+    record.write_text(written)
+    assert len(await site.launcher.find(site.fleet_id)) == 1
+
+
 async def test_a_missing_program_is_an_exit_cause(site: Site) -> None:
     """It is reported like any other end."""
     spec = site.spec(command=("/no/such/program",))
@@ -186,6 +202,27 @@ async def test_a_full_log_is_rotated_and_its_last_lines_are_found(site: Site, tm
             await asyncio.sleep(0.05)
     (found,) = await launcher.find(site.fleet_id)
     assert len(found.last_lines) == 30 and found.last_lines[5].startswith("line number ")
+    await launcher.stop(spec.server_id, 5.0)
+
+
+async def test_a_log_that_a_full_disk_kept_from_rotation_is_rotated_later(site: Site, tmp_path: Path) -> None:
+    """One rotation without room ended them all, and the log grew without bound."""
+    launcher = LocalLauncher(tmp_path, ("0", "1", "2"), max_log_bytes=100_000)
+    spec = site.spec("import time; print('x' * 200_000, flush=True); time.sleep(1e6)")
+    await launcher.launch(spec)
+    folder = tmp_path / site.fleet_id / spec.server_id
+    guard = json.loads((folder / "process.json").read_text())["pid"]
+    limits = resource.prlimit(guard, resource.RLIMIT_FSIZE)
+    resource.prlimit(guard, resource.RLIMIT_FSIZE, (1_000, limits[1]))  # like a full disk
+
+    async def until_older_log_has(num_bytes: int) -> None:
+        async with asyncio.timeout(120.0):
+            while not ((folder / "log.1").exists() and (folder / "log.1").stat().st_size >= num_bytes):  # noqa: ASYNC110 (another process)
+                await asyncio.sleep(0.05)
+
+    await until_older_log_has(0)
+    resource.prlimit(guard, resource.RLIMIT_FSIZE, limits)
+    await until_older_log_has(200_000)
     await launcher.stop(spec.server_id, 5.0)
 
 
