@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from controller.desired import Refused
+from controller.journal import JournalAway
 from controller.loop import Controller
 from controller.report import alarms, proposal_json, status
 from controller.report import in_words as steps_in_words
@@ -43,6 +44,10 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
     @app.exception_handler(_No)
     async def refused(_: Any, no: _No) -> Response:
         return JSONResponse({"error": {"message": no.message}}, no.status)
+
+    @app.exception_handler(JournalAway)
+    async def unwritten(_: Any, fault: JournalAway) -> Response:
+        return JSONResponse({"error": {"message": f"Nothing was changed: {fault}."}}, 503)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Any, error: RequestValidationError) -> Response:

@@ -42,17 +42,16 @@ async def controller(fleet: FleetFile, launcher: Launcher) -> AsyncIterator[Cont
 
     Raises:
         FleetFileError: its folder cannot be used.
-        ValueError: the journal is damaged, or another fleet's.
+        ValueError: the journal is damaged, cannot be read, or is another fleet's.
     """
     lease, path = Lease(fleet.state_dir / "lease"), fleet.state_dir / "journal.jsonl"
     try:
-        is_taken = lease.try_take()
+        if not lease.try_take():
+            check_owner(read_state(path), fleet.fleet, fleet.state_dir)
+            LOGGER.warning("another controller acts; waiting", extra={"fields": {"process": lease.holder()}})
+            await lease.take()
     except OSError as error:
         raise FleetFileError(f"state_dir {fleet.state_dir} cannot be used: {error.strerror}") from None
-    if not is_taken:
-        check_owner(read_state(path), fleet.fleet, fleet.state_dir)
-        LOGGER.warning("another controller acts; waiting", extra={"fields": {"process": lease.holder()}})
-        await lease.take()
     try:
         check_owner(read_state(path), fleet.fleet, fleet.state_dir)
         try:

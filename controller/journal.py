@@ -246,7 +246,7 @@ class Journal:
         is_away: the last record could not be written.
 
     Raises:
-        ValueError: the file is damaged before its last line.
+        ValueError: the file is damaged before its last line, or cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -317,9 +317,12 @@ class Journal:
 def read_state(path: Path) -> State:
     """The state in a journal, whichever process writes it. Raises ValueError: see `Journal`."""
     state = State()
-    if not path.exists():
+    try:
+        *lines, _torn = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
         return state
-    *lines, _torn = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     for number, line in enumerate(lines, 1):
         try:
             state = fold(state, json.loads(line))

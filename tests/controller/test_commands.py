@@ -109,6 +109,33 @@ async def test_a_full_disk_stops_the_start(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "state" / "journal.jsonl").read_text()) == record
 
 
+async def test_a_journal_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
+    """The exit status is 2, and one line names the file, also of a dry run."""
+    path = write_fleet(tmp_path, "http://127.0.0.1:9", free_port())
+    (tmp_path / "state" / "journal.jsonl").mkdir(parents=True)
+    for options in ((), ("--dry-run",)):
+        status, output = await heddle("controller", "--fleet", str(path), *options)
+        assert (status, len(output.splitlines())) == (2, 1), output
+        assert "/journal.jsonl cannot be read: Is a directory" in output
+
+
+async def test_a_full_disk_ends_a_controller_that_waits(tmp_path: Path) -> None:
+    """It ends when the lease is free, with status 2 and one line that names the folder."""
+    path = write_fleet(tmp_path, "http://127.0.0.1:9", free_port())
+    first = load_fleet_file(path)
+    async with controller(first, launcher_of(first)):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "heddle", "controller", "--fleet", str(path)),
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY)),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert process.stderr is not None
+        assert b"another controller acts; waiting" in await process.stderr.readline()
+    output = await process.stderr.read()
+    assert await process.wait() == 2 and output.count(b"\n") == 1, output
+    assert b"/state cannot be used: File too large" in output
+
+
 async def test_a_state_folder_belongs_to_one_fleet(tmp_path: Path) -> None:
     """A fleet that was renamed would leave its engines to nobody, and a second fleet would wait for the first one's
     lease. Each is refused with one line, also while the first one acts. An older journal names no fleet."""
@@ -134,7 +161,8 @@ async def test_a_state_folder_belongs_to_one_fleet(tmp_path: Path) -> None:
 
 
 async def test_a_controller_whose_disk_is_full_goes_on_once_there_is_room(tmp_path: Path) -> None:
-    """It could not write down that an engine had died, and ended; under `heddle up`, the gateway with it."""
+    """It could not write down that an engine had died, and ended; under `heddle up`, the gateway with it. An operator
+    is told why nothing can be changed now; it was `Internal Server Error`."""
     async with running_gateway(observe_interval_s=0.1) as gateway, httpx.AsyncClient() as client:
         port = free_port()
         path = write_fleet(tmp_path, gateway.url, port)
@@ -156,6 +184,9 @@ async def test_a_controller_whose_disk_is_full_goes_on_once_there_is_room(tmp_pa
             victim = next((folder / "servers" / "toy").glob("*/process.json"))
             os.killpg(json.loads(victim.read_text())["pid"], signal.SIGKILL)
             await eventually(lambda: shows("journal_away", is_reached=False), TIMEOUT_S)
+            status, output = await heddle("fleet", "scale", "1xTP2", "--controller", f"http://127.0.0.1:{port}")
+            assert status == 1 and output.startswith("heddle fleet: Nothing was changed: "), output
+            assert "journal.jsonl cannot be written: File too large" in output
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
             await eventually(lambda: shows(is_reached=True), TIMEOUT_S)
             assert process.returncode is None
