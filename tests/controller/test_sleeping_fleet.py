@@ -129,7 +129,6 @@ async def test_a_server_that_was_drained_before_the_gateway_was_restarted_serves
         async with running_gateway(port=port, **store), controller(fleet, launcher_for(fleet)) as made:
             while not made.journal.state.proven:
                 await made.tick()
-            assert not made.journal.state.drained
             made.ask(made.desired.scaled([2], made.observed()))
             while [one.is_cordoned for one in made.seen].count(True) < 2:
                 await made.tick()
@@ -138,7 +137,7 @@ async def test_a_server_that_was_drained_before_the_gateway_was_restarted_serves
                 await until(lambda: made.has_observed)
                 made.ask(made.desired.scaled(tps, made.observed()))
                 await until_reached(made, *tps)
-            assert not made.journal.state.drained, "a cordon from now on is an operator's"
+            await until(lambda: not made.journal.state.drained, lambda: made.journal.state)  # later cordons are others'
 
 
 async def test_engines_that_cannot_sleep_are_stopped(tmp_path: Path) -> None:
