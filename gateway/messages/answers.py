@@ -20,6 +20,7 @@ _FAULTS = frozenset({"error", "failed"})
 _REASON_NAME = b'"finish_reason"'
 _REASON = re.compile(rb': ?"([^"]*)"')
 _USAGE_NAME = b'"usage"'
+_ID_TEXT = "token_id:"
 _MAX_COUNT = 2**40  # more than any context, and small enough that sums cannot overflow
 _USAGE = re.compile(rb": ?(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
 
@@ -170,9 +171,24 @@ def content_of_parsed(api: Api, parsed: Any) -> Content:
     for choice in dicts(parsed.get("choices")):
         if choice.get("index", 0) == 0:
             if api != "chat":
-                return made_by(choice.get("text"), choice.get("token_ids"))
+                return made_by(choice.get("text"), ids_of(choice))
             return content if isinstance(content := choice.get("message"), dict) else None
     return None
+
+
+def ids_of(choice: dict[str, Any]) -> list[Any]:
+    """The tokens of a completion's choice, or of one event of it: in their own field, or with vLLM's
+    `return_tokens_as_token_ids` in place of their texts beside the log-probabilities; empty if they are in neither.
+    """
+    ids = choice.get("token_ids")
+    if isinstance(ids, list) and ids:
+        return ids
+    logprobs = choice.get("logprobs")
+    texts = logprobs.get("tokens") if isinstance(logprobs, dict) else None
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text.startswith(_ID_TEXT) for text in texts):
+        return []
+    numbers = [text[len(_ID_TEXT) :] for text in texts]
+    return list(map(int, numbers)) if all(map(str.isdecimal, numbers)) else []
 
 
 def made_by(text: object, token_ids: object) -> Content:

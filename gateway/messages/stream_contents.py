@@ -7,7 +7,7 @@ import orjson
 
 from gateway.http.errors import Api
 from gateway.http.sse import data_of, split_events
-from gateway.messages.answers import Content, content_of_parsed, dicts, made_by, metas_of
+from gateway.messages.answers import Content, content_of_parsed, dicts, ids_of, made_by, metas_of
 from gateway.messages.streams import ENDS_OF_RESPONSES
 
 
@@ -31,7 +31,7 @@ def _content(api: Api, blocks: Iterable[bytes]) -> Content:
             ids: list[int] = []
             for choice in _choices(parsed):
                 texts.append(str(choice.get("text") or ""))
-                ids += choice.get("token_ids") or []
+                ids += ids_of(choice)
             return made_by("".join(texts), ids)
         case "messages":
             return _anthropic_message(parsed)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from tests.api.conftest import HELLO, MODEL, Site, running_site, toy
@@ -96,6 +97,33 @@ async def test_token_completions_identify_the_trajectory_of_a_turn(site: Site) -
         ids += [*answer.json()["choices"][0]["token_ids"], 400 + turn]
     assert len(owners) == 1
     assert (await site.trajectory(owners.pop()))["num_turns"] == 3
+
+
+@streamed
+async def test_ids_in_place_of_texts_identify_the_trajectory_of_a_turn(stream: bool) -> None:
+    """AReaL's way on vLLM: `return_tokens_as_token_ids`, so the ids are among the log-probabilities."""
+    async with running_site(toy()) as site:
+        ids, owners = list(PROMPT), set()
+        for turn in range(3):
+            made = [500 + turn, 510 + turn]
+            events = [
+                {
+                    "index": 0,
+                    "text": "x",
+                    "finish_reason": reason,
+                    "logprobs": {"tokens": [f"token_id:{id}" for id in part]},
+                }
+                for part, reason in ([(made[:1], None), (made[1:], "length")] if stream else [(made, "length")])
+            ]
+            said = [orjson.dumps({"object": "text_completion", "choices": [one]}) for one in events]
+            streamed = b"".join(b"data: %b\n\n" % one for one in [*said, b"[DONE]"])
+            kind = b"text/event-stream" if stream else b"application/json"
+            site.engine.scripts["/v1/completions"] = fixed(200, streamed if stream else said[0], kind)
+            body = {"model": MODEL, "prompt": ids, "max_tokens": 2, "logprobs": 0, "stream": stream}
+            answer = await site.client.post("/v1/completions", json=body | {"return_tokens_as_token_ids": True})
+            owners.add(answer.headers["x-trajectory-id"])
+            ids += [*made, 400 + turn]
+        assert len(owners) == 1
 
 
 @on_both
