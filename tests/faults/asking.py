@@ -72,7 +72,7 @@ class Reply:
         if is_stream:
             assert "[DONE]" not in self.text, "a stream that ends with an error has no [DONE]"
         if api == "messages":
-            assert body["type"] == "error" and set(body["error"]) == {"type", "message"}, body
+            check_anthropic_error(body)
         else:
             assert set(body["error"]) == {"message", "type", "param", "code"}, body
             assert body["error"]["code"] is None or isinstance(body["error"]["code"], str)
@@ -113,6 +113,13 @@ async def ask(
     return Reply(response.status_code, response.headers, response.text)
 
 
+def check_anthropic_error(body: dict[str, Any]) -> None:
+    """Check that it has Anthropic's form; only an error with a code has details."""
+    assert body["type"] == "error" and {"type", "message"} == set(body["error"]) - {"details"}, body
+    details = body["error"].get("details", {"error_code": "none"})
+    assert list(details) == ["error_code"] and isinstance(details["error_code"], str), body
+
+
 def check_error(api: str, response: httpx.Response, status: int, code: str | None = None) -> None:
     """Check that the response is an error in the API's own form, with a request id."""
     assert response.status_code == status, response.text
@@ -120,7 +127,8 @@ def check_error(api: str, response: httpx.Response, status: int, code: str | Non
     assert response.headers["x-request-id"]
     body = response.json()
     if api == "messages":
-        assert body["type"] == "error" and {"type", "message"} == set(body["error"]), body
+        check_anthropic_error(body)
+        assert code is None or body["error"]["details"]["error_code"] == code
     else:
         assert set(body["error"]) == {"message", "type", "param", "code"}, body
         assert code is None or body["error"]["code"] == code
