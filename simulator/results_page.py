@@ -214,7 +214,7 @@ def _in_words(results: Results, cases: Sequence[Case]) -> str:
     for name in MECHANISMS:
         sentences += _verdicts(name, results, cases)
     if not sentences:
-        sentences = ["Nothing that was measured: Heddle wins every case, and every mechanism is needed in each."]
+        sentences = ["In nothing that was measured."]
     return "## Where it does not pay\n\n" + "\n".join(_wrapped(f"- {sentence}", "  ") for sentence in sentences) + "\n"
 
 

@@ -180,6 +180,16 @@ def test_the_page_names_what_does_not_pay(tmp_path: Path) -> None:
     assert "(plots/ablation.svg)" in page and (tmp_path / "plots" / "ablation.svg").exists()
 
 
+def test_the_page_says_nothing_of_mechanisms_that_were_not_measured(tmp_path: Path) -> None:
+    """It said that each is needed."""
+    done = {
+        job: s for job, s in all_jobs((FIRST,)).items() if "without" not in job.policy and "alone" not in job.policy
+    }
+    write_page({job: row(job, s) for job, s in done.items()}, (FIRST,), tmp_path, tmp_path / "page.md", "make it")
+    said = (tmp_path / "page.md").read_text().partition("## Where it does not pay")[2].partition("\n#")[0]
+    assert "In nothing that was measured." in said and "mechanism" not in said
+
+
 SCENARIO = """
 [workload]
 law = "coding"
