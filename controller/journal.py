@@ -171,8 +171,8 @@ def _measured(state: State, record: Json) -> State:
 def _begun(state: State, record: Json) -> State:
     """A drain counts from its beginning: it may have happened even though its end was never recorded.
 
-    So does a server that is registered for the first time: if it comes cordoned, that is an earlier drain of its
-    address, which the gateway remembers if it was restarted before it was told to forget the engine.
+    A server that is registered for the first time counts as drained, too: if it comes cordoned, that is an earlier
+    drain of its address, which the gateway remembers if it was restarted before it was told to forget the engine.
     """
     server_id = record["server_id"]
     match record["step"]:
