@@ -10,11 +10,12 @@ import socket
 _IDLE_S = 60
 _INTERVAL_S = 15
 _NUM_PROBES = 4
+_IDLE: int = getattr(socket, "TCP_KEEPALIVE", None) or socket.TCP_KEEPIDLE  # macOS has its own name for it
 
 
 def probe_when_idle(connection: socket.socket) -> None:
     """Have the system probe the other end of a TCP connection, or of those that a listening socket accepts."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, _IDLE, _IDLE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)

@@ -241,7 +241,10 @@ class Settings(BaseSettings):
     max_turns_per_key: int = Field(20_000, ge=1, description="Concurrent turns of one client key; more get 429.")
 
     byte_workers: int | None = Field(
-        None, ge=0, le=256, description="Processes that pass streams on. Unset: one per core except one, at most 4."
+        None,
+        ge=0,
+        le=256,
+        description="Processes that pass streams on (Linux only). Unset: one per core except one, at most 4.",
     )
     byte_worker_turns: int = Field(
         64, ge=0, description="Streams go to byte workers from this many concurrent turns on; fewer do not fill a core."

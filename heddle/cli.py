@@ -30,6 +30,9 @@ _VERBS = (
     ("replay", "Play agent trajectories against any OpenAI base URL.", "heddle.replay"),
 )
 
+# These start processes that end with their parent, and keep memory for the next one: both are Linux's work.
+_ON_LINUX = ("keep", "controller", "up")
+
 _THIS_MACHINE = "localhost,127.0.0.1,::1"
 
 
@@ -61,6 +64,8 @@ def _run(arguments: Sequence[str]) -> int:
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         verbs.choices[parsed.verb].error(f"unknown argument {unknown[0]!r}")
+    if parsed.verb in _ON_LINUX and sys.platform != "linux":
+        verbs.choices[parsed.verb].error("needs Linux")
     assert module is not None, "the parser ends the program where no verb is given"
     ran = module.run(parsed)
     status: int = uvloop.run(ran) if inspect.iscoroutine(ran) else ran

@@ -70,16 +70,15 @@ class WorkerPool:
     """All byte workers of this process. They start when first needed.
 
     Args:
-        num_workers: the most there may be; 0 lends nothing, None means one for each core but the first, up to 4.
+        num_workers: the most there may be; 0 lends nothing, None means one for each core but the first, up to 4. There
+            are none without Linux.
         above: with fewer concurrent turns than this, nothing is lent.
         num_live: gives the number of turns now.
     """
 
     def __init__(self, num_workers: int | None, above: int, num_live: Callable[[], int], limits: LoanLimits) -> None:
         self._limits = limits
-        self._num_workers = (
-            min(len(os.sched_getaffinity(0)) - 1, _MOST_BY_ITSELF) if num_workers is None else num_workers
-        )
+        self._num_workers = _most_workers(num_workers)
         self._above = above
         self._num_live = num_live
         self._links: list[_WorkerLink] = []
@@ -238,3 +237,9 @@ class _WorkerLink(asyncio.Protocol):
             LOGGER.error("byte worker died", extra={"fields": {"streams": len(loans)}})
         for loan in loans:
             loan.of.is_lost()
+
+
+def _most_workers(wanted: int | None) -> int:
+    if sys.platform != "linux":
+        return 0  # they wait with epoll
+    return min(len(os.sched_getaffinity(0)) - 1, _MOST_BY_ITSELF) if wanted is None else wanted
