@@ -4,11 +4,13 @@ API and the store; after a restart it is filled from the store.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from scheduling.types import TrajectoryRecord, TrajectoryState
 from store.port import Store, StoreCorrupt, StoredTrajectory
+
+_SHOWN = [one.name for one in fields(TrajectoryRecord) if one.name != "trajectory_id"]
 
 
 @dataclass(slots=True)
@@ -179,7 +181,7 @@ def as_json(entry: Entry) -> dict[str, Any]:
     return {
         "id": entry.record.trajectory_id,
         "object": "trajectory",
-        **{name: value for name, value in asdict(entry.record).items() if name != "trajectory_id"},
+        **{name: getattr(entry.record, name) for name in _SHOWN},
         "declared": entry.declared,
         "reward": entry.reward,
     }
