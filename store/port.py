@@ -87,6 +87,7 @@ class Store(Protocol):
 
         Raises:
             StoreInUse, StoreCorrupt: see there. A Redis that is away does not raise: see `health`.
+            StoreError: the server cannot hold the record, or refuses it. Repeating does not help.
         """
 
     async def load(self) -> list[StoredTrajectory]:

@@ -37,7 +37,7 @@ import orjson
 
 from store.pending import Operation, Pending, forgotten_first
 from store.port import Json, StoreAway, StoreCorrupt, StoredTrajectory, StoreError, StoreHealth, encoded
-from store.redis_client import FAULTS, AuthenticationError, asked, is_full, let_go, place_of, redis_client
+from store.redis_client import FAULTS, asked, is_full, let_go, mode_of, place_of, redis_client, refused
 from store.settings import StoreSettings
 
 FORMAT = b"1"
@@ -156,13 +156,13 @@ class RedisStore:
         try:
             await self._claim()
             self._fault = ""
-        except StoreCorrupt:
+        except StoreError:
             await self._redis.aclose()
             raise
-        except AuthenticationError as fault:
-            await self._redis.aclose()
-            raise StoreError(f"Redis at {self._where} refuses the login: {fault}") from None
         except FAULTS as fault:
+            if refused(fault):
+                await self._redis.aclose()
+                raise self._unread(fault) from None
             self._fault = self._away(fault)
         self._flusher = asyncio.create_task(self._flush_forever(), name="store-flusher")
 
@@ -184,7 +184,7 @@ class RedisStore:
                         as_dict, history = orjson.loads(b"[%b,[%b]]" % (record, b",".join(of_it)))
                         found.append(StoredTrajectory(str(trajectory_id, "utf-8"), as_dict, history, answer))
         except FAULTS as fault:
-            raise StoreAway(self._away(fault)) from fault
+            raise self._unread(fault) from fault
         except orjson.JSONDecodeError as fault:
             raise StoreCorrupt(f"Redis at {self._where} holds records that are no JSON: {fault}") from fault
         finally:
@@ -284,7 +284,7 @@ class RedisStore:
         try:
             return await asked(command(*names))
         except FAULTS as fault:
-            raise StoreAway(self._away(fault)) from fault
+            raise self._unread(fault) from fault
 
     async def _settle_or_raise(self) -> None:
         if not await self.settle(self._settings.op_timeout_s) or self._fault:
@@ -378,6 +378,9 @@ class RedisStore:
 
     async def _claim(self) -> None:
         """Become the writer of this namespace. Safe to repeat: no batch is sent before the claim."""
+        mode = await mode_of(self._redis)
+        if mode != "standalone":
+            raise StoreError(f"Redis at {self._where} is a {mode}; the store must be a single server")
         owner = self._key("owner")
         known = await asked(self._redis.hget(owner, "format"))
         if known not in (None, FORMAT):
@@ -392,6 +395,10 @@ class RedisStore:
 
     def _key(self, name: str) -> str:
         return self._settings.namespace + name
+
+    def _unread(self, fault: Exception) -> StoreError:
+        what = refused(fault)
+        return StoreError(f"Redis at {self._where} refuses {what}: {fault}") if what else StoreAway(self._away(fault))
 
     def _away(self, fault: BaseException) -> str:
         return f"Redis at {self._where} is away: {type(fault).__name__}: {fault}"

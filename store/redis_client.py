@@ -10,12 +10,12 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, RedisError
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 
 from store.port import StoreError
 from store.settings import StoreSettings
 
-__all__ = ["FAULTS", "AuthenticationError", "asked", "is_full", "let_go", "place_of", "redis_client"]
+__all__ = ["FAULTS", "asked", "is_full", "let_go", "mode_of", "place_of", "redis_client", "refused"]
 
 FAULTS = (RedisError, OSError, TimeoutError)
 
@@ -46,6 +46,22 @@ def redis_client(url: str, settings: StoreSettings) -> Redis:
 def is_full(fault: Exception) -> bool:
     """Whether the server has no memory for more. Redis 6.2 reports it as a fault of the script, 7 as one of its own."""
     return "> 'maxmemory'" in str(fault)
+
+
+def refused(fault: Exception) -> str:
+    """What the server refuses until a person changes something; "" if the fault may pass."""
+    if isinstance(fault, AuthenticationError):
+        return "the login"
+    if isinstance(fault, NoPermissionError):
+        return "a command"
+    return "the database" if str(fault).startswith(("DB index is out of range", "SELECT is not allowed")) else ""
+
+
+async def mode_of(redis: Redis) -> str:
+    """`standalone`, `cluster` or `sentinel`."""
+    told: Any = await asked(redis.execute_command("HELLO"))  # type: ignore[no-untyped-call]
+    fields = told if isinstance(told, dict) else dict(zip(told[::2], told[1::2], strict=True))  # by protocol
+    return str(fields[b"mode"], "utf-8")
 
 
 async def let_go(redis: Redis) -> None:

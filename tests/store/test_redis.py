@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -336,6 +337,45 @@ async def test_a_wrong_password_stops_the_start_and_is_not_shown(server: RedisSe
     with pytest.raises(StoreError, match="refuses the login") as caught:
         await store.open()
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rights", "what"), [("~* +@all -eval", "'eval' command"), ("~other:* +@all", "access one of the keys")]
+)
+async def test_a_user_without_rights_stops_the_start(server: RedisServer, rights: str, what: str) -> None:
+    """At once: the gateway waited 10 s for a server that is "away"."""
+    await _ask(server, f"ACL SETUSER weak on >word {rights}\r\n".encode(), b"+OK\r\n")
+    with pytest.raises(StoreError, match=f"refuses a command: .*{what}") as caught:
+        await _new(f"redis://weak:word@127.0.0.1:{server.port}/0").open()
+    assert not isinstance(caught.value, StoreAway)
+
+
+async def test_a_user_without_the_right_to_read_stops_the_start(server: RedisServer) -> None:
+    """Here it may claim the record."""
+    await _ask(server, b"ACL SETUSER weak on >word ~* +@all -hkeys\r\n", b"+OK\r\n")
+    store = _new(f"redis://weak:word@127.0.0.1:{server.port}/0")
+    await store.open()
+    with pytest.raises(StoreError, match="'hkeys' command") as caught:
+        await store.load()
+    assert not isinstance(caught.value, StoreAway)
+    await store.close()
+
+
+async def test_a_database_that_does_not_exist_stops_the_start(server: RedisServer) -> None:
+    """A server has sixteen, unless it is told otherwise."""
+    with pytest.raises(StoreError, match="refuses the database: DB index is out of range"):
+        await _new(server.url(16)).open()
+
+
+async def test_a_cluster_stops_the_start(server: RedisServer, tmp_path: Path) -> None:
+    """The record's keys would be on several servers, and a batch reaches one."""
+    cluster = RedisServer(server.binary, tmp_path, "--cluster-enabled", "yes")
+    cluster.start()
+    try:
+        with pytest.raises(StoreError, match="is a cluster; the store must be a single server"):
+            await _new(cluster.url()).open()
+    finally:
+        cluster.kill()
 
 
 async def test_a_record_of_another_format_is_refused(server: RedisServer) -> None:

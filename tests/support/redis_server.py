@@ -27,10 +27,13 @@ PATIENT: dict[str, Any] = {"connect_timeout_s": 30.0, "op_timeout_s": 30.0}
 
 
 class RedisServer:
-    """One redis-server process on a fixed port of 127.0.0.1; every write is synced to its append-only file."""
+    """One redis-server process on a fixed port of 127.0.0.1, with these further options; every write is synced to its
+    append-only file.
+    """
 
-    def __init__(self, binary: str, directory: Path) -> None:
+    def __init__(self, binary: str, directory: Path, *options: str) -> None:
         self.binary = binary
+        self.options = options
         self.directory = directory
         self.port = free_port()
         self._process: subprocess.Popen[str] | None = None
@@ -43,7 +46,7 @@ class RedisServer:
         """Start the server and return when it answers."""
         assert self._process is None, "already running"
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory), "--save", ""]
-        options += ["--appendonly", "yes", "--appendfsync", "always"]
+        options += ["--appendonly", "yes", "--appendfsync", "always", *self.options]
         self._process = subprocess.Popen(
             [self.binary, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
