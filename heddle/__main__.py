@@ -1,7 +1,17 @@
-"""`python -m heddle`."""
+"""The command `heddle`, and `python -m heddle`."""
 
 import sys
 
-from heddle.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command; an interrupt while it is imported ends it like any other."""
+    try:
+        from heddle import cli  # a tenth of a second
+
+        return cli.main()
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

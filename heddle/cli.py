@@ -1,5 +1,6 @@
 """The command `heddle` and its verbs."""
 
+import errno
 import importlib
 import inspect
 import os
@@ -46,9 +47,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `heddle ... | head`: the reader has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()
         return 141
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _write_no_more()
+        print(f"heddle: cannot write: {error.strerror}", file=sys.stderr)
+        return 1
     return status
+
+
+def _write_no_more() -> None:
+    """Discard what standard output still holds: the interpreter writes it at its end, and would report the error."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -86,7 +99,3 @@ def _version() -> str:
     from importlib.metadata import version  # a tenth of a simulated engine's start
 
     return version("heddle")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

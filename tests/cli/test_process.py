@@ -13,14 +13,15 @@ ROOT = Path(__file__).parents[2]
 FEW = ("predictor", "evaluate", "--law", "coding", "--trajectories", "25", "--predictor", "siblings")
 INTERRUPTED = """
 import os, signal, sys
-from heddle.cli import main
+from heddle.__main__ import main
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
-        if name == "heddle.simulate":
+        if name == sys.argv[-1]:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupt())
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process inherits that it is ignored
-sys.exit(main(["simulate", "--help"]))
+sys.argv = ["heddle", "simulate", "--help", sys.argv[1]]
+sys.exit(main())
 """
 AS_NOBODY = """
 import argparse, os, sys
@@ -45,9 +46,10 @@ def ended(*arguments: str, stdout: int = subprocess.PIPE, shell: str = "") -> tu
     return done.returncode, done.stderr.decode()
 
 
-def test_an_interrupt_while_modules_are_imported_leaves_no_traceback() -> None:
+@pytest.mark.parametrize("module", ["uvloop", "heddle.simulate"])
+def test_an_interrupt_while_modules_are_imported_leaves_no_traceback(module: str) -> None:
     """Imports take a second or two, in which people notice a typing error."""
-    assert ended("-c", INTERRUPTED) == (130, "")
+    assert ended("-c", INTERRUPTED, module) == (130, "")
 
 
 @pytest.mark.parametrize("program", ["loadtest.soak", "heddle.loop --gpus 8 --trajectories 8 --work-dir {}"])
@@ -76,6 +78,12 @@ def test_a_reader_that_has_read_enough_is_no_error() -> None:
         assert ended("-m", "heddle", *FEW, stdout=writer) == (141, "")
     finally:
         os.close(writer)
+
+
+def test_a_full_disk_is_reported_with_one_line() -> None:
+    """`heddle ... > FILE`."""
+    full = ended("-m", "heddle", "serve", "--settings", shell=">/dev/full")
+    assert full == (1, "heddle: cannot write: No space left on device\n")
 
 
 def test_a_command_works_without_standard_output() -> None:
