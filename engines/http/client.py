@@ -34,7 +34,7 @@ def can_be_asked(url: str) -> bool:
         return False
     is_plain = url.isascii() and url.isprintable() and " " not in url
     is_whole = parts.scheme in ("http", "https") and bool(host) and port != 0
-    return is_plain and is_whole and not (parts.query or parts.fragment or parts.username)
+    return is_plain and is_whole and not (parts.query or parts.fragment or "@" in parts.netloc)
 
 
 class HttpClient:

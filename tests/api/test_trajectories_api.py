@@ -317,9 +317,10 @@ async def test_an_invalid_engine_url_is_refused(site: Site, url: str) -> None:
     assert len((await site.client.get("/v1/engines")).json()["data"]) == 1
 
 
-async def test_an_engine_url_with_a_password_is_refused_without_showing_it(site: Site) -> None:
+@pytest.mark.parametrize("user", ["user", ""])
+async def test_an_engine_url_with_a_password_is_refused_without_showing_it(site: Site, user: str) -> None:
     """An engine's key is a setting of its own."""
-    answer = await site.client.post("/v1/engines", json={"url": "http://user:secret@host"}, headers=ADMIN)
+    answer = await site.client.post("/v1/engines", json={"url": f"http://{user}:secret@host"}, headers=ADMIN)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "url")
     assert "without user and password" in answer.text and "secret" not in answer.text
     assert len((await site.client.get("/v1/engines")).json()["data"]) == 1
