@@ -27,10 +27,10 @@ from gateway.http.refusals import (
     Refused,
     bad_request,
     internal_error,
-    invalid_json,
     method_not_allowed,
     not_found,
     unknown_model,
+    unreadable,
 )
 from gateway.metrics import Metrics
 from gateway.passthrough import PASSTHROUGH_ROUTES
@@ -51,6 +51,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         (408, "The body stopped arriving"),
         (409, "Conflict"),
         (413, "The body is too large"),
+        (415, "The body is compressed"),
         (431, "The headers are too large"),
         (500, "The gateway failed"),
     )
@@ -196,6 +197,8 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         said = f"Unknown route: {request.method} {request.url.path[:200]}.{_meant(request)}"
         return _refused_response(not_found(said, "unknown_route"))
+    if error.status_code == 400 and error.__cause__ is not None:  # FastAPI cannot decode the body
+        return _refused_response(unreadable(request.scope["headers"], str(error.__cause__)))
     response = _refused_response(Refused(api_error(error.status_code, error.detail)))
     response.headers.update(error.headers or {})
     return response
@@ -210,7 +213,8 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first: Any = error.errors()[0]
     if first["type"] == "json_invalid":
-        return _refused_response(invalid_json(f"{first['ctx']['error']}: char {first['loc'][-1]}"))
+        why = f"{first['ctx']['error']}: char {first['loc'][-1]}"
+        return _refused_response(unreadable(request.scope["headers"], why))
     if first["loc"] == ("body",) and "json" not in request.headers.get("content-type", ""):
         return _refused_response(bad_request("The body must be JSON, sent with 'content-type: application/json'."))
     if first["loc"] == ("body",) and first["type"] == "missing":

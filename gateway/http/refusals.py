@@ -91,6 +91,14 @@ def unsupported_encoding(encoding: str) -> Refused:
     return Refused(api_error(415, message, "unsupported_encoding"))
 
 
+def unreadable(headers: Iterable[tuple[bytes, bytes]], why: str) -> Refused:
+    """415 or 400: the body is no JSON, perhaps because it is compressed."""
+    for name, value in headers:
+        if name == b"content-encoding" and value.lower() != b"identity":
+            return unsupported_encoding(value.decode("latin-1"))
+    return invalid_json(why)
+
+
 def unauthorised(message: str) -> Refused:
     """401: no key, or a wrong one."""
     return Refused(api_error(401, message, "invalid_api_key"))

@@ -22,7 +22,7 @@ from gateway.http.refusals import (
     no_threads,
     not_found,
     unknown_model,
-    unsupported_encoding,
+    unreadable,
 )
 from gateway.messages.beginnings import Beginnings
 from gateway.messages.conversations import Conversations
@@ -168,10 +168,7 @@ def parse_object(body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> dict[st
     try:
         request = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        for name, value in headers:
-            if name == b"content-encoding" and value.lower() != b"identity":
-                raise unsupported_encoding(value.decode("latin-1")) from None
-        raise invalid_json(str(error)) from None
+        raise unreadable(headers, str(error)) from None
     if not isinstance(request, dict):
         raise bad_request("The request body must be a JSON object.", code="invalid_json")
     return request

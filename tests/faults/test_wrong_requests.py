@@ -289,21 +289,24 @@ async def test_a_trailing_slash_is_not_redirected(client: httpx.AsyncClient, pat
         check_error("other", await client.post(f"{gateway.url}/t/a{path}/", json={}), 404, "unknown_route")
 
 
-@pytest.mark.parametrize("path", [*PATHS.values(), "/v1/embeddings"])
+@pytest.mark.parametrize("path", [*PATHS.values(), "/v1/embeddings", "/v1/trajectories"])
 async def test_a_compressed_body_gets_415(client: httpx.AsyncClient, path: str) -> None:
     """The error names the encoding, instead of an invalid UTF-8 byte."""
     async with raw_engine(writes(whole(ANSWER))) as engine, running_gateway(engine.url) as gateway:
-        headers = {"content-encoding": "gzip"}
+        headers = {"content-encoding": "gzip", "content-type": "application/json"}
         response = await client.post(gateway.url + path, content=gzip.compress(b"{}"), headers=headers)
         check_error("messages" if path == PATHS["messages"] else "other", response, 415, "unsupported_encoding")
         assert "gzip" in response.text
 
 
+@pytest.mark.parametrize("body", [b"{", b'{"id": "\xff"}'], ids=["no JSON", "no UTF-8"])
 @pytest.mark.parametrize("path", [*PATHS.values(), "/v1/embeddings", "/v1/trajectories"])
-async def test_a_body_that_is_not_json_gets_the_same_code_everywhere(client: httpx.AsyncClient, path: str) -> None:
+async def test_a_body_that_is_not_json_gets_the_same_code_everywhere(
+    client: httpx.AsyncClient, path: str, body: bytes
+) -> None:
     """Also on routes of FastAPI."""
     async with running_gateway() as gateway:
-        response = await client.post(gateway.url + path, content=b"{", headers={"content-type": "application/json"})
+        response = await client.post(gateway.url + path, content=body, headers={"content-type": "application/json"})
         check_error("messages" if path == PATHS["messages"] else "other", response, 400, "invalid_json")
         assert "is not valid JSON: " in response.json()["error"]["message"]
 
