@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from controller.admin_key import ADMIN_KEY_VARIABLE
 from controller.fleet_file import FleetFile, FleetFileError, load_fleet_file
+from engines.listener import bound
 
 _PR_SET_PDEATHSIG = 1
 _EPILOG = """examples:
@@ -53,11 +54,13 @@ async def run(parsed: argparse.Namespace) -> int:
                 f"{parsed.fleet}: gateway: it is started here and speaks plain HTTP, so its URL must be such as "
                 f"http://127.0.0.1:8080, not {fleet.gateway!r}"
             )
+        host, port = at.hostname or "127.0.0.1", at.port or 80
+        _check_free(host, port)
     except FleetFileError as error:
         print(f"heddle up: {error}", file=sys.stderr)
         return 2
     print(_told(fleet), file=sys.stderr)
-    address = ("--host", at.hostname or "127.0.0.1", "--port", str(at.port or 80), "--log-level", parsed.log_level)
+    address = ("--host", host, "--port", str(port), "--log-level", parsed.log_level)
     config = ("--config", parsed.config) if parsed.config else ()
     children = {
         "gateway": await _started("serve", *config, *address),
@@ -88,6 +91,16 @@ def _told(fleet: FleetFile) -> str:
         f"heddle up: agents use {fleet.gateway}/v1; `heddle fleet show {commands}` shows the engines.\n"
         f"Ctrl-C stops both but not the engines; to stop those first: `heddle fleet scale 0xTP1 --empty {commands}`."
     )
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raises FleetFileError if the gateway could not listen there: the controller would take another one that does for
+    this fleet's, and give it engines.
+    """
+    try:
+        bound(host, port).close()
+    except OSError as error:
+        raise FleetFileError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
 
 
 async def _started(*arguments: str) -> asyncio.subprocess.Process:

@@ -14,9 +14,9 @@ from controller.admin_key import ADMIN_KEY_VARIABLE
 from controller.fleet_file import load_fleet_file
 from controller.launcher import ServerState
 from engines.children import free_port
-from tests.controller.fleet_site import TIMEOUT_S, launcher_for, stopped_at_the_end
+from tests.controller.fleet_site import TIMEOUT_S, alive, engines, launcher_for, stopped_at_the_end
 from tests.controller.test_commands import heddle, write_fleet
-from tests.support.gateway import ADMIN_KEY, eventually
+from tests.support.gateway import ADMIN_KEY, eventually, running_gateway
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -90,6 +90,17 @@ async def test_a_refused_configuration_ends_both_processes(tmp_path: Path) -> No
     assert (status, output) == (2, "heddle up: gateway and controller need a shared secret: set HEDDLE_ADMIN_KEY\n")
     status, output = await heddle("up", "--fleet", str(tmp_path / "absent.toml"))
     assert status == 2 and output.startswith("heddle up: cannot read ") and output.count("\n") == 1
+
+
+async def test_no_engine_is_launched_if_another_gateway_has_the_address(tmp_path: Path) -> None:
+    """The controller took it for its own: the other fleet got this one's engines, which then ran for ever."""
+    async with running_gateway() as gateway:
+        path = write_fleet(tmp_path, gateway.url, free_port())
+        async with stopped_at_the_end(load_fleet_file(path)):
+            status, output = await heddle("up", "--fleet", str(path))
+            at = gateway.url.removeprefix("http://")
+            assert (status, output) == (2, f"heddle up: cannot listen on {at}: Address already in use\n")
+            assert not await alive(load_fleet_file(path)) and not await engines(gateway.url)
 
 
 @pytest.mark.parametrize("url", ["https://127.0.0.1", "https://127.0.0.1:8443", "http://127.0.0.1:8080/heddle"])
