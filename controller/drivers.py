@@ -49,6 +49,10 @@ class StartFailed(Exception):
     """A server did not become ready; the message is the cause."""
 
 
+class LaunchHindered(Exception):
+    """The launcher cannot start a server now; the message is its own. It may be launched again."""
+
+
 class StopFailed(Exception):
     """A server is not known to have ended; the message is the launcher's. It may be stopped again."""
 
@@ -72,6 +76,7 @@ class Drivers:
         Raises:
             StartFailed: a server did not become ready, or did not wake.
             LaunchFailed: it could not even be launched.
+            LaunchHindered: it cannot be launched now.
             StopFailed: its node or its cluster does not answer.
             SleepFault, CannotSleep: it did not fall asleep.
             GatewayAway, GatewayRefused: see there.
@@ -111,7 +116,10 @@ class Drivers:
             case Launch():
                 self._begins("start", server_id)
                 asleep = (one for one, rest in self._journal.state.rest.items() if rest == SleepState.ASLEEP)
-                await self._launcher.launch(server_spec(self._fleet, step.wanted, asleep))
+                try:
+                    await self._launcher.launch(server_spec(self._fleet, step.wanted, asleep))
+                except OSError as fault:
+                    raise LaunchHindered(str(fault)) from fault
                 self.launched.add(server_id)
             case Sleep():
                 self._begins("sleep", server_id)

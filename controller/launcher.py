@@ -76,7 +76,10 @@ class Launcher(Protocol):
         """
 
     async def launch(self, spec: ServerSpec) -> Server:
-        """Start a server; does not wait until it answers. Raises LaunchFailed."""
+        """Start a server; does not wait until it answers.
+
+        Raises LaunchFailed, and OSError if the launcher cannot do it now; that is safe to repeat.
+        """
 
     async def find(self, fleet_id: str) -> list[Server]:
         """All servers of a fleet that exist, including those of an earlier controller and those that have ended."""

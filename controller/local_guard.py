@@ -27,7 +27,10 @@ _LOG_LOOK_S = 5.0  # Between checks of the log's size: an engine that writes all
 
 
 def main(folder: Path) -> None:
-    """Detach, and return when `process.json` is written; the rest happens in the background."""
+    """Detach, and return when `process.json` is written; the rest happens in the background.
+
+    Raises SystemExit if the guard ended before; it has said why on standard error, unless it was killed.
+    """
     lock = (folder / "lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -38,11 +41,13 @@ def main(folder: Path) -> None:
     written, told = os.pipe()
     if os.fork():
         os.close(told)
-        os.read(written, 1)
+        if not os.read(written, 1):
+            sys.exit(1)
         return
     os.close(written)
     os.setsid()
     write_json(folder / "process.json", {"pid": os.getpid(), "started": started(os.getpid()), "boot": boot_id()})
+    os.write(told, b".")
     os.close(told)
     cause = _run(folder, json.loads((folder / "server.json").read_text()))
     write_json(folder / "exit.json", {"cause": cause})

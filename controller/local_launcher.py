@@ -76,6 +76,7 @@ class LocalLauncher:
 
         Raises:
             LaunchFailed: a device is unknown, or another server, of any fleet, holds it and does not sleep.
+            OSError: this machine cannot start it now (a full disk, too many processes); safe to repeat.
         """
         return await asyncio.to_thread(self._launch, spec)
 
@@ -114,7 +115,10 @@ class LocalLauncher:
                 self._prune(spec.fleet_id)
         # Outside the lock, and again if an earlier launch broke off here: the guard knows whether it is too late.
         guard = [sys.executable, "-I", "-S", str(Path(local_guard.__file__)), str(folder)]
-        subprocess.run(guard, stdin=subprocess.DEVNULL, check=True)
+        ended = subprocess.run(guard, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        if ended.returncode:
+            said = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            raise OSError(f"its guard did not begin: {said or 'it was killed'}")
         return _server(folder, self._sessions.look())
 
     def _check_devices(self, spec: ServerSpec, servers: Sequence[Server]) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from controller import rollouts
 from controller.demand import Demand, DemandAway
 from controller.desired import DesiredFleet, NoDevices, Refused
-from controller.drivers import Drivers, StartFailed, StopFailed
+from controller.drivers import Drivers, LaunchHindered, StartFailed, StopFailed
 from controller.fleet_file import FleetFile
 from controller.gateway_client import GatewayAway, GatewayClient, GatewayRefused, Member
 from controller.journal import Journal, JournalAway, Json
@@ -281,6 +281,8 @@ class Controller:
             held_back=held_back(state, time.time(), self.fleet.retry_rule),
             resting=state.resting,
         )
+        if not any(isinstance(step, Launch) for step in (*steps, *(step for step, _ in self._tasks.values()))):
+            self._clear("launch_hindered")
         for step in steps:
             if step.server_id not in self._tasks:
                 self._tasks[step.server_id] = step, asyncio.create_task(self._perform(step), name=str(step))
@@ -297,6 +299,9 @@ class Controller:
             self.journal.write(**spares_record((), sleepless=str(lack)))
         except (StartFailed, LaunchFailed, SleepFault) as failure:
             self._failed[server_id] = str(failure)
+        except LaunchHindered as fault:
+            is_hindered = True
+            self._alarm("launch_hindered", f"{server_id}: {fault}")
         except StopFailed as fault:
             is_hindered = True
             self._not_stopped[server_id] = str(fault)

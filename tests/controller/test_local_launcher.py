@@ -153,6 +153,22 @@ async def test_a_launch_that_broke_off_is_continued(site: Site, tmp_path: Path) 
     assert (await site.launcher.launch(unwanted)).state is ServerState.EXITED
 
 
+async def test_a_guard_that_cannot_begin_is_reported(site: Site, tmp_path: Path) -> None:
+    """On a full disk, for example. The launch counted as done, and the server was awaited for 15 minutes."""
+    spec = site.spec(SERVE)
+    await site.launcher.launch(spec)
+    await site.launcher.stop(spec.server_id, 0.0)
+    folder = tmp_path / site.fleet_id / spec.server_id
+    for name in ("process.json", "stop"):
+        (folder / name).unlink()
+    (folder / "process.draft").mkdir()
+    with pytest.raises(OSError, match=r"its guard did not begin: IsADirectoryError: .*process\.draft"):
+        await site.launcher.launch(spec)
+    (folder / "process.draft").rmdir()
+    await site.launcher.launch(spec)
+    await site.answer(spec.server_id)
+
+
 @pytest.mark.parametrize("name", ["server.json", "process.json"])
 async def test_a_damaged_record_is_named(name: str, site: Site, tmp_path: Path) -> None:
     """A power cut may leave an empty one of an earlier version, and no server can be observed. The alarm has this

@@ -1,6 +1,7 @@
 """Gateway, controller, launcher, engines and Redis lose contact with each other: no working engine is killed."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -190,6 +191,33 @@ async def test_a_stop_that_a_lost_node_does_not_confirm_is_no_defect(fault: Exce
         line.fault = None
         await until_reached(made, 2)
         assert not made.alarms
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        journal.close()
+
+
+async def test_a_machine_that_cannot_launch_now_is_no_defect(memory_folder: Path) -> None:
+    """Its disk is full, or it has too many processes. The alarm tells so as long as that lasts, and no try counts. It
+    was called a defect to report."""
+    async with answering_engines() as port:
+        run = run_in(memory_folder / "full", port)
+        line, points = Line(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))), Fuse()
+        journal = Journal(run.fleet.state_dir / "journal.jsonl")
+        ports = MemoryLauncher(run.cluster, line), MemoryGateway(run.cluster, points), MemoryDemand(run.cluster)
+        made = Controller(run.fleet, *ports, journal)  # type: ignore[arg-type]
+        running = asyncio.create_task(made.run())
+        await until(lambda: bool(made.alarms), lambda: made.seen)
+        (server_id,) = (one.partition(":")[0] for one in made.alarms.values())
+        for _ in range(50):
+            await asyncio.sleep(0)
+            assert (
+                list(made.alarms) == ["launch_hindered"] and "No space left on device" in made.alarms["launch_hindered"]
+            )
+        assert server_id in {one.server_id for one in journal.state.wanted}
+        line.fault = None
+        await until_reached(made, 1, 1)
+        await until(lambda: not made.alarms, lambda: made.alarms)
+        assert not journal.state.failures
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         journal.close()
