@@ -183,6 +183,8 @@ class Drivers:
     async def _warm_up(self, http: HttpClient) -> None:
         warm_up = self._fleet.warm_up
         if not warm_up.max_tokens:
+            if self._fleet.engine.kind != "sglang":  # it takes any name, and its own changes with its weights
+                await _check_model(http, served_name(self._fleet))
             return
         request = {
             "model": served_name(self._fleet),
@@ -256,6 +258,19 @@ class Drivers:
             seconds = round(time.monotonic() - began_at, 3)
             more = {"phase": phase, "tp": tp, "server_id": server_id, "engine_kind": self._fleet.engine.kind}
             self._journal.write(kind="phase", at=time.time(), seconds=seconds, **more)
+
+
+async def _check_model(http: HttpClient, model: str) -> None:
+    """Raises StartFailed if a server that answers does not serve this model."""
+    try:
+        _, said = await http.get("/v1/models", _PROBE_TIMEOUT_S)
+        models = [str(one["id"]) for one in orjson.loads(said)["data"]]
+    except _NO_ANSWER as fault:
+        raise StartFailed(f"/v1/models was not answered: {fault or type(fault).__name__}") from None
+    except (KeyError, TypeError, ValueError):
+        raise StartFailed("/v1/models: not the answer of an engine") from None
+    if model not in models:
+        raise StartFailed(f"it serves {', '.join(models)}, not {model}")
 
 
 async def _answers(http: HttpClient) -> bool:

@@ -126,6 +126,19 @@ async def test_an_engine_that_dies_at_startup_is_retried_and_given_up(tmp_path: 
                 assert "unknown argument '--no-such-flag'" in failure.last_lines[-1]
 
 
+@pytest.mark.parametrize("max_tokens", [0, 8])
+async def test_an_engine_that_serves_another_model_has_not_started(max_tokens: int, tmp_path: Path) -> None:
+    """Its flags name another one, or another server has its port. Without a warm-up request it counted as serving."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        other = {**ENGINE, "flags": ("--model", "another")}
+        fleet = fleet_file(tmp_path, gateway.url, engine=other, warm_up={"max_tokens": max_tokens})
+        async with stopped_at_the_end(fleet), acting(fleet) as made:
+            await until(lambda: bool(made.journal.state.failures), lambda: made.journal.state)
+            assert not await engines(gateway.url)
+            cause = made.journal.state.failures[0].cause
+            assert cause == "it serves another, not simulated" if not max_tokens else "answered with 404" in cause
+
+
 async def test_a_fleet_that_was_seen_to_serve_can_come_back(tmp_path: Path) -> None:
     """Another one may be asked for as soon as it is seen, before the controller has decided anything more."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
