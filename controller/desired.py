@@ -81,9 +81,15 @@ class DesiredFleet:
                 wanted.append(server)
         return [wanted_record(wanted, 0, time.time(), "adopted what runs", spares=spares)]
 
-    def proposed(self, work: Work) -> Proposal | str:
+    def at_hand(self, seen: Sequence[ObservedServer]) -> list[DesiredServer]:
+        """The wanted servers, without those that wait for devices that left the inventory, such as a lost node's."""
+        alive, devices = {one.server_id for one in seen if one.is_alive}, set(self._devices())
+        wanted = self._state().wanted
+        return [one for one in wanted if one.server_id in alive or devices.issuperset(one.devices)]
+
+    def proposed(self, work: Work, seen: Sequence[ObservedServer]) -> Proposal | str:
         """The fleet for this work, or the reason why there is none."""
-        planning, state = self._fleet.planning, self._state()
+        planning, state = self._fleet.planning, self._state_at_hand(seen)
         rule = ReshapeRule(planning.min_gain_share, min_correlation=planning.min_correlation)
         floor = self._floor(state.resting)
         return propose(work, state, self._fleet.profiles(), floor, rule, planning.min_trajectories)
@@ -96,9 +102,9 @@ class DesiredFleet:
             return None
         return rollouts.after(self._state().history, last.trajectories, last.ended_at)
 
-    def proposed_next(self) -> Proposal | str:
+    def proposed_next(self, seen: Sequence[ObservedServer]) -> Proposal | str:
         """The fleet for the next rollout, or the reason why there is none; at least one must have ended."""
-        state = self._state()
+        state = self._state_at_hand(seen)
         return propose_next(state, self._fleet.profiles(), self._floor(state.resting))
 
     def planned(self, proposal: Proposal, seen: Sequence[ObservedServer]) -> list[Json]:
@@ -186,6 +192,9 @@ class DesiredFleet:
             wanted, seen, spares=spares, min_engines=limits.min_engines, max_starting=limits.max_starting
         ):
             raise Refused(f"fewer than {limits.min_engines} engines (limits.min_engines) would serve on the way")
+
+    def _state_at_hand(self, seen: Sequence[ObservedServer]) -> State:
+        return replace(self._state(), wanted=tuple(self.at_hand(seen)))
 
     def _floor(self, resting: frozenset[str]) -> Floor:
         devices = tuple(self._devices())

@@ -54,7 +54,7 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
             rounds = [] if any(one.is_alive for one in seen) else desired.steps_to(desired.first_tps(), seen)
         except Refused as refused:
             return [*lines, f"It is not possible: {refused}."]
-    elif not is_reached(state.wanted, seen):
+    elif not is_reached(desired.at_hand(seen), seen):
         wanted = sizes_in_words(largest_first(one.tp for one in state.wanted))
         lines.append(f"It is changing to {wanted or 'nothing'} ({state.why}).")
         rounds = itinerary(
@@ -65,10 +65,10 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
             max_starting=limits.max_starting,
         )
     else:
-        proposal = desired.proposed(work)
+        proposal = desired.proposed(work, seen)
         if (history := desired.after_rollout(work)) is not None:
             state = replace(state, history=history)  # as the controller would record it; `desired` reads it
-            proposal = desired.proposed_next()
+            proposal = desired.proposed_next(seen)
         more, rounds = _planned(fleet, desired, proposal, state.is_manual, seen)
         lines += more
     lines += in_words(rounds, state, seen) or ["Nothing to do."]

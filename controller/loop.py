@@ -236,12 +236,12 @@ class Controller:
         if history is not None:
             self._plan_next(history)
         elif work.remaining or not self.journal.state.history.alike:
-            self._consider(self.desired.proposed(work))
+            self._consider(self.desired.proposed(work, self.seen))
 
     def _plan_next(self, history: History) -> None:
         """Plan for the next rollout, from the lengths of the last ones."""
         self.journal.write(kind="rollouts", history=rollouts.dumped(history))
-        proposal = self.desired.proposed_next()
+        proposal = self.desired.proposed_next(self.seen)
         is_changed = self._consider(proposal)
         if is_changed or (isinstance(proposal, Proposal) and not proposal.is_worth_it):
             history = rollouts.chosen(history, present_tps(self.journal.state))
@@ -253,7 +253,8 @@ class Controller:
             LOGGER.info("plan", extra={"fields": {"why": _why(proposal)}})
         self.proposal = proposal
         state = self.journal.state
-        may_act = self.fleet.planning.is_automatic and not state.is_manual and is_reached(state.wanted, self.seen)
+        is_at_rest = is_reached(self.desired.at_hand(self.seen), self.seen)
+        may_act = self.fleet.planning.is_automatic and not state.is_manual and is_at_rest
         if not may_act or isinstance(proposal, str) or not proposal.is_worth_it:
             return False
         try:
@@ -278,7 +279,7 @@ class Controller:
             spares=state.spares,
             min_engines=limits.min_engines,
             max_starting=limits.max_starting,
-            held_back=held_back(state, time.time(), self.fleet.retry_rule),
+            held_back=held_back(state, time.time(), self.fleet.retry_rule) | self._without_devices(),
             resting=state.resting,
         )
         if not any(isinstance(step, Launch) for step in (*steps, *(step for step, _ in self._tasks.values()))):
@@ -286,6 +287,17 @@ class Controller:
         for step in steps:
             if step.server_id not in self._tasks:
                 self._tasks[step.server_id] = step, asyncio.create_task(self._perform(step), name=str(step))
+
+    def _without_devices(self) -> set[str]:
+        """Ids of wanted servers that wait for devices that left; an alarm tells of them."""
+        at_hand = self.desired.at_hand(self.seen)
+        waiting = [one for one in self.journal.state.wanted if one not in at_hand]
+        if waiting:
+            said = (f"{one.server_id} waits for {', '.join(one.devices)}, which left" for one in waiting)
+            self._alarm("no_devices", "; ".join(said))
+        else:
+            self._clear("no_devices")
+        return {one.server_id for one in waiting}
 
     async def _perform(self, step: Step) -> None:
         server_id = step.server_id

@@ -139,6 +139,8 @@ class MemoryLauncher:
         servers = self._cluster.servers
         there = servers.get(spec.server_id)
         if there is None:
+            if unknown := set(spec.devices) - set(self._cluster.devices):
+                raise LaunchFailed(f"no such device: {unknown}")
             for other in self._cluster.alive():
                 if set(other.spec.devices) & set(spec.devices) and other.spec.server_id not in spec.beside:
                     raise LaunchFailed(f"{other.spec.server_id} holds a device of {spec.server_id}")

@@ -196,6 +196,38 @@ async def test_a_stop_that_a_lost_node_does_not_confirm_is_no_defect(fault: Exce
         journal.close()
 
 
+async def test_a_server_waits_for_devices_that_left(memory_folder: Path) -> None:
+    """Its node is lost, or cordoned. Its TP size was given up within seconds, and nothing brought it back. Meanwhile
+    the rest of the fleet is at rest, so plans may change it."""
+    async with answering_engines() as port:
+        run = run_in(memory_folder / "left", port)
+        cluster, points = run.cluster, Fuse()
+        journal = Journal(run.fleet.state_dir / "journal.jsonl")
+        ports = MemoryLauncher(cluster, points), MemoryGateway(cluster, points), MemoryDemand(cluster)
+        made = Controller(run.fleet, *ports, journal)  # type: ignore[arg-type]
+        running = asyncio.create_task(made.run())
+        await until_reached(made, 1, 1)
+        lost = next(one for one in cluster.alive() if one.spec.devices == ("cpu1",))
+        cluster.devices = ("cpu0",)
+        cluster.servers[lost.spec.server_id] = replace(lost, state=ServerState.EXITED, exit_cause="its node is lost")
+        cluster.turns[lost.url or ""] = 0
+        await until(lambda: "no_devices" in made.alarms, lambda: made.alarms)
+        replacement = next(one for one in journal.state.wanted if one.devices == ("cpu1",))
+        for _ in range(200):
+            await asyncio.sleep(0)
+            why = f"{replacement.server_id} waits for cpu1, which left"
+            assert made.alarms == {"no_devices": why} and not journal.state.blocked_tps
+        assert [one.cause for one in journal.state.failures] == ["its node is lost"]
+        assert made.desired.at_hand(made.seen) == [one for one in journal.state.wanted if one is not replacement]
+        cluster.devices = ("cpu0", "cpu1")
+        await until_reached(made, 1, 1)
+        await until(lambda: not made.alarms, lambda: made.alarms)
+        assert cluster.servers[replacement.server_id].state is ServerState.RUNNING
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        journal.close()
+
+
 async def test_a_machine_that_cannot_launch_now_is_no_defect(memory_folder: Path) -> None:
     """Its disk is full, or it has too many processes. The alarm tells so as long as that lasts, and no try counts. It
     was called a defect to report."""
