@@ -15,11 +15,13 @@ _MAX_CHOICES = 128  # each is generated in full before the first step
 
 
 def integer(body: Body, name: str, default: int | None = None, lowest: int | None = None) -> int | None:
-    """An integer, or the default if it is absent or null."""
+    """An integer, or the default if it is absent or null. A flag counts as 1 or 0, as for pydantic."""
     value = body.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
+        value = int(value)
+    if not isinstance(value, int):
         raise InvalidField(name, "Input should be a valid integer")
     if lowest is not None and value < lowest:
         raise ApiError(400, f"{name} must be at least {lowest}, got {value}.", param=name)

@@ -145,9 +145,9 @@ def total_of(usages: Sequence[Usage]) -> Usage | None:
 def content_of(api: Api, body: bytes) -> Content:
     """The answer that a client will send back with its next turn, from a whole body.
 
-    Returns: the first choice as an assistant message (chat, messages), as text, or as `{"text", "token_ids"}` if the
-    tokens are known (completions, generate), or as `{"id", "output"}` (responses); None if there is none.
-    `Conversations.remember` takes it.
+    Returns: the first choice as an assistant message (chat, messages; `with_tokens` if they are known), as text, or as
+    `{"text", "token_ids"}` if the tokens are known (completions, generate), or as `{"id", "output"}` (responses); None
+    if there is none. `Conversations.remember` takes it.
     """
     try:
         parsed = orjson.loads(body)
@@ -172,8 +172,19 @@ def content_of_parsed(api: Api, parsed: Any) -> Content:
         if choice.get("index", 0) == 0:
             if api != "chat":
                 return made_by(choice.get("text"), ids_of(choice))
-            return content if isinstance(content := choice.get("message"), dict) else None
+            message = choice.get("message")
+            ids = parsed.get("prompt_token_ids"), choice.get("token_ids")
+            return with_tokens(message, *ids) if isinstance(message, dict) else None
     return None
+
+
+def with_tokens(message: dict[str, Any], prompt_ids: object, ids: object) -> dict[str, Any]:
+    """A chat's answer, with the tokens of its prompt and its own as `tokens` if the client was told both (vLLM's
+    `return_token_ids`): it may go on with them.
+    """
+    if not isinstance(prompt_ids, list) or not isinstance(ids, list) or not ids:
+        return message
+    return message | {"tokens": [*prompt_ids, *ids]}
 
 
 def ids_of(choice: dict[str, Any]) -> list[Any]:

@@ -93,6 +93,8 @@ class Conversations:
                 keys += _keys_of(history, answer["output"])
         else:
             keys = _keys_of(*whole_answer(body, history, answer, sha256))
+            if (tokens := spelled(answer.get("tokens") if isinstance(answer, dict) else None)) is not None:
+                keys += (_key_of_text(tokens),)
         self._add(trajectory_id, keys)
 
     def release(self, trajectory_id: str) -> None:

@@ -7,7 +7,7 @@ import orjson
 
 from gateway.http.errors import Api
 from gateway.http.sse import data_of, split_events
-from gateway.messages.answers import Content, content_of_parsed, dicts, ids_of, made_by, metas_of
+from gateway.messages.answers import Content, content_of_parsed, dicts, ids_of, made_by, metas_of, with_tokens
 from gateway.messages.streams import ENDS_OF_RESPONSES
 
 
@@ -61,6 +61,7 @@ def _chat_message(events: list[dict[str, Any]]) -> dict[str, Any] | None:
     content: list[str] = []
     thoughts: list[str] = []
     calls: dict[int, dict[str, Any]] = {}
+    ids: list[int] = []
     seen = False
     for choice in _choices(events):
         delta = choice.get("delta")
@@ -68,6 +69,7 @@ def _chat_message(events: list[dict[str, Any]]) -> dict[str, Any] | None:
             continue
         seen = True
         content.append(delta.get("content") or "")
+        ids += choice.get("token_ids") or ()
         thoughts.append(delta.get("reasoning") or delta.get("reasoning_content") or "")
         for part in dicts(delta.get("tool_calls")):
             call = calls.setdefault(part.get("index") or 0, {"id": None, "name": "", "arguments": ""})
@@ -84,7 +86,7 @@ def _chat_message(events: list[dict[str, Any]]) -> dict[str, Any] | None:
         message["tool_calls"] = [
             {"id": call.pop("id"), "type": "function", "function": call} for _, call in sorted(calls.items())
         ]
-    return message
+    return with_tokens(message, events[0].get("prompt_token_ids"), ids)
 
 
 def _anthropic_message(events: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -126,6 +126,29 @@ async def test_ids_in_place_of_texts_identify_the_trajectory_of_a_turn(stream: b
         assert len(owners) == 1
 
 
+@streamed
+@pytest.mark.usefixtures("token_legs")
+async def test_tokens_of_a_chat_identify_the_trajectory_of_its_later_turns(stream: bool) -> None:
+    """The way of rLLM's gateway with cumulative tokens: a chat, then `/v1/completions` with the chat's tokens and new
+    ones. Fields stay as they were, so `logprobs` is true there, which vLLM takes for 1."""
+    async with running_site(toy()) as site:
+        asked = {"model": MODEL, "logprobs": True, "return_token_ids": True, "max_tokens": 5, "stream": stream}
+        told: dict[str, Any] = {"messages": HELLO}
+        path, ids, owners = "/v1/chat/completions", list[int](), set()
+        for turn in range(3):
+            answer = await site.client.post(path, json=asked | told)
+            assert answer.status_code == 200, answer.text
+            owners.add(answer.headers["x-trajectory-id"])
+            lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+            events = [orjson.loads(line) for line in (lines if stream else [answer.text])]
+            choices = [choice for event in events for choice in event["choices"]]
+            ids = ids or events[0]["prompt_token_ids"]
+            ids += [id for choice in choices for id in choice.get("token_ids") or ()] + [400 + turn]
+            path, told = "/v1/completions", {"prompt": ids, "add_special_tokens": False}
+        assert len(owners) == 1
+        assert [one.path for one in site.engine.turns][1:] == ["/v1/completions"] * 2
+
+
 @on_both
 async def test_an_aborted_generation_is_retried_on_another_engine(dialect: Any) -> None:
     """`abort` is a fault of the engine, in either kind's form."""
