@@ -9,6 +9,8 @@ continues that trajectory. Rules:
   client sends them back, a second digest finds its own trajectory.
 - A request that branches off at an earlier answer of a trajectory continues that trajectory, if it is idle and no other
   one had that answer. A branch beside a running turn is a new trajectory.
+- An answer of which the client kept only the calls is known by a digest of these. If siblings called alike and said
+  different things, there is no telling whose answer it is.
 - A history whose answers were changed (compacted, shortened) is unknown, hence new. But if only the last answer differs
   from what was given, the question before it identifies the trajectory: some frameworks send calls back as text. This
   does not hold for a first turn, which siblings share.
@@ -26,6 +28,8 @@ from gateway.messages.transcripts import DIGEST_LENGTH, History, prompt_of, spel
 if TYPE_CHECKING:
     from hashlib import _Hash
 
+# Begins the digest of an answer's calls without its text.
+_OF_CALLS = "?"
 # Prompts without messages are compared at multiples of this many bytes, plus the known remainders.
 _BLOCK_BYTES = 1024
 
@@ -180,6 +184,8 @@ class Conversations:
         digests = [(digest, True) for digest in history.digests]
         for digest, num_before in reversed(history.asked):
             digests.insert(num_before, (digest, False))
+        if digests:
+            digests.insert(-1, (_OF_CALLS + digests[-1][0], False))
         if history.with_thoughts:  # the more exact one comes later, to be tried first
             found = history.with_thoughts
             digests = [
@@ -223,6 +229,8 @@ def _whole_prompt(body: Mapping[str, Any], answer: dict[str, Any] | str) -> byte
 def _keys_of(history: History, answer: object) -> tuple[str, ...]:
     """The keys of a request with its answer, and of its question unless that is a first turn."""
     answered, asked = history.digests_of(answer), history.digest()
+    if isinstance(answer, dict) and answer.get("tool_calls") and answer.get("content"):
+        answered += (_OF_CALLS + history.digest({"role": "assistant", "tool_calls": answer["tool_calls"]}),)
     is_question = history.digests and asked != history.digests[-1]  # and not the beginning of an answer
     return (*answered, asked) if is_question else answered
 

@@ -236,6 +236,22 @@ def test_rewritten_answers_are_recognised_from_the_second_turn_on(conversations:
     assert continued(conversations, chat(rewritten, observations[0], rewritten, observations[0])) == "a"
 
 
+def test_an_answer_whose_text_was_left_out_is_recognised_by_its_calls(conversations: Conversations) -> None:
+    """Some frameworks (Semantic Kernel) keep only the calls of an answer that says something too. Calls have ids of
+    their own, so this tells siblings apart also after their first turn; without such ids, none is preferred."""
+    for name in ("a", "b"):
+        remember(conversations, name, chat(), called(name) | {"content": f"{name} looks.", "reasoning": "Hm."})
+    for name in ("b", "a"):
+        body = chat(called(name), result(name, "x"))
+        assert continued(conversations, body) == name
+        assert continued(conversations, body) == name, "retried"
+        remember(conversations, name, body, called(f"{name}2") | {"content": "Again."})
+        assert continued(conversations, chat(called(name), result(name, "x"), called(f"{name}2"), QUESTION)) == name
+    for name in ("c", "d"):
+        remember(conversations, name, chat(), called("0") | {"content": f"{name} looks."})
+    assert continued(conversations, chat(called("0"), result("0", "x"))) is None
+
+
 def test_a_rewritten_answer_is_not_assigned_to_a_sibling(conversations: Conversations) -> None:
     """Siblings with equal first answers are still told apart when a client fills in a later answer (a proxy that adds
     content where there was none): the question before it decides, not the answer that they share."""
