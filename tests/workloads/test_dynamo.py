@@ -65,3 +65,18 @@ def test_dynamo_rows_of_both_later_forms_give_the_same_turns(tmp_path: Path) -> 
     )
     expected = [(100, (Turn(0, 10, 1.5), Turn(40, 20, 0.0)))]
     assert shapes(import_trace(older, "dynamo")) == shapes(import_trace(newer, "dynamo")) == expected
+
+
+def test_a_dynamo_turn_waits_after_the_turn_before_it_not_after_its_helper(tmp_path: Path) -> None:
+    """A helper may end while its parent's turn still runs. The time since then was taken for the tool's."""
+    after = [
+        {"request_id": "a", "trigger": "completion", "delay_ms": 1_000, "relation": "sequence"},
+        {"request_id": "helper", "trigger": "completion", "delay_ms": 9_000, "relation": "join"},
+    ]
+    path = lines(
+        tmp_path / "t.jsonl",
+        {"request_id": "a", "session_id": "s", "input_length": 100, "output_length": 10, "not_before_ms": 0},
+        {"request_id": "helper", "session_id": "h", "input_length": 50, "output_length": 5, "not_before_ms": 0},
+        {"request_id": "b", "session_id": "s", "input_length": 150, "output_length": 20, "dependencies": after},
+    )
+    assert (100, (Turn(0, 10, 1.0), Turn(40, 20, 0.0))) in shapes(import_trace(path))

@@ -35,7 +35,7 @@ def read_dynamo(path: Path) -> Workload:
     for record in _in_order(records):
         session_id = _session_id(record, _waits_for(record), session_of)
         session_of[record.name("request_id")] = session_id
-        sessions.setdefault(session_id, []).append(_call(record))
+        sessions.setdefault(session_id, []).append(_call(record, session_id, session_of))
     return workload_of_sessions(path.name.split(".")[0], sessions.items())
 
 
@@ -79,18 +79,22 @@ def _session_id(record: Record, waits_for: tuple[str, ...], session_of: dict[str
     return next(known, record.name("request_id"))
 
 
-def _call(record: Record) -> Call:
+def _call(record: Record, session_id: str, session_of: dict[str, str]) -> Call:
     return Call(
         prompt_tokens=record.count(record.first_of("input_length", "input_tokens")),
         output_tokens=record.count(record.first_of("max_output_tokens", "output_length", "output_tokens")),
         blocks=whole_blocks(record.counts("hash_ids")),
-        waited_s=_delay_ms(record) / 1000,
+        waited_s=_delay_ms(record, session_id, session_of) / 1000,
     )
 
 
-def _delay_ms(record: Record) -> float:
-    """The wait of a turn after its dependencies: the tool's time, whichever fields hold it."""
+def _delay_ms(record: Record, session_id: str, session_of: dict[str, str]) -> float:
+    """The wait of a turn after its dependencies: the tool's time, whichever fields hold it.
+
+    The wait after the session's own previous turn counts: a helper may have ended while that turn still ran.
+    """
     names = ("delay_after_dependencies_ms", "delay", "delay_ms", "tool_wait_ms")
     delays = [record.number(name) for name in names if record.has(name)]
-    after = [dependency.number("delay_ms") for dependency in record.records("dependencies")]
-    return sum(delays) + max(after, default=0.0)
+    after = [(other.name("request_id"), other.number("delay_ms")) for other in record.records("dependencies")]
+    own = [delay_ms for request_id, delay_ms in after if session_of[request_id] == session_id]
+    return sum(delays) + max(own or [delay_ms for _, delay_ms in after], default=0.0)
