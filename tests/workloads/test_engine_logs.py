@@ -57,6 +57,18 @@ def test_vllm_log_of_older_versions_has_everything_in_one_line(tmp_path: Path) -
     assert shapes(import_trace(path)) == [(64, (Turn(0, 3, 0.0),))]
 
 
+@pytest.mark.parametrize("form", [vllm_text, vllm_json])
+def test_each_choice_of_a_vllm_answer_is_a_sibling(tmp_path: Path, form: Any) -> None:
+    """A request for several choices (`n`) has a line for each. All but the last one were lost."""
+    told = [(0, f"Request r1 details: prompt: 'x', prompt_token_ids: {PROMPT}, prompt_embeds shape: None.")]
+    for ids in ([7, 8, 9], [7], [5, 6]):
+        told.append((2, f"Generated response r1 details: output_token_ids: {ids}"))
+        told.append((2, "Generated response r1: output: 'y', finish_reason: stop"))
+    workload = import_trace(lines(tmp_path / "server.log", *(form(at_s, message) for at_s, message in told)))
+    assert shapes(workload) == [(64, (Turn(0, tokens, 0.0),)) for tokens in (3, 1, 2)]
+    assert len(workload.groups) == 1
+
+
 def test_vllm_log_without_token_ids_names_the_flags_to_set(tmp_path: Path) -> None:
     """With the line, for prompts and for answers."""
     arrival, answer = VLLM_MESSAGES[1][1], VLLM_MESSAGES[3][1]

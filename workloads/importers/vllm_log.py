@@ -6,7 +6,8 @@
 Lengths need token ids, which are logged with `--enable-log-requests --enable-log-outputs --log-level DEBUG`, without
 `--max-log-len`, and for streams with `--enable-log-deltas`. Older versions print them in `Received request`. Text lines
 have no year and only whole seconds: tool times are as coarse, and a log must not be silent for half a year. Requests
-without an answer in the log are left out, as are answers to requests of an older log.
+without an answer in the log are left out, as are answers to requests of an older log. Each choice of a whole answer
+(`n`) is a call of its own.
 
 Source: vLLM 0.32, entrypoints/serve/utils/request_logger.py.
 """
@@ -47,6 +48,7 @@ class _Request:
     ended_at_s: float | None = None
     prompt: list[int] | None = None
     output_tokens: int | None = None
+    earlier_choices: list[int] = field(default_factory=list)
     answered_in: str = ""
 
 
@@ -94,7 +96,8 @@ def read_vllm_log(path: Path) -> Workload:
     answered = [(name, request) for name, request in log.requests.items() if request.ended_at_s is not None]
     if any(request.prompt is not None for _, request in answered):
         answered = [(name, request) for name, request in answered if request.has_arrived]
-    calls = sorted((_call(name, request) for name, request in answered), key=lambda call: call.started_at_s or 0.0)
+    calls = [call for name, request in answered for call in _calls(name, request)]
+    calls.sort(key=lambda call: call.started_at_s or 0.0)
     return workload_by_prefix(path.name.split(".")[0], calls)
 
 
@@ -136,10 +139,13 @@ def _message(line: str, calendar: _Calendar) -> tuple[float, str, str, str | Non
 
 
 def _note_answer(request: _Request, at_s: float, part: str | None, text: str, where: str) -> None:
-    """Deltas add up; the line that completes a stream has ids of its own only if there were no deltas."""
+    """Deltas add up; the line that completes a stream has ids of its own only if there were no deltas. Each choice of a
+    whole answer has a line."""
     ids = _ids(_OUTPUT_IDS, text)
     length = _STREAM_LENGTH.search(text)
     if ids is not None:
+        if part is None and request.output_tokens is not None:
+            request.earlier_choices.append(request.output_tokens)
         request.output_tokens = len(ids) + (request.output_tokens or 0 if part == "delta" else 0)
     elif length is not None and request.output_tokens is None:
         request.output_tokens = int(length[1])
@@ -152,17 +158,16 @@ def _ids(pattern: re.Pattern[str], text: str) -> list[int] | None:
     return [int(number) for number in matches[-1].split(",") if number.strip()] if matches else None
 
 
-def _call(name: str, request: _Request) -> Call:
+def _calls(name: str, request: _Request) -> list[Call]:
+    """One for each choice of its answer."""
     if request.prompt is None:
         wish = "log requests with --enable-log-requests --log-level DEBUG"
         raise TraceError(f"{request.answered_in}, prompt_token_ids: none for request {name}: {wish}")
     if request.output_tokens is None:
         wish = "log answers with --enable-log-outputs --enable-log-deltas --log-level DEBUG"
         raise TraceError(f"{request.answered_in}, output_token_ids: none for request {name}: {wish}")
-    return Call(
-        prompt_tokens=len(request.prompt),
-        output_tokens=request.output_tokens,
-        blocks=blocks_of(request.prompt, _BLOCK_TOKENS),
-        started_at_s=request.started_at_s,
-        ended_at_s=request.ended_at_s,
-    )
+    blocks = blocks_of(request.prompt, _BLOCK_TOKENS)
+    return [
+        Call(len(request.prompt), output_tokens, blocks, request.started_at_s, request.ended_at_s)
+        for output_tokens in (*request.earlier_choices, request.output_tokens)
+    ]
