@@ -31,8 +31,8 @@ def bounded_protocol(
             serves requests.
         head_timeout_s: from the connection, or a later head's first byte, to that head's end; not while reading stops
             because of earlier requests.
-        unread_timeout_s: a client that takes nothing for this long, with more waiting than its connection holds, has
-            left.
+        unread_timeout_s: a client that takes nothing for this long, with more waiting than the system's buffers hold,
+            has left.
         take: serves a complete request without a task; False leaves it to the application. Raises nothing.
     """
     return partial(_BoundedProtocol, max_head_bytes, head_timeout_s, unread_timeout_s, take)
@@ -169,6 +169,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         )
         self.cycle.start_task = self._start_asgi_task
         if before is None or before.response_complete:
+            self._stop_unread_timer()  # the client lives; the end of this answer sets another
             self._unserved = self.cycle  # served once all bytes that are here are parsed
         else:  # pipelined: served when the answers before it are out
             self.flow.pause_reading()
@@ -219,6 +220,8 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._start_asgi_task(exchange, self.app)
 
     def on_response_complete(self) -> None:
+        if not self.flow.write_paused:  # otherwise they are expected already
+            self._expect_reads()
         if self.pipeline or self.transport.is_closing():
             super().on_response_complete()
         else:
@@ -247,19 +250,24 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
+        self._stop_unread_timer()
 
     def _expect_reads(self) -> None:
-        """The connection's buffer is full, so its client must read some."""
-        num_bytes = self.transport.get_write_buffer_size()
-        self._unread_timer = self.loop.call_later(self._unread_timeout_s, self._cut_if_unread, num_bytes)
+        """The client must take some of what waits here: a stream would wait for it, and the connection's end does."""
+        self._stop_unread_timer()
+        if num_bytes := self.transport.get_write_buffer_size():
+            self._unread_timer = self.loop.call_later(self._unread_timeout_s, self._cut_if_unread, num_bytes)
 
     def _cut_if_unread(self, num_bytes: int) -> None:
         if self.transport.get_write_buffer_size() < num_bytes:
             self._expect_reads()
         else:
             self.transport.abort()
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -4,18 +4,20 @@ import asyncio
 import socket
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import orjson
 import pytest
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from tests.faults.asking import APIS, Reply, are_waiting, ask, body_of, client_connection, request_bytes
-from tests.faults.raw_engine import CHAT_EVENT, STREAM_HEAD, chunk, hangs, raw_engine, whole
+from tests.faults.raw_engine import CHAT_EVENT, STREAM_HEAD, chunk, hangs, raw_engine, whole, writes
 from tests.support.gateway import eventually, running_gateway
 from tests.support.redis_server import RedisServer
 from tests.support.rounds import came_about, num_ended, play_rounds
@@ -380,9 +382,43 @@ async def test_a_client_that_reads_nothing_is_disconnected(client: httpx.AsyncCl
         assert (known["state"], known["num_legs"], known["last_fault"]) == ("ready", 0, None)
 
 
+async def test_a_client_that_leaves_the_last_bytes_unread_is_disconnected(client: httpx.AsyncClient) -> None:
+    """Also if they are too few to stop the gateway: its descriptor was kept as long as the client lived."""
+    answer = whole(WHOLE.replace(b'"x"', b'"%b"' % (b"y" * 25_000)))
+    async with (
+        raw_engine(writes(answer)) as engine,
+        running_gateway(engine.url, silence_timeout_s=1) as gateway,
+    ):
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port))) as suspended:
+            mine = suspended.getsockname()[1]
+            num_turns = num_waiting = 0
+            while num_waiting == 0:  # the system's buffers hold all
+                num_turns += 1
+                suspended.send(request_bytes("chat", body_of("chat"), {"x-trajectory-id": "t"}))
+                await eventually(partial(has_turns, client, gateway.url, num_turns))
+                num_waiting = bytes_waiting(mine)
+            assert num_waiting < HIGH_WATER_LIMIT, "the test's premise"
+            await eventually(lambda: not is_served(mine), timeout_s=20)
+
+
+async def has_turns(client: httpx.AsyncClient, url: str, num: int) -> bool:
+    shown = (await client.get(f"{url}/v1/trajectories/t")).json()
+    return len(shown.get("turns", ())) == num
+
+
 async def has_any_turn(client: httpx.AsyncClient, url: str) -> bool:
     shown = (await client.get(f"{url}/v1/trajectories/t")).json()
     return bool(shown.get("turns") or shown.get("live_turns"))
+
+
+def bytes_waiting(port: int) -> int:
+    """Bytes to the connection from this local port that wait in this process, where its other end is."""
+    loop: Any = asyncio.get_running_loop()
+    for transport in loop._transports.values():
+        if (transport.get_extra_info("peername") or ("", 0))[1] == port:
+            return int(transport.get_write_buffer_size())
+    return 0
 
 
 def is_served(port: int) -> bool:
