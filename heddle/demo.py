@@ -24,9 +24,9 @@ _NEXT = (
     "",
     "Next, try in two shells:",
     "",
-    "  .venv/bin/heddle sim-engine --port 8000 & .venv/bin/heddle serve --engine http://127.0.0.1:8000",
+    "  {0} sim-engine --port 8000 & {0} serve --engine http://127.0.0.1:8000",
     "  curl http://127.0.0.1:8080/t/my-trajectory/v1/chat/completions -H 'content-type: application/json' \\",
-    """       -d '{"messages":[{"role":"user","content":"hello"}],"max_tokens":20}'""",
+    """       -d '{{"messages":[{{"role":"user","content":"hello"}}],"max_tokens":20}}'""",
 )
 _EPILOG = """examples:
   heddle demo
@@ -82,8 +82,9 @@ async def _run(parsed: argparse.Namespace) -> int:
             )
             results.append(await play(workload, title, settings, console))
     print_results([result.times(parsed.speed_up) for result in results], console)
+    called = sys.argv[0] if Path(sys.argv[0]).name == "heddle" else f"{sys.executable} -m heddle"
     for line in _NEXT:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line.format(called), highlight=False, markup=False, soft_wrap=True)
     return 1 if any(result.errors for result in results) else 0
 
 

@@ -20,15 +20,16 @@ from simulator.runs import Run, bounds_of, play, policy_named, predictor_named
 from simulator.scenario import Fleet, Scenario, WorkloadSettings, load_scenario
 from workloads.trajectories import Workload
 
+SCENARIOS = Path(__file__).parents[1] / "scenarios"
 REPLAY = "replay"
 # The log tells everything else. A replay has no agents of its own, no engines and no figures.
 _NOT_WITH_REPLAY = ("seed", "predictor", "trace", "trajectories", "max_context_tokens", "fleet", "tp", "log", "json")
 _EPILOG = f"""examples:
-  heddle simulate scenarios/coding-14b.toml
-  heddle simulate scenarios/coding-14b.toml --policy heddle --policy verl --seed 1 --seed 2 --predictor oracle
-  heddle simulate scenarios/sessions-14b.toml --trace sessions.jsonl.gz --json runs.json
+  heddle simulate coding-14b
+  heddle simulate coding-14b --policy heddle --policy verl --seed 1 --seed 2 --predictor oracle
+  heddle simulate sessions-14b --trace sessions.jsonl.gz --json runs.json
   heddle simulate --trace sessions.jsonl.gz --fleet fleet.toml
-  heddle simulate scenarios/coding-14b.toml --tp 4 --policy heddle --seed 1 --log events.jsonl
+  heddle simulate coding-14b --tp 4 --policy heddle --seed 1 --log events.jsonl
   heddle simulate replay events.jsonl
 
 A fleet file, the same as the [fleet] of a scenario; `heddle sim-engine --profile list` names the profiles:
@@ -44,7 +45,9 @@ Policies: {", ".join(POLICIES)}.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.epilog = _EPILOG
-    parser.add_argument("scenario", type=Path, nargs="?", metavar="SCENARIO.toml", help="or the word replay")
+    parser.add_argument(
+        "scenario", type=Path, nargs="?", metavar="SCENARIO", help="a file, the name of one of Heddle's own, or replay"
+    )
     parser.add_argument("events", type=Path, nargs="?", metavar="EVENTS.jsonl", help="the log to replay")
     parser.add_argument(
         "--policy", action="append", help="replaces the scenario's policies; the others are compared with the first"
@@ -89,7 +92,7 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
     path = parsed.scenario or parsed.fleet
     if path is None:
         raise ValueError("give a scenario, or --trace and --fleet; see `heddle simulate --help`")
-    scenario = load_scenario(path)
+    scenario = load_scenario(_found(path))
     if parsed.fleet:
         scenario = dataclasses.replace(scenario, fleet=load_scenario(parsed.fleet).fleet)
     if parsed.trace is not None:
@@ -123,6 +126,17 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
         seeds=tuple(parsed.seed or scenario.seeds),
         predictor=scenario.predictor if parsed.predictor is None else parsed.predictor,
     )
+
+
+def _found(path: Path) -> Path:
+    """The file itself, or the scenario of that name that comes with Heddle."""
+    if path.exists() or path.name != str(path) or path.suffix:
+        return path
+    named = SCENARIOS / f"{path}.toml"
+    if not named.exists():
+        known = ", ".join(sorted(file.stem for file in SCENARIOS.glob("*.toml")))
+        raise ValueError(f"{path} is neither a file nor a scenario that comes with Heddle: {known}")
+    return named
 
 
 def _play_all(scenario: Scenario, log: Path | None, console: Console) -> Sequence[Run]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from engines.profiles import load_profile
 from engines.profiling import to_toml
 from heddle.cli import main
+from heddle.simulate import SCENARIOS
 
 SCENARIO = """
 name = "small"
@@ -29,6 +31,19 @@ def scenario(tmp_path: Path) -> str:
     path = tmp_path / "small.toml"
     path.write_text(SCENARIO)
     return str(path)
+
+
+def test_a_scenario_that_comes_with_heddle_is_named_without_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever Heddle was installed to; an unknown name is answered with those that there are."""
+    monkeypatch.chdir(tmp_path)
+    few = ("--tp", "4", "--policy", "heddle", "--seed", "1", "--trajectories", "16")
+    assert main(["simulate", "coding-light-14b", *few]) == 0
+    assert main(["simulate", "coding-light"]) == 2
+    assert "coding-light is neither a file nor a scenario that comes with Heddle: " in capsys.readouterr().err
+    packaged = tomllib.loads((SCENARIOS.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert "scenarios" in packaged["packages"] and packaged["package-data"]["scenarios"] == ["*.toml"]
 
 
 def test_a_scenario_is_played_on_every_fleet_with_every_seed(

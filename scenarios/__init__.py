@@ -1,0 +1,1 @@
+"""Scenarios that `heddle simulate` plays by name, one TOML file each."""
