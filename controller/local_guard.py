@@ -50,8 +50,10 @@ def main(folder: Path) -> None:
     os.write(told, b".")
     os.close(told)
     cause = _run(folder, json.loads((folder / "server.json").read_text()))
-    write_json(folder / "exit.json", {"cause": cause})
-    os.killpg(0, signal.SIGKILL)
+    try:
+        write_json(folder / "exit.json", {"cause": cause})
+    finally:  # also if the disk is full: workers that are left would hold the devices
+        os.killpg(0, signal.SIGKILL)
 
 
 def _run(folder: Path, server: dict[str, object]) -> str:

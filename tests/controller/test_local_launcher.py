@@ -184,6 +184,26 @@ async def test_a_damaged_record_is_named(name: str, site: Site, tmp_path: Path) 
     assert len(await site.launcher.find(site.fleet_id)) == 1
 
 
+# Ends once it is told to, and leaves a worker.
+LEAVE = """
+import os, pathlib, sys, time
+if os.fork() == 0:
+    time.sleep(86400)
+while not pathlib.Path("{folder}", "go").exists():
+    time.sleep(0.01)
+"""
+
+
+async def test_workers_end_with_their_server_also_on_a_full_disk(site: Site, tmp_path: Path) -> None:
+    """Its guard could not record how it ended, and left the workers: the server counted as running, for ever."""
+    spec = site.spec(LEAVE.replace("{folder}", str(tmp_path)))
+    await site.launcher.launch(spec)
+    (tmp_path / site.fleet_id / spec.server_id / "exit.draft").mkdir()
+    (tmp_path / "go").touch()
+    ended = await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
+    assert ended.exit_cause == "killed with its guard"
+
+
 async def test_a_missing_program_is_an_exit_cause(site: Site) -> None:
     """It is reported like any other end."""
     spec = site.spec(command=("/no/such/program",))
