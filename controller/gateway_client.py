@@ -26,6 +26,7 @@ class Member:
     Args:
         is_starting: the gateway has not observed it yet.
         is_cordoned: it gets no turns: an operator or the controller cordoned it, or the gateway holds it back.
+        cordon_reason: why the gateway holds it back; "" if it does not.
         num_turns: turns that run on it, by the gateway's count or, while it is ready, its own if that is larger.
     """
 
@@ -35,6 +36,7 @@ class Member:
     is_cordoned: bool
     num_turns: int
     is_starting: bool = False
+    cordon_reason: str = ""
 
 
 class GatewayClient:
@@ -110,6 +112,7 @@ def _member(one: dict[str, Any]) -> Member:
         is_ready=is_ready,
         is_starting=one["state"] == "starting",
         is_cordoned=one["is_cordoned"],
+        cordon_reason=one.get("cordon_reason") or "",
         num_turns=max(one["num_legs"], (one["num_running"] or 0) if is_ready else 0),
     )
 

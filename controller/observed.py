@@ -74,6 +74,7 @@ def _seen(
         is_member=member is not None,
         is_starting=is_alive and member is not None and member.is_starting,
         is_cordoned=member is not None and member.is_cordoned,
+        cordon_reason=member.cordon_reason if member else "",
         is_serving=is_alive and member is not None and member.is_ready and not member.is_cordoned,
         has_served=server_id in state.served_at,
         num_turns=member.num_turns if member else 0,

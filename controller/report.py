@@ -50,6 +50,10 @@ def alarms(controller: Controller, now: float) -> dict[str, str]:
     lost = [one.server_id for one in controller.seen if _is_lost(one, state)]
     if lost:
         found["engine_lost"] = f"{', '.join(lost)} runs, but the gateway cannot use it"
+    wanted_ids = {one.server_id for one in state.wanted}
+    held = [one for one in controller.seen if one.is_alive and one.cordon_reason and one.server_id in wanted_ids]
+    if held:
+        found["engine_held"] = "; ".join(f"{one.server_id} gets no turns: {one.cordon_reason}" for one in held)
     return found
 
 
@@ -146,6 +150,8 @@ def _state(one: ObservedServer, is_wanted: bool) -> str:
         return "asleep" if one.sleep_state is SleepState.ASLEEP else "waking" if is_wanted else "falling asleep"
     if one.is_serving:
         return "serving" if is_wanted else "leaving"
+    if one.cordon_reason and is_wanted:
+        return "held"
     if one.is_cordoned:
         return "draining" if one.num_turns else "drained"
     if one.is_member and not one.is_starting:

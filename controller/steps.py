@@ -57,6 +57,7 @@ class ObservedServer:
         is_member: the gateway knows it.
         is_starting: the gateway has not observed it yet.
         is_cordoned: the gateway gives it no turns, for whatever reason.
+        cordon_reason: why the gateway itself holds it back, such as its weights; "" if it does not.
         is_serving: the gateway may give it turns now.
         has_served: it served at some time since it was launched or woke.
         num_turns: turns that run on it, by the gateway's count.
@@ -75,6 +76,7 @@ class ObservedServer:
     is_member: bool = False
     is_starting: bool = False
     is_cordoned: bool = False
+    cordon_reason: str = ""
     is_serving: bool = False
     has_served: bool = False
     num_turns: int = 0

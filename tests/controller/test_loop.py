@@ -14,6 +14,7 @@ from controller.dry_run import told
 from controller.fleet_file import FleetFile
 from controller.launcher import ServerState
 from controller.records import step_record
+from controller.report import alarms
 from controller.steps import Register, is_reached
 from tests.controller.fleet_site import (
     ENGINE,
@@ -30,7 +31,7 @@ from tests.controller.fleet_site import (
     until,
     until_reached,
 )
-from tests.support.gateway import running_gateway
+from tests.support.gateway import ADMIN, running_gateway
 
 # Dozens of processes start here, and a busy machine takes seconds for each.
 pytestmark = pytest.mark.timeout(300)
@@ -182,6 +183,30 @@ async def test_an_engine_that_dies_while_it_serves_is_replaced(tmp_path: Path) -
             assert victim.server_id not in {one.server_id for one in made.journal.state.wanted}
             await until(lambda: len(made.journal.state.urls) == 2)
             assert len(await engines(gateway.url)) == 2
+
+
+async def test_an_engine_that_lacks_transferred_weights_is_an_alarm(tmp_path: Path) -> None:
+    """Another one that died is replaced, and gets no turn until the weights are sent again."""
+    async with running_gateway(observe_interval_s=0.1) as gateway, httpx.AsyncClient(timeout=60) as client:
+
+        async def send() -> None:
+            order = {"version": "v1", "transfer": {"init_info": {}, "update_info": {}}}
+            sent = await client.post(f"{gateway.url}/v1/weights", json=order, headers=ADMIN)
+            assert sent.json()["status"] == "done", sent.text
+
+        fleet = fleet_file(tmp_path, gateway.url)
+        async with stopped_at_the_end(fleet), acting(fleet) as made:
+            await until_reached(made, 1, 1)
+            await send()
+            victim = made.journal.state.wanted[1].server_id
+            await launcher_for(fleet).stop(victim, 0.0)
+            await until(lambda: "engine_held" in alarms(made, 0.0), lambda: made.seen)
+            held = made.journal.state.wanted[1].server_id
+            why = f"{held} gets no turns: it has weights 'default'; 'v1' came by transfer: send them again"
+            assert held != victim and alarms(made, 0.0)["engine_held"] == why
+            await send()
+            await until_reached(made, 1, 1)
+            assert "engine_held" not in alarms(made, 0.0)
 
 
 async def test_no_working_engine_is_stopped_while_the_gateway_is_away(tmp_path: Path) -> None:
