@@ -88,8 +88,12 @@ async def raw_engine(answer: Answer, port: int = 0, **settings: object) -> Async
     """An engine that serves until exit."""
     engine = RawEngine(answer, **settings)  # type: ignore[arg-type]
     tasks: set[asyncio.Task[None]] = set()
+    has_ended = False
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if has_ended:  # it was accepted when the server closed
+            writer.transport.abort()
+            return
         task = asyncio.create_task(engine.serve(reader, writer))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
@@ -99,6 +103,7 @@ async def raw_engine(answer: Answer, port: int = 0, **settings: object) -> Async
     try:
         yield engine
     finally:
+        has_ended = True
         server.close()
         for task in tasks:
             task.cancel()

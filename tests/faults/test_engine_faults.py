@@ -266,7 +266,8 @@ async def test_a_request_that_kills_engines_kills_two(client: httpx.AsyncClient,
             return list((await engine_states(client, gateway.url)).values()).count("lost") == num
 
         engines = [await life.enter_async_context(raw_engine(dies(number))) for number, life in enumerate(lives)]
-        settings: dict[str, Any] = {"observe_interval_s": 0.05, "max_attempts": 9}
+        # With a heartbeat, a stream that waits for long has begun, with 200.
+        settings: dict[str, Any] = {"observe_interval_s": 0.05, "max_attempts": 9, "heartbeat_s": 600}
         gateway = await stack.enter_async_context(running_gateway(*[one.url for one in engines], **settings))
         reply = await ask(client, gateway.url, "chat", body_of("chat", stream))
         assert (reply.status, reply.error("chat")["code"]) == (502, "engines_killed")
