@@ -52,6 +52,7 @@ _OFFER: Mapping[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
+_ECHOED = "remote_prefill_cached_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,10 @@ def offering(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fetching(request: Mapping[str, Any], offer: Mapping[str, Any]) -> dict[str, Any]:
-    """Such a request to the engine that will get the KV."""
-    return {**request, "kv_transfer_params": dict(offer)}
+    """Such a request to the engine that will get the KV. It reports what that engine has then: with `_ECHOED` in the
+    offer, vLLM reports what the other one had, also if the fetch failed and it computed all.
+    """
+    return {**request, "kv_transfer_params": {name: value for name, value in offer.items() if name != _ECHOED}}
 
 
 def releasing(model: object, offer: Mapping[str, Any]) -> dict[str, Any]:

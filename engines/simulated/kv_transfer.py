@@ -63,6 +63,12 @@ class KvTransfer:
             await asyncio.sleep(len(prompt) * _FETCH_S_PER_TOKEN / self._speed_up)
             self._live.adopt(blocks_of(prompt, self._live.block_size, asked.cache_salt))
 
+    def report(self, running: Running) -> None:
+        """What the answer to a fetch reports as cached is what the offering server had: its offer says how much."""
+        told = (running.asked.kv_transfer or {}).get("remote_prefill_cached_tokens")
+        if told is not None:
+            running.generations[0].cached_tokens = told
+
     def offered(self, running: Running, exchange: Exchange) -> Mapping[str, Any] | None:
         """What a request's answer tells about its KV; None if the request did not ask."""
         asked = running.asked
@@ -85,6 +91,7 @@ class KvTransfer:
             "remote_port": int(port) if port.isdecimal() else 0,
             "tp_size": 1,
             "remote_num_tokens": len(prompt),
+            "remote_prefill_cached_tokens": running.generations[0].cached_tokens,
             "transfer_mode": "pull",
         }
 

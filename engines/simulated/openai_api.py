@@ -146,6 +146,7 @@ async def run(
         else:
             await running.end()
             if service.kv is not None:
+                service.kv.report(running)
                 running.kv_offer = service.kv.offered(running, exchange)
             if service.tier is not None:
                 service.tier.keep(running)  # before a client asks another server for the continuation

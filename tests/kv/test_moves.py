@@ -131,6 +131,19 @@ async def test_an_offer_that_was_not_fetched_is_released(fault: Any) -> None:
         assert await fleet.cached_share("t") >= 0.85
 
 
+async def test_kv_that_the_old_home_evicted_and_computes_for_the_offer_is_fetched() -> None:
+    """In the answer to the fetch, vLLM reports what the old home had cached, which is nothing."""
+    async with running_fleet(engine(), engine()) as fleet:
+        home, target = (url.removeprefix("http://") for url in fleet.urls)
+        messages = await fleet.begin_at_first()
+        await fleet.client.post(f"{fleet.urls[0]}/reset_prefix_cache")
+        await fleet.act(target, "uncordon")
+        await fleet.act(home, "evacuate")
+        assert await fleet.moves() == {"fetched": 1}
+        await fleet.turn("t", messages)
+        assert (await fleet.last("t"))["kv_by"] == "fetched" and await fleet.cached_share("t") >= 0.85
+
+
 async def test_kv_whose_lease_has_expired_is_computed_again() -> None:
     """The blocks are free again at the old home, and the fetch counts as failed."""
     async with running_fleet(engine(kv_lease_s=0.0), engine(kv_lease_s=0.0)) as fleet:
