@@ -57,6 +57,13 @@ let_it_sleep() {
     mend "$shm" 'busy_loop_s: float = 1,' 'busy_loop_s: float = 0,'
 }
 
+# Before the first fetch the new home asks the old one how to reach its memory, and waits for 5 s; on a busy machine that
+# is too short. The requests that wait for the fetch are then computed.
+let_it_wait() {
+    mend vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py \
+        'sock.setsockopt(zmq.RCVTIMEO, 5000)  # milliseconds' 'sock.setsockopt(zmq.RCVTIMEO, 25000)  # milliseconds'
+}
+
 # A server is two processes, of TP 2 four, and each would import vLLM and torch anew, which takes 13 s of CPU time. Where
 # there is no GPU it may be told to fork them; as it comes it overrules that.
 let_it_fork() {
@@ -74,6 +81,7 @@ has_library() { "$python" -c "import ctypes, sys; ctypes.CDLL(sys.argv[1])" "$1"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$python is older than 3.11"
 if cmp -s "$constraints" "$stamp"; then
     let_it_sleep # also where an older version of this script was here
+    let_it_wait
     let_it_fork
     let_it_share
     say "vLLM is in $venv"
@@ -104,6 +112,7 @@ step "getting what vLLM needs" $install --requirement "$requirements"
 # Servers hand KV to each other over NIXL. Its wheel is built for GPUs, and does without.
 step "getting NIXL" $install --no-deps nixl nixl-cu13
 let_it_sleep
+let_it_wait
 let_it_fork
 let_it_share
 
