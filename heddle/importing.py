@@ -39,4 +39,6 @@ def run(parsed: argparse.Namespace) -> int:
         f"{parsed.out}: {len(workload.trajectories):,} trajectories in {len(workload.groups):,} groups, "
         f"{workload.num_turns:,} turns, {workload.output_tokens:,} output tokens, from {format_name}."
     )
+    if workload.left_out:
+        print(f"Left out: {workload.left_out}.")
     return 0

@@ -83,10 +83,15 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Workload:
-    """Trajectories in the order in which they start, under a name that tells their source."""
+    """Trajectories in the order in which they start, under a name that tells their source.
+
+    Args:
+        left_out: what else the source has, in words; empty if nothing.
+    """
 
     name: str
     trajectories: tuple[Trajectory, ...]
+    left_out: str = ""
 
     @cached_property
     def num_turns(self) -> int:

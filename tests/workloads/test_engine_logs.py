@@ -30,7 +30,9 @@ def test_vllm_log_gives_lengths_times_and_the_order_of_calls(tmp_path: Path, for
     noise = "INFO 11-21 04:59:00 [api_server.py:10] Starting vLLM server on http://0.0.0.0:8000"
     path = lines(tmp_path / "server.log", noise, *(form(at_s, message) for at_s, message in VLLM_MESSAGES))
     assert detect_format(path) == "vllm-log"
-    assert shapes(import_trace(path)) == [(64, (Turn(0, 3, 3.0), Turn(2, 3, 0.0)))]
+    workload = import_trace(path)
+    assert shapes(workload) == [(64, (Turn(0, 3, 3.0), Turn(2, 3, 0.0)))]
+    assert workload.left_out == "requests of which it has only the arrival or only the answer: 1"
 
 
 @pytest.mark.parametrize("order", [range(10), [0, 4, *range(1, 4), *range(5, 10)]], ids=["in order", "mixed"])
@@ -55,6 +57,13 @@ def test_vllm_log_of_older_versions_has_everything_in_one_line(tmp_path: Path) -
         "finish_reason: stop",
     )
     assert shapes(import_trace(path)) == [(64, (Turn(0, 3, 0.0),))]
+
+
+def test_a_vllm_log_without_answers_names_the_flags_to_set(tmp_path: Path) -> None:
+    """As with --enable-log-requests alone. It was said to hold no trajectory."""
+    arrived = [vllm_text(at_s, text) for at_s, text in VLLM_MESSAGES if text.startswith(("Request", "Received"))]
+    with pytest.raises(TraceError, match="has an answer: log answers with --enable-log-outputs"):
+        import_trace(lines(tmp_path / "server.log", *arrived))
 
 
 @pytest.mark.parametrize("form", [vllm_text, vllm_json])

@@ -9,7 +9,7 @@ from heddle.cli import main
 from workloads.importers import detect_format, import_trace
 from workloads.importers.native import write_trace
 from workloads.laws import CODING, draw
-from workloads.traces import load_trace
+from workloads.traces import TraceError, load_trace
 from workloads.trajectories import Workload
 
 
@@ -43,14 +43,28 @@ def test_an_event_log_gives_the_trace_that_was_played(log: Path, tmp_path: Path)
         assert tools_s[f"{one.trajectory_id}-0"] == pytest.approx([turn.tool_s for turn in one.turns[:-1]])
 
 
-def test_trajectories_that_began_before_the_log_are_left_out(log: Path, tmp_path: Path) -> None:
-    """As after a rotation. What is left of them would be trajectories that begin with a long prompt."""
+def test_trajectories_that_began_before_the_log_are_left_out(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a rotation. What is left of them would be trajectories that begin with a long prompt. The command says
+    how many they are."""
     whole, events = lengths(import_trace(log)), log.read_bytes().splitlines(keepends=True)
     arrivals = [number for number, line in enumerate(events) if json.loads(line).get("type") == "TurnArrived"]
     log.write_bytes(b"".join([b'{"kind":"continued"}\n', *events[arrivals[12] :]]))
     assert detect_format(log) == "event-log"
     left = lengths(import_trace(log))
     assert len(left) == 12 and left.items() <= whole.items()
+    assert main(["import", str(log), "--out", str(tmp_path / "out.jsonl")]) == 0
+    assert "began in an older file, whose lines must come before it: 12." in capsys.readouterr().out
+
+
+def test_a_log_in_which_no_trajectory_began_is_refused_with_the_cause(log: Path) -> None:
+    """It was said to hold no trajectory."""
+    events = log.read_bytes().splitlines(keepends=True)
+    arrivals = [number for number, line in enumerate(events) if json.loads(line).get("type") == "TurnArrived"]
+    log.write_bytes(b"".join([b'{"kind":"continued"}\n', *events[arrivals[24] :]]))
+    with pytest.raises(TraceError, match="began in an older file, whose lines must come before it"):
+        import_trace(log)
 
 
 def test_trajectories_that_run_at_the_end_of_the_log_are_cut_there(log: Path) -> None:

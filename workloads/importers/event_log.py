@@ -10,11 +10,13 @@ One that still runs at the log's end is cut there.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from workloads.importers.calls import Call, workload_of_sessions
 from workloads.importers.records import Record, read_records
+from workloads.traces import TraceError
 from workloads.trajectories import Workload
 
 
@@ -28,7 +30,7 @@ def read_event_log(path: Path) -> Workload:
     """The workload of a log.
 
     Raises:
-        TraceError: If a line is malformed; the message names the line and the field.
+        TraceError: If a line is malformed; the message names the line and the field. If no trajectory began in the log.
         OSError: If the file cannot be read.
     """
     arrivals: dict[str, tuple[str, float]] = {}
@@ -50,7 +52,12 @@ def read_event_log(path: Path) -> Workload:
                 saved = Record(record.fields.get("record"), f"{record.where}, record")
                 num_turns[saved.text("trajectory_id")] = saved.count("num_turns")
     whole = [(name, calls) for name, calls in sessions.items() if len(calls) == num_turns.get(name)]
-    return workload_of_sessions(path.name.split(".")[0], whole, groups)
+    num_older = sum(num > 0 for num in num_turns.values()) - len(whole)
+    if num_older and not whole:
+        raise TraceError(f"{path}: all trajectories in it began in an older file, whose lines must come before it")
+    workload = workload_of_sessions(path.name.split(".")[0], whole, groups)
+    left_out = f"trajectories that began in an older file, whose lines must come before it: {num_older:,}"
+    return replace(workload, left_out=left_out if num_older else "")
 
 
 def _call(finished: Record, started_at_s: float) -> Call:

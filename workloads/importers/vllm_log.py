@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -36,6 +36,7 @@ _OUTPUT_IDS = re.compile(r"output_token_ids: [\[(]([\d, ]*)[\])]")
 # `/v1/responses` makes a request of each call of a built-in tool; the answer has the id without the number.
 _NUMBERED = re.compile(r"(.+)_\d+")
 _STREAM_LENGTH = re.compile(r"<streaming_complete: (\d+) tokens>")
+_HOW_TO_LOG_ANSWERS = "log answers with --enable-log-outputs --enable-log-deltas --log-level DEBUG"
 _ANY_LEAP_YEAR = 2024
 _LEAP_YEAR_S = 366 * 86_400.0
 _BLOCK_TOKENS = 16
@@ -86,7 +87,7 @@ def read_vllm_log(path: Path) -> Workload:
     """The workload of a log; calls are joined by their token ids.
 
     Raises:
-        TraceError: If an answer or its prompt has no token ids; the message names the line and how to log them.
+        TraceError: If there is no answer, or one or its prompt has no token ids; the message says how to log them.
         OSError: If the file cannot be read.
     """
     log = _Log()
@@ -96,9 +97,13 @@ def read_vllm_log(path: Path) -> Workload:
     answered = [(name, request) for name, request in log.requests.items() if request.ended_at_s is not None]
     if any(request.prompt is not None for _, request in answered):
         answered = [(name, request) for name, request in answered if request.has_arrived]
+    if log.requests and not answered:
+        raise TraceError(f"{path}: no request in it has an answer: {_HOW_TO_LOG_ANSWERS}")
     calls = [call for name, request in answered for call in _calls(name, request)]
     calls.sort(key=lambda call: call.started_at_s or 0.0)
-    return workload_by_prefix(path.name.split(".")[0], calls)
+    num_halves = len(log.requests) - len(answered)
+    left_out = f"requests of which it has only the arrival or only the answer: {num_halves:,}" if num_halves else ""
+    return replace(workload_by_prefix(path.name.split(".")[0], calls), left_out=left_out)
 
 
 def _take(line: str, where: str, log: _Log) -> None:
@@ -164,8 +169,7 @@ def _calls(name: str, request: _Request) -> list[Call]:
         wish = "log requests with --enable-log-requests --log-level DEBUG"
         raise TraceError(f"{request.answered_in}, prompt_token_ids: none for request {name}: {wish}")
     if request.output_tokens is None:
-        wish = "log answers with --enable-log-outputs --enable-log-deltas --log-level DEBUG"
-        raise TraceError(f"{request.answered_in}, output_token_ids: none for request {name}: {wish}")
+        raise TraceError(f"{request.answered_in}, output_token_ids: none for request {name}: {_HOW_TO_LOG_ANSWERS}")
     blocks = blocks_of(request.prompt, _BLOCK_TOKENS)
     return [
         Call(len(request.prompt), output_tokens, blocks, request.started_at_s, request.ended_at_s)
