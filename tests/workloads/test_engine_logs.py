@@ -1,5 +1,6 @@
 """Logs of vLLM and SGLang become trajectories: token ids, sessions and times link their calls."""
 
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,23 @@ def test_vllm_numbers_the_requests_of_a_response(tmp_path: Path) -> None:
         vllm_text(8, f"Generated response resp_b (streaming complete) details: output_token_ids: {ANSWER}"),
     )
     assert shapes(import_trace(path)) == [(64, (Turn(0, 3, 5.0), Turn(2, 3, 0.0)))]
+
+
+def test_a_vllm_log_takes_less_memory_than_its_size(tmp_path: Path) -> None:
+    """Token ids of all prompts took five times its size: a log of a few GB did not fit into memory."""
+    messages = []
+    for number in range(50):
+        ids = list(range(100_000 + number, 105_000 + number))
+        messages.append(f"Request r{number} details: prompt: '', prompt_token_ids: {ids}, prompt_embeds shape: None.")
+        messages.append(f"Generated response r{number} details: output_token_ids: [7]")
+    path = lines(tmp_path / "server.log", *(vllm_text(0, message) for message in messages))
+    tracemalloc.start()
+    try:
+        assert import_trace(path, "vllm-log").num_turns == 50
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < path.stat().st_size
 
 
 def test_answers_to_requests_of_an_older_vllm_log_are_left_out(tmp_path: Path) -> None:

@@ -44,10 +44,12 @@ _BLOCK_TOKENS = 16
 
 @dataclass(slots=True)
 class _Request:
+    """`prompt`: its tokens and blocks. Token ids take five times as much memory as their text, and logs are large."""
+
     started_at_s: float
     has_arrived: bool = False
     ended_at_s: float | None = None
-    prompt: list[int] | None = None
+    prompt: tuple[int, tuple[int, ...]] | None = None
     output_tokens: int | None = None
     earlier_choices: list[int] = field(default_factory=list)
     answered_in: str = ""
@@ -118,7 +120,8 @@ def _take(line: str, where: str, log: _Log) -> None:
         return
     request = log.requests.setdefault(request_id, _Request(at_s))
     request.has_arrived = True
-    request.prompt = _ids(_PROMPT_IDS, text) or request.prompt
+    if ids := _ids(_PROMPT_IDS, text):
+        request.prompt = len(ids), blocks_of(ids, _BLOCK_TOKENS)
     numbered = _NUMBERED.fullmatch(request_id)
     if numbered is not None:
         log.last_numbered[numbered[1]] = request_id
@@ -170,8 +173,8 @@ def _calls(name: str, request: _Request) -> list[Call]:
         raise TraceError(f"{request.answered_in}, prompt_token_ids: none for request {name}: {wish}")
     if request.output_tokens is None:
         raise TraceError(f"{request.answered_in}, output_token_ids: none for request {name}: {_HOW_TO_LOG_ANSWERS}")
-    blocks = blocks_of(request.prompt, _BLOCK_TOKENS)
+    prompt_tokens, blocks = request.prompt
     return [
-        Call(len(request.prompt), output_tokens, blocks, request.started_at_s, request.ended_at_s)
+        Call(prompt_tokens, output_tokens, blocks, request.started_at_s, request.ended_at_s)
         for output_tokens in (*request.earlier_choices, request.output_tokens)
     ]
