@@ -124,6 +124,8 @@ class Workload:
 
     def scaled(self, *, prompts: float = 1.0, outputs: float = 1.0, tools: float = 1.0) -> Workload:
         """Every trajectory multiplied by the same factors, so orders and tails stay, except for rounding."""
+        if prompts == outputs == tools == 1.0:
+            return self  # a copy of a large trace takes seconds, and its memory once more
         return self._with(t.scaled(prompts=prompts, outputs=outputs, tools=tools) for t in self.trajectories)
 
     def with_max_turns(self, max_turns: int) -> Workload:

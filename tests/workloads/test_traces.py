@@ -146,6 +146,13 @@ def test_turns_tools_and_lengths_are_cut_and_scaled(tmp_path: Path) -> None:
     assert (scaled.context_tokens, scaled.turns[1]) == (100, Turn(5, 10, 0.2))
 
 
+def test_a_trace_that_is_not_scaled_is_not_copied() -> None:
+    """The copy of a large trace doubled the memory that it takes."""
+    turn = Turn(0, 100, 2.0)
+    workload = Workload("w", (Trajectory("a", "a", 1_000, (turn,)),))
+    assert workload.scaled() is workload
+
+
 def test_too_many_turns_for_a_context_is_an_error(tmp_path: Path) -> None:
     """If the template alone fills the context, scaling does not help. The message says what does: also a context that
     is just long enough for all trajectories, because not every command can cut turns."""
