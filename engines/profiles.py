@@ -46,6 +46,10 @@ def load_profile(name: str) -> EngineProfile:
         wanted = name
     if wanted in profiles:
         return profiles[wanted]
+    if ".toml" in wanted:
+        raise ValueError(
+            f"unknown engine profile {name!r}; one of your own is FILE.toml:NAME, as `heddle profile` says"
+        )
     near = difflib.get_close_matches(wanted, profiles, n=5)
     hint = f"did you mean one of: {', '.join(near)}" if near else f"known: {', '.join(sorted(profiles))}"
     raise ValueError(f"unknown engine profile {name!r}; {hint}")

@@ -52,6 +52,13 @@ def test_an_unknown_profile_name_suggests_similar_ones() -> None:
         load_profile("qwen3-14b-h100")
 
 
+@pytest.mark.parametrize("name", ["mine.toml", "mine.toml-tp2"])
+def test_a_file_without_the_name_of_a_profile_is_refused_with_the_form(name: str) -> None:
+    """`-tpN` is what a fleet of `gpus` and `tp` adds. All built-in names were listed."""
+    with pytest.raises(ValueError, match=r"one of your own is FILE\.toml:NAME"):
+        load_profile(name)
+
+
 def test_a_users_profile_is_loaded_by_path_and_name(tmp_path: Path) -> None:
     """`path.toml:name`, in the form of the built-in files."""
     path = tmp_path / "mine.toml"
