@@ -60,6 +60,14 @@ def test_vllm_log_of_older_versions_has_everything_in_one_line(tmp_path: Path) -
     assert shapes(import_trace(path)) == [(64, (Turn(0, 3, 0.0),))]
 
 
+@pytest.mark.parametrize("form", [vllm_text, vllm_json])
+def test_vllm_request_ids_may_be_repeated(tmp_path: Path, form: Any) -> None:
+    """Clients choose them with `X-Request-Id`. All turns with one id counted as the last of them."""
+    told = [(at_s, message.replace("r2", "r1")) for at_s, message in VLLM_MESSAGES]
+    workload = import_trace(lines(tmp_path / "server.log", *(form(at_s, message) for at_s, message in told)))
+    assert shapes(workload) == [(64, (Turn(0, 3, 3.0), Turn(2, 3, 0.0)))]
+
+
 def test_a_vllm_log_without_answers_names_the_flags_to_set(tmp_path: Path) -> None:
     """As with --enable-log-requests alone. It was said to hold no trajectory."""
     arrived = [vllm_text(at_s, text) for at_s, text in VLLM_MESSAGES if text.startswith(("Request", "Received"))]

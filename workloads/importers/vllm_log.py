@@ -73,11 +73,22 @@ class _Calendar:
 
 @dataclass(slots=True)
 class _Log:
-    """What was read. `last_numbered`: of each id without its number, the id of the request that came last."""
+    """What was read: requests with their ids, which clients may choose (`X-Request-Id`) and repeat.
 
-    requests: dict[str, _Request] = field(default_factory=dict)
+    Args:
+        latest: of each id, the request that came last.
+        last_numbered: of each id without its number, the id of the request that came last.
+    """
+
+    requests: list[tuple[str, _Request]] = field(default_factory=list)
+    latest: dict[str, _Request] = field(default_factory=dict)
     last_numbered: dict[str, str] = field(default_factory=dict)
     calendar: _Calendar = field(default_factory=_Calendar)
+
+    def begin(self, request_id: str, at_s: float) -> _Request:
+        request = self.latest[request_id] = _Request(at_s)
+        self.requests.append((request_id, request))
+        return request
 
 
 def is_vllm_line(line: str) -> bool:
@@ -96,7 +107,7 @@ def read_vllm_log(path: Path) -> Workload:
     for where, line in read_lines(path):
         with read_at(where):
             _take(line, where, log)
-    answered = [(name, request) for name, request in log.requests.items() if request.ended_at_s is not None]
+    answered = [(name, request) for name, request in log.requests if request.ended_at_s is not None]
     if any(request.prompt is not None for _, request in answered):
         answered = [(name, request) for name, request in answered if request.has_arrived]
     if log.requests and not answered:
@@ -115,10 +126,12 @@ def _take(line: str, where: str, log: _Log) -> None:
         return
     at_s, kind, request_id, part, text = message
     if kind == "Generated response":
-        asked_id = request_id if request_id in log.requests else log.last_numbered.get(request_id, request_id)
-        _note_answer(log.requests.setdefault(asked_id, _Request(at_s)), at_s, part, text, where)
+        asked_id = request_id if request_id in log.latest else log.last_numbered.get(request_id, request_id)
+        _note_answer(log.latest.get(asked_id) or log.begin(asked_id, at_s), at_s, part, text, where)
         return
-    request = log.requests.setdefault(request_id, _Request(at_s))
+    request = log.latest.get(request_id)
+    if request is None or request.ended_at_s is not None:
+        request = log.begin(request_id, at_s)
     request.has_arrived = True
     if ids := _ids(_PROMPT_IDS, text):
         request.prompt = len(ids), blocks_of(ids, _BLOCK_TOKENS)
