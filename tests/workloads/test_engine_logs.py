@@ -68,6 +68,14 @@ def test_vllm_request_ids_may_be_repeated(tmp_path: Path, form: Any) -> None:
     assert shapes(workload) == [(64, (Turn(0, 3, 3.0), Turn(2, 3, 0.0)))]
 
 
+def test_a_vllm_log_with_cut_token_ids_is_refused(tmp_path: Path) -> None:
+    """Every prompt would have as many tokens as --max-log-len."""
+    start = "INFO 11-21 04:59:00 [api_utils.py:286] non-default args: {'enable_log_requests': True, 'max_log_len': 64}"
+    written = [vllm_text(at_s, message) for at_s, message in VLLM_MESSAGES]
+    with pytest.raises(TraceError, match="line 1: --max-log-len 64 cuts the token ids: log without it"):
+        import_trace(lines(tmp_path / "server.log", start, *written))
+
+
 def test_a_vllm_log_without_answers_names_the_flags_to_set(tmp_path: Path) -> None:
     """As with --enable-log-requests alone. It was said to hold no trajectory."""
     arrived = [vllm_text(at_s, text) for at_s, text in VLLM_MESSAGES if text.startswith(("Request", "Received"))]

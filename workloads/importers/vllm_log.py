@@ -25,6 +25,8 @@ from workloads.importers.records import read_at, read_lines
 from workloads.traces import TraceError
 from workloads.trajectories import Workload
 
+# The server's first lines show its options; the token ids of such a log are no lengths.
+_CUT_IDS = re.compile(r"non-default args: .*'max_log_len': (\d+)")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _TEXT_LINE = re.compile(r"(?:DEBUG|INFO) (\d\d-\d\d \d\d:\d\d:\d\d) (?:\S+\]) (.*)", re.DOTALL)
 _MESSAGE = re.compile(
@@ -100,7 +102,7 @@ def read_vllm_log(path: Path) -> Workload:
     """The workload of a log; calls are joined by their token ids.
 
     Raises:
-        TraceError: If there is no answer, or one or its prompt has no token ids; the message says how to log them.
+        TraceError: If there is no answer, or one or its prompt lacks token ids; the message says how to log them.
         OSError: If the file cannot be read.
     """
     log = _Log()
@@ -123,6 +125,8 @@ def _take(line: str, where: str, log: _Log) -> None:
     """Record what a line contains about a request, if it is about one."""
     message = _message(line, log.calendar)
     if message is None:
+        if cut := _CUT_IDS.search(line):
+            raise TraceError(f"{where}: --max-log-len {cut[1]} cuts the token ids: log without it")
         return
     at_s, kind, request_id, part, text = message
     if kind == "Generated response":
